@@ -1,0 +1,40 @@
+# Every target sets up .venv by itself, with the versions in constraints.txt.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint types format clean
+
+help:  ## Show the targets
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
+
+setup: $(STAMP)  ## Make .venv (another Python: make setup PYTHON=python3.12)
+
+$(STAMP): pyproject.toml constraints.txt
+	@echo "Installing into $(VENV) (some minutes the first time)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(STAMP)  ## Fine-tune a small model in 4 bits with two processes on the CPU, and show the result
+	@$(BIN)/python scripts/demo.py
+
+test: $(STAMP)  ## Run the tests (some of them: make test ARGS="-k config")
+	@$(BIN)/python -m pytest -q $(ARGS)
+
+lint: $(STAMP)  ## Check style
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+types: $(STAMP)  ## Check types
+	@$(BIN)/mypy
+
+format: $(STAMP)  ## Fix style
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+clean:  ## Delete .venv, caches and build output; keeps outputs/, the runs
+	@rm -rf $(VENV) dist .pytest_cache .mypy_cache .ruff_cache
