@@ -1,0 +1,24 @@
+"""Data, a stage a file: read → check → format → tokenize → cache → sequences (pack) → batch → prefetch.
+
+`prepare_data` runs the stages up to the cache once a node, and every rank maps the result into memory.
+"""
+
+from qlora_fsdp.data.batch import Batch, collate, epoch_order, micro_batch_indices
+from qlora_fsdp.data.prefetch import prefetch
+from qlora_fsdp.data.prepare import PreparedData, prepare_data
+from qlora_fsdp.data.report import DataReport
+from qlora_fsdp.data.sequences import Sequences
+from qlora_fsdp.data.tokenizer import load_tokenizer
+
+__all__ = [
+    "Batch",
+    "DataReport",
+    "PreparedData",
+    "Sequences",
+    "collate",
+    "epoch_order",
+    "load_tokenizer",
+    "micro_batch_indices",
+    "prefetch",
+    "prepare_data",
+]

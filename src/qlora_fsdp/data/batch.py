@@ -1,0 +1,121 @@
+"""Stage 7, batch: the order of an epoch, its split over ranks and micro-batches, and their tensors.
+
+The order is of the whole data and the split comes after it, so the same data gives the same global batches at any
+number of ranks and any micro-batch size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from qlora_fsdp.data.sequences import Indices, Sequences
+
+IGNORE_INDEX = -100  # as in torch.nn.functional.cross_entropy
+LENGTH_MULTIPLE = 8  # matrix products run faster on such lengths
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A micro-batch of B sequences of L tokens.
+
+    Attributes:
+        input_ids: int64 [B, L].
+        targets: int64 [B, L], the token that follows in the same row, or -100: no loss there.
+        position_ids: int64 [B, L], from 0 in each row.
+        sequence_starts: int32 [num_rows + 1], where rows begin in the flattened B x L tokens, and B x L at the end.
+            Padding at the end of a sequence is a row too.
+        max_row_length: tokens of the longest row.
+        num_target_tokens: positions with a target.
+    """
+
+    input_ids: torch.Tensor
+    targets: torch.Tensor
+    position_ids: torch.Tensor
+    sequence_starts: torch.Tensor
+    max_row_length: int
+    num_target_tokens: int
+
+    def to(self, device: torch.device | str) -> Batch:
+        """Copies the tensors to `device`; without waiting if they are pinned."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pin_memory(self) -> Batch:
+        """Copies the tensors to page-locked memory."""
+        return self._map(torch.Tensor.pin_memory)
+
+    def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+        tensors: dict[str, Any] = {
+            name: function(value) for name, value in vars(self).items() if isinstance(value, torch.Tensor)
+        }
+        return replace(self, **tensors)
+
+
+def epoch_order(num_sequences: int, seed: int, epoch: int) -> Indices:
+    """The order of sequences in an epoch, [num_sequences]."""
+    return np.random.default_rng([seed, epoch]).permutation(num_sequences)
+
+
+def micro_batch_indices(global_indices: Indices, *, rank: int, num_ranks: int, micro_batch_size: int) -> list[Indices]:
+    """This rank's micro-batches of a global batch.
+
+    Micro-batch m of rank r is `global_indices[(m * num_ranks + r) * micro_batch_size :][:micro_batch_size]`. Where the
+    global batch is short, the last of some ranks are short or empty, but all ranks have as many.
+    """
+    num_micro_batches = -(-len(global_indices) // (num_ranks * micro_batch_size))
+    starts = [(micro * num_ranks + rank) * micro_batch_size for micro in range(num_micro_batches)]
+    return [global_indices[start : start + micro_batch_size] for start in starts]
+
+
+def collate(sequences: Sequences, indices: Indices, *, pad_to: int | None, micro_batch_size: int) -> Batch:
+    """Makes the tensors of a micro-batch, on the CPU.
+
+    Args:
+        sequences: where they are.
+        indices: [at most micro_batch_size]; the rest of the batch is padding, with no target.
+        pad_to: L. None: with packing max_length, so that shapes never change; else the longest row here, rounded up to
+            a multiple of 8.
+        micro_batch_size: B.
+    """
+    assert len(indices) <= micro_batch_size
+    length = _padded_length(sequences, indices) if pad_to is None else pad_to
+    shape = (micro_batch_size, length)
+    input_ids = np.full(shape, sequences.pad_token_id, dtype=np.int64)
+    targets = np.full(shape, IGNORE_INDEX, dtype=np.int64)
+    position_ids = np.empty(shape, dtype=np.int64)
+    positions = np.arange(length)
+    row_starts = [0]
+    num_target_tokens = 0
+    for b in range(micro_batch_size):
+        begin = 0
+        for tokens, is_target in sequences.rows_of(int(indices[b])) if b < len(indices) else ():
+            end = begin + len(tokens)
+            input_ids[b, begin:end] = tokens
+            targets[b, begin : end - 1] = np.where(is_target[1:], tokens[1:], IGNORE_INDEX)
+            position_ids[b, begin:end] = positions[: end - begin]
+            row_starts.append(b * length + end)
+            num_target_tokens += int(is_target[1:].sum())
+            begin = end
+        if begin < length:
+            position_ids[b, begin:] = positions[: length - begin]
+            row_starts.append((b + 1) * length)
+    return Batch(
+        input_ids=torch.from_numpy(input_ids),
+        targets=torch.from_numpy(targets),
+        position_ids=torch.from_numpy(position_ids),
+        sequence_starts=torch.tensor(row_starts, dtype=torch.int32),
+        max_row_length=int(np.diff(row_starts).max()),
+        num_target_tokens=num_target_tokens,
+    )
+
+
+def _padded_length(sequences: Sequences, indices: NDArray[np.int64]) -> int:
+    if sequences.is_packed:
+        return sequences.max_length
+    longest = int(sequences.lengths[indices].max(initial=1))
+    return min(-(-longest // LENGTH_MULTIPLE) * LENGTH_MULTIPLE, sequences.max_length)

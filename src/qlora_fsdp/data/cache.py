@@ -1,0 +1,144 @@
+"""Stage 5, cache: tokenized rows as flat files, which every rank of the host maps into memory and shares.
+
+A cache entry is a folder named by a fingerprint of everything its contents depend on. It is written under a temporary
+name and renamed, so that a folder with its final name is complete.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
+
+from qlora_fsdp.data.report import NUM_EXAMPLES, ReadReport, RowProblem
+from qlora_fsdp.data.tokenize import Mask, Tokens
+
+CACHE_VERSION = 1  # raise it when the same input gives other tokens
+REPORT = "report.json"
+
+
+@dataclass(frozen=True)
+class TokenizedRows:
+    """Rows of tokens, memory-mapped.
+
+    Attributes:
+        tokens: int32 [num_tokens], all rows one after another.
+        is_target: bool [num_tokens], whether a token is trained on; never the first of a row.
+        starts: int64 [num_rows + 1], where rows begin in them.
+        num_targets: int32 [num_rows].
+    """
+
+    tokens: Tokens
+    is_target: Mask
+    starts: NDArray[np.int64]
+    num_targets: NDArray[np.int32]
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        return np.diff(self.starts)
+
+    def read(self, row: int) -> tuple[Tokens, Mask]:
+        span = slice(self.starts[row], self.starts[row + 1])
+        return self.tokens[span], self.is_target[span]
+
+
+def fingerprint(tokenizer: PreTrainedTokenizerBase, *parts: Any) -> str:
+    """Names a cache entry: a hash of the tokenizer (vocabulary, rules, special tokens, template) and of JSON values."""
+    identity = [
+        CACHE_VERSION,
+        tokenizer.backend_tokenizer.to_str(),
+        tokenizer.chat_template,
+        {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
+        parts,
+    ]
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def write_entry(folder: Path, path: str, num_rows: int, tokenized: datasets.Dataset) -> ReadReport:
+    """Writes tokenized rows (columns as in tokenize.FEATURES) to `folder`, which is there and empty."""
+    counter = _Counter()
+    num_tokens, max_token_id = 0, -1
+    lengths, num_targets = [np.zeros(0, np.int64)], [np.zeros(0, np.int32)]
+    with (folder / "tokens.bin").open("wb") as tokens_file, (folder / "is_target.bin").open("wb") as is_target_file:
+        for table in tokenized.with_format("arrow").iter(batch_size=1000):
+            counter.add(table.select(["place", "problem", "detail"]), table["tokens"])
+            tokens, is_target = _flat(table["tokens"], np.int32), _flat(table["is_target"], np.bool_)
+            row_lengths = table["tokens"].combine_chunks().value_lengths().to_numpy(zero_copy_only=False)
+            row_lengths = row_lengths[row_lengths > 0]
+            if not len(row_lengths):
+                continue
+            tokens.tofile(tokens_file)
+            is_target.tofile(is_target_file)
+            lengths.append(row_lengths.astype(np.int64))
+            row_starts = np.cumsum(row_lengths) - row_lengths
+            num_targets.append(np.add.reduceat(is_target, row_starts, dtype=np.int32))
+            num_tokens += len(tokens)
+            max_token_id = max(max_token_id, int(tokens.max()))
+    starts = np.concatenate([[0], np.cumsum(np.concatenate(lengths))]).astype(np.int64)
+    starts.tofile(folder / "starts.bin")
+    np.concatenate(num_targets).tofile(folder / "num_targets.bin")
+    report = ReadReport(path, num_rows, len(starts) - 1, num_tokens, max_token_id, counter.problems())
+    (folder / REPORT).write_text(json.dumps(report.to_json(), indent=1), encoding="utf-8")
+    return report
+
+
+def load_entry(folder: Path) -> tuple[TokenizedRows, ReadReport]:
+    """Maps a cache entry into memory.
+
+    Raises:
+        OSError, ValueError, KeyError, TypeError: it is not there, or not whole.
+    """
+    report = ReadReport.from_json(json.loads((folder / REPORT).read_text(encoding="utf-8")))
+
+    def load(name: str, dtype: type[np.generic], length: int) -> NDArray[Any]:
+        size, expected = (folder / name).stat().st_size, length * np.dtype(dtype).itemsize
+        if size != expected:
+            raise ValueError(f"{folder / name} has {size} bytes, not {expected}")
+        return np.memmap(folder / name, dtype=dtype, mode="r", shape=(length,))
+
+    rows = TokenizedRows(
+        tokens=load("tokens.bin", np.int32, report.num_tokens),
+        is_target=load("is_target.bin", np.bool_, report.num_tokens),
+        starts=np.array(load("starts.bin", np.int64, report.num_used_rows + 1)),
+        num_targets=np.array(load("num_targets.bin", np.int32, report.num_used_rows)),
+    )
+    return rows, report
+
+
+class _Counter:
+    """Counts rows with problems by kind, and keeps the first examples of each."""
+
+    def __init__(self) -> None:
+        self._num_rows: dict[str, int] = {}
+        self._num_kept: dict[str, int] = {}
+        self._examples: dict[str, list[str]] = {}
+
+    def add(self, table: pa.Table, tokens: pa.ChunkedArray) -> None:
+        is_kept = tokens.combine_chunks().value_lengths().to_numpy(zero_copy_only=False) > 0
+        kinds = table["problem"].to_pylist()
+        for index in (i for i, kind in enumerate(kinds) if kind):
+            kind = kinds[index]
+            self._num_rows[kind] = self._num_rows.get(kind, 0) + 1
+            self._num_kept[kind] = self._num_kept.get(kind, 0) + int(is_kept[index])
+            examples = self._examples.setdefault(kind, [])
+            if len(examples) < NUM_EXAMPLES:
+                place, detail = table["place"][index].as_py(), table["detail"][index].as_py()
+                examples.append(f"{place} ({detail})" if detail else place)
+
+    def problems(self) -> tuple[RowProblem, ...]:
+        kinds: Iterable[str] = sorted(self._num_rows, key=lambda kind: -self._num_rows[kind])
+        return tuple(RowProblem(k, self._num_rows[k], self._num_kept[k], tuple(self._examples[k])) for k in kinds)
+
+
+def _flat(column: pa.ChunkedArray, dtype: type[np.generic]) -> NDArray[Any]:
+    values: NDArray[Any] = column.combine_chunks().flatten().to_numpy(zero_copy_only=False)
+    return values.astype(dtype, copy=False)

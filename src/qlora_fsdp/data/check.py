@@ -1,0 +1,111 @@
+"""Stage 2, check: a raw row → a dict of a known form, or a `BadRow` that says what is wrong with it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from qlora_fsdp.config.schema import DataFormat
+
+EMPTY = "empty"
+NOT_UTF8 = "not UTF-8"
+NOT_JSON = "not JSON"
+WRONG_KEYS = "wrong keys"
+WRONG_TYPES = "wrong types"
+REFUSED = "refused by the chat template"
+NO_TARGET = "no target token"
+TOO_LONG = "longer than training.max_length"
+
+REQUIRED_KEYS = {
+    DataFormat.messages: ("messages",),
+    DataFormat.prompt_completion: ("prompt", "completion"),
+    DataFormat.instruction: ("instruction", "output"),
+    DataFormat.text: ("text",),
+}
+
+
+class BadRow(Exception):
+    """A row that can't be used.
+
+    Attributes:
+        kind: one of the kinds above, by which rows are counted.
+        detail: what is wrong with this one.
+    """
+
+    def __init__(self, kind: str, detail: str = "") -> None:
+        super().__init__(kind, detail)
+        self.kind = kind
+        self.detail = detail
+
+
+def check_row(raw: bytes, data_format: DataFormat) -> tuple[DataFormat, dict[str, Any]]:
+    """Parses a row and checks the keys and types that its form needs. Other keys are ignored.
+
+    Returns:
+        The form (never `auto`) and the row.
+
+    Raises:
+        BadRow: it can't be used.
+    """
+    row = _parse(raw)
+    form = _detect(row) if data_format is DataFormat.auto else data_format
+    missing = [key for key in REQUIRED_KEYS[form] if key not in row]
+    if missing:
+        raise BadRow(WRONG_KEYS, f"no {' and no '.join(missing)} (keys: {', '.join(row)})")
+    if form is DataFormat.messages:
+        _check_messages(row["messages"])
+        return form, row
+    for key in REQUIRED_KEYS[form]:
+        if not isinstance(row[key], str):
+            raise BadRow(WRONG_TYPES, f"{key} is {_type_name(row[key])}, not text")
+    answer = REQUIRED_KEYS[form][-1]
+    if not row[answer].strip():
+        raise BadRow(EMPTY, f"{answer} is empty")
+    if form is DataFormat.instruction and not isinstance(row.get("input"), (str, type(None))):
+        raise BadRow(WRONG_TYPES, f"input is {_type_name(row['input'])}, not text")
+    return form, row
+
+
+def _parse(raw: bytes) -> dict[str, Any]:
+    if not raw.strip():
+        raise BadRow(EMPTY)
+    try:
+        row = json.loads(raw.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise BadRow(NOT_UTF8, f"byte {error.start + 1} of the row is 0x{raw[error.start]:02x}") from error
+    except (ValueError, RecursionError) as error:
+        raise BadRow(NOT_JSON, str(error)) from error
+    if not isinstance(row, dict):
+        raise BadRow(
+            WRONG_KEYS, "not an object of named fields, or a CSV line with more or fewer cells than the header"
+        )
+    return row
+
+
+def _detect(row: dict[str, Any]) -> DataFormat:
+    for form, keys in REQUIRED_KEYS.items():
+        if all(key in row for key in keys):
+            return form
+    forms = "messages; prompt, completion; instruction, output; or text"
+    raise BadRow(WRONG_KEYS, f"keys are {', '.join(row) or 'none'}; needed are {forms}")
+
+
+def _check_messages(messages: Any) -> None:
+    if not isinstance(messages, list):
+        raise BadRow(WRONG_TYPES, f"messages is {_type_name(messages)}, not a list")
+    if not messages:
+        raise BadRow(EMPTY, "messages is empty")
+    for number, message in enumerate(messages, start=1):
+        if not isinstance(message, dict):
+            raise BadRow(WRONG_TYPES, f"message {number} is {_type_name(message)}, not an object with role and content")
+        if not isinstance(message.get("role"), str):
+            raise BadRow(WRONG_KEYS, f"message {number} has no role (keys: {', '.join(message)})")
+        content = message.get("content")
+        if content is None and not message.get("tool_calls"):
+            raise BadRow(WRONG_KEYS, f"message {number} has no content (keys: {', '.join(message)})")
+        if not isinstance(content, (str, list, type(None))):
+            raise BadRow(WRONG_TYPES, f"the content of message {number} is {_type_name(content)}, not text")
+
+
+def _type_name(value: Any) -> str:
+    return "null" if value is None else type(value).__name__

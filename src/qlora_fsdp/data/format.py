@@ -1,0 +1,149 @@
+"""Stage 3, format: a checked row → the text the model sees, and the spans of it that are trained on."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import jinja2
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from qlora_fsdp.config.schema import DataFormat, LossOn
+from qlora_fsdp.data.check import NO_TARGET, REFUSED, BadRow
+from qlora_fsdp.errors import DataError
+
+ALPACA = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Response:\n"
+)
+ALPACA_WITH_INPUT = (
+    "Below is an instruction that describes a task, paired with an input that provides further context."
+    " Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
+)
+
+Span = tuple[int, int]  # characters: start, end
+
+
+@dataclass(frozen=True)
+class FormattedRow:
+    """Text to tokenize.
+
+    Attributes:
+        text: all of it.
+        spans: characters that are trained on.
+        is_chat: the template wrote the begin and end tokens; otherwise they are added around the text.
+        may_split: a row longer than training.max_length may become several, as nothing in it belongs together.
+    """
+
+    text: str
+    spans: tuple[Span, ...]
+    is_chat: bool = False
+    may_split: bool = False
+
+
+def format_row(
+    form: DataFormat, row: dict[str, Any], loss_on: LossOn, tokenizer: PreTrainedTokenizerBase
+) -> FormattedRow:
+    """Formats a row that `check_row` let pass.
+
+    Raises:
+        BadRow: the chat template refuses it, or its assistant turns can't be told from the rest.
+        DataError: there is no chat template.
+    """
+    if form is DataFormat.messages:
+        return _format_messages(row["messages"], row.get("tools") or None, loss_on, tokenizer)
+    if form is DataFormat.text:
+        return FormattedRow(row["text"], ((0, len(row["text"])),), may_split=True)
+    if form is DataFormat.prompt_completion:
+        prompt, completion = row["prompt"], row["completion"]
+    else:
+        prompt = (ALPACA_WITH_INPUT if row.get("input") else ALPACA).format_map(row)
+        completion = row["output"]
+    start = len(prompt) if loss_on is LossOn.completion else 0
+    return FormattedRow(prompt + completion, ((start, len(prompt + completion)),))
+
+
+def has_generation_marks(template: str) -> bool:
+    """Whether a chat template marks the assistant's turns with {% generation %}."""
+    return re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None
+
+
+def _format_messages(
+    messages: list[dict[str, Any]], tools: Any, loss_on: LossOn, tokenizer: PreTrainedTokenizerBase
+) -> FormattedRow:
+    try:
+        template = tokenizer.get_chat_template(tools=tools)
+    except ValueError as error:
+        raise DataError(
+            "The rows are messages, but the tokenizer has no chat template. Set data.chat_template=chatml (or llama3,"
+            " alpaca, or a Jinja file)."
+        ) from error
+    # Parquet fills missing fields with null; templates test whether a field is there.
+    messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
+
+    def render(messages: list[dict[str, Any]], *, prompt: bool = False, marks: bool = False) -> tuple[str, list[Span]]:
+        special_tokens: dict[str, Any] = dict(tokenizer.special_tokens_map)
+        try:
+            rendered: Any = render_jinja_template(  # annotated as str, but a pair: texts, and spans of marks
+                conversations=[messages],
+                tools=tools,
+                chat_template=template,
+                add_generation_prompt=prompt,
+                return_assistant_tokens_mask=marks,
+                **special_tokens,
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+            raise BadRow(REFUSED, str(error)) from error
+        texts, spans = rendered
+        return texts[0], spans[0] if marks else []
+
+    if loss_on is LossOn.all:
+        text, _ = render(messages)
+        return FormattedRow(text, ((0, len(text)),), is_chat=True)
+    if has_generation_marks(template):
+        text, spans = render(messages, marks=True)
+        return FormattedRow(text, tuple(spans), is_chat=True)
+
+    text, _ = render(messages)
+    spans = []
+    for number, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before = render(messages[:number], prompt=True)[0] if number else ""
+        after = render(messages[: number + 1])[0]
+        span = _turn_span(text, before, after, message.get("content"))
+        if span is None:
+            raise BadRow(
+                NO_TARGET,
+                f"the chat template has no {{% generation %}} marks, and renders message {number + 1} so that it can't"
+                " be told from the rest; set data.chat_template to one with marks, or data.loss_on=all",
+            )
+        spans.append(span)
+    return FormattedRow(text, tuple(spans), is_chat=True)
+
+
+def _turn_span(text: str, before: str, after: str, content: Any) -> Span | None:
+    """Finds an assistant turn, with its end marker, in the whole conversation.
+
+    Args:
+        text: the whole conversation.
+        before: the conversation up to the turn, with the prompt for it.
+        after: the conversation up to and with the turn.
+        content: of the turn.
+    """
+    if not text.startswith(before):
+        return None
+    if text.startswith(after):
+        return (len(before), len(after)) if after.startswith(before) else None
+    # Some templates (Qwen3) render the last turn otherwise than the same turn within a conversation, but content and
+    # end marker are there.
+    if not isinstance(content, str) or not content.strip() or content.strip() not in after:
+        return None
+    turn = content.strip() + after.rpartition(content.strip())[2]
+    start = text.find(turn, len(before))
+    if start < 0 or text[len(before) : start].strip():  # not there, or that of a later turn
+        return None
+    return len(before), start + len(turn)

@@ -1,0 +1,53 @@
+"""Makes the next batches in a thread while the GPU works on this one."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from qlora_fsdp.data.batch import Batch
+
+
+def prefetch(batches: Iterable[Batch], num_ahead: int = 2) -> Iterator[Batch]:
+    """Yields `batches`, made ahead in a thread, in page-locked memory where there is a GPU.
+
+    An error in the thread is raised here, in its place. Closing the iterator ends the thread.
+
+    Args:
+        batches: lazy, such as a generator that collates.
+        num_ahead: batches kept ready, at most.
+    """
+    ready: queue.Queue[Batch | Exception | None] = queue.Queue(num_ahead)  # None: the end
+    stop = threading.Event()
+    pin = torch.cuda.is_available()
+
+    def put(item: Batch | Exception | None) -> None:
+        while not stop.is_set():
+            try:
+                return ready.put(item, timeout=0.1)
+            except queue.Full:
+                continue
+
+    def work() -> None:
+        try:
+            for batch in batches:
+                put(batch.pin_memory() if pin else batch)
+                if stop.is_set():
+                    return
+            put(None)
+        except Exception as error:
+            put(error)
+
+    thread = threading.Thread(target=work, name="prefetch", daemon=True)
+    thread.start()
+    try:
+        while (item := ready.get()) is not None:
+            if isinstance(item, Exception):
+                raise item
+            yield item
+    finally:
+        stop.set()
+        thread.join()

@@ -1,0 +1,247 @@
+"""The stages in order: once a node up to the cache, then on every rank from the cache to sequences."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import mkdtemp
+
+import numpy as np
+from filelock import FileLock
+from transformers import PreTrainedTokenizerBase
+
+from qlora_fsdp.config.schema import BadRows, Config, DataFormat
+from qlora_fsdp.data.cache import TokenizedRows, fingerprint, load_entry, write_entry
+from qlora_fsdp.data.check import TOO_LONG
+from qlora_fsdp.data.read import Source, find_source, read_rows
+from qlora_fsdp.data.report import DataReport, ReadReport
+from qlora_fsdp.data.sequences import Indices, RandomRows, Rows, Sequences, make_sequences
+from qlora_fsdp.data.tokenize import FEATURES, RowTokenizer
+from qlora_fsdp.errors import DataError
+
+DEFAULT_CACHE_FOLDER = "~/.cache/qlora_fsdp/data"
+NUM_RANDOM_ROWS = 65_536  # of format=random, unless data.max_rows says otherwise
+ROWS_A_PROCESS = 2_000  # fewer are tokenized sooner than a process starts
+MAX_PROCESSES = 8
+ROWS_A_BATCH = 100  # rows may be whole books, and a batch is in memory with its offsets
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """The data of a run.
+
+    Attributes:
+        train: sequences to train on.
+        eval: sequences held out, if asked for.
+        report: counts, to print on rank 0.
+    """
+
+    train: Sequences
+    eval: Sequences | None
+    report: DataReport
+
+
+def prepare_data(
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    is_main: bool,
+    wait: Callable[[str | None], str | None],
+    vocab_size: int,
+) -> PreparedData:
+    """Tokenizes the data where it is not in the cache yet, and opens it. Every rank calls this.
+
+    Args:
+        config: `data`, `training.max_length`, `training.packing` and `training.seed` are used.
+        tokenizer: of `load_tokenizer`.
+        is_main: this rank prepares the cache: one rank a node. The others wait for it.
+        wait: a barrier that carries an error: called once by every rank with what went wrong there, or None, it
+            returns the first error of any rank, or None. So all ranks stop if one can't prepare its data, also where
+            nodes do not share the cache folder.
+        vocab_size: of the model.
+
+    Raises:
+        DataError: the data can't be used; on every rank.
+    """
+    failure: Exception | None = None
+    if is_main and config.data.format is not DataFormat.random:
+        try:
+            for path in _paths(config):
+                _prepare_source(path, config, tokenizer)
+        except Exception as error:
+            failure = error
+    error_text = wait(None if failure is None else str(failure) or repr(failure))
+    if failure is not None:
+        raise failure
+    if error_text is not None:
+        raise DataError(error_text)
+    return _open(config, tokenizer, vocab_size)
+
+
+def _open(config: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> PreparedData:
+    data, training = config.data, config.training
+
+    def sequences(rows: Rows, row_ids: Indices) -> Sequences:
+        assert isinstance(tokenizer.pad_token_id, int)
+        return make_sequences(
+            rows,
+            row_ids,
+            max_length=training.max_length,
+            pad_token_id=tokenizer.pad_token_id,
+            packing=training.packing,
+            seed=training.seed,
+        )
+
+    sources: list[ReadReport] = []
+    train_rows: Rows
+    eval_rows: TokenizedRows | None = None
+    if data.format is DataFormat.random:
+        train_rows = RandomRows(data.max_rows or NUM_RANDOM_ROWS, training.max_length, vocab_size, training.seed)
+    else:
+        loaded = [_load_source(path, config, tokenizer, vocab_size) for path in _paths(config)]
+        train_rows, sources = loaded[0][0], [report for _, report in loaded]
+        eval_rows = loaded[1][0] if len(loaded) > 1 else None
+
+    train_ids = np.arange(len(train_rows.lengths))
+    evaluation: Sequences | None = None
+    if eval_rows is not None:
+        evaluation = sequences(eval_rows, np.arange(len(eval_rows.lengths)))
+    elif data.eval_fraction > 0:
+        train_ids, eval_ids = _hold_out(len(train_ids), data.eval_fraction, training.seed)
+        evaluation = sequences(train_rows, eval_ids)
+    train = sequences(train_rows, train_ids)
+    report = DataReport(
+        sources=tuple(sources),
+        num_sequences=len(train),
+        num_rows=len(train.row_ids),
+        num_tokens=int(train.lengths.sum()),
+        num_target_tokens=int(train.num_targets.sum()),
+        packing_efficiency=float(train.lengths.sum() / (len(train) * training.max_length)),
+        num_eval_sequences=len(evaluation) if evaluation else 0,
+        num_eval_target_tokens=int(evaluation.num_targets.sum()) if evaluation else 0,
+    )
+    return PreparedData(train, evaluation, report)
+
+
+def _paths(config: Config) -> list[str]:
+    if config.data.path is None:
+        raise DataError(
+            "data.path is not set. Set it to a file, a folder or a hub data set, or set data.format=random."
+        )
+    return [config.data.path, *([config.data.eval_path] if config.data.eval_path is not None else [])]
+
+
+def _prepare_source(path: str, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
+    source = find_source(path, config.data)
+    entry = _entry_folder(source, config, tokenizer)
+    try:
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(entry.with_suffix(".lock")):  # other runs, and nodes that share the folder, wait for the first
+            if not _is_whole(entry):
+                _tokenize_into(entry, source, config, tokenizer)
+    except OSError as error:
+        raise DataError(
+            f"data.cache_folder={entry.parent} can't be used: {error}. Set data.cache_folder to a folder that can be"
+            " written and has room."
+        ) from error
+
+
+def _tokenize_into(entry: Path, source: Source, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
+    data = config.data
+    temporary = Path(mkdtemp(prefix=f"{entry.name}.tmp-", dir=entry.parent))
+    try:
+        raw = read_rows(source, temporary / "raw.arrow")
+        is_training_data = source.path == data.path
+        if is_training_data and data.max_rows is not None and data.max_rows < len(raw):
+            chosen = np.random.default_rng(config.training.seed).permutation(len(raw))[: data.max_rows]
+            raw = raw.select(np.sort(chosen))
+        num_proc = data.num_proc or min(MAX_PROCESSES, len(os.sched_getaffinity(0)))
+        tokenized = raw.map(
+            RowTokenizer(tokenizer, data.format, data.loss_on, config.training.max_length, data.bad_rows),
+            batched=True,
+            batch_size=ROWS_A_BATCH,
+            remove_columns=raw.column_names,
+            features=FEATURES,
+            num_proc=num_proc if len(raw) > ROWS_A_PROCESS else None,
+            cache_file_name=str(temporary / "tokenized.arrow"),
+            new_fingerprint=entry.name,  # else the tokenizer is pickled and hashed to find one
+            desc=f"Tokenizing {source.path}",
+        )
+        finished = temporary / "finished"
+        finished.mkdir()
+        _check(write_entry(finished, source.path, len(raw), tokenized), config, tokenizer)
+        shutil.rmtree(entry, ignore_errors=True)  # there only if it is not whole
+        finished.rename(entry)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _check(report: ReadReport, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
+    if report.problems and config.data.bad_rows is BadRows.error:
+        raise DataError(
+            f"data.bad_rows=error, and {report}\nRepair these rows, or set data.bad_rows=skip"
+            + (" or truncate." if any(p.kind == TOO_LONG for p in report.problems) else ".")
+        )
+    if report.num_used_rows == 0:
+        what = f"{report}" if report.num_rows else f"{report.path} has no rows"
+        raise DataError(
+            f"There is no usable row. {what}\nRepair the rows, or set data.path, data.format or data.loss_on."
+        )
+
+
+def _load_source(
+    path: str, config: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: int
+) -> tuple[TokenizedRows, ReadReport]:
+    entry = _entry_folder(find_source(path, config.data), config, tokenizer)
+    try:
+        rows, report = load_entry(entry)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"The tokenized data in {entry} can't be read: {error}. Did {path} change while it was tokenized, or is"
+            " data.cache_folder local to another host?"
+        ) from error
+    if report.max_token_id >= vocab_size:
+        raise DataError(
+            f"{path} has token {report.max_token_id}, but the model has only {vocab_size}: the tokenizer is not this"
+            " model's. Set model.tokenizer_path to the tokenizer the model was trained with."
+        )
+    return rows, report
+
+
+def _is_whole(entry: Path) -> bool:
+    try:
+        load_entry(entry)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return True
+
+
+def _entry_folder(source: Source, config: Config, tokenizer: PreTrainedTokenizerBase) -> Path:
+    data = config.data
+    max_rows = data.max_rows if source.path == data.path else None
+    key = fingerprint(
+        tokenizer,
+        source.identity,
+        data.format.value,
+        data.loss_on.value,
+        data.bad_rows.value,
+        config.training.max_length,
+        max_rows,
+        config.training.seed if max_rows is not None else None,
+    )
+    return Path(data.cache_folder or DEFAULT_CACHE_FOLDER).expanduser() / key
+
+
+def _hold_out(num_rows: int, fraction: float, seed: int) -> tuple[Indices, Indices]:
+    num_eval = max(1, math.floor(num_rows * fraction))
+    if num_eval >= num_rows:
+        raise DataError(
+            f"data.eval_fraction={fraction} of {num_rows} usable rows leaves none to train on. Set it lower, or set"
+            " data.eval_path."
+        )
+    shuffled = np.random.default_rng(seed).permutation(num_rows)
+    return np.sort(shuffled[num_eval:]), np.sort(shuffled[:num_eval])

@@ -1,0 +1,104 @@
+"""What was read and what was left out, for rank 0 to print."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+NUM_EXAMPLES = 5
+
+
+@dataclass(frozen=True)
+class RowProblem:
+    """Rows with one kind of problem.
+
+    Attributes:
+        kind: one of the kinds of data.check.
+        num_rows: how many rows have it.
+        num_kept: how many of these are used all the same, cut.
+        examples: the first few, with file and line.
+    """
+
+    kind: str
+    num_rows: int
+    num_kept: int
+    examples: tuple[str, ...]
+
+    def __str__(self) -> str:
+        done = "cut" if self.num_kept == self.num_rows else "left out"
+        more = ", ..." if self.num_rows > len(self.examples) else ""
+        return f"{self.num_rows:,} {_rows(self.num_rows)} {done} ({self.kind}): {', '.join(self.examples)}{more}"
+
+
+@dataclass(frozen=True)
+class ReadReport:
+    """One source, tokenized. Stored beside its tokens.
+
+    Attributes:
+        path: as the user gave it.
+        num_rows: rows read (after data.max_rows).
+        num_used_rows: token rows that came of them; long text makes several of one.
+        num_tokens: in the used rows.
+        max_token_id: the largest of them.
+        problems: the bad rows, the most frequent kind first.
+    """
+
+    path: str
+    num_rows: int
+    num_used_rows: int
+    num_tokens: int
+    max_token_id: int
+    problems: tuple[RowProblem, ...]
+
+    def __str__(self) -> str:
+        lines = [f"{self.path}: {self.num_rows:,} {_rows(self.num_rows)} read, {self.num_used_rows:,} used"]
+        return "\n".join([*lines, *(f"  {problem}" for problem in self.problems)])
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> ReadReport:
+        problems = tuple(RowProblem(**{**p, "examples": tuple(p["examples"])}) for p in value["problems"])
+        return cls(**{**value, "problems": problems})
+
+
+@dataclass(frozen=True)
+class DataReport:
+    """The data of a run. Token counts are of the training part.
+
+    Attributes:
+        sources: training data, then evaluation data where it has a path of its own.
+        num_sequences: packs, or rows without packing.
+        num_rows: token rows in them.
+        num_tokens: without padding.
+        num_target_tokens: positions with a loss.
+        packing_efficiency: num_tokens over num_sequences x training.max_length.
+        num_eval_sequences: 0 without evaluation.
+        num_eval_target_tokens: likewise.
+    """
+
+    sources: tuple[ReadReport, ...]
+    num_sequences: int
+    num_rows: int
+    num_tokens: int
+    num_target_tokens: int
+    packing_efficiency: float
+    num_eval_sequences: int
+    num_eval_target_tokens: int
+
+    def __str__(self) -> str:
+        lines = [
+            *(str(source) for source in self.sources),
+            f"training: {self.num_rows:,} rows in {self.num_sequences:,} sequences,"
+            f" {self.packing_efficiency:.1%} full, {self.num_tokens:,} tokens, {self.num_target_tokens:,} with a loss",
+        ]
+        if self.num_eval_sequences:
+            lines.append(
+                f"evaluation: {self.num_eval_sequences:,} sequences, {self.num_eval_target_tokens:,} tokens with a loss"
+            )
+        return "\n".join(lines)
+
+
+def _rows(num_rows: int) -> str:
+    return "row" if num_rows == 1 else "rows"

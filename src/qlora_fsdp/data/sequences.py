@@ -1,0 +1,109 @@
+"""Sequences: what the loop counts in. A pack of rows with packing, else a row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qlora_fsdp.data.pack import pack
+from qlora_fsdp.data.tokenize import Mask, Tokens
+
+Indices = NDArray[np.int64]
+
+
+class Rows(Protocol):
+    """Rows of tokens: `cache.TokenizedRows` or `RandomRows`."""
+
+    @property
+    def lengths(self) -> NDArray[np.int64]: ...
+
+    @property
+    def num_targets(self) -> NDArray[np.int32]: ...
+
+    def read(self, row: int) -> tuple[Tokens, Mask]: ...
+
+
+@dataclass(frozen=True)
+class RandomRows:
+    """Rows of random tokens, each made when it is read, from the seed and its number. For dry runs."""
+
+    num_rows: int
+    length: int
+    vocab_size: int
+    seed: int
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        return np.full(self.num_rows, self.length, dtype=np.int64)
+
+    @property
+    def num_targets(self) -> NDArray[np.int32]:
+        return np.full(self.num_rows, self.length - 1, dtype=np.int32)
+
+    def read(self, row: int) -> tuple[Tokens, Mask]:
+        rng = np.random.default_rng([self.seed, row])
+        tokens = rng.integers(self.vocab_size, size=self.length, dtype=np.int32)
+        return tokens, np.arange(self.length) > 0
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Sequences over rows.
+
+    Attributes:
+        rows: the rows, of which some are used here.
+        row_ids: int64 [num_rows], the rows in use, by sequence.
+        starts: int64 [num_sequences + 1], where sequences begin in `row_ids`.
+        max_length: tokens a sequence, at most.
+        pad_token_id: fills sequences up.
+        is_packed: sequences may hold several rows.
+    """
+
+    rows: Rows
+    row_ids: Indices
+    starts: Indices
+    max_length: int
+    pad_token_id: int
+    is_packed: bool
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self)
+
+    @cached_property
+    def num_targets(self) -> NDArray[np.int64]:
+        """Positions with a target of each sequence, [num_sequences]."""
+        return np.add.reduceat(self.rows.num_targets[self.row_ids], self.starts[:-1], dtype=np.int64)
+
+    @cached_property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of each sequence, [num_sequences]."""
+        return np.add.reduceat(self.rows.lengths[self.row_ids], self.starts[:-1], dtype=np.int64)
+
+    def num_target_tokens(self, indices: Indices) -> int:
+        """Positions with a target in these sequences: the weight of their mean loss."""
+        return int(self.num_targets[indices].sum())
+
+    def rows_of(self, sequence: int) -> list[tuple[Tokens, Mask]]:
+        """The rows of a sequence: tokens, and which of them are trained on."""
+        row_ids = self.row_ids[self.starts[sequence] : self.starts[sequence + 1]]
+        return [self.rows.read(int(row)) for row in row_ids]
+
+
+def make_sequences(
+    rows: Rows, row_ids: Indices, *, max_length: int, pad_token_id: int, packing: bool, seed: int
+) -> Sequences:
+    """Packs the rows `row_ids` of `rows` into sequences, or makes each a sequence."""
+    if packing:
+        order, starts = pack(rows.lengths[row_ids], max_length, seed)
+        row_ids = row_ids[order]
+    else:
+        starts = np.arange(len(row_ids) + 1, dtype=np.int64)
+    return Sequences(rows, row_ids, starts, max_length, pad_token_id, packing)

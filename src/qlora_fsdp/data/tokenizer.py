@@ -1,0 +1,97 @@
+"""The tokenizer: the checkpoint's own, or a built-in one whose tokens are bytes."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from qlora_fsdp.config.schema import DataConfig, ModelConfig
+from qlora_fsdp.errors import CheckpointError, DataError
+
+TEMPLATES = ("chatml", "llama3", "alpaca")
+
+
+def load_tokenizer(model: ModelConfig, data: DataConfig) -> PreTrainedTokenizerBase:
+    """Loads the tokenizer of `model.tokenizer_path`, else of `model.path`.
+
+    `data.chat_template`, if set, replaces its chat template, so that the template is saved with the adapter. A
+    tokenizer with no pad token gets its end token as one: padding never has a target, and the embeddings keep their
+    size.
+
+    Raises:
+        CheckpointError: there is no tokenizer, or it has no fast (Rust) version.
+        DataError: `data.chat_template` is neither a file nor the name of a template that ships here.
+    """
+    if model.tokenizer_path == "bytes":
+        tokenizer: PreTrainedTokenizerBase = byte_tokenizer()
+    else:
+        tokenizer = _load(model)
+    if not tokenizer.is_fast:
+        raise CheckpointError(
+            f"The tokenizer of {model.tokenizer_path or model.path} has no fast (tokenizers) version, which is needed"
+            " to tell the tokens of a completion. Set model.tokenizer_path to a folder with a tokenizer.json."
+        )
+    if data.chat_template is not None:
+        tokenizer.chat_template = _read_template(data.chat_template)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
+    return tokenizer
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Builds a tokenizer of 259 tokens: byte b is token b, then <bos> 256, <eos> 257, <pad> 258; ChatML turns."""
+    alphabet = bytes_to_unicode()
+    vocab = {alphabet[byte]: byte for byte in range(256)}
+    special_tokens = {"<bos>": 256, "<eos>": 257, "<pad>": 258}
+    tokenizer = Tokenizer(models.BPE(vocab={**vocab, **special_tokens}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 256)])
+    tokenizer.add_special_tokens(list(special_tokens))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<bos>",
+        eos_token="<eos>",
+        pad_token="<pad>",
+        chat_template=_read_template("chatml"),
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _load(model: ModelConfig) -> PreTrainedTokenizerBase:
+    path = model.tokenizer_path or model.path
+    fix = "Set model.tokenizer_path to a folder that has one, or to `bytes` for the built-in byte tokenizer."
+    if path is None:
+        raise CheckpointError(f"There is no tokenizer: neither model.tokenizer_path nor model.path is set. {fix}")
+    # A mistyped folder would be asked for on the hub, and fail there with a message about the network.
+    if path.startswith(("/", "./", "../", "~")) and not Path(path).expanduser().is_dir():
+        raise CheckpointError(f"There is no tokenizer: {path} is not a folder. {fix}")
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            str(Path(path).expanduser()) if Path(path).expanduser().is_dir() else path,
+            revision=model.revision if path == model.path else None,
+            trust_remote_code=model.trust_remote_code,
+        )
+    except Exception as error:  # from_pretrained raises a dozen types for files that are missing or broken
+        reason = str(error).strip().partition("\n")[0]
+        raise CheckpointError(f"No tokenizer could be loaded from {path}: {reason} {fix}") from error
+    # A folder with config.json alone gives a tokenizer that knows its special tokens and no others.
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):
+        raise CheckpointError(f"{path} has no tokenizer files. {fix}")
+    return tokenizer
+
+
+def _read_template(name: str) -> str:
+    if name in TEMPLATES:
+        return (files("qlora_fsdp.data") / "templates" / f"{name}.jinja").read_text(encoding="utf-8")
+    path = Path(name).expanduser()
+    if not path.is_file():
+        raise DataError(
+            f"data.chat_template={name} is neither a file nor a template that ships here."
+            f" Set data.chat_template to a Jinja file or one of {', '.join(TEMPLATES)}."
+        )
+    return path.read_text(encoding="utf-8")
