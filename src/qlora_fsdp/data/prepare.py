@@ -169,7 +169,7 @@ def _tokenize_into(entry: Path, source: Source, config: Config, tokenizer: PreTr
             num_proc=num_proc if len(raw) > ROWS_A_PROCESS else None,
             cache_file_name=str(temporary / "tokenized.arrow"),
             new_fingerprint=entry.name,  # else the tokenizer is pickled and hashed to find one
-            desc=f"Tokenizing {source.path}",
+            desc=f"Tokenizing {Path(source.path).name}",
         )
         finished = temporary / "finished"
         finished.mkdir()

@@ -1,0 +1,146 @@
+"""Packing, the split into batches, and their tensors."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from qlora_fsdp.data import collate, epoch_order, micro_batch_indices, prefetch
+from qlora_fsdp.data.cache import TokenizedRows
+from qlora_fsdp.data.pack import pack
+from qlora_fsdp.data.sequences import Sequences, make_sequences
+
+
+def make_rows(*rows: tuple[list[int], str]) -> TokenizedRows:
+    """Rows from (tokens, mask), where the mask has an x for each token that is trained on."""
+    lengths = [len(tokens) for tokens, _ in rows]
+    return TokenizedRows(
+        tokens=np.concatenate([tokens for tokens, _ in rows]).astype(np.int32),
+        is_target=np.array([mark == "x" for _, mask in rows for mark in mask]),
+        starts=np.cumsum([0, *lengths]).astype(np.int64),
+        num_targets=np.array([mask.count("x") for _, mask in rows], dtype=np.int32),
+    )
+
+
+ROWS = make_rows(([1, 2, 3], ".xx"), ([4, 5, 6, 7], "..xx"), ([8, 9], ".x"))
+PACKED = Sequences(ROWS, np.array([1, 2, 0]), np.array([0, 2, 3]), max_length=8, pad_token_id=0, is_packed=True)
+
+
+def test_collate_packs():
+    batch = collate(PACKED, np.array([0, 1]), pad_to=None, micro_batch_size=2)
+    assert batch.input_ids.tolist() == [[4, 5, 6, 7, 8, 9, 0, 0], [1, 2, 3, 0, 0, 0, 0, 0]]
+    assert batch.targets.tolist() == [
+        [-100, 6, 7, -100, 9, -100, -100, -100],
+        [2, 3, -100, -100, -100, -100, -100, -100],
+    ]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 0, 1], [0, 1, 2, 0, 1, 2, 3, 4]]
+    assert batch.sequence_starts.tolist() == [0, 4, 6, 8, 11, 16]
+    assert batch.max_row_length == 5
+    assert batch.num_target_tokens == 5 == PACKED.num_target_tokens(np.array([0, 1]))
+    assert (batch.input_ids.dtype, batch.sequence_starts.dtype) == (torch.int64, torch.int32)
+
+
+def test_collate_rows_without_packing():
+    sequences = make_sequences(ROWS, np.array([0, 1]), max_length=64, pad_token_id=0, packing=False, seed=0)
+    batch = collate(sequences, np.array([1]), pad_to=None, micro_batch_size=2)  # a short one: the second is padding
+    assert batch.input_ids.tolist() == [[4, 5, 6, 7, 0, 0, 0, 0], [0] * 8]
+    assert batch.sequence_starts.tolist() == [0, 4, 8, 16]
+    assert batch.num_target_tokens == 2
+    empty = collate(sequences, np.array([], dtype=np.int64), pad_to=None, micro_batch_size=1)
+    assert empty.input_ids.shape == (1, 8) and empty.num_target_tokens == 0
+    assert collate(sequences, np.array([0]), pad_to=24, micro_batch_size=1).input_ids.shape == (1, 24)
+
+
+def test_full_sequences_have_no_padding_row():
+    batch = collate(PACKED, np.array([1]), pad_to=3, micro_batch_size=1)
+    assert batch.sequence_starts.tolist() == [0, 3]
+
+
+def test_targets_equal_a_plain_loop():
+    rng = np.random.default_rng(0)
+    masks = ["".join(rng.choice(["x", "."], size=n)) for n in rng.integers(2, 60, size=200)]
+    rows = make_rows(*((rng.integers(1, 99, size=len(mask)).tolist(), "." + mask[1:]) for mask in masks))
+    sequences = make_sequences(rows, np.arange(200), max_length=64, pad_token_id=0, packing=True, seed=0)
+    indices = np.arange(len(sequences))
+    batch = collate(sequences, indices, pad_to=None, micro_batch_size=len(sequences))
+    flat_targets = batch.targets.flatten().tolist()
+    expected = [-100] * len(flat_targets)
+    for s in indices:
+        begin = s * 64
+        for tokens, is_target in sequences.rows_of(s):
+            for i in range(1, len(tokens)):
+                if is_target[i]:
+                    expected[begin + i - 1] = int(tokens[i])
+            begin += len(tokens)
+    assert flat_targets == expected
+    assert batch.num_target_tokens == sum(t != -100 for t in expected) == sequences.num_target_tokens(indices)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_packs_hold_every_row_once_and_fit(seed):
+    rng = np.random.default_rng(seed)
+    capacity = int(rng.integers(1, 300))
+    lengths = rng.integers(1, capacity + 1, size=rng.integers(1, 500))
+    row_ids, starts = pack(lengths, capacity, seed)
+    assert sorted(row_ids) == list(range(len(lengths)))
+    filled = np.add.reduceat(lengths[row_ids], starts[:-1])
+    assert filled.max() <= capacity
+    assert len(filled) == 1 or np.sort(filled)[:2].sum() > capacity  # no two packs would fit into one
+    again = pack(lengths, capacity, seed)
+    np.testing.assert_array_equal(again[0], row_ids)
+    np.testing.assert_array_equal(again[1], starts)
+
+
+def test_packing_is_tight_and_fast_on_chats():
+    lengths = np.clip(np.random.default_rng(0).lognormal(5.8, 0.9, size=200_000).astype(np.int64), 1, 2048)
+    begin = time.perf_counter()
+    _, starts = pack(lengths, 2048, 0)
+    assert lengths.sum() / ((len(starts) - 1) * 2048) >= 0.97
+    assert time.perf_counter() - begin < 10
+
+
+def test_the_split_does_not_change_the_global_batches():
+    order = epoch_order(50, seed=3, epoch=1)
+    for start in range(0, 50, 12):  # the last one is short
+        expected = order[start : start + 12]
+        for num_ranks, micro_batch_size in [(1, 12), (1, 1), (2, 3), (4, 3), (3, 2), (5, 4)]:
+            ranks = [
+                micro_batch_indices(expected, rank=rank, num_ranks=num_ranks, micro_batch_size=micro_batch_size)
+                for rank in range(num_ranks)
+            ]
+            assert len({len(micro_batches) for micro_batches in ranks}) == 1
+            in_order = [m[r] for m in zip(*ranks, strict=True) for r in range(num_ranks)]
+            np.testing.assert_array_equal(np.concatenate(in_order), expected)
+
+
+def test_epochs_are_different_seeded_permutations():
+    orders = [epoch_order(100, seed, epoch).tolist() for seed, epoch in [(0, 0), (0, 1), (1, 0)]]
+    assert all(sorted(order) == list(range(100)) for order in orders)
+    assert orders[0] != orders[1] != orders[2] != orders[0]
+    assert epoch_order(100, 0, 0).tolist() == orders[0]
+
+
+def test_prefetch_keeps_order_raises_in_place_and_stops():
+    batch = collate(PACKED, np.array([0]), pad_to=None, micro_batch_size=1)
+    made = []
+
+    def batches(num: int):
+        for i in range(num):
+            made.append(i)
+            yield batch
+        raise ValueError("broken")
+
+    seen = prefetch(batches(3))
+    for _ in range(3):
+        assert next(seen).input_ids.tolist() == batch.input_ids.tolist()
+    with pytest.raises(ValueError, match="broken"):
+        next(seen)
+
+    made.clear()
+    seen = prefetch(batches(1000), num_ahead=2)
+    next(seen)
+    seen.close()
+    assert len(made) <= 5

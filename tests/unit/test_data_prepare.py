@@ -1,0 +1,280 @@
+"""Files to sequences: bad rows, the cache, errors on several ranks, splits."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from qlora_fsdp.config.schema import BadRows, Config, DataConfig, DataFormat, ModelConfig, TrainingConfig
+from qlora_fsdp.data import PreparedData, Sequences, load_tokenizer, prepare, prepare_data
+from qlora_fsdp.errors import DataError
+
+TOKENIZER = load_tokenizer(ModelConfig(tokenizer_path="bytes"), DataConfig())
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[..., PreparedData]:
+    """Prepares data in one process; keywords are settings of `data` and `training`."""
+
+    def run(path: Path | None, *, is_main: bool = True, vocab_size: int = 259, **settings: Any) -> PreparedData:
+        training_keys = {key: settings.pop(key) for key in ("max_length", "seed", "packing") if key in settings}
+        data = DataConfig(path=str(path) if path else None, cache_folder=str(tmp_path / "cache"), **settings)
+        config = Config(data=data, training=TrainingConfig(**{"max_length": 64, **training_keys}))
+        return prepare_data(config, TOKENIZER, is_main=is_main, wait=lambda error: error, vocab_size=vocab_size)
+
+    return run
+
+
+def texts(sequences: Sequences) -> list[str]:
+    """The rows, as text, sorted: packing changes their order."""
+    rows = [row for i in range(len(sequences)) for row in sequences.rows_of(i)]
+    return sorted(TOKENIZER.decode(tokens.tolist(), skip_special_tokens=True) for tokens, _ in rows)
+
+
+def write_lines(path: Path, *lines: Any) -> Path:
+    path.write_bytes(b"".join((x if isinstance(x, bytes) else json.dumps(x).encode()) + b"\n" for x in lines))
+    return path
+
+
+BAD_LINES = [
+    {"prompt": "a", "completion": "b"},
+    b"{not json",
+    b"",
+    b'{"text": "caf\xe9"}',
+    {"question": "a", "answer": "b"},
+    {"text": 3},
+    {"text": " "},
+    {"messages": [{"role": "user", "content": "Hi"}]},
+    {"messages": [{"from": "user", "value": "Hi"}]},
+    ["a"],
+    {"text": "x" * 100},
+    {"text": "good", "messages_": None, "more": {"deep": [1, "a"]}},
+]
+
+
+def test_bad_rows_are_counted_with_their_lines(tmp_path, run):
+    prepared = run(write_lines(tmp_path / "chats.jsonl", *BAD_LINES), bad_rows=BadRows.skip)
+    [source] = prepared.report.sources
+    assert (source.num_rows, source.num_used_rows) == (12, 2)
+    places = {p.kind: [example.split(" ")[0] for example in p.examples] for p in source.problems}
+    assert places == {
+        "not JSON": ["chats.jsonl:2"],
+        "empty": ["chats.jsonl:3", "chats.jsonl:7"],
+        "not UTF-8": ["chats.jsonl:4"],
+        "wrong keys": ["chats.jsonl:5", "chats.jsonl:9", "chats.jsonl:10"],
+        "wrong types": ["chats.jsonl:6"],
+        "no target token": ["chats.jsonl:8"],
+        "longer than training.max_length": ["chats.jsonl:11"],
+    }
+    assert texts(prepared.train) == ["ab", "good"]
+    assert "keys are question, answer" in str(prepared.report)
+
+
+def test_truncate_keeps_long_rows_and_says_so(tmp_path, run):
+    prepared = run(write_lines(tmp_path / "a.jsonl", {"text": "x" * 100}, {"prompt": "p", "completion": "y" * 99}))
+    assert texts(prepared.train) == ["p" + "y" * 62, "x" * 37, "x" * 63]
+    assert "2 rows cut (longer than training.max_length): a.jsonl:1 (102 tokens)" in str(prepared.report)
+
+
+def test_error_policy_lists_the_rows_and_caches_nothing(tmp_path, run):
+    path = write_lines(tmp_path / "chats.jsonl", *BAD_LINES)
+    for _ in range(2):
+        with pytest.raises(DataError, match=r"(?s)data\.bad_rows=error.*chats\.jsonl:4.*data\.bad_rows=skip"):
+            run(path, bad_rows=BadRows.error)
+    assert not [entry for entry in (tmp_path / "cache").iterdir() if entry.is_dir()]
+
+
+def test_only_five_examples_of_a_kind(tmp_path, run):
+    prepared = run(write_lines(tmp_path / "a.jsonl", {"text": "a"}, *[b"{"] * 3000, {"text": "b"}), num_proc=2)
+    [problem] = prepared.report.sources[0].problems
+    assert problem.num_rows == 3000
+    assert [example.split(" ")[0] for example in problem.examples] == [f"a.jsonl:{line}" for line in range(2, 7)]
+    assert texts(prepared.train) == ["a", "b"]
+
+
+def test_no_usable_row(tmp_path, run):
+    with pytest.raises(DataError, match=r"(?s)no usable row.*a\.jsonl:1"):
+        run(write_lines(tmp_path / "a.jsonl", {"question": "a"}))
+    with pytest.raises(DataError, match="has no rows"):
+        run(write_lines(tmp_path / "empty.jsonl"))
+
+
+def test_csv_lines(tmp_path, run):
+    path = tmp_path / "a.csv"
+    path.write_bytes(b'\xef\xbb\xbfprompt,completion\n"one\ntwo",NA\n\nx\n1,2\na,caf\xe9\na,b,c\n')
+    prepared = run(path)
+    assert texts(prepared.train) == ["12", "one\ntwoNA"]
+    places = {p.kind: [example.split(" ")[0] for example in p.examples] for p in prepared.report.sources[0].problems}
+    assert places == {"empty": ["a.csv:4"], "wrong keys": ["a.csv:5", "a.csv:8"], "not UTF-8": ["a.csv:7"]}
+
+
+def test_every_kind_of_file_gives_the_same_rows(tmp_path, run):
+    rows = [{"prompt": f"p{i}", "completion": f"c{i}"} for i in range(20)]
+    files = {name: tmp_path / name for name in ("a.jsonl", "list.json", "lines.json", "a.parquet", "a.csv")}
+    write_lines(files["a.jsonl"], *rows)
+    write_lines(files["lines.json"], *rows)
+    files["list.json"].write_text(json.dumps(rows, indent=2))
+    pq.write_table(pa.Table.from_pylist(rows), files["a.parquet"])
+    files["a.csv"].write_text("prompt,completion\n" + "".join(f"{r['prompt']},{r['completion']}\n" for r in rows))
+    expected = sorted(f"p{i}c{i}" for i in range(20))
+    for path in files.values():
+        assert texts(run(path).train) == expected, path
+
+
+def test_folders(tmp_path, run):
+    book = tmp_path / "book"
+    (book / "part").mkdir(parents=True)
+    (book / "part" / "a.txt").write_text("a" * 50)
+    (book / "b.md").write_text("b")
+    (book / "c.log").write_text("no")
+    assert texts(run(book).train) == ["a" * 50, "b"]
+    write_lines(book / "rows.jsonl", {"text": "row"})  # now the text files are taken for notes on the data
+    assert texts(run(book).train) == ["row"]
+
+
+def test_parquet_messages_with_missing_fields(tmp_path, run):
+    chats = [[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo", "name": "bot"}]] * 2
+    pq.write_table(pa.Table.from_pylist([{"messages": chat} for chat in chats]), tmp_path / "a.parquet")
+    prepared = run(tmp_path / "a.parquet", max_length=128)
+    assert prepared.report.num_target_tokens == 2 * len([*b"Yo<|im_end|>", "<eos>"])
+
+
+def test_missing_paths(tmp_path, run):
+    with pytest.raises(DataError, match=r"data\.path is not set"):
+        run(None)
+    with pytest.raises(DataError, match="does not exist"):
+        run(tmp_path / "missing.jsonl")
+    (tmp_path / "a.xlsx").touch()
+    with pytest.raises(DataError, match=r"no known kind.*\.jsonl"):
+        run(tmp_path / "a.xlsx")
+    (tmp_path / "void").mkdir()
+    with pytest.raises(DataError, match="folder with no file"):
+        run(tmp_path / "void")
+    (tmp_path / "cut.json").write_text('[{"text": "a"}, ')
+    with pytest.raises(DataError, match=r"cut\.json can't be read"):
+        run(tmp_path / "cut.json")
+    (tmp_path / "cut.parquet").write_bytes(b"PAR1")
+    with pytest.raises(DataError, match=r"cut\.parquet can't be read"):
+        run(tmp_path / "cut.parquet")
+    (tmp_path / "file").touch()
+    with pytest.raises(DataError, match=r"data\.cache_folder"):
+        write = write_lines(tmp_path / "a.jsonl", {"text": "a"})
+        config = Config(data=DataConfig(path=str(write), cache_folder=str(tmp_path / "file" / "cache")))
+        prepare_data(config, TOKENIZER, is_main=True, wait=lambda error: error, vocab_size=259)
+
+
+def test_tokens_beyond_the_vocabulary(tmp_path, run):
+    path = write_lines(tmp_path / "a.jsonl", {"text": "a"})
+    with pytest.raises(DataError, match=r"token 257, but the model has only 257.*model\.tokenizer_path"):
+        run(path, vocab_size=257)
+
+
+def test_cache_is_used_until_something_that_matters_changes(tmp_path, run, monkeypatch):
+    path = write_lines(tmp_path / "a.jsonl", *({"text": f"row {i}"} for i in range(10)), b"{")
+    first = run(path)
+    calls = []
+    read_rows = prepare.read_rows
+    monkeypatch.setattr(prepare, "read_rows", lambda *args: calls.append(args) or read_rows(*args))
+    again = run(path, seed=1)
+    assert not calls
+    assert again.report.sources == first.report.sources
+    assert texts(again.train) == texts(first.train)
+    run(path, max_length=32)
+    assert len(calls) == 1
+    os.utime(path, ns=(0, 0))
+    run(path)
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("damage", ["short", "no report", "broken report"])
+def test_a_damaged_cache_is_made_again(tmp_path, run, damage):
+    path = write_lines(tmp_path / "a.jsonl", {"text": "abc"}, {"text": "def"})
+    run(path)
+    [entry] = [entry for entry in (tmp_path / "cache").iterdir() if entry.is_dir()]
+    if damage == "short":
+        (entry / "tokens.bin").write_bytes((entry / "tokens.bin").read_bytes()[:-1])
+    elif damage == "no report":
+        (entry / "report.json").unlink()
+    else:
+        (entry / "report.json").write_text("{")
+    assert texts(run(path).train) == ["abc", "def"]
+    assert [e for e in (tmp_path / "cache").iterdir() if e.is_dir()] == [entry]  # and nothing temporary is left
+
+
+def test_all_ranks_raise_the_error_of_one(tmp_path):
+    """Three ranks, two of them main (two nodes); the second node does not see the file."""
+    good = write_lines(tmp_path / "a.jsonl", {"text": "abc"})
+    barrier, slots, raised = threading.Barrier(3), [None] * 3, [None] * 3
+
+    def work(rank: int) -> None:
+        def wait(error: str | None) -> str | None:
+            slots[rank] = error
+            barrier.wait(timeout=60)
+            return next((slot for slot in slots if slot is not None), None)
+
+        path = good if rank < 2 else tmp_path / "gone.jsonl"
+        config = Config(data=DataConfig(path=str(path), cache_folder=str(tmp_path / f"node{rank // 2}")))
+        try:
+            prepare_data(config, TOKENIZER, is_main=rank != 1, wait=wait, vocab_size=259)
+        except DataError as error:
+            raised[rank] = str(error)
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert raised[0] is not None and "gone.jsonl does not exist" in raised[0]
+    assert raised[0] == raised[1] == raised[2]
+
+
+def test_other_ranks_read_what_the_main_rank_wrote(tmp_path, run):
+    path = write_lines(tmp_path / "a.jsonl", {"text": "abc"})
+    with pytest.raises(DataError, match=r"data\.cache_folder"):
+        run(path, is_main=False)
+    run(path)
+    assert texts(run(path, is_main=False).train) == ["abc"]
+
+
+def test_held_out_rows(tmp_path, run):
+    rows = [f"row {i}" for i in range(50)]
+    path = write_lines(tmp_path / "a.jsonl", *({"text": row} for row in rows))
+    prepared = run(path, eval_fraction=0.1)
+    held_out = texts(prepared.eval)
+    assert len(held_out) == 5
+    assert sorted(held_out + texts(prepared.train)) == sorted(rows)
+    assert texts(run(path, eval_fraction=0.1, packing=False).eval) == held_out
+    assert texts(run(path, eval_fraction=0.1, seed=1).eval) != held_out
+    assert len(texts(run(path, eval_fraction=0.001).eval)) == 1
+    with pytest.raises(DataError, match=r"data\.eval_fraction"):
+        run(write_lines(tmp_path / "b.jsonl", {"text": "one"}), eval_fraction=0.1)
+    separate = run(path, eval_path=str(write_lines(tmp_path / "c.jsonl", {"text": "c"})), max_rows=7, eval_fraction=0.5)
+    assert texts(separate.eval) == ["c"]
+    assert len(texts(separate.train)) == 7
+
+
+def test_max_rows_is_a_seeded_choice(tmp_path, run):
+    path = write_lines(tmp_path / "a.jsonl", *({"text": f"row {i}"} for i in range(50)))
+    chosen = texts(run(path, max_rows=10).train)
+    assert len(set(chosen)) == 10
+    assert texts(run(path, max_rows=10).train) == chosen
+    assert texts(run(path, max_rows=10, seed=1).train) != chosen
+
+
+def test_random_rows(run):
+    prepared = run(None, format=DataFormat.random, max_rows=10, vocab_size=50, eval_fraction=0.2)
+    assert (len(prepared.train), len(prepared.eval)) == (8, 2)
+    assert prepared.report.num_target_tokens == 8 * 63
+    [(tokens, is_target)] = prepared.train.rows_of(3)
+    assert tokens.max() < 50 and len(np.unique(tokens)) > 20 and is_target.sum() == 63
+    np.testing.assert_array_equal(tokens, prepared.train.rows_of(3)[0][0])
+    assert not np.array_equal(tokens, prepared.train.rows_of(4)[0][0])

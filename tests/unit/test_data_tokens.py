@@ -1,0 +1,219 @@
+"""Rows to tokens: what is trained on, token for token."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from qlora_fsdp.config.schema import BadRows, DataConfig, DataFormat, LossOn, ModelConfig
+from qlora_fsdp.data.tokenize import RowTokenizer
+from qlora_fsdp.data.tokenizer import load_tokenizer
+from qlora_fsdp.errors import CheckpointError, DataError
+
+BOS, EOS = 256, 257
+
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hi?"},
+    {"role": "assistant", "content": "Hello!"},
+    {"role": "user", "content": "Bye."},
+    {"role": "assistant", "content": "Ciao, é."},
+]
+
+PLAIN_TEMPLATE = (  # no generation marks
+    "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}]{{ m['content'] | trim }}<end>{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+THINKING_TEMPLATE = (  # like Qwen3: an empty thought before the last answer only
+    "{% for m in messages %}[{{ m['role'] }}]"
+    "{% if m['role'] == 'assistant' and loop.last %}<think></think>{% endif %}"
+    "{{ m['content'].split('</think>')[-1] }}<end>{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+def make_tokenizer(chat_template: str | None = None) -> PreTrainedTokenizerBase:
+    tokenizer = load_tokenizer(ModelConfig(tokenizer_path="bytes"), DataConfig())
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template
+    return tokenizer
+
+
+def tokenize(*rows: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None = None, **settings: Any) -> list[tuple]:
+    """(problem, tokens, is_target) of each row that comes out."""
+    values = {"data_format": DataFormat.auto, "loss_on": LossOn.completion, "max_length": 1000}
+    values |= {"bad_rows": BadRows.truncate, **settings}
+    batch = {"place": [str(i) for i in range(len(rows))], "row": [json.dumps(row).encode() for row in rows]}
+    out = RowTokenizer(tokenizer or make_tokenizer(), **values)(batch)
+    columns = (out["problem"], out["tokens"], out["is_target"])
+    return [(problem, tokens.tolist(), mask.tolist()) for problem, tokens, mask in zip(*columns, strict=True)]
+
+
+def trained_text(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None = None, **settings: Any) -> str:
+    [(problem, tokens, mask)] = tokenize(row, tokenizer=tokenizer, **settings)
+    assert problem == ""
+    tokens = [token for token, is_target in zip(tokens, mask, strict=True) if is_target]
+    return (tokenizer or make_tokenizer()).decode(tokens)
+
+
+def test_prompt_completion_trains_on_completion_and_end_token():
+    [(problem, tokens, mask)] = tokenize({"prompt": "ab", "completion": "cé"})
+    assert problem == ""
+    assert tokens == [BOS, 97, 98, 99, 0xC3, 0xA9, EOS]
+    assert mask == [False, False, False, True, True, True, True]
+
+
+def test_loss_on_all_trains_on_the_prompt_too():
+    [(_, _, mask)] = tokenize({"prompt": "ab", "completion": "c"}, loss_on=LossOn.all)
+    assert mask == [False, True, True, True, True]
+
+
+def test_text_trains_on_all_but_the_first_token():
+    assert tokenize({"text": "ab"}) == [("", [BOS, 97, 98, EOS], [False, True, True, True])]
+
+
+def test_begin_and_end_tokens_written_in_the_text_are_not_doubled():
+    [(_, tokens, _)] = tokenize({"text": "<bos>a<eos>"})
+    assert tokens == [BOS, 97, EOS]
+
+
+def test_instruction_uses_the_alpaca_prompt():
+    row = {"instruction": "Add.", "input": "1 2", "output": "3"}
+    [(_, tokens, _)] = tokenize(row)
+    text = make_tokenizer().decode(tokens)
+    assert text.endswith("\n\n### Instruction:\nAdd.\n\n### Input:\n1 2\n\n### Response:\n3<eos>")
+    assert trained_text(row) == "3<eos>"
+    [(_, tokens, _)] = tokenize({"instruction": "Add {x}.", "input": None, "output": "3"})
+    assert "### Input" not in make_tokenizer().decode(tokens)
+
+
+@pytest.mark.parametrize(
+    ("name", "trained"),
+    [
+        ("chatml", "Hello!<|im_end|><eos>Ciao, é.<|im_end|><eos>"),
+        ("llama3", "Hello!<|eot_id|>Ciao, é.<|eot_id|>"),
+        ("alpaca", "Hello!<eos>Ciao, é.<eos>"),
+    ],
+)
+def test_shipped_templates(name: str, trained: str):
+    tokenizer = load_tokenizer(ModelConfig(tokenizer_path="bytes"), DataConfig(chat_template=name))
+    row = {"messages": CHAT}
+    assert trained_text(row, tokenizer) == trained
+    [(_, tokens, mask)] = tokenize(row, tokenizer=tokenizer)
+    reference = tokenizer.apply_chat_template(CHAT, return_dict=True, return_assistant_tokens_mask=True)
+    assert tokens == reference["input_ids"]
+    assert mask == [bool(is_target) for is_target in reference["assistant_masks"]]
+    assert tokens.count(BOS) == 1
+    # What the model is prompted with later is what it saw in training.
+    prompt = tokenizer.apply_chat_template(CHAT[:2], add_generation_prompt=True, return_dict=True)["input_ids"]
+    assert tokens[: len(prompt)] == prompt
+
+
+def test_template_without_marks_is_compared_turn_by_turn():
+    tokenizer = make_tokenizer(PLAIN_TEMPLATE)
+    [(_, tokens, mask)] = tokenize({"messages": CHAT[1:3]}, tokenizer=tokenizer)
+    assert tokens == [BOS, *b"[user]Hi?<end>[assistant]Hello!<end>"]
+    assert mask == [False] * (len(tokens) - len("Hello!<end>")) + [True] * len("Hello!<end>")
+    assert trained_text({"messages": CHAT}, tokenizer) == "Hello!<end>Ciao, é.<end>"
+
+
+def test_template_that_renders_the_last_turn_otherwise():
+    trained = trained_text({"messages": CHAT}, make_tokenizer(THINKING_TEMPLATE))
+    assert trained == "Hello!<end><think></think>Ciao, é.<end>"
+
+
+def test_turns_that_cannot_be_told_apart_are_refused_not_trained_on():
+    chat = [dict(message) for message in CHAT]
+    chat[2]["content"] = "<think>hm</think>Hello!"  # the template drops the thought, so the turn is not found
+    [(problem, tokens, _)] = tokenize({"messages": chat}, tokenizer=make_tokenizer(THINKING_TEMPLATE))
+    assert (problem, tokens) == ("no target token", [])
+    # The same content in a later turn is not taken for it.
+    chat[4]["content"] = chat[2]["content"]
+    [(problem, _, _)] = tokenize({"messages": chat}, tokenizer=make_tokenizer(THINKING_TEMPLATE))
+    assert problem == "no target token"
+
+
+def test_chat_without_assistant_has_no_target():
+    [(problem, tokens, _)] = tokenize({"messages": CHAT[:2]})
+    assert (problem, tokens) == ("no target token", [])
+
+
+def test_a_template_that_refuses_a_row_makes_it_a_bad_row():
+    tokenizer = make_tokenizer("{{ raise_exception('roles must alternate') }}")
+    [(problem, _, _)] = tokenize({"messages": CHAT}, tokenizer=tokenizer)
+    assert problem == "refused by the chat template"
+
+
+def test_null_fields_of_messages_are_as_if_missing():
+    template = "{% for m in messages %}{{ m['content'] }}{% if m.name is defined %}!{% endif %}{% endfor %}"
+    row = {"messages": [{**message, "name": None} for message in CHAT]}
+    [(_, tokens, _)] = tokenize(row, tokenizer=make_tokenizer(template), loss_on=LossOn.all)
+    assert b"!" * 2 not in bytes(tokens)
+
+
+def test_a_token_across_the_boundary_is_trained_on():
+    vocab = {"a": 0, "b": 1, "c": 2, "d": 3, "bc": 4, "</s>": 5}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[("b", "c")]))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", pad_token="</s>")
+    [(_, tokens, mask)] = tokenize({"prompt": "a ab", "completion": "cd"}, tokenizer=tokenizer)
+    assert tokens == [0, 0, 4, 3, 5]
+    assert mask == [False, False, True, True, True]
+
+
+def test_long_rows_under_each_policy():
+    long = {"prompt": "ab", "completion": "cdef"}  # 8 tokens
+    assert tokenize(long, max_length=5) == [
+        ("longer than training.max_length", [BOS, 97, 98, 99, 100], [False, False, False, True, True])
+    ]
+    for policy in (BadRows.skip, BadRows.error):
+        assert tokenize(long, max_length=5, bad_rows=policy) == [("longer than training.max_length", [], [])]
+    assert tokenize(long, max_length=3) == [("no target token", [], [])]
+    assert tokenize(long, max_length=8)[0][0] == ""
+
+
+def test_long_text_is_split_and_counted_once():
+    [first, second, third] = tokenize({"text": "abcdefgh"}, max_length=4)  # 10 tokens
+    assert first == ("longer than training.max_length", [BOS, 97, 98, 99], [False, True, True, True])
+    assert second == ("", [100, 101, 102, 103], [False, True, True, True])
+    assert third == ("", [104, EOS], [False, True])
+
+
+def test_messages_without_any_template():
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = None
+    with pytest.raises(DataError, match=r"data\.chat_template=chatml"):
+        tokenize({"messages": CHAT}, tokenizer=tokenizer)
+
+
+def test_byte_tokenizer_round_trip():
+    tokenizer = make_tokenizer()
+    text = "  tabs\t, é漢🙂\n\n"
+    assert tokenizer(text)["input_ids"] == [BOS, *text.encode()]
+    assert tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True) == text
+    assert len(tokenizer) == 259
+
+
+def test_tokenizer_errors(tmp_path):
+    with pytest.raises(CheckpointError, match=r"model\.tokenizer_path"):
+        load_tokenizer(ModelConfig(), DataConfig())
+    with pytest.raises(CheckpointError, match="is not a folder"):
+        load_tokenizer(ModelConfig(path=str(tmp_path / "missing")), DataConfig())
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": 8}')
+    with pytest.raises(CheckpointError, match=r"model\.tokenizer_path"):
+        load_tokenizer(ModelConfig(path=str(tmp_path)), DataConfig())
+    with pytest.raises(DataError, match=r"data\.chat_template=chatlm .* chatml"):
+        load_tokenizer(ModelConfig(tokenizer_path="bytes"), DataConfig(chat_template="chatlm"))
+
+
+def test_saved_tokenizer_keeps_its_template_and_gets_a_pad_token(tmp_path):
+    tokenizer = load_tokenizer(ModelConfig(tokenizer_path="bytes"), DataConfig(chat_template="llama3"))
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(tmp_path)
+    again = load_tokenizer(ModelConfig(path=str(tmp_path)), DataConfig())
+    assert again.chat_template == tokenizer.chat_template
+    assert again.pad_token_id == EOS
+    assert again("a<eos>")["input_ids"] == [BOS, 97, EOS]
