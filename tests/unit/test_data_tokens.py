@@ -33,6 +33,14 @@ THINKING_TEMPLATE = (  # like Qwen3: an empty thought before the last answer onl
     "{% if m['role'] == 'assistant' and loop.last %}<think></think>{% endif %}"
     "{{ m['content'].split('</think>')[-1] }}<end>{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
 )
+MISTRAL_TEMPLATE = (  # the system message stands in the last user turn, and there is no prompt for an answer
+    "{% set system = messages[0]['content'] if messages[0]['role'] == 'system' %}"
+    "{% set turns = messages[1:] if system else messages %}"
+    "{% set last_user = (turns | selectattr('role', 'equalto', 'user') | list)[-1] %}"
+    "{{ bos_token }}{% for m in turns %}{% if m['role'] == 'user' %}"
+    "[INST]{{ system + ' ' if system and m == last_user else '' }}{{ m['content'] }}[/INST]"
+    "{% else %}{{ m['content'] }}{{ eos_token }}{% endif %}{% endfor %}"
+)
 
 
 def make_tokenizer(chat_template: str | None = None) -> PreTrainedTokenizerBase:
@@ -121,19 +129,24 @@ def test_template_without_marks_is_compared_turn_by_turn():
 
 
 def test_template_that_renders_the_last_turn_otherwise():
-    trained = trained_text({"messages": CHAT}, make_tokenizer(THINKING_TEMPLATE))
-    assert trained == "Hello!<end><think></think>Ciao, é.<end>"
+    tokenizer = make_tokenizer(THINKING_TEMPLATE)
+    assert trained_text({"messages": CHAT}, tokenizer) == "Hello!<end><think></think>Ciao, é.<end>"
+    chat = [dict(message) for message in CHAT]
+    chat[2]["content"] = "<think>hm</think>Hello!"  # the template drops the thought
+    chat[4]["content"] = "Hello!"
+    assert trained_text({"messages": chat}, tokenizer) == "Hello!<end><think></think>Hello!<end>"
+
+
+def test_template_that_moves_the_system_message():
+    tokenizer = make_tokenizer(MISTRAL_TEMPLATE)
+    assert trained_text({"messages": CHAT}, tokenizer) == "Hello!<eos>Ciao, é.<eos>"
+    assert trained_text({"messages": CHAT[2:]}, tokenizer) == "Hello!<eos>Ciao, é.<eos>"  # nothing before the first
 
 
 def test_turns_that_cannot_be_told_apart_are_refused_not_trained_on():
-    chat = [dict(message) for message in CHAT]
-    chat[2]["content"] = "<think>hm</think>Hello!"  # the template drops the thought, so the turn is not found
-    [(problem, tokens, _)] = tokenize({"messages": chat}, tokenizer=make_tokenizer(THINKING_TEMPLATE))
+    template = "{% for m in messages %}{{ m['content'] | upper if loop.last else m['role'] }}{% endfor %}"
+    [(problem, tokens, _)] = tokenize({"messages": CHAT}, tokenizer=make_tokenizer(template))
     assert (problem, tokens) == ("no target token", [])
-    # The same content in a later turn is not taken for it.
-    chat[4]["content"] = chat[2]["content"]
-    [(problem, _, _)] = tokenize({"messages": chat}, tokenizer=make_tokenizer(THINKING_TEMPLATE))
-    assert problem == "no target token"
 
 
 def test_chat_without_assistant_has_no_target():

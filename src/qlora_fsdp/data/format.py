@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,9 +113,7 @@ def _format_messages(
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        before = render(messages[:number], prompt=True)[0] if number else ""
-        after = render(messages[: number + 1])[0]
-        span = _turn_span(text, before, after, message.get("content"))
+        span = _turn_span(text, messages, number, lambda *args, **kwargs: render(*args, **kwargs)[0])
         if span is None:
             raise BadRow(
                 NO_TARGET,
@@ -125,25 +124,48 @@ def _format_messages(
     return FormattedRow(text, tuple(spans), is_chat=True)
 
 
-def _turn_span(text: str, before: str, after: str, content: Any) -> Span | None:
-    """Finds an assistant turn, with its end marker, in the whole conversation.
+def _turn_span(text: str, messages: list[dict[str, Any]], number: int, render: Callable[..., str]) -> Span | None:
+    """Finds the assistant turn `messages[number]`, with its end marker, in the whole conversation `text`.
+
+    It lies between the conversation rendered up to it, with the prompt for it, and the conversation rendered up to and
+    with it. Some templates render a turn otherwise once others follow (Qwen3 drops its thoughts, Mistral moves the
+    system message); there it is what changes with its content, and the end marker that follows its content.
 
     Args:
-        text: the whole conversation.
-        before: the conversation up to the turn, with the prompt for it.
-        after: the conversation up to and with the turn.
-        content: of the turn.
+        text: `render(messages)`.
+        messages: the conversation.
+        number: of the turn, from 0.
+        render: renders a conversation; with `prompt=True` followed by the prompt for an assistant turn.
     """
-    if not text.startswith(before):
+    before = render(messages[:number], prompt=True) if number else None
+    after = render(messages[: number + 1])
+    start = len(before) if before is not None and text.startswith(before) and after.startswith(before) else None
+    end = len(after) if text.startswith(after) else None
+    if start is not None and end is not None:
+        return start, end
+
+    content = messages[number].get("content")
+    if not isinstance(content, str):
         return None
-    if text.startswith(after):
-        return (len(before), len(after)) if after.startswith(before) else None
-    # Some templates (Qwen3) render the last turn otherwise than the same turn within a conversation, but content and
-    # end marker are there.
-    if not isinstance(content, str) or not content.strip() or content.strip() not in after:
+    probe = {**messages[number], "content": _PROBE}
+    content_start, content_end = _difference(text, render([*messages[:number], probe, *messages[number + 1 :]]))
+    _, last_content_end = _difference(after, render([*messages[:number], probe]))
+    end_marker = after[last_content_end:]
+    if content_start >= content_end or not text.startswith(end_marker, content_end):
         return None
-    turn = content.strip() + after.rpartition(content.strip())[2]
-    start = text.find(turn, len(before))
-    if start < 0 or text[len(before) : start].strip():  # not there, or that of a later turn
-        return None
-    return len(before), start + len(turn)
+    return (
+        content_start if start is None else start,
+        content_end + len(end_marker) if end is None else end,
+    )
+
+
+_PROBE = "\ue000"  # of Unicode's private use area: in no text
+
+
+def _difference(text: str, other: str) -> Span:
+    """The part of `text` that is not the same in `other`: all between their common start and their common end."""
+    return _num_common(text, other), len(text) - _num_common(text[::-1], other[::-1])
+
+
+def _num_common(text: str, other: str) -> int:
+    return next((i for i, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), min(len(text), len(other)))
