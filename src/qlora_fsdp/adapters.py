@@ -1,0 +1,183 @@
+"""LoRA adapters on the model, through PEFT: configured by its LoraConfig, named and saved as it names and saves.
+
+Adapters are made on meta like the rest, sharded, and then initialised here: every rank draws the whole small matrix from the
+same seed and keeps its own rows.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+import zlib
+from typing import Any
+
+import peft
+import torch
+from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.dora import DoraLinearLayer
+from peft.utils import ModulesToSaveWrapper
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from qlora_fsdp.config.schema import LoraConfig
+from qlora_fsdp.errors import AdapterError
+from qlora_fsdp.quantized import QuantizedLinear
+from qlora_fsdp.quantized.lora import LoraLinear
+from qlora_fsdp.shards import gather_rows, local_rows, local_tensor, shard_group
+
+ADAPTER = "default"
+
+
+def apply_adapters(model: PreTrainedModel, config: LoraConfig, task_type: str = "CAUSAL_LM") -> peft.PeftModel:
+    """Wrap the (meta) model in PEFT's; exactly the adapters and `modules_to_save` require gradients, all in fp32.
+
+    Raises:
+        AdapterError: names in target_modules, exclude_modules or modules_to_save that fit no layer (close ones are named),
+            or settings that PEFT refuses.
+    """
+    _check_names(model, config)
+    settings = peft.LoraConfig(
+        r=config.r,
+        lora_alpha=config.lora_alpha,
+        lora_dropout=config.lora_dropout,
+        use_rslora=config.use_rslora,
+        use_dora=config.use_dora,
+        target_modules=config.target_modules,
+        exclude_modules=config.exclude_modules,
+        modules_to_save=config.modules_to_save,
+        rank_pattern=dict(config.rank_pattern),
+        alpha_pattern=dict(config.alpha_pattern),
+        init_lora_weights=True,  # of tensors on meta: `initialize_adapters` does what lora.init_lora_weights says
+        task_type=task_type,
+    )
+    settings._register_custom_module({nn.Linear: LoraLinear})
+    try:
+        wrapped = peft.get_peft_model(model, settings, autocast_adapter_dtype=False, low_cpu_mem_usage=True)
+    except ValueError as error:
+        raise AdapterError(f"lora: PEFT refuses these settings: {error}") from error
+    for module in wrapped.modules():
+        if isinstance(module, ModulesToSaveWrapper):
+            _train_in_fp32(module.modules_to_save[ADAPTER], model.dtype)
+        if isinstance(module, (LoraLayer, DoraLinearLayer)):
+            _to_fp32(module)
+    return wrapped  # type: ignore[no-any-return]
+
+
+def trainable_names(model: nn.Module) -> list[str]:
+    """Names of the parameters that require gradients."""
+    return [name for name, param in model.named_parameters() if param.requires_grad]
+
+
+def _check_names(model: nn.Module, config: LoraConfig) -> None:
+    names = [name for name, module in model.named_modules() if name]
+    endings = {name.rsplit(".", 1)[-1] for name in names}
+    problems = []
+    for key in ("target_modules", "exclude_modules", "modules_to_save"):
+        wanted = getattr(config, key)
+        if wanted is None or wanted == "all-linear":
+            continue
+        if isinstance(wanted, str):
+            if not any(re.fullmatch(wanted, name) for name in names):
+                problems.append(f"lora.{key}={wanted} is a regular expression that fits no module of {type(model).__name__}")
+            continue
+        for target in wanted:
+            if not any(name == target or name.endswith(f".{target}") for name in names):
+                close = difflib.get_close_matches(target, sorted(endings), n=3, cutoff=0.5)
+                linear = {n.rsplit(".", 1)[-1] for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+                hint = f"Close: {', '.join(close)}." if close else f"Its linear layers: {', '.join(sorted(linear))}."
+                problems.append(f"lora.{key}: {target} fits no module of {type(model).__name__}. {hint}")
+    if problems:
+        raise AdapterError("\n".join(problems))
+
+
+def _to_fp32(module: nn.Module) -> None:
+    for child in module.modules():
+        for name, param in child._parameters.items():
+            if param is not None and param.requires_grad and param.dtype != torch.float32:
+                child._parameters[name] = nn.Parameter(param.detach().float())
+
+
+def _train_in_fp32(module: nn.Module, dtype: torch.dtype) -> None:
+    """Keep a fully trained copy of a module in fp32 inside a model of another dtype."""
+    _to_fp32(module)
+    if type(module) is nn.Linear:
+        module.__class__ = _CastLinear
+    else:
+        module.register_forward_pre_hook(lambda _, args: tuple(_cast(a, torch.float32) for a in args))
+        module.register_forward_hook(lambda _module, _args, output: _cast(output, dtype))
+
+
+class _CastLinear(nn.Linear):
+    """A linear layer with fp32 weights that computes in the dtype of its input."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.to(input.dtype)
+        return F.linear(input, self.weight.to(input.dtype), bias)
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+@torch.no_grad()
+def initialize_adapters(model: nn.Module, init_lora_weights: bool | str, seed: int) -> None:
+    """Fill the adapters' shards, the same for a seed whatever the number of ranks. The base must be loaded already.
+
+    `modules_to_save` start from the base's weights; DoRA magnitudes from the row norms of the dequantized base.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, ModulesToSaveWrapper):
+            originals = dict(module.original_module.named_parameters())
+            for key, param in module.modules_to_save[ADAPTER].named_parameters():
+                local_tensor(param).copy_(local_tensor(originals[key]))
+        if isinstance(module, LoraLayer) and ADAPTER in module.lora_A:
+            lora_a, lora_b = module.lora_A[ADAPTER].weight, module.lora_B[ADAPTER].weight
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
+            values_a, values_b = _draw(init_lora_weights, lora_a.shape, lora_b.shape, generator)
+            for param, values in ((lora_a, values_a), (lora_b, values_b)):
+                first, last = local_rows(param)
+                local_tensor(param).copy_(values[first:last])
+            if ADAPTER in getattr(module, "lora_magnitude_vector", {}):
+                delta = (values_b @ values_a) * module.scaling[ADAPTER]
+                _fill_magnitude(module.lora_magnitude_vector[ADAPTER].weight, module.get_base_layer(), delta)
+
+
+def _draw(
+    init: bool | str, shape_a: torch.Size, shape_b: torch.Size, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """A [r, in] and B [out, r] in fp32, as PEFT's `init_lora_weights` of that name draws them."""
+    rank, in_features = shape_a
+    values_a, values_b = torch.empty(shape_a), torch.zeros(shape_b)
+    if init is True:
+        bound = math.sqrt(1 / in_features)  # kaiming_uniform_(a=sqrt(5))
+        return values_a.uniform_(-bound, bound, generator=generator), values_b
+    if init == "gaussian":
+        return values_a.normal_(0.0, 1 / rank, generator=generator), values_b
+    assert init == "orthogonal", init
+    basis, _ = torch.linalg.qr(torch.randn(rank, rank, generator=generator))
+    values_a = (torch.randn(in_features, rank // 2, generator=generator) @ basis[0::2]).t() / 10
+    values_b = (torch.randn(rank // 2, shape_b[0], generator=generator).t() @ basis[1::2]) / 10
+    return values_a.contiguous(), values_b
+
+
+def _fill_magnitude(magnitude: Tensor, base: nn.Module, delta: Tensor) -> None:
+    """DoRA's magnitudes: norms of the rows of W + delta, each rank its own rows (arXiv:2402.09353, section 4.1)."""
+    first, last = local_rows(magnitude)
+    if isinstance(base, QuantizedLinear):
+        weight = _dequantize_local_rows(base)
+    else:
+        weight = local_tensor(base.weight)  # type: ignore[arg-type]
+    norms = torch.linalg.vector_norm(weight.float() + delta[first:last].to(weight.device), dim=1)
+    local_tensor(magnitude).copy_(norms)
+
+
+def _dequantize_local_rows(layer: QuantizedLinear) -> Tensor:
+    """The rows of the weight that this rank holds."""
+    parts = {}
+    for name, part in zip(layer.part_names, layer.parts(), strict=True):
+        parts[name] = gather_rows(local_tensor(part), part.shape[0], shard_group(part))
+    first, last = local_rows(layer.codes)  # type: ignore[arg-type]
+    weight = layer.format.dequantize(parts, layer.out_features, layer.in_features, layer.compute_dtype)
+    return weight[first:last]

@@ -1,0 +1,117 @@
+"""Attention over packed rows: which kernel runs, and the one of ours that keeps rows apart without a mask.
+
+Kernels are chosen by name in transformers' registry. `varlen` is torch's own variable-length flash attention, told where rows
+start; everything else gets a block-diagonal mask from transformers, which derives it from the position ids.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AttentionInterface, PretrainedConfig
+
+from qlora_fsdp.errors import ConfigError, Problem
+
+VARLEN = "qlora_fsdp_varlen"
+MAX_HEAD_DIM = 256
+
+
+def choose_attention(wanted: str, config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> str:
+    """The attention implementation to build the model with.
+
+    Args:
+        wanted: `model.attn_implementation`; `auto` takes the fastest that computes what this model defines.
+        config: the model's config.
+        device: where the model runs.
+        dtype: of queries, keys and values.
+
+    Raises:
+        ConfigError: `varlen` was asked for and can't run this model here.
+    """
+    reason = _why_no_varlen(config, device, dtype)
+    if wanted == "varlen" and reason is not None:
+        problem = Problem("model.attn_implementation=varlen", f"can't be used: {reason}.", "Set model.attn_implementation=auto.")
+        raise ConfigError([problem])
+    if wanted == "varlen" or (wanted == "auto" and reason is None):
+        AttentionInterface.register(VARLEN, varlen_attention)
+        return VARLEN
+    if wanted == "auto":
+        return "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
+    return wanted
+
+
+def _why_no_varlen(config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> str | None:
+    if device.type != "cuda":
+        return "it needs a GPU"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"it computes in bfloat16 or float16, not {dtype}"
+    if getattr(config, "attn_logit_softcapping", None):
+        return "it can't cap attention logits, as this model does"
+    heads = getattr(config, "num_attention_heads", 0) or 1
+    head_dim = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // heads
+    if head_dim > MAX_HEAD_DIM or head_dim % 8:
+        return f"its head size {head_dim} is not a multiple of 8 up to {MAX_HEAD_DIM}"
+    if getattr(config, "model_type", "") not in PACKED_FAMILIES:
+        return f"it was not tested with model_type={config.model_type}"
+    return None
+
+
+# Families whose attention goes through transformers' registry with position ids, tested not to let packed rows see one another.
+PACKED_FAMILIES = {"llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3"}
+
+
+def varlen_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention in which rows of a packed batch do not see one another.
+
+    Args:
+        module: the attention layer that calls.
+        query: [B, H, L, D]. key, value: [B, H_kv, L, D], H a multiple of H_kv.
+        attention_mask: None; rows are told apart by `cu_seq_lens_q`.
+        dropout: must be 0.
+        scaling: of the logits; None for 1 / sqrt(D).
+        sliding_window: tokens a query sees, itself included; None for all before it.
+        cu_seq_lens_q: int32 [rows + 1], where rows start in the flattened B * L tokens; None if every sequence is one row.
+        max_length_q: tokens of the longest row.
+
+    Returns:
+        [B, L, H, D], and None for the attention weights.
+    """
+    assert attention_mask is None and not dropout
+    batch, _, length, _ = query.shape
+    window = sliding_window if sliding_window is not None and sliding_window < length else None
+    if cu_seq_lens_q is None and window is None:
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
+        return out.transpose(1, 2), None
+    if cu_seq_lens_q is None:
+        cu_seq_lens_q = torch.arange(batch + 1, dtype=torch.int32, device=query.device) * length
+        max_length_q = length
+    flat = [t.transpose(1, 2).flatten(0, 1) for t in (query, key, value)]
+    out = _varlen(*flat, cu_seq_lens_q, max_length_q, scaling, window)
+    return out.view(batch, length, *out.shape[1:]), None
+
+
+def _varlen(
+    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int | None, scale: float | None, window: int | None
+) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    options: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0), "scale": scale}
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # torch >= 2.13; before, fewer key heads just work
+        options["enable_gqa"] = query.shape[1] != key.shape[1]
+    return varlen_attn(query, key, value, starts, starts, longest, longest, **options)  # type: ignore[no-any-return,arg-type]

@@ -1,0 +1,379 @@
+"""Build the model on meta: its shapes, with quantized linears in place, and no weights.
+
+config.json (or the config of a named model) -> transformers' own model class on the meta device -> every linear layer that
+is to be quantized swapped for a `QuantizedLinear` -> a list of which checkpoint tensor fills which parameter.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.quantizers.base import get_keys_to_not_convert
+from transformers.quantizers.quantizers_utils import should_convert_module
+
+from qlora_fsdp.config.schema import ModelConfig, QuantConfig, Weights
+from qlora_fsdp.errors import CheckpointError, ConfigError, Problem
+from qlora_fsdp.load.fill import Assignment
+from qlora_fsdp.load.files import StoredTensor, list_some, read_headers
+from qlora_fsdp.quantized import Format, QuantizedLinear, parse_storage
+
+PART_OF_SUFFIX = {"absmax": "scales", "nested_absmax": "nested_scales", "SCB": "scales"}
+IGNORED_SUFFIXES = ("quant_map", "nested_quant_map", "weight_format")
+QUANT_STATE = re.compile(r"^(?P<weight>.+\.weight)\.(?P<suffix>absmax|nested_absmax|quant_map|nested_quant_map|quant_state\.bitsandbytes__\w+)$")
+INT8_STATE = re.compile(r"^(?P<module>.+)\.(?P<suffix>SCB|weight_format)$")
+NON_PERSISTENT = re.compile(r"rotary_emb\.inv_freq$|\.masked_bias$|\.attn\.bias$|\.position_ids$")
+
+
+@dataclass
+class ModelFiles:
+    """A model before it is built.
+
+    Attributes:
+        folder: local folder of the checkpoint; None for `weights=random` from a named config.
+        config: transformers' config.
+        tensors: the checkpoint's tensors by key; empty for random weights.
+    """
+
+    folder: Path | None
+    config: PretrainedConfig
+    tensors: dict[str, StoredTensor] = field(default_factory=dict)
+
+
+@dataclass
+class BuiltModel:
+    """A model on meta and what fills it."""
+
+    model: PreTrainedModel
+    assignments: list[Assignment]
+    format: Format | None
+    notes: list[str] = field(default_factory=list)
+
+
+def find_model(config: ModelConfig, is_main: bool, wait: Callable[[], None]) -> ModelFiles:
+    """Locate the model, downloading it on a node's main process where `path` is a hub name.
+
+    Args:
+        config: the model's settings.
+        is_main: whether this process downloads.
+        wait: a barrier over the processes of the node.
+
+    Raises:
+        CheckpointError: no such folder, no config.json, files cut short, or a hub that can't be reached.
+    """
+    folder = _find_folder(config, is_main, wait)
+    try:
+        if folder is not None and (folder / "config.json").is_file():
+            hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
+            hf_config.update(dict(config.config) if config.weights is Weights.random else {})
+        elif config.config and config.weights is Weights.random:
+            values = dict(config.config)
+            hf_config = AutoConfig.for_model(values.pop("model_type"), **values)
+        else:
+            raise CheckpointError(
+                f"model.path={config.path} has no config.json. Set model.path to a folder with config.json and safetensors files."
+            )
+    except (ValueError, KeyError, OSError, TypeError) as error:
+        raise CheckpointError(
+            f"model.path={config.path}: its config can't be used: {error}. Check model.path, or model.config."
+        ) from error
+    tensors = {} if config.weights is Weights.random or folder is None else read_headers(folder)
+    return ModelFiles(folder, hf_config, tensors)
+
+
+def _find_folder(config: ModelConfig, is_main: bool, wait: Callable[[], None]) -> Path | None:
+    if config.path is None:
+        return None
+    folder = Path(config.path).expanduser()
+    if folder.is_dir():
+        return folder
+    if config.weights is Weights.random and config.config:
+        return None
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    def download(local_only: bool) -> Path:
+        patterns = ["*.safetensors", "*.json", "tokenizer*", "*.model", "*.jinja", "*.txt"]
+        return Path(
+            snapshot_download(config.path, revision=config.revision, allow_patterns=patterns, local_files_only=local_only)
+        )
+
+    failure: Exception | None = None
+    if is_main:
+        try:
+            download(local_only=False)
+        except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+            failure = error
+    wait()
+    try:
+        return download(local_only=True)
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        raise CheckpointError(
+            f"model.path={config.path} is no folder here and can't be downloaded as a hub model "
+            f"({type(failure or error).__name__}: {str(failure or error).splitlines()[0]}). Set model.path to a local folder, "
+            "log in with `hf auth login` if the model is gated, or use model.weights=random for a dry run."
+        ) from error
+
+
+def build_model(
+    files: ModelFiles,
+    quant: QuantConfig,
+    dtype: torch.dtype,
+    attn_implementation: str,
+    *,
+    trust_remote_code: bool = False,
+    keep: list[str] | None = None,
+) -> BuiltModel:
+    """The model on meta with its linears swapped, and the assignment of checkpoint tensors to its parameters.
+
+    Args:
+        files: from `find_model`.
+        quant: quantization settings; a checkpoint that is already quantized wins over them, and a note says so.
+        dtype: of all parameters that are not quantized, and of the matrix products.
+        attn_implementation: a name in transformers' attention registry.
+        trust_remote_code: run the checkpoint's own model code.
+        keep: modules to leave in full precision besides `quant.llm_int8_skip_modules`: `lora.modules_to_save`.
+
+    Raises:
+        CheckpointError: missing, unexpected or misshaped tensors (all listed), or a layer whose rows can't be quantized.
+    """
+    config = files.config
+    stored_quant = getattr(config, "quantization_config", None)
+    if stored_quant is not None:
+        del config.quantization_config  # or transformers would look for its own quantizer
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
+        )
+    model.tie_weights()  # on meta, ties made while building are lost
+    model.config.use_cache = False
+    keys = _map_keys(model, files.tensors)
+    notes: list[str] = []
+    formats = _stored_formats(keys, quant) if stored_quant is not None else {}
+    if stored_quant is not None:
+        found = {(f.quant_type, f.double_quant) for f in formats.values()}
+        notes.append(
+            f"the checkpoint is already quantized ({', '.join(t + (' with double quantization' if d else '') for t, d in found)}): "
+            "its bytes are taken as they are, and quant.* is not used"
+        )
+        _swap_linears(model, lambda name, layer: formats.get(name), dtype)
+        format = next(iter(formats.values()), None)
+    else:
+        format = choose_format(quant)
+        if format is not None:
+            _swap_chosen_linears(model, format, quant, dtype, keep or [])
+    model.requires_grad_(False)
+    assignments = _assign(model, keys, random=not files.tensors)
+    return BuiltModel(model, assignments, format, notes)
+
+
+def choose_format(quant: QuantConfig) -> Format | None:
+    """The format that `quant` asks for, or None for no quantization."""
+    storage = parse_storage(quant.bnb_4bit_quant_storage.value)
+    if quant.load_in_8bit:
+        return Format("int8", storage=storage)
+    if quant.load_in_4bit:
+        return Format(quant.bnb_4bit_quant_type.value, quant.bnb_4bit_use_double_quant, storage=storage)  # type: ignore[arg-type]
+    return None
+
+
+def _swap_chosen_linears(
+    model: nn.Module, format: Format, quant: QuantConfig, dtype: torch.dtype, keep: list[str]
+) -> None:
+    skip = quant.llm_int8_skip_modules
+    skip = (get_keys_to_not_convert(model) if skip is None else list(skip)) + keep
+    problems = []
+
+    def choose(name: str, layer: nn.Linear) -> Format | None:
+        if not should_convert_module(name, skip):
+            return None
+        reason = format.refuses(layer.in_features)
+        if reason is not None:
+            problems.append(f"{name} {reason}")
+        return format if reason is None else None
+
+    _swap_linears(model, choose, dtype)
+    if problems:
+        raise ConfigError(
+            [
+                Problem(
+                    f"quant.bnb_4bit_quant_type={format.quant_type}",
+                    f"can't quantize {len(problems)} layers, whose blocks would cross rows:\n{list_some(problems)}\n",
+                    "Set quant=int8, or add them to quant.llm_int8_skip_modules.",
+                )
+            ]
+        )
+
+
+def _swap_linears(
+    model: nn.Module, choose: Callable[[str, nn.Linear], Format | None], dtype: torch.dtype
+) -> None:
+    for name, layer in list(model.named_modules()):
+        if type(layer) is not nn.Linear:
+            continue
+        format = choose(name, layer)
+        if format is not None:
+            quantized = QuantizedLinear(layer.in_features, layer.out_features, layer.bias is not None, format, dtype)
+            model.set_submodule(name, quantized)
+
+
+def _map_keys(model: PreTrainedModel, tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """The checkpoint's tensors under the model's names, renamed by transformers' own rules.
+
+    Raises:
+        CheckpointError: a tensor that transformers would split, merge or transpose; these rules can't be applied to rows.
+    """
+    transforms = get_model_conversion_mapping(model)
+    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
+    converters = [t for t in transforms if isinstance(t, WeightConverter)]
+    state = model.state_dict()
+    renamed: dict[str, StoredTensor] = {}
+    unsupported = []
+    for key, stored in tensors.items():
+        # The scales of quantized weights follow the weight's name.
+        match = QUANT_STATE.match(key) or INT8_STATE.match(key)
+        suffix = ""
+        if match is not None:
+            suffix = key[match.end(1) :]
+            key = match.group(1)
+        probe = key + ".weight" if match is not None and match.re is INT8_STATE else key
+        name, pattern = rename_source_key(probe, renamings, converters, model.base_model_prefix, state)
+        if probe != key:
+            name = name.removesuffix(".weight")
+        if pattern is not None:
+            unsupported.append(f"{key} (rule {pattern})")
+        renamed[name + suffix] = stored
+    if unsupported:
+        raise CheckpointError(
+            "transformers would split or merge these tensors while loading, which row-wise loading can't do. Save the model with the "
+            f"installed transformers (`save_pretrained`) and load that:\n{list_some(unsupported)}"
+        )
+    return renamed
+
+
+def _stored_formats(keys: dict[str, StoredTensor], quant: QuantConfig) -> dict[str, Format]:
+    """Format of every layer that the checkpoint holds quantized, by module name."""
+    storage = parse_storage(quant.bnb_4bit_quant_storage.value)
+    formats = {}
+    for key, stored in keys.items():
+        if key.endswith(".SCB"):
+            formats[key.removesuffix(".SCB")] = Format("int8", storage=storage)
+        elif ".quant_state.bitsandbytes__" in key:
+            weight = key.split(".quant_state.")[0]
+            state = read_quant_state(stored)
+            formats[weight.removesuffix(".weight")] = Format(
+                state["quant_type"], f"{weight}.nested_absmax" in keys, state["blocksize"], storage
+            )
+    return formats
+
+
+def read_quant_state(stored: StoredTensor) -> dict[str, Any]:
+    """bitsandbytes' packed description of a quantized weight: quant_type, blocksize, shape, dtype, nested_offset..."""
+    with stored.file.open("rb") as stream:
+        stream.seek(stored.offset)
+        return json.loads(stream.read(stored.num_bytes))  # type: ignore[no-any-return]
+
+
+def _assign(model: PreTrainedModel, keys: dict[str, StoredTensor], random: bool) -> list[Assignment]:
+    """Which tensor fills which parameter, each parameter once, tied ones under any of their names."""
+    names_of: dict[int, list[str]] = {}
+    slots: dict[str, tuple[nn.Module, str]] = {}
+    for module_name, module in model.named_modules():
+        prefix = f"{module_name}." if module_name else ""
+        if isinstance(module, QuantizedLinear):
+            slots[f"{prefix}weight"] = (module, "weight")
+            names_of[id(module)] = [f"{prefix}weight"]
+            if module.bias is not None:
+                slots[f"{prefix}bias"] = (module, "bias")
+                names_of[id(module.bias)] = [f"{prefix}bias"]
+            continue
+        persistent = {n: b for n, b in module._buffers.items() if n not in module._non_persistent_buffers_set}
+        for attribute, value in {**module._parameters, **persistent}.items():
+            if value is not None:
+                slots[prefix + attribute] = (module, attribute)
+                names_of.setdefault(id(value), []).append(prefix + attribute)
+    if random:
+        return [
+            Assignment(names[0], *slots[names[0]])
+            for names in names_of.values()
+            if slots[names[0]][1] in slots[names[0]][0]._parameters or isinstance(slots[names[0]][0], QuantizedLinear)
+        ]
+    assignments, missing, misshaped, used = [], [], [], set[str]()
+    for names in names_of.values():
+        name = next((n for n in names if n in keys), None)
+        if name is None:
+            missing.append(" or ".join(names))
+            continue
+        used.update(n for n in names if n in keys)
+        module, attribute = slots[name]
+        if isinstance(module, QuantizedLinear) and attribute == "weight":
+            assignment, problem = _assign_quantized(name, module, keys, used)
+        else:
+            assignment = Assignment(name, module, attribute, keys[name])
+            problem = _shape_problem(name, keys[name].shape, tuple(assignment.parameter.shape))
+        if problem:
+            misshaped.append(problem)
+        assignments.append(assignment)
+    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []
+    unexpected = [
+        key
+        for key in keys
+        if key not in used and not NON_PERSISTENT.search(key) and not any(re.search(p, key) for p in ignored)
+    ]
+    _raise_if_any(model, missing, unexpected, misshaped)
+    return assignments
+
+
+def _assign_quantized(
+    name: str, layer: QuantizedLinear, keys: dict[str, StoredTensor], used: set[str]
+) -> tuple[Assignment, str | None]:
+    stored = keys[name]
+    module_name = name.removesuffix(".weight")
+    state_key = f"{name}.quant_state.bitsandbytes__{layer.format.quant_type}"
+    shape = (layer.out_features, layer.in_features)
+    if f"{module_name}.SCB" in keys:
+        used.update(k for k in (f"{module_name}.SCB", f"{module_name}.weight_format") if k in keys)
+        parts = {"scales": keys[f"{module_name}.SCB"]}
+        return Assignment(name, layer, "weight", stored, parts), _shape_problem(name, stored.shape, shape)
+    if state_key in keys:
+        used.update(k for k in keys if k.startswith(f"{name}."))
+        parts = {PART_OF_SUFFIX[s]: keys[f"{name}.{s}"] for s in ("absmax", "nested_absmax") if f"{name}.{s}" in keys}
+        state = read_quant_state(keys[state_key])
+        if layer.format.double_quant and state.get("nested_blocksize", 256) != 256:
+            return Assignment(name, layer, "weight", stored, parts), f"{name}: nested block size is not 256"
+        assignment = Assignment(name, layer, "weight", stored, parts, state.get("nested_offset"))
+        return assignment, _shape_problem(name, tuple(state["shape"]), shape)
+    return Assignment(name, layer, "weight", stored), _shape_problem(name, stored.shape, shape)
+
+
+def _shape_problem(name: str, stored: tuple[int, ...], expected: tuple[int, ...]) -> str | None:
+    if stored == expected:
+        return None
+    return f"{name}: {list(stored)} in the file, {list(expected)} by the config"
+
+
+def _raise_if_any(model: PreTrainedModel, missing: list[str], unexpected: list[str], misshaped: list[str]) -> None:
+    parts = [
+        f"{len(items)} {label}:\n{list_some(items)}"
+        for label, items in (
+            ("missing from the files", missing),
+            ("in the files but not in the model", unexpected),
+            ("of another shape", misshaped),
+        )
+        if items
+    ]
+    if parts:
+        raise CheckpointError(
+            f"The checkpoint does not fit its config.json ({type(model).__name__}). Check that model.path holds the files of one model, "
+            "whole and unmixed. Tensors " + "\nTensors ".join(parts)
+        )

@@ -1,0 +1,87 @@
+"""The module that is trained: batch in, summed loss out."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import peft
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from qlora_fsdp.attention import PACKED_FAMILIES
+from qlora_fsdp.config.schema import Activations, MemoryConfig
+from qlora_fsdp.data.batch import Batch
+from qlora_fsdp.loss import IGNORE, HeadLoss
+
+
+class CausalLM(nn.Module):
+    """A PEFT-wrapped causal language model with its loss.
+
+    For families whose logits are the head of the last hidden state (`PACKED_FAMILIES`, tested) the backbone and the head run
+    apart, and logits are never held whole. Any other family runs its own forward.
+
+    Args:
+        model: the wrapped model, on meta or not.
+    """
+
+    def __init__(self, model: peft.PeftModel) -> None:
+        super().__init__()
+        self.model = model
+        base: PreTrainedModel = model.get_base_model()
+        config = base.config
+        self.head_loss: HeadLoss | None = None
+        if config.model_type in PACKED_FAMILIES:
+            self.head_loss = HeadLoss(base.get_output_embeddings(), getattr(config, "final_logit_softcapping", None))
+
+    @property
+    def base(self) -> PreTrainedModel:
+        """The transformers model inside PEFT's."""
+        return self.model.get_base_model()  # type: ignore[no-any-return]
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The transformer layers, in order: FSDP's units and the steps of activation checkpointing."""
+        return [module for module in self.base.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Sum of the cross-entropy over the batch's targets: float32 scalar, not yet divided by their number."""
+        inputs: dict[str, Any] = {
+            "input_ids": batch.input_ids,
+            "position_ids": batch.position_ids,
+            "use_cache": False,
+        }
+        has_several_rows = len(batch.sequence_starts) > len(batch.input_ids) + 1
+        if has_several_rows:
+            inputs |= {
+                "cu_seq_lens_q": batch.sequence_starts,
+                "cu_seq_lens_k": batch.sequence_starts,
+                "max_length_q": batch.max_row_length,
+                "max_length_k": batch.max_row_length,
+            }
+        if self.head_loss is not None:
+            backbone = getattr(self.base, self.base.base_model_prefix)
+            hidden = backbone(**inputs).last_hidden_state
+            return self.head_loss(hidden, batch.targets)  # type: ignore[no-any-return]
+        logits = self.base(**inputs).logits.float()
+        return nn.functional.cross_entropy(
+            logits.flatten(0, 1), batch.targets.flatten(), ignore_index=IGNORE, reduction="sum"
+        )
+
+
+def checkpoint_activations(model: CausalLM, config: MemoryConfig) -> int:
+    """Recompute layers in backward instead of keeping their activations; how many are recomputed.
+
+    Non-reentrant checkpointing (torch.utils.checkpoint): inputs need not require gradients, so no hook on the embeddings
+    is needed for 'element 0 of tensors does not require grad' not to happen.
+    """
+    if config.activations is Activations.none:
+        return 0
+    every = config.every_k if config.activations is Activations.every_k else 1
+    recomputed = model.layers[::every]
+    for layer in recomputed:
+        layer.gradient_checkpointing = True  # type: ignore[assignment]
+        layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)  # type: ignore[assignment]
+    return len(recomputed)

@@ -1,0 +1,111 @@
+"""The processes of a run: who this one is, its device, and how it meets the others.
+
+`accelerate launch`, `torchrun` and SLURM wrappers describe the processes in the environment (RANK, WORLD_SIZE, LOCAL_RANK, ...); a
+plain `python -m` is one process. Both `gloo` for CPU tensors and, on GPUs, `nccl` are started, because offloaded gradients and
+objects travel over gloo.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from qlora_fsdp.errors import DeviceError
+
+
+@dataclass(frozen=True)
+class Processes:
+    """This process among all.
+
+    Attributes:
+        rank: 0 to num_ranks - 1, over all nodes.
+        num_ranks: processes of the run.
+        local_rank: 0 to local_num_ranks - 1, on this node; also the GPU's index.
+        local_num_ranks: processes on this node.
+        device: where this process computes.
+    """
+
+    rank: int
+    num_ranks: int
+    local_rank: int
+    local_num_ranks: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process prints and writes."""
+        return self.rank == 0
+
+    @property
+    def is_local_main(self) -> bool:
+        """Whether this process does what is done once a node."""
+        return self.local_rank == 0
+
+    def wait(self) -> None:
+        """A barrier over all processes; it never touches a GPU."""
+        dist.all_reduce(torch.zeros(1))
+
+    def share(self, value: Any) -> Any:
+        """Rank 0's value, on every rank."""
+        values = [value]
+        dist.broadcast_object_list(values, src=0, device=torch.device("cpu"))
+        return values[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, by rank, on every rank."""
+        values: list[Any] = [None] * self.num_ranks
+        dist.all_gather_object(values, value)
+        return values
+
+    def sum(self, values: list[float]) -> list[float]:
+        """Sums over ranks, in float64."""
+        tensor = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(tensor)
+        return tensor.tolist()
+
+    def max(self, values: list[float]) -> list[float]:
+        """Maxima over ranks, in float64."""
+        tensor = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        return tensor.tolist()
+
+
+def start_processes(timeout_seconds: int, use_cpu: bool = False) -> Processes:
+    """Join the process group, and take this process's device.
+
+    Args:
+        timeout_seconds: a collective that takes longer ends the process: a rank is gone or stuck.
+        use_cpu: compute on the CPU though there are GPUs (accelerate's ACCELERATE_USE_CPU).
+
+    Raises:
+        DeviceError: fewer GPUs than processes on this node.
+    """
+    rank, num_ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    local_num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1 if "RANK" not in os.environ else num_ranks))
+    cuda = torch.cuda.is_available() and not use_cpu
+    if cuda:
+        num_gpus = torch.cuda.device_count()
+        if local_num_ranks > num_gpus:
+            raise DeviceError(
+                f"--num_processes: {local_num_ranks} processes were started on a node with {num_gpus} GPUs. "
+                f"Start at most {num_gpus} a node, or make more visible through CUDA_VISIBLE_DEVICES."
+            )
+        torch.cuda.set_device(local_rank)
+    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    options: dict[str, Any] = {"timeout": timedelta(seconds=timeout_seconds)}
+    if "RANK" not in os.environ:
+        options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", **options)
+    return Processes(rank, num_ranks, local_rank, local_num_ranks, device)
+
+
+def stop_processes() -> None:
+    """Leave the process group; safe to call when it was never joined."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

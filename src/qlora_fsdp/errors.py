@@ -1,0 +1,74 @@
+"""The errors a user can cause, and how each is shown.
+
+Everything here is a `UserError`: the command line prints its message once, on rank 0, without a traceback, and exits with
+`exit_code`. Anything else that escapes is a bug of ours and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+class UserError(Exception):
+    """An error the user can fix: the message names the value, the reason and the setting to change."""
+
+    exit_code = 2
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing wrong with a setting.
+
+    Attributes:
+        setting: the dotted key and its value as a user would type it, e.g. `training.global_batch_size=7`.
+        reason: why it can't be used, as the end of a sentence that starts with the setting.
+        fix: what to change, as a full sentence.
+    """
+
+    setting: str
+    reason: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{self.setting} {self.reason} {self.fix}".strip()
+
+
+class ConfigError(UserError):
+    """The configuration can't be used. Holds every problem found, not only the first."""
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        self.problems = tuple(problems)
+        if len(self.problems) == 1:
+            super().__init__(str(self.problems[0]))
+        else:
+            lines = "\n".join(f"  - {problem}" for problem in self.problems)
+            super().__init__(f"{len(self.problems)} settings can't be used:\n{lines}")
+
+
+class CheckpointError(UserError):
+    """A model folder or its files can't be used: missing, cut short, or of other shapes than its config says."""
+
+
+class AdapterError(UserError):
+    """The LoRA settings do not fit this model."""
+
+
+class DataError(UserError):
+    """The data can't be used: no such file, bad rows under `data.bad_rows=error`, or no usable row."""
+
+
+class DeviceError(UserError):
+    """The hardware or the launch can't run this configuration: too few GPUs, no bf16, wrong world size."""
+
+
+class ProofError(UserError):
+    """The proof at start failed: what FSDP gathers is not what the ranks hold. Training would be silently wrong."""
+
+    exit_code = 4
+
+
+class TrainingError(UserError):
+    """Training can't go on: a NaN or infinite loss, or a parameter that gets no gradient."""
+
+    exit_code = 5

@@ -1,0 +1,97 @@
+"""Save the adapter so that stock PEFT loads it: gathered to rank 0, written under a temporary name, renamed."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import peft
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from qlora_fsdp import __version__
+from qlora_fsdp.adapters import ADAPTER
+from qlora_fsdp.distributed import Processes
+from qlora_fsdp.shards import gather_rows, local_tensor, shard_group
+
+CARD = """---
+base_model: {base}
+library_name: peft
+tags: [lora, qlora, qlora-fsdp]
+---
+
+# LoRA adapter for {base}
+
+Trained with qlora-fsdp {version}: {settings}.
+
+```python
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("{base}")
+model = PeftModel.from_pretrained(model, "path/to/this/folder")
+```
+"""
+
+
+@torch.no_grad()
+def gather_trainable(model: peft.PeftModel, processes: Processes) -> dict[str, Tensor]:
+    """The trained parameters, whole, by name: float32 on the CPU of rank 0; empty elsewhere. Collective."""
+    whole = {}
+    for name, param in model.named_parameters():
+        if param.requires_grad:
+            local = local_tensor(param).to(processes.device)
+            values = gather_rows(local, param.shape[0], shard_group(param))
+            if processes.is_main:
+                whole[name] = values.cpu()
+    return whole
+
+
+def save_adapter(
+    model: peft.PeftModel,
+    folder: Path,
+    tokenizer: PreTrainedTokenizerBase | None,
+    settings: str,
+    processes: Processes,
+) -> None:
+    """Write `folder` (adapter_model.safetensors, adapter_config.json, tokenizer, README.md), whole or not at all.
+
+    Args:
+        model: PEFT's model, sharded.
+        folder: an adapter already there is replaced once the new one is complete.
+        tokenizer: saved along; None for none.
+        settings: one line for the model card.
+        processes: all ranks take part; rank 0 writes.
+
+    Raises:
+        OSError: the folder can't be written; what was there before is untouched.
+    """
+    state = gather_trainable(model, processes)
+    if processes.is_main:
+        config = model.peft_config[ADAPTER]
+        tensors = peft.get_peft_model_state_dict(model, state_dict=state, save_embedding_layers=False)
+        temporary = folder.with_name(f".{folder.name}.tmp")
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        save_file({k: v.contiguous() for k, v in tensors.items()}, temporary / "adapter_model.safetensors", {"format": "pt"})
+        config.inference_mode, training_mode = True, config.inference_mode
+        config.save_pretrained(str(temporary))
+        config.inference_mode = training_mode
+        if tokenizer is not None:
+            tokenizer.save_pretrained(str(temporary))
+        base = config.base_model_name_or_path or "the base model"
+        (temporary / "README.md").write_text(CARD.format(base=base, version=__version__, settings=settings))
+        replace_folder(temporary, folder)
+    processes.wait()
+
+
+def replace_folder(new: Path, target: Path) -> None:
+    """Rename `new` to `target`; a folder already there is moved aside first and removed last."""
+    old = target.with_name(f".{target.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if target.exists():
+        target.rename(old)
+    new.rename(target)
+    shutil.rmtree(old, ignore_errors=True)

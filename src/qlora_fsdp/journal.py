@@ -1,0 +1,111 @@
+"""Figures of a run as it goes: metrics.jsonl, one progress line on the console, and W&B where it is on."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from qlora_fsdp.config.compose import to_yaml
+from qlora_fsdp.config.schema import Config, WandbMode
+from qlora_fsdp.run_folder import log
+
+SECONDS_BETWEEN_LINES = 10.0  # of a console that is no terminal, e.g. a batch job's log
+
+
+class Journal:
+    """Takes figures on every rank and writes them on rank 0.
+
+    Args:
+        folder: the run folder.
+        config: for W&B's settings.
+        num_steps: of the whole run, for the ETA.
+        is_main: whether this rank writes.
+    """
+
+    def __init__(self, folder: Path, config: Config, num_steps: int, is_main: bool) -> None:
+        self.is_main, self.num_steps = is_main, num_steps
+        self.started = self.last_line = time.monotonic()
+        self.is_terminal = sys.stdout.isatty()
+        self.metrics = (folder / "metrics.jsonl").open("a", buffering=1) if is_main else None
+        self.wandb = _start_wandb(folder, config) if is_main else None
+
+    def step(self, figures: dict[str, Any]) -> None:
+        """Record an optimizer step; `figures` has the keys of a line of metrics.jsonl."""
+        self._write(figures)
+        if not self.is_main:
+            return
+        step, now = figures["step"], time.monotonic()
+        line = _progress_line(figures, self.num_steps, now - self.started)
+        if self.is_terminal:
+            print(f"\r\033[K{line}", end="\n" if step == self.num_steps else "", flush=True)
+        elif now - self.last_line > SECONDS_BETWEEN_LINES or step in (1, self.num_steps):
+            log.info(line)
+            self.last_line = now
+
+    def evaluation(self, step: int, eval_loss: float, seconds: float) -> None:
+        """Record an evaluation after `step` optimizer steps."""
+        self._write({"step": step, "eval_loss": eval_loss, "eval_seconds": round(seconds, 3)})
+        if self.is_main:
+            print("\r\033[K" if self.is_terminal else "", end="")
+            log.info(f"step {step}/{self.num_steps} | evaluation loss {eval_loss:.4f} | {seconds:.1f} s")
+
+    def close(self, summary: dict[str, Any]) -> None:
+        """Finish: the summary's figures also go to W&B."""
+        if self.metrics is not None:
+            self.metrics.close()
+        if self.wandb is not None:
+            self.wandb.summary.update(summary)
+            self.wandb.finish(exit_code=0 if summary.get("status") == "finished" else 1)
+
+    def _write(self, figures: dict[str, Any]) -> None:
+        if self.metrics is not None:
+            self.metrics.write(json.dumps(figures) + "\n")
+        if self.wandb is not None:
+            self.wandb.log({k: v for k, v in figures.items() if v is not None}, step=figures["step"])
+
+
+def _progress_line(figures: dict[str, Any], num_steps: int, elapsed: float) -> str:
+    step = figures["step"]
+    eta = datetime.timedelta(seconds=round(elapsed / step * (num_steps - step)))
+    parts = [
+        f"step {step}/{num_steps}",
+        f"loss {figures['loss']:.4f}",
+        f"lr {figures['learning_rate']:.2e}",
+        f"{figures['tokens_per_second_per_gpu']:,.0f} tokens/s/GPU",
+    ]
+    if figures["mfu"] is not None:
+        parts.append(f"MFU {figures['mfu']:.0%}")
+    if figures["gpu_peak_gib"] is not None:
+        parts.append(f"{figures['gpu_peak_gib']:.1f} GiB")
+    return " | ".join([*parts, f"ETA {eta}"])
+
+
+def _start_wandb(folder: Path, config: Config) -> Any:
+    mode = config.tracking.wandb
+    if mode is WandbMode.auto:
+        import netrc
+
+        try:
+            has_key = "WANDB_API_KEY" in os.environ or netrc.netrc().authenticators("api.wandb.ai") is not None
+        except (OSError, netrc.NetrcParseError):
+            has_key = False
+        mode = WandbMode.online if has_key else WandbMode.disabled
+    if mode is WandbMode.disabled:
+        return None
+    import wandb
+
+    return wandb.init(
+        project=config.tracking.project,
+        entity=config.tracking.entity,
+        name=config.run.name,
+        dir=str(folder),
+        mode=mode.value,
+        config=yaml.safe_load(to_yaml(config)),
+    )

@@ -1,0 +1,219 @@
+"""The training loop: global batches in the order of the epoch, micro-batches of this rank, one optimizer step each.
+
+The loss of a step is the sum over all its target tokens divided by their number, over all micro-batches and ranks, so the
+same data gives the same loss however it is split. The divisor is known before the first micro-batch: every rank sees the
+whole order and the lengths.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from qlora_fsdp.causal_lm import CausalLM
+from qlora_fsdp.config.schema import Config
+from qlora_fsdp.data.batch import Batch, collate, epoch_order, micro_batch_indices
+from qlora_fsdp.data.prefetch import prefetch
+from qlora_fsdp.data.sequences import Indices, Sequences
+from qlora_fsdp.distributed import Processes
+from qlora_fsdp.errors import TrainingError
+from qlora_fsdp.grads import check_gradients
+from qlora_fsdp.hardware import gpu_peak_gib, host_rss_gib, peak_flops
+from qlora_fsdp.journal import Journal
+from qlora_fsdp.optim import clip_gradients, learning_rate_at
+from qlora_fsdp.plan import BatchSplit, FlopCounter
+
+GRADIENT_CHECK_STEPS = 2  # after the second step LoRA's A has a gradient too
+
+
+@dataclass
+class TrainResult:
+    """How training went.
+
+    Attributes:
+        num_steps: optimizer steps taken.
+        losses: mean loss of each step.
+        eval_losses: (step, loss) of each evaluation.
+        first_step_seconds: of the first step, compilation and allocation included.
+        tokens_per_second_per_gpu: median over the steps after the first.
+        step_gpu_peak_gib: most memory in any step.
+    """
+
+    num_steps: int = 0
+    losses: list[float] = field(default_factory=list)
+    eval_losses: list[tuple[int, float]] = field(default_factory=list)
+    first_step_seconds: float | None = None
+    tokens_per_second_per_gpu: float | None = None
+    step_gpu_peak_gib: float | None = None
+
+
+def train(
+    model: CausalLM,
+    optimizer: torch.optim.Optimizer,
+    train_data: Sequences,
+    eval_data: Sequences | None,
+    config: Config,
+    split: BatchSplit,
+    flops: FlopCounter,
+    processes: Processes,
+    journal: Journal,
+    on_step: Callable[[int], None],
+) -> TrainResult:
+    """Train for `split.num_steps` steps.
+
+    Args:
+        on_step: called after each optimizer step with its number, from 1; on every rank.
+
+    Raises:
+        TrainingError: a NaN or infinite loss, or a parameter without a gradient in the first steps.
+    """
+    device = processes.device
+    params = [p for p in model.parameters() if p.requires_grad]
+    peak = peak_flops(device)
+    result, speeds = TrainResult(), []
+    gpu_peak_gib(device, reset=True)
+    if eval_data is not None:
+        result.eval_losses.append((0, _evaluate_and_record(model, eval_data, split, processes, journal, 0)))
+    model.train()
+    batches = prefetch(_batches(train_data, config, split, processes.rank))
+    for step in range(split.num_steps):
+        started = time.perf_counter()
+        learning_rate = learning_rate_at(step, split.num_steps, config.training.learning_rate, config.optim)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate
+        loss_sum = torch.zeros((), dtype=torch.float32, device=device)
+        num_tokens, step_flops = 0, 0.0
+        indices = _global_batch(len(train_data), config.training.seed, step, split)
+        num_targets = max(1, train_data.num_target_tokens(indices))
+        num_micro_batches = split.num_micro_batches(len(indices))
+        for micro in range(num_micro_batches):
+            batch = next(batches)
+            num_tokens += batch.input_ids.numel()
+            step_flops += flops.of_batch(batch.sequence_starts)
+            assert isinstance(model, FSDPModule)
+            model.set_requires_gradient_sync(micro == num_micro_batches - 1)
+            loss = model(batch.to(device))
+            (loss / num_targets).backward()
+            loss_sum += loss.detach()
+        if step < GRADIENT_CHECK_STEPS:
+            _stop_on_bad_gradients(model, step, processes)
+        norm = clip_gradients(params, config.optim.max_grad_norm)
+        total_loss, total_tokens = processes.sum([loss_sum.item(), float(num_tokens)])
+        loss_value, norm_value = total_loss / num_targets, norm.item()
+        if not (math.isfinite(loss_value) and math.isfinite(norm_value)):
+            raise TrainingError(
+                f"Step {step + 1}: loss {loss_value}, gradient norm {norm_value}. The adapter was not changed by this step. "
+                f"Set training.learning_rate lower than {config.training.learning_rate}, or look at the rows of this batch."
+            )
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        seconds = time.perf_counter() - started
+        result.num_steps, result.first_step_seconds = step + 1, result.first_step_seconds or seconds
+        result.losses.append(loss_value)
+        if step > 0:
+            speeds.append(total_tokens / seconds / processes.num_ranks)
+        step_peak = gpu_peak_gib(device)
+        journal.step(
+            {
+                "step": step + 1,
+                "epoch": round((step + 1) * split.global_batch_size / len(train_data), 4),
+                "loss": loss_value,
+                "grad_norm": norm_value,
+                "learning_rate": learning_rate,
+                "num_tokens": int(total_tokens),
+                "num_target_tokens": num_targets,
+                "seconds": round(seconds, 4),
+                "tokens_per_second": round(total_tokens / seconds, 1),
+                "tokens_per_second_per_gpu": round(total_tokens / seconds / processes.num_ranks, 1),
+                "mfu": None if peak is None else round(step_flops / seconds / peak, 4),
+                "gpu_peak_gib": None if step_peak is None else round(step_peak, 3),
+                "host_rss_gib": round(host_rss_gib(), 3),
+            }
+        )
+        on_step(step + 1)
+        every = config.training.eval_every_steps
+        last = step + 1 == split.num_steps
+        if eval_data is not None and (last or (every is not None and (step + 1) % every == 0)):
+            loss_value = _evaluate_and_record(model, eval_data, split, processes, journal, step + 1)
+            result.eval_losses.append((step + 1, loss_value))
+    result.step_gpu_peak_gib = gpu_peak_gib(device)
+    result.tokens_per_second_per_gpu = float(np.median(speeds)) if speeds else None
+    return result
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, data: Sequences, split: BatchSplit, processes: Processes) -> float:
+    """Mean loss over all target tokens of `data`, shared among ranks."""
+    was_training = model.training
+    model.eval()
+    everything = np.arange(len(data))
+    loss_sum = torch.zeros((), dtype=torch.float32, device=processes.device)
+    for batch in prefetch(_micro_batches(data, everything, split, processes.rank)):
+        loss_sum += model(batch.to(processes.device))
+    model.train(was_training)
+    return processes.sum([loss_sum.item()])[0] / max(1, data.num_target_tokens(everything))
+
+
+def _evaluate_and_record(
+    model: nn.Module, data: Sequences, split: BatchSplit, processes: Processes, journal: Journal, step: int
+) -> float:
+    started = time.perf_counter()
+    loss = evaluate(model, data, split, processes)
+    journal.evaluation(step, loss, time.perf_counter() - started)
+    return loss
+
+
+def _global_batch(num_sequences: int, seed: int, step: int, split: BatchSplit) -> Indices:
+    """Sequences of a step: the next `global_batch_size` of one epoch's order after another's."""
+    first = step * split.global_batch_size
+    last = min(first + split.global_batch_size, split.num_sequences)
+    parts = []
+    while first < last:
+        epoch, offset = divmod(first, num_sequences)
+        order = epoch_order(num_sequences, seed, epoch)
+        parts.append(order[offset : offset + last - first])
+        first += len(parts[-1])
+    return np.concatenate(parts)
+
+
+def _batches(data: Sequences, config: Config, split: BatchSplit, rank: int) -> Iterator[Batch]:
+    for step in range(split.num_steps):
+        indices = _global_batch(len(data), config.training.seed, step, split)
+        yield from _micro_batches(data, indices, split, rank)
+
+
+def _micro_batches(data: Sequences, indices: Indices, split: BatchSplit, rank: int) -> Iterator[Batch]:
+    size = split.micro_batch_size
+    for micro in micro_batch_indices(indices, rank=rank, num_ranks=split.num_ranks, micro_batch_size=size):
+        yield collate(data, micro, pad_to=None, micro_batch_size=size)
+
+
+def _stop_on_bad_gradients(model: CausalLM, step: int, processes: Processes) -> None:
+    problems = check_gradients(model.model, step == 0, lambda flags: processes.sum(flags))
+    if problems:
+        shown = "\n".join(f"  - {problem}" for problem in problems[:10])
+        raise TrainingError(
+            f"{len(problems)} parameters that should be trained got no usable gradient in step {step + 1}. Take their layers out of "
+            f"lora.target_modules or lora.modules_to_save, or check the data:\n{shown}"
+        )
+
+
+def describe(result: TrainResult) -> dict[str, Any]:
+    """The result's lines in summary.json."""
+    return {
+        "steps": result.num_steps,
+        "final_loss": result.losses[-1] if result.losses else None,
+        "initial_eval_loss": result.eval_losses[0][1] if result.eval_losses else None,
+        "eval_loss": result.eval_losses[-1][1] if result.eval_losses else None,
+        "first_step_seconds": result.first_step_seconds,
+        "step_gpu_peak_gib": result.step_gpu_peak_gib,
+        "tokens_per_second_per_gpu": result.tokens_per_second_per_gpu,
+    }

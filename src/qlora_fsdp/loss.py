@@ -1,0 +1,100 @@
+"""The output head and the loss, without ever holding the logits of all tokens.
+
+Tokens go through the head a chunk at a time. With a frozen head the gradient of the hidden states is computed in the same pass, so that
+backward needs neither the logits nor the head (after Liger's fused linear cross-entropy, arXiv:2410.10989).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+IGNORE = -100
+LOGITS_BYTES = 256 * 2**20  # fp32 logits of a chunk, at most
+MIN_CHUNK = 256
+
+
+class HeadLoss(nn.Module):
+    """Sums of cross-entropy from hidden states; a unit of its own for FSDP, so that the head is gathered only here.
+
+    Args:
+        head: the model's output layer, hidden size -> vocabulary; may be adapted or trained.
+        softcap: logits are `softcap * tanh(logits / softcap)` (Gemma 2); None for as they are.
+    """
+
+    def __init__(self, head: nn.Module, softcap: float | None = None) -> None:
+        super().__init__()
+        self.head, self.softcap = head, softcap
+
+    def forward(self, hidden_BLD: Tensor, targets_BL: Tensor) -> Tensor:
+        """Sum of -log p(target) over all targets that are not -100: a scalar in float32.
+
+        Args:
+            hidden_BLD: final hidden states in the compute dtype.
+            targets_BL: int64, the token that follows each position.
+        """
+        hidden, targets = hidden_BLD.flatten(0, 1), targets_BL.flatten()
+        vocab = getattr(self.head, "out_features", 0) or self.head.weight.shape[0]  # type: ignore[union-attr]
+        chunk = max(MIN_CHUNK, LOGITS_BYTES // (4 * int(vocab)))
+        if type(self.head) is nn.Linear and not self.head.weight.requires_grad:
+            return _FrozenHeadLoss.apply(hidden, self.head.weight, self.head.bias, targets, self.softcap, chunk)  # type: ignore[no-any-return]
+        losses = [
+            checkpoint(self._chunk_loss, h, t, use_reentrant=False)
+            for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True)
+        ]
+        return torch.stack(losses).sum()
+
+    def _chunk_loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        logits = self.head(hidden).float()
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        return F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
+
+
+class _FrozenHeadLoss(torch.autograd.Function):
+    """Cross-entropy through a frozen linear head, with the gradient of the hidden states made on the way.
+
+    Shapes: hidden_ND, weight_VD, targets_N; N tokens, D hidden size, V vocabulary.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        bias: Tensor | None,
+        targets_N: Tensor,
+        softcap: float | None,
+        chunk: int,
+    ) -> Tensor:
+        wants_grad = ctx.needs_input_grad[0]
+        grad_ND = torch.empty_like(hidden_ND) if wants_grad else None
+        loss = torch.zeros((), dtype=torch.float32, device=hidden_ND.device)
+        for start in range(0, hidden_ND.shape[0], chunk):
+            hidden, targets = hidden_ND[start : start + chunk], targets_N[start : start + chunk]
+            logits = F.linear(hidden, weight_VD, bias).float()
+            if softcap is not None:
+                logits.div_(softcap).tanh_().mul_(softcap)
+            valid = (targets != IGNORE).unsqueeze(1)
+            index = targets.clamp(min=0).unsqueeze(1)
+            norm = torch.logsumexp(logits, 1, keepdim=True)
+            loss += ((norm - logits.gather(1, index)) * valid).sum()
+            if grad_ND is not None:
+                slope = None if softcap is None else 1.0 - (logits / softcap) ** 2
+                grad = logits.sub_(norm).exp_()  # softmax
+                grad.scatter_add_(1, index, grad.new_full((1, 1), -1.0).expand(len(index), 1))
+                grad.mul_(valid)
+                if slope is not None:
+                    grad.mul_(slope)
+                grad_ND[start : start + chunk] = grad.to(weight_VD.dtype) @ weight_VD
+        ctx.save_for_backward(grad_ND)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad_ND,) = ctx.saved_tensors
+        return grad_ND * grads[0].to(grad_ND.dtype), None, None, None, None, None

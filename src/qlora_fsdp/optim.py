@@ -1,0 +1,75 @@
+"""The optimizer and the learning rate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from qlora_fsdp.config.schema import LrScheduler, OptimConfig, Optimizer
+from qlora_fsdp.shards import local_tensor
+
+
+def make_optimizer(params: Iterable[nn.Parameter], config: OptimConfig, learning_rate: float) -> torch.optim.Optimizer:
+    """AdamW over the trainable shards: torch's fused, or bitsandbytes' with 8-bit block-wise state (arXiv:2110.02861)."""
+    options = {
+        "lr": learning_rate,
+        "betas": (config.betas[0], config.betas[1]),
+        "eps": config.eps,
+        "weight_decay": config.weight_decay,
+    }
+    if config.name is Optimizer.adamw_8bit:
+        return _LocalAdamW8bit(list(params), **options)
+    return torch.optim.AdamW(list(params), fused=True, **options)  # type: ignore[arg-type]
+
+
+class _LocalAdamW8bit(torch.optim.Optimizer):
+    """bitsandbytes' AdamW8bit on each rank's own rows: its kernels have no DTensor rule, and AdamW is element-wise."""
+
+    def __init__(self, params: Sequence[nn.Parameter], **options: float | tuple[float, float]) -> None:
+        from bitsandbytes.optim import AdamW8bit
+
+        super().__init__(params, dict(options))
+        self.pairs = [(p, nn.Parameter(local_tensor(p))) for p in params if local_tensor(p).numel()]
+        self.inner = AdamW8bit([local for _, local in self.pairs], **options)  # type: ignore[arg-type]
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.inner.param_groups:
+            group["lr"] = self.param_groups[0]["lr"]
+        for param, local in self.pairs:
+            local.grad = None if param.grad is None else local_tensor(param.grad)
+        self.inner.step()
+
+
+def learning_rate_at(step: int, num_steps: int, peak: float, config: OptimConfig) -> float:
+    """The learning rate of a step.
+
+    Args:
+        step: 0 for the first optimizer step.
+        num_steps: of the run.
+        peak: reached when warmup ends.
+        config: warmup and shape. Warmup rises linearly over the first steps, the last of which is at the peak; cosine and linear
+            then fall to 0 just after the last step (transformers' schedules of these names).
+    """
+    warmup = config.warmup_steps if config.warmup_steps is not None else math.ceil(config.warmup_ratio * num_steps)
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    if config.lr_scheduler_type is LrScheduler.constant:
+        return peak
+    progress = (step - warmup) / max(1, num_steps - warmup)
+    if config.lr_scheduler_type is LrScheduler.linear:
+        return peak * (1.0 - progress)
+    return peak * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def clip_gradients(params: Sequence[nn.Parameter], max_norm: float) -> Tensor:
+    """Scale all gradients so that their global norm is at most `max_norm` (0: leave them); the norm before, a scalar."""
+    norm = torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()
+    if max_norm > 0:
+        torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm)
+    return norm

@@ -1,0 +1,187 @@
+"""A run, stage by stage. Every stage is a module; they meet only here."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from qlora_fsdp.adapters import apply_adapters, initialize_adapters, trainable_names
+from qlora_fsdp.attention import choose_attention
+from qlora_fsdp.build import BuiltModel, ModelFiles, build_model, find_model
+from qlora_fsdp.causal_lm import CausalLM, checkpoint_activations
+from qlora_fsdp.config.schema import Config, DataFormat, Weights
+from qlora_fsdp.config.validate import check
+from qlora_fsdp.config.world import World
+from qlora_fsdp.data.prepare import PreparedData, prepare_data
+from qlora_fsdp.data.tokenizer import byte_tokenizer, load_tokenizer
+from qlora_fsdp.distributed import Processes, start_processes, stop_processes
+from qlora_fsdp.errors import UserError
+from qlora_fsdp.export import save_adapter
+from qlora_fsdp.hardware import choose_dtype, gpu_peak_gib, host_rss_now_gib
+from qlora_fsdp.journal import Journal
+from qlora_fsdp.load.fill import fill_from_files, fill_randomly
+from qlora_fsdp.loop import describe, train
+from qlora_fsdp.optim import make_optimizer
+from qlora_fsdp.plan import count_bytes, count_flops, dtype_name, split_batches
+from qlora_fsdp.prove import prove_shards
+from qlora_fsdp.run_folder import log, open_run_folder, write_json
+from qlora_fsdp.shard import place_model, shard_model
+
+
+def run(config: Config, world: World) -> dict[str, Any]:
+    """Train an adapter as `config` says.
+
+    Returns:
+        What summary.json holds.
+
+    Raises:
+        UserError: anything the user can mend; the same on every rank, before the first step wherever possible.
+    """
+    use_cpu = os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1")
+    processes = start_processes(config.distributed.timeout_seconds, use_cpu)
+    try:
+        check(config, _complete(world, processes))
+        return _run(config, processes)
+    finally:
+        stop_processes()
+
+
+def _run(config: Config, processes: Processes) -> dict[str, Any]:
+    device, started = processes.device, time.perf_counter()
+    torch.manual_seed(config.training.seed + processes.rank)  # dropout; weights and data have seeds of their own
+    dtype = choose_dtype(config.training.precision, device)
+    folder = open_run_folder(config, processes)
+    log.info(f"Run {config.run.name}: {processes.num_ranks} ranks on {device.type}, {dtype_name(dtype)}, in {folder}")
+
+    # What is to be trained, on meta: nothing large exists yet.
+    files = find_model(config.model, processes.is_local_main, processes.wait)
+    tokenizer = _find_tokenizer(config, files)
+    attention = choose_attention(config.model.attn_implementation.value, files.config, device, dtype)
+    built = build_model(
+        files,
+        config.quant,
+        dtype,
+        attention,
+        trust_remote_code=config.model.trust_remote_code,
+        keep=list(config.lora.modules_to_save or []),
+    )
+    built.model.name_or_path = config.model.path or config.model.name
+    model = CausalLM(apply_adapters(built.model, config.lora))
+    num_recomputed = checkpoint_activations(model, config.memory)
+    sizes = count_bytes(model, processes.rank, processes.num_ranks)
+    flops = count_flops(model, files.config)
+    for note in built.notes:
+        log.info(f"Note: {note}")
+    log.info(
+        f"Model: {config.model.path or config.model.name}, {sizes.num_base / 1e9:.2f} B parameters, "
+        f"{built.format.quant_type if built.format else 'not quantized'}, {attention} attention; "
+        f"training {sizes.num_trainable / 1e6:.1f} M in {len(trainable_names(model))} tensors, "
+        f"recomputing {num_recomputed} of {len(model.layers)} layers"
+    )
+
+    # Data first: it is cheap to find out that there is none.
+    data = prepare_data(
+        config,
+        tokenizer,
+        is_main=processes.is_local_main,
+        wait=lambda error: next((e for e in processes.gather(error) if e is not None), None),
+        vocab_size=files.config.get_text_config().vocab_size,
+    )
+    split = split_batches(config.training, processes.num_ranks, len(data.train))
+    _log_data(data, split.num_steps, config)
+
+    # The weights, each rank its own rows.
+    units = shard_model(model, config.fsdp, processes)
+    load_started = time.perf_counter()
+    place_model(model, torch.device("cpu") if config.fsdp.cpu_offload else device, device)
+    _load(built, config, processes, dtype)
+    initialize_adapters(model.model, config.lora.init_lora_weights, config.training.seed)
+    _synchronize(device)
+    load_seconds, load_peak = time.perf_counter() - load_started, gpu_peak_gib(device)
+    proof_started = time.perf_counter()
+    proof = prove_shards(model, units, processes, int(os.environ.get("WORLD_SIZE", 1)))
+    proof_seconds = time.perf_counter() - proof_started
+    log.info(
+        f"Loaded in {load_seconds:.1f} s; proved {proof.num_bytes / 2**30:.2f} GiB in {proof.num_tensors} gathered tensors, "
+        f"0 bytes differ, in {proof_seconds:.1f} s"
+    )
+
+    summary: dict[str, Any] = {
+        "status": "running",
+        "num_ranks": processes.num_ranks,
+        "load_seconds": load_seconds,
+        "load_gpu_peak_gib": load_peak,
+        "load_host_gib": host_rss_now_gib(),
+        "proof_seconds": proof_seconds,
+        "proved_bytes": proof.num_bytes,
+        "shard_bytes": sizes.shard_bytes,
+        "setup_seconds": time.perf_counter() - started,
+    }
+    journal = Journal(folder, config, split.num_steps, processes.is_main)
+    settings = f"LoRA r={config.lora.r} on {built.format.quant_type if built.format else 'unquantized'} weights, {split.num_steps} steps"
+
+    def on_step(step: int) -> None:
+        every = config.checkpoint.every_steps
+        if every is not None and step % every == 0 and step < split.num_steps:
+            save_adapter(model.model, folder / "adapter", tokenizer, settings, processes)
+
+    try:
+        optimizer = make_optimizer(
+            [p for p in model.parameters() if p.requires_grad], config.optim, config.training.learning_rate
+        )
+        result = train(
+            model, optimizer, data.train, data.eval, config, split, flops, processes, journal, on_step
+        )
+        save_adapter(model.model, folder / "adapter", tokenizer, settings, processes)
+        summary |= {"status": "finished"} | describe(result) | {"seconds": time.perf_counter() - started}
+    except BaseException as error:
+        summary |= {"status": "failed", "error": str(error) if isinstance(error, UserError) else repr(error)}
+        raise
+    finally:
+        journal.close(summary)
+        if processes.is_main:
+            write_json(folder / "summary.json", summary)
+    log.info(f"Finished in {summary['seconds']:.1f} s. The adapter is in {folder / 'adapter'}")
+    return summary
+
+
+def _complete(world: World, processes: Processes) -> World:
+    """The world with what only torch can tell."""
+    cuda = processes.device.type == "cuda"
+    has_bf16 = not cuda or torch.cuda.is_bf16_supported(including_emulation=False)
+    return replace(world, device_type="cuda" if cuda else "cpu", has_bf16=has_bf16)
+
+
+def _find_tokenizer(config: Config, files: ModelFiles) -> PreTrainedTokenizerBase:
+    """The model's tokenizer; random tokens need none, and get the built-in one for its padding."""
+    if config.data.format is DataFormat.random:
+        return byte_tokenizer()
+    path = str(files.folder) if files.folder is not None else config.model.path
+    return load_tokenizer(replace(config.model, path=path), config.data)
+
+
+def _log_data(data: PreparedData, num_steps: int, config: Config) -> None:
+    for line in str(data.report).splitlines():
+        log.info(f"Data: {line}")
+    log.info(f"Steps: {num_steps} of {config.training.max_length} tokens a sequence at most")
+
+
+def _load(built: BuiltModel, config: Config, processes: Processes, dtype: torch.dtype) -> None:
+    total = sum(a.num_elements for a in built.assignments) * dtype.itemsize // processes.num_ranks
+    with tqdm(total=total, unit="B", unit_scale=True, desc="Loading", disable=not processes.is_main, leave=False) as bar:
+        if config.model.weights is Weights.random:
+            std = getattr(built.model.config, "initializer_range", 0.02)
+            fill_randomly(built.assignments, processes.device, dtype, std, config.training.seed, bar.update)
+        else:
+            fill_from_files(built.assignments, processes.device, dtype, bar.update)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,105 @@
+"""The run folder: what a run leaves behind. Only rank 0 writes.
+
+    config.yaml        every setting, resolved
+    environment.json   command, git commit, versions, GPUs
+    train.log          what the console showed
+    metrics.jsonl      a line a step, and a line an evaluation
+    summary.json       how the run ended, and its figures
+    adapter/           the result
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qlora_fsdp.config.compose import to_yaml
+from qlora_fsdp.config.schema import Config
+from qlora_fsdp.distributed import Processes
+
+PACKAGES = ("qlora-fsdp", "torch", "transformers", "accelerate", "peft", "bitsandbytes", "datasets", "hydra-core", "safetensors")
+
+log = logging.getLogger("qlora_fsdp")
+
+
+def open_run_folder(config: Config, processes: Processes) -> Path:
+    """Make the run folder and write what is known at the start; logging goes to the console and train.log on rank 0.
+
+    Returns:
+        The folder, the same on every rank: rank 0's word counts, whatever the others' clocks or folders are.
+    """
+    folder = Path(processes.share(str(Path(config.run.folder).expanduser().resolve())))
+    handlers: list[logging.Handler] = []
+    if processes.is_main:
+        folder.mkdir(parents=True, exist_ok=True)
+        for stale in ("metrics.jsonl", "summary.json", "train.log"):
+            (folder / stale).unlink(missing_ok=True)
+        write_atomically(folder / "config.yaml", to_yaml(config))
+        write_json(folder / "environment.json", describe_environment(processes))
+        handlers = [logging.StreamHandler(sys.stdout), logging.FileHandler(folder / "train.log")]
+    log.handlers[:] = handlers or [logging.NullHandler()]
+    for handler in log.handlers:
+        handler.setFormatter(logging.Formatter("%(message)s"))
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    return folder
+
+
+def describe_environment(processes: Processes) -> dict[str, Any]:
+    """Command, commit, versions and hardware, to repeat the run or to report a bug."""
+    cuda = processes.device.type == "cuda"
+    return {
+        "command": shlex.join([sys.executable, *sys.orig_argv[1:]]),
+        "folder": os.getcwd(),
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "git_commit": _git_commit(),
+        "host": platform.node(),
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in PACKAGES},
+        "cuda": torch.version.cuda,
+        "num_ranks": processes.num_ranks,
+        "num_ranks_a_node": processes.local_num_ranks,
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda else [],
+        "cpu_count": os.cpu_count(),
+    }
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON under a temporary name, then rename: a reader never sees half a file."""
+    write_atomically(path, json.dumps(value, indent=2, default=str) + "\n")
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write text under a temporary name in the same folder, then rename."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text)
+    temporary.replace(path)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _git_commit() -> str | None:
+    """Commit of the working folder, or of the package where it runs from a clone."""
+    for folder in (Path.cwd(), Path(__file__).parent):
+        result = subprocess.run(
+            ["git", "-C", str(folder), "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+        )
+        if result.returncode == 0:
+            return result.stdout.strip()
+    return None

@@ -1,0 +1,104 @@
+"""Shard the model with FSDP2: a transformer layer at a time, embeddings and head apart.
+
+Nothing is cast by FSDP (`param_dtype=None`): modules cast what they use, and every group that holds codes gathers more than one
+dtype, which makes FSDP2 move bytes. A group of bfloat16 alone would be copied through float32 on a GPU, and codes that look like
+NaN would change (pytorch#159333, bitsandbytes#1945). `prove.py` checks the outcome on every start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from qlora_fsdp.causal_lm import CausalLM
+from qlora_fsdp.config.schema import FsdpConfig, ShardingStrategy
+from qlora_fsdp.distributed import Processes
+from qlora_fsdp.quantized import QuantizedLinear
+
+
+def shard_model(model: CausalLM, config: FsdpConfig, processes: Processes) -> list[FSDPModule]:
+    """Make every parameter a DTensor over the mesh; the FSDP units, the root last.
+
+    Args:
+        model: on meta, with adapters.
+        config: strategy, prefetch and offload.
+        processes: all ranks take part.
+    """
+    cuda = processes.device.type == "cuda"
+    offload = CPUOffloadPolicy(pin_memory=cuda) if config.cpu_offload else OffloadPolicy()
+    options = {
+        "mesh": make_mesh(config, processes),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=None, reduce_dtype=torch.float32, cast_forward_inputs=False),
+        "offload_policy": offload,
+        "reshard_after_forward": config.sharding_strategy is not ShardingStrategy.SHARD_GRAD_OP,
+    }
+    layers = model.layers
+    for layer in layers:
+        fully_shard(layer, **options)
+    ends = _end_units(model)
+    for unit in ends:
+        fully_shard(unit, **options)
+    fully_shard(model, **(options | {"reshard_after_forward": False}))
+    units = [module for module in model.modules() if isinstance(module, FSDPModule) and module is not model]
+    units.append(model)  # type: ignore[arg-type]
+    for unit in units:
+        # The loss is divided by the global number of target tokens already: gradients are summed, not averaged.
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+        _check_dtypes(unit)
+    _set_prefetch([layer for layer in layers if isinstance(layer, FSDPModule)], config)
+    return units
+
+
+def make_mesh(config: FsdpConfig, processes: Processes) -> DeviceMesh:
+    """1-D for FULL_SHARD and SHARD_GRAD_OP; (replicas, shards) for HYBRID_SHARD and, with one shard, NO_SHARD."""
+    device, num_ranks = processes.device.type, processes.num_ranks
+    if config.sharding_strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP):
+        return init_device_mesh(device, (num_ranks,), mesh_dim_names=("shard",))
+    num_shards = 1
+    if config.sharding_strategy is ShardingStrategy.HYBRID_SHARD:
+        num_shards = config.hybrid_shard_size or processes.local_num_ranks
+    return init_device_mesh(device, (num_ranks // num_shards, num_shards), mesh_dim_names=("replicate", "shard"))
+
+
+def place_model(model: nn.Module, shard_device: torch.device, buffer_device: torch.device) -> None:
+    """Allocate every shard, uninitialised, and move buffers (which are real already) to where layers run."""
+
+    def place(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(tensor, device=shard_device) if tensor.is_meta else tensor.to(buffer_device)
+
+    model._apply(place)
+
+
+def _end_units(model: CausalLM) -> list[nn.Module]:
+    """Embeddings and head as units of their own; none where they share a weight, which then is the root's."""
+    if model.head_loss is None:
+        return []
+    embeddings: nn.Module = model.base.get_input_embeddings()
+    shared = {id(p) for p in embeddings.parameters()} & {id(p) for p in model.head_loss.parameters()}
+    return [] if shared else [embeddings, model.head_loss]
+
+
+def _set_prefetch(layers: Sequence[FSDPModule], config: FsdpConfig) -> None:
+    """Gather the next layers while one runs. One layer ahead is what FSDP2 does by itself."""
+    for index, layer in enumerate(layers):
+        if config.forward_prefetch > 1:
+            layer.set_modules_to_forward_prefetch(list(layers[index + 1 : index + 1 + config.forward_prefetch]))
+        if config.backward_prefetch > 1:
+            before = layers[max(0, index - config.backward_prefetch) : index]
+            layer.set_modules_to_backward_prefetch(list(reversed(before)))
+
+
+def _check_dtypes(unit: nn.Module) -> None:
+    """A group that gathers codes must gather two dtypes, or FSDP2 would copy codes as numbers."""
+    names = {id(child) for child in unit.modules() if isinstance(child, FSDPModule) and child is not unit}
+    inner = {id(p) for child in unit.modules() if id(child) in names for p in child.parameters()}
+    own = [p for p in unit.parameters() if id(p) not in inner]
+    codes = {layer.format.storage for layer in unit.modules() if isinstance(layer, QuantizedLinear)}
+    holds_codes = any(isinstance(m, QuantizedLinear) and any(p is m.codes for p in own) for m in unit.modules())
+    if holds_codes and codes != {torch.uint8}:
+        assert len({p.dtype for p in own}) > 1, f"{type(unit).__name__} would gather codes as {codes}"

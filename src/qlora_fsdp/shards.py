@@ -1,0 +1,57 @@
+"""Which rows of a parameter this rank holds: the one place that knows FSDP2's layout along dim 0."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the newer name, torch >= 2.13
+
+
+def local_tensor(param: Tensor) -> Tensor:
+    """This rank's rows, without autograd; writing to it writes to the parameter."""
+    return param.to_local().detach() if isinstance(param, DTensor) else param.detach()
+
+
+def shard_group(param: Tensor) -> dist.ProcessGroup | None:
+    """The ranks among which the parameter's rows are split, or None if this rank has them all."""
+    if isinstance(param, DTensor):
+        for axis, placement in enumerate(param.placements):
+            if isinstance(placement, Shard):
+                return param.device_mesh.get_group(axis)
+    return None
+
+
+def rows_of_rank(num_rows: int, rank: int, num_ranks: int) -> tuple[int, int]:
+    """[first, last) of dim 0 on a rank: as `torch.chunk`, so the last ranks may hold fewer rows, or none."""
+    chunk = -(num_rows // -num_ranks)
+    return min(rank * chunk, num_rows), min((rank + 1) * chunk, num_rows)
+
+
+def local_rows(param: Tensor) -> tuple[int, int]:
+    """[first, last) of the parameter's rows that this rank holds."""
+    group = shard_group(param)
+    if group is None:
+        return 0, param.shape[0]
+    first, last = rows_of_rank(param.shape[0], dist.get_rank(group), dist.get_world_size(group))
+    assert local_tensor(param).shape[0] == last - first, "FSDP2 splits rows in another way than torch.chunk"
+    return first, last
+
+
+def gather_rows(local: Tensor, num_rows: int, group: dist.ProcessGroup | None) -> Tensor:
+    """Concatenate every rank's rows into all `num_rows`, whatever their dtype: bytes travel, no value is read.
+
+    Args:
+        local: this rank's rows [n, ...], contiguous, on the device of the group.
+    """
+    if group is None:
+        return local
+    num_ranks = dist.get_world_size(group)
+    chunk = -(num_rows // -num_ranks)
+    padded = local.new_zeros(chunk, *local.shape[1:])
+    padded[: local.shape[0]].view(torch.uint8).copy_(local.contiguous().view(torch.uint8))
+    gathered = local.new_empty(chunk * num_ranks, *local.shape[1:])
+    _all_gather(gathered.flatten().view(torch.uint8), padded.flatten().view(torch.uint8), group=group)
+    return gathered[:num_rows]

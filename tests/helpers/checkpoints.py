@@ -1,0 +1,41 @@
+"""Tiny random checkpoints of the families that are tested, written by transformers itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+VOCAB = 264
+SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": 258,
+    "bos_token_id": 256,
+    "eos_token_id": 257,
+}
+FAMILIES: dict[str, dict[str, object]] = {
+    "llama": {},
+    "mistral": {"sliding_window": 16, "head_dim": 16},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {"head_dim": 32},
+    "gemma2": {"head_dim": 16, "sliding_window": 16, "query_pre_attn_scalar": 16, "final_logit_softcapping": 5.0},
+    "gemma3_text": {"head_dim": 16, "sliding_window": 16, "query_pre_attn_scalar": 16},
+    "phi3": {"rope_scaling": None},
+    "bert": {"is_decoder": True, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+}
+
+
+def make_checkpoint(family: str, folder: Path, dtype: torch.dtype = torch.bfloat16, max_shard_size: str = "100KB") -> Path:
+    """Write a random checkpoint of a family; weights are large enough that every layer matters."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **{**SHAPE, **FAMILIES[family]}, initializer_range=0.1)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    return folder
