@@ -143,6 +143,13 @@ def test_template_that_moves_the_system_message():
     assert trained_text({"messages": CHAT[2:]}, tokenizer) == "Hello!<eos>Ciao, é.<eos>"  # nothing before the first
 
 
+def test_template_that_ends_with_a_token_of_its_own():
+    template = "{% for m in messages %}({{ m['role'] }}){{ m['content'] }}<bos>{% endfor %}"
+    template += "{{ '(assistant)' if add_generation_prompt else eos_token }}"
+    trained = trained_text({"messages": CHAT}, make_tokenizer(template))
+    assert trained == "Hello!<bos>Ciao, é.<bos><eos>"
+
+
 def test_turns_that_cannot_be_told_apart_are_refused_not_trained_on():
     template = "{% for m in messages %}{{ m['content'] | upper if loop.last else m['role'] }}{% endfor %}"
     [(problem, tokens, _)] = tokenize({"messages": CHAT}, tokenizer=make_tokenizer(template))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,7 +113,7 @@ def _format_messages(
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        span = _turn_span(text, messages, number, lambda *args, **kwargs: render(*args, **kwargs)[0])
+        span = _turn_span(text, messages, number, lambda *args, **kwargs: render(*args, **kwargs)[0], tokenizer)
         if span is None:
             raise BadRow(
                 NO_TARGET,
@@ -124,18 +124,26 @@ def _format_messages(
     return FormattedRow(text, tuple(spans), is_chat=True)
 
 
-def _turn_span(text: str, messages: list[dict[str, Any]], number: int, render: Callable[..., str]) -> Span | None:
+def _turn_span(
+    text: str,
+    messages: list[dict[str, Any]],
+    number: int,
+    render: Callable[..., str],
+    tokenizer: PreTrainedTokenizerBase,
+) -> Span | None:
     """Finds the assistant turn `messages[number]`, with its end marker, in the whole conversation `text`.
 
     It lies between the conversation rendered up to it, with the prompt for it, and the conversation rendered up to and
     with it. Some templates render a turn otherwise once others follow (Qwen3 drops its thoughts, Mistral moves the
-    system message); there it is what changes with its content, and the end marker that follows its content.
+    system message, Phi-3 ends with a token of its own); there it is what changes with its content, and the end marker
+    that follows the content in both.
 
     Args:
         text: `render(messages)`.
         messages: the conversation.
         number: of the turn, from 0.
         render: renders a conversation; with `prompt=True` followed by the prompt for an assistant turn.
+        tokenizer: end markers are compared token by token.
     """
     before = render(messages[:number], prompt=True) if number else None
     after = render(messages[: number + 1])
@@ -150,12 +158,13 @@ def _turn_span(text: str, messages: list[dict[str, Any]], number: int, render: C
     probe = {**messages[number], "content": _PROBE}
     content_start, content_end = _difference(text, render([*messages[:number], probe, *messages[number + 1 :]]))
     _, last_content_end = _difference(after, render([*messages[:number], probe]))
-    end_marker = after[last_content_end:]
-    if content_start >= content_end or not text.startswith(end_marker, content_end):
+    marker = after[last_content_end:]
+    marker_length = _common_tokens(marker, text[content_end : content_end + len(marker)], tokenizer)
+    if content_start >= content_end or (marker and not marker_length):
         return None
     return (
         content_start if start is None else start,
-        content_end + len(end_marker) if end is None else end,
+        content_end + marker_length if end is None else end,
     )
 
 
@@ -167,5 +176,14 @@ def _difference(text: str, other: str) -> Span:
     return _num_common(text, other), len(text) - _num_common(text[::-1], other[::-1])
 
 
-def _num_common(text: str, other: str) -> int:
-    return next((i for i, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), min(len(text), len(other)))
+def _common_tokens(text: str, other: str, tokenizer: PreTrainedTokenizerBase) -> int:
+    """The length, in characters, of the tokens with which both begin."""
+    encoded, other_encoded = (
+        tokenizer(t, add_special_tokens=False, return_offsets_mapping=True) for t in (text, other)
+    )
+    num_tokens = _num_common(encoded["input_ids"], other_encoded["input_ids"])
+    return int(encoded["offset_mapping"][num_tokens - 1][1]) if num_tokens else 0
+
+
+def _num_common(one: Sequence[Any], other: Sequence[Any]) -> int:
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
