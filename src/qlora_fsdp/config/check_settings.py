@@ -1,0 +1,264 @@
+"""Does the configuration make sense, whatever it runs on? Reads the files it names; imports no torch.
+
+Each check yields the problems it finds, so that a user sees all of them at once.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+from qlora_fsdp.config.command_line import conf_folder, group_options
+from qlora_fsdp.config.schema import (
+    Activations,
+    AttnImplementation,
+    Config,
+    DataFormat,
+    Dtype,
+    Optimizer,
+    QuantStorage,
+    ShardingStrategy,
+    WandbMode,
+    Weights,
+)
+from qlora_fsdp.config.settings import all_settings, problem_with, show, value_of
+from qlora_fsdp.errors import Problem
+
+# Lower bound, whether it is allowed itself, and upper bound, which never is.
+_BOUNDS: dict[str, tuple[float, bool, float]] = {
+    "lora.r": (1, True, math.inf),
+    "lora.lora_alpha": (0, False, math.inf),
+    "lora.lora_dropout": (0, True, 1),
+    "fsdp.hybrid_shard_size": (1, True, math.inf),
+    "fsdp.forward_prefetch": (0, True, math.inf),
+    "fsdp.backward_prefetch": (0, True, math.inf),
+    "data.eval_fraction": (0, True, 1),
+    "data.max_rows": (1, True, math.inf),
+    "data.num_proc": (1, True, math.inf),
+    "optim.weight_decay": (0, True, math.inf),
+    "optim.eps": (0, False, math.inf),
+    "optim.max_grad_norm": (0, True, math.inf),
+    "optim.warmup_ratio": (0, True, 1),
+    "optim.warmup_steps": (0, True, math.inf),
+    "training.max_length": (2, True, math.inf),
+    "training.max_steps": (1, True, math.inf),
+    "training.num_epochs": (0, False, math.inf),
+    "training.micro_batch_size": (1, True, math.inf),
+    "training.global_batch_size": (1, True, math.inf),
+    "training.learning_rate": (0, False, math.inf),
+    "training.seed": (0, True, 2**31),
+    "training.eval_every_steps": (1, True, math.inf),
+    "checkpoint.every_steps": (1, True, math.inf),
+    "distributed.timeout_seconds": (1, True, math.inf),
+}
+
+_CHAT_TEMPLATES = Path(__file__).parents[1] / "data" / "templates"
+
+# PEFT's initialisations that leave the base weight as it is.
+_INIT_LORA_WEIGHTS = (True, "gaussian", "orthogonal")
+
+
+def check_settings(config: Config) -> list[Problem]:
+    """Returns what is wrong with the configuration whatever it runs on."""
+    checks = (_numbers, _run, _model, _quant, _lora, _fsdp, _data, _optim, _training, _packages)
+    return [problem for find_problems in checks for problem in find_problems(config)]
+
+
+def is_local_path(text: str) -> bool:
+    """Whether a path-or-hub-name means a path: it exists, or is written as one (/..., ./..., ../..., ~...)."""
+    return text.startswith(("/", "./", "../", "~")) or text in (".", "..") or Path(text).exists()
+
+
+def _numbers(config: Config) -> Iterator[Problem]:
+    for key, (low, low_allowed, high) in _BOUNDS.items():
+        value = value_of(config, key)
+        if value is None or (low < value < high or (low_allowed and value == low)):
+            continue
+        needed = f"at least {low:g}" if low_allowed else f"greater than {low:g}"
+        needed += f" and less than {high:g}" if math.isfinite(high) else ""
+        fix = f"Set {show(key, all_settings()[key].default)}, the default, or another number in this range."
+        yield problem_with(config, key, f"must be finite and {needed}.", fix)
+
+
+def _run(config: Config) -> Iterator[Problem]:
+    if not config.run.folder:
+        yield problem_with(config, "run.folder", "is empty.", "Set run.folder=FOLDER.")
+        return
+    folder = Path(config.run.folder).expanduser()
+    # A folder is made with its missing parents: the nearest one that exists must let us.
+    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not nearest.is_dir():
+        yield problem_with(
+            config, "run.folder", f"can't be made: {nearest} is a file.", "Set run.folder to another folder."
+        )
+    elif not os.access(nearest, os.W_OK | os.X_OK):
+        fix = "Set run.folder to a folder that you may write to."
+        yield problem_with(config, "run.folder", f"can't be written: no permission in {nearest}.", fix)
+    elif _is_finished(folder) and not config.run.overwrite:
+        fix = "Set another run.name= or run.folder=, or run.overwrite=true to replace it."
+        yield problem_with(config, "run.folder", "already holds a finished run.", fix)
+
+
+def _is_finished(folder: Path) -> bool:
+    try:
+        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(summary, dict) and summary.get("status") == "finished"
+
+
+def _model(config: Config) -> Iterator[Problem]:
+    model = config.model
+    names = [name for name in group_options("model", [conf_folder()]) if name != "custom"]
+    if model.path is None and model.weights is Weights.checkpoint:
+        fix = f"Set model to one of {', '.join(names)}, or model.path to a folder or a hub name."
+        yield problem_with(config, "model.path", "names no model.", fix)
+    if model.weights is Weights.random and not model.config and (model.path is None or not is_local_path(model.path)):
+        fix = f"Set model to one of {', '.join(names)}, model.config, or model.path to a folder with a config.json."
+        yield problem_with(config, "model.weights", "has no config to make up weights from.", fix)
+    if model.path is not None:
+        yield from _missing(config, "model.path", "Set model.path to a folder with config.json and safetensors files.")
+    if model.tokenizer_path not in (None, "bytes"):
+        yield from _missing(config, "model.tokenizer_path", "Set model.tokenizer_path to a folder with a tokenizer.")
+
+
+def _missing(config: Config, key: str, fix: str) -> Iterator[Problem]:
+    path = value_of(config, key)
+    if is_local_path(path) and not Path(path).expanduser().exists():
+        yield problem_with(config, key, "does not exist.", fix)
+
+
+def _quant(config: Config) -> Iterator[Problem]:
+    quant, precision = config.quant, config.training.precision
+    if quant.load_in_4bit and quant.load_in_8bit:
+        fix = "Choose with quant=nf4, quant=fp4 or quant=int8, which set both."
+        yield problem_with(config, "quant.load_in_8bit", "contradicts quant.load_in_4bit=true.", fix)
+    if not quant.load_in_4bit:
+        return
+    compute, storage = quant.bnb_4bit_compute_dtype, quant.bnb_4bit_quant_storage
+    if Dtype.auto not in (compute, precision) and compute is not precision:
+        reason = f"contradicts {show('training.precision', precision)}: products and activations have one dtype."
+        fix = "Set only training.precision, which quant.bnb_4bit_compute_dtype=auto follows."
+        yield problem_with(config, "quant.bnb_4bit_compute_dtype", reason, fix)
+    elif storage is QuantStorage.float16:
+        reason = (
+            "does not fit the compute dtype: codes are stored as bytes or in a dtype that is computed in, as PEFT and "
+        )
+        reason += "transformers ask, and that is bfloat16 or float32 here."
+        fix = "Set quant.bnb_4bit_quant_storage=auto."
+        yield problem_with(config, "quant.bnb_4bit_quant_storage", reason, fix)
+
+
+def _lora(config: Config) -> Iterator[Problem]:
+    lora = config.lora
+    init = lora.init_lora_weights.lower() if isinstance(lora.init_lora_weights, str) else lora.init_lora_weights
+    if init not in _INIT_LORA_WEIGHTS:
+        quantized = config.quant.load_in_4bit or config.quant.load_in_8bit
+        reason = (
+            "starts from the base weights, which are packed codes here: it would take the packed bytes for numbers."
+            if quantized
+            else "starts from whole base weights, of which a rank has only a part."
+        )
+        if not isinstance(init, str):
+            reason = "is not an initialisation that leaves the base model as it is."
+        fix = "Set lora.init_lora_weights=true, gaussian or orthogonal."
+        yield problem_with(config, "lora.init_lora_weights", reason, fix)
+    targets = lora.target_modules
+    is_names = isinstance(targets, list) and bool(targets) and all(isinstance(name, str) for name in targets)
+    if not is_names and not (isinstance(targets, str) and targets):
+        fix = "Set lora.target_modules=all-linear, or a list such as [q_proj,v_proj]."
+        yield problem_with(config, "lora.target_modules", "is neither a list of names nor a regular expression.", fix)
+    for key in ("lora.rank_pattern", "lora.alpha_pattern"):
+        if any(not value > 0 for value in value_of(config, key).values()):
+            yield problem_with(
+                config, key, "has a value that is not positive.", f"Give each name in {key} a value above 0."
+            )
+
+
+def _fsdp(config: Config) -> Iterator[Problem]:
+    fsdp, memory = config.fsdp, config.memory
+    if fsdp.cpu_offload and fsdp.sharding_strategy is ShardingStrategy.NO_SHARD:
+        reason = "needs shards to offload, and fsdp.sharding_strategy=NO_SHARD makes none."
+        yield problem_with(config, "fsdp.cpu_offload", reason, "Set fsdp=offload, or fsdp.cpu_offload=false.")
+    if fsdp.cpu_offload and config.optim.name is Optimizer.adamw_8bit:
+        reason = "keeps its state on the GPU, and with fsdp.cpu_offload=true the parameters are on the CPU."
+        yield problem_with(config, "optim.name", reason, "Set optim=adamw, or fsdp.cpu_offload=false.")
+    if fsdp.hybrid_shard_size is not None and fsdp.sharding_strategy is not ShardingStrategy.HYBRID_SHARD:
+        reason = f"has no effect with {show('fsdp.sharding_strategy', fsdp.sharding_strategy)}."
+        yield problem_with(
+            config, "fsdp.hybrid_shard_size", reason, "Set fsdp=hybrid_shard, or fsdp.hybrid_shard_size=null."
+        )
+    if memory.activations is Activations.every_k and memory.every_k < 2:
+        reason = "must be at least 2: 1 is every layer."
+        yield problem_with(config, "memory.every_k", reason, "Set memory.every_k=2, or memory.activations=full.")
+    if memory.activations is not Activations.every_k and memory.every_k != all_settings()["memory.every_k"].default:
+        reason = f"has no effect with {show('memory.activations', memory.activations)}."
+        yield problem_with(config, "memory.every_k", reason, "Set memory.activations=every_k too.")
+
+
+def _data(config: Config) -> Iterator[Problem]:
+    data = config.data
+    is_random = data.format is DataFormat.random
+    if data.path is None and not is_random:
+        fix = "Set data.path to a file, a folder or a hub name, or data=random for a dry run."
+        yield problem_with(config, "data.path", "names no data.", fix)
+    for key in ("data.path", "data.eval_path"):
+        path = value_of(config, key)
+        is_file_name = path is not None and path.endswith((".jsonl", ".json", ".csv", ".parquet", ".txt", ".md"))
+        if path is not None and (is_local_path(path) or is_file_name) and not Path(path).expanduser().exists():
+            yield problem_with(
+                config, key, f"does not exist, seen from {Path.cwd()}.", f"Set {key} to a file or folder that does."
+            )
+    template, shipped = data.chat_template, sorted(path.stem for path in _CHAT_TEMPLATES.glob("*.jinja"))
+    if template is not None and template not in shipped and not Path(template).expanduser().is_file():
+        reason = f"is neither a file nor one of {', '.join(shipped)}."
+        yield problem_with(
+            config,
+            "data.chat_template",
+            reason,
+            "Set data.chat_template to one of these, or null for the tokenizer's own.",
+        )
+    if config.training.eval_every_steps is not None and data.eval_path is None and data.eval_fraction == 0:
+        fix = "Set data.eval_path, or data.eval_fraction=0.05."
+        yield problem_with(config, "training.eval_every_steps", "has no data to evaluate on.", fix)
+
+
+def _optim(config: Config) -> Iterator[Problem]:
+    optim, max_steps = config.optim, config.training.max_steps
+    if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
+        yield problem_with(
+            config, "optim.betas", "must be two numbers from 0 to below 1.", "Set optim.betas=[0.9,0.999], the default."
+        )
+    if optim.warmup_steps is not None and max_steps is not None and optim.warmup_steps >= max_steps:
+        reason = f"leaves no step after the warmup: training.max_steps={max_steps}."
+        yield problem_with(config, "optim.warmup_steps", reason, "Set it below training.max_steps.")
+
+
+def _training(config: Config) -> Iterator[Problem]:
+    training = config.training
+    if training.precision is Dtype.float16:
+        reason = "needs loss scaling, which is not here: small gradients would become 0."
+        yield problem_with(
+            config,
+            "training.precision",
+            reason,
+            "Set training.precision=auto.",
+        )
+    if config.data.format is DataFormat.random and training.max_steps is None and config.data.max_rows is None:
+        reason = "sets no end, and random data (data.format=random) has none."
+        yield problem_with(config, "training.max_steps", reason, "Set training.max_steps=10.")
+
+
+def _packages(config: Config) -> Iterator[Problem]:
+    if config.tracking.wandb in (WandbMode.online, WandbMode.offline) and find_spec("wandb") is None:
+        reason = "needs the package wandb, which is not installed."
+        yield problem_with(config, "tracking.wandb", reason, "Run pip install wandb, or set tracking=none.")
+    if config.model.attn_implementation is AttnImplementation.flash_attention_2 and find_spec("flash_attn") is None:
+        reason = "needs the package flash-attn, which is not installed."
+        yield problem_with(
+            config, "model.attn_implementation", reason, "Run pip install flash-attn, or set it to auto."
+        )

@@ -1,0 +1,135 @@
+"""The command line's own options, the folders with YAML, and the page that `--help` prints.
+
+Imports neither Hydra nor torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from textwrap import shorten
+from typing import NoReturn
+
+import yaml
+
+from qlora_fsdp.config.settings import all_settings, show
+from qlora_fsdp.errors import ConfigError, Problem
+
+_USAGE = "[accelerate launch -m | torchrun ... -m | python -m] qlora_fsdp.train [group=option ...] [setting=value ...]"
+
+_EXAMPLES = """\
+  accelerate launch -m qlora_fsdp.train model=llama3-8b data.path=chats.jsonl
+  accelerate launch -m qlora_fsdp.train model.path=/models/my-llama quant=int8 lora.r=32 data.path=chats.jsonl
+  torchrun --nproc_per_node 4 -m qlora_fsdp.train experiment=dry_run model=llama3-70b
+  python -m qlora_fsdp.train model=tiny data=random training.max_steps=10"""
+
+_OPTIONS = """\
+  --help             this page
+  --cfg job          print the configuration, all resolved, and exit
+  --config-dir DIR   a folder with YAML of your own: DIR/experiment/mine.yaml is experiment=mine"""
+
+_COMMONEST = [
+    *("model.path", "data.path", "run.name", "run.folder"),
+    *("training.max_length", "training.max_steps", "training.num_epochs"),
+    *("training.micro_batch_size", "training.global_batch_size", "training.learning_rate", "training.seed"),
+    *("lora.r", "lora.lora_alpha", "fsdp.cpu_offload"),
+]
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The command line, split.
+
+    Attributes:
+        overrides: `group=option` and `setting=value` as typed.
+        folders: where groups of options are: the project's conf/, then the one of --config-dir.
+        help: whether to print the help page.
+        cfg: whether to print the configuration.
+    """
+
+    overrides: tuple[str, ...]
+    folders: tuple[Path, ...]
+    help: bool
+    cfg: bool
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError([Problem("The command line", f"can't be read: {message}.", f"The options are:\n{_OPTIONS}")])
+
+
+def parse_arguments(argv: Sequence[str]) -> Arguments:
+    """Splits the command line into options and overrides.
+
+    Raises:
+        ConfigError: an unknown option, or a --config-dir that is no folder.
+    """
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("-h", "--help", action="store_true")
+    parser.add_argument("--cfg", choices=["job"])
+    parser.add_argument("--config-dir", type=Path)
+    options = parser.parse_intermixed_args(argv)
+    folders = [conf_folder()]
+    if options.config_dir is not None:
+        if not options.config_dir.is_dir():
+            problem = Problem(
+                f"--config-dir {options.config_dir}", "is not a folder.", "Name the folder that holds your groups."
+            )
+            raise ConfigError([problem])
+        folders.append(options.config_dir.resolve())
+    return Arguments(tuple(options.overrides), tuple(folders), options.help, options.cfg is not None)
+
+
+def conf_folder() -> Path:
+    """Returns conf/: inside the package when installed from a wheel, at the root of the repository otherwise."""
+    package = Path(__file__).parents[1]
+    for folder in (package / "conf", package.parents[1] / "conf"):
+        if (folder / "config.yaml").is_file():
+            return folder
+    raise AssertionError(f"conf/ is neither in {package} nor in {package.parents[1]}: the installation is broken")
+
+
+def group_options(group: str, folders: Sequence[Path]) -> list[str]:
+    """Returns the options of a group, sorted; for the group "" the names of the groups; for no group an empty list."""
+    found = [path for folder in folders if (folder / group).is_dir() for path in (folder / group).iterdir()]
+    return sorted(
+        {path.stem for path in found if path.suffix == ".yaml"}
+        if group
+        else {path.name for path in found if path.is_dir()}
+    )
+
+
+def default_options() -> dict[str, str | None]:
+    """Returns each group's default option, in the order of conf/config.yaml."""
+    defaults = yaml.safe_load((conf_folder() / "config.yaml").read_text())["defaults"]
+    entries = [entry for entry in defaults if isinstance(entry, dict)]
+    return {group: option for entry in entries for group, option in entry.items() if not group.startswith("override ")}
+
+
+def help_text(folders: Sequence[Path]) -> str:
+    """Returns the page that --help prints."""
+    defaults = default_options()
+    own_groups = [group for group in group_options("", folders) if group not in defaults]
+    groups = [
+        f"  {group:<11}" + "  ".join(f"[{o}]" if o == defaults.get(group) else o for o in group_options(group, folders))
+        for group in [*defaults, *own_groups]
+    ]
+    settings = [
+        f"  {show(key, all_settings()[key].default):<36}{shorten(all_settings()[key].comment, 88, placeholder=' ...')}"
+        for key in _COMMONEST
+    ]
+    return "\n".join(
+        [
+            "Fine-tune a language model with QLoRA on FSDP2.",
+            f"\nusage: {_USAGE}",
+            f"\nexamples:\n{_EXAMPLES}",
+            "\ngroups and their options, the default in brackets (conf/GROUP/OPTION.yaml):",
+            *groups,
+            "\nthe commonest settings, with their defaults (all of them: docs/configuration.md):",
+            *settings,
+            f"\noptions:\n{_OPTIONS}",
+        ]
+    )

@@ -1,0 +1,112 @@
+"""Does what accelerate was told about the run contradict the configuration?
+
+accelerate only starts the processes; settings come from Hydra. But whoever keeps an accelerate config from another
+project may ask there for offload or mixed precision, and would not get it. accelerate writes its own defaults into
+every `FSDP_*` variable, so only a value that asks for more than the default tells what a user wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from qlora_fsdp.config.schema import Activations, Config, Dtype, ShardingStrategy
+from qlora_fsdp.config.settings import show, value_of
+from qlora_fsdp.errors import Problem
+
+# accelerate takes names, or numbers from 1.
+_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+
+_OTHER_ENGINES = {
+    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
+}
+
+_OTHER_PARALLELISM = ("PARALLELISM_CONFIG_TP_SIZE", "PARALLELISM_CONFIG_CP_SIZE", "PARALLELISM_CONFIG_SP_SIZE")
+
+
+def check_launch_environment(config: Config, environ: Mapping[str, str]) -> list[Problem]:
+    """Returns the contradictions between the configuration and the variables that `accelerate launch` sets."""
+    return [*_fsdp(config, environ), *_training(config, environ), *_engines(environ)]
+
+
+def _fsdp(config: Config, environ: Mapping[str, str]) -> Iterator[Problem]:
+    fsdp = config.fsdp
+    if _is_true(environ, "FSDP_OFFLOAD_PARAMS") and not fsdp.cpu_offload:
+        yield _contradiction(config, environ, "FSDP_OFFLOAD_PARAMS", "fsdp.cpu_offload", "fsdp=offload")
+
+    strategy = _strategy(environ.get("FSDP_SHARDING_STRATEGY", "FULL_SHARD"))
+    if strategy not in ("FULL_SHARD", fsdp.sharding_strategy.name):
+        option = {"HYBRID_SHARD_ZERO2": "hybrid_shard"}.get(strategy, strategy.lower())
+        yield _contradiction(config, environ, "FSDP_SHARDING_STRATEGY", "fsdp.sharding_strategy", f"fsdp={option}")
+
+    reshards = fsdp.sharding_strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
+    if environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "false" and reshards and strategy == "FULL_SHARD":
+        name = "FSDP_RESHARD_AFTER_FORWARD"
+        yield _contradiction(config, environ, name, "fsdp.sharding_strategy", "fsdp=shard_grad_op")
+
+    if _is_true(environ, "FSDP_ACTIVATION_CHECKPOINTING") and config.memory.activations is Activations.none:
+        name = "FSDP_ACTIVATION_CHECKPOINTING"
+        yield _contradiction(config, environ, name, "memory.activations", "memory=recompute")
+    if _is_true(environ, "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD"):
+        yield _unsupported(environ, "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD", "offloaded activations")
+
+    if _is_true(environ, "FSDP_FORWARD_PREFETCH") and fsdp.forward_prefetch == 0:
+        name = "FSDP_FORWARD_PREFETCH"
+        yield _contradiction(config, environ, name, "fsdp.forward_prefetch", "fsdp.forward_prefetch=1")
+    if environ.get("FSDP_IGNORED_MODULES"):
+        yield _unsupported(environ, "FSDP_IGNORED_MODULES", "modules left out of sharding")
+
+
+def _training(config: Config, environ: Mapping[str, str]) -> Iterator[Problem]:
+    training = config.training
+    mixed_precision = environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    allowed = {"no": Dtype, "bf16": (Dtype.auto, Dtype.bfloat16)}.get(mixed_precision, ())
+    if training.precision not in allowed:
+        name, key = "ACCELERATE_MIXED_PRECISION", "training.precision"
+        yield _contradiction(config, environ, name, key, f"{key}=bfloat16 and mixed_precision: bf16")
+
+    num_accumulations = environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
+    if num_accumulations.isdecimal() and int(num_accumulations) > 1:
+        wanted = int(num_accumulations) * training.micro_batch_size * int(environ.get("WORLD_SIZE", "1"))
+        if training.global_batch_size != wanted:
+            name, key = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "training.global_batch_size"
+            yield _contradiction(config, environ, name, key, f"{key}={wanted}")
+
+    if environ.get("ACCELERATE_DYNAMO_BACKEND", "NO").upper() != "NO":
+        yield _unsupported(environ, "ACCELERATE_DYNAMO_BACKEND", "torch.compile")
+
+
+def _engines(environ: Mapping[str, str]) -> Iterator[Problem]:
+    for name, engine in _OTHER_ENGINES.items():
+        if _is_true(environ, name):
+            yield _unsupported(environ, name, engine)
+    for name in _OTHER_PARALLELISM:
+        if environ.get(name, "1").isdecimal() and int(environ.get(name, "1")) > 1:
+            yield _unsupported(environ, name, "parallelism other than FSDP's")
+
+
+def _contradiction(config: Config, environ: Mapping[str, str], name: str, key: str, override: str) -> Problem:
+    reason = (
+        f"contradicts {show(key, value_of(config, key))}, which is what counts: accelerate only starts the processes."
+    )
+    return Problem(f"{name}={environ[name]}", reason, f"Set {override}, or take {_source(name)}.")
+
+
+def _unsupported(environ: Mapping[str, str], name: str, what: str) -> Problem:
+    reason = f"asks for {what}, which this launcher does not do."
+    return Problem(f"{name}={environ[name]}", reason, f"Take {_source(name)}.")
+
+
+def _source(name: str) -> str:
+    key = name.removeprefix("ACCELERATE_").lower()
+    return f"{key} out of the accelerate config, or unset the variable"
+
+
+def _strategy(value: str) -> str:
+    if value.isdecimal() and 1 <= int(value) <= len(_STRATEGIES):
+        return _STRATEGIES[int(value) - 1]
+    return value.upper()
+
+
+def _is_true(environ: Mapping[str, str], name: str) -> bool:
+    return environ.get(name, "false").lower() in ("1", "true", "yes", "on", "y", "t")

@@ -1,0 +1,307 @@
+"""The contract: every setting, its type and its default. YAML under conf/ only supplies values.
+
+Names follow `BitsAndBytesConfig` (quant), `LoraConfig` (lora) and FSDP (fsdp) wherever these have one. The comment
+above a field is its documentation: docs/configuration.md is generated from it. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+
+class Weights(Enum):
+    checkpoint = "checkpoint"
+    random = "random"
+
+
+class AttnImplementation(Enum):
+    auto = "auto"
+    varlen = "varlen"
+    sdpa = "sdpa"
+    eager = "eager"
+    flash_attention_2 = "flash_attention_2"
+
+
+class QuantType4bit(Enum):
+    nf4 = "nf4"
+    fp4 = "fp4"
+
+
+class QuantStorage(Enum):
+    auto = "auto"
+    uint8 = "uint8"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    float32 = "float32"
+
+
+class Dtype(Enum):
+    auto = "auto"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    float32 = "float32"
+
+
+class ShardingStrategy(Enum):
+    FULL_SHARD = "FULL_SHARD"
+    SHARD_GRAD_OP = "SHARD_GRAD_OP"
+    HYBRID_SHARD = "HYBRID_SHARD"
+    NO_SHARD = "NO_SHARD"
+
+
+class Activations(Enum):
+    none = "none"
+    full = "full"
+    every_k = "every_k"
+
+
+class DataFormat(Enum):
+    auto = "auto"
+    messages = "messages"
+    prompt_completion = "prompt_completion"
+    instruction = "instruction"
+    text = "text"
+    random = "random"
+
+
+class LossOn(Enum):
+    completion = "completion"
+    all = "all"
+
+
+class BadRows(Enum):
+    error = "error"
+    skip = "skip"
+    truncate = "truncate"
+
+
+class Optimizer(Enum):
+    adamw = "adamw"
+    adamw_8bit = "adamw_8bit"
+
+
+class LrScheduler(Enum):
+    cosine = "cosine"
+    linear = "linear"
+    constant = "constant"
+
+
+class WandbMode(Enum):
+    auto = "auto"
+    online = "online"
+    offline = "offline"
+    disabled = "disabled"
+
+
+@dataclass
+class RunConfig:
+    # Name of the run; also the last part of the default folder, and the run's name in W&B.
+    name: str = "run"
+    # The run folder itself. Everything the run writes is in it.
+    folder: str = "outputs/${run.name}"
+    # Start anew in a folder that already holds a finished run; its files are replaced.
+    overwrite: bool = False
+
+
+@dataclass
+class ModelConfig:
+    # Short name of the model, for messages.
+    name: str = ""
+    # A folder with config.json and safetensors files, or a hub name such as meta-llama/Meta-Llama-3-8B.
+    path: str | None = None
+    # Branch, tag or commit of a hub model.
+    revision: str | None = None
+    # Where the tokenizer is, if not beside the model. `bytes` is a built-in byte-level tokenizer.
+    tokenizer_path: str | None = None
+    # `random` makes up weights from the config alone: dry runs at real size, with no download.
+    weights: Weights = Weights.checkpoint
+    # Attention kernel. `auto`: varlen where torch and the GPU have it, else sdpa.
+    attn_implementation: AttnImplementation = AttnImplementation.auto
+    # Run model code that comes with the checkpoint. Only for checkpoints you trust.
+    trust_remote_code: bool = False
+    # The transformers config of the model (model_type, hidden_size, ...), for `weights=random`: used alone, or, where
+    # `path` is a local folder, over its config.json. A checkpoint that is loaded keeps its own config.json.
+    config: dict[str, Any] = field(default_factory=dict)
+    # For `quant=none` and every layer that is not quantized. `auto`: bfloat16 on a GPU, float32 on a CPU.
+    dtype: Dtype = Dtype.auto
+
+
+@dataclass
+class QuantConfig:
+    # Quantize linear layers to 4 bits (QLoRA, arXiv:2305.14314).
+    load_in_4bit: bool = True
+    # Quantize linear layers to 8 bits: int8 codes with one fp32 scale a row (LLM.int8, arXiv:2208.07339, weights only).
+    load_in_8bit: bool = False
+    # Code book of the 4-bit codes.
+    bnb_4bit_quant_type: QuantType4bit = QuantType4bit.nf4
+    # Quantize the scales too: 0.37 bits a weight less.
+    bnb_4bit_use_double_quant: bool = True
+    # dtype in which codes are stored and gathered. `auto`: bfloat16. uint8 needs torch >= 2.13.
+    bnb_4bit_quant_storage: QuantStorage = QuantStorage.auto
+    # dtype of the matrix products. `auto`: training.precision.
+    bnb_4bit_compute_dtype: Dtype = Dtype.auto
+    # Linear layers to leave unquantized, by name or end of name. null: the output head, as in transformers.
+    llm_int8_skip_modules: list[str] | None = None
+
+
+@dataclass
+class LoraConfig:
+    # Rank of the adapters.
+    r: int = 16
+    # The adapters' output is scaled by lora_alpha / r (lora_alpha / sqrt(r) with use_rslora).
+    lora_alpha: float = 32
+    # Dropout on the adapters' input.
+    lora_dropout: float = 0.0
+    # Names, or ends of names, of the linear layers to adapt; a regular expression; or `all-linear`.
+    target_modules: Any = "all-linear"
+    # Names, or ends of names, of layers that target_modules should not match.
+    exclude_modules: list[str] | None = None
+    # Modules trained in full and saved with the adapter, e.g. a classification head.
+    modules_to_save: list[str] | None = None
+    # true (Kaiming A, zero B), gaussian, or orthogonal. Others start from the full-precision weight: refused by name.
+    init_lora_weights: Any = True
+    # Rank-stabilized scaling (arXiv:2312.03732).
+    use_rslora: bool = False
+    # Weight-decomposed LoRA (arXiv:2402.09353).
+    use_dora: bool = False
+    # Ranks that differ from r: {name or regular expression: rank}.
+    rank_pattern: dict[str, int] = field(default_factory=dict)
+    # Alphas that differ from lora_alpha: {name or regular expression: alpha}.
+    alpha_pattern: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class FsdpConfig:
+    # FULL_SHARD: gather a layer for forward and again for backward. SHARD_GRAD_OP: keep it between. HYBRID_SHARD: shard
+    # within groups of hybrid_shard_size, replicate between them. NO_SHARD: every rank holds all.
+    sharding_strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD
+    # Ranks a shard group under HYBRID_SHARD. null: the ranks of one node.
+    hybrid_shard_size: int | None = None
+    # Keep shards (and optimizer state) in host memory; layers come to the GPU to be used.
+    cpu_offload: bool = False
+    # Layers gathered ahead of the one that runs, in forward.
+    forward_prefetch: int = 1
+    # The same in backward.
+    backward_prefetch: int = 1
+
+
+@dataclass
+class MemoryConfig:
+    # Activation checkpointing. none: keep all activations. full: recompute every layer. every_k: recompute
+    # every k-th layer.
+    activations: Activations = Activations.full
+    # k of every_k.
+    every_k: int = 2
+
+
+@dataclass
+class DataConfig:
+    # A .jsonl, .json, .csv or .parquet file, a folder of .txt/.md files or of any of these, or a hub data set's name.
+    path: str | None = None
+    # Subset of a hub data set.
+    name: str | None = None
+    # Split of a hub data set.
+    split: str = "train"
+    # Held-out data of the same form. null: eval_fraction of the rows.
+    eval_path: str | None = None
+    # Part of the rows held out for evaluation when there is no eval_path. 0: no evaluation.
+    eval_fraction: float = 0.0
+    # Use at most this many rows (after shuffling by training.seed). null: all.
+    max_rows: int | None = None
+    # Form of the rows. `auto` looks at their keys. `random`: random tokens, for dry runs.
+    format: DataFormat = DataFormat.auto
+    # Train on the completion (the assistant's turns), or on every token.
+    loss_on: LossOn = LossOn.completion
+    # A Jinja file, or the name of a template that ships here (chatml, llama3, alpaca). null: the tokenizer's own.
+    chat_template: str | None = None
+    # What to do with an unusable row: stop and list them, leave them out, or cut rows longer than training.max_length
+    # (other bad rows are left out).
+    bad_rows: BadRows = BadRows.truncate
+    # Processes that tokenize. null: one a CPU core this rank may use, at most 8.
+    num_proc: int | None = None
+    # Where tokenized data is kept. null: ~/.cache/qlora_fsdp/data
+    cache_folder: str | None = None
+
+
+@dataclass
+class OptimConfig:
+    # adamw: torch's fused AdamW. adamw_8bit: bitsandbytes' block-wise 8-bit state (arXiv:2110.02861).
+    name: Optimizer = Optimizer.adamw
+    # Decoupled weight decay (arXiv:1711.05101).
+    weight_decay: float = 0.0
+    # Decay of the running means of the gradient and of its square.
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    # Added to the denominator.
+    eps: float = 1e-8
+    # Clip the gradient's global norm to this. 0: do not clip.
+    max_grad_norm: float = 1.0
+    # Shape of the learning rate after warmup.
+    lr_scheduler_type: LrScheduler = LrScheduler.cosine
+    # Part of the steps over which the learning rate rises from 0.
+    warmup_ratio: float = 0.03
+    # Steps of warmup; wins over warmup_ratio.
+    warmup_steps: int | None = None
+
+
+@dataclass
+class TrainingConfig:
+    # Tokens a sequence, at most.
+    max_length: int = 2048
+    # Optimizer steps. null: num_epochs over the data. If both are set, the first reached ends the run.
+    max_steps: int | None = None
+    # Passes over the data.
+    num_epochs: float = 1.0
+    # Sequences a GPU a forward pass.
+    micro_batch_size: int = 1
+    # Sequences an optimizer step, over all ranks. null: micro_batch_size x ranks.
+    global_batch_size: int | None = None
+    # Peak learning rate.
+    learning_rate: float = 2e-4
+    # Seed of initialisation, data order and dropout.
+    seed: int = 0
+    # Put several rows into one sequence of max_length tokens, without letting them see one another.
+    packing: bool = True
+    # dtype of activations and matrix products. `auto`: bfloat16 where the hardware is fast at it, else float32.
+    precision: Dtype = Dtype.auto
+    # Evaluate every so many steps, and at the end. null: only before and after.
+    eval_every_steps: int | None = None
+
+
+@dataclass
+class CheckpointConfig:
+    # Write the adapter every so many steps. null: at the end only.
+    every_steps: int | None = None
+
+
+@dataclass
+class TrackingConfig:
+    # W&B. auto: online if a key is configured, else disabled.
+    wandb: WandbMode = WandbMode.disabled
+    # W&B project.
+    project: str = "qlora-fsdp"
+    # W&B user or team. null: the key's own.
+    entity: str | None = None
+
+
+@dataclass
+class DistributedConfig:
+    # A collective that takes longer than this means that a rank is gone or stuck: all stop.
+    timeout_seconds: int = 600
+
+
+@dataclass
+class Config:
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    quant: QuantConfig = field(default_factory=QuantConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    fsdp: FsdpConfig = field(default_factory=FsdpConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)

@@ -1,0 +1,163 @@
+"""The schema as a table: one `Setting` a field, for messages, for --help and for docs/configuration.md."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import inspect
+import types
+from collections.abc import Iterator
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from enum import Enum
+from functools import cache
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from qlora_fsdp.config import schema
+from qlora_fsdp.errors import Problem
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting of the schema.
+
+    Attributes:
+        key: dotted, as typed on the command line, e.g. `lora.r`.
+        type: the annotation with `Optional` taken off, e.g. `int`, `dict[str, Any]` or an Enum.
+        is_optional: whether `null` is a value.
+        default: the default, before interpolation.
+        comment: the comment above the field.
+    """
+
+    key: str
+    type: Any
+    is_optional: bool
+    default: Any
+    comment: str
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The values an Enum setting may have; empty for any other."""
+        return tuple(member.name for member in self.type) if isinstance(self.type, type(Enum)) else ()
+
+    @property
+    def expected(self) -> str:
+        """What a value must be, as the end of 'must be ...'."""
+        text = f"one of {', '.join(self.choices)}" if self.choices else _NOUNS[self.type]
+        return text + (" or null" if self.is_optional else "")
+
+
+_NOUNS = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    list[str]: "a list such as [a,b]",
+    list[float]: "a list of numbers such as [0.9,0.999]",
+    dict[str, Any]: "a mapping {key: value}",
+    dict[str, int]: "a mapping {name: whole number}",
+    dict[str, float]: "a mapping {name: number}",
+    Any: "true, false, text or a list",
+}
+
+
+# Names of the same settings in transformers, TRL, PEFT and common speech, where these are too unlike to be guessed.
+_OTHER_NAMES = {
+    "alpha": "lora.lora_alpha",
+    "batch_size": "training.micro_batch_size",
+    "per_device_train_batch_size": "training.micro_batch_size",
+    "gradient_accumulation_steps": "training.global_batch_size",
+    "gradient_checkpointing": "memory.activations",
+    "lr": "training.learning_rate",
+    "epochs": "training.num_epochs",
+    "num_train_epochs": "training.num_epochs",
+    "max_seq_length": "training.max_length",
+    "eval_steps": "training.eval_every_steps",
+    "save_steps": "checkpoint.every_steps",
+    "rank": "lora.r",
+    "lora_r": "lora.r",
+    "output_dir": "run.folder",
+    "model_name_or_path": "model.path",
+    "dataset": "data.path",
+    "dataset_name": "data.path",
+    "bf16": "training.precision",
+    "fp16": "training.precision",
+}
+
+
+@cache
+def all_settings() -> dict[str, Setting]:
+    """Returns every setting of the schema by its dotted key, in the schema's order."""
+    return {setting.key: setting for setting in _walk(schema.Config, prefix="")}
+
+
+def nearest_settings(key: str) -> list[str]:
+    """Returns the keys, nearest first, that a user who typed the unknown `key` may have meant; maybe none."""
+    keys = list(all_settings())
+    name = key.rpartition(".")[2]
+    if name in _OTHER_NAMES:
+        return [_OTHER_NAMES[name]]
+    # The right name in the wrong section is commoner than a typo: optim.learning_rate, max_steps.
+    elsewhere = [k for k in keys if k.rpartition(".")[2] == name]
+    return (elsewhere or difflib.get_close_matches(key, keys, n=1, cutoff=0.75))[:2]
+
+
+def value_of(config: schema.Config, key: str) -> Any:
+    """Returns the value of the setting `key`."""
+    section, _, name = key.partition(".")
+    return getattr(getattr(config, section), name)
+
+
+def problem_with(config: schema.Config, key: str, reason: str, fix: str) -> Problem:
+    """Returns the problem that the setting `key` has with its present value."""
+    return Problem(show(key, value_of(config, key)), reason, fix)
+
+
+def show(key: str, value: Any) -> str:
+    """Returns `key=value` as it is typed on the command line, e.g. `fsdp.cpu_offload=true`."""
+    return f"{key}={_show_value(value)}"
+
+
+def _show_value(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, list):
+        return f"[{','.join(map(_show_value, value))}]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_show_value(item)}" for key, item in value.items()) + "}"
+    return str(value)
+
+
+def _walk(config_class: type, prefix: str) -> Iterator[Setting]:
+    hints, comments = get_type_hints(config_class), _comments(config_class)
+    for field in fields(config_class):
+        key, hint = prefix + field.name, hints[field.name]
+        if is_dataclass(hint):
+            assert isinstance(hint, type)
+            yield from _walk(hint, prefix=key + ".")
+            continue
+        is_optional = get_origin(hint) in (Union, types.UnionType)
+        if is_optional:
+            (hint,) = (part for part in get_args(hint) if part is not type(None))
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        yield Setting(key, hint, is_optional, default, comments.get(field.name, ""))
+
+
+def _comments(config_class: type) -> dict[str, str]:
+    """The comment lines right above each field of a dataclass, joined."""
+    source = inspect.getsource(config_class)
+    lines, comments = source.splitlines(), {}
+    class_node = ast.parse(source).body[0]
+    assert isinstance(class_node, ast.ClassDef)
+    for node in class_node.body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            above = []
+            for line in reversed(lines[: node.lineno - 1]):
+                if not line.strip().startswith("#"):
+                    break
+                above.append(line.strip().removeprefix("#").strip())
+            comments[node.target.id] = " ".join(reversed(above))
+    return comments

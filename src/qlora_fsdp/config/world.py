@@ -1,0 +1,73 @@
+"""The processes and the device that a run is launched on, as far as a configuration has to fit them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Literal
+
+from qlora_fsdp.errors import DeviceError
+
+
+@dataclass(frozen=True)
+class World:
+    """What a run is launched on.
+
+    Attributes:
+        num_ranks: processes in all.
+        rank: this process, from 0.
+        local_num_ranks: processes on this node.
+        local_rank: this process on its node, from 0.
+        device_type: where the model computes.
+        has_bf16: whether that device computes in bfloat16.
+        torch_version: major and minor number, e.g. (2, 13).
+    """
+
+    num_ranks: int = 1
+    rank: int = 0
+    local_num_ranks: int = 1
+    local_rank: int = 0
+    device_type: Literal["cuda", "cpu"] = "cpu"
+    has_bf16: bool = True
+    torch_version: tuple[int, int] = (2, 13)
+
+    @staticmethod
+    def from_environment(environ: Mapping[str, str]) -> World:
+        """Reads what accelerate or torchrun put into the environment; without any of it, one process.
+
+        The device fields keep their defaults: only torch can tell them.
+
+        Raises:
+            DeviceError: a variable is no number, or they contradict one another.
+        """
+        num_ranks = _number(environ, "WORLD_SIZE", 1)
+        rank = _number(environ, "RANK", 0)
+        local_num_ranks = _number(environ, "LOCAL_WORLD_SIZE", num_ranks)
+        local_rank = _number(environ, "LOCAL_RANK", rank)
+        if "WORLD_SIZE" in environ and "RANK" not in environ and num_ranks > 1:
+            raise DeviceError(
+                f"WORLD_SIZE={num_ranks} is set but RANK is not. Unset WORLD_SIZE to run one process, or start the "
+                "processes with accelerate launch or torchrun, which set both."
+            )
+        for name, value, limit_name, limit in (
+            ("RANK", rank, "WORLD_SIZE", num_ranks),
+            ("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_num_ranks),
+            ("LOCAL_WORLD_SIZE", local_num_ranks - 1, "WORLD_SIZE", num_ranks),
+        ):
+            if value >= limit:
+                raise DeviceError(
+                    f"{name}={environ.get(name)} does not fit {limit_name}={limit}. Start the processes with "
+                    "accelerate launch or torchrun, which set both."
+                )
+        major, minor = version("torch").split(".")[:2]
+        return World(num_ranks, rank, local_num_ranks, local_rank, torch_version=(int(major), int(minor)))
+
+
+def _number(environ: Mapping[str, str], name: str, default: int) -> int:
+    text = environ.get(name, str(default))
+    if not text.isdecimal():
+        raise DeviceError(
+            f"{name}={text} is not a number. Start the processes with accelerate launch or torchrun, which set it."
+        )
+    return int(text)
