@@ -1,0 +1,278 @@
+"""What is refused, and with which words: by the configuration alone, by the launch, by accelerate's environment."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from qlora_fsdp.config.compose import load_config
+from qlora_fsdp.config.launch_environment import check_launch_environment
+from qlora_fsdp.config.schema import Config
+from qlora_fsdp.config.settings import all_settings
+from qlora_fsdp.config.validate import check, check_settings, check_world
+from qlora_fsdp.config.world import World
+from qlora_fsdp.errors import ConfigError, DeviceError
+
+DRY_RUN = ["model=tiny", "data=random", "training.max_steps=10"]
+GPU = World(num_ranks=8, local_num_ranks=4, device_type="cuda")
+
+
+def configure(*overrides: str) -> Config:
+    return load_config([*DRY_RUN, *overrides])
+
+
+def complaints(config: Config, world: World = GPU) -> list[str]:
+    return [str(problem) for problem in [*check_settings(config), *check_world(config, world)]]
+
+
+def test_dry_run_has_no_problem() -> None:
+    assert complaints(configure()) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ("quant.load_in_8bit=true", "quant.load_in_8bit=true contradicts quant.load_in_4bit=true."),
+        ("model=custom", "model.path=null names no model."),
+        ("model=custom model.weights=random", "model.weights=random has no config"),
+        ("model.path=/no/where", "model.path=/no/where does not exist."),
+        ("model.path=./nowhere", "model.path=./nowhere does not exist."),
+        ("model.path=~/no/where", "model.path=~/no/where does not exist."),
+        ("model.tokenizer_path=/no/where", "model.tokenizer_path=/no/where does not exist."),
+        ("data.path=/no/chats", "data.path=/no/chats does not exist"),
+        ("data.path=chats.jsonl", "data.path=chats.jsonl does not exist, seen from"),
+        ("data.eval_path=./held_out.csv", "data.eval_path=./held_out.csv does not exist"),
+        ("data=default", "data.path=null names no data."),
+        ("data.chat_template=chatml2", "is neither a file nor one of alpaca, chatml, llama3."),
+        ("training.eval_every_steps=5", "training.eval_every_steps=5 has no data to evaluate on."),
+        ("training.max_steps=null", "training.max_steps=null sets no end"),
+        ("training.precision=float16", "training.precision=float16 needs loss scaling"),
+        ("quant.bnb_4bit_quant_storage=float16", "does not fit the compute dtype"),
+        (
+            "training.precision=bfloat16 quant.bnb_4bit_compute_dtype=float32",
+            "quant.bnb_4bit_compute_dtype=float32 contradicts training.precision=bfloat16",
+        ),
+        ("lora.init_lora_weights=pissa", "lora.init_lora_weights=pissa starts from the base weights"),
+        ("lora.init_lora_weights=pissa_niter_16", "which are packed codes here"),
+        ("lora.init_lora_weights=loftq quant=int8", "which are packed codes here"),
+        ("lora.init_lora_weights=olora quant=none", "of which a rank has only a part"),
+        ("lora.init_lora_weights=false", "is not an initialisation that leaves the base model as it is."),
+        ("lora.target_modules=[]", "is neither a list of names nor a regular expression."),
+        ("lora.target_modules=3", "is neither a list of names nor a regular expression."),
+        ("lora.rank_pattern={q_proj: 0}", "has a value that is not positive."),
+        ("fsdp=no_shard fsdp.cpu_offload=true", "fsdp.cpu_offload=true needs shards to offload"),
+        ("fsdp=offload optim=adamw_8bit", "optim.name=adamw_8bit keeps its state on the GPU"),
+        ("fsdp.hybrid_shard_size=4", "has no effect with fsdp.sharding_strategy=FULL_SHARD."),
+        ("fsdp=hybrid_shard fsdp.hybrid_shard_size=3", "does not divide 8 ranks. Set fsdp.hybrid_shard_size=4."),
+        ("memory=recompute_half memory.every_k=1", "memory.every_k=1 must be at least 2"),
+        ("memory.every_k=3", "memory.every_k=3 has no effect with memory.activations=full."),
+        ("optim.betas=[0.9]", "optim.betas=[0.9] must be two numbers"),
+        ("optim.warmup_steps=10", "leaves no step after the warmup"),
+        (
+            "training.global_batch_size=7 training.micro_batch_size=2",
+            "training.global_batch_size=7 is not a multiple of micro_batch_size 2 x 8 ranks = 16. "
+            "Set training.global_batch_size=16.",
+        ),
+        ("training.global_batch_size=39", "Set training.global_batch_size=40."),
+        ("run.folder=''", "run.folder= is empty."),
+    ],
+)
+def test_refused(overrides: str, expected: str) -> None:
+    parts = [overrides] if "{" in overrides else overrides.split()
+    (message,) = complaints(configure(*parts))
+    assert expected in message
+
+
+@pytest.mark.parametrize("text", ["-1", "0", "nan", "inf", "-inf"])
+def test_numbers_must_be_finite_and_in_range(text: str) -> None:
+    (message,) = complaints(configure(f"training.learning_rate={text}"))
+    assert "must be finite and greater than 0. Set training.learning_rate=0.0002, the default" in message
+
+
+def test_every_number_has_a_range() -> None:
+    config = configure()
+    keys = [key for key, setting in all_settings().items() if setting.type in (int, float) and key != "memory.every_k"]
+    for section, _, name in (key.partition(".") for key in keys):
+        setattr(getattr(config, section), name, -3)
+    assert [m.partition("=-3 must be finite")[0] for m in complaints(config) if "must be finite" in m] == keys
+
+
+def test_hub_names_and_existing_paths_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "chats.jsonl").write_text("{}\n")
+    (tmp_path / "my-llama").mkdir()
+    assert complaints(configure("model.path=my-llama", "data.path=chats.jsonl", "data.format=auto")) == []
+    assert complaints(load_config(["model.path=org/llama", "data.path=org/chats"])) == []
+
+
+@pytest.mark.parametrize(
+    ("override", "world", "expected"),
+    [
+        ("training.precision=bfloat16", replace(GPU, has_bf16=False), "this GPU does not compute in bfloat16"),
+        ("quant.bnb_4bit_quant_storage=uint8", replace(GPU, torch_version=(2, 11)), "FSDP2 of torch 2.11"),
+        ("model.attn_implementation=varlen", World(), "runs on GPUs only"),
+        ("fsdp=hybrid_shard", replace(GPU, num_ranks=6), "(groups of 4) does not divide 6 ranks."),
+    ],
+)
+def test_refused_by_the_device_only(override: str, world: World, expected: str) -> None:
+    config = configure(override)
+    assert complaints(config) == []
+    (message,) = complaints(config, world)
+    assert expected in message
+
+
+def test_all_problems_are_raised_at_once() -> None:
+    config = configure("training.global_batch_size=7", "lora.init_lora_weights=eva", "lora.r=0")
+    with pytest.raises(ConfigError, match="3 settings can't be used") as caught:
+        check(config, GPU)
+    settings = [problem.setting for problem in caught.value.problems]
+    assert settings == ["lora.r=0", "lora.init_lora_weights=eva", "training.global_batch_size=7"]
+
+
+class TestRunFolder:
+    def test_finished_run_is_kept_unless_told(self, tmp_path: Path) -> None:
+        (tmp_path / "summary.json").write_text(json.dumps({"status": "finished"}))
+        (message,) = complaints(configure(f"run.folder={tmp_path}"))
+        assert "already holds a finished run. Set another run.name= or run.folder=, or run.overwrite=true" in message
+        assert complaints(configure(f"run.folder={tmp_path}", "run.overwrite=true")) == []
+
+    @pytest.mark.parametrize("summary", ['{"status": "stopped"}', "", "[]"])
+    def test_unfinished_run_may_go_on(self, tmp_path: Path, summary: str) -> None:
+        (tmp_path / "summary.json").write_text(summary)
+        assert complaints(configure(f"run.folder={tmp_path}")) == []
+
+    def test_file_in_the_way(self, tmp_path: Path) -> None:
+        (tmp_path / "file").write_text("")
+        (message,) = complaints(configure(f"run.folder={tmp_path}/file/run"))
+        assert f"can't be made: {tmp_path}/file is a file." in message
+
+    def test_no_permission(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        # The superuser may write anywhere, so ask for the answer that others get.
+        monkeypatch.setattr("os.access", lambda path, mode: Path(path) != tmp_path)
+        (message,) = complaints(configure(f"run.folder={tmp_path}/a/b"))
+        assert f"can't be written: no permission in {tmp_path}." in message
+
+
+class TestWorld:
+    def test_reads_what_the_launchers_set(self) -> None:
+        environ = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+        world = World.from_environment(environ)
+        assert (world.rank, world.num_ranks, world.local_rank, world.local_num_ranks) == (5, 8, 1, 4)
+        world = World.from_environment({})
+        assert (world.rank, world.num_ranks, world.local_rank, world.local_num_ranks) == (0, 1, 0, 1)
+
+    @pytest.mark.parametrize(
+        ("environ", "expected"),
+        [
+            ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK=x is not a number"),
+            ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 does not fit WORLD_SIZE=2"),
+            ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 is set but RANK is not"),
+            ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "4"}, "LOCAL_WORLD_SIZE=4 does not fit WORLD_SIZE=2"),
+        ],
+    )
+    def test_contradictions(self, environ: dict[str, str], expected: str) -> None:
+        with pytest.raises(DeviceError, match=expected):
+            World.from_environment(environ)
+
+
+class TestLaunchEnvironment:
+    @pytest.fixture
+    def launch(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, str]]:
+        """The environment that accelerate itself makes of a config file."""
+        from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+        from accelerate.utils.launch import prepare_multi_gpu_env
+
+        monkeypatch.setattr("accelerate.utils.launch.is_port_in_use", lambda port: False)
+
+        def launch(**settings: Any) -> dict[str, str]:
+            file = tmp_path / "accelerate.yaml"
+            given = {"distributed_type": "FSDP", "num_machines": 1, "num_processes": 2, "machine_rank": 0, **settings}
+            file.write_text(yaml.safe_dump({"compute_environment": "LOCAL_MACHINE", **given}))
+            args = launch_command_parser().parse_args(["--config_file", str(file), "train.py"])
+            args, _, _ = _validate_launch_command(args)
+            return prepare_multi_gpu_env(args)
+
+        return launch
+
+    @pytest.mark.parametrize("fsdp_config", [{}, {"fsdp_version": 2}, {"fsdp_auto_wrap_policy": "NO_WRAP"}])
+    def test_accelerates_own_defaults_contradict_nothing(
+        self, launch: Callable[..., dict[str, str]], fsdp_config: dict[str, Any]
+    ) -> None:
+        environ = launch(fsdp_config=fsdp_config)
+        assert environ["FSDP_SHARDING_STRATEGY"] == "FULL_SHARD"  # accelerate does write its defaults
+        for overrides in ([], ["fsdp=offload", "memory=keep"], ["fsdp=no_shard"], ["fsdp=shard_grad_op"]):
+            assert check_launch_environment(configure(*overrides), environ) == []
+        assert check_launch_environment(configure(), {}) == []
+
+    @pytest.mark.parametrize(
+        ("settings", "overrides", "agreeing", "names"),
+        [
+            ({"fsdp_offload_params": True}, [], ["fsdp=offload"], "FSDP_OFFLOAD_PARAMS=true fsdp.cpu_offload=false"),
+            (
+                {"fsdp_sharding_strategy": 2},
+                [],
+                ["fsdp=shard_grad_op"],
+                "FSDP_SHARDING_STRATEGY=2 fsdp.sharding_strategy=FULL_SHARD",
+            ),
+            (
+                {"fsdp_sharding_strategy": "HYBRID_SHARD"},
+                ["fsdp=no_shard"],
+                ["fsdp=hybrid_shard"],
+                "FSDP_SHARDING_STRATEGY=HYBRID_SHARD fsdp.sharding_strategy=NO_SHARD",
+            ),
+            (
+                {"fsdp_version": 2, "fsdp_reshard_after_forward": False},
+                [],
+                ["fsdp=shard_grad_op"],
+                "FSDP_RESHARD_AFTER_FORWARD=false fsdp.sharding_strategy=FULL_SHARD",
+            ),
+            (
+                {"fsdp_activation_checkpointing": True},
+                ["memory=keep"],
+                [],
+                "FSDP_ACTIVATION_CHECKPOINTING=true memory.activations=none",
+            ),
+            (
+                {"mixed_precision": "fp16"},
+                [],
+                None,
+                "ACCELERATE_MIXED_PRECISION=fp16 training.precision=auto",
+            ),
+            (
+                {"mixed_precision": "bf16"},
+                ["training.precision=float32"],
+                [],
+                "ACCELERATE_MIXED_PRECISION=bf16 training.precision=float32",
+            ),
+            ({"dynamo_config": {"dynamo_backend": "INDUCTOR"}}, [], None, "ACCELERATE_DYNAMO_BACKEND=INDUCTOR"),
+        ],
+    )
+    def test_contradiction_names_both(
+        self,
+        launch: Callable[..., dict[str, str]],
+        settings: dict[str, Any],
+        overrides: list[str],
+        agreeing: list[str] | None,
+        names: str,
+    ) -> None:
+        fsdp = {key: value for key, value in settings.items() if key.startswith("fsdp")}
+        environ = launch(fsdp_config=fsdp, **{key: value for key, value in settings.items() if key not in fsdp})
+        (problem,) = check_launch_environment(configure(*overrides), environ)
+        assert all(name in str(problem) for name in names.split())
+        if agreeing is not None:
+            assert check_launch_environment(configure(*agreeing), environ) == []
+
+    def test_variables_set_by_hand(self) -> None:
+        environ = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4", "WORLD_SIZE": "2"}
+        deepspeed, accumulation = sorted(map(str, check_launch_environment(configure(), environ)), reverse=True)
+        assert "asks for DeepSpeed" in deepspeed
+        assert "contradicts training.global_batch_size=null" in accumulation
+        assert "Set training.global_batch_size=8" in accumulation
+        del environ["ACCELERATE_USE_DEEPSPEED"]
+        assert check_launch_environment(configure("training.global_batch_size=8"), environ) == []
