@@ -94,7 +94,7 @@ def _find_on_hub(path: str, data: DataConfig) -> Source:
     try:
         hub = datasets.load_dataset(path, data.name, split=data.split)
     except Exception as error:  # `datasets` and the hub client raise many unrelated types
-        reason = str(error).strip().partition("\n")[0]
+        reason = " ".join(str(error).split())
         raise DataError(
             f"data.path={path} is no local file or folder, and can't be loaded from the hub (data.name={data.name},"
             f" data.split={data.split}): {reason} Check the name, or download it and set data.path to the folder."

@@ -77,7 +77,7 @@ def _load(model: ModelConfig) -> PreTrainedTokenizerBase:
             trust_remote_code=model.trust_remote_code,
         )
     except Exception as error:  # from_pretrained raises a dozen types for files that are missing or broken
-        reason = str(error).strip().partition("\n")[0]
+        reason = " ".join(str(error).split())
         raise CheckpointError(f"No tokenizer could be loaded from {path}: {reason} {fix}") from error
     # A folder with config.json alone gives a tokenizer that knows its special tokens and no others.
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
