@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import shutil
 import subprocess
 import sys
 import time
@@ -30,8 +29,7 @@ MAX_ANSWER_TOKENS = 32
 
 
 def train() -> None:
-    """Runs the command of the README, in a run folder of its own."""
-    shutil.rmtree(RUN_FOLDER, ignore_errors=True)
+    """Runs the command as a user would type it, and shows it."""
     print(f"$ {COMMAND}", flush=True)
     program, *arguments = shlex.split(COMMAND)
     done = subprocess.run([Path(sys.executable).with_name(program), *arguments], cwd=ROOT, check=False)

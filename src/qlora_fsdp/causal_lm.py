@@ -14,7 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from qlora_fsdp.attention import PACKED_FAMILIES
 from qlora_fsdp.config.schema import Activations, MemoryConfig
 from qlora_fsdp.data.batch import Batch
-from qlora_fsdp.loss import IGNORE, HeadLoss
+from qlora_fsdp.loss import IGNORE, attach_loss
 
 
 class CausalLM(nn.Module):
@@ -32,9 +32,9 @@ class CausalLM(nn.Module):
         self.model = model
         base: PreTrainedModel = model.get_base_model()
         config = base.config
-        self.head_loss: HeadLoss | None = None
-        if config.model_type in PACKED_FAMILIES:
-            self.head_loss = HeadLoss(base.get_output_embeddings(), getattr(config, "final_logit_softcapping", None))
+        self.splits_head = config.model_type in PACKED_FAMILIES
+        if self.splits_head:
+            attach_loss(base.get_output_embeddings(), getattr(config, "final_logit_softcapping", None))
 
     @property
     def base(self) -> PreTrainedModel:
@@ -61,10 +61,10 @@ class CausalLM(nn.Module):
                 "max_length_q": batch.max_row_length,
                 "max_length_k": batch.max_row_length,
             }
-        if self.head_loss is not None:
+        if self.splits_head:
             backbone = getattr(self.base, self.base.base_model_prefix)
             hidden = backbone(**inputs).last_hidden_state
-            return self.head_loss(hidden, batch.targets)  # type: ignore[no-any-return]
+            return self.base.get_output_embeddings()(hidden, batch.targets)  # type: ignore[no-any-return]
         logits = self.base(**inputs).logits.float()
         return nn.functional.cross_entropy(
             logits.flatten(0, 1), batch.targets.flatten(), ignore_index=IGNORE, reduction="sum"

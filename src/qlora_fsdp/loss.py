@@ -18,30 +18,39 @@ LOGITS_BYTES = 256 * 2**20  # fp32 logits of a chunk, at most
 MIN_CHUNK = 256
 
 
-class HeadLoss(nn.Module):
-    """Sums of cross-entropy from hidden states; a unit of its own for FSDP, so that the head is gathered only here.
+def attach_loss(head: nn.Module, softcap: float | None = None) -> None:
+    """Let the model's output layer compute the loss when it is given targets: `head(hidden, targets)`.
+
+    The loss belongs inside the head's own forward because FSDP gathers the head for exactly that call. Without targets the
+    head still gives logits.
 
     Args:
-        head: the model's output layer, hidden size -> vocabulary; may be adapted or trained.
+        head: hidden size -> vocabulary; may be adapted or trained (PEFT's wrappers).
         softcap: logits are `softcap * tanh(logits / softcap)` (Gemma 2); None for as they are.
     """
+    head.forward = _HeadLoss(head, softcap)  # type: ignore[method-assign,assignment]
 
-    def __init__(self, head: nn.Module, softcap: float | None = None) -> None:
-        super().__init__()
-        self.head, self.softcap = head, softcap
 
-    def forward(self, hidden_BLD: Tensor, targets_BL: Tensor) -> Tensor:
+class _HeadLoss:
+    def __init__(self, head: nn.Module, softcap: float | None) -> None:
+        self.head, self.softcap, self.logits = head, softcap, head.forward
+        self.is_frozen_linear = type(head) is nn.Linear and not head.weight.requires_grad
+        self.vocab_size = next(m.out_features for m in head.modules() if isinstance(m, nn.Linear))
+
+    def __call__(self, hidden_BLD: Tensor, targets_BL: Tensor | None = None) -> Tensor:
         """Sum of -log p(target) over all targets that are not -100: a scalar in float32.
 
         Args:
             hidden_BLD: final hidden states in the compute dtype.
             targets_BL: int64, the token that follows each position.
         """
+        if targets_BL is None:
+            return self.logits(hidden_BLD)  # type: ignore[no-any-return]
         hidden, targets = hidden_BLD.flatten(0, 1), targets_BL.flatten()
-        vocab = getattr(self.head, "out_features", 0) or self.head.weight.shape[0]  # type: ignore[union-attr]
-        chunk = max(MIN_CHUNK, LOGITS_BYTES // (4 * int(vocab)))
-        if type(self.head) is nn.Linear and not self.head.weight.requires_grad:
-            return _FrozenHeadLoss.apply(hidden, self.head.weight, self.head.bias, targets, self.softcap, chunk)  # type: ignore[no-any-return]
+        chunk = max(MIN_CHUNK, LOGITS_BYTES // (4 * self.vocab_size))
+        if self.is_frozen_linear:
+            weight, bias = self.head.weight, self.head.bias
+            return _FrozenHeadLoss.apply(hidden, weight, bias, targets, self.softcap, chunk)  # type: ignore[no-any-return]
         losses = [
             checkpoint(self._chunk_loss, h, t, use_reentrant=False)
             for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True)
@@ -49,7 +58,7 @@ class HeadLoss(nn.Module):
         return torch.stack(losses).sum()
 
     def _chunk_loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        logits = self.head(hidden).float()
+        logits = self.logits(hidden).float()
         if self.softcap is not None:
             logits = torch.tanh(logits / self.softcap) * self.softcap
         return F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")

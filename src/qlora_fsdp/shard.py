@@ -76,11 +76,11 @@ def place_model(model: nn.Module, shard_device: torch.device, buffer_device: tor
 
 def _end_units(model: CausalLM) -> list[nn.Module]:
     """Embeddings and head as units of their own; none where they share a weight, which then is the root's."""
-    if model.head_loss is None:
+    if not model.splits_head:
         return []
-    embeddings: nn.Module = model.base.get_input_embeddings()
-    shared = {id(p) for p in embeddings.parameters()} & {id(p) for p in model.head_loss.parameters()}
-    return [] if shared else [embeddings, model.head_loss]
+    embeddings, head = model.base.get_input_embeddings(), model.base.get_output_embeddings()
+    shared = {id(p) for p in embeddings.parameters()} & {id(p) for p in head.parameters()}
+    return [] if shared else [embeddings, head]
 
 
 def _set_prefetch(layers: Sequence[FSDPModule], config: FsdpConfig) -> None:
