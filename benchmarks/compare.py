@@ -1,0 +1,143 @@
+#!/usr/bin/env python3
+"""This project beside TRL's recipe, on the same random checkpoint, in the same job, in turn.
+
+    python benchmarks/compare.py --shape 8b --num-gpus 2 --max-length 4096 --micro-batch-size 4 --sides ours,ours:memory=keep,trl-fsdp2-liger
+
+A side is `ours`, with overrides behind colons, or `trl-fsdp1`, `trl-fsdp2`, with `-liger` for its fused kernels. Prints a row a side
+and writes JSON. Speed is the median step after the second; memory the most that tensors held on any GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+PACKAGES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "trl", "liger-kernel")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=["tiny", "8b", "70b"], default="8b")
+    parser.add_argument("--num-gpus", type=int, default=1)
+    parser.add_argument("--max-length", type=int, default=4096)
+    parser.add_argument("--micro-batch-size", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--sides", default="ours,trl-fsdp1")
+    parser.add_argument("--repeats", type=int, default=1, help="rounds over all sides")
+    parser.add_argument("--checkpoint", type=Path, help="a folder to keep the checkpoint in")
+    parser.add_argument("--out", type=Path, default=Path("compare.json"))
+    args = parser.parse_args()
+    checkpoint = args.checkpoint or Path(tempfile.gettempdir()) / f"random-{args.shape}"
+    if not (checkpoint / "model.safetensors.index.json").is_file():
+        subprocess.run([sys.executable, HERE / "make_checkpoint.py", args.shape, checkpoint], check=True)
+    rows = [run_side(side, args, checkpoint) for _ in range(args.repeats) for side in args.sides.split(",")]
+    print_table(rows)
+    environment = {
+        "date": time.strftime("%Y-%m-%d"),
+        "host": f"{args.num_gpus} x {gpu_name()}, Python {platform.python_version()}",
+        "versions": {name: version(name) for name in PACKAGES},
+        "command": shlex.join(["python", "benchmarks/compare.py", *sys.argv[1:]]),
+    }
+    args.out.write_text(json.dumps(environment | {"rows": rows}, indent=2) + "\n")
+
+
+def run_side(side: str, args: argparse.Namespace, checkpoint: Path) -> dict[str, Any]:
+    """One side, once: its figures, or how it failed."""
+    started = time.time()
+    with tempfile.TemporaryDirectory() as folder:
+        run = run_ours if side.startswith("ours") else run_trl
+        figures = run(side, args, checkpoint, Path(folder))
+    print(f"{side}: {figures}", flush=True)
+    return {"side": side, "total_seconds": round(time.time() - started, 1)} | figures
+
+
+def run_ours(side: str, args: argparse.Namespace, checkpoint: Path, folder: Path) -> dict[str, Any]:
+    overrides = side.split(":")[1:]
+    command = [
+        *("accelerate", "launch", *launch_options(args), "-m", "qlora_fsdp.train", f"model.path={checkpoint}", "data=random"),
+        *(f"training.max_length={args.max_length}", f"training.micro_batch_size={args.micro_batch_size}"),
+        *(f"training.max_steps={args.steps}", f"run.folder={folder}/run", "optim.lr_scheduler_type=constant", *overrides),
+    ]
+    log = launch(command)
+    try:
+        summary = json.loads((folder / "run" / "summary.json").read_text())
+        steps = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    except FileNotFoundError:
+        return {"failed": log[-400:]}
+    if summary["status"] != "finished":
+        return {"failed": summary.get("error", log[-400:])}
+    step_seconds = sorted(step["seconds"] for step in steps[2:])[len(steps[2:]) // 2]
+    return {
+        "load_s": round(summary["load_seconds"], 2),
+        "to_first_step_s": round(summary["setup_seconds"], 1),
+        "load_peak_gib": round(summary["load_gpu_peak_gib"], 2),
+        "peak_gib": round(summary["step_gpu_peak_gib"], 2),
+        "host_gib": round(steps[-1]["host_rss_gib"], 1),
+        "step_s": round(step_seconds, 3),
+        "tokens_s_gpu": round(args.max_length * args.micro_batch_size / step_seconds),
+        "mfu": steps[-1]["mfu"],
+        "losses": [round(step["loss"], 4) for step in steps],
+    }
+
+
+def run_trl(side: str, args: argparse.Namespace, checkpoint: Path, folder: Path) -> dict[str, Any]:
+    config = HERE / ("fsdp2.yaml" if "fsdp2" in side else "fsdp1.yaml")
+    command = [
+        *("accelerate", "launch", "--config_file", str(config), *launch_options(args), str(HERE / "trl_sft.py")),
+        *("--model", str(checkpoint), "--seq", str(args.max_length), "--mbs", str(args.micro_batch_size)),
+        *("--steps", str(args.steps), *(["--liger"] if side.endswith("-liger") else [])),
+    ]
+    log = launch(command)
+    results = [json.loads(line.split("RESULT ", 1)[1]) for line in log.splitlines() if "RESULT " in line]
+    if not results:
+        return {"failed": log[-400:]}
+    first = min(results, key=lambda result: result["rank"])
+    return {
+        "load_s": max(r["load_s"] for r in results),
+        "to_first_step_s": first["to_first_step_s"],
+        "load_peak_gib": max(r["load_peak_gib"] for r in results),
+        "peak_gib": max(r["training_peak_gib"] for r in results),
+        "host_gib": max(r["host_rss_gib"] for r in results),
+        "step_s": first["step_s"],
+        "tokens_s_gpu": first["tokens_s_gpu"],
+        "mfu": None,
+        "losses": first["losses"],
+    }
+
+
+def launch_options(args: argparse.Namespace) -> list[str]:
+    return ["--num_processes", str(args.num_gpus), *(["--multi_gpu"] if args.num_gpus > 1 else [])]
+
+
+def launch(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout + done.stderr
+
+
+def gpu_name() -> str:
+    import torch
+
+    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else "CPU"
+
+
+def print_table(rows: list[dict[str, Any]]) -> None:
+    columns = ["load_s", "load_peak_gib", "to_first_step_s", "step_s", "tokens_s_gpu", "mfu", "peak_gib", "host_gib"]
+    width = max(len(row["side"]) for row in rows)
+    print(" " * width + "".join(f"{column:>17}" for column in columns))
+    for row in rows:
+        cells = "".join(f"{row.get(column, '-')!s:>17}" for column in columns)
+        print(f"{row['side']:<{width}}{cells}" if "failed" not in row else f"{row['side']}: {row['failed']}")
+
+
+if __name__ == "__main__":
+    main()
