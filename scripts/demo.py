@@ -20,10 +20,9 @@ ROOT = Path(__file__).resolve().parents[1]
 RUN_FOLDER = ROOT / "outputs" / "demo"
 COMMAND = "accelerate launch --config_file accelerate_configs/cpu.yaml -m qlora_fsdp.train experiment=demo"
 QUESTIONS = (
-    "What does `shutil.unpack_archive(filename, extract_dir=None, format=None, *, filter=None)` do?\n",
-    "What does `zipfile.ZipFile.getinfo(name)` do?\n",
-    "What does `statistics.median(data)` do?\n",
-    "What does `configparser.RawConfigParser.has_option(section, option)` do?\n",
+    "What does `textwrap.dedent(text)` do?\n",
+    "What does `zipfile.ZipFile.open(name, mode='r', pwd=None, *, force_zip64=False)` do?\n",
+    "What does `configparser.RawConfigParser.read_file(f, source=None)` do?\n",
 )
 MAX_ANSWER_TOKENS = 32
 
@@ -64,6 +63,9 @@ def show_answers() -> None:
         reply = tokens[prompt["input_ids"].shape[1] :]
         return repr(tokenizer.decode(reply, skip_special_tokens=True))
 
+    print(
+        "The base model goes on with source code. With the adapter it answers in a sentence, if seldom the right one:"
+    )
     for question in QUESTIONS:
         with model.disable_adapter():
             before = answer(question)
