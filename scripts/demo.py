@@ -64,7 +64,7 @@ def show_answers() -> None:
         return repr(tokenizer.decode(reply, skip_special_tokens=True))
 
     print(
-        "The base model goes on with source code. With the adapter it answers in a sentence, if seldom the right one:"
+        "The base model goes on with source code; with the adapter it answers in a sentence, if seldom the right one."
     )
     for question in QUESTIONS:
         with model.disable_adapter():
@@ -78,10 +78,8 @@ def main() -> None:
     train()
     show_losses()
     show_answers()
-    print(
-        f"\nThe adapter is in {RUN_FOLDER / 'adapter'}, for PeftModel.from_pretrained. Everything else about the run is"
-    )
-    print(f"beside it. The demo took {time.monotonic() - start:.0f} s.")
+    seconds = time.monotonic() - start
+    print(f"\nThe adapter, for PeftModel.from_pretrained: {RUN_FOLDER / 'adapter'} ({seconds:.0f} s in all)")
 
 
 if __name__ == "__main__":
