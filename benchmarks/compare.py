@@ -64,9 +64,22 @@ def run_side(side: str, args: argparse.Namespace, checkpoint: Path) -> dict[str,
 def run_ours(side: str, args: argparse.Namespace, checkpoint: Path, folder: Path) -> dict[str, Any]:
     overrides = side.split(":")[1:]
     command = [
-        *("accelerate", "launch", *launch_options(args), "-m", "qlora_fsdp.train", f"model.path={checkpoint}", "data=random"),
+        *(
+            "accelerate",
+            "launch",
+            *launch_options(args),
+            "-m",
+            "qlora_fsdp.train",
+            f"model.path={checkpoint}",
+            "data=random",
+        ),
         *(f"training.max_length={args.max_length}", f"training.micro_batch_size={args.micro_batch_size}"),
-        *(f"training.max_steps={args.steps}", f"run.folder={folder}/run", "optim.lr_scheduler_type=constant", *overrides),
+        *(
+            f"training.max_steps={args.steps}",
+            f"run.folder={folder}/run",
+            "optim.lr_scheduler_type=constant",
+            *overrides,
+        ),
     ]
     log = launch(command)
     try:

@@ -80,7 +80,9 @@ def _check_names(model: nn.Module, config: LoraConfig) -> None:
             continue
         if isinstance(wanted, str):
             if not any(re.fullmatch(wanted, name) for name in names):
-                problems.append(f"lora.{key}={wanted} is a regular expression that fits no module of {type(model).__name__}")
+                problems.append(
+                    f"lora.{key}={wanted} is a regular expression that fits no module of {type(model).__name__}"
+                )
             continue
         for target in wanted:
             if not any(name == target or name.endswith(f".{target}") for name in names):

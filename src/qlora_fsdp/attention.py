@@ -34,7 +34,9 @@ def choose_attention(wanted: str, config: PretrainedConfig, device: torch.device
     """
     reason = _why_no_varlen(config, device, dtype)
     if wanted == "varlen" and reason is not None:
-        problem = Problem("model.attn_implementation=varlen", f"can't be used: {reason}.", "Set model.attn_implementation=auto.")
+        problem = Problem(
+            "model.attn_implementation=varlen", f"can't be used: {reason}.", "Set model.attn_implementation=auto."
+        )
         raise ConfigError([problem])
     if wanted == "varlen" or (wanted == "auto" and reason is None):
         AttentionInterface.register(VARLEN, varlen_attention)
@@ -107,7 +109,13 @@ def varlen_attention(
 
 
 def _varlen(
-    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int | None, scale: float | None, window: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: Tensor,
+    longest: int | None,
+    scale: float | None,
+    window: int | None,
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 

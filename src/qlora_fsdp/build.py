@@ -30,7 +30,9 @@ from qlora_fsdp.quantized import Format, QuantizedLinear, parse_storage
 
 PART_OF_SUFFIX = {"absmax": "scales", "nested_absmax": "nested_scales", "SCB": "scales"}
 IGNORED_SUFFIXES = ("quant_map", "nested_quant_map", "weight_format")
-QUANT_STATE = re.compile(r"^(?P<weight>.+\.weight)\.(?P<suffix>absmax|nested_absmax|quant_map|nested_quant_map|quant_state\.bitsandbytes__\w+)$")
+QUANT_STATE = re.compile(
+    r"^(?P<weight>.+\.weight)\.(?P<suffix>absmax|nested_absmax|quant_map|nested_quant_map|quant_state\.bitsandbytes__\w+)$"
+)
 INT8_STATE = re.compile(r"^(?P<module>.+)\.(?P<suffix>SCB|weight_format)$")
 NON_PERSISTENT = re.compile(r"rotary_emb\.inv_freq$|\.masked_bias$|\.attn\.bias$|\.position_ids$")
 
@@ -105,7 +107,9 @@ def _find_folder(config: ModelConfig, is_main: bool, wait: Callable[[], None]) -
     def download(local_only: bool) -> Path:
         patterns = ["*.safetensors", "*.json", "tokenizer*", "*.model", "*.jinja", "*.txt"]
         return Path(
-            snapshot_download(config.path, revision=config.revision, allow_patterns=patterns, local_files_only=local_only)
+            snapshot_download(
+                config.path, revision=config.revision, allow_patterns=patterns, local_files_only=local_only
+            )
         )
 
     failure: Exception | None = None
@@ -215,9 +219,7 @@ def _swap_chosen_linears(
         )
 
 
-def _swap_linears(
-    model: nn.Module, choose: Callable[[str, nn.Linear], Format | None], dtype: torch.dtype
-) -> None:
+def _swap_linears(model: nn.Module, choose: Callable[[str, nn.Linear], Format | None], dtype: torch.dtype) -> None:
     for name, layer in list(model.named_modules()):
         if type(layer) is not nn.Linear:
             continue

@@ -6,6 +6,8 @@ Everything here is a `UserError`: the command line prints its message once, on r
 
 from __future__ import annotations
 
+import signal
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,6 +16,7 @@ class UserError(Exception):
     """An error the user can fix: the message names the value, the reason and the setting to change."""
 
     exit_code = 2
+    is_shown = False  # another rank has printed it
 
 
 @dataclass(frozen=True)
@@ -72,3 +75,26 @@ class TrainingError(UserError):
     """Training can't go on: a NaN or infinite loss, or a parameter that gets no gradient."""
 
     exit_code = 5
+
+
+class RunFolderError(UserError):
+    """The run folder can't be written: no permission, read-only, or full."""
+
+
+class RankError(UserError):
+    """Another rank failed, is gone, or does not answer."""
+
+    exit_code = 6
+
+
+class Interrupted(UserError):
+    """A signal asked the run to end: SIGINT (Ctrl-C) or SIGTERM (a batch system, or torchrun once a rank has failed)."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"Interrupted by {signal.Signals(number).name}.")
+        self.exit_code = 128 + number
+
+
+def print_error(error: UserError) -> None:
+    """Show an error to the user, below whatever progress line is there."""
+    print(f"\nError: {error}", file=sys.stderr, flush=True)

@@ -75,7 +75,9 @@ def save_adapter(
         temporary = folder.with_name(f".{folder.name}.tmp")
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
-        save_file({k: v.contiguous() for k, v in tensors.items()}, temporary / "adapter_model.safetensors", {"format": "pt"})
+        save_file(
+            {k: v.contiguous() for k, v in tensors.items()}, temporary / "adapter_model.safetensors", {"format": "pt"}
+        )
         config.inference_mode, training_mode = True, config.inference_mode
         config.save_pretrained(str(temporary))
         config.inference_mode = training_mode

@@ -66,7 +66,9 @@ def prove_shards(model: nn.Module, units: Sequence[FSDPModule], processes: Proce
         unit.reshard()
     counts = torch.stack([count for _, count in counters]).tolist() if counters else []
     problems += [f"{name}: {int(n):,} bytes differ" for (name, _), n in zip(counters, counts, strict=True) if n]
-    everyone = [line for rank, lines in enumerate(processes.gather(problems)) for line in (f"rank {rank}: {p}" for p in lines)]
+    everyone = [
+        line for rank, lines in enumerate(processes.gather(problems)) for line in (f"rank {rank}: {p}" for p in lines)
+    ]
     if everyone:
         shown = "\n".join(f"  - {line}" for line in everyone[:20])
         raise ProofError(

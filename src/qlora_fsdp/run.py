@@ -135,9 +135,7 @@ def _run(config: Config, processes: Processes) -> dict[str, Any]:
         optimizer = make_optimizer(
             [p for p in model.parameters() if p.requires_grad], config.optim, config.training.learning_rate
         )
-        result = train(
-            model, optimizer, data.train, data.eval, config, split, flops, processes, journal, on_step
-        )
+        result = train(model, optimizer, data.train, data.eval, config, split, flops, processes, journal, on_step)
         save_adapter(model.model, folder / "adapter", tokenizer, settings, processes)
         summary |= {"status": "finished"} | describe(result) | {"seconds": time.perf_counter() - started}
     except BaseException as error:
@@ -174,7 +172,9 @@ def _log_data(data: PreparedData, num_steps: int, config: Config) -> None:
 
 def _load(built: BuiltModel, config: Config, processes: Processes, dtype: torch.dtype) -> None:
     total = sum(a.num_elements for a in built.assignments) * dtype.itemsize // processes.num_ranks
-    with tqdm(total=total, unit="B", unit_scale=True, desc="Loading", disable=not processes.is_main, leave=False) as bar:
+    with tqdm(
+        total=total, unit="B", unit_scale=True, desc="Loading", disable=not processes.is_main, leave=False
+    ) as bar:
         if config.model.weights is Weights.random:
             std = getattr(built.model.config, "initializer_range", 0.02)
             fill_randomly(built.assignments, processes.device, dtype, std, config.training.seed, bar.update)

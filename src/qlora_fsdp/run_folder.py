@@ -1,11 +1,11 @@
 """The run folder: what a run leaves behind. Only rank 0 writes.
 
-    config.yaml        every setting, resolved
-    environment.json   command, git commit, versions, GPUs
-    train.log          what the console showed
-    metrics.jsonl      a line a step, and a line an evaluation
-    summary.json       how the run ended, and its figures
-    adapter/           the result
+config.yaml        every setting, resolved
+environment.json   command, git commit, versions, GPUs
+train.log          what the console showed
+metrics.jsonl      a line a step, and a line an evaluation
+summary.json       how the run ended, and its figures
+adapter/           the result
 """
 
 from __future__ import annotations
@@ -28,7 +28,17 @@ from qlora_fsdp.config.compose import to_yaml
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.distributed import Processes
 
-PACKAGES = ("qlora-fsdp", "torch", "transformers", "accelerate", "peft", "bitsandbytes", "datasets", "hydra-core", "safetensors")
+PACKAGES = (
+    "qlora-fsdp",
+    "torch",
+    "transformers",
+    "accelerate",
+    "peft",
+    "bitsandbytes",
+    "datasets",
+    "hydra-core",
+    "safetensors",
+)
 
 log = logging.getLogger("qlora_fsdp")
 

@@ -111,7 +111,9 @@ def fill_randomly(
                 width = target[0].numel() if len(target) else 0
                 for start, rows in _random_rows(assignment.name, first, last, width, std, seed, device, dtype):
                     target[start - first : start - first + len(rows)].copy_(rows.view(-1, *target.shape[1:]))
-        on_progress((last - first) * (assignment.num_elements // max(1, assignment.parameter.shape[0])) * dtype.itemsize)
+        on_progress(
+            (last - first) * (assignment.num_elements // max(1, assignment.parameter.shape[0])) * dtype.itemsize
+        )
 
 
 def _random_rows(

@@ -60,7 +60,10 @@ class _Piece:
 
 
 def run_requests(
-    requests: Sequence[Request], device: torch.device, on_progress: Callable[[int], None], num_readers: int = MAX_READERS
+    requests: Sequence[Request],
+    device: torch.device,
+    on_progress: Callable[[int], None],
+    num_readers: int = MAX_READERS,
 ) -> None:
     """Serve all requests in order.
 

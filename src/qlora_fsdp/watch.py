@@ -1,0 +1,227 @@
+"""Ends a run on all ranks when one fails, with one message that says which and why.
+
+A rank that waits in a collective runs no Python: it sees neither a signal nor that another rank is gone. So each rank has a
+thread that looks for both, and for what other ranks say, through the store the processes met at (no collective is needed):
+
+    failure      the first failure of any rank; what follows from it on other ranks is not worth a message
+    shown        rank 0 has printed it
+    lost/<rank>  this rank has lost contact: it is not the one that is stuck
+
+The thread ends no healthy run: it acts on a signal, on another rank's word, or on the end of another process of this host.
+"""
+
+from __future__ import annotations
+
+import _thread
+import json
+import os
+import platform
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from types import FrameType
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from qlora_fsdp.distributed import Processes
+from qlora_fsdp.errors import Interrupted, RankError, UserError, print_error
+
+POLL_SECONDS = 1.0
+ANSWER_SECONDS = 10.0  # for the other ranks to say that they failed, or printed
+UNWIND_SECONDS = 5.0  # for the main thread to notice by itself; torchrun kills 30 s after its SIGTERM
+CLEAN_UP_SECONDS = 20.0  # for it to close what is open
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why the run ends: the failing rank, and its message."""
+
+    rank: int
+    text: str
+    exit_code: int
+
+
+class Watch:
+    """From its start on, signals and failures of other ranks end this rank too.
+
+    Args:
+        processes: all ranks take part in the start.
+        record: called once with the message of a failure, on the lowest rank that is left.
+    """
+
+    def __init__(self, processes: Processes, record: Callable[[str], None]) -> None:
+        self.rank, self.num_ranks, self.record = processes.rank, processes.num_ranks, record
+        self.store = dist.PrefixStore("watch", processes.store.clone() if self.num_ranks > 1 else processes.store)
+        host = (platform.node(), os.stat("/proc/self/ns/pid").st_ino)
+        self.places: list[tuple[tuple[str, int], int]] = processes.gather((host, os.getpid()))
+        self.neighbours = {
+            rank: psutil.Process(pid)
+            for rank, (where, pid) in enumerate(self.places)
+            if where == host and rank != self.rank
+        }
+        self._unwinding, self._stopped = threading.Event(), threading.Event()
+        self._read_end, self._write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._handlers = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+        signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
+        os.register_at_fork(after_in_child=self._restore_signals)  # a worker process is none of ours
+        threading.Thread(target=self._work, name="watch", daemon=True).start()
+
+    def stop(self) -> None:
+        """Watch no more: the run is over on this rank."""
+        self._stopped.set()
+        self._restore_signals()
+
+    def explain(self, error: BaseException) -> BaseException:
+        """What ended the run, given what was raised on this rank; tells the other ranks, and records it.
+
+        Returns:
+            `error` itself where it is the first failure of any rank, else a RankError that names that rank. Its `is_shown` says
+            that another rank has printed it.
+        """
+        self._unwinding.set()
+        gone: list[int] = []
+        try:
+            if isinstance(error, Interrupted) or _is_lost_contact(error):
+                first, gone = self._find_cause(error)
+            else:
+                first = self._tell(_describe(error), getattr(error, "exit_code", 1))
+            shows = self.rank == min(rank for rank in range(self.num_ranks) if rank not in gone)
+        except (dist.DistError, RuntimeError) as store_error:  # where rank 0 holds the store, it goes with rank 0
+            first = Failure(
+                0, f"rank 0 is gone: its store can't be reached ({_first_line(store_error)}).", RankError.exit_code
+            )
+            shows = self.rank == min(1, self.num_ranks - 1)
+        if shows:
+            self.record(first.text)
+        if first.rank == self.rank or (isinstance(error, UserError) and str(error) == first.text):
+            result = error
+        else:
+            result = RankError(first.text if first.rank in gone else f"rank {first.rank}: {first.text}")
+            result.exit_code = first.exit_code
+        if isinstance(result, UserError):
+            result.is_shown = self._await_shown(shows)
+        return result
+
+    def _tell(self, text: str, exit_code: int) -> Failure:
+        """Tell all ranks of a failure; the first that was told."""
+        mine = json.dumps(asdict(Failure(self.rank, text, exit_code)))
+        return Failure(**json.loads(self.store.compare_set("failure", "", mine)))
+
+    def _told(self) -> Failure | None:
+        return Failure(**json.loads(self.store.get("failure"))) if self.store.check(["failure"]) else None
+
+    def _find_cause(self, error: BaseException) -> tuple[Failure, list[int]]:
+        """Look for the failure of another rank behind a signal or a lost connection; and the ranks that are gone."""
+        self.store.set(f"lost/{self.rank}", "")
+        deadline = time.monotonic() + ANSWER_SECONDS
+        while True:
+            gone = self._gone()
+            if (told := self._told()) is not None:
+                return told, gone
+            if gone:
+                return self._tell_of(gone, "ended without a word: killed, or out of memory"), gone
+            if isinstance(error, Interrupted):
+                return self._tell(str(error), error.exit_code), []
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.1)
+        silent = [rank for rank in range(self.num_ranks) if not self.store.check([f"lost/{rank}"])]
+        if silent:
+            return self._tell_of(silent, f"does not answer ({_first_line(error)})"), silent
+        return self._tell(f"The ranks lost contact with one another: {_first_line(error)}.", RankError.exit_code), []
+
+    def _gone(self) -> list[int]:
+        """Ranks of this host whose process has ended."""
+        return [rank for rank, process in self.neighbours.items() if _state(process) in (psutil.STATUS_ZOMBIE, None)]
+
+    def _tell_of(self, ranks: list[int], what: str) -> Failure:
+        lines = []
+        for rank in ranks:
+            (host, _), pid = self.places[rank]
+            state = _state(self.neighbours[rank]) if rank in self.neighbours else None
+            lines.append(f"rank {rank} is gone: process {pid} on {host} {what}{f', and is {state}' if state else ''}.")
+        told = self._tell("\n".join(lines), RankError.exit_code)
+        return Failure(ranks[0], told.text, told.exit_code) if told.rank == self.rank else told
+
+    def _await_shown(self, shows: bool) -> bool:
+        """Say that this rank shows the failure, or wait for the one that does; whether that has."""
+        with suppress(dist.DistError, RuntimeError):
+            if shows:
+                self.store.set("shown", "")
+                return False
+            deadline = time.monotonic() + ANSWER_SECONDS
+            while time.monotonic() < deadline:
+                if self.store.check(["shown"]):
+                    return True
+                time.sleep(0.1)
+        return False
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        for other in SIGNALS:
+            signal.signal(other, signal.SIG_IGN)  # a second one would break off the cleaning up
+        raise Interrupted(number)
+
+    def _restore_signals(self) -> None:
+        signal.set_wakeup_fd(-1)
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+
+    def _work(self) -> None:
+        """The thread: wait for a cause to end, give the main thread time to do it, and else end the process from here."""
+        number = None
+        while number is None:
+            ready, _, _ = select.select([self._read_end], [], [], POLL_SECONDS)
+            if self._stopped.is_set():
+                return
+            if ready:
+                number = os.read(self._read_end, 1)[0]
+            elif self.num_ranks > 1 and self._has_failed():
+                number = int(signal.SIGTERM)
+                _thread.interrupt_main(number)
+        if self._unwinding.wait(UNWIND_SECONDS):
+            self._stopped.wait(CLEAN_UP_SECONDS)
+        if self._stopped.is_set():
+            return
+        is_explained = self._unwinding.is_set()
+        error = Interrupted(number) if is_explained else self.explain(Interrupted(number))
+        if not is_explained and isinstance(error, UserError) and not error.is_shown:
+            print_error(error)
+        sys.stdout.flush()
+        os._exit(getattr(error, "exit_code", 1))
+
+    def _has_failed(self) -> bool:
+        try:
+            return bool(self._gone()) or self._told() is not None
+        except (dist.DistError, RuntimeError):
+            return False  # the store's host is busy, or gone: collectives will tell
+
+
+def _state(process: psutil.Process) -> str | None:
+    try:
+        return str(process.status()) if process.is_running() else None
+    except psutil.NoSuchProcess:
+        return None
+
+
+def _is_lost_contact(error: BaseException) -> bool:
+    """Whether a collective failed because another rank is gone or late."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+
+
+def _describe(error: BaseException) -> str:
+    if isinstance(error, UserError):
+        return str(error)
+    return f"failed with {type(error).__name__}: {_first_line(error)} Its traceback is in its output."
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]
