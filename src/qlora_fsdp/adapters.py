@@ -44,7 +44,7 @@ def apply_adapters(model: PreTrainedModel, config: LoraConfig, task_type: str = 
         lora_dropout=config.lora_dropout,
         use_rslora=config.use_rslora,
         use_dora=config.use_dora,
-        target_modules=config.target_modules,
+        target_modules=_targets(model, config),
         exclude_modules=config.exclude_modules,
         modules_to_save=config.modules_to_save,
         rank_pattern=dict(config.rank_pattern),
@@ -63,6 +63,16 @@ def apply_adapters(model: PreTrainedModel, config: LoraConfig, task_type: str = 
         if isinstance(module, (LoraLayer, DoraLinearLayer)):
             _to_fp32(module)
     return wrapped  # type: ignore[no-any-return]
+
+
+def _targets(model: PreTrainedModel, config: LoraConfig) -> Any:
+    """`target_modules`, kept to the text decoder of a multimodal model, whose towers have layers of the same names."""
+    decoder = model.get_decoder()
+    name = next(name for name, module in model.named_modules() if module is decoder)
+    if decoder is getattr(model, model.base_model_prefix, None) or config.target_modules != "all-linear":
+        return config.target_modules
+    endings = sorted({n.rsplit(".", 1)[-1] for n, module in decoder.named_modules() if isinstance(module, nn.Linear)})
+    return rf"{re.escape(name)}\..*\.({'|'.join(endings)})"
 
 
 def trainable_names(model: nn.Module) -> list[str]:

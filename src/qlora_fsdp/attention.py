@@ -32,6 +32,7 @@ def choose_attention(wanted: str, config: PretrainedConfig, device: torch.device
     Raises:
         ConfigError: `varlen` was asked for and can't run this model here.
     """
+    config = config.get_text_config()
     reason = _why_no_varlen(config, device, dtype)
     if wanted == "varlen" and reason is not None:
         problem = Problem(

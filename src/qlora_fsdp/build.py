@@ -159,10 +159,12 @@ def build_model(
         model = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
         )
+    dropped = _drop_towers(model)
     model.tie_weights()  # on meta, ties made while building are lost
     model.config.use_cache = False
     keys = _map_keys(model, files.tensors)
-    notes: list[str] = []
+    keys = {key: stored for key, stored in keys.items() if not key.startswith(tuple(f"{name}." for name in dropped))}
+    notes = [f"only the text part of {type(model).__name__} is used: {', '.join(dropped)} left out"] if dropped else []
     formats = _stored_formats(keys, quant) if stored_quant is not None else {}
     if stored_quant is not None:
         found = {(f.quant_type, f.double_quant) for f in formats.values()}
@@ -179,6 +181,24 @@ def build_model(
     model.requires_grad_(False)
     assignments = _assign(model, keys, random=not files.tensors)
     return BuiltModel(model, assignments, format, notes)
+
+
+def _drop_towers(model: PreTrainedModel) -> list[str]:
+    """Take the towers for images and sound out of a multimodal model, whose adapter is then one for its text decoder.
+
+    Returns:
+        Names of what was taken out; none for a model of text alone.
+    """
+    decoder = model.get_decoder()
+    name = next(name for name, module in model.named_modules() if module is decoder)
+    parent_name = name.rpartition(".")[0]
+    if decoder is getattr(model, model.base_model_prefix, None) or not parent_name:
+        return []
+    parent = model.get_submodule(parent_name)
+    others = [child for child, module in parent.named_children() if module is not decoder]
+    for child in others:
+        setattr(parent, child, nn.Identity())
+    return [f"{parent_name}.{child}" for child in others]
 
 
 def choose_format(quant: QuantConfig) -> Format | None:

@@ -31,7 +31,7 @@ class CausalLM(nn.Module):
         super().__init__()
         self.model = model
         base: PreTrainedModel = model.get_base_model()
-        config = base.config
+        config = base.config.get_text_config()
         self.splits_head = config.model_type in PACKED_FAMILIES
         if self.splits_head:
             attach_loss(base.get_output_embeddings(), getattr(config, "final_logit_softcapping", None))
@@ -62,8 +62,7 @@ class CausalLM(nn.Module):
                 "max_length_k": batch.max_row_length,
             }
         if self.splits_head:
-            backbone = getattr(self.base, self.base.base_model_prefix)
-            hidden = backbone(**inputs).last_hidden_state
+            hidden = self.base.get_decoder()(**inputs).last_hidden_state
             return self.base.get_output_embeddings()(hidden, batch.targets)  # type: ignore[no-any-return]
         logits = self.base(**inputs).logits.float()
         return nn.functional.cross_entropy(

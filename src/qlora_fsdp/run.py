@@ -75,13 +75,13 @@ def _run(config: Config, processes: Processes) -> dict[str, Any]:
     model = CausalLM(apply_adapters(built.model, config.lora))
     num_recomputed = checkpoint_activations(model, config.memory)
     sizes = count_bytes(model, processes.rank, processes.num_ranks)
-    flops = count_flops(model, files.config)
+    flops = count_flops(model, files.config.get_text_config())
     for note in built.notes:
         log.info(f"Note: {note}")
     log.info(
-        f"Model: {config.model.path or config.model.name}, {sizes.num_base / 1e9:.2f} B parameters, "
+        f"Model: {config.model.path or config.model.name}, {_count(sizes.num_base)} parameters, "
         f"{built.format.quant_type if built.format else 'not quantized'}, {attention} attention; "
-        f"training {sizes.num_trainable / 1e6:.1f} M in {len(trainable_names(model))} tensors, "
+        f"training {_count(sizes.num_trainable)} in {len(trainable_names(model))} tensors, "
         f"recomputing {num_recomputed} of {len(model.layers)} layers"
     )
 
@@ -108,7 +108,7 @@ def _run(config: Config, processes: Processes) -> dict[str, Any]:
     proof = prove_shards(model, units, processes, int(os.environ.get("WORLD_SIZE", 1)))
     proof_seconds = time.perf_counter() - proof_started
     log.info(
-        f"Loaded in {load_seconds:.1f} s; proved {proof.num_bytes / 2**30:.2f} GiB in {proof.num_tensors} gathered tensors, "
+        f"Loaded in {load_seconds:.1f} s; proved {_bytes(proof.num_bytes)} in {proof.num_tensors} gathered tensors, "
         f"0 bytes differ, in {proof_seconds:.1f} s"
     )
 
@@ -154,6 +154,14 @@ def _complete(world: World, processes: Processes) -> World:
     cuda = processes.device.type == "cuda"
     has_bf16 = not cuda or torch.cuda.is_bf16_supported(including_emulation=False)
     return replace(world, device_type="cuda" if cuda else "cpu", has_bf16=has_bf16)
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e9:.2f} B" if number >= 1e8 else f"{number / 1e6:.2f} M"
+
+
+def _bytes(number: int) -> str:
+    return f"{number / 2**30:.2f} GiB" if number >= 2**29 else f"{number / 2**20:.1f} MiB"
 
 
 def _find_tokenizer(config: Config, files: ModelFiles) -> PreTrainedTokenizerBase:

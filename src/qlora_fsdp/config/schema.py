@@ -249,7 +249,7 @@ class OptimConfig:
 class TrainingConfig:
     # Tokens a sequence, at most.
     max_length: int = 2048
-    # Optimizer steps. null: num_epochs over the data. If both are set, the first reached ends the run.
+    # Optimizer steps. null: num_epochs over the data. Wins over num_epochs: the data is repeated as often as needed.
     max_steps: int | None = None
     # Passes over the data.
     num_epochs: float = 1.0
