@@ -1,8 +1,8 @@
 """The processes of a run: who this one is, its device, and how it meets the others.
 
-`accelerate launch`, `torchrun` and SLURM wrappers describe the processes in the environment (RANK, WORLD_SIZE, LOCAL_RANK, ...); a
-plain `python -m` is one process. Both `gloo` for CPU tensors and, on GPUs, `nccl` are started, because offloaded gradients and
-objects travel over gloo.
+`accelerate launch`, `torchrun` and SLURM wrappers describe the processes in the environment (RANK, WORLD_SIZE,
+LOCAL_RANK, ...); a plain `python -m` is one process. Both `gloo` for CPU tensors and, on GPUs, `nccl` are started, because
+offloaded gradients and objects travel over gloo.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from qlora_fsdp.errors import DeviceError
+from qlora_fsdp.errors import DeviceError, RankError
+
+PATIENCE = timedelta(days=7)
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,8 @@ class Processes:
         local_rank: 0 to local_num_ranks - 1, on this node; also the GPU's index.
         local_num_ranks: processes on this node.
         device: where this process computes.
+        store: the key-value store they met at; works when no collective does.
+        patient_group: for waits that may take hours, which are no sign that a rank is stuck.
     """
 
     rank: int
@@ -35,6 +39,8 @@ class Processes:
     local_rank: int
     local_num_ranks: int
     device: torch.device
+    store: dist.Store
+    patient_group: dist.ProcessGroup | None = None
 
     @property
     def is_main(self) -> bool:
@@ -46,9 +52,9 @@ class Processes:
         """Whether this process does what is done once a node."""
         return self.local_rank == 0
 
-    def wait(self) -> None:
-        """A barrier over all processes; it never touches a GPU."""
-        dist.all_reduce(torch.zeros(1))
+    def wait(self, patiently: bool = False) -> None:
+        """A barrier over all processes; it never touches a GPU. Patiently: without distributed.timeout_seconds."""
+        dist.all_reduce(torch.zeros(1), group=self.patient_group if patiently else None)
 
     def share(self, value: Any) -> Any:
         """Rank 0's value, on every rank."""
@@ -56,10 +62,10 @@ class Processes:
         dist.broadcast_object_list(values, src=0, device=torch.device("cpu"))
         return values[0]
 
-    def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, by rank, on every rank."""
+    def gather(self, value: Any, patiently: bool = False) -> list[Any]:
+        """Every rank's value, by rank, on every rank. Patiently: without distributed.timeout_seconds."""
         values: list[Any] = [None] * self.num_ranks
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=self.patient_group if patiently else None)
         return values
 
     def sum(self, values: list[float]) -> list[float]:
@@ -84,6 +90,7 @@ def start_processes(timeout_seconds: int, use_cpu: bool = False) -> Processes:
 
     Raises:
         DeviceError: fewer GPUs than processes on this node.
+        RankError: the processes did not meet.
     """
     rank, num_ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
@@ -98,11 +105,20 @@ def start_processes(timeout_seconds: int, use_cpu: bool = False) -> Processes:
             )
         torch.cuda.set_device(local_rank)
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
-    options: dict[str, Any] = {"timeout": timedelta(seconds=timeout_seconds)}
-    if "RANK" not in os.environ:
-        options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", **options)
-    return Processes(rank, num_ranks, local_rank, local_num_ranks, device)
+    timeout = timedelta(seconds=timeout_seconds)
+    try:
+        store = next(dist.rendezvous("env://", timeout=timeout))[0] if "RANK" in os.environ else dist.HashStore()
+        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=timeout)
+        patient_group = dist.new_group(backend="gloo", timeout=PATIENCE)
+    except (dist.DistError, RuntimeError) as error:
+        raise RankError(
+            f"Rank {rank}: the {num_ranks} processes did not meet at MASTER_ADDR={os.environ.get('MASTER_ADDR')}, "
+            f"MASTER_PORT={os.environ.get('MASTER_PORT')} within distributed.timeout_seconds={timeout_seconds}: "
+            f"{str(error).strip().partition(chr(10))[0]} Check that all were started, and that these are the same "
+            "everywhere."
+        ) from error
+    return Processes(rank, num_ranks, local_rank, local_num_ranks, device, store, patient_group)
 
 
 def stop_processes() -> None:

@@ -1,7 +1,7 @@
 """The errors a user can cause, and how each is shown.
 
-Everything here is a `UserError`: the command line prints its message once, on rank 0, without a traceback, and exits with
-`exit_code`. Anything else that escapes is a bug of ours and keeps its traceback.
+Everything here is a `UserError`: the command line prints its message once, on rank 0, without a traceback, and exits
+with `exit_code`. Anything else that escapes is a bug of ours and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class RankError(UserError):
 
 
 class Interrupted(UserError):
-    """A signal asked the run to end: SIGINT (Ctrl-C) or SIGTERM (a batch system, or torchrun once a rank has failed)."""
+    """A signal ended the run: SIGINT (Ctrl-C) or SIGTERM (a batch system, or torchrun once a rank has failed)."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"Interrupted by {signal.Signals(number).name}.")

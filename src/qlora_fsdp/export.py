@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from qlora_fsdp import __version__
 from qlora_fsdp.adapters import ADAPTER
 from qlora_fsdp.distributed import Processes
+from qlora_fsdp.run_folder import writing
 from qlora_fsdp.shards import gather_rows, local_tensor, shard_group
 
 CARD = """---
@@ -66,27 +67,38 @@ def save_adapter(
         processes: all ranks take part; rank 0 writes.
 
     Raises:
-        OSError: the folder can't be written; what was there before is untouched.
+        RunFolderError: the folder can't be written; what was there before is untouched.
     """
     state = gather_trainable(model, processes)
     if processes.is_main:
-        config = model.peft_config[ADAPTER]
-        tensors = peft.get_peft_model_state_dict(model, state_dict=state, save_embedding_layers=False)
-        temporary = folder.with_name(f".{folder.name}.tmp")
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        save_file(
-            {k: v.contiguous() for k, v in tensors.items()}, temporary / "adapter_model.safetensors", {"format": "pt"}
-        )
-        config.inference_mode, training_mode = True, config.inference_mode
-        config.save_pretrained(str(temporary))
-        config.inference_mode = training_mode
-        if tokenizer is not None:
-            tokenizer.save_pretrained(str(temporary))
-        base = config.base_model_name_or_path or "the base model"
-        (temporary / "README.md").write_text(CARD.format(base=base, version=__version__, settings=settings))
-        replace_folder(temporary, folder)
+        with writing(folder.parent):
+            _write_adapter(model, state, folder, tokenizer, settings)
     processes.wait()
+
+
+def _write_adapter(
+    model: peft.PeftModel,
+    state: dict[str, Tensor],
+    folder: Path,
+    tokenizer: PreTrainedTokenizerBase | None,
+    settings: str,
+) -> None:
+    config = model.peft_config[ADAPTER]
+    tensors = peft.get_peft_model_state_dict(model, state_dict=state, save_embedding_layers=False)
+    temporary = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    save_file(
+        {k: v.contiguous() for k, v in tensors.items()}, temporary / "adapter_model.safetensors", {"format": "pt"}
+    )
+    config.inference_mode, training_mode = True, config.inference_mode
+    config.save_pretrained(str(temporary))
+    config.inference_mode = training_mode
+    if tokenizer is not None:
+        tokenizer.save_pretrained(str(temporary))
+    base = config.base_model_name_or_path or "the base model"
+    (temporary / "README.md").write_text(CARD.format(base=base, version=__version__, settings=settings))
+    replace_folder(temporary, folder)
 
 
 def replace_folder(new: Path, target: Path) -> None:

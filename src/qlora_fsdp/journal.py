@@ -14,7 +14,7 @@ import yaml
 
 from qlora_fsdp.config.compose import to_yaml
 from qlora_fsdp.config.schema import Config, WandbMode
-from qlora_fsdp.run_folder import log
+from qlora_fsdp.run_folder import log, writing
 
 SECONDS_BETWEEN_LINES = 10.0  # of a console that is no terminal, e.g. a batch job's log
 
@@ -30,7 +30,7 @@ class Journal:
     """
 
     def __init__(self, folder: Path, config: Config, num_steps: int, is_main: bool) -> None:
-        self.is_main, self.num_steps = is_main, num_steps
+        self.folder, self.is_main, self.num_steps = folder, is_main, num_steps
         self.started = self.last_line = time.monotonic()
         self.is_terminal = sys.stdout.isatty()
         self.metrics = (folder / "metrics.jsonl").open("a", buffering=1) if is_main else None
@@ -66,7 +66,8 @@ class Journal:
 
     def _write(self, figures: dict[str, Any]) -> None:
         if self.metrics is not None:
-            self.metrics.write(json.dumps(figures) + "\n")
+            with writing(self.folder):
+                self.metrics.write(json.dumps(figures) + "\n")
         if self.wandb is not None:
             self.wandb.log({k: v for k, v in figures.items() if v is not None}, step=figures["step"])
 

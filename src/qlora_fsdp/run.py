@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,17 +24,19 @@ from qlora_fsdp.config.world import World
 from qlora_fsdp.data.prepare import PreparedData, prepare_data
 from qlora_fsdp.data.tokenizer import byte_tokenizer, load_tokenizer
 from qlora_fsdp.distributed import Processes, start_processes, stop_processes
-from qlora_fsdp.errors import UserError
+from qlora_fsdp.errors import DeviceError, Interrupted, UserError
 from qlora_fsdp.export import save_adapter
 from qlora_fsdp.hardware import choose_dtype, gpu_peak_gib, host_rss_now_gib
 from qlora_fsdp.journal import Journal
+from qlora_fsdp.kernels import use_fused_kernels
 from qlora_fsdp.load.fill import fill_from_files, fill_randomly
 from qlora_fsdp.loop import describe, train
 from qlora_fsdp.optim import make_optimizer
 from qlora_fsdp.plan import count_bytes, count_flops, dtype_name, split_batches
 from qlora_fsdp.prove import prove_shards
-from qlora_fsdp.run_folder import log, open_run_folder, write_json
+from qlora_fsdp.run_folder import log, open_run_folder, write_json, writing
 from qlora_fsdp.shard import place_model, shard_model
+from qlora_fsdp.watch import Watch
 
 
 def run(config: Config, world: World) -> dict[str, Any]:
@@ -45,24 +50,32 @@ def run(config: Config, world: World) -> dict[str, Any]:
     """
     use_cpu = os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1")
     processes = start_processes(config.distributed.timeout_seconds, use_cpu)
+    watch = Watch(processes)
+    summary: dict[str, Any] = {"status": "running", "num_ranks": processes.num_ranks}
     try:
         check(config, _complete(world, processes))
-        return _run(config, processes)
+        folder = open_run_folder(config, processes)
+        watch.record = partial(_record_failure, folder, summary)
+        _run(config, processes, folder, summary)
+    except BaseException as error:
+        raise watch.explain(_with_advice(error)) from error
     finally:
         stop_processes()
+        watch.stop()
+    return summary
 
 
-def _run(config: Config, processes: Processes) -> dict[str, Any]:
+def _run(config: Config, processes: Processes, folder: Path, summary: dict[str, Any]) -> None:
     device, started = processes.device, time.perf_counter()
     torch.manual_seed(config.training.seed + processes.rank)  # dropout; weights and data have seeds of their own
     dtype = choose_dtype(config.training.precision, device)
-    folder = open_run_folder(config, processes)
     log.info(f"Run {config.run.name}: {processes.num_ranks} ranks on {device.type}, {dtype_name(dtype)}, in {folder}")
 
     # What is to be trained, on meta: nothing large exists yet.
-    files = find_model(config.model, processes.is_local_main, processes.wait)
+    files = find_model(config.model, processes.is_local_main, lambda: processes.wait(patiently=True))
     tokenizer = _find_tokenizer(config, files)
     attention = choose_attention(config.model.attn_implementation.value, files.config, device, dtype)
+    fused = use_fused_kernels(config.kernels, files.config.get_text_config().model_type, device)
     built = build_model(
         files,
         config.quant,
@@ -80,7 +93,8 @@ def _run(config: Config, processes: Processes) -> dict[str, Any]:
         log.info(f"Note: {note}")
     log.info(
         f"Model: {config.model.path or config.model.name}, {_count(sizes.num_base)} parameters, "
-        f"{built.format.quant_type if built.format else 'not quantized'}, {attention} attention; "
+        f"{built.format.quant_type if built.format else 'not quantized'}, {attention} attention, "
+        f"Liger kernels: {', '.join(fused) or 'none'}; "
         f"training {_count(sizes.num_trainable)} in {len(trainable_names(model))} tensors, "
         f"recomputing {num_recomputed} of {len(model.layers)} layers"
     )
@@ -90,7 +104,7 @@ def _run(config: Config, processes: Processes) -> dict[str, Any]:
         config,
         tokenizer,
         is_main=processes.is_local_main,
-        wait=lambda error: next((e for e in processes.gather(error) if e is not None), None),
+        wait=lambda error: next((e for e in processes.gather(error, patiently=True) if e is not None), None),
         vocab_size=files.config.get_text_config().vocab_size,
     )
     split = split_batches(config.training, processes.num_ranks, len(data.train))
@@ -112,9 +126,7 @@ def _run(config: Config, processes: Processes) -> dict[str, Any]:
         f"0 bytes differ, in {proof_seconds:.1f} s"
     )
 
-    summary: dict[str, Any] = {
-        "status": "running",
-        "num_ranks": processes.num_ranks,
+    summary |= {
         "load_seconds": load_seconds,
         "load_gpu_peak_gib": load_peak,
         "load_host_gib": host_rss_now_gib(),
@@ -138,15 +150,29 @@ def _run(config: Config, processes: Processes) -> dict[str, Any]:
         result = train(model, optimizer, data.train, data.eval, config, split, flops, processes, journal, on_step)
         save_adapter(model.model, folder / "adapter", tokenizer, settings, processes)
         summary |= {"status": "finished"} | describe(result) | {"seconds": time.perf_counter() - started}
-    except BaseException as error:
-        summary |= {"status": "failed", "error": str(error) if isinstance(error, UserError) else repr(error)}
-        raise
     finally:
         journal.close(summary)
-        if processes.is_main:
+    if processes.is_main:
+        with writing(folder):
             write_json(folder / "summary.json", summary)
     log.info(f"Finished in {summary['seconds']:.1f} s. The adapter is in {folder / 'adapter'}")
-    return summary
+
+
+def _record_failure(folder: Path, summary: dict[str, Any], error: BaseException) -> None:
+    status = "interrupted" if isinstance(error, Interrupted) else "failed"
+    text = str(error) if isinstance(error, UserError) else repr(error)
+    with suppress(OSError):  # the folder may be what failed
+        write_json(folder / "summary.json", summary | {"status": status, "error": text})
+
+
+def _with_advice(error: BaseException) -> BaseException:
+    """Errors of libraries that a setting can cure, as ours."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return DeviceError(
+            f"The GPU is out of memory: {str(error).partition('. ')[0]}. Set training.micro_batch_size or training.max_length lower, "
+            "memory=recompute, or fsdp=offload; or use more GPUs."
+        )
+    return error
 
 
 def _complete(world: World, processes: Processes) -> World:

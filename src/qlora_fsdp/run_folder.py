@@ -18,15 +18,19 @@ import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from qlora_fsdp.config.compose import to_yaml
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.distributed import Processes
+from qlora_fsdp.errors import RunFolderError
 
 PACKAGES = (
     "qlora-fsdp",
@@ -48,16 +52,20 @@ def open_run_folder(config: Config, processes: Processes) -> Path:
 
     Returns:
         The folder, the same on every rank: rank 0's word counts, whatever the others' clocks or folders are.
+
+    Raises:
+        RunFolderError: it can't be written.
     """
     folder = Path(processes.share(str(Path(config.run.folder).expanduser().resolve())))
     handlers: list[logging.Handler] = []
     if processes.is_main:
-        folder.mkdir(parents=True, exist_ok=True)
-        for stale in ("metrics.jsonl", "summary.json", "train.log"):
-            (folder / stale).unlink(missing_ok=True)
-        write_atomically(folder / "config.yaml", to_yaml(config))
-        write_json(folder / "environment.json", describe_environment(processes))
-        handlers = [logging.StreamHandler(sys.stdout), logging.FileHandler(folder / "train.log")]
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            for stale in ("metrics.jsonl", "summary.json", "train.log"):
+                (folder / stale).unlink(missing_ok=True)
+            write_atomically(folder / "config.yaml", to_yaml(config))
+            write_json(folder / "environment.json", describe_environment(processes))
+            handlers = [logging.StreamHandler(sys.stdout), logging.FileHandler(folder / "train.log")]
     log.handlers[:] = handlers or [logging.NullHandler()]
     for handler in log.handlers:
         handler.setFormatter(logging.Formatter("%(message)s"))
@@ -71,7 +79,7 @@ def describe_environment(processes: Processes) -> dict[str, Any]:
     cuda = processes.device.type == "cuda"
     return {
         "command": shlex.join([sys.executable, *sys.orig_argv[1:]]),
-        "folder": os.getcwd(),
+        "folder": str(Path.cwd()),
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "git_commit": _git_commit(),
         "host": platform.node(),
@@ -83,6 +91,21 @@ def describe_environment(processes: Processes) -> dict[str, Any]:
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda else [],
         "cpu_count": os.cpu_count(),
     }
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Around what is written to the run folder: a failure names the setting.
+
+    Raises:
+        RunFolderError: no permission, read-only, or full.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise RunFolderError(
+            f"run.folder={folder} can't be written: {error}. Free space there, or set run.folder to a folder that you may write to."
+        ) from error
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -5,25 +5,25 @@ config -> processes -> build (meta) -> adapt -> shard -> load -> prove -> data -
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+import time
 from collections.abc import Sequence
+from pathlib import Path
 
+from qlora_fsdp.config.check_settings import check_settings
 from qlora_fsdp.config.compose import load_config
-from qlora_fsdp.config.schema import Config
-from qlora_fsdp.config.validate import check_settings
+from qlora_fsdp.config.launch_environment import check_launch_environment
 from qlora_fsdp.config.world import World
-from qlora_fsdp.errors import ConfigError, UserError
+from qlora_fsdp.errors import ConfigError, UserError, print_error
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse, check, run. Returns the exit code: 0, or that of the `UserError` which rank 0 has printed."""
-    is_main = os.environ.get("RANK", "0") == "0"
+    """Parse, check, run. Returns the exit code: 0, or that of the `UserError` that has been printed."""
     try:
         config = load_config(sys.argv[1:] if argv is None else argv)
         world = World.from_environment(os.environ)
-        from qlora_fsdp.config.launch_environment import check_launch_environment
-
         problems = [*check_settings(config), *check_launch_environment(config, os.environ)]
         if problems:
             raise ConfigError(problems)
@@ -31,10 +31,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         run(config, world)
     except UserError as error:
-        if is_main:
-            print(f"\nError: {error}", file=sys.stderr, flush=True)
+        # Until the processes meet, the ranks of a node all find the same, and nodes can't know of one another.
+        if not error.is_shown and os.environ.get("LOCAL_RANK", "0") == "0":
+            print_error(error)
+        _tell_launcher(error)
         return error.exit_code
     return 0
+
+
+def _tell_launcher(error: UserError) -> None:
+    """Let torchrun's report of the failed processes end with the reason, not with a link to its documentation."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file is not None:
+        message = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        Path(file).write_text(
+            json.dumps({"message": {"message": message, "extraInfo": {"timestamp": int(time.time())}}})
+        )
 
 
 if __name__ == "__main__":

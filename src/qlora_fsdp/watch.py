@@ -4,7 +4,7 @@ A rank that waits in a collective runs no Python: it sees neither a signal nor t
 thread that looks for both, and for what other ranks say, through the store the processes met at (no collective is needed):
 
     failure      the first failure of any rank; what follows from it on other ranks is not worth a message
-    shown        rank 0 has printed it
+    shown        it has been printed
     lost/<rank>  this rank has lost contact: it is not the one that is stuck
 
 The thread ends no healthy run: it acts on a signal, on another rank's word, or on the end of another process of this host.
@@ -27,7 +27,6 @@ from dataclasses import asdict, dataclass
 from types import FrameType
 
 import psutil
-import torch
 import torch.distributed as dist
 
 from qlora_fsdp.distributed import Processes
@@ -43,11 +42,19 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @dataclass(frozen=True)
 class Failure:
-    """Why the run ends: the failing rank, and its message."""
+    """Why the run ends.
+
+    Attributes:
+        rank: the rank that tells it.
+        text: its message.
+        exit_code: of every rank.
+        is_of_others: the message is about other ranks, which can't tell it themselves.
+    """
 
     rank: int
     text: str
     exit_code: int
+    is_of_others: bool = False
 
 
 class Watch:
@@ -55,12 +62,16 @@ class Watch:
 
     Args:
         processes: all ranks take part in the start.
-        record: called once with the message of a failure, on the lowest rank that is left.
+
+    Attributes:
+        record: called with the failure that ends the run, once, on the lowest rank that is left.
     """
 
-    def __init__(self, processes: Processes, record: Callable[[str], None]) -> None:
-        self.rank, self.num_ranks, self.record = processes.rank, processes.num_ranks, record
-        self.store = dist.PrefixStore("watch", processes.store.clone() if self.num_ranks > 1 else processes.store)
+    def __init__(self, processes: Processes) -> None:
+        self.rank, self.num_ranks = processes.rank, processes.num_ranks
+        self.record: Callable[[BaseException], None] = lambda error: None
+        # The thread has a connection of its own: a store's calls wait for one another.
+        self.store = dist.PrefixStore("watch", processes.store.clone())
         host = (platform.node(), os.stat("/proc/self/ns/pid").st_ino)
         self.places: list[tuple[tuple[str, int], int]] = processes.gather((host, os.getpid()))
         self.neighbours = {
@@ -72,92 +83,91 @@ class Watch:
         self._read_end, self._write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._handlers = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
         signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
-        os.register_at_fork(after_in_child=self._restore_signals)  # a worker process is none of ours
+        os.register_at_fork(after_in_child=self.stop)  # a worker process has its own life
         threading.Thread(target=self._work, name="watch", daemon=True).start()
 
     def stop(self) -> None:
         """Watch no more: the run is over on this rank."""
-        self._stopped.set()
-        self._restore_signals()
+        if not self._stopped.is_set():
+            self._stopped.set()
+            signal.set_wakeup_fd(-1)
+            for number, handler in self._handlers.items():
+                signal.signal(number, handler)
 
     def explain(self, error: BaseException) -> BaseException:
-        """What ended the run, given what was raised on this rank; tells the other ranks, and records it.
+        """What ended the run, given what was raised here; tells the other ranks, records it and prints it, once for all.
 
         Returns:
-            `error` itself where it is the first failure of any rank, else a RankError that names that rank. Its `is_shown` says
-            that another rank has printed it.
+            `error` itself where it is the first failure of any rank, else a RankError that says which was.
         """
         self._unwinding.set()
-        gone: list[int] = []
         try:
             if isinstance(error, Interrupted) or _is_lost_contact(error):
-                first, gone = self._find_cause(error)
+                first = self._find_cause(error)
             else:
                 first = self._tell(_describe(error), getattr(error, "exit_code", 1))
-            shows = self.rank == min(rank for rank in range(self.num_ranks) if rank not in gone)
-        except (dist.DistError, RuntimeError) as store_error:  # where rank 0 holds the store, it goes with rank 0
-            first = Failure(
-                0, f"rank 0 is gone: its store can't be reached ({_first_line(store_error)}).", RankError.exit_code
-            )
-            shows = self.rank == min(1, self.num_ranks - 1)
-        if shows:
-            self.record(first.text)
-        if first.rank == self.rank or (isinstance(error, UserError) and str(error) == first.text):
+            gone = self._gone()
+        except (dist.DistError, RuntimeError) as store_error:  # without an agent of torchrun's, rank 0 holds the store
+            text = f"rank 0 is gone: its store can't be reached ({_first_line(store_error)})."
+            first, gone = Failure(self.rank, text, RankError.exit_code, is_of_others=True), [0]
+        if not first.is_of_others and (first.rank == self.rank or str(error) == first.text):
             result = error
         else:
-            result = RankError(first.text if first.rank in gone else f"rank {first.rank}: {first.text}")
+            result = RankError(first.text if first.is_of_others else f"rank {first.rank}: {first.text}")
             result.exit_code = first.exit_code
-        if isinstance(result, UserError):
-            result.is_shown = self._await_shown(shows)
+        if self.rank == min(rank for rank in range(self.num_ranks) if rank not in gone):
+            self.record(result)
+            self._show(result)
+        elif not self._wait_until_shown():
+            self._show(result)
         return result
 
-    def _tell(self, text: str, exit_code: int) -> Failure:
+    def _tell(self, text: str, exit_code: int, is_of_others: bool = False) -> Failure:
         """Tell all ranks of a failure; the first that was told."""
-        mine = json.dumps(asdict(Failure(self.rank, text, exit_code)))
+        mine = json.dumps(asdict(Failure(self.rank, text, exit_code, is_of_others)))
         return Failure(**json.loads(self.store.compare_set("failure", "", mine)))
 
     def _told(self) -> Failure | None:
         return Failure(**json.loads(self.store.get("failure"))) if self.store.check(["failure"]) else None
 
-    def _find_cause(self, error: BaseException) -> tuple[Failure, list[int]]:
-        """Look for the failure of another rank behind a signal or a lost connection; and the ranks that are gone."""
+    def _find_cause(self, error: BaseException) -> Failure:
+        """Look for what is behind a signal or a lost connection: the failure of another rank, or its end."""
         self.store.set(f"lost/{self.rank}", "")
         deadline = time.monotonic() + ANSWER_SECONDS
         while True:
-            gone = self._gone()
             if (told := self._told()) is not None:
-                return told, gone
-            if gone:
-                return self._tell_of(gone, "ended without a word: killed, or out of memory"), gone
+                return told
+            if gone := self._gone():
+                return self._tell_of(gone, "ended without a word. It was killed, perhaps for want of memory")
             if isinstance(error, Interrupted):
-                return self._tell(str(error), error.exit_code), []
+                return self._tell(str(error), error.exit_code)
             if time.monotonic() > deadline:
                 break
             time.sleep(0.1)
         silent = [rank for rank in range(self.num_ranks) if not self.store.check([f"lost/{rank}"])]
         if silent:
-            return self._tell_of(silent, f"does not answer ({_first_line(error)})"), silent
-        return self._tell(f"The ranks lost contact with one another: {_first_line(error)}.", RankError.exit_code), []
-
-    def _gone(self) -> list[int]:
-        """Ranks of this host whose process has ended."""
-        return [rank for rank, process in self.neighbours.items() if _state(process) in (psutil.STATUS_ZOMBIE, None)]
+            return self._tell_of(silent, f"does not answer; {_first_line(error)}")
+        text = f"The ranks lost contact with one another: {_first_line(error)}."
+        return self._tell(text, RankError.exit_code, is_of_others=True)
 
     def _tell_of(self, ranks: list[int], what: str) -> Failure:
         lines = []
         for rank in ranks:
             (host, _), pid = self.places[rank]
             state = _state(self.neighbours[rank]) if rank in self.neighbours else None
-            lines.append(f"rank {rank} is gone: process {pid} on {host} {what}{f', and is {state}' if state else ''}.")
-        told = self._tell("\n".join(lines), RankError.exit_code)
-        return Failure(ranks[0], told.text, told.exit_code) if told.rank == self.rank else told
+            is_in_state = "" if state in (None, psutil.STATUS_ZOMBIE) else f" (it is {state})"
+            lines.append(f"rank {rank} is gone: process {pid} on {host}{is_in_state} {what}.")
+        return self._tell("\n".join(lines), RankError.exit_code, is_of_others=True)
 
-    def _await_shown(self, shows: bool) -> bool:
-        """Say that this rank shows the failure, or wait for the one that does; whether that has."""
+    def _show(self, error: BaseException) -> None:
+        if isinstance(error, UserError):
+            print_error(error)
+            error.is_shown = True
         with suppress(dist.DistError, RuntimeError):
-            if shows:
-                self.store.set("shown", "")
-                return False
+            self.store.set("shown", "")
+
+    def _wait_until_shown(self) -> bool:
+        with suppress(dist.DistError, RuntimeError):
             deadline = time.monotonic() + ANSWER_SECONDS
             while time.monotonic() < deadline:
                 if self.store.check(["shown"]):
@@ -165,18 +175,17 @@ class Watch:
                 time.sleep(0.1)
         return False
 
+    def _gone(self) -> list[int]:
+        """Ranks of this host whose process has ended."""
+        return [rank for rank, process in self.neighbours.items() if _state(process) in (None, psutil.STATUS_ZOMBIE)]
+
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         for other in SIGNALS:
             signal.signal(other, signal.SIG_IGN)  # a second one would break off the cleaning up
         raise Interrupted(number)
 
-    def _restore_signals(self) -> None:
-        signal.set_wakeup_fd(-1)
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
-
     def _work(self) -> None:
-        """The thread: wait for a cause to end, give the main thread time to do it, and else end the process from here."""
+        """The thread: wait for a reason to end, give the main thread time to end the run, and else do it from here."""
         number = None
         while number is None:
             ready, _, _ = select.select([self._read_end], [], [], POLL_SECONDS)
@@ -187,14 +196,11 @@ class Watch:
             elif self.num_ranks > 1 and self._has_failed():
                 number = int(signal.SIGTERM)
                 _thread.interrupt_main(number)
-        if self._unwinding.wait(UNWIND_SECONDS):
-            self._stopped.wait(CLEAN_UP_SECONDS)
-        if self._stopped.is_set():
+        error: BaseException = Interrupted(number)
+        if not self._unwinding.wait(UNWIND_SECONDS):
+            error = self.explain(error)
+        elif self._stopped.wait(CLEAN_UP_SECONDS):
             return
-        is_explained = self._unwinding.is_set()
-        error = Interrupted(number) if is_explained else self.explain(Interrupted(number))
-        if not is_explained and isinstance(error, UserError) and not error.is_shown:
-            print_error(error)
         sys.stdout.flush()
         os._exit(getattr(error, "exit_code", 1))
 
