@@ -57,6 +57,12 @@ class Activations(Enum):
     every_k = "every_k"
 
 
+class Kernel(Enum):
+    auto = "auto"
+    liger = "liger"
+    torch = "torch"
+
+
 class DataFormat(Enum):
     auto = "auto"
     messages = "messages"
@@ -197,6 +203,17 @@ class MemoryConfig:
 
 
 @dataclass
+class KernelsConfig:
+    # RMS norms. auto: Liger's fused kernels (arXiv:2410.10989) on a GPU where they are installed and know the model,
+    # else torch's own operations.
+    rms_norm: Kernel = Kernel.auto
+    # Rotary position embeddings.
+    rotary: Kernel = Kernel.auto
+    # The gated activation of the MLP (SwiGLU, GeGLU).
+    glu: Kernel = Kernel.auto
+
+
+@dataclass
 class DataConfig:
     # A .jsonl, .json, .csv or .parquet file, a folder of .txt/.md files or of any of these, or a hub data set's name.
     path: str | None = None
@@ -299,6 +316,7 @@ class Config:
     lora: LoraConfig = field(default_factory=LoraConfig)
     fsdp: FsdpConfig = field(default_factory=FsdpConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
+    kernels: KernelsConfig = field(default_factory=KernelsConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
