@@ -1,13 +1,14 @@
 """Shard the model with FSDP2: a transformer layer at a time, embeddings and head apart.
 
-Nothing is cast by FSDP (`param_dtype=None`): modules cast what they use, and every group that holds codes gathers more than one
-dtype, which makes FSDP2 move bytes. A group of bfloat16 alone would be copied through float32 on a GPU, and codes that look like
-NaN would change (pytorch#159333, bitsandbytes#1945). `prove.py` checks the outcome on every start.
+Nothing is cast by FSDP (`param_dtype=None`): modules cast what they use, and every group that holds codes gathers more
+than one dtype, which makes FSDP2 move bytes. A group of bfloat16 alone would be copied through float32 on a GPU, and
+codes that look like NaN would change (pytorch#159333, bitsandbytes#1945). `prove.py` checks the outcome on every start.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -30,22 +31,21 @@ def shard_model(model: CausalLM, config: FsdpConfig, processes: Processes) -> li
     """
     cuda = processes.device.type == "cuda"
     offload = CPUOffloadPolicy(pin_memory=cuda) if config.cpu_offload else OffloadPolicy()
-    options = {
-        "mesh": make_mesh(config, processes),
-        "mp_policy": MixedPrecisionPolicy(param_dtype=None, reduce_dtype=torch.float32, cast_forward_inputs=False),
-        "offload_policy": offload,
-        "reshard_after_forward": config.sharding_strategy is not ShardingStrategy.SHARD_GRAD_OP,
-    }
+    shard = partial(
+        fully_shard,
+        mesh=make_mesh(config, processes),
+        mp_policy=MixedPrecisionPolicy(param_dtype=None, reduce_dtype=torch.float32, cast_forward_inputs=False),
+        offload_policy=offload,
+    )
+    reshard = config.sharding_strategy is not ShardingStrategy.SHARD_GRAD_OP
     layers = model.layers
-    for layer in layers:
-        fully_shard(layer, **options)
-    ends = _end_units(model)
-    for unit in ends:
-        fully_shard(unit, **options)
-    fully_shard(model, **(options | {"reshard_after_forward": False}))
-    units = [module for module in model.modules() if isinstance(module, FSDPModule) and module is not model]
-    units.append(model)  # type: ignore[arg-type]
+    for module in [*layers, *_end_units(model)]:
+        shard(module, reshard_after_forward=reshard)
+    root: FSDPModule = shard(model, reshard_after_forward=False)  # the model itself, of another class now
+    inner = [module for module in model.modules() if isinstance(module, FSDPModule) and module is not root]
+    units = [*inner, root]
     for unit in units:
+        assert isinstance(unit, nn.Module)  # FSDPModule alone is a mix-in
         # The loss is divided by the global number of target tokens already: gradients are summed, not averaged.
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
@@ -94,11 +94,15 @@ def _set_prefetch(layers: Sequence[FSDPModule], config: FsdpConfig) -> None:
 
 
 def _check_dtypes(unit: nn.Module) -> None:
-    """A group that gathers codes must gather two dtypes, or FSDP2 would copy codes as numbers."""
-    names = {id(child) for child in unit.modules() if isinstance(child, FSDPModule) and child is not unit}
-    inner = {id(p) for child in unit.modules() if id(child) in names for p in child.parameters()}
-    own = [p for p in unit.parameters() if id(p) not in inner]
-    codes = {layer.format.storage for layer in unit.modules() if isinstance(layer, QuantizedLinear)}
-    holds_codes = any(isinstance(m, QuantizedLinear) and any(p is m.codes for p in own) for m in unit.modules())
-    if holds_codes and codes != {torch.uint8}:
-        assert len({p.dtype for p in own}) > 1, f"{type(unit).__name__} would gather codes as {codes}"
+    """A group that gathers 16-bit codes must gather two dtypes, or FSDP2 would copy codes as numbers."""
+    inner = {
+        id(layer)
+        for child in unit.modules()
+        if isinstance(child, FSDPModule) and child is not unit
+        for layer in child.modules()
+    }
+    own = [module for module in unit.modules() if id(module) not in inner]
+    storages = {layer.format.storage for layer in own if isinstance(layer, QuantizedLinear)}
+    dtypes = {param.dtype for module in own for param in module.parameters(recurse=False)}
+    if storages & {torch.bfloat16, torch.float16}:
+        assert len(dtypes) > 1, f"{type(unit).__name__} would gather codes as {dtypes}"
