@@ -1,16 +1,16 @@
 """What a quantized weight is made of, and the kernels (bitsandbytes') that make it and undo it.
 
-A weight W of `out_features` x `in_features` becomes up to three tensors, every one with rows, or chunks, that ranks can own:
+A weight W of `out_features` x `in_features` becomes up to three tensors, with rows (or chunks) that ranks can own:
 
     codes          storage [out, in / 2 bytes] (4-bit) or [out, in bytes] (int8)
     scales         4-bit: absmax, float32 [out, in / blocksize]; with double quantization 1 byte each, in `storage`
                    int8: row absmax, float32 [out]
-    nested_scales  double quantization alone: float32 [groups + 1], absmax of each 256 scales in row-major order, and last
-                   the mean that was subtracted from all scales
+    nested_scales  double quantization alone: float32 [groups + 1], absmax of each 256 scales in row-major order, and
+                   last the mean that was subtracted from all scales
 
-Bytes are the ones bitsandbytes makes of the same tensor: `quantize_4bit`, `quantize_blockwise` and `int8_vectorwise_quant`.
-4-bit blocks lie within a row because `in_features` is a multiple of the block size, so a rank quantizes its own rows alone;
-only the second quantization looks across rows, and takes one gather of the scales.
+Bytes are the ones bitsandbytes makes of the same tensor: `quantize_4bit`, `quantize_blockwise`, `int8_vectorwise_quant`.
+4-bit blocks lie within a row because `in_features` is a multiple of the block size, so a rank quantizes its own rows
+alone; only the second quantization looks across rows, and takes one gather of the scales.
 """
 
 from __future__ import annotations
@@ -66,11 +66,12 @@ class Format:
             codes = ((out_features, self._units(in_features)), self.storage)
             return {"codes": codes, "scales": ((out_features,), torch.float32)}
         num_blocks = in_features // self.blocksize
-        parts = {"codes": ((out_features, self._units(in_features // 2)), self.storage)}
+        codes = ((out_features, self._units(in_features // 2)), self.storage)
         if not self.double_quant:
-            return parts | {"scales": ((out_features, num_blocks), torch.float32)}
+            return {"codes": codes, "scales": ((out_features, num_blocks), torch.float32)}
         num_groups = math.ceil(out_features * num_blocks / NESTED_BLOCKSIZE)
-        return parts | {
+        return {
+            "codes": codes,
             "scales": ((out_features, self._units(num_blocks)), self.storage),
             "nested_scales": ((num_groups + 1,), torch.float32),
         }
@@ -154,7 +155,7 @@ class Format:
                 NESTED_BLOCKSIZE,
                 torch.float32,
             ).add_(nested[-1])
-        return torch.ops.bitsandbytes.dequantize_4bit.default(
+        weight: Tensor = torch.ops.bitsandbytes.dequantize_4bit.default(
             codes.view(torch.uint8).view(-1, 1),
             scales.view(-1),
             self.blocksize,
@@ -162,9 +163,11 @@ class Format:
             (out_features, in_features),
             dtype,
         )
+        return weight
 
 
 @cache
 def dynamic_map(device: torch.device) -> Tensor:
     """bitsandbytes' code book of quantized scales: float32 [256] (arXiv:2110.02861, section 2.1)."""
-    return bnb.create_dynamic_map().to(device)
+    code_book: Tensor = bnb.create_dynamic_map()
+    return code_book.to(device)

@@ -15,8 +15,8 @@ from qlora_fsdp.quantized.formats import Format
 class QuantizedLinear(nn.Linear):
     """A frozen linear layer stored as `codes`, `scales` and, with double quantization, `nested_scales`.
 
-    These are plain Parameters with rows (or chunks) along dim 0, so that `fully_shard` shards and gathers them; the state
-    bitsandbytes keeps on its own Parameter class would be lost there (pytorch FSDP2 returns plain Parameters), and its
+    These are plain Parameters with rows (or chunks) along dim 0, so that `fully_shard` shards and gathers them; the
+    state bitsandbytes keeps on its own Parameter class would be lost there (FSDP2 returns plain Parameters), and its
     scales would stay whole on every rank. `weight` is a property that dequantizes: nothing can mistake codes for weights.
 
     Args:
@@ -27,6 +27,10 @@ class QuantizedLinear(nn.Linear):
         dtype: compute dtype: of the dequantized weight, the input and the output.
         device: where the Parameters are made; usually meta.
     """
+
+    codes: nn.Parameter
+    scales: nn.Parameter
+    nested_scales: nn.Parameter
 
     def __init__(
         self,
@@ -65,7 +69,7 @@ class QuantizedLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """x_BI -> y_BO, in the dtype of the input, which must be the compute dtype."""
-        return _DequantizedLinear.apply(input, self.bias, self, *self.parts())  # type: ignore[no-any-return]
+        return _DequantizedLinear.apply(input, self.bias, self, *self.parts())  # type: ignore[no-any-return,no-untyped-call]
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {self.format.quant_type}, double_quant={self.format.double_quant}"
@@ -93,6 +97,6 @@ class _DequantizedLinear(torch.autograd.Function):
 
 
 def dequantize_parts(layer: QuantizedLinear, parts: Sequence[Tensor]) -> Tensor:
-    """The weight [out_features, in_features] in the compute dtype, from (gathered) parts in the order of `part_names`."""
+    """The weight [out_features, in_features] in the compute dtype, from (gathered) parts as `part_names` orders them."""
     named = dict(zip(layer.part_names, parts, strict=True))
     return layer.format.dequantize(named, layer.out_features, layer.in_features, layer.compute_dtype)

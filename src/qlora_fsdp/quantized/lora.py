@@ -1,37 +1,39 @@
 """LoRA over a (quantized) linear layer, as one autograd function where that is possible.
 
-PEFT's `lora.Linear` stays the module: its parameters, names, saving and loading are PEFT's. Only its forward is ours, for
-three reasons: adapter weights are fp32 Parameters (one trainable dtype in an FSDP group, and an optimizer that does not lose
-small updates) that are cast here to the compute dtype, without autocast; the weight is dequantized once a pass; and only the
-input is kept for backward.
+PEFT's `lora.Linear` stays the module: its parameters, names, saving and loading are PEFT's. Only its forward is ours,
+for three reasons: adapter weights are fp32 Parameters (one trainable dtype in an FSDP group, and an optimizer that does
+not lose small updates) that are cast here to the compute dtype, without autocast; the weight is dequantized once a
+pass; and only the input is kept for backward.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from peft.tuners import lora
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qlora_fsdp.quantized.linear import QuantizedLinear, dequantize_parts
 
 
-class LoraLinear(lora.Linear):  # type: ignore[misc]
+class LoraLinear(lora.Linear):
     """PEFT's LoRA layer with a forward for fp32 adapters on a frozen base in another dtype."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """x_BI -> y_BO: base(x) + scaling * B(A(dropout(x))), in the dtype of x."""
         (name,) = self.active_adapters
         if args or kwargs or self.merged or self.disable_adapters or name in self.lora_variant:
-            return super().forward(x, *args, **kwargs)  # type: ignore[no-any-return]
-        lora_a, lora_b = self.lora_A[name].weight, self.lora_B[name].weight
+            return super().forward(x, *args, **kwargs)
+        lora_a, lora_b = cast(nn.Linear, self.lora_A[name]).weight, cast(nn.Linear, self.lora_B[name]).weight
         dropout, scaling = self.lora_dropout[name], self.scaling[name]
-        drops = self.training and isinstance(dropout, torch.nn.Dropout)
+        drops = self.training and isinstance(dropout, nn.Dropout)
         if isinstance(self.base_layer, QuantizedLinear) and not drops:
             layer = self.base_layer
-            return _QuantizedLoraLinear.apply(x, layer.bias, lora_a, lora_b, scaling, layer, *layer.parts())  # type: ignore[no-any-return]
+            return _QuantizedLoraLinear.apply(  # type: ignore[no-any-return,no-untyped-call]
+                x, layer.bias, lora_a, lora_b, scaling, layer, *layer.parts()
+            )
         low_rank = F.linear(F.linear(dropout(x), lora_a.to(x.dtype)), lora_b.to(x.dtype))
         return self.base_layer(x) + low_rank * scaling  # type: ignore[no-any-return]
 
