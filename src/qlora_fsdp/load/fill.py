@@ -7,7 +7,7 @@ already quantized by bitsandbytes (bytes are taken as they are), and made up (`m
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -45,8 +45,10 @@ class Assignment:
     def parameter(self) -> Tensor:
         """The tensor whose rows decide what this rank reads."""
         attribute = "codes" if self.is_quantized else self.attribute
-        value = self.module._parameters.get(attribute)
-        return self.module._buffers[attribute] if value is None else value  # type: ignore[return-value]
+        parameter = self.module._parameters.get(attribute)
+        value = self.module._buffers[attribute] if parameter is None else parameter
+        assert value is not None
+        return value
 
     @property
     def is_quantized(self) -> bool:
@@ -55,7 +57,8 @@ class Assignment:
     @property
     def num_elements(self) -> int:
         if self.is_quantized:
-            return self.module.out_features * self.module.in_features  # type: ignore[operator,no-any-return]
+            assert isinstance(self.module, QuantizedLinear)
+            return self.module.out_features * self.module.in_features
         return self.parameter.numel()
 
 
@@ -118,7 +121,8 @@ def fill_randomly(
 
 def _random_rows(
     name: str, first: int, last: int, width: int, std: float, seed: int, device: torch.device, dtype: torch.dtype
-):  # type: ignore[no-untyped-def]
+) -> Iterator[tuple[int, Tensor]]:
+    """Rows [first, last) of a random matrix, in pieces: index of the piece's first row, and `dtype` [rows, width]."""
     for block in range(first // RANDOM_ROWS, -(last // -RANDOM_ROWS)):
         generator = torch.Generator(device).manual_seed(zlib.crc32(f"{seed}/{name}/{block}".encode()))
         rows = torch.empty(RANDOM_ROWS, width, dtype=dtype, device=device).normal_(0.0, std, generator=generator)
@@ -131,7 +135,7 @@ class _Quantizer:
 
     def __init__(self, layer: QuantizedLinear, device: torch.device) -> None:
         self.layer, self.device = layer, device
-        self.codes = local_tensor(layer.codes)  # type: ignore[arg-type]
+        self.codes = local_tensor(layer.codes)
         self.absmax: list[Tensor] = []
 
     def put(self, weight: Tensor, row: int) -> None:
@@ -145,14 +149,12 @@ class _Quantizer:
         absmax = torch.cat([torch.empty(shape, device=self.device), *self.absmax])
         self.absmax = []
         if not format.double_quant:
-            _write(local_tensor(layer.scales), absmax)  # type: ignore[arg-type]
+            _write(local_tensor(layer.scales), absmax)
             return
         # The mean and the groups of 256 run over all rows: every rank computes them from the same gathered scales.
-        group = shard_group(layer.codes)  # type: ignore[arg-type]
+        group = shard_group(layer.codes)
         scales, nested_scales = format.quantize_scales(gather_rows(absmax, layer.out_features, group))
-        for name, whole in (("scales", scales), ("nested_scales", nested_scales)):
-            param = layer._parameters[name]
-            assert param is not None
+        for param, whole in ((layer.scales, scales), (layer.nested_scales, nested_scales)):
             first, last = local_rows(param)
             _write(local_tensor(param), whole[first:last])
 
@@ -206,7 +208,7 @@ def _prequantized_requests(assignment: Assignment) -> list[Request]:
     num_blocks = layer.in_features // format.blocksize
     code_bytes = layer.in_features // 2 if format.is_4bit else layer.in_features
     rows = local_rows(assignment.parameter)
-    codes, scales = local_tensor(layer.codes), local_tensor(layer.scales)  # type: ignore[arg-type]
+    codes, scales = local_tensor(layer.codes), local_tensor(layer.scales)
 
     def put_packed(target: Tensor) -> Callable[[Tensor, int], None]:
         return lambda piece, row: _write(target[row : row + len(piece)], format.pack(piece))
@@ -222,11 +224,11 @@ def _prequantized_requests(assignment: Assignment) -> list[Request]:
     stored_scales = assignment.stored_parts["scales"]
     if format.double_quant:
         requests.append(Request(stored_scales, num_blocks, *rows, put=put_packed(scales)))
-        nested_scales = layer.nested_scales
-        first, last = local_rows(nested_scales)  # type: ignore[arg-type]
-        nested = local_tensor(nested_scales)  # type: ignore[arg-type]
-        num_groups = nested_scales.shape[0] - 1  # type: ignore[union-attr]
+        first, last = local_rows(layer.nested_scales)
+        nested = local_tensor(layer.nested_scales)
+        num_groups = layer.nested_scales.shape[0] - 1
         if last == num_groups + 1 and last > first:  # the last element is the offset, which is not in the file
+            assert assignment.nested_offset is not None
             nested[-1] = assignment.nested_offset
         stored_nested = assignment.stored_parts["nested_scales"]
         requests.append(Request(stored_nested, 4, first, max(first, min(last, num_groups)), put=put_floats(nested)))

@@ -1,7 +1,7 @@
 """Read row ranges of many tensors, in order, with reading, copying to the GPU and the caller's work overlapped.
 
-A few threads read pieces of at most `PIECE_BYTES` from the files into a ring of (pinned) buffers. The caller's thread copies each
-to the device and hands it to the request that asked for it. Host memory is the ring, whatever the model's size.
+A few threads read pieces of at most `PIECE_BYTES` into a ring of (pinned) buffers. The caller's thread copies each to
+the device and hands it to the request that asked for it. Host memory is the ring, whatever the model's size.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
+from qlora_fsdp.errors import CheckpointError
 from qlora_fsdp.load.files import StoredTensor
 
 PIECE_BYTES = 32 * 2**20
@@ -74,7 +75,7 @@ def run_requests(
         num_readers: threads that read.
 
     Raises:
-        OSError: a file could not be read, or ended early.
+        CheckpointError: a file can't be read, or ends early.
     """
     largest_row = max((request.row_bytes for request in requests), default=1)
     buffer_bytes = max(PIECE_BYTES, largest_row)
@@ -90,11 +91,14 @@ def run_requests(
             buffer.copied.synchronize()
         request = piece.request
         start = request.stored.offset + (request.first_row + piece.row) * request.row_bytes
-        target = memoryview(buffer.host.numpy())[: piece.num_rows * request.row_bytes]
+        target = buffer.host.numpy().data[: piece.num_rows * request.row_bytes]
         while target:
-            count = os.preadv(file, [target], start)
+            try:
+                count = os.preadv(file, [target], start)
+            except OSError as error:
+                raise _unreadable(request.stored, str(error)) from error
             if count == 0:
-                raise OSError(f"{request.stored.file} ended early while reading {request.stored.key}")
+                raise _unreadable(request.stored, "it ends early")
             target, start = target[count:], start + count
         return buffer
 
@@ -109,7 +113,10 @@ def run_requests(
                 continue
             name = str(item.request.stored.file)
             if name not in files:
-                files[name] = os.open(name, os.O_RDONLY)
+                try:
+                    files[name] = os.open(name, os.O_RDONLY)
+                except OSError as error:
+                    raise _unreadable(item.request.stored, str(error)) from error
             pending.append((item, pool.submit(read, item, files[name])))
             return True
         return False
@@ -138,6 +145,12 @@ def run_requests(
         pool.shutdown(wait=True, cancel_futures=True)
         for file in files.values():
             os.close(file)
+
+
+def _unreadable(stored: StoredTensor, reason: str) -> CheckpointError:
+    return CheckpointError(
+        f"{stored.file} can't be read at {stored.key}: {reason}. Copy or download it again into model.path."
+    )
 
 
 def _split(requests: Sequence[Request], buffer_bytes: int) -> Iterator[_Piece | Request]:
