@@ -13,7 +13,7 @@ from qlora_fsdp.shards import local_tensor
 def check_gradients(
     model: nn.Module, first_step: bool, sum_over_ranks: Callable[[list[float]], list[float]]
 ) -> list[str]:
-    """Trainable parameters that got no gradient, a non-finite one, or (after a first backward) one that is zero everywhere.
+    """Trainable parameters whose gradient is missing, not finite, or zero everywhere.
 
     At the first step LoRA's A has a zero gradient by construction, because B is zero: only later ones must be non-zero.
 

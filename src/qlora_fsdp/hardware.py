@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+from pathlib import Path
 
 import torch
 
@@ -32,8 +33,8 @@ PEAK_FLOPS = {
 def choose_dtype(precision: Dtype, device: torch.device) -> torch.dtype:
     """The dtype of activations and matrix products.
 
-    `auto` is bfloat16 on a GPU that has it. On a CPU it is float32: without bf16 instructions a bf16 backward is over 100
-    times slower.
+    `auto` is bfloat16 on a GPU that has it. On a CPU it is float32: without bf16 instructions a bf16 backward is over
+    100 times slower.
 
     Raises:
         DeviceError: bfloat16 was asked for on a GPU without it.
@@ -74,6 +75,6 @@ def host_rss_gib() -> float:
 
 def host_rss_now_gib() -> float:
     """Host memory this process holds now, page cache of mapped files excluded, in GiB."""
-    with open("/proc/self/status") as status:
+    with Path("/proc/self/status").open() as status:
         fields = dict(line.split(":", 1) for line in status)
     return int(fields["RssAnon"].split()[0]) * 1024 / GIB

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,27 +16,28 @@ from qlora_fsdp.shards import local_tensor
 
 
 def make_optimizer(params: Iterable[nn.Parameter], config: OptimConfig, learning_rate: float) -> torch.optim.Optimizer:
-    """AdamW over the trainable shards: torch's fused, or bitsandbytes' with 8-bit block-wise state (arXiv:2110.02861)."""
-    options = {
-        "lr": learning_rate,
-        "betas": (config.betas[0], config.betas[1]),
-        "eps": config.eps,
-        "weight_decay": config.weight_decay,
-    }
-    if config.name is Optimizer.adamw_8bit:
-        return _LocalAdamW8bit(list(params), **options)
-    return torch.optim.AdamW(list(params), fused=True, **options)  # type: ignore[arg-type]
+    """AdamW over the trainable shards: torch's fused, or bitsandbytes' with 8-bit block-wise state (arXiv:2110.02861).
+
+    Args:
+        params: trainable, sharded.
+        config: which of the two, and its settings.
+        learning_rate: of the first step; the loop sets the others.
+    """
+    is_8bit = config.name is Optimizer.adamw_8bit
+    adamw: Callable[..., torch.optim.Optimizer] = _LocalAdamW8bit if is_8bit else partial(torch.optim.AdamW, fused=True)
+    betas = (config.betas[0], config.betas[1])
+    return adamw(list(params), lr=learning_rate, betas=betas, eps=config.eps, weight_decay=config.weight_decay)
 
 
 class _LocalAdamW8bit(torch.optim.Optimizer):
     """bitsandbytes' AdamW8bit on each rank's own rows: its kernels have no DTensor rule, and AdamW is element-wise."""
 
-    def __init__(self, params: Sequence[nn.Parameter], **options: float | tuple[float, float]) -> None:
-        from bitsandbytes.optim import AdamW8bit
+    def __init__(self, params: Sequence[nn.Parameter], **options: Any) -> None:
+        from bitsandbytes.optim.adamw import AdamW8bit
 
-        super().__init__(params, dict(options))
+        super().__init__(params, options)
         self.pairs = [(p, nn.Parameter(local_tensor(p))) for p in params if local_tensor(p).numel()]
-        self.inner = AdamW8bit([local for _, local in self.pairs], **options)  # type: ignore[arg-type]
+        self.inner = AdamW8bit([local for _, local in self.pairs], **options)
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.inner.param_groups:
@@ -51,8 +54,8 @@ def learning_rate_at(step: int, num_steps: int, peak: float, config: OptimConfig
         step: 0 for the first optimizer step.
         num_steps: of the run.
         peak: reached when warmup ends.
-        config: warmup and shape. Warmup rises linearly over the first steps, the last of which is at the peak; cosine and linear
-            then fall to 0 just after the last step (transformers' schedules of these names).
+        config: warmup and shape. Warmup rises linearly over the first steps, the last of which is at the peak; cosine
+            and linear then fall to 0 just after the last step (transformers' schedules of these names).
     """
     warmup = config.warmup_steps if config.warmup_steps is not None else math.ceil(config.warmup_ratio * num_steps)
     if step < warmup:
@@ -66,7 +69,11 @@ def learning_rate_at(step: int, num_steps: int, peak: float, config: OptimConfig
 
 
 def clip_gradients(params: Sequence[nn.Parameter], max_norm: float) -> Tensor:
-    """Scale all gradients so that their global norm is at most `max_norm` (0: leave them); the norm before, a scalar."""
+    """Scale all gradients so that their global norm is at most `max_norm` (0: leave them).
+
+    Returns:
+        The norm before scaling: a scalar, the same on every rank.
+    """
     norm = torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()

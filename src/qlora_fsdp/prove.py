@@ -1,7 +1,8 @@
 """The proof at start: what FSDP gathers is, byte for byte, what the ranks hold.
 
-A wrong byte here trains a slightly wrong model whose loss still falls, so this runs at every start and can't be turned off. Each
-quantized weight is gathered twice: by FSDP, as the forward will, and directly as bytes. Comparing costs one pass over the weights.
+A wrong byte here trains a slightly wrong model whose loss still falls, so this runs at every start and can't be turned
+off. Each quantized weight is gathered twice: by FSDP, as the forward will, and directly as bytes. Comparing costs one
+pass over the weights.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ def prove_shards(model: nn.Module, units: Sequence[FSDPModule], processes: Proce
         num_ranks_launched: WORLD_SIZE as the launcher set it.
 
     Raises:
-        ProofError: the world has another size than launched, a quantized parameter is not sharded or has other rows than
-            planned, or a gathered byte differs; the parameters are named.
+        ProofError: the world has another size than launched, a quantized parameter is not sharded or has other rows
+            than planned, or a gathered byte differs; the parameters are named.
     """
     problems = []
     if processes.num_ranks != num_ranks_launched or dist.get_world_size() != num_ranks_launched:
@@ -51,6 +52,7 @@ def prove_shards(model: nn.Module, units: Sequence[FSDPModule], processes: Proce
     num_tensors = num_bytes = num_local_bytes = 0
     counters: list[tuple[str, Tensor]] = []
     for unit in units:
+        assert isinstance(unit, nn.Module)  # FSDPModule alone is a mix-in
         sharded = _own_quantized_parts(unit)
         if not sharded:
             continue
@@ -72,8 +74,9 @@ def prove_shards(model: nn.Module, units: Sequence[FSDPModule], processes: Proce
     if everyone:
         shown = "\n".join(f"  - {line}" for line in everyone[:20])
         raise ProofError(
-            f"The gathered weights are not the ones that were loaded ({len(everyone)} problems). Training on them would give a wrong "
-            f"model without an error. Set quant.bnb_4bit_quant_storage=uint8 (torch >= 2.13), and report this with environment.json:\n{shown}"
+            f"The gathered weights are not the ones that were loaded ({len(everyone)} problems). Training on them would "
+            "give a wrong model without an error. Set quant.bnb_4bit_quant_storage=uint8 (torch >= 2.13), and report "
+            f"this with environment.json:\n{shown}"
         )
     return Proof(num_tensors, num_bytes, num_local_bytes)
 

@@ -45,6 +45,8 @@ def gather_rows(local: Tensor, num_rows: int, group: dist.ProcessGroup | None) -
 
     Args:
         local: this rank's rows [n, ...], contiguous, on the device of the group.
+        num_rows: of all ranks of the group together.
+        group: the ranks that hold the rows, as `shard_group` gives them; None: this rank has them all.
     """
     if group is None:
         return local
