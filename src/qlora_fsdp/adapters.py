@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
+import warnings
 import zlib
 from typing import Any
 
@@ -54,7 +55,10 @@ def apply_adapters(model: PreTrainedModel, config: LoraConfig, task_type: str = 
     )
     settings._register_custom_module({nn.Linear: LoraLinear})
     try:
-        wrapped = peft.get_peft_model(model, settings, autocast_adapter_dtype=False, low_cpu_mem_usage=True)
+        with warnings.catch_warnings():
+            # PEFT asks transformers under the property's old name.
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+            wrapped = peft.get_peft_model(model, settings, autocast_adapter_dtype=False, low_cpu_mem_usage=True)
     except ValueError as error:
         raise AdapterError(f"lora: PEFT refuses these settings: {error}") from error
     for module in wrapped.modules():

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import HashStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from qlora_fsdp.errors import DeviceError, RankError
 
@@ -39,7 +41,7 @@ class Processes:
     local_rank: int
     local_num_ranks: int
     device: torch.device
-    store: dist.Store
+    store: Store
     patient_group: dist.ProcessGroup | None = None
 
     @property
@@ -107,7 +109,7 @@ def start_processes(timeout_seconds: int, use_cpu: bool = False) -> Processes:
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     timeout = timedelta(seconds=timeout_seconds)
     try:
-        store = next(dist.rendezvous("env://", timeout=timeout))[0] if "RANK" in os.environ else dist.HashStore()
+        store = next(rendezvous("env://", timeout=timeout))[0] if "RANK" in os.environ else HashStore()
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=timeout)
         patient_group = dist.new_group(backend="gloo", timeout=PATIENCE)

@@ -16,7 +16,7 @@ class UserError(Exception):
     """An error the user can fix: the message names the value, the reason and the setting to change."""
 
     exit_code = 2
-    is_shown = False  # another rank has printed it
+    is_shown = False  # it has been printed, by whichever rank
 
 
 @dataclass(frozen=True)

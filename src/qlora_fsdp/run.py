@@ -169,8 +169,8 @@ def _with_advice(error: BaseException) -> BaseException:
     """Errors of libraries that a setting can cure, as ours."""
     if isinstance(error, torch.OutOfMemoryError):
         return DeviceError(
-            f"The GPU is out of memory: {str(error).partition('. ')[0]}. Set training.micro_batch_size or training.max_length lower, "
-            "memory=recompute, or fsdp=offload; or use more GPUs."
+            f"The GPU is out of memory: {str(error).partition('. ')[0]}. Set training.micro_batch_size or "
+            "training.max_length lower, memory=recompute, or fsdp=offload; or use more GPUs."
         )
     return error
 

@@ -104,7 +104,8 @@ def writing(folder: Path) -> Iterator[None]:
         yield
     except (OSError, SafetensorError) as error:
         raise RunFolderError(
-            f"run.folder={folder} can't be written: {error}. Free space there, or set run.folder to a folder that you may write to."
+            f"run.folder={folder} can't be written: {error}. Free space there, or set run.folder to a folder that you "
+            "may write to."
         ) from error
 
 

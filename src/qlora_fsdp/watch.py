@@ -1,13 +1,15 @@
 """Ends a run on all ranks when one fails, with one message that says which and why.
 
-A rank that waits in a collective runs no Python: it sees neither a signal nor that another rank is gone. So each rank has a
-thread that looks for both, and for what other ranks say, through the store the processes met at (no collective is needed):
+A rank that waits in a collective runs no Python: it sees neither a signal nor that another rank is gone. So each rank has
+a thread that looks for both, and for what other ranks say, through the store where the processes met (no collective is
+needed):
 
     failure      the first failure of any rank; what follows from it on other ranks is not worth a message
     shown        it has been printed
     lost/<rank>  this rank has lost contact: it is not the one that is stuck
 
-The thread ends no healthy run: it acts on a signal, on another rank's word, or on the end of another process of this host.
+The thread ends no healthy run: it acts on a signal, on another rank's word, or on the end of another process of this
+host.
 """
 
 from __future__ import annotations
@@ -24,10 +26,12 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from types import FrameType
 
 import psutil
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 
 from qlora_fsdp.distributed import Processes
 from qlora_fsdp.errors import Interrupted, RankError, UserError, print_error
@@ -71,8 +75,8 @@ class Watch:
         self.rank, self.num_ranks = processes.rank, processes.num_ranks
         self.record: Callable[[BaseException], None] = lambda error: None
         # The thread has a connection of its own: a store's calls wait for one another.
-        self.store = dist.PrefixStore("watch", processes.store.clone())
-        host = (platform.node(), os.stat("/proc/self/ns/pid").st_ino)
+        self.store = PrefixStore("watch", processes.store.clone())
+        host = (platform.node(), Path("/proc/self/ns/pid").stat().st_ino)
         self.places: list[tuple[tuple[str, int], int]] = processes.gather((host, os.getpid()))
         self.neighbours = {
             rank: psutil.Process(pid)
@@ -95,7 +99,7 @@ class Watch:
                 signal.signal(number, handler)
 
     def explain(self, error: BaseException) -> BaseException:
-        """What ended the run, given what was raised here; tells the other ranks, records it and prints it, once for all.
+        """What ended the run, given what was raised here; the other ranks are told, and it is recorded and printed once.
 
         Returns:
             `error` itself where it is the first failure of any rank, else a RankError that says which was.
@@ -192,9 +196,9 @@ class Watch:
             if self._stopped.is_set():
                 return
             if ready:
-                number = os.read(self._read_end, 1)[0]
+                number = signal.Signals(os.read(self._read_end, 1)[0])
             elif self.num_ranks > 1 and self._has_failed():
-                number = int(signal.SIGTERM)
+                number = signal.SIGTERM
                 _thread.interrupt_main(number)
         error: BaseException = Interrupted(number)
         if not self._unwinding.wait(UNWIND_SECONDS):
