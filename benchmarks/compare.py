@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 """This project beside TRL's recipe, on the same random checkpoint, in the same job, in turn.
 
-    python benchmarks/compare.py --shape 8b --num-gpus 2 --max-length 4096 --micro-batch-size 4 --sides ours,ours:memory=keep,trl-fsdp2-liger
+    python benchmarks/compare.py --shape 8b --num-gpus 2 --max-length 4096 --micro-batch-size 4 \\
+        --sides ours,ours:memory=keep,trl-fsdp2-liger
 
-A side is `ours`, with overrides behind colons, or `trl-fsdp1`, `trl-fsdp2`, with `-liger` for its fused kernels. Prints a row a side
-and writes JSON. Speed is the median step after the second; memory the most that tensors held on any GPU.
+A side is `ours`, with overrides behind colons, or `trl-fsdp1`, `trl-fsdp2`, with `-liger` for its fused kernels. Prints
+a row a side and writes JSON. Speed is the median step after the second; memory the most that tensors held on any GPU.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ PACKAGES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "trl"
 
 
 def main() -> None:
+    """Run all sides in turn; print the table and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=["tiny", "8b", "70b"], default="8b")
     parser.add_argument("--num-gpus", type=int, default=1)
@@ -62,24 +64,13 @@ def run_side(side: str, args: argparse.Namespace, checkpoint: Path) -> dict[str,
 
 
 def run_ours(side: str, args: argparse.Namespace, checkpoint: Path, folder: Path) -> dict[str, Any]:
+    """This project's figures, from what the run wrote into its folder."""
     overrides = side.split(":")[1:]
     command = [
-        *(
-            "accelerate",
-            "launch",
-            *launch_options(args),
-            "-m",
-            "qlora_fsdp.train",
-            f"model.path={checkpoint}",
-            "data=random",
-        ),
+        *("accelerate", "launch", *launch_options(args), "-m", "qlora_fsdp.train"),
+        *(f"model.path={checkpoint}", "data=random", f"run.folder={folder}/run"),
         *(f"training.max_length={args.max_length}", f"training.micro_batch_size={args.micro_batch_size}"),
-        *(
-            f"training.max_steps={args.steps}",
-            f"run.folder={folder}/run",
-            "optim.lr_scheduler_type=constant",
-            *overrides,
-        ),
+        *(f"training.max_steps={args.steps}", "optim.lr_scheduler_type=constant", *overrides),
     ]
     log = launch(command)
     try:
@@ -104,6 +95,7 @@ def run_ours(side: str, args: argparse.Namespace, checkpoint: Path, folder: Path
 
 
 def run_trl(side: str, args: argparse.Namespace, checkpoint: Path, folder: Path) -> dict[str, Any]:
+    """TRL's figures, from the line that trl_sft.py prints on each rank."""
     config = HERE / ("fsdp2.yaml" if "fsdp2" in side else "fsdp1.yaml")
     command = [
         *("accelerate", "launch", "--config_file", str(config), *launch_options(args), str(HERE / "trl_sft.py")),
@@ -129,21 +121,25 @@ def run_trl(side: str, args: argparse.Namespace, checkpoint: Path, folder: Path)
 
 
 def launch_options(args: argparse.Namespace) -> list[str]:
+    """What `accelerate launch` needs to start a process a GPU."""
     return ["--num_processes", str(args.num_gpus), *(["--multi_gpu"] if args.num_gpus > 1 else [])]
 
 
 def launch(command: list[str]) -> str:
+    """Run a command to its end, however it ends; all it printed."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.stdout + done.stderr
 
 
 def gpu_name() -> str:
+    """Name of the first GPU, or `CPU`."""
     import torch
 
     return torch.cuda.get_device_name(0) if torch.cuda.is_available() else "CPU"
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
+    """A line a side; of a side that failed, its error."""
     columns = ["load_s", "load_peak_gib", "to_first_step_s", "step_s", "tokens_s_gpu", "mfu", "peak_gib", "host_gib"]
     width = max(len(row["side"]) for row in rows)
     print(" " * width + "".join(f"{column:>17}" for column in columns))

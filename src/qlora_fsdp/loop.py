@@ -70,6 +70,15 @@ def train(
     """Train for `split.num_steps` steps.
 
     Args:
+        model: sharded, loaded and proven.
+        optimizer: over the model's trainable parameters; its learning rate is set here at each step.
+        train_data: all of it on every rank.
+        eval_data: the same; None: no evaluation.
+        config: `training` and `optim` are used.
+        split: how the sequences of a step spread over ranks and micro-batches.
+        flops: counts the operations of a batch, for `mfu`.
+        processes: all ranks take part.
+        journal: gets a line for each step and each evaluation.
         on_step: called after each optimizer step with its number, from 1; on every rank.
 
     Raises:
@@ -110,8 +119,9 @@ def train(
         loss_value, norm_value = total_loss / num_targets, norm.item()
         if not (math.isfinite(loss_value) and math.isfinite(norm_value)):
             raise TrainingError(
-                f"Step {step + 1}: loss {loss_value}, gradient norm {norm_value}. The adapter was not changed by this step. "
-                f"Set training.learning_rate lower than {config.training.learning_rate}, or look at the rows of this batch."
+                f"Step {step + 1}: loss {loss_value}, gradient norm {norm_value}. The adapter was not changed by this "
+                f"step. Set training.learning_rate lower than {config.training.learning_rate}, or look at the rows of "
+                "this batch."
             )
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -201,8 +211,8 @@ def _stop_on_bad_gradients(model: CausalLM, step: int, processes: Processes) -> 
     if problems:
         shown = "\n".join(f"  - {problem}" for problem in problems[:10])
         raise TrainingError(
-            f"{len(problems)} parameters that should be trained got no usable gradient in step {step + 1}. Take their layers out of "
-            f"lora.target_modules or lora.modules_to_save, or check the data:\n{shown}"
+            f"{len(problems)} parameters that should be trained got no usable gradient in step {step + 1}. Take their "
+            f"layers out of lora.target_modules or lora.modules_to_save, or check the data:\n{shown}"
         )
 
 

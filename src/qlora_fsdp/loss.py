@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 IGNORE = -100
 LOGITS_BYTES = 256 * 2**20  # fp32 logits of a chunk, at most
-MIN_CHUNK = 256
+MIN_CHUNK = 256  # tokens; chunks are multiples of it, which matrix kernels like
 
 
 def attach_loss(head: nn.Module, softcap: float | None = None) -> None:
@@ -47,7 +47,7 @@ class _HeadLoss:
         if targets_BL is None:
             return self.logits(hidden_BLD)  # type: ignore[no-any-return]
         hidden, targets = hidden_BLD.flatten(0, 1), targets_BL.flatten()
-        chunk = max(MIN_CHUNK, LOGITS_BYTES // (4 * self.vocab_size))
+        chunk = max(MIN_CHUNK, LOGITS_BYTES // (4 * self.vocab_size) // MIN_CHUNK * MIN_CHUNK)
         if self.is_frozen_linear:
             weight, bias = self.head.weight, self.head.bias
             return _FrozenHeadLoss.apply(hidden, weight, bias, targets, self.softcap, chunk)  # type: ignore[no-any-return]

@@ -1,51 +1,119 @@
-"""The independent reference: stock transformers + bitsandbytes + PEFT in one process, a row at a time, no padding, no packing."""
+"""The independent reference: stock transformers, bitsandbytes and PEFT in one process, a row at a time, no padding, no packing.
+
+It takes the same settings as our runs, so that a test says what is compared once.
+"""
 
 from __future__ import annotations
 
+import math
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
 import bitsandbytes as bnb
+import numpy as np
 import peft
 import torch
 from peft.tuners import lora
+from torch import nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+from qlora_fsdp.config.compose import load_config
+from qlora_fsdp.config.schema import Config, Optimizer, QuantConfig
+from qlora_fsdp.data import epoch_order
+from qlora_fsdp.data.prepare import prepare_data
+from qlora_fsdp.data.tokenizer import byte_tokenizer
+from tests.helpers.checkpoints import VOCAB
 
 Row = tuple[list[int], list[bool]]  # tokens, and which of them are targets
 
 
-def load_stock(
-    folder: Path, dtype: torch.dtype, quant_type: str | None = "nf4", double_quant: bool = True, device: str = "cpu"
-) -> torch.nn.Module:
-    """`from_pretrained` with a BitsAndBytesConfig, as PEFT's documentation does it."""
-    quant = None
-    if quant_type is not None:
-        quant = BitsAndBytesConfig(
+def stock_losses(argv: Sequence[str], device: str = "cpu", dtype: torch.dtype = torch.float32) -> list[float]:
+    """Losses of the same run with stock libraries."""
+    config = load_config(argv)
+    model = add_lora(load_stock(Path(config.model.path), config.quant, device, dtype), config)
+    return train_stock(model, global_batches(config), config)
+
+
+def load_stock(folder: Path, quant: QuantConfig, device: str = "cpu", dtype: torch.dtype = torch.float32) -> nn.Module:
+    """`from_pretrained` with a BitsAndBytesConfig, as PEFT's documentation does it; a quantized checkpoint as it is.
+
+    Stock int8 also quantizes activations, which we do not: for int8 the layers hold the dequantized weights.
+    """
+    config = None
+    if quant.load_in_4bit and not _is_quantized(folder):
+        config = BitsAndBytesConfig(
             load_in_4bit=True,
-            bnb_4bit_quant_type=quant_type,
-            bnb_4bit_use_double_quant=double_quant,
+            bnb_4bit_quant_type=quant.bnb_4bit_quant_type.value,
+            bnb_4bit_use_double_quant=quant.bnb_4bit_use_double_quant,
             bnb_4bit_compute_dtype=dtype,
         )
-    return AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, quantization_config=quant, attn_implementation="eager", device_map={"": device}
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, quantization_config=config, attn_implementation="eager", device_map={"": device}
     )
+    if quant.load_in_8bit and not _is_quantized(folder):
+        for name, layer in model.named_modules():
+            if type(layer) is nn.Linear and layer is not model.get_output_embeddings():
+                codes, scales, _ = bnb.functional.int8_vectorwise_quant(layer.weight.data.half())
+                layer.weight.data = dequantize_int8(codes, scales, dtype)
+    return model
 
 
-def add_lora(model: torch.nn.Module, **settings: object) -> peft.PeftModel:
-    """PEFT on the stock model, `lora.Linear` over bitsandbytes' layer (PEFT's `Linear4bit` rounds in another order)."""
-    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", **settings)
-    config._register_custom_module({bnb.nn.Linear4bit: lora.Linear})
+def dequantize_int8(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The weight that int8 codes [out, in] with row maxima [out] stand for."""
+    return (codes.double() * scales.double()[:, None] / 127).to(dtype)
+
+
+def add_lora(model: nn.Module, config: Config) -> peft.PeftModel:
+    """PEFT on the stock model, A drawn as PEFT does but from the seed that we use.
+
+    `lora.Linear` goes over bitsandbytes' layer too, as PEFT's `Linear4bit` rounds in another order.
+    """
+    wanted = config.lora
+    settings = peft.LoraConfig(
+        task_type="CAUSAL_LM",
+        r=wanted.r,
+        lora_alpha=wanted.lora_alpha,
+        lora_dropout=wanted.lora_dropout,
+        use_rslora=wanted.use_rslora,
+        use_dora=wanted.use_dora,
+        target_modules=wanted.target_modules,
+        modules_to_save=wanted.modules_to_save,
+        rank_pattern=wanted.rank_pattern,
+        alpha_pattern=wanted.alpha_pattern,
+    )
+    settings._register_custom_module({bnb.nn.Linear4bit: lora.Linear, bnb.nn.Linear8bitLt: lora.Linear})
     model.requires_grad_(False)
-    return peft.get_peft_model(model, config)
+    wrapped = peft.get_peft_model(model, settings)
+    for name, module in wrapped.named_modules():
+        if isinstance(module, lora.LoraLayer):
+            weight = module.lora_A["default"].weight
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{config.training.seed}/{name}".encode()))
+            bound = math.sqrt(1 / weight.shape[1])
+            weight.data.copy_(torch.empty(weight.shape).uniform_(-bound, bound, generator=generator))
+    return wrapped
 
 
-def train_stock(
-    model: peft.PeftModel, steps: Sequence[Sequence[Row]], learning_rate: float, max_grad_norm: float, autocast: bool = False
-) -> list[float]:
+def global_batches(config: Config) -> list[list[Row]]:
+    """The rows of every step: the data's own sequences, in the order of the epochs, `global_batch_size` a step."""
+    data = prepare_data(
+        config, byte_tokenizer(), is_main=True, wait=lambda error: error, vocab_size=VOCAB
+    ).train
+    size, num_steps = config.training.global_batch_size, config.training.max_steps
+    num_epochs = math.ceil(size * num_steps / len(data))
+    order = np.concatenate([epoch_order(len(data), config.training.seed, epoch) for epoch in range(num_epochs)])
+    return [
+        [(tokens.tolist(), mask.tolist()) for i in order[step * size :][:size] for tokens, mask in data.rows_of(int(i))]
+        for step in range(num_steps)
+    ]
+
+
+def train_stock(model: peft.PeftModel, steps: Sequence[Sequence[Row]], config: Config) -> list[float]:
     """Losses of plain AdamW steps at a constant rate; each step's loss is the mean over all its target tokens."""
     params = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(params, lr=learning_rate, weight_decay=0.0)
+    adamw = bnb.optim.AdamW8bit if config.optim.name is Optimizer.adamw_8bit else torch.optim.AdamW
+    optimizer = adamw(params, lr=config.training.learning_rate, weight_decay=0.0)
     device = params[0].device
     losses = []
     model.train()
@@ -54,14 +122,17 @@ def train_stock(
         loss_sum = 0.0
         for tokens, mask in rows:
             ids = torch.tensor([tokens], device=device)
-            with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
-                logits = model(input_ids=ids).logits[0, :-1].float()
+            logits = model(input_ids=ids).logits[0, :-1].float()
             targets = torch.where(torch.tensor(mask[1:], device=device), ids[0, 1:], -100)
             loss = F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum") / total
             loss.backward()
             loss_sum += loss.item()
-        torch.nn.utils.clip_grad_norm_(params, max_grad_norm)
+        torch.nn.utils.clip_grad_norm_(params, config.optim.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss_sum)
     return losses
+
+
+def _is_quantized(folder: Path) -> bool:
+    return "quantization_config" in (folder / "config.json").read_text()
