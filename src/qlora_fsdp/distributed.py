@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import HashStore, Store
+from torch.distributed import HashStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from qlora_fsdp.errors import DeviceError, RankError
