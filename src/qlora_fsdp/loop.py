@@ -1,8 +1,8 @@
 """The training loop: global batches in the order of the epoch, micro-batches of this rank, one optimizer step each.
 
-The loss of a step is the sum over all its target tokens divided by their number, over all micro-batches and ranks, so the
-same data gives the same loss however it is split. The divisor is known before the first micro-batch: every rank sees the
-whole order and the lengths.
+The loss of a step is the sum over all its target tokens divided by their number, over all micro-batches and ranks, so
+the same data gives the same loss however it is split. The divisor is known before the first micro-batch: every rank
+sees the whole order and the lengths.
 """
 
 from __future__ import annotations
