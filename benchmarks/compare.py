@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""This project beside TRL's recipe, on the same random checkpoint, in the same job, in turn.
+r"""This project beside TRL's recipe, on the same random checkpoint, in the same job, in turn.
 
-    python benchmarks/compare.py --shape 8b --num-gpus 2 --max-length 4096 --micro-batch-size 4 \\
+    python benchmarks/compare.py --shape 8b --num-gpus 2 --max-length 4096 --micro-batch-size 4 \
         --sides ours,ours:memory=keep,trl-fsdp2-liger
 
 A side is `ours`, with overrides behind colons, or `trl-fsdp1`, `trl-fsdp2`, with `-liger` for its fused kernels. Prints
