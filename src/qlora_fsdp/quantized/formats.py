@@ -8,7 +8,7 @@ A weight W of `out_features` x `in_features` becomes up to three tensors, with r
     nested_scales  double quantization alone: float32 [groups + 1], absmax of each 256 scales in row-major order, and
                    last the mean that was subtracted from all scales
 
-Bytes are the ones bitsandbytes makes of the same tensor: `quantize_4bit`, `quantize_blockwise`, `int8_vectorwise_quant`.
+Bytes are those of bitsandbytes for the same tensor: `quantize_4bit`, `quantize_blockwise`, `int8_vectorwise_quant`.
 4-bit blocks lie within a row because `in_features` is a multiple of the block size, so a rank quantizes its own rows
 alone; only the second quantization looks across rows, and takes one gather of the scales.
 """

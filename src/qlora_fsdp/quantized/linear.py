@@ -17,7 +17,7 @@ class QuantizedLinear(nn.Linear):
 
     These are plain Parameters with rows (or chunks) along dim 0, so that `fully_shard` shards and gathers them; the
     state bitsandbytes keeps on its own Parameter class would be lost there (FSDP2 returns plain Parameters), and its
-    scales would stay whole on every rank. `weight` is a property that dequantizes: nothing can mistake codes for weights.
+    scales would stay whole on every rank. `weight` is a property that dequantizes: nothing takes codes for weights.
 
     Args:
         in_features: input size; a multiple of the block size for 4-bit formats.
@@ -97,6 +97,6 @@ class _DequantizedLinear(torch.autograd.Function):
 
 
 def dequantize_parts(layer: QuantizedLinear, parts: Sequence[Tensor]) -> Tensor:
-    """The weight [out_features, in_features] in the compute dtype, from (gathered) parts as `part_names` orders them."""
+    """The weight [out_features, in_features] in the compute dtype, from (gathered) parts in `part_names`' order."""
     named = dict(zip(layer.part_names, parts, strict=True))
     return layer.format.dequantize(named, layer.out_features, layer.in_features, layer.compute_dtype)
