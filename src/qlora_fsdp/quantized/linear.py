@@ -91,9 +91,10 @@ class _DequantizedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
-        weight = dequantize_parts(ctx.layer, ctx.saved_tensors)
+        parts = ctx.saved_tensors  # once: activation checkpointing recomputes them for one access alone
+        weight = dequantize_parts(ctx.layer, parts)
         grad_bias = grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
-        return grad @ weight, grad_bias, None, *(None for _ in ctx.saved_tensors)
+        return grad @ weight, grad_bias, None, *(None for _ in parts)
 
 
 def dequantize_parts(layer: QuantizedLinear, parts: Sequence[Tensor]) -> Tensor:
