@@ -1,8 +1,8 @@
 """The processes of a run: who this one is, its device, and how it meets the others.
 
 `accelerate launch`, `torchrun` and SLURM wrappers describe the processes in the environment (RANK, WORLD_SIZE,
-LOCAL_RANK, ...); a plain `python -m` is one process. Both `gloo` for CPU tensors and, on GPUs, `nccl` are started, because
-offloaded gradients and objects travel over gloo.
+LOCAL_RANK, ...); a plain `python -m` is one process. Both `gloo` for CPU tensors and, on GPUs, `nccl` are started,
+because offloaded gradients and objects travel over gloo.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore, Store
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # documented there, not exported
+from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
 from qlora_fsdp.errors import DeviceError, RankError

@@ -1,15 +1,14 @@
 """Ends a run on all ranks when one fails, with one message that says which and why.
 
-A rank that waits in a collective runs no Python: it sees neither a signal nor that another rank is gone. So each rank has
-a thread that looks for both, and for what other ranks say, through the store where the processes met (no collective is
-needed):
+A rank that waits in a collective runs no Python: it sees neither a signal nor that another rank is gone. So each rank
+has a thread that looks for both, and for what other ranks say, through the store where the processes met (no collective
+is needed):
 
     failure      the first failure of any rank; what follows from it on other ranks is not worth a message
     shown        it has been printed
     lost/<rank>  this rank has lost contact: it is not the one that is stuck
 
-The thread ends no healthy run: it acts on a signal, on another rank's word, or on the end of another process of this
-host.
+The thread ends no healthy run: it acts on a signal, on another rank's word, or on the end of another rank of this host.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ class Watch:
         self.rank, self.num_ranks = processes.rank, processes.num_ranks
         self.record: Callable[[BaseException], None] = lambda error: None
         # The thread has a connection of its own: a store's calls wait for one another.
-        self.store = PrefixStore("watch", processes.store.clone())
+        self.store = PrefixStore("watch", processes.store.clone())  # type: ignore[attr-defined]  # not in the stubs
         host = (platform.node(), Path("/proc/self/ns/pid").stat().st_ino)
         self.places: list[tuple[tuple[str, int], int]] = processes.gather((host, os.getpid()))
         self.neighbours = {
@@ -99,7 +98,7 @@ class Watch:
                 signal.signal(number, handler)
 
     def explain(self, error: BaseException) -> BaseException:
-        """What ended the run, given what was raised here; the other ranks are told, and it is recorded and printed once.
+        """What ended the run, given what was raised here; other ranks are told, and it is recorded and printed once.
 
         Returns:
             `error` itself where it is the first failure of any rank, else a RankError that says which was.
