@@ -1,7 +1,7 @@
 """What the safetensors files of a checkpoint hold, read from their headers alone.
 
-Format: https://huggingface.co/docs/safetensors (8 bytes of header length, JSON header, then the tensors' bytes). Headers
-are read here, not by `safe_open`, because the reader wants offsets: it reads rows straight into pinned memory.
+Format: https://huggingface.co/docs/safetensors (8 bytes of header length, JSON header, then the tensors' bytes).
+Headers are read here, not by `safe_open`, because the reader wants offsets: it reads rows straight into pinned memory.
 """
 
 from __future__ import annotations
