@@ -32,7 +32,9 @@ FAMILIES: dict[str, dict[str, object]] = {
 }
 
 
-def make_checkpoint(family: str, folder: Path, dtype: torch.dtype = torch.bfloat16, max_shard_size: str = "100KB") -> Path:
+def make_checkpoint(
+    family: str, folder: Path, dtype: torch.dtype = torch.bfloat16, max_shard_size: str = "100KB"
+) -> Path:
     """Write a random checkpoint of a family; weights are large enough that every layer matters."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **{**SHAPE, **FAMILIES[family]}, initializer_range=0.1)

@@ -1,6 +1,6 @@
-"""The independent reference: stock transformers, bitsandbytes and PEFT in one process, a row at a time, no padding, no packing.
+"""The independent reference: stock transformers, bitsandbytes and PEFT in one process, a row at a time.
 
-It takes the same settings as our runs, so that a test says what is compared once.
+No padding, no packing. It takes the same settings as our runs, so that a test says what is compared once.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def load_stock(folder: Path, quant: QuantConfig, device: str = "cpu", dtype: tor
         folder, dtype=dtype, quantization_config=config, attn_implementation="eager", device_map={"": device}
     )
     if quant.load_in_8bit and not _is_quantized(folder):
-        for name, layer in model.named_modules():
+        for layer in model.modules():
             if type(layer) is nn.Linear and layer is not model.get_output_embeddings():
                 codes, scales, _ = bnb.functional.int8_vectorwise_quant(layer.weight.data.half())
                 layer.weight.data = dequantize_int8(codes, scales, dtype)
@@ -97,9 +97,7 @@ def add_lora(model: nn.Module, config: Config) -> peft.PeftModel:
 
 def global_batches(config: Config) -> list[list[Row]]:
     """The rows of every step: the data's own sequences, in the order of the epochs, `global_batch_size` a step."""
-    data = prepare_data(
-        config, byte_tokenizer(), is_main=True, wait=lambda error: error, vocab_size=VOCAB
-    ).train
+    data = prepare_data(config, byte_tokenizer(), is_main=True, wait=lambda error: error, vocab_size=VOCAB).train
     size, num_steps = config.training.global_batch_size, config.training.max_steps
     num_epochs = math.ceil(size * num_steps / len(data))
     order = np.concatenate([epoch_order(len(data), config.training.seed, epoch) for epoch in range(num_epochs)])
