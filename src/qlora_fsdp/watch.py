@@ -17,6 +17,7 @@ import _thread
 import json
 import os
 import platform
+import re
 import select
 import signal
 import sys
@@ -141,7 +142,7 @@ class Watch:
             if (told := self._told()) is not None:
                 return told
             if gone := self._gone():
-                return self._tell_of(gone, "ended without a word. It was killed, perhaps for want of memory")
+                return self._tell_of(gone, "is gone", "ended without a word. It was killed, perhaps for want of memory")
             if isinstance(error, Interrupted):
                 return self._tell(str(error), error.exit_code)
             if time.monotonic() > deadline:
@@ -149,17 +150,17 @@ class Watch:
             time.sleep(0.1)
         silent = [rank for rank in range(self.num_ranks) if not self.store.check([f"lost/{rank}"])]
         if silent:
-            return self._tell_of(silent, f"does not answer; {_first_line(error)}")
+            return self._tell_of(silent, "does not answer", f"was waited for: {_first_line(error)}")
         text = f"The ranks lost contact with one another: {_first_line(error)}."
         return self._tell(text, RankError.exit_code, is_of_others=True)
 
-    def _tell_of(self, ranks: list[int], what: str) -> Failure:
+    def _tell_of(self, ranks: list[int], verdict: str, what: str) -> Failure:
         lines = []
         for rank in ranks:
             (host, _), pid = self.places[rank]
             state = _state(self.neighbours[rank]) if rank in self.neighbours else None
             is_in_state = "" if state in (None, psutil.STATUS_ZOMBIE) else f" (it is {state})"
-            lines.append(f"rank {rank} is gone: process {pid} on {host}{is_in_state} {what}.")
+            lines.append(f"rank {rank} {verdict}: process {pid} on {host}{is_in_state} {what}.")
         return self._tell("\n".join(lines), RankError.exit_code, is_of_others=True)
 
     def _show(self, error: BaseException) -> None:
@@ -229,8 +230,9 @@ def _is_lost_contact(error: BaseException) -> bool:
 def _describe(error: BaseException) -> str:
     if isinstance(error, UserError):
         return str(error)
-    return f"failed with {type(error).__name__}: {_first_line(error)} Its traceback is in its output."
+    return f"failed with {type(error).__name__}: {_first_line(error)}. Its traceback is in its output."
 
 
 def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0]
+    text = str(error).strip().partition("\n")[0]
+    return re.sub(r"^\[[^]]*\.cc:\d+\] ", "", text).rstrip(".")  # gloo says where in its source
