@@ -69,7 +69,8 @@ def reference_text() -> list[str]:
 
 def load_text() -> tuple[list[str], list[str]]:
     """Returns the texts to train on and those of the held-out modules."""
-    train, held_out = reference_text(), []
+    train = reference_text()
+    held_out: list[str] = []
     for module, source in stdlib_sources():
         if not module.startswith("pydoc_data"):
             (held_out if module in HELD_OUT_MODULES else train).append(documentation_lines(source))
@@ -159,7 +160,7 @@ def mean(values: list[float]) -> float:
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path, readme: str) -> None:
     """Writes model (bf16), tokenizer and README into `folder`."""
-    model.to(torch.bfloat16).save_pretrained(folder)
+    model.bfloat16().save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     (folder / "README.md").write_text(readme, encoding="utf-8")
 
