@@ -155,6 +155,12 @@ def build_model(
     stored_quant = getattr(config, "quantization_config", None)
     if stored_quant is not None:
         del config.quantization_config  # or transformers would look for its own quantizer
+    stored_quant = stored_quant if files.tensors else None  # weights that are made up are quantized as `quant` says
+    if stored_quant is not None and stored_quant.get("quant_method", "bitsandbytes") != "bitsandbytes":
+        raise CheckpointError(
+            f"model.path={files.folder} is quantized with {stored_quant['quant_method']}; only full precision and bitsandbytes "
+            "can be trained here. Set model.path to the model in full precision."
+        )
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
@@ -294,7 +300,7 @@ def _stored_formats(keys: dict[str, StoredTensor], quant: QuantConfig) -> dict[s
             weight = key.split(".quant_state.")[0]
             state = read_quant_state(stored)
             formats[weight.removesuffix(".weight")] = Format(
-                state["quant_type"], f"{weight}.nested_absmax" in keys, state["blocksize"], storage
+                state["quant_type"], "nested_offset" in state, state["blocksize"], storage
             )
     return formats
 
@@ -339,10 +345,12 @@ def _assign(model: PreTrainedModel, keys: dict[str, StoredTensor], random: bool)
         used.update(n for n in names if n in keys)
         module, attribute = slots[name]
         if isinstance(module, QuantizedLinear) and attribute == "weight":
-            assignment, problem = _assign_quantized(name, module, keys, used)
+            assignment, problem = _assign_quantized(name, module, keys, used, missing)
         else:
             assignment = Assignment(name, module, attribute, keys[name])
             problem = _shape_problem(name, keys[name].shape, tuple(assignment.parameter.shape))
+            if assignment.parameter.is_floating_point():
+                problem = problem or _codes_problem(name, keys[name])
         if problem:
             misshaped.append(problem)
         assignments.append(assignment)
@@ -357,25 +365,34 @@ def _assign(model: PreTrainedModel, keys: dict[str, StoredTensor], random: bool)
 
 
 def _assign_quantized(
-    name: str, layer: QuantizedLinear, keys: dict[str, StoredTensor], used: set[str]
+    name: str, layer: QuantizedLinear, keys: dict[str, StoredTensor], used: set[str], missing: list[str]
 ) -> tuple[Assignment, str | None]:
-    stored = keys[name]
-    module_name = name.removesuffix(".weight")
+    stored, shape = keys[name], (layer.out_features, layer.in_features)
+    scales_key = name.removesuffix("weight") + "SCB"
     state_key = f"{name}.quant_state.bitsandbytes__{layer.format.quant_type}"
-    shape = (layer.out_features, layer.in_features)
-    if f"{module_name}.SCB" in keys:
-        used.update(k for k in (f"{module_name}.SCB", f"{module_name}.weight_format") if k in keys)
-        parts = {"scales": keys[f"{module_name}.SCB"]}
+    if scales_key in keys:
+        used.update((scales_key, scales_key.replace("SCB", "weight_format")))
+        parts = {"scales": keys[scales_key]}
         return Assignment(name, layer, "weight", stored, parts), _shape_problem(name, stored.shape, shape)
     if state_key in keys:
         used.update(k for k in keys if k.startswith(f"{name}."))
-        parts = {PART_OF_SUFFIX[s]: keys[f"{name}.{s}"] for s in ("absmax", "nested_absmax") if f"{name}.{s}" in keys}
+        suffixes = ("absmax", "nested_absmax") if layer.format.double_quant else ("absmax",)
+        missing.extend(f"{name}.{suffix}" for suffix in suffixes if f"{name}.{suffix}" not in keys)
+        parts = {PART_OF_SUFFIX[s]: keys[f"{name}.{s}"] for s in suffixes if f"{name}.{s}" in keys}
         state = read_quant_state(keys[state_key])
         if layer.format.double_quant and state.get("nested_blocksize", 256) != 256:
             return Assignment(name, layer, "weight", stored, parts), f"{name}: nested block size is not 256"
         assignment = Assignment(name, layer, "weight", stored, parts, state.get("nested_offset"))
         return assignment, _shape_problem(name, tuple(state["shape"]), shape)
-    return Assignment(name, layer, "weight", stored), _shape_problem(name, stored.shape, shape)
+    problem = _shape_problem(name, stored.shape, shape) or _codes_problem(name, stored)
+    return Assignment(name, layer, "weight", stored), problem
+
+
+def _codes_problem(name: str, stored: StoredTensor) -> str | None:
+    """Codes without the scales that belong to them would load as if they were weights."""
+    if stored.dtype.is_floating_point:
+        return None
+    return f"{name}: codes in {stored.dtype} without their scales"
 
 
 def _shape_problem(name: str, stored: tuple[int, ...], expected: tuple[int, ...]) -> str | None:
@@ -390,7 +407,7 @@ def _raise_if_any(model: PreTrainedModel, missing: list[str], unexpected: list[s
         for label, items in (
             ("missing from the files", missing),
             ("in the files but not in the model", unexpected),
-            ("of another shape", misshaped),
+            ("of another shape or kind", misshaped),
         )
         if items
     ]
