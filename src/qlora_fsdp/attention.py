@@ -1,13 +1,13 @@
 """Attention over packed rows: which kernel runs, and the one of ours that keeps rows apart without a mask.
 
-Kernels are chosen by name in transformers' registry. `varlen` is torch's own variable-length flash attention, told where rows
-start; everything else gets a block-diagonal mask from transformers, which derives it from the position ids.
+Kernels are chosen by name in transformers' registry. `varlen` is torch's own variable-length flash attention, told
+where rows start; everything else gets a block-diagonal mask from transformers, which derives it from the position ids.
 """
 
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -63,8 +63,21 @@ def _why_no_varlen(config: PretrainedConfig, device: torch.device, dtype: torch.
     return None
 
 
-# Families whose attention goes through transformers' registry with position ids, tested not to let packed rows see one another.
+# Families whose attention goes through transformers' registry with position ids, tested not to let packed rows see one
+# another.
 PACKED_FAMILIES = {"llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3"}
+
+
+def check_packing(packing: bool, config: PretrainedConfig) -> None:
+    """Packed rows must not see one another, which only the model's own code can ensure.
+
+    Raises:
+        ConfigError: packing is on, and this model was not tested.
+    """
+    model_type = config.get_text_config().model_type
+    if packing and model_type not in PACKED_FAMILIES:
+        reason = f"can't be used with model_type={model_type}: it was not tested to keep packed rows apart."
+        raise ConfigError([Problem("training.packing=true", reason, "Set training.packing=false.")])
 
 
 def varlen_attention(
@@ -84,13 +97,16 @@ def varlen_attention(
 
     Args:
         module: the attention layer that calls.
-        query: [B, H, L, D]. key, value: [B, H_kv, L, D], H a multiple of H_kv.
+        query: [B, H, L, D].
+        key: [B, H_kv, L, D], H a multiple of H_kv.
+        value: as `key`.
         attention_mask: None; rows are told apart by `cu_seq_lens_q`.
         dropout: must be 0.
         scaling: of the logits; None for 1 / sqrt(D).
         sliding_window: tokens a query sees, itself included; None for all before it.
-        cu_seq_lens_q: int32 [rows + 1], where rows start in the flattened B * L tokens; None if every sequence is one row.
+        cu_seq_lens_q: int32 [rows + 1], where rows start in the flattened B * L tokens; None if a sequence is one row.
         max_length_q: tokens of the longest row.
+        **kwargs: what transformers passes to other kernels; not used.
 
     Returns:
         [B, L, H, D], and None for the attention weights.
@@ -104,8 +120,8 @@ def varlen_attention(
     if cu_seq_lens_q is None:
         cu_seq_lens_q = torch.arange(batch + 1, dtype=torch.int32, device=query.device) * length
         max_length_q = length
-    flat = [t.transpose(1, 2).flatten(0, 1) for t in (query, key, value)]
-    out = _varlen(*flat, cu_seq_lens_q, max_length_q, scaling, window)
+    q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
+    out = _varlen(q, k, v, cu_seq_lens_q, max_length_q, scaling, window)
     return out.view(batch, length, *out.shape[1:]), None
 
 
@@ -123,4 +139,5 @@ def _varlen(
     options: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0), "scale": scale}
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # torch >= 2.13; before, fewer key heads just work
         options["enable_gqa"] = query.shape[1] != key.shape[1]
-    return varlen_attn(query, key, value, starts, starts, longest, longest, **options)  # type: ignore[no-any-return,arg-type]
+    assert longest is not None
+    return cast(Tensor, varlen_attn(query, key, value, starts, starts, longest, longest, **options))

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.adapters import apply_adapters, initialize_adapters, trainable_names
-from qlora_fsdp.attention import choose_attention
+from qlora_fsdp.attention import check_packing, choose_attention
 from qlora_fsdp.build import BuiltModel, ModelFiles, build_model, find_model
 from qlora_fsdp.causal_lm import CausalLM, checkpoint_activations
 from qlora_fsdp.config.schema import Config, DataFormat, Weights
@@ -74,6 +74,7 @@ def _run(config: Config, processes: Processes, folder: Path, summary: dict[str, 
     # What is to be trained, on meta: nothing large exists yet.
     files = find_model(config.model, processes.is_local_main, lambda: processes.wait(patiently=True))
     tokenizer = _find_tokenizer(config, files)
+    check_packing(config.training.packing, files.config)
     attention = choose_attention(config.model.attn_implementation.value, files.config, device, dtype)
     fused = use_fused_kernels(config.kernels, files.config.get_text_config().model_type, device)
     built = build_model(
@@ -136,7 +137,8 @@ def _run(config: Config, processes: Processes, folder: Path, summary: dict[str, 
         "setup_seconds": time.perf_counter() - started,
     }
     journal = Journal(folder, config, split.num_steps, processes.is_main)
-    settings = f"LoRA r={config.lora.r} on {built.format.quant_type if built.format else 'unquantized'} weights, {split.num_steps} steps"
+    kind = built.format.quant_type if built.format else "unquantized"
+    settings = f"LoRA r={config.lora.r} on {kind} weights, {split.num_steps} steps"
 
     def on_step(step: int) -> None:
         every = config.checkpoint.every_steps
