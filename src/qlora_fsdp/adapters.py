@@ -1,7 +1,7 @@
 """LoRA adapters on the model, through PEFT: configured by its LoraConfig, named and saved as it names and saves.
 
-Adapters are made on meta like the rest, sharded, and then initialised here: every rank draws the whole small matrix from the
-same seed and keeps its own rows.
+Adapters are made on meta like the rest, sharded, and then initialised here: every rank draws the whole small matrix
+from the same seed and keeps its own rows.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 import re
 import warnings
 import zlib
-from typing import Any
+from typing import Any, cast
 
 import peft
 import torch
@@ -35,13 +35,13 @@ def apply_adapters(model: PreTrainedModel, config: LoraConfig, task_type: str = 
     """Wrap the (meta) model in PEFT's; exactly the adapters and `modules_to_save` require gradients, all in fp32.
 
     Raises:
-        AdapterError: names in target_modules, exclude_modules or modules_to_save that fit no layer (close ones are named),
-            or settings that PEFT refuses.
+        AdapterError: names in target_modules, exclude_modules or modules_to_save that fit no layer (close ones are
+            named), or settings that PEFT refuses.
     """
     _check_names(model, config)
     settings = peft.LoraConfig(
         r=config.r,
-        lora_alpha=config.lora_alpha,
+        lora_alpha=config.lora_alpha,  # type: ignore[arg-type]  # PEFT takes fractions too
         lora_dropout=config.lora_dropout,
         use_rslora=config.use_rslora,
         use_dora=config.use_dora,
@@ -66,7 +66,7 @@ def apply_adapters(model: PreTrainedModel, config: LoraConfig, task_type: str = 
             _train_in_fp32(module.modules_to_save[ADAPTER], model.dtype)
         if isinstance(module, (LoraLayer, DoraLinearLayer)):
             _to_fp32(module)
-    return wrapped  # type: ignore[no-any-return]
+    return wrapped
 
 
 def _targets(model: PreTrainedModel, config: LoraConfig) -> Any:
@@ -149,15 +149,17 @@ def initialize_adapters(model: nn.Module, init_lora_weights: bool | str, seed: i
             for key, param in module.modules_to_save[ADAPTER].named_parameters():
                 local_tensor(param).copy_(local_tensor(originals[key]))
         if isinstance(module, LoraLayer) and ADAPTER in module.lora_A:
-            lora_a, lora_b = module.lora_A[ADAPTER].weight, module.lora_B[ADAPTER].weight
+            lora_a = cast(nn.Linear, module.lora_A[ADAPTER]).weight
+            lora_b = cast(nn.Linear, module.lora_B[ADAPTER]).weight
             generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
             values_a, values_b = _draw(init_lora_weights, lora_a.shape, lora_b.shape, generator)
-            for param, values in ((lora_a, values_a), (lora_b, values_b)):
-                first, last = local_rows(param)
-                local_tensor(param).copy_(values[first:last])
+            for weight, values in ((lora_a, values_a), (lora_b, values_b)):
+                first, last = local_rows(weight)
+                local_tensor(weight).copy_(values[first:last])
             if ADAPTER in getattr(module, "lora_magnitude_vector", {}):
                 delta = (values_b @ values_a) * module.scaling[ADAPTER]
-                _fill_magnitude(module.lora_magnitude_vector[ADAPTER].weight, module.get_base_layer(), delta)
+                magnitude = cast(DoraLinearLayer, module.lora_magnitude_vector[ADAPTER]).weight
+                _fill_magnitude(magnitude, cast(nn.Linear, module.get_base_layer()), delta)
 
 
 def _draw(
@@ -178,22 +180,20 @@ def _draw(
     return values_a.contiguous(), values_b
 
 
-def _fill_magnitude(magnitude: Tensor, base: nn.Module, delta: Tensor) -> None:
+def _fill_magnitude(magnitude: Tensor, base: nn.Linear, delta: Tensor) -> None:
     """DoRA's magnitudes: norms of the rows of W + delta, each rank its own rows (arXiv:2402.09353, section 4.1)."""
     first, last = local_rows(magnitude)
-    if isinstance(base, QuantizedLinear):
-        weight = _dequantize_local_rows(base)
-    else:
-        weight = local_tensor(base.weight)  # type: ignore[arg-type]
+    weight = _dequantize_local_rows(base) if isinstance(base, QuantizedLinear) else local_tensor(base.weight)
     norms = torch.linalg.vector_norm(weight.float() + delta[first:last].to(weight.device), dim=1)
     local_tensor(magnitude).copy_(norms)
 
 
 def _dequantize_local_rows(layer: QuantizedLinear) -> Tensor:
     """The rows of the weight that this rank holds."""
-    parts = {}
-    for name, part in zip(layer.part_names, layer.parts(), strict=True):
-        parts[name] = gather_rows(local_tensor(part), part.shape[0], shard_group(part))
-    first, last = local_rows(layer.codes)  # type: ignore[arg-type]
+    parts = {
+        name: gather_rows(local_tensor(part), part.shape[0], shard_group(part))
+        for name, part in zip(layer.part_names, layer.parts(), strict=True)
+    }
+    first, last = local_rows(layer.codes)
     weight = layer.format.dequantize(parts, layer.out_features, layer.in_features, layer.compute_dtype)
     return weight[first:last]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import peft
 from torch import Tensor, nn
@@ -20,8 +20,8 @@ from qlora_fsdp.loss import IGNORE, attach_loss
 class CausalLM(nn.Module):
     """A PEFT-wrapped causal language model with its loss.
 
-    For families whose logits are the head of the last hidden state (`PACKED_FAMILIES`, tested) the backbone and the head run
-    apart, and logits are never held whole. Any other family runs its own forward.
+    For families whose logits are the head of the last hidden state (`PACKED_FAMILIES`, tested) the backbone and the
+    head run apart, and logits are never held whole. Any other family runs its own forward.
 
     Args:
         model: the wrapped model, on meta or not.
@@ -30,16 +30,15 @@ class CausalLM(nn.Module):
     def __init__(self, model: peft.PeftModel) -> None:
         super().__init__()
         self.model = model
-        base: PreTrainedModel = model.get_base_model()
-        config = base.config.get_text_config()
+        config = self.base.config.get_text_config()
         self.splits_head = config.model_type in PACKED_FAMILIES
         if self.splits_head:
-            attach_loss(base.get_output_embeddings(), getattr(config, "final_logit_softcapping", None))
+            attach_loss(self.base.get_output_embeddings(), getattr(config, "final_logit_softcapping", None))
 
     @property
     def base(self) -> PreTrainedModel:
         """The transformers model inside PEFT's."""
-        return self.model.get_base_model()  # type: ignore[no-any-return]
+        return cast(PreTrainedModel, self.model.get_base_model())
 
     @property
     def layers(self) -> list[nn.Module]:
@@ -73,8 +72,8 @@ class CausalLM(nn.Module):
 def checkpoint_activations(model: CausalLM, config: MemoryConfig) -> int:
     """Recompute layers in backward instead of keeping their activations; how many are recomputed.
 
-    Non-reentrant checkpointing (torch.utils.checkpoint): inputs need not require gradients, so no hook on the embeddings
-    is needed for 'element 0 of tensors does not require grad' not to happen.
+    Non-reentrant checkpointing (torch.utils.checkpoint): inputs need not require gradients, so no hook on the
+    embeddings is needed for 'element 0 of tensors does not require grad' not to happen.
     """
     if config.activations is Activations.none:
         return 0

@@ -1,7 +1,8 @@
 """The output head and the loss, without ever holding the logits of all tokens.
 
-Tokens go through the head a chunk at a time. With a frozen head the gradient of the hidden states is computed in the same pass, so that
-backward needs neither the logits nor the head (after Liger's fused linear cross-entropy, arXiv:2410.10989).
+Tokens go through the head a chunk at a time. With a frozen head the gradient of the hidden states is computed in the
+same pass, so that backward needs neither the logits nor the head (after Liger's fused linear cross-entropy,
+arXiv:2410.10989).
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ MIN_CHUNK = 256  # tokens; chunks are multiples of it, which matrix kernels like
 def attach_loss(head: nn.Module, softcap: float | None = None) -> None:
     """Let the model's output layer compute the loss when it is given targets: `head(hidden, targets)`.
 
-    The loss belongs inside the head's own forward because FSDP gathers the head for exactly that call. Without targets the
-    head still gives logits.
+    The loss belongs inside the head's own forward because FSDP gathers the head for exactly that call. Without targets
+    the head still gives logits.
 
     Args:
         head: hidden size -> vocabulary; may be adapted or trained (PEFT's wrappers).
         softcap: logits are `softcap * tanh(logits / softcap)` (Gemma 2); None for as they are.
     """
-    head.forward = _HeadLoss(head, softcap)  # type: ignore[method-assign,assignment]
+    head.forward = _HeadLoss(head, softcap)
 
 
 class _HeadLoss:
@@ -50,7 +51,9 @@ class _HeadLoss:
         chunk = max(MIN_CHUNK, LOGITS_BYTES // (4 * self.vocab_size) // MIN_CHUNK * MIN_CHUNK)
         if self.is_frozen_linear:
             weight, bias = self.head.weight, self.head.bias
-            return _FrozenHeadLoss.apply(hidden, weight, bias, targets, self.softcap, chunk)  # type: ignore[no-any-return]
+            return _FrozenHeadLoss.apply(  # type: ignore[no-any-return,no-untyped-call]
+                hidden, weight, bias, targets, self.softcap, chunk
+            )
         losses = [
             checkpoint(self._chunk_loss, h, t, use_reentrant=False)
             for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True)
