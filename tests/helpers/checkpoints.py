@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 VOCAB = 264
 SHAPE = {
@@ -40,4 +41,14 @@ def make_checkpoint(
     config = AutoConfig.for_model(family, **{**SHAPE, **FAMILIES[family]}, initializer_range=0.1)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
+    return folder
+
+
+def quantize_checkpoint(source: Path, folder: Path, **options: Any) -> Path:
+    """Write `source` as transformers and bitsandbytes write it quantized; `options` as of BitsAndBytesConfig."""
+    config = BitsAndBytesConfig(bnb_4bit_compute_dtype=torch.float32, **options)
+    model = AutoModelForCausalLM.from_pretrained(
+        source, dtype=torch.float32, quantization_config=config, device_map={"": "cpu"}
+    )
+    model.save_pretrained(folder)
     return folder

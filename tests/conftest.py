@@ -1,0 +1,33 @@
+"""What most numeric tests share: tiny checkpoints and rows to train on, made once a session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.runs import write_rows
+
+
+@pytest.fixture(scope="session")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of prompts and completions."""
+    return write_rows(tmp_path_factory.mktemp("rows") / "rows.jsonl")
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`checkpoint(family, dtype=bfloat16)`: the folder of a tiny random model."""
+    folder = tmp_path_factory.mktemp("models")
+    made: dict[tuple[str, torch.dtype], Path] = {}
+
+    def make(family: str, dtype: torch.dtype = torch.bfloat16) -> Path:
+        key = (family, dtype)
+        if key not in made:
+            made[key] = make_checkpoint(family, folder / f"{family}-{str(dtype).removeprefix('torch.')}", dtype)
+        return made[key]
+
+    return make

@@ -1,0 +1,36 @@
+"""What FSDP gathers is, byte for byte, what bitsandbytes makes of the whole tensors; and a wrong byte is caught."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from qlora_fsdp.quantized import Format
+from tests.helpers.blocks import CHECKPOINTS, count_wrong_bytes_everywhere, load_with_a_flipped_bit, write_blocks
+from tests.helpers.ranks import run_ranks
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(scope="module")
+def blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("blocks")
+    for dtype, num_files in CHECKPOINTS:
+        write_blocks(folder / f"{dtype}-{num_files}", dtype, num_files)
+    return folder
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_no_byte_differs_from_bitsandbytes(blocks: Path, num_ranks: int):
+    for rank, cases in enumerate(run_ranks(num_ranks, count_wrong_bytes_everywhere, blocks)):
+        for case, counts in cases.items():
+            assert {name: n for name, n in counts.items() if n} == {}, f"rank {rank}, {case}"
+            assert sum(name.endswith(".codes") for name in counts) >= 10
+
+
+def test_a_flipped_bit_is_caught_and_named(blocks: Path):
+    folder = blocks / f"{torch.bfloat16}-1"
+    for complaint in run_ranks(3, load_with_a_flipped_bit, folder, Format("nf4", double_quant=True)):
+        assert complaint.startswith("ProofError") and "rank 2: layers.1.linear3.codes: 1 bytes differ" in complaint

@@ -1,0 +1,160 @@
+"""Losses of our runs against stock transformers, bitsandbytes and PEFT, step by step, in float32."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.checkpoints import FAMILIES
+from tests.helpers.ranks import RanksFailed, run_ranks
+from tests.helpers.reference import stock_losses
+from tests.helpers.runs import Trained, settings, train_all
+
+pytestmark = pytest.mark.distributed
+TOLERANCE = 1e-5
+FEW_STEPS = "training.max_steps=8"
+
+# 20 steps: packed at any number of ranks where a family can be packed, and padded at 2 where attention is special.
+FAMILY_CASES = [(num_ranks, family, family != "bert") for num_ranks in (1, 2, 4) for family in FAMILIES]
+FAMILY_CASES += [(2, "llama", False), (2, "gemma2", False)]
+
+# The same 8 sequences a step, cut in other ways: (ranks, micro-batch size).
+SPLITS = [(1, 8), (1, 2), (2, 4), (2, 1), (4, 2), (4, 1)]
+
+# Settings that must not change what is computed, and the number of ranks they are tried on.
+SAME_NUMBERS = {
+    "SHARD_GRAD_OP": (2, ["fsdp.sharding_strategy=SHARD_GRAD_OP"]),
+    "NO_SHARD": (2, ["fsdp.sharding_strategy=NO_SHARD"]),
+    "HYBRID_SHARD": (4, ["fsdp.sharding_strategy=HYBRID_SHARD", "fsdp.hybrid_shard_size=2"]),
+    "HYBRID_SHARD, accumulating": (
+        4,
+        ["fsdp.sharding_strategy=HYBRID_SHARD", "fsdp.hybrid_shard_size=2", "training.global_batch_size=8"],
+    ),
+    "cpu_offload": (2, ["fsdp.cpu_offload=true", "training.micro_batch_size=1"]),
+    "prefetch": (2, ["fsdp.forward_prefetch=2", "fsdp.backward_prefetch=2"]),
+    "activations kept": (2, ["memory.activations=none"]),
+    "every second layer recomputed": (2, ["memory.activations=every_k"]),
+    "storage float32": (2, ["quant.bnb_4bit_quant_storage=float32"]),
+    "storage uint8": (2, ["quant.bnb_4bit_quant_storage=uint8"]),
+    "evaluation between": (2, ["data.eval_fraction=0.1", "training.eval_every_steps=3"]),
+}
+CHANGES_DATA = ("data.", "training.global_batch_size")  # the reference needs these too
+
+# Settings that change what is computed, in our run and in the reference alike.
+OTHER_NUMBERS = {
+    "fp4": (2, "llama", ["quant=fp4"]),
+    "nf4 without double quantization": (2, "llama", ["quant.bnb_4bit_use_double_quant=false"]),
+    "int8": (2, "llama", ["quant=int8"]),
+    "not quantized": (2, "llama", ["quant=none"]),
+    "rslora": (2, "llama", ["lora.use_rslora=true"]),
+    "dora": (2, "llama", ["lora.use_dora=true"]),
+    "lm_head trained": (2, "llama", ["lora.modules_to_save=[lm_head]"]),
+    "embed_tokens trained": (2, "llama", ["lora.modules_to_save=[embed_tokens]"]),
+    "tied embed_tokens trained": (2, "qwen2", ["lora.modules_to_save=[embed_tokens]"]),
+    "tied lm_head trained": (2, "qwen2", ["lora.modules_to_save=[lm_head]"]),
+    "one module adapted": (2, "llama", ["lora.target_modules=[q_proj]"]),
+    "head adapted": (2, "llama", ["lora.target_modules=[q_proj,lm_head]"]),
+    "ranks and alphas that differ": (2, "llama", ["lora.rank_pattern={q_proj:3}", "lora.alpha_pattern={v_proj:5.0}"]),
+    "adamw_8bit": (1, "llama", ["optim=adamw_8bit", "lora.r=64"]),
+}
+
+
+DROPOUT = {
+    "dropout": ["lora.lora_dropout=0.3"],
+    "dropout again": ["lora.lora_dropout=0.3"],
+    "no dropout": [],
+}
+
+
+@pytest.fixture(scope="module")
+def losses(checkpoint: Callable[..., Path], rows: Path) -> Callable[[int, object], list[float]]:
+    """`losses(num_ranks, case)` of our runs; all runs on a number of ranks share one world."""
+
+    def cases(num_ranks: int) -> dict[object, list[str]]:
+        def run(family: str, *more: str, packing: bool = True) -> list[str]:
+            size = f"training.micro_batch_size={4 // num_ranks}"
+            return settings(checkpoint(family), rows, size, *more, packing=packing)
+
+        found: dict[object, list[str]] = {
+            (f, packing): run(f, packing=packing) for n, f, packing in FAMILY_CASES if n == num_ranks
+        }
+        for size in (size for n, size in SPLITS if n == num_ranks):
+            split = [f"training.micro_batch_size={size}", "training.global_batch_size=8"]
+            found[("split", size)] = run("llama", FEW_STEPS, *split)
+        found |= {case: run("llama", FEW_STEPS, *more) for case, (n, more) in SAME_NUMBERS.items() if n == num_ranks}
+        found |= {case: run(f, FEW_STEPS, *more) for case, (n, f, more) in OTHER_NUMBERS.items() if n == num_ranks}
+        if num_ranks == 2:
+            found |= {case: run("llama", FEW_STEPS, *more) for case, more in DROPOUT.items()}
+        return found
+
+    worlds: dict[int, list[dict[object, Trained]] | RanksFailed] = {}
+
+    def find(num_ranks: int, case: object) -> list[float]:
+        if num_ranks not in worlds:
+            try:
+                worlds[num_ranks] = run_ranks(num_ranks, train_all, cases(num_ranks))
+            except RanksFailed as error:
+                worlds[num_ranks] = error
+        world = worlds[num_ranks]
+        if isinstance(world, RanksFailed):
+            raise world
+        everyone = [results[case].losses for results in world]
+        assert all(other == everyone[0] for other in everyone), "ranks disagree about the loss"
+        return everyone[0]
+
+    return find
+
+
+@pytest.fixture(scope="module")
+def stock(checkpoint: Callable[..., Path], rows: Path) -> Callable[..., list[float]]:
+    """Losses of the reference, each computed once."""
+    known: dict[object, list[float]] = {}
+
+    def find(family: str, *more: str, packing: bool = True) -> list[float]:
+        key = (family, packing, more)
+        if key not in known:
+            known[key] = stock_losses(settings(checkpoint(family), rows, *more, packing=packing))
+        return known[key]
+
+    return find
+
+
+def assert_close(ours: list[float], reference: list[float]) -> None:
+    assert ours == pytest.approx(reference, abs=TOLERANCE)
+    assert ours[-1] < ours[0]
+
+
+@pytest.mark.parametrize(("num_ranks", "family", "packing"), FAMILY_CASES)
+def test_families(losses, stock, num_ranks: int, family: str, packing: bool):
+    assert_close(losses(num_ranks, (family, packing)), stock(family, packing=packing))
+
+
+@pytest.mark.parametrize(("num_ranks", "micro_batch_size"), SPLITS)
+def test_splits(losses, stock, num_ranks: int, micro_batch_size: int):
+    reference = stock("llama", FEW_STEPS, "training.global_batch_size=8")
+    assert_close(losses(num_ranks, ("split", micro_batch_size)), reference)
+    assert losses(num_ranks, ("split", micro_batch_size)) == pytest.approx(losses(1, ("split", 8)), abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("case", SAME_NUMBERS)
+def test_settings_that_change_no_number(losses, stock, case: str):
+    num_ranks, more = SAME_NUMBERS[case]
+    data = [setting for setting in more if setting.startswith(CHANGES_DATA)]
+    assert_close(losses(num_ranks, case), stock("llama", FEW_STEPS, *data))
+
+
+@pytest.mark.parametrize("case", OTHER_NUMBERS)
+def test_settings_that_change_numbers(losses, stock, case: str):
+    num_ranks, family, more = OTHER_NUMBERS[case]
+    assert_close(losses(num_ranks, case), stock(family, FEW_STEPS, *more))
+
+
+def test_dropout_trains_and_repeats(losses):
+    dropped = losses(2, "dropout")
+    assert dropped == losses(2, "dropout again")
+    assert dropped[0] == losses(2, "no dropout")[0]  # B is zero: the adapters' output is zero, dropped or not
+    assert dropped[1:] != losses(2, "no dropout")[1:]
+    assert all(map(math.isfinite, dropped)) and dropped[-1] < dropped[0]

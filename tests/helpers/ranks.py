@@ -1,0 +1,139 @@
+"""Run a function on several ranks, each a process of its own, and bring back what every rank returned or raised.
+
+On a CPU the processes are forked from a server that has imported the libraries already, so that a world starts in under
+a second. With a GPU they are spawned, because the libraries touch CUDA when imported and a fork can't use it then.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+PRELOADED = ["torch", "transformers", "peft", "bitsandbytes", "datasets", "qlora_fsdp.run"]
+GRACE_SECONDS = 3.0  # for the other ranks to say what they think went wrong, once one has failed
+
+
+class RanksFailed(AssertionError):
+    """Some rank raised, died or took too long. The message has each rank's error, traceback included."""
+
+
+def run_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, timeout_seconds: float = 240) -> list[Any]:
+    """Call `function(*args)` on every rank, with the environment that torchrun would set; its results, by rank.
+
+    Args:
+        num_ranks: processes to start.
+        function: importable from its module; it and its arguments and result are pickled.
+        timeout_seconds: for all of it; then every rank is killed.
+
+    Raises:
+        RanksFailed: naming the ranks. The others are killed.
+    """
+    context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
+    if context.get_start_method() == "forkserver":
+        context.set_forkserver_preload(PRELOADED)
+    meeting = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with TemporaryDirectory() as folder:
+        pipes, processes = [], []
+        for rank in range(num_ranks):
+            mine, theirs = context.Pipe(duplex=False)
+            log = Path(folder) / f"{rank}.log"
+            process = context.Process(
+                target=_run_rank, args=(rank, num_ranks, meeting.port, log, theirs, function, args), daemon=True
+            )
+            process.start()
+            theirs.close()
+            pipes.append(mine)
+            processes.append(process)
+        try:
+            results, errors = _collect(pipes, time.monotonic() + timeout_seconds)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+        for rank in sorted(set(range(num_ranks)) - results.keys() - errors.keys()):
+            tail = (Path(folder) / f"{rank}.log").read_text(errors="replace")[-2000:]
+            errors[rank] = (
+                f"killed: no result within {timeout_seconds:.0f} s, or another rank failed. Its output ends:\n{tail}"
+            )
+    if errors:
+        raise RanksFailed("\n".join(f"rank {rank}: {text}" for rank, text in sorted(errors.items())))
+    return [results[rank] for rank in range(num_ranks)]
+
+
+def _collect(pipes: list[Connection], deadline: float) -> tuple[dict[int, Any], dict[int, str]]:
+    """Results and errors by rank, until all have reported, time is up, or a rank has failed and the grace is over."""
+    results: dict[int, Any] = {}
+    errors: dict[int, str] = {}
+    waiting = {pipe: rank for rank, pipe in enumerate(pipes)}
+    while waiting and time.monotonic() < deadline:
+        for pipe in wait(list(waiting), timeout=max(0.0, deadline - time.monotonic())):
+            assert isinstance(pipe, Connection)
+            rank = waiting.pop(pipe)
+            try:
+                value, error = pipe.recv()
+            except EOFError:
+                value, error = None, "died without a word"
+            if error is None:
+                results[rank] = value
+            else:
+                errors[rank] = error
+                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+    return results, errors
+
+
+def _run_rank(
+    rank: int,
+    num_ranks: int,
+    port: int,
+    log: Path,
+    pipe: Connection,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    output = os.open(log, os.O_WRONLY | os.O_CREAT)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    torch.set_num_threads(1)
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MEETING_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }
+    try:
+        message = (function(*args), None)
+    except BaseException:
+        message = (None, traceback.format_exc())
+    pipe.send(message)
+
+
+class Meeting:
+    """Where the ranks of a world agree on a new port, so that a process can join one process group after another."""
+
+    num_worlds = 0
+
+    @classmethod
+    def new_port(cls) -> None:
+        """Set MASTER_PORT to a port that is free, the same on every rank. Every rank calls it equally often."""
+        store = dist.TCPStore("127.0.0.1", int(os.environ["MEETING_PORT"]), timeout=timedelta(seconds=60))
+        cls.num_worlds += 1
+        if os.environ["RANK"] == "0":
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                store.set(f"port/{cls.num_worlds}", str(probe.getsockname()[1]))
+        os.environ["MASTER_PORT"] = store.get(f"port/{cls.num_worlds}").decode()

@@ -1,0 +1,132 @@
+"""Whole runs on the ranks of a test: settings in, losses and whatever a test wants to look at out."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import qlora_fsdp.run as pipeline
+from qlora_fsdp.causal_lm import CausalLM
+from qlora_fsdp.config.compose import load_config
+from qlora_fsdp.config.world import World
+from qlora_fsdp.distributed import Processes
+from qlora_fsdp.loop import TrainResult
+from qlora_fsdp.quantized import QuantizedLinear
+from qlora_fsdp.shards import gather_rows, local_tensor, shard_group
+from tests.helpers.ranks import Meeting
+
+WORDS = ["the", "cat", "sat", "on", "a", "mat", "while", "rain", "fell", "over", "old", "town", "and", "birds", "sang"]
+Inspect = Callable[[CausalLM, Processes], Any]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a rank saw of a run: the loss of every step, and what `inspect` found in the trained model."""
+
+    losses: list[float]
+    inspected: Any = None
+
+
+def write_rows(file: Path, num_rows: int = 400) -> Path:
+    """Rows of prompt and completion, 10 to 60 bytes long."""
+    rng = random.Random(0)
+
+    def words(at_most: int) -> str:
+        return " ".join(rng.choices(WORDS, k=rng.randint(1, at_most)))
+
+    rows = [{"prompt": words(3), "completion": words(8)} for _ in range(num_rows)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def settings(checkpoint: Path, rows: Path, *more: str, packing: bool = True) -> list[str]:
+    """The command line of a short run: 20 steps of 4 sequences at a constant rate; `more` wins."""
+    return [
+        f"model.path={checkpoint}",
+        "model.tokenizer_path=bytes",
+        f"data.path={rows}",
+        f"data.cache_folder={rows.parent / 'cache'}",
+        f"run.folder={rows.parent / 'runs' / checkpoint.name}",
+        "run.overwrite=true",
+        "lora.r=8",
+        "optim.lr_scheduler_type=constant",
+        "optim.warmup_ratio=0",
+        "training.max_steps=20",
+        "training.max_length=64",
+        "training.global_batch_size=4",
+        "training.learning_rate=1e-3",
+        f"training.packing={str(packing).lower()}",
+        *more,
+    ]
+
+
+def train_here(argv: Sequence[str], inspect: Inspect | None = None, train: bool = True) -> Trained:
+    """One run on this rank of a world, through the whole pipeline; without `train`, only up to the loop."""
+    Meeting.new_port()
+    seen: dict[str, Any] = {}
+    train_stage = pipeline.train
+
+    def train_and_inspect(model: CausalLM, *args: Any) -> TrainResult:
+        result = train_stage(model, *args) if train else TrainResult()
+        seen["losses"] = result.losses
+        processes = next(a for a in args if isinstance(a, Processes))
+        seen["inspected"] = inspect(model, processes) if inspect is not None else None
+        return result
+
+    pipeline.train = train_and_inspect
+    try:
+        pipeline.run(load_config(argv), World.from_environment(os.environ))
+    finally:
+        pipeline.train = train_stage
+    return Trained(**seen)
+
+
+def train_all(
+    cases: Mapping[Any, Sequence[str]], inspect: Inspect | None = None, train: bool = True
+) -> dict[Any, Trained]:
+    """Several runs one after another on this rank of a world."""
+    return {case: train_here(argv, inspect, train) for case, argv in cases.items()}
+
+
+@torch.no_grad()
+def logits_of(model: CausalLM, input_ids: Tensor) -> Tensor:
+    """Logits of the sharded model: float32 [B, L, V] on the CPU."""
+    model.eval()
+    model.unshard()
+    logits = model.base(input_ids=input_ids, use_cache=False).logits
+    model.reshard()
+    return logits.float().cpu()
+
+
+@torch.no_grad()
+def gathered_parts(model: CausalLM, processes: Processes) -> dict[str, Tensor]:
+    """Every quantized weight's parts as FSDP gathers them, by the base model's name: uint8 [rows, bytes] on the CPU."""
+    parts = {}
+    for unit in (model, *model.layers):
+        unit.unshard()
+    for name, layer in model.base.named_modules():
+        if isinstance(layer, QuantizedLinear):
+            name = name.replace(".base_layer", "")
+            for part in layer.part_names:
+                values = getattr(layer, part).detach().cpu().contiguous()
+                parts[f"{name}.{part}"] = values.view(torch.uint8).view(len(values), -1).clone()
+    for unit in (model, *model.layers):
+        unit.reshard()
+    return parts
+
+
+def gathered_adapter(model: CausalLM, processes: Processes) -> dict[str, Tensor]:
+    """What is trained, whole, by name, on every rank."""
+    return {
+        name: gather_rows(local_tensor(param), param.shape[0], shard_group(param)).clone()
+        for name, param in model.model.named_parameters()
+        if param.requires_grad
+    }
