@@ -185,6 +185,6 @@ def _raise_if_any(model: PreTrainedModel, missing: list[str], unexpected: list[s
     ]
     if parts:
         raise CheckpointError(
-            f"The checkpoint does not fit its config.json ({type(model).__name__}). Check that model.path holds the files "
-            "of one model, whole and unmixed. Tensors " + "\nTensors ".join(parts)
+            f"The checkpoint does not fit its config.json ({type(model).__name__}). Check that model.path holds the "
+            "files of one model, whole and unmixed. Tensors " + "\nTensors ".join(parts)
         )
