@@ -71,8 +71,14 @@ def save_adapter(
     """
     state = gather_trainable(model, processes)
     if processes.is_main:
-        with writing(folder.parent):
-            _write_adapter(model, state, folder, tokenizer, settings)
+        temporary = folder.with_name(f".{folder.name}.tmp")
+        shutil.rmtree(temporary, ignore_errors=True)
+        try:
+            with writing(folder.parent):
+                _write_adapter(model, state, temporary, tokenizer, settings)
+                replace_folder(temporary, folder)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
     processes.wait()
 
 
@@ -85,20 +91,15 @@ def _write_adapter(
 ) -> None:
     config = model.peft_config[ADAPTER]
     tensors = peft.get_peft_model_state_dict(model, state_dict=state, save_embedding_layers=False)
-    temporary = folder.with_name(f".{folder.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    save_file(
-        {k: v.contiguous() for k, v in tensors.items()}, temporary / "adapter_model.safetensors", {"format": "pt"}
-    )
+    folder.mkdir(parents=True)
+    save_file({k: v.contiguous() for k, v in tensors.items()}, folder / "adapter_model.safetensors", {"format": "pt"})
     config.inference_mode, training_mode = True, config.inference_mode
-    config.save_pretrained(str(temporary))
+    config.save_pretrained(str(folder))
     config.inference_mode = training_mode
     if tokenizer is not None:
-        tokenizer.save_pretrained(str(temporary))
+        tokenizer.save_pretrained(str(folder))
     base = config.base_model_name_or_path or "the base model"
-    (temporary / "README.md").write_text(CARD.format(base=base, version=__version__, settings=settings))
-    replace_folder(temporary, folder)
+    (folder / "README.md").write_text(CARD.format(base=base, version=__version__, settings=settings))
 
 
 def replace_folder(new: Path, target: Path) -> None:

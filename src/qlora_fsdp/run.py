@@ -58,7 +58,10 @@ def run(config: Config, world: World) -> dict[str, Any]:
         watch.record = partial(_record_failure, folder, summary)
         _run(config, processes, folder, summary)
     except BaseException as error:
-        raise watch.explain(_with_advice(error)) from error
+        reason = watch.explain(_with_advice(error))
+        if reason is error:
+            raise
+        raise reason from error
     finally:
         stop_processes()
         watch.stop()

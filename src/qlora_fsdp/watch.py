@@ -5,7 +5,7 @@ has a thread that looks for both, and for what other ranks say, through the stor
 is needed):
 
     failure      the first failure of any rank; what follows from it on other ranks is not worth a message
-    shown        it has been printed
+    shown        it has been printed and recorded
     lost/<rank>  this rank has lost contact: it is not the one that is stuck
 
 The thread ends no healthy run: it acts on a signal, on another rank's word, or on the end of another rank of this host.
@@ -68,7 +68,7 @@ class Watch:
         processes: all ranks take part in the start.
 
     Attributes:
-        record: called with the failure that ends the run, once, on the lowest rank that is left.
+        record: called with the failure that ends the run, on one rank: the lowest that is left.
     """
 
     def __init__(self, processes: Processes) -> None:
@@ -84,6 +84,7 @@ class Watch:
             if where == host and rank != self.rank
         }
         self._unwinding, self._stopped = threading.Event(), threading.Event()
+        self._interrupted = False
         self._read_end, self._write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._handlers = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
         signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
@@ -119,11 +120,15 @@ class Watch:
         else:
             result = RankError(first.text if first.is_of_others else f"rank {first.rank}: {first.text}")
             result.exit_code = first.exit_code
-        if self.rank == min(rank for rank in range(self.num_ranks) if rank not in gone):
+        is_lowest_left = self.rank == min(rank for rank in range(self.num_ranks) if rank not in gone)
+        if not self._is_shown(wait_seconds=0 if is_lowest_left else ANSWER_SECONDS):
             self.record(result)
-            self._show(result)
-        elif not self._wait_until_shown():
-            self._show(result)
+            if isinstance(result, UserError):
+                print_error(result)
+            with suppress(dist.DistError, RuntimeError):
+                self.store.set("shown", "")
+        if isinstance(result, UserError):
+            result.is_shown = True
         return result
 
     def _tell(self, text: str, exit_code: int, is_of_others: bool = False) -> Failure:
@@ -163,30 +168,25 @@ class Watch:
             lines.append(f"rank {rank} {verdict}: process {pid} on {host}{is_in_state} {what}.")
         return self._tell("\n".join(lines), RankError.exit_code, is_of_others=True)
 
-    def _show(self, error: BaseException) -> None:
-        if isinstance(error, UserError):
-            print_error(error)
-            error.is_shown = True
-        with suppress(dist.DistError, RuntimeError):
-            self.store.set("shown", "")
-
-    def _wait_until_shown(self) -> bool:
-        with suppress(dist.DistError, RuntimeError):
-            deadline = time.monotonic() + ANSWER_SECONDS
-            while time.monotonic() < deadline:
-                if self.store.check(["shown"]):
-                    return True
-                time.sleep(0.1)
-        return False
-
     def _gone(self) -> list[int]:
         """Ranks of this host whose process has ended."""
         return [rank for rank, process in self.neighbours.items() if _state(process) in (None, psutil.STATUS_ZOMBIE)]
 
+    def _is_shown(self, wait_seconds: float) -> bool:
+        """Whether a rank has printed and recorded the failure, or does so within this time."""
+        deadline = time.monotonic() + wait_seconds
+        with suppress(dist.DistError, RuntimeError):
+            while not self.store.check(["shown"]):
+                if time.monotonic() >= deadline:
+                    return False
+                time.sleep(0.1)
+            return True
+        return False
+
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        for other in SIGNALS:
-            signal.signal(other, signal.SIG_IGN)  # a second one would break off the cleaning up
-        raise Interrupted(number)
+        if not self._interrupted and not self._unwinding.is_set():  # a second one would break off the cleaning up
+            self._interrupted = True
+            raise Interrupted(number)
 
     def _work(self) -> None:
         """The thread: wait for a reason to end, give the main thread time to end the run, and else do it from here."""
@@ -230,7 +230,7 @@ def _is_lost_contact(error: BaseException) -> bool:
 def _describe(error: BaseException) -> str:
     if isinstance(error, UserError):
         return str(error)
-    return f"failed with {type(error).__name__}: {_first_line(error)}. Its traceback is in its output."
+    return f"{type(error).__name__}: {_first_line(error)}. Its traceback is in the output of this rank."
 
 
 def _first_line(error: BaseException) -> str:
