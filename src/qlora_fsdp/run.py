@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -35,7 +36,7 @@ from qlora_fsdp.optim import make_optimizer
 from qlora_fsdp.plan import count_bytes, count_flops, dtype_name, split_batches
 from qlora_fsdp.prove import prove_shards
 from qlora_fsdp.run_folder import log, open_run_folder, write_json, writing
-from qlora_fsdp.shard import place_model, shard_model
+from qlora_fsdp.shard import count_shards, place_model, shard_model
 from qlora_fsdp.watch import Watch
 
 
@@ -91,7 +92,8 @@ def _run(config: Config, processes: Processes, folder: Path, summary: dict[str, 
     built.model.name_or_path = config.model.path or config.model.name
     model = CausalLM(apply_adapters(built.model, config.lora))
     num_recomputed = checkpoint_activations(model, config.memory)
-    sizes = count_bytes(model, processes.rank, processes.num_ranks)
+    num_shards = count_shards(config.fsdp, processes)
+    sizes = count_bytes(model, processes.rank % num_shards, num_shards)
     flops = count_flops(model, files.config.get_text_config())
     for note in built.notes:
         log.info(f"Note: {note}")
@@ -118,7 +120,7 @@ def _run(config: Config, processes: Processes, folder: Path, summary: dict[str, 
     units = shard_model(model, config.fsdp, processes)
     load_started = time.perf_counter()
     place_model(model, torch.device("cpu") if config.fsdp.cpu_offload else device, device)
-    _load(built, config, processes, dtype)
+    num_read = _load(built, config, processes, dtype, num_shards)
     initialize_adapters(model.model, config.lora.init_lora_weights, config.training.seed)
     _synchronize(device)
     load_seconds, load_peak = time.perf_counter() - load_started, gpu_peak_gib(device)
@@ -126,8 +128,9 @@ def _run(config: Config, processes: Processes, folder: Path, summary: dict[str, 
     proof = prove_shards(model, units, processes, int(os.environ.get("WORLD_SIZE", 1)))
     proof_seconds = time.perf_counter() - proof_started
     log.info(
-        f"Loaded in {load_seconds:.1f} s; proved {_bytes(proof.num_bytes)} in {proof.num_tensors} gathered tensors, "
-        f"0 bytes differ, in {proof_seconds:.1f} s"
+        f"Loaded {_bytes(num_read)} a rank in {load_seconds:.1f} s ({num_read / load_seconds / 1e9:.2f} GB/s); "
+        f"proved {_bytes(proof.num_bytes)} in {proof.num_tensors} gathered tensors, 0 bytes differ, "
+        f"in {proof_seconds:.1f} s"
     )
 
     summary |= {
@@ -209,16 +212,17 @@ def _log_data(data: PreparedData, num_steps: int, config: Config) -> None:
     log.info(f"Steps: {num_steps} of {config.training.max_length} tokens a sequence at most")
 
 
-def _load(built: BuiltModel, config: Config, processes: Processes, dtype: torch.dtype) -> None:
-    total = sum(a.num_elements for a in built.assignments) * dtype.itemsize // processes.num_ranks
-    with tqdm(
-        total=total, unit="B", unit_scale=True, desc="Loading", disable=not processes.is_main, leave=False
-    ) as bar:
+def _load(built: BuiltModel, config: Config, processes: Processes, dtype: torch.dtype, num_shards: int) -> int:
+    """Fill the shards, with a bar where there is a terminal; the bytes that this rank read."""
+    total = sum(a.num_bytes(dtype) for a in built.assignments) // num_shards
+    shows = processes.is_main and sys.stderr.isatty()
+    with tqdm(total=total, unit="B", unit_scale=True, desc="Loading", disable=not shows, leave=False) as bar:
         if config.model.weights is Weights.random:
             std = getattr(built.model.config, "initializer_range", 0.02)
             fill_randomly(built.assignments, processes.device, dtype, std, config.training.seed, bar.update)
         else:
             fill_from_files(built.assignments, processes.device, dtype, bar.update)
+    return total
 
 
 def _synchronize(device: torch.device) -> None:

@@ -56,13 +56,18 @@ def shard_model(model: CausalLM, config: FsdpConfig, processes: Processes) -> li
 
 def make_mesh(config: FsdpConfig, processes: Processes) -> DeviceMesh:
     """1-D for FULL_SHARD and SHARD_GRAD_OP; (replicas, shards) for HYBRID_SHARD and, with one shard, NO_SHARD."""
-    device, num_ranks = processes.device.type, processes.num_ranks
+    device, num_shards = processes.device.type, count_shards(config, processes)
     if config.sharding_strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP):
-        return init_device_mesh(device, (num_ranks,), mesh_dim_names=("shard",))
-    num_shards = 1
+        return init_device_mesh(device, (num_shards,), mesh_dim_names=("shard",))
+    shape = (processes.num_ranks // num_shards, num_shards)
+    return init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def count_shards(config: FsdpConfig, processes: Processes) -> int:
+    """Ranks among which every parameter is split."""
     if config.sharding_strategy is ShardingStrategy.HYBRID_SHARD:
-        num_shards = config.hybrid_shard_size or processes.local_num_ranks
-    return init_device_mesh(device, (num_ranks // num_shards, num_shards), mesh_dim_names=("replicate", "shard"))
+        return config.hybrid_shard_size or processes.local_num_ranks
+    return 1 if config.sharding_strategy is ShardingStrategy.NO_SHARD else processes.num_ranks
 
 
 def place_model(model: nn.Module, shard_device: torch.device, buffer_device: torch.device) -> None:

@@ -54,6 +54,12 @@ class Assignment:
     def is_quantized(self) -> bool:
         return isinstance(self.module, QuantizedLinear) and self.attribute == "weight"
 
+    def num_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes to read for the whole weight; of a made-up one, what it would take in `dtype`."""
+        if self.stored is None:
+            return self.num_elements * dtype.itemsize
+        return self.stored.num_bytes + sum(part.num_bytes for part in self.stored_parts.values())
+
     @property
     def num_elements(self) -> int:
         if self.is_quantized:
