@@ -11,11 +11,12 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from qlora_fsdp.causal_lm import CausalLM
@@ -84,9 +85,8 @@ def train(
     Raises:
         TrainingError: a NaN or infinite loss, or a parameter without a gradient in the first steps.
     """
-    device = processes.device
+    device, peak = processes.device, peak_flops(processes.device)
     params = [p for p in model.parameters() if p.requires_grad]
-    peak = peak_flops(device)
     result, speeds = TrainResult(), []
     gpu_peak_gib(device, reset=True)
     if eval_data is not None:
@@ -98,52 +98,38 @@ def train(
         learning_rate = learning_rate_at(step, split.num_steps, config.training.learning_rate, config.optim)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
-        loss_sum = torch.zeros((), dtype=torch.float32, device=device)
-        num_tokens, step_flops = 0, 0.0
         indices = _global_batch(len(train_data), config.training.seed, step, split)
-        num_targets = max(1, train_data.num_target_tokens(indices))
-        num_micro_batches = split.num_micro_batches(len(indices))
-        for micro in range(num_micro_batches):
-            batch = next(batches)
-            num_tokens += batch.input_ids.numel()
-            step_flops += flops.of_batch(batch.sequence_starts)
-            assert isinstance(model, FSDPModule)
-            model.set_requires_gradient_sync(micro == num_micro_batches - 1)
-            loss = model(batch.to(device))
-            (loss / num_targets).backward()
-            loss_sum += loss.detach()
+        num_targets, num_tokens = train_data.num_target_tokens(indices), int(train_data.lengths[indices].sum())
+        local_loss, local_flops = _run_micro_batches(
+            model, batches, split.num_micro_batches(len(indices)), max(1, num_targets), flops, device
+        )
         if step < GRADIENT_CHECK_STEPS:
             _stop_on_bad_gradients(model, step, processes)
-        norm = clip_gradients(params, config.optim.max_grad_norm)
-        total_loss, total_tokens = processes.sum([loss_sum.item(), float(num_tokens)])
-        loss_value, norm_value = total_loss / num_targets, norm.item()
-        if not (math.isfinite(loss_value) and math.isfinite(norm_value)):
-            raise TrainingError(
-                f"Step {step + 1}: loss {loss_value}, gradient norm {norm_value}. The adapter was not changed by this "
-                f"step. Set training.learning_rate lower than {config.training.learning_rate}, or look at the rows of "
-                "this batch."
-            )
+        norm = clip_gradients(params, config.optim.max_grad_norm).item()
+        (loss,) = processes.sum([local_loss.item()])
+        _stop_on_nan(step, loss, norm, config)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         seconds = time.perf_counter() - started
         result.num_steps, result.first_step_seconds = step + 1, result.first_step_seconds or seconds
-        result.losses.append(loss_value)
+        result.losses.append(loss)
+        speed = num_tokens / seconds
         if step > 0:
-            speeds.append(total_tokens / seconds / processes.num_ranks)
+            speeds.append(speed / processes.num_ranks)
         step_peak = gpu_peak_gib(device)
         journal.step(
             {
                 "step": step + 1,
                 "epoch": round((step + 1) * split.global_batch_size / len(train_data), 4),
-                "loss": loss_value,
-                "grad_norm": norm_value,
+                "loss": loss,
+                "grad_norm": norm,
                 "learning_rate": learning_rate,
-                "num_tokens": int(total_tokens),
+                "num_tokens": num_tokens,
                 "num_target_tokens": num_targets,
                 "seconds": round(seconds, 4),
-                "tokens_per_second": round(total_tokens / seconds, 1),
-                "tokens_per_second_per_gpu": round(total_tokens / seconds / processes.num_ranks, 1),
-                "mfu": None if peak is None else round(step_flops / seconds / peak, 4),
+                "tokens_per_second": round(speed, 1),
+                "tokens_per_second_per_gpu": round(speed / processes.num_ranks, 1),
+                "mfu": None if peak is None else round(local_flops / seconds / peak, 4),
                 "gpu_peak_gib": None if step_peak is None else round(step_peak, 3),
                 "host_rss_gib": round(host_rss_gib(), 3),
             }
@@ -152,11 +138,44 @@ def train(
         every = config.training.eval_every_steps
         last = step + 1 == split.num_steps
         if eval_data is not None and (last or (every is not None and (step + 1) % every == 0)):
-            loss_value = _evaluate_and_record(model, eval_data, split, processes, journal, step + 1)
-            result.eval_losses.append((step + 1, loss_value))
+            eval_loss = _evaluate_and_record(model, eval_data, split, processes, journal, step + 1)
+            result.eval_losses.append((step + 1, eval_loss))
     result.step_gpu_peak_gib = gpu_peak_gib(device)
     result.tokens_per_second_per_gpu = float(np.median(speeds)) if speeds else None
     return result
+
+
+def _run_micro_batches(
+    model: CausalLM,
+    batches: Iterator[Batch],
+    num_micro_batches: int,
+    num_targets: int,
+    flops: FlopCounter,
+    device: torch.device,
+) -> tuple[Tensor, float]:
+    """Forward and backward of a step; gradients are reduced once, with the last micro-batch.
+
+    Returns:
+        This rank's part of the step's loss, a scalar on the device, and its FLOPs. Nothing waits for the device.
+    """
+    assert isinstance(model, FSDPModule)
+    loss_sum, num_flops = torch.zeros((), dtype=torch.float32, device=device), 0.0
+    for micro in range(num_micro_batches):
+        batch = next(batches)
+        num_flops += flops.of_batch(batch.sequence_starts)
+        model.set_requires_gradient_sync(micro == num_micro_batches - 1)
+        loss = model(batch.to(device)) / num_targets
+        loss.backward()
+        loss_sum += loss.detach()
+    return loss_sum, num_flops
+
+
+def _stop_on_nan(step: int, loss: float, norm: float, config: Config) -> None:
+    if not (math.isfinite(loss) and math.isfinite(norm)):
+        raise TrainingError(
+            f"Step {step + 1}: loss {loss}, gradient norm {norm}. The adapter was not changed by this step. Set "
+            f"training.learning_rate lower than {config.training.learning_rate}, or look at the rows of this batch."
+        )
 
 
 @torch.no_grad()
@@ -188,10 +207,13 @@ def _global_batch(num_sequences: int, seed: int, step: int, split: BatchSplit) -
     parts = []
     while first < last:
         epoch, offset = divmod(first, num_sequences)
-        order = epoch_order(num_sequences, seed, epoch)
+        order = _epoch_order(num_sequences, seed, epoch)
         parts.append(order[offset : offset + last - first])
         first += len(parts[-1])
     return np.concatenate(parts)
+
+
+_epoch_order = lru_cache(maxsize=2)(epoch_order)  # steps ask for it again and again
 
 
 def _batches(data: Sequences, config: Config, split: BatchSplit, rank: int) -> Iterator[Batch]:
