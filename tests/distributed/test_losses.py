@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.checkpoints import FAMILIES
-from tests.helpers.ranks import RanksFailed, run_ranks
+from tests.helpers.ranks import once, run_ranks
 from tests.helpers.reference import stock_losses
-from tests.helpers.runs import Trained, settings, train_all
+from tests.helpers.runs import settings, train_all
 
 pytestmark = pytest.mark.distributed
 TOLERANCE = 1e-5
@@ -90,18 +91,10 @@ def losses(checkpoint: Callable[..., Path], rows: Path) -> Callable[[int, object
             found |= {case: run("llama", FEW_STEPS, *more) for case, more in DROPOUT.items()}
         return found
 
-    worlds: dict[int, list[dict[object, Trained]] | RanksFailed] = {}
+    world = once(lambda num_ranks: run_ranks(num_ranks, train_all, cases(num_ranks)))
 
     def find(num_ranks: int, case: object) -> list[float]:
-        if num_ranks not in worlds:
-            try:
-                worlds[num_ranks] = run_ranks(num_ranks, train_all, cases(num_ranks))
-            except RanksFailed as error:
-                worlds[num_ranks] = error
-        world = worlds[num_ranks]
-        if isinstance(world, RanksFailed):
-            raise world
-        everyone = [results[case].losses for results in world]
+        everyone = [results[case].losses for results in world(num_ranks)]
         assert all(other == everyone[0] for other in everyone), "ranks disagree about the loss"
         return everyone[0]
 
@@ -111,13 +104,10 @@ def losses(checkpoint: Callable[..., Path], rows: Path) -> Callable[[int, object
 @pytest.fixture(scope="module")
 def stock(checkpoint: Callable[..., Path], rows: Path) -> Callable[..., list[float]]:
     """Losses of the reference, each computed once."""
-    known: dict[object, list[float]] = {}
 
+    @cache
     def find(family: str, *more: str, packing: bool = True) -> list[float]:
-        key = (family, packing, more)
-        if key not in known:
-            known[key] = stock_losses(settings(checkpoint(family), rows, *more, packing=packing))
-        return known[key]
+        return stock_losses(settings(checkpoint(family), rows, *more, packing=packing))
 
     return find
 

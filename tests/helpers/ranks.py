@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import socket
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from functools import cache
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -72,6 +74,25 @@ def run_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, timeout_
     return [results[rank] for rank in range(num_ranks)]
 
 
+def once(world: Callable[..., Any]) -> Callable[..., Any]:
+    """`world`, called once for the same arguments; also if it fails, so that not every test of it waits again."""
+
+    @cache
+    def call(*args: Any) -> tuple[Any, RanksFailed | None]:
+        try:
+            return world(*args), None
+        except RanksFailed as error:
+            return None, error
+
+    def result(*args: Any) -> Any:
+        value, error = call(*args)
+        if error is not None:
+            raise error
+        return value
+
+    return result
+
+
 def _collect(pipes: list[Connection], deadline: float) -> tuple[dict[int, Any], dict[int, str]]:
     """Results and errors by rank, until all have reported, time is up, or a rank has failed and the grace is over."""
     results: dict[int, Any] = {}
@@ -82,8 +103,8 @@ def _collect(pipes: list[Connection], deadline: float) -> tuple[dict[int, Any], 
             assert isinstance(pipe, Connection)
             rank = waiting.pop(pipe)
             try:
-                value, error = pipe.recv()
-            except EOFError:
+                value, error = pickle.loads(pipe.recv_bytes())
+            except (EOFError, ConnectionError):
                 value, error = None, "died without a word"
             if error is None:
                 results[rank] = value
@@ -119,7 +140,7 @@ def _run_rank(
         message = (function(*args), None)
     except BaseException:
         message = (None, traceback.format_exc())
-    pipe.send(message)
+    pipe.send_bytes(pickle.dumps(message))  # not `send`, which hands tensors over as files that end with the process
 
 
 class Meeting:

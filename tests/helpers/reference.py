@@ -41,16 +41,16 @@ def load_stock(folder: Path, quant: QuantConfig, device: str = "cpu", dtype: tor
 
     Stock int8 also quantizes activations, which we do not: for int8 the layers hold the dequantized weights.
     """
-    config = None
+    options = {}  # quantization_config=None would make transformers take stored codes for weights
     if quant.load_in_4bit and not _is_quantized(folder):
-        config = BitsAndBytesConfig(
+        options["quantization_config"] = BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type=quant.bnb_4bit_quant_type.value,
             bnb_4bit_use_double_quant=quant.bnb_4bit_use_double_quant,
             bnb_4bit_compute_dtype=dtype,
         )
     model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, quantization_config=config, attn_implementation="eager", device_map={"": device}
+        folder, dtype=dtype, attn_implementation="eager", device_map={"": device}, **options
     )
     if quant.load_in_8bit and not _is_quantized(folder):
         for layer in model.modules():

@@ -1,0 +1,80 @@
+"""The saved adapter, loaded by stock PEFT on a stock base, gives the logits of the model that was trained."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from qlora_fsdp.causal_lm import CausalLM
+from qlora_fsdp.config.compose import load_config
+from qlora_fsdp.distributed import Processes
+from tests.helpers.ranks import run_ranks
+from tests.helpers.reference import load_stock
+from tests.helpers.runs import logits_of, settings, train_all
+
+pytestmark = pytest.mark.distributed
+INPUT_IDS = torch.arange(80).view(2, 40) * 3 % 256
+
+CASES = {
+    "llama": ("llama", []),
+    "tied": ("qwen2", []),
+    "softcapped": ("gemma2", []),
+    "no model class of ours": ("bert", ["training.packing=false"]),
+    "dora": ("llama", ["lora.use_dora=true"]),
+    "rslora, ranks that differ": ("llama", ["lora.use_rslora=true", "lora.rank_pattern={q_proj:3}"]),
+    "lm_head trained": ("llama", ["lora.modules_to_save=[lm_head]"]),
+    "embed_tokens trained": ("llama", ["lora.modules_to_save=[embed_tokens]"]),
+    "tied embed_tokens trained": ("qwen2", ["lora.modules_to_save=[embed_tokens]"]),
+    "head adapted, int8": ("llama", ["lora.target_modules=[lm_head,v_proj]", "quant=int8"]),
+}
+
+
+def logits(model: CausalLM, processes: Processes) -> torch.Tensor:
+    return logits_of(model, INPUT_IDS.to(processes.device))
+
+
+@pytest.fixture(scope="module")
+def runs(checkpoint: Callable[..., Path], rows: Path, tmp_path_factory: pytest.TempPathFactory):
+    """Settings of every case, and logits of our trained model."""
+    folder = tmp_path_factory.mktemp("runs")
+    cases = {
+        name: settings(
+            checkpoint(family),
+            rows,
+            "training.max_steps=4",
+            "training.learning_rate=1e-2",
+            f"run.folder={folder / str(index)}",
+            *more,
+        )
+        for index, (name, (family, more)) in enumerate(CASES.items())
+    }
+    trained = run_ranks(2, train_all, cases, logits)
+    return {name: (load_config(argv), trained[0][name].inspected) for name, argv in cases.items()}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_stock_peft_gives_the_same_logits(runs, name: str):
+    config, ours = runs[name]
+    adapter = Path(config.run.folder) / "adapter"
+    base = load_stock(Path(config.model.path), config.quant)
+    with torch.no_grad():
+        untrained = base(input_ids=INPUT_IDS).logits
+        model = peft.PeftModel.from_pretrained(base, adapter).eval()
+        stock = model(input_ids=INPUT_IDS).logits
+    torch.testing.assert_close(ours, stock, rtol=0, atol=1e-5)
+    assert (stock - untrained).abs().max() > 1e-2  # the adapter does something
+
+
+def test_the_folder_is_whole(runs, checkpoint: Callable[..., Path]):
+    config, _ = runs["llama"]
+    adapter = Path(config.run.folder) / "adapter"
+    assert AutoTokenizer.from_pretrained(adapter)("cat").input_ids[-3:] == list(b"cat")
+    saved = json.loads((adapter / "adapter_config.json").read_text())
+    assert saved["base_model_name_or_path"] == str(checkpoint("llama")) and saved["peft_type"] == "LORA"
+    assert not list(adapter.parent.glob(".adapter*"))
