@@ -25,15 +25,16 @@ class CausalLM(nn.Module):
 
     Args:
         model: the wrapped model, on meta or not.
+        liger_loss: compute the loss with Liger's kernel where the head is frozen.
     """
 
-    def __init__(self, model: peft.PeftModel) -> None:
+    def __init__(self, model: peft.PeftModel, liger_loss: bool = False) -> None:
         super().__init__()
         self.model = model
         config = self.base.config.get_text_config()
         self.splits_head = config.model_type in PACKED_FAMILIES
         if self.splits_head:
-            attach_loss(self.base.get_output_embeddings(), getattr(config, "final_logit_softcapping", None))
+            attach_loss(self.base.get_output_embeddings(), getattr(config, "final_logit_softcapping", None), liger_loss)
 
     @property
     def base(self) -> PreTrainedModel:

@@ -1,8 +1,9 @@
-"""Fused kernels besides matrix products and attention: Liger's norms, rotary embeddings and gated activations."""
+"""Fused kernels besides matrix products and attention: Liger's norms, rotary embeddings, activations and loss."""
 
 from __future__ import annotations
 
 import inspect
+import logging
 from importlib.util import find_spec
 
 import torch
@@ -10,7 +11,13 @@ import torch
 from qlora_fsdp.config.schema import Kernel, KernelsConfig
 from qlora_fsdp.errors import ConfigError, Problem
 
-LIGER_NAMES = {"rms_norm": ("rms_norm",), "rotary": ("rope",), "glu": ("swiglu", "geglu")}
+LIGER_NAMES = {
+    "rms_norm": ("rms_norm",),
+    "rotary": ("rope",),
+    "glu": ("swiglu", "geglu"),
+    "cross_entropy": ("fused_linear_cross_entropy",),
+}
+OURS = {"cross_entropy", "fused_linear_cross_entropy"}  # the loss is called in `loss.py`, not patched into the model
 
 
 def use_fused_kernels(config: KernelsConfig, model_type: str, device: torch.device) -> list[str]:
@@ -22,7 +29,7 @@ def use_fused_kernels(config: KernelsConfig, model_type: str, device: torch.devi
         device: where the model runs.
 
     Returns:
-        The settings (`rms_norm`, `rotary`, `glu`) whose kernels are Liger's.
+        The settings (`rms_norm`, `rotary`, `glu`, `cross_entropy`) whose kernels are Liger's.
 
     Raises:
         ConfigError: `liger` was asked for and can't be had here.
@@ -42,7 +49,7 @@ def use_fused_kernels(config: KernelsConfig, model_type: str, device: torch.devi
     if chosen:
         from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
-        on = {name for setting in chosen for name in LIGER_NAMES[setting]}
+        on = {name for setting in chosen for name in LIGER_NAMES[setting]} - OURS
         MODEL_TYPE_TO_APPLY_LIGER_FN[model_type](**{name: name in on for name in options})
     return chosen
 
@@ -53,6 +60,7 @@ def _liger_options(model_type: str, device: torch.device) -> tuple[str | None, s
         return "it needs a GPU", set()
     if find_spec("liger_kernel") is None:
         return "liger-kernel is not installed: pip install qlora-fsdp[gpu]", set()
+    logging.getLogger("liger_kernel").setLevel(logging.ERROR)  # it lists the back ends of other chips that it lacks
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
     if model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:

@@ -7,7 +7,7 @@ arXiv:2410.10989).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ LOGITS_BYTES = 256 * 2**20  # fp32 logits of a chunk, at most
 MIN_CHUNK = 256  # tokens; chunks are multiples of it, which matrix kernels like
 
 
-def attach_loss(head: nn.Module, softcap: float | None = None) -> None:
+def attach_loss(head: nn.Module, softcap: float | None = None, liger: bool = False) -> None:
     """Let the model's output layer compute the loss when it is given targets: `head(hidden, targets)`.
 
     The loss belongs inside the head's own forward because FSDP gathers the head for exactly that call. Without targets
@@ -28,13 +28,14 @@ def attach_loss(head: nn.Module, softcap: float | None = None) -> None:
     Args:
         head: hidden size -> vocabulary; may be adapted or trained (PEFT's wrappers).
         softcap: logits are `softcap * tanh(logits / softcap)` (Gemma 2); None for as they are.
+        liger: use Liger's kernel where the head is frozen.
     """
-    head.forward = _HeadLoss(head, softcap)
+    head.forward = _HeadLoss(head, softcap, liger)
 
 
 class _HeadLoss:
-    def __init__(self, head: nn.Module, softcap: float | None) -> None:
-        self.head, self.softcap, self.logits = head, softcap, head.forward
+    def __init__(self, head: nn.Module, softcap: float | None, liger: bool) -> None:
+        self.head, self.softcap, self.liger, self.logits = cast(nn.Linear, head), softcap, liger, head.forward
         self.is_frozen_linear = type(head) is nn.Linear and not head.weight.requires_grad
         self.vocab_size = next(m.out_features for m in head.modules() if isinstance(m, nn.Linear))
 
@@ -48,6 +49,8 @@ class _HeadLoss:
         if targets_BL is None:
             return self.logits(hidden_BLD)  # type: ignore[no-any-return]
         hidden, targets = hidden_BLD.flatten(0, 1), targets_BL.flatten()
+        if self.is_frozen_linear and self.liger:
+            return _liger_loss(hidden, self.head.weight, self.head.bias, targets, self.softcap)
         chunk = max(MIN_CHUNK, LOGITS_BYTES // (4 * self.vocab_size) // MIN_CHUNK * MIN_CHUNK)
         if self.is_frozen_linear:
             weight, bias = self.head.weight, self.head.bias
@@ -65,6 +68,15 @@ class _HeadLoss:
         if self.softcap is not None:
             logits = torch.tanh(logits / self.softcap) * self.softcap
         return F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
+
+
+def _liger_loss(
+    hidden_ND: Tensor, weight_VD: Tensor, bias: Tensor | None, targets_N: Tensor, softcap: float | None
+) -> Tensor:
+    from liger_kernel.ops import LigerFusedLinearCrossEntropyFunction
+
+    options = (None, IGNORE, 0.0, 0.0, "sum", softcap)
+    return cast(Tensor, LigerFusedLinearCrossEntropyFunction.apply(hidden_ND, weight_VD, targets_N, bias, *options)[0])
 
 
 class _FrozenHeadLoss(torch.autograd.Function):

@@ -90,7 +90,7 @@ def _run(config: Config, processes: Processes, folder: Path, summary: dict[str, 
         keep=list(config.lora.modules_to_save or []),
     )
     built.model.name_or_path = config.model.path or config.model.name
-    model = CausalLM(apply_adapters(built.model, config.lora))
+    model = CausalLM(apply_adapters(built.model, config.lora), liger_loss="cross_entropy" in fused)
     num_recomputed = checkpoint_activations(model, config.memory)
     num_shards = count_shards(config.fsdp, processes)
     sizes = count_bytes(model, processes.rank % num_shards, num_shards)

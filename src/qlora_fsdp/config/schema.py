@@ -211,6 +211,8 @@ class KernelsConfig:
     rotary: Kernel = Kernel.auto
     # The gated activation of the MLP (SwiGLU, GeGLU).
     glu: Kernel = Kernel.auto
+    # The loss over a frozen output head.
+    cross_entropy: Kernel = Kernel.auto
 
 
 @dataclass
