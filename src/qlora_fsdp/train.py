@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -16,7 +17,9 @@ from qlora_fsdp.config.check_settings import check_settings
 from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.config.launch_environment import check_launch_environment
 from qlora_fsdp.config.world import World
-from qlora_fsdp.errors import ConfigError, UserError, print_error
+from qlora_fsdp.errors import ConfigError, RankError, UserError, print_error
+
+FIRST_RANK_SECONDS = 3.0  # for a node's first rank to say what this one would
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,11 +34,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         run(config, world)
     except UserError as error:
-        # Until the processes meet, the ranks of a node all find the same, and nodes can't know of one another.
-        if not error.is_shown and os.environ.get("LOCAL_RANK", "0") == "0":
-            print_error(error)
+        if not error.is_shown:
+            # The processes have not met. A node's first rank finds the same, as a rule, and its end ends the others.
+            if os.environ.get("LOCAL_RANK", "0") == "0":
+                print_error(error)
+            else:
+                time.sleep(FIRST_RANK_SECONDS)
+                print_error(RankError(f"rank {os.environ.get('RANK')}: {error}"))
         _tell_launcher(error)
         return error.exit_code
+    except KeyboardInterrupt:  # while the libraries are imported; later, run() tells all ranks
+        return 128 + signal.SIGINT
     return 0
 
 

@@ -1,0 +1,109 @@
+"""Start the real command line as a user does, and look at it from outside."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+import qlora_fsdp
+
+ROOT = Path(__file__).parents[2]
+LAUNCHERS = {
+    "python": ["-m", "qlora_fsdp.train"],
+    "torchrun": ["-m", "torch.distributed.run", "--nproc_per_node", "2", "-m", "qlora_fsdp.train"],
+    "accelerate": [
+        *("-m", "accelerate.commands.launch"),
+        *("--config_file", str(ROOT / "accelerate_configs" / "cpu.yaml"), "-m", "qlora_fsdp.train"),
+    ],
+}
+
+
+class Launch:
+    """A running command; its output goes to a file, so that nobody has to read it for it to go on.
+
+    Args:
+        folder: for the output, and the run's folder.
+        launcher: a key of LAUNCHERS.
+        arguments: of qlora_fsdp.train.
+        environment: variables besides this process's own.
+        preexec: called in the child before it starts.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        launcher: str,
+        *arguments: str,
+        environment: dict[str, str] | None = None,
+        preexec: Callable[[], None] | None = None,
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.output_file, self.run_folder = folder / "output.txt", folder / "run"
+        source = str(Path(qlora_fsdp.__file__).parents[1])
+        own = {name: value for name, value in os.environ.items() if not name.startswith(("FSDP_", "ACCELERATE_"))}
+        own |= {"PYTHONPATH": source, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+        with self.output_file.open("w") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, *LAUNCHERS[launcher], f"run.folder={self.run_folder}", *arguments],
+                env=own | (environment or {}),
+                cwd=folder,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=preexec,
+            )
+
+    @property
+    def output(self) -> str:
+        return self.output_file.read_text(errors="replace")
+
+    @property
+    def errors(self) -> list[str]:
+        """Our messages: what follows `Error: ` at the start of a line, up to the launcher's own output or the end."""
+        return re.findall(r"^Error: (.*?)(?=^Error: |^[EW]\d{4} |\Z)", self.output, flags=re.MULTILINE | re.DOTALL)
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        return dict(json.loads((self.run_folder / "summary.json").read_text()))
+
+    def wait_for(self, condition: Callable[[], bool], what: str, seconds: float = 90) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            if time.monotonic() > deadline or (self.process.poll() is not None and not condition()):
+                self.kill()
+                raise AssertionError(f"{what}: not so within {seconds:.0f} s. The output is:\n{self.output}")
+            time.sleep(0.2)
+
+    def wait_for_steps(self, num_steps: int = 2) -> None:
+        file = self.run_folder / "metrics.jsonl"
+        self.wait_for(lambda: file.exists() and file.read_text().count("\n") >= num_steps, f"{num_steps} steps")
+
+    def finish(self, seconds: float = 60) -> int:
+        """Wait for the end; the exit code."""
+        self.wait_for(lambda: self.process.poll() is not None, "an end", seconds)
+        assert self.process.returncode is not None
+        return self.process.returncode
+
+    def rank(self, rank: int) -> psutil.Process:
+        """The process of a rank."""
+        for process in psutil.Process(self.process.pid).children(recursive=True):
+            if process.environ().get("RANK") == str(rank):
+                return process
+        raise AssertionError(f"no rank {rank} in:\n{self.output}")
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            for process in psutil.Process(self.process.pid).children(recursive=True):
+                process.send_signal(signal.SIGKILL)
+            self.process.kill()
+            self.process.wait()
