@@ -216,7 +216,8 @@ def _swap_chosen_linears(
     model: nn.Module, format: Format, quant: QuantConfig, dtype: torch.dtype, keep: list[str]
 ) -> None:
     skip = quant.llm_int8_skip_modules
-    skip = (get_keys_to_not_convert(model) if skip is None else list(skip)) + keep
+    skip = get_keys_to_not_convert(model) if skip is None else list(skip)
+    skip += [name for name, _ in model.named_modules() if name.endswith(tuple(keep))]  # as PEFT finds modules_to_save
     problems = []
 
     def choose(name: str, layer: nn.Linear) -> Format | None:
