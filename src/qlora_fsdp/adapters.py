@@ -65,14 +65,14 @@ def apply_adapters(model: PreTrainedModel, config: LoraConfig, task_type: str = 
         name = name.removeprefix("base_model.model.")
         if isinstance(module, LoraLayer) and not isinstance(module, LoraLinear):
             raise AdapterError(
-                f"lora.target_modules: {name} is no linear layer ({type(module.get_base_layer()).__name__}). Take it out, "
-                "or train it in full with lora.modules_to_save."
+                f"lora.target_modules: {name} is no linear layer ({type(module.get_base_layer()).__name__}). "
+                "Take it out, or train it in full with lora.modules_to_save."
             )
         if isinstance(module, ModulesToSaveWrapper):
             if any(isinstance(child, QuantizedLinear) for child in module.modules()):
                 raise AdapterError(
-                    f"lora.modules_to_save: {name} is quantized in the checkpoint, and codes can't be trained. Take it out, "
-                    "or set model.path to the model in full precision."
+                    f"lora.modules_to_save: {name} is quantized in the checkpoint, and codes can't be trained. "
+                    "Take it out, or set model.path to the model in full precision."
                 )
             _train_in_fp32(module.modules_to_save[ADAPTER], model.dtype)
         if isinstance(module, (LoraLayer, DoraLinearLayer)):
