@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -65,11 +64,12 @@ class QuantizedLinear(nn.Linear):
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
         """The dequantized weight [out_features, in_features] in the compute dtype, made anew at each access."""
-        return dequantize_parts(self, self.parts())
+        parts = dict(zip(self.part_names, self.parts(), strict=True))
+        return self.format.dequantize(parts, self.out_features, self.in_features, self.compute_dtype)
 
     def forward(self, input: Tensor) -> Tensor:
         """x_BI -> y_BO, in the dtype of the input, which must be the compute dtype."""
-        return _DequantizedLinear.apply(input, self.bias, self, *self.parts())  # type: ignore[no-any-return,no-untyped-call]
+        return _DequantizedLinear.apply(input, self.bias, self)  # type: ignore[no-any-return,no-untyped-call]
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {self.format.quant_type}, double_quant={self.format.double_quant}"
@@ -78,26 +78,18 @@ class QuantizedLinear(nn.Linear):
 class _DequantizedLinear(torch.autograd.Function):
     """y = x W^T + b with W dequantized for forward, and again for backward.
 
-    Between the two it holds the codes alone: FSDP2 frees and refills their storage, and the input is not needed because
-    the weight takes no gradient.
+    Nothing is saved in between, not even the codes: backward reads them from the layer, which FSDP has gathered again
+    by then. So a recomputation that ends with this layer (torch.utils.checkpoint stops at the last saved tensor) leaves
+    its product out.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, layer: QuantizedLinear, *parts: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, layer: QuantizedLinear) -> Tensor:
         ctx.layer = layer
-        ctx.save_for_backward(*parts)
-        return F.linear(x, dequantize_parts(layer, parts), bias)
+        return F.linear(x, layer.weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
-        parts = ctx.saved_tensors  # once: activation checkpointing recomputes them for one access alone
-        weight = dequantize_parts(ctx.layer, parts)
         grad_bias = grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
-        return grad @ weight, grad_bias, None, *(None for _ in parts)
-
-
-def dequantize_parts(layer: QuantizedLinear, parts: Sequence[Tensor]) -> Tensor:
-    """The weight [out_features, in_features] in the compute dtype, from (gathered) parts in `part_names`' order."""
-    named = dict(zip(layer.part_names, parts, strict=True))
-    return layer.format.dequantize(named, layer.out_features, layer.in_features, layer.compute_dtype)
+        return grad @ ctx.layer.weight, grad_bias, None
