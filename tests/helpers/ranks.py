@@ -12,7 +12,8 @@ import pickle
 import socket
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import cache
 from multiprocessing.connection import Connection, wait
@@ -31,19 +32,22 @@ class RanksFailed(AssertionError):
     """Some rank raised, died or took too long. The message has each rank's error, traceback included."""
 
 
-def run_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, timeout_seconds: float = 240) -> list[Any]:
+def run_ranks(
+    num_ranks: int, function: Callable[..., Any], *args: Any, gpu: bool = False, timeout_seconds: float = 240
+) -> list[Any]:
     """Call `function(*args)` on every rank, with the environment that torchrun would set; its results, by rank.
 
     Args:
         num_ranks: processes to start.
         function: importable from its module; it and its arguments and result are pickled.
+        gpu: let the ranks see the GPUs, of which each takes one.
         timeout_seconds: for all of it; then every rank is killed.
 
     Raises:
         RanksFailed: naming the ranks. The others are killed.
     """
-    context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
-    if context.get_start_method() == "forkserver":
+    context = multiprocessing.get_context("spawn" if gpu else "forkserver")
+    if not gpu:
         context.set_forkserver_preload(PRELOADED)
     meeting = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with TemporaryDirectory() as folder:
@@ -54,7 +58,8 @@ def run_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, timeout_
             process = context.Process(
                 target=_run_rank, args=(rank, num_ranks, meeting.port, log, theirs, function, args), daemon=True
             )
-            process.start()
+            with nullcontext() if gpu else _hidden_gpus():
+                process.start()
             theirs.close()
             pipes.append(mine)
             processes.append(process)
@@ -72,6 +77,19 @@ def run_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, timeout_
     if errors:
         raise RanksFailed("\n".join(f"rank {rank}: {text}" for rank, text in sorted(errors.items())))
     return [results[rank] for rank in range(num_ranks)]
+
+
+@contextmanager
+def _hidden_gpus() -> Iterator[None]:
+    """No GPU for processes that start meanwhile, the fork server above all."""
+    before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    try:
+        yield
+    finally:
+        del os.environ["CUDA_VISIBLE_DEVICES"]
+        if before is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = before
 
 
 def once(world: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,0 +1,56 @@
+"""Which adapters are made, and which settings are refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tests.helpers.checkpoints import quantize_checkpoint
+from torch import nn
+
+from qlora_fsdp.adapters import apply_adapters, trainable_names
+from qlora_fsdp.build import build_model, find_model
+from qlora_fsdp.config.schema import LoraConfig, ModelConfig, QuantConfig
+from qlora_fsdp.errors import AdapterError
+from qlora_fsdp.quantized import QuantizedLinear
+
+
+def adapt(folder: Path, config: LoraConfig, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    files = find_model(ModelConfig(path=str(folder)), True, lambda: None)
+    built = build_model(files, QuantConfig(), dtype, "eager", keep=config.modules_to_save or [])
+    return apply_adapters(built.model, config)
+
+
+def test_what_is_trained_is_in_float32_and_all_else_is_frozen(checkpoint: Callable[..., Path]):
+    model = adapt(checkpoint("llama"), LoraConfig(target_modules=["q_proj"], modules_to_save=["mlp", "lm_head"]))
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert set(trained) == set(trainable_names(model))
+    assert {parameter.dtype for parameter in trained.values()} == {torch.float32}
+    kinds = [sum(part in name for name in trained) for part in ("lora_A", "lora_B", ".mlp.modules_to_save", "lm_head")]
+    assert kinds == [2, 2, 6, 1] and len(trained) == 11
+    assert all(isinstance(m, QuantizedLinear) for name, m in model.named_modules() if name.endswith("v_proj"))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (LoraConfig(target_modules=["q_proi"]), r"lora.target_modules: q_proi fits no module .* Close: q_proj"),
+        (LoraConfig(modules_to_save=["score"]), r"lora.modules_to_save: score fits no module"),
+        (LoraConfig(target_modules=["embed_tokens"]), r"lora.target_modules: model.embed_tokens is no linear layer"),
+        (
+            LoraConfig(target_modules=r".*\.qq_proj"),
+            r"lora.target_modules=.* is a regular expression that fits no module",
+        ),
+    ],
+)
+def test_names_that_can_not_be_adapted(checkpoint: Callable[..., Path], config: LoraConfig, message: str):
+    with pytest.raises(AdapterError, match=message):
+        adapt(checkpoint("llama"), config)
+
+
+def test_codes_are_not_trained(checkpoint: Callable[..., Path], tmp_path: Path):
+    folder = quantize_checkpoint(checkpoint("llama", torch.float32), tmp_path / "quantized", load_in_4bit=True)
+    with pytest.raises(AdapterError, match=r"lora.modules_to_save: model.layers.0.mlp is quantized in the checkpoint"):
+        adapt(folder, LoraConfig(modules_to_save=["mlp"], target_modules=["q_proj"]))
