@@ -75,7 +75,7 @@ def apply_adapters(model: PreTrainedModel, config: LoraConfig, task_type: str = 
                     "Take it out, or set model.path to the model in full precision."
                 )
             _train_in_fp32(module.modules_to_save[ADAPTER], model.dtype)
-        if isinstance(module, (LoraLayer, DoraLinearLayer)):
+        if isinstance(module, (LoraLinear, DoraLinearLayer)):
             _to_fp32(module)
     return wrapped
 
