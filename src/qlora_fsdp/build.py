@@ -173,6 +173,7 @@ def build_model(
             f"the checkpoint is already quantized ({', '.join(sorted(found))}): its bytes are taken as they are, and "
             "quant.* is not used"
         )
+        _check_stored(model, formats)
         _swap_linears(model, lambda name, layer: formats.get(name), dtype)
         format = next(iter(formats.values()), None)
     else:
@@ -238,6 +239,17 @@ def _swap_chosen_linears(
                     "Set quant=int8, or add them to quant.llm_int8_skip_modules.",
                 )
             ]
+        )
+
+
+def _check_stored(model: nn.Module, formats: dict[str, Format]) -> None:
+    layers = {name: layer for name, layer in model.named_modules() if name in formats and isinstance(layer, nn.Linear)}
+    reasons = {name: formats[name].refuses(layer.in_features) for name, layer in layers.items()}
+    problems = [f"{name} {reason}" for name, reason in reasons.items() if reason is not None]
+    if problems:
+        raise CheckpointError(
+            f"{len(problems)} quantized layers of the checkpoint can't be split by rows, because blocks cross rows. "
+            f"Set model.path to the model in full precision, and quant=int8:\n{list_some(problems)}"
         )
 
 

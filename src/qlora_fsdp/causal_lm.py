@@ -33,8 +33,11 @@ class CausalLM(nn.Module):
         self.model = model
         config = self.base.config.get_text_config()
         self.splits_head = config.model_type in PACKED_FAMILIES
+        self.backward_needs_head = True
         if self.splits_head:
-            attach_loss(self.base.get_output_embeddings(), getattr(config, "final_logit_softcapping", None), liger_loss)
+            self.backward_needs_head = attach_loss(
+                self.base.get_output_embeddings(), getattr(config, "final_logit_softcapping", None), liger_loss
+            )
 
     @property
     def base(self) -> PreTrainedModel:

@@ -19,7 +19,7 @@ LOGITS_BYTES = 256 * 2**20  # fp32 logits of a chunk, at most
 MIN_CHUNK = 256  # tokens; chunks are multiples of it, which matrix kernels like
 
 
-def attach_loss(head: nn.Module, softcap: float | None = None, liger: bool = False) -> None:
+def attach_loss(head: nn.Module, softcap: float | None = None, liger: bool = False) -> bool:
     """Let the model's output layer compute the loss when it is given targets: `head(hidden, targets)`.
 
     The loss belongs inside the head's own forward because FSDP gathers the head for exactly that call. Without targets
@@ -29,8 +29,13 @@ def attach_loss(head: nn.Module, softcap: float | None = None, liger: bool = Fal
         head: hidden size -> vocabulary; may be adapted or trained (PEFT's wrappers).
         softcap: logits are `softcap * tanh(logits / softcap)` (Gemma 2); None for as they are.
         liger: use Liger's kernel where the head is frozen.
+
+    Returns:
+        Whether backward needs the head's weight: not where it is frozen.
     """
-    head.forward = _HeadLoss(head, softcap, liger)
+    loss = _HeadLoss(head, softcap, liger)
+    head.forward = loss
+    return not loss.is_frozen_linear
 
 
 class _HeadLoss:

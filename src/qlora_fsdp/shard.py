@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import cast
 
 import torch
 from torch import nn
@@ -50,6 +51,11 @@ def shard_model(model: CausalLM, config: FsdpConfig, processes: Processes) -> li
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
         _check_dtypes(unit)
+    for end in _end_units(model):
+        # A frozen embedding is a look-up, and a frozen head has made its gradient in forward: no second gather.
+        is_done = end is model.base.get_input_embeddings() or not model.backward_needs_head
+        if is_done and not any(p.requires_grad for p in end.parameters()):
+            cast(FSDPModule, end).set_unshard_in_backward(False)
     _set_prefetch([layer for layer in layers if isinstance(layer, FSDPModule)], config)
     return units
 

@@ -17,7 +17,7 @@ from tests.helpers.ranks import once, run_ranks
 from tests.helpers.reference import load_stock, stock_losses
 from tests.helpers.runs import Trained, logits_of, settings, train_all
 
-TOLERANCE = 1e-2
+TOLERANCE = 1e-2  # of a loss of 4 to 6, relative: bfloat16 itself is known to 4e-3
 NUM_RANKS = torch.cuda.device_count()
 INPUT_IDS = torch.arange(80).view(2, 40) * 3 % 256
 
@@ -91,18 +91,18 @@ def stock(argv) -> Callable[[object], list[float]]:
 @pytest.mark.parametrize("case", FAMILY_CASES)
 def test_families(trained, stock, case):
     losses = trained(case).losses
-    assert losses == pytest.approx(stock(case), abs=TOLERANCE)
+    assert losses == pytest.approx(stock(case), rel=TOLERANCE)
     assert losses[-1] < losses[0]
 
 
 @pytest.mark.parametrize("name", SAME_NUMBERS)
 def test_settings_that_change_no_number(trained, stock, name: str):
-    assert trained(name).losses == pytest.approx(stock(("llama", True)), abs=TOLERANCE)
+    assert trained(name).losses == pytest.approx(stock(("llama", True)), rel=TOLERANCE)
 
 
 @pytest.mark.parametrize("name", OTHER_NUMBERS)
 def test_settings_that_change_numbers(trained, stock, name: str):
-    assert trained(name).losses == pytest.approx(stock(name), abs=TOLERANCE)
+    assert trained(name).losses == pytest.approx(stock(name), rel=TOLERANCE)
 
 
 def test_float32_is_as_exact_as_on_a_cpu(trained, argv):

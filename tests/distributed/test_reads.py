@@ -1,0 +1,41 @@
+"""Every byte of a checkpoint's weights is read once over all ranks, and host memory does not grow with the model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from qlora_fsdp.load.files import read_headers
+from tests.helpers.ranks import run_ranks
+from tests.helpers.runs import settings, train_here
+
+pytestmark = pytest.mark.distributed
+
+
+def record_reads(argv: list[str]) -> list[tuple[str, int, int]]:
+    """File, first and last byte of every read of this rank while it loads."""
+    reads, preadv = [], os.preadv
+
+    def recording(file: int, buffers: list[memoryview], offset: int) -> int:
+        count = preadv(file, buffers, offset)
+        reads.append((str(Path(f"/proc/self/fd/{file}").readlink()), offset, offset + count))
+        return count
+
+    os.preadv = recording
+    train_here(argv, train=False)
+    os.preadv = preadv
+    return reads
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_every_byte_is_read_once(checkpoint: Callable[..., Path], rows: Path, num_ranks: int):
+    folder = checkpoint("llama")
+    size = f"training.global_batch_size={4 * num_ranks}"
+    reads = sorted(read for rank in run_ranks(num_ranks, record_reads, settings(folder, rows, size)) for read in rank)
+    for (file, _, end), (next_file, start, _) in pairwise(reads):
+        assert file != next_file or end <= start, "two reads overlap"
+    assert sum(end - start for _, start, end in reads) == sum(t.num_bytes for t in read_headers(folder).values())
