@@ -81,6 +81,10 @@ class RunFolderError(UserError):
     """The run folder can't be written: no permission, read-only, or full."""
 
 
+class ResumeError(UserError):
+    """A checkpoint of a run can't be gone on from: missing, damaged, or of another model, data or configuration."""
+
+
 class RankError(UserError):
     """Another rank failed, is gone, or does not answer."""
 
@@ -88,10 +92,13 @@ class RankError(UserError):
 
 
 class Interrupted(UserError):
-    """A signal ended the run: SIGINT (Ctrl-C) or SIGTERM (a batch system, or torchrun once a rank has failed)."""
+    """A signal ended the run: SIGINT (Ctrl-C), SIGTERM or SIGUSR1 (a batch system, or torchrun once a rank has failed).
 
-    def __init__(self, number: int) -> None:
-        super().__init__(f"Interrupted by {signal.Signals(number).name}.")
+    The exit code is the shell's for it: 130, 143 or 138.
+    """
+
+    def __init__(self, number: int, detail: str = "") -> None:
+        super().__init__(f"Interrupted by {signal.Signals(number).name}. {detail}".strip())
         self.exit_code = 128 + number
 
 

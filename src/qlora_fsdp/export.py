@@ -75,20 +75,29 @@ def save_adapter(
         shutil.rmtree(temporary, ignore_errors=True)
         try:
             with writing(folder.parent):
-                _write_adapter(model, state, temporary, tokenizer, settings)
+                write_adapter(model, state, temporary, tokenizer, settings)
                 replace_folder(temporary, folder)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
     processes.wait()
 
 
-def _write_adapter(
+def write_adapter(
     model: peft.PeftModel,
     state: dict[str, Tensor],
     folder: Path,
     tokenizer: PreTrainedTokenizerBase | None,
     settings: str,
 ) -> None:
+    """Write the files of an adapter.
+
+    Args:
+        model: PEFT's model.
+        state: its trainable parameters, whole, as `gather_trainable` gives them.
+        folder: made here.
+        tokenizer: saved along; None for none.
+        settings: one line for the model card.
+    """
     config = model.peft_config[ADAPTER]
     tensors = peft.get_peft_model_state_dict(model, state_dict=state, save_embedding_layers=False)
     folder.mkdir(parents=True)

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import yaml
 
 from qlora_fsdp.config.compose import to_yaml
 from qlora_fsdp.config.schema import Config, WandbMode
-from qlora_fsdp.run_folder import log, writing
+from qlora_fsdp.run_folder import log, write_atomically, writing
 
 SECONDS_BETWEEN_LINES = 10.0  # of a console that is no terminal, e.g. a batch job's log
 
@@ -27,12 +28,16 @@ class Journal:
         config: for W&B's settings.
         num_steps: of the whole run, for the ETA.
         is_main: whether this rank writes.
+        first_step: steps done before; lines of later ones are dropped.
     """
 
-    def __init__(self, folder: Path, config: Config, num_steps: int, is_main: bool) -> None:
-        self.folder, self.is_main, self.num_steps = folder, is_main, num_steps
+    def __init__(self, folder: Path, config: Config, num_steps: int, is_main: bool, first_step: int = 0) -> None:
+        self.folder, self.is_main, self.num_steps, self.first_step = folder, is_main, num_steps, first_step
         self.started = self.last_line = time.monotonic()
         self.is_terminal = sys.stdout.isatty()
+        if is_main:
+            with writing(folder):
+                _drop_later_lines(folder / "metrics.jsonl", first_step)
         self.metrics = (folder / "metrics.jsonl").open("a", buffering=1) if is_main else None
         self.wandb = _start_wandb(folder, config) if is_main else None
 
@@ -42,10 +47,11 @@ class Journal:
         if not self.is_main:
             return
         step, now = figures["step"], time.monotonic()
-        line = _progress_line(figures, self.num_steps, now - self.started)
+        seconds_a_step = (now - self.started) / (step - self.first_step)
+        line = _progress_line(figures, self.num_steps - step, seconds_a_step)
         if self.is_terminal:
             print(f"\r\033[K{line}", end="\n" if step == self.num_steps else "", flush=True)
-        elif now - self.last_line > SECONDS_BETWEEN_LINES or step in (1, self.num_steps):
+        elif now - self.last_line > SECONDS_BETWEEN_LINES or step in (self.first_step + 1, self.num_steps):
             log.info(line)
             self.last_line = now
 
@@ -72,11 +78,24 @@ class Journal:
             self.wandb.log({k: v for k, v in figures.items() if v is not None}, step=figures["step"])
 
 
-def _progress_line(figures: dict[str, Any], num_steps: int, elapsed: float) -> str:
+def _drop_later_lines(file: Path, last_step: int) -> None:
+    """Leave the lines up to the step that a checkpoint was written after; its evaluation came later."""
+    if not file.exists():
+        return
+    kept = []
+    for line in file.read_text().splitlines(keepends=True):
+        with suppress(ValueError):  # a kill may have left half a line
+            figures = json.loads(line)
+            if figures["step"] < last_step or (figures["step"] == last_step and "loss" in figures):
+                kept.append(line)
+    write_atomically(file, "".join(kept))
+
+
+def _progress_line(figures: dict[str, Any], num_left: int, seconds_a_step: float) -> str:
     step = figures["step"]
-    eta = datetime.timedelta(seconds=round(elapsed / step * (num_steps - step)))
+    eta = datetime.timedelta(seconds=round(seconds_a_step * num_left))
     parts = [
-        f"step {step}/{num_steps}",
+        f"step {step}/{step + num_left}",
         f"loss {figures['loss']:.4f}",
         f"lr {figures['learning_rate']:.2e}",
         f"{figures['tokens_per_second_per_gpu']:,.0f} tokens/s/GPU",

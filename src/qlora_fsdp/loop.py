@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -31,6 +31,7 @@ from qlora_fsdp.hardware import gpu_peak_gib, host_rss_gib, peak_flops
 from qlora_fsdp.journal import Journal
 from qlora_fsdp.optim import clip_gradients, learning_rate_at
 from qlora_fsdp.plan import BatchSplit, FlopCounter
+from qlora_fsdp.saver import Saver
 
 GRADIENT_CHECK_STEPS = 2  # after the second step LoRA's A has a gradient too
 
@@ -40,8 +41,8 @@ class TrainResult:
     """How training went.
 
     Attributes:
-        num_steps: optimizer steps taken.
-        losses: mean loss of each step.
+        num_steps: optimizer steps done, those before a resumption included.
+        losses: mean loss of each step that was taken here.
         eval_losses: (step, loss) of each evaluation.
         first_step_seconds: of the first step, compilation and allocation included.
         tokens_per_second_per_gpu: median over the steps after the first.
@@ -66,7 +67,8 @@ def train(
     flops: FlopCounter,
     processes: Processes,
     journal: Journal,
-    on_step: Callable[[int], None],
+    saver: Saver,
+    result: TrainResult,
 ) -> TrainResult:
     """Train for `split.num_steps` steps.
 
@@ -80,20 +82,32 @@ def train(
         flops: counts the operations of a batch, for `mfu`.
         processes: all ranks take part.
         journal: gets a line for each step and each evaluation.
-        on_step: called after each optimizer step with its number, from 1; on every rank.
+        saver: is asked after each optimizer step.
+        result: what was done before: nothing, or what a checkpoint has, which model and optimizer are loaded from.
+
+    Returns:
+        `result`, filled in.
 
     Raises:
+        Interrupted: a signal on any rank, at the end of the step.
         TrainingError: a NaN or infinite loss, or a parameter without a gradient in the first steps.
     """
     device, peak = processes.device, peak_flops(processes.device)
     params = [p for p in model.parameters() if p.requires_grad]
-    result, speeds = TrainResult(), []
+    first_step, eval_every, speeds = result.num_steps, config.training.eval_every_steps, []
     gpu_peak_gib(device, reset=True)
-    if eval_data is not None:
-        result.eval_losses.append((0, _evaluate_and_record(model, eval_data, split, processes, journal, 0)))
+
+    def evaluate_after(step: int) -> None:
+        if eval_data is not None:
+            loss = _evaluate_and_record(model, eval_data, split, processes, journal, step)
+            result.eval_losses.append((step, loss))
+
     model.train()
-    batches = prefetch(_batches(train_data, config, split, processes.rank))
-    for step in range(split.num_steps):
+    batches = prefetch(_batches(train_data, config, split, processes.rank, first_step))
+    for step in range(first_step, split.num_steps):
+        if step == 0 or (eval_every is not None and step % eval_every == 0):
+            evaluate_after(step)
+        _seed_dropout(config.training.seed, step, processes.rank)
         started = time.perf_counter()
         learning_rate = learning_rate_at(step, split.num_steps, config.training.learning_rate, config.optim)
         for group in optimizer.param_groups:
@@ -106,7 +120,7 @@ def train(
         if step < GRADIENT_CHECK_STEPS:
             _stop_on_bad_gradients(model, step, processes)
         norm = clip_gradients(params, config.optim.max_grad_norm).item()
-        (loss,) = processes.sum([local_loss.item()])
+        loss, num_asking = processes.sum([local_loss.item(), saver.asks()])
         _stop_on_nan(step, loss, norm, config)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -114,7 +128,7 @@ def train(
         result.num_steps, result.first_step_seconds = step + 1, result.first_step_seconds or seconds
         result.losses.append(loss)
         speed = num_tokens / seconds
-        if step > 0:
+        if step > first_step:
             speeds.append(speed / processes.num_ranks)
         step_peak = gpu_peak_gib(device)
         journal.step(
@@ -134,12 +148,9 @@ def train(
                 "host_rss_gib": round(host_rss_gib(), 3),
             }
         )
-        on_step(step + 1)
-        every = config.training.eval_every_steps
-        last = step + 1 == split.num_steps
-        if eval_data is not None and (last or (every is not None and (step + 1) % every == 0)):
-            eval_loss = _evaluate_and_record(model, eval_data, split, processes, journal, step + 1)
-            result.eval_losses.append((step + 1, eval_loss))
+        if step + 1 < split.num_steps:  # else the adapter is about to be written
+            saver.after_step(step + 1, result.eval_losses, num_asking > 0)
+    evaluate_after(split.num_steps)
     result.step_gpu_peak_gib = gpu_peak_gib(device)
     result.tokens_per_second_per_gpu = float(np.median(speeds)) if speeds else None
     return result
@@ -216,8 +227,13 @@ def _global_batch(num_sequences: int, seed: int, step: int, split: BatchSplit) -
 _epoch_order = lru_cache(maxsize=2)(epoch_order)  # steps ask for it again and again
 
 
-def _batches(data: Sequences, config: Config, split: BatchSplit, rank: int) -> Iterator[Batch]:
-    for step in range(split.num_steps):
+def _seed_dropout(seed: int, step: int, rank: int) -> None:
+    """Make what is drawn in a step a function of the step, so that a resumed run draws the same."""
+    torch.manual_seed(int(np.random.SeedSequence([seed, step, rank]).generate_state(1, np.uint64)[0]))
+
+
+def _batches(data: Sequences, config: Config, split: BatchSplit, rank: int, first_step: int) -> Iterator[Batch]:
+    for step in range(first_step, split.num_steps):
         indices = _global_batch(len(data), config.training.seed, step, split)
         yield from _micro_batches(data, indices, split, rank)
 

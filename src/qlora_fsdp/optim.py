@@ -24,12 +24,12 @@ def make_optimizer(params: Iterable[nn.Parameter], config: OptimConfig, learning
         learning_rate: of the first step; the loop sets the others.
     """
     is_8bit = config.name is Optimizer.adamw_8bit
-    adamw: Callable[..., torch.optim.Optimizer] = _LocalAdamW8bit if is_8bit else partial(torch.optim.AdamW, fused=True)
+    adamw: Callable[..., torch.optim.Optimizer] = LocalAdamW8bit if is_8bit else partial(torch.optim.AdamW, fused=True)
     betas = (config.betas[0], config.betas[1])
     return adamw(list(params), lr=learning_rate, betas=betas, eps=config.eps, weight_decay=config.weight_decay)
 
 
-class _LocalAdamW8bit(torch.optim.Optimizer):
+class LocalAdamW8bit(torch.optim.Optimizer):
     """bitsandbytes' AdamW8bit on each rank's own rows: its kernels have no DTensor rule, and AdamW is element-wise."""
 
     def __init__(self, params: Sequence[nn.Parameter], **options: Any) -> None:

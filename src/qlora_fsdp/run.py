@@ -19,6 +19,7 @@ from qlora_fsdp.adapters import apply_adapters, initialize_adapters, trainable_n
 from qlora_fsdp.attention import check_packing, choose_attention
 from qlora_fsdp.build import BuiltModel, ModelFiles, build_model, find_model
 from qlora_fsdp.causal_lm import CausalLM, checkpoint_activations
+from qlora_fsdp.checkpoint import Checkpoint, load_checkpoint, verify_files
 from qlora_fsdp.config.schema import Config, DataFormat, Weights
 from qlora_fsdp.config.validate import check
 from qlora_fsdp.config.world import World
@@ -26,16 +27,26 @@ from qlora_fsdp.data.prepare import PreparedData, prepare_data
 from qlora_fsdp.data.tokenizer import byte_tokenizer, load_tokenizer
 from qlora_fsdp.distributed import Processes, start_processes, stop_processes
 from qlora_fsdp.errors import DeviceError, Interrupted, UserError
-from qlora_fsdp.export import save_adapter
+from qlora_fsdp.export import gather_trainable, save_adapter, write_adapter
 from qlora_fsdp.hardware import choose_dtype, gpu_peak_gib, host_rss_now_gib
 from qlora_fsdp.journal import Journal
 from qlora_fsdp.kernels import use_fused_kernels
 from qlora_fsdp.load.fill import fill_from_files, fill_randomly
-from qlora_fsdp.loop import describe, train
+from qlora_fsdp.loop import TrainResult, describe, train
 from qlora_fsdp.optim import make_optimizer
 from qlora_fsdp.plan import count_bytes, count_flops, dtype_name, split_batches
 from qlora_fsdp.prove import prove_shards
+from qlora_fsdp.resume import (
+    check_changes,
+    check_data,
+    describe_data,
+    find_checkpoint,
+    is_own,
+    plain_settings,
+    remove_later_checkpoints,
+)
 from qlora_fsdp.run_folder import log, open_run_folder, write_json, writing
+from qlora_fsdp.saver import Saver
 from qlora_fsdp.shard import count_shards, place_model, shard_model
 from qlora_fsdp.watch import Watch
 
@@ -55,9 +66,14 @@ def run(config: Config, world: World) -> dict[str, Any]:
     summary: dict[str, Any] = {"status": "running", "num_ranks": processes.num_ranks}
     try:
         check(config, _complete(world, processes))
-        folder = open_run_folder(config, processes)
+        checkpoint = processes.share(find_checkpoint(config) if processes.is_main else None)
+        changes = check_changes(checkpoint, config, processes.num_ranks) if checkpoint is not None else []
+        folder = open_run_folder(config, processes, keep_records=is_own(checkpoint, config))
         watch.record = partial(_record_failure, folder, summary)
-        _run(config, processes, folder, summary)
+        if checkpoint is not None:
+            log.info(f"Going on from step {checkpoint.step}, {checkpoint.folder}; changed: {', '.join(changes) or '-'}")
+            verify_files(checkpoint, processes)
+        _run(config, processes, watch, folder, checkpoint, summary)
     except BaseException as error:
         reason = watch.explain(_with_advice(error))
         if reason is error:
@@ -69,9 +85,15 @@ def run(config: Config, world: World) -> dict[str, Any]:
     return summary
 
 
-def _run(config: Config, processes: Processes, folder: Path, summary: dict[str, Any]) -> None:
+def _run(
+    config: Config,
+    processes: Processes,
+    watch: Watch,
+    folder: Path,
+    checkpoint: Checkpoint | None,
+    summary: dict[str, Any],
+) -> None:
     device, started = processes.device, time.perf_counter()
-    torch.manual_seed(config.training.seed + processes.rank)  # dropout; weights and data have seeds of their own
     dtype = choose_dtype(config.training.precision, device)
     log.info(f"Run {config.run.name}: {processes.num_ranks} ranks on {device.type}, {dtype_name(dtype)}, in {folder}")
 
@@ -113,6 +135,8 @@ def _run(config: Config, processes: Processes, folder: Path, summary: dict[str, 
         wait=lambda error: next((e for e in processes.gather(error, patiently=True) if e is not None), None),
         vocab_size=files.config.get_text_config().vocab_size,
     )
+    if checkpoint is not None:
+        check_data(checkpoint, data.train, config)
     split = split_batches(config.training, processes.num_ranks, len(data.train))
     _log_data(data, split.num_steps, config)
 
@@ -142,20 +166,38 @@ def _run(config: Config, processes: Processes, folder: Path, summary: dict[str, 
         "shard_bytes": sizes.shard_bytes,
         "setup_seconds": time.perf_counter() - started,
     }
-    journal = Journal(folder, config, split.num_steps, processes.is_main)
     kind = built.format.quant_type if built.format else "unquantized"
     settings = f"LoRA r={config.lora.r} on {kind} weights, {split.num_steps} steps"
 
-    def on_step(step: int) -> None:
-        every = config.checkpoint.every_steps
-        if every is not None and step % every == 0 and step < split.num_steps:
-            save_adapter(model.model, folder / "adapter", tokenizer, settings, processes)
+    def write_adapter_to(target: Path) -> None:
+        state = gather_trainable(model.model, processes)
+        if processes.is_main:
+            write_adapter(model.model, state, target, tokenizer, settings)
 
+    optimizer = make_optimizer(
+        [p for p in model.parameters() if p.requires_grad], config.optim, config.training.learning_rate
+    )
+    done = TrainResult()
+    if checkpoint is not None:
+        load_checkpoint(checkpoint, model.model, optimizer, processes)
+        done = TrainResult(checkpoint.step, eval_losses=checkpoint.eval_losses)
+    if processes.is_main:
+        with writing(folder):
+            remove_later_checkpoints(checkpoint, folder / "checkpoints")
+    content = Checkpoint(
+        folder / "checkpoints",
+        done.num_steps,
+        processes.num_ranks,
+        plain_settings(config, processes.num_ranks),
+        describe_data(data.train),
+    )
+    saver = Saver(config.checkpoint, content, model.model, optimizer, write_adapter_to, processes, watch)
+    journal = Journal(folder, config, split.num_steps, processes.is_main, done.num_steps)
     try:
-        optimizer = make_optimizer(
-            [p for p in model.parameters() if p.requires_grad], config.optim, config.training.learning_rate
-        )
-        result = train(model, optimizer, data.train, data.eval, config, split, flops, processes, journal, on_step)
+        with watch.patience():
+            result = train(
+                model, optimizer, data.train, data.eval, config, split, flops, processes, journal, saver, done
+            )
         save_adapter(model.model, folder / "adapter", tokenizer, settings, processes)
         summary |= {"status": "finished"} | describe(result) | {"seconds": time.perf_counter() - started}
     finally:

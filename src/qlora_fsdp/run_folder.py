@@ -6,6 +6,7 @@ train.log          what the console showed
 metrics.jsonl      a line a step, and a line an evaluation
 summary.json       how the run ended, and its figures
 adapter/           the result
+checkpoints/       what an interrupted run goes on from
 """
 
 from __future__ import annotations
@@ -47,8 +48,13 @@ PACKAGES = (
 log = logging.getLogger("qlora_fsdp")
 
 
-def open_run_folder(config: Config, processes: Processes) -> Path:
+def open_run_folder(config: Config, processes: Processes, keep_records: bool = False) -> Path:
     """Make the run folder and write what is known at the start; logging goes to the console and train.log on rank 0.
+
+    Args:
+        config: where, and what is written.
+        processes: all ranks take part.
+        keep_records: go on in the metrics.jsonl and train.log that are there.
 
     Returns:
         The folder, the same on every rank: rank 0's word counts, whatever the others' clocks or folders are.
@@ -61,7 +67,7 @@ def open_run_folder(config: Config, processes: Processes) -> Path:
     if processes.is_main:
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            for stale in ("metrics.jsonl", "summary.json", "train.log"):
+            for stale in ("summary.json", *(() if keep_records else ("metrics.jsonl", "train.log"))):
                 (folder / stale).unlink(missing_ok=True)
             write_atomically(folder / "config.yaml", to_yaml(config))
             write_json(folder / "environment.json", describe_environment(processes))

@@ -9,6 +9,7 @@ is needed):
     lost/<rank>  this rank has lost contact: it is not the one that is stuck
 
 The thread ends no healthy run: it acts on a signal, on another rank's word, or on the end of another rank of this host.
+Within `patience()` the first signals are only kept, for the loop to stop at the end of a step.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
@@ -41,7 +42,7 @@ ANSWER_SECONDS = 10.0  # for the other ranks to say that they failed, or printed
 UNWIND_SECONDS = 5.0  # for the main thread to notice by itself; torchrun kills 30 s after its SIGTERM
 CLEAN_UP_SECONDS = 20.0  # for it to close what is open
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ class Watch:
 
     Attributes:
         record: called with the failure that ends the run, on one rank: the lowest that is left.
+        asked: the signal that asked to stop within `patience()`.
     """
 
     def __init__(self, processes: Processes) -> None:
@@ -85,11 +87,22 @@ class Watch:
         }
         self._unwinding, self._stopped = threading.Event(), threading.Event()
         self._interrupted = False
+        self._is_patient = False
+        self.asked: signal.Signals | None = None
         self._read_end, self._write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._handlers = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
         signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
         os.register_at_fork(after_in_child=self.stop)  # a worker process has its own life
         threading.Thread(target=self._work, name="watch", daemon=True).start()
+
+    @contextmanager
+    def patience(self) -> Iterator[None]:
+        """Within it signals do not end the run, but for a second SIGINT: the first one is in `asked`."""
+        self._is_patient = True
+        try:
+            yield
+        finally:
+            self._is_patient = False
 
     def stop(self) -> None:
         """Watch no more: the run is over on this rank."""
@@ -184,6 +197,8 @@ class Watch:
         return False
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._is_patient:  # the thread decides
+            return
         if not self._interrupted and not self._unwinding.is_set():  # a second one would break off the cleaning up
             self._interrupted = True
             raise Interrupted(number)
@@ -196,10 +211,10 @@ class Watch:
             if self._stopped.is_set():
                 return
             if ready:
-                number = signal.Signals(os.read(self._read_end, 1)[0])
+                number = self._judge(signal.Signals(os.read(self._read_end, 1)[0]))
             elif self.num_ranks > 1 and self._has_failed():
                 number = signal.SIGTERM
-                _thread.interrupt_main(number)
+                self._interrupt(number)
         error: BaseException = Interrupted(number)
         if not self._unwinding.wait(UNWIND_SECONDS):
             error = self.explain(error)
@@ -207,6 +222,21 @@ class Watch:
             return
         sys.stdout.flush()
         os._exit(getattr(error, "exit_code", 1))
+
+    def _judge(self, number: signal.Signals) -> signal.Signals | None:
+        """The signal if it ends the run now; None if it waits for the end of the step."""
+        if not self._is_patient:
+            return number
+        if self.asked is not None and number == signal.SIGINT:
+            self._interrupt(number)
+            return number
+        self.asked = self.asked or number
+        return None
+
+    def _interrupt(self, number: signal.Signals) -> None:
+        """Raise Interrupted in the main thread."""
+        self._is_patient = False
+        _thread.interrupt_main(number)
 
     def _has_failed(self) -> bool:
         try:

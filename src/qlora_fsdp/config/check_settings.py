@@ -25,7 +25,7 @@ from qlora_fsdp.config.schema import (
     WandbMode,
     Weights,
 )
-from qlora_fsdp.config.settings import all_settings, problem_with, show, value_of
+from qlora_fsdp.config.settings import all_settings, nearest_settings, problem_with, show, value_of
 from qlora_fsdp.errors import Problem
 
 # Lower bound, whether it is allowed itself, and upper bound, which never is.
@@ -53,6 +53,8 @@ _BOUNDS: dict[str, tuple[float, bool, float]] = {
     "training.seed": (0, True, 2**31),
     "training.eval_every_steps": (1, True, math.inf),
     "checkpoint.every_steps": (1, True, math.inf),
+    "checkpoint.every_minutes": (0, False, math.inf),
+    "checkpoint.keep_last": (1, True, math.inf),
     "distributed.timeout_seconds": (1, True, math.inf),
 }
 
@@ -64,7 +66,7 @@ _INIT_LORA_WEIGHTS = (True, "gaussian", "orthogonal")
 
 def check_settings(config: Config) -> list[Problem]:
     """Returns what is wrong with the configuration whatever it runs on."""
-    checks = (_numbers, _run, _model, _quant, _lora, _fsdp, _data, _optim, _training, _packages)
+    checks = (_numbers, _run, _model, _quant, _lora, _fsdp, _data, _optim, _training, _checkpoint, _packages)
     return [problem for find_problems in checks for problem in find_problems(config)]
 
 
@@ -251,6 +253,14 @@ def _training(config: Config) -> Iterator[Problem]:
     if config.data.format is DataFormat.random and training.max_steps is None and config.data.max_rows is None:
         reason = "sets no end, and random data (data.format=random) has none."
         yield problem_with(config, "training.max_steps", reason, "Set training.max_steps=10.")
+
+
+def _checkpoint(config: Config) -> Iterator[Problem]:
+    for key in config.checkpoint.allow_changes:
+        if key not in all_settings():
+            nearest = nearest_settings(key)
+            fix = f"Did you mean {' or '.join(nearest)}?" if nearest else "See docs/configuration.md for all settings."
+            yield problem_with(config, "checkpoint.allow_changes", f"names {key}, which is no setting.", fix)
 
 
 def _packages(config: Config) -> Iterator[Problem]:

@@ -107,7 +107,7 @@ class RunConfig:
     name: str = "run"
     # The run folder itself. Everything the run writes is in it.
     folder: str = "outputs/${run.name}"
-    # Start anew in a folder that already holds a finished run; its files are replaced.
+    # Start anew in a folder that already holds a run; its files, checkpoints included, are replaced.
     overwrite: bool = False
 
 
@@ -130,8 +130,6 @@ class ModelConfig:
     # The transformers config of the model (model_type, hidden_size, ...), for `weights=random`: used alone, or, where
     # `path` is a local folder, over its config.json. A checkpoint that is loaded keeps its own config.json.
     config: dict[str, Any] = field(default_factory=dict)
-    # For `quant=none` and every layer that is not quantized. `auto`: bfloat16 on a GPU, float32 on a CPU.
-    dtype: Dtype = Dtype.auto
 
 
 @dataclass
@@ -290,8 +288,18 @@ class TrainingConfig:
 
 @dataclass
 class CheckpointConfig:
-    # Write the adapter every so many steps. null: at the end only.
+    # Write a checkpoint, which has the adapter too, every so many steps. null: not by steps. SIGTERM, SIGUSR1 and the
+    # first Ctrl-C write one in any case, and end the run.
     every_steps: int | None = None
+    # Write a checkpoint when so many minutes have passed since the last.
+    every_minutes: float | None = None
+    # Checkpoints to keep; older ones are removed once a newer one is whole.
+    keep_last: int = 2
+    # auto: go on from the newest checkpoint in run.folder, if there is one. none: start anew, which removes them. Or
+    # the folder of a checkpoint, of this run or another.
+    resume: str = "auto"
+    # Settings that may differ from the checkpoint's though the run is then another one, e.g. [training.learning_rate].
+    allow_changes: list[str] = field(default_factory=list)
 
 
 @dataclass

@@ -1,0 +1,287 @@
+"""Checkpoints: from one of these a run goes on as if it had never stopped.
+
+run.folder/checkpoints/step-00000100/
+    .metadata, __0_0.distcp, ...    trained parameters and AdamW's state, sharded (torch.distributed.checkpoint)
+    optimizer-00000.pt, ...         the state of adamw_8bit, which can't be sharded anew: a file a rank
+    adapter/                        the adapter, as PEFT loads it
+    manifest.json                   written last: step, settings, and size and SHA-256 of every other file
+
+There is no more to save: the order of the data, the learning rate, the loss's divisor and the seed of dropout are
+functions of the step. A folder of this name is whole, because it is written under another one and renamed. So is one
+that is removed: it is renamed first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from qlora_fsdp.distributed import Processes
+from qlora_fsdp.errors import ResumeError
+from qlora_fsdp.optim import LocalAdamW8bit
+from qlora_fsdp.shards import local_tensor
+
+MANIFEST = "manifest.json"
+ANOTHER = (
+    "Set checkpoint.resume to the folder of an older checkpoint, or checkpoint.resume=none to start anew, which "
+    "removes the checkpoints in run.folder."
+)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a manifest says.
+
+    Attributes:
+        folder: where it is.
+        step: optimizer steps done.
+        num_ranks: of the run that wrote it.
+        settings: every setting by its dotted key, as plain values.
+        data: counts that tell the training data from other data.
+        eval_losses: (step, loss) of the evaluations before this step's.
+        files: size and SHA-256 of every other file, by its path in the folder.
+    """
+
+    folder: Path
+    step: int
+    num_ranks: int
+    settings: dict[str, Any]
+    data: dict[str, int]
+    eval_losses: list[tuple[int, float]] = field(default_factory=list)
+    files: dict[str, tuple[int, str]] = field(default_factory=dict)
+
+
+def checkpoint_folders(folder: Path) -> list[Path]:
+    """The whole checkpoints in `folder`, oldest first."""
+    return sorted(path for path in folder.glob("step-*") if path.is_dir())
+
+
+def read_manifest(folder: Path) -> Checkpoint:
+    """What is in a checkpoint.
+
+    Raises:
+        ResumeError: no whole checkpoint is there.
+    """
+    try:
+        manifest = json.loads((folder / MANIFEST).read_bytes())
+        digest = manifest.pop("sha256")
+        if digest != _digest_manifest(manifest):
+            raise ValueError("its checksum does not match")
+        return Checkpoint(folder, **manifest)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ResumeError(f"{folder / MANIFEST} can't be used: {reason}. {ANOTHER}") from error
+
+
+def verify_files(checkpoint: Checkpoint, processes: Processes) -> None:
+    """Compare every file with the manifest; the ranks share the work.
+
+    Raises:
+        ResumeError: a file is missing or differs.
+    """
+    for name in sorted(checkpoint.files)[processes.rank :: processes.num_ranks]:
+        size, digest = checkpoint.files[name]
+        file = checkpoint.folder / name
+        try:
+            found = (file.stat().st_size, _digest_file(file))
+        except OSError as error:
+            raise ResumeError(f"{file} can't be read: {error.strerror}. {ANOTHER}") from error
+        if found != (size, digest):
+            what = (
+                f"has {found[0]} bytes, not {size}"
+                if found[0] != size
+                else "has another checksum than it was written with"
+            )
+            raise ResumeError(f"{file} is damaged: it {what}. {ANOTHER}")
+    processes.wait(patiently=True)
+
+
+def save_checkpoint(
+    content: Checkpoint,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    write_adapter: Callable[[Path], None],
+    processes: Processes,
+) -> str | None:
+    """Write a checkpoint, whole or not at all; every rank calls this.
+
+    Args:
+        content: the folder to write, and the rest of the manifest but for `files`.
+        model: sharded; its trainable parameters are saved.
+        optimizer: over these.
+        write_adapter: writes the adapter to a folder; every rank calls it.
+        processes: all ranks take part.
+
+    Returns:
+        What went wrong, on whichever rank; None: the checkpoint is there. An error leaves nothing behind.
+    """
+    temporary, rank = _temporary(content.folder), processes.rank
+    mine: list[Path] = []
+    errors: list[str] = []
+    with _noting(errors):
+        if processes.is_main:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+    # Whatever fails, the collectives within go on: each rank comes to the last of them and tells the others there.
+    with _noting(errors):
+        write_adapter(temporary / "adapter")
+    with _noting(errors):
+        writer = FileSystemWriter(temporary, sync_files=True)
+        save(_state(model, optimizer), storage_writer=writer, process_group=processes.patient_group)
+        mine += temporary.glob(f"__{rank}_*.distcp")
+        if isinstance(optimizer, LocalAdamW8bit):
+            mine.append(temporary / f"optimizer-{rank:05}.pt")
+            torch.save(optimizer.inner.state_dict(), mine[-1])
+        if processes.is_main:
+            mine += [temporary / ".metadata", *(temporary / "adapter").iterdir()]
+    files: dict[str, tuple[int, str]] = {}
+    with _noting(errors):
+        for file in mine:
+            _sync(file)
+            files[str(file.relative_to(temporary))] = (file.stat().st_size, _digest_file(file))
+    everyone = processes.gather((files, errors), patiently=True)
+    error = next((text for _, texts in everyone for text in texts), None)
+    if processes.is_main:
+        failures: list[str] = []
+        if error is None:
+            with _noting(failures):
+                found = {name: facts for files, _ in everyone for name, facts in files.items()}
+                _finish(replace(content, files=found), temporary)
+        if error is not None or failures:
+            shutil.rmtree(temporary, ignore_errors=True)
+        error = error or next(iter(failures), None)
+    result: str | None = processes.share(error)
+    return result
+
+
+def load_checkpoint(
+    checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer, processes: Processes
+) -> None:
+    """Fill the trainable parameters and the optimizer's state, sharded in whatever way; every rank calls this.
+
+    Raises:
+        ResumeError: it is of another model.
+    """
+    if not isinstance(optimizer, LocalAdamW8bit):
+        _allocate_state(optimizer)
+    state, reader = _state(model, optimizer), FileSystemReader(checkpoint.folder)
+    saved = {
+        name: entry.size
+        for name, entry in reader.read_metadata().state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    for name in sorted(saved.keys() | state.keys()):
+        here, there = (tuple(state[name].shape) if name in state else None), saved.get(name)
+        if there is None or here != tuple(there):
+            raise ResumeError(
+                f"{checkpoint.folder} is of another model or adapter: {name} is {_shape(there)} there and "
+                f"{_shape(here)} here. {ANOTHER}"
+            )
+    load(state, storage_reader=reader, process_group=processes.patient_group)
+    if isinstance(optimizer, LocalAdamW8bit):
+        file = checkpoint.folder / f"optimizer-{processes.rank:05}.pt"
+        optimizer.inner.load_state_dict(torch.load(file, map_location=processes.device, weights_only=True))
+
+
+def remove_checkpoints(folder: Path, keep: list[Path]) -> None:
+    """Remove every checkpoint in `folder` but these, and what an interrupted save or removal has left there."""
+    for path in checkpoint_folders(folder):
+        if path not in keep:
+            path.rename(_temporary(path))
+    for path in folder.glob(".step-*.tmp"):
+        shutil.rmtree(path)
+
+
+@contextmanager
+def _noting(errors: list[str]) -> Iterator[None]:
+    try:
+        yield
+    except CheckpointException as error:  # by rank; not an Exception
+        errors += [_describe(wrapped[0]) for _, wrapped in sorted(error.failures.items())]
+    except (OSError, SafetensorError, RuntimeError) as error:
+        errors.append(_describe(error))
+
+
+def _describe(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+def _finish(content: Checkpoint, temporary: Path) -> None:
+    """The manifest, then the name; what was renamed is on the disk whole, also if the host stops now."""
+    for name, (size, _) in content.files.items():
+        if (temporary / name).stat().st_size != size:
+            raise OSError(f"{temporary / name} is not what its rank wrote: is run.folder shared by all nodes?")
+    manifest = asdict(content)
+    del manifest["folder"]
+    text = json.dumps({"sha256": _digest_manifest(manifest), **manifest}, indent=1)
+    (temporary / MANIFEST).write_text(text)
+    for path in (temporary / MANIFEST, temporary / "adapter", temporary):
+        _sync(path)
+    temporary.rename(content.folder)
+    _sync(content.folder.parent)
+
+
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Trainable parameters and the optimizer's tensors for each, by names that hold for any sharding."""
+    state: dict[str, Tensor] = {}
+    for name, param in model.named_parameters():
+        if param.requires_grad:
+            state[f"model.{name}"] = param.detach()
+            state |= {f"optimizer.{name}.{key}": value for key, value in optimizer.state[param].items()}
+    return state
+
+
+def _allocate_state(optimizer: torch.optim.Optimizer) -> None:
+    """AdamW's state as before the first step, to load into."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            optimizer.state[param] = {
+                "step": torch.zeros((), dtype=torch.float32, device=local_tensor(param).device),
+                "exp_avg": torch.zeros_like(param),
+                "exp_avg_sq": torch.zeros_like(param),
+            }
+
+
+def _temporary(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.tmp")
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file, or a folder's list of names, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _digest_file(file: Path) -> str:
+    digest = hashlib.sha256()
+    with file.open("rb") as stream:
+        while block := stream.read(2**22):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _digest_manifest(manifest: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def _shape(size: Any) -> str:
+    return "missing" if size is None else f"of shape {list(size)}"
