@@ -1,4 +1,4 @@
-"""Every byte of a checkpoint's weights is read once over all ranks, and host memory does not grow with the model."""
+"""Every byte of a checkpoint's weights is read once over all ranks."""
 
 from __future__ import annotations
 
