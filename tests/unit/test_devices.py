@@ -1,0 +1,28 @@
+"""Hardware that can't run what was asked for, as torch would report it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from qlora_fsdp.config.schema import Dtype
+from qlora_fsdp.distributed import start_processes
+from qlora_fsdp.errors import DeviceError
+from qlora_fsdp.hardware import choose_dtype
+
+
+def test_more_processes_than_gpus(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for name, value in {"RANK": 3, "LOCAL_RANK": 3, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 4}.items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(DeviceError, match=r"4 processes .* 2 GPUs.* Start at most 2 a node"):
+        start_processes(timeout_seconds=5)
+
+
+def test_bfloat16_on_a_gpu_without_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    with pytest.raises(DeviceError, match=r"training.precision=bfloat16 .* Tesla T4 has no bfloat16"):
+        choose_dtype(Dtype.bfloat16, torch.device("cuda"))
+    assert choose_dtype(Dtype.auto, torch.device("cuda")) is torch.float32
