@@ -147,7 +147,7 @@ def save_checkpoint(
         mine += temporary.glob(f"__{rank}_*.distcp")
         if isinstance(optimizer, LocalAdamW8bit):
             mine.append(temporary / f"optimizer-{rank:05}.pt")
-            torch.save(optimizer.inner.state_dict(), mine[-1])
+            torch.save(optimizer.inner.state_dict()["state"], mine[-1])
         if processes.is_main:
             mine += [temporary / ".metadata", *(temporary / "adapter").iterdir()]
     files: dict[str, tuple[int, str]] = {}
@@ -196,7 +196,8 @@ def load_checkpoint(
     load(state, storage_reader=reader, process_group=processes.patient_group)
     if isinstance(optimizer, LocalAdamW8bit):
         file = checkpoint.folder / f"optimizer-{processes.rank:05}.pt"
-        optimizer.inner.load_state_dict(torch.load(file, map_location=processes.device, weights_only=True))
+        values = torch.load(file, map_location=processes.device, weights_only=True)
+        optimizer.inner.load_state_dict(optimizer.inner.state_dict() | {"state": values})
 
 
 def remove_checkpoints(folder: Path, keep: list[Path]) -> None:

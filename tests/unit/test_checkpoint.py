@@ -1,0 +1,195 @@
+"""Checkpoints on one process: whole or absent, and refused when they are not what the run needs."""
+
+from __future__ import annotations
+
+import json
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from qlora_fsdp.checkpoint import (
+    Checkpoint,
+    checkpoint_folders,
+    load_checkpoint,
+    read_manifest,
+    remove_checkpoints,
+    save_checkpoint,
+    verify_files,
+)
+from qlora_fsdp.config.compose import load_config
+from qlora_fsdp.config.schema import Config
+from qlora_fsdp.distributed import Processes, start_processes, stop_processes
+from qlora_fsdp.errors import ConfigError, ResumeError
+from qlora_fsdp.journal import Journal
+from qlora_fsdp.resume import check_changes, find_checkpoint, plain_settings
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[Processes]:
+    yield start_processes(60, use_cpu=True)
+    stop_processes()
+
+
+def trained(width: int = 40) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model with a frozen layer, after two steps."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, width), nn.Linear(width, 2)).requires_grad_(False)
+    model[0].weight.requires_grad_(True)
+    optimizer = torch.optim.AdamW([model[0].weight], fused=True)
+    for _ in range(2):
+        model(torch.ones(3, 8)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def write_adapter(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "adapter_model.safetensors").write_bytes(bytes(100))
+
+
+def save(folder: Path, step: int, processes: Processes, write=write_adapter) -> str | None:
+    content = Checkpoint(folder / f"step-{step:08}", step, 1, {"lora.r": 8}, {"num_tokens": 5}, [(0, 0.1)])
+    return save_checkpoint(content, *trained(), write, processes)
+
+
+def test_saved_state_comes_back(tmp_path: Path, processes: Processes):
+    assert save(tmp_path, 2, processes) is None
+    checkpoint = read_manifest(tmp_path / "step-00000002")
+    assert (checkpoint.step, checkpoint.settings, checkpoint.eval_losses) == (2, {"lora.r": 8}, [[0, 0.1]])
+    verify_files(checkpoint, processes)
+    (model, optimizer), (saved_model, saved) = trained(), trained()
+    with torch.no_grad():
+        model[0].weight.zero_()
+    optimizer.state.clear()
+    load_checkpoint(checkpoint, model, optimizer, processes)
+    assert torch.equal(model[0].weight, saved_model[0].weight)
+    loaded, expected = optimizer.state[model[0].weight], saved.state[saved_model[0].weight]
+    assert loaded.keys() == expected.keys() and all(torch.equal(loaded[key], expected[key]) for key in loaded)
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "adapter/adapter_model.safetensors", "manifest.json"])
+@pytest.mark.parametrize("damage", ["flipped", "cut", "missing"])
+def test_damage_is_found(tmp_path: Path, processes: Processes, name: str, damage: str):
+    save(tmp_path, 2, processes)
+    file = tmp_path / "step-00000002" / name
+    content = file.read_bytes()
+    file.unlink()
+    if damage == "cut":
+        file.write_bytes(content[:-1])
+    elif damage == "flipped":
+        middle = len(content) // 2
+        file.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
+    with pytest.raises(ResumeError, match=r"checkpoint\.resume=none") as raised:
+        verify_files(read_manifest(tmp_path / "step-00000002"), processes)
+    assert str(file) in str(raised.value)
+
+
+def test_other_model_is_refused(tmp_path: Path, processes: Processes):
+    save(tmp_path, 2, processes)
+    with pytest.raises(
+        ResumeError, match=r"is of another model .*0\.weight is of shape \[40, 8\] there and .*\[48, 8\]"
+    ):
+        load_checkpoint(read_manifest(tmp_path / "step-00000002"), *trained(width=48), processes)
+
+
+def test_failed_save_leaves_the_last_one(tmp_path: Path, processes: Processes):
+    def fail(folder: Path) -> None:
+        raise OSError(28, "No space left on device", str(folder))
+
+    assert save(tmp_path, 2, processes) is None
+    error = save(tmp_path, 3, processes, write=fail)
+    assert error is not None and "No space left on device" in error
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))  # a write beyond fails, as on a full disk
+    try:
+        error = save(tmp_path, 4, processes)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert error is not None
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
+    verify_files(read_manifest(tmp_path / "step-00000002"), processes)
+    assert save(tmp_path, 5, processes) is None
+
+
+def test_unfinished_ones_are_ignored_and_removed(tmp_path: Path, processes: Processes):
+    for step in (2, 4, 10):
+        save(tmp_path / "checkpoints", step, processes)
+    folder = tmp_path / "checkpoints"
+    (folder / "step-00000010").rename(folder / ".step-00000010.tmp")
+    found = find_checkpoint(config(f"run.folder={tmp_path}"))
+    assert found is not None and found.step == 4
+    assert find_checkpoint(config(f"run.folder={tmp_path}", "checkpoint.resume=none")) is None
+    assert find_checkpoint(config(f"run.folder={tmp_path}", "run.overwrite=true")) is None
+    older = find_checkpoint(config(f"run.folder={tmp_path}", f"checkpoint.resume={folder}/step-00000002"))
+    assert older is not None and older.step == 2
+    remove_checkpoints(folder, keep=checkpoint_folders(folder)[-1:])
+    assert [path.name for path in folder.iterdir()] == ["step-00000004"]
+
+
+def config(*more: str) -> Config:
+    return load_config(["model=tiny", "data=random", "training.max_steps=9", *more])
+
+
+def changes(old: list[str], new: list[str], old_ranks: int = 2, new_ranks: int = 2) -> list[str]:
+    checkpoint = Checkpoint(
+        Path("c"), 5, old_ranks, json.loads(json.dumps(plain_settings(config(*old), old_ranks))), {}
+    )
+    return check_changes(checkpoint, config(*new), new_ranks)
+
+
+def test_harmless_changes_are_listed():
+    new = ["run.name=b", "run.folder=outputs/run", "fsdp=offload", "memory=keep", "training.global_batch_size=2"]
+    found = changes([], [*new, "training.micro_batch_size=2"], new_ranks=1)
+    assert "fsdp.cpu_offload=true (was false)" in found and "1 ranks (was 2)" in found
+    assert {text.split("=")[0] for text in found} == {
+        "run.name",
+        "fsdp.cpu_offload",
+        "memory.activations",
+        "training.micro_batch_size",
+        "1 ranks (was 2)",
+    }
+    assert changes([], []) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "was"),
+    [
+        ("lora.r=8", "16"),
+        ("quant.bnb_4bit_use_double_quant=false", "true"),
+        ("training.learning_rate=0.001", "0.0002"),
+        ("training.max_steps=10", "9"),
+        ("training.seed=1", "0"),
+        ("optim.betas=[0.9,0.95]", "[0.9,0.999]"),
+        ("training.micro_batch_size=2", "2"),  # the global batch size follows from it
+    ],
+)
+def test_harmful_changes_are_refused_unless_allowed(change: str, was: str):
+    key = change.split("=")[0].replace("micro", "global")
+    with pytest.raises(ConfigError) as raised:
+        changes([], [change])
+    (problem,) = raised.value.problems
+    assert problem.setting.startswith(f"{key}=") and f"was {was} when" in problem.reason
+    assert any(key in text for text in changes([], [change, f"checkpoint.allow_changes=[{key}]"]))
+
+
+def test_8bit_optimizer_needs_the_same_shards():
+    both = ["optim=adamw_8bit", "training.global_batch_size=4"]
+    assert changes(both, both) == []
+    with pytest.raises(ConfigError, match="Start 2 processes"):
+        changes(both, both, new_ranks=4)
+    with pytest.raises(ConfigError, match=r"fsdp\.sharding_strategy=NO_SHARD"):
+        changes(both, [*both, "fsdp=no_shard"])
+
+
+def test_metrics_end_where_the_checkpoint_was_written(tmp_path: Path):
+    lines = [{"step": 0, "eval_loss": 3.0}, {"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.5}]
+    later = [{"step": 2, "eval_loss": 1.4}, {"step": 3, "loss": 1.0}]
+    file = tmp_path / "metrics.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines + later) + '{"step": 4, "lo')
+    Journal(tmp_path, config(), num_steps=9, is_main=True, first_step=2).close({})
+    assert [json.loads(line) for line in file.read_text().splitlines()] == lines
