@@ -73,6 +73,8 @@ _OTHER_NAMES = {
     "max_seq_length": "training.max_length",
     "eval_steps": "training.eval_every_steps",
     "save_steps": "checkpoint.every_steps",
+    "save_total_limit": "checkpoint.keep_last",
+    "resume_from_checkpoint": "checkpoint.resume",
     "rank": "lora.r",
     "lora_r": "lora.r",
     "output_dir": "run.folder",
