@@ -6,12 +6,13 @@ import os
 import sys
 import time
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
@@ -34,7 +35,7 @@ from qlora_fsdp.kernels import use_fused_kernels
 from qlora_fsdp.load.fill import fill_from_files, fill_randomly
 from qlora_fsdp.loop import TrainResult, describe, train
 from qlora_fsdp.optim import make_optimizer
-from qlora_fsdp.plan import count_bytes, count_flops, dtype_name, split_batches
+from qlora_fsdp.plan import BatchSplit, FlopCounter, Sizes, count_bytes, count_flops, dtype_name, split_batches
 from qlora_fsdp.prove import prove_shards
 from qlora_fsdp.resume import (
     check_changes,
@@ -85,6 +86,21 @@ def run(config: Config, world: World) -> dict[str, Any]:
     return summary
 
 
+@dataclass(frozen=True)
+class _Prepared:
+    """A run whose weights do not exist yet: the model is on meta, the data is tokenized."""
+
+    built: BuiltModel
+    model: CausalLM
+    dtype: torch.dtype
+    num_shards: int
+    sizes: Sizes
+    flops: FlopCounter
+    tokenizer: PreTrainedTokenizerBase
+    data: PreparedData
+    split: BatchSplit
+
+
 def _run(
     config: Config,
     processes: Processes,
@@ -93,16 +109,31 @@ def _run(
     checkpoint: Checkpoint | None,
     summary: dict[str, Any],
 ) -> None:
-    device, started = processes.device, time.perf_counter()
-    dtype = choose_dtype(config.training.precision, device)
-    log.info(f"Run {config.run.name}: {processes.num_ranks} ranks on {device.type}, {dtype_name(dtype)}, in {folder}")
+    started = time.perf_counter()
+    prepared = _prepare(config, processes, folder)
+    if checkpoint is not None:
+        check_data(checkpoint, prepared.data.train, config)
+    units = shard_model(prepared.model, config.fsdp, processes)
+    summary |= _load_and_prove(prepared, units, config, processes)
+    summary["setup_seconds"] = time.perf_counter() - started
+    result = _train(prepared, config, processes, watch, folder, checkpoint, summary)
+    summary |= {"status": "finished"} | describe(result) | {"seconds": time.perf_counter() - started}
+    if processes.is_main:
+        with writing(folder):
+            write_json(folder / "summary.json", summary)
+    log.info(f"Finished in {summary['seconds']:.1f} s. The adapter is in {folder / 'adapter'}")
 
-    # What is to be trained, on meta: nothing large exists yet.
+
+def _prepare(config: Config, processes: Processes, folder: Path) -> _Prepared:
+    """Everything that can be found out before anything large exists."""
+    device, dtype = processes.device, choose_dtype(config.training.precision, processes.device)
+    log.info(f"Run {config.run.name}: {processes.num_ranks} ranks on {device.type}, {dtype_name(dtype)}, in {folder}")
     files = find_model(config.model, processes.is_local_main, lambda: processes.wait(patiently=True))
+    text_config = files.config.get_text_config()
     tokenizer = _find_tokenizer(config, files)
     check_packing(config.training.packing, files.config)
     attention = choose_attention(config.model.attn_implementation.value, files.config, device, dtype)
-    fused = use_fused_kernels(config.kernels, files.config.get_text_config().model_type, device)
+    fused = use_fused_kernels(config.kernels, text_config.model_type, device)
     built = build_model(
         files,
         config.quant,
@@ -116,64 +147,82 @@ def _run(
     num_recomputed = checkpoint_activations(model, config.memory)
     num_shards = count_shards(config.fsdp, processes)
     sizes = count_bytes(model, processes.rank % num_shards, num_shards)
-    flops = count_flops(model, files.config.get_text_config())
     for note in built.notes:
         log.info(f"Note: {note}")
     log.info(
-        f"Model: {config.model.path or config.model.name}, {_count(sizes.num_base)} parameters, "
-        f"{built.format.quant_type if built.format else 'not quantized'}, {attention} attention, "
-        f"Liger kernels: {', '.join(fused) or 'none'}; "
+        f"Model: {built.model.name_or_path}, {_count(sizes.num_base)} parameters, {_kind(built)}, "
+        f"{attention} attention, Liger kernels: {', '.join(fused) or 'none'}; "
         f"training {_count(sizes.num_trainable)} in {len(trainable_names(model))} tensors, "
         f"recomputing {num_recomputed} of {len(model.layers)} layers"
     )
-
-    # Data first: it is cheap to find out that there is none.
     data = prepare_data(
         config,
         tokenizer,
         is_main=processes.is_local_main,
         wait=lambda error: next((e for e in processes.gather(error, patiently=True) if e is not None), None),
-        vocab_size=files.config.get_text_config().vocab_size,
+        vocab_size=text_config.vocab_size,
     )
-    if checkpoint is not None:
-        check_data(checkpoint, data.train, config)
     split = split_batches(config.training, processes.num_ranks, len(data.train))
-    _log_data(data, split.num_steps, config)
+    for line in str(data.report).splitlines():
+        log.info(f"Data: {line}")
+    log.info(f"Steps: {split.num_steps} of {config.training.max_length} tokens a sequence at most")
+    flops = count_flops(model, text_config)
+    return _Prepared(built, model, dtype, num_shards, sizes, flops, tokenizer, data, split)
 
-    # The weights, each rank its own rows.
-    units = shard_model(model, config.fsdp, processes)
-    load_started = time.perf_counter()
+
+def _load_and_prove(
+    prepared: _Prepared, units: list[FSDPModule], config: Config, processes: Processes
+) -> dict[str, Any]:
+    """Fill every shard, and check what FSDP makes of them; figures for summary.json."""
+    device, model, started = processes.device, prepared.model, time.perf_counter()
     place_model(model, torch.device("cpu") if config.fsdp.cpu_offload else device, device)
-    num_read = _load(built, config, processes, dtype, num_shards)
+    num_read = _load(prepared, config, processes)
     initialize_adapters(model.model, config.lora.init_lora_weights, config.training.seed)
-    _synchronize(device)
-    load_seconds, load_peak = time.perf_counter() - load_started, gpu_peak_gib(device)
-    proof_started = time.perf_counter()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    load_seconds, load_peak = time.perf_counter() - started, gpu_peak_gib(device)
     proof = prove_shards(model, units, processes, int(os.environ.get("WORLD_SIZE", 1)))
-    proof_seconds = time.perf_counter() - proof_started
+    proof_seconds = time.perf_counter() - started - load_seconds
     log.info(
         f"Loaded {_bytes(num_read)} a rank in {load_seconds:.1f} s ({num_read / load_seconds / 1e9:.2f} GB/s); "
         f"proved {_bytes(proof.num_bytes)} in {proof.num_tensors} gathered tensors, 0 bytes differ, "
         f"in {proof_seconds:.1f} s"
     )
-
-    summary |= {
+    return {
         "load_seconds": load_seconds,
         "load_gpu_peak_gib": load_peak,
         "load_host_gib": host_rss_now_gib(),
         "proof_seconds": proof_seconds,
         "proved_bytes": proof.num_bytes,
-        "shard_bytes": sizes.shard_bytes,
-        "setup_seconds": time.perf_counter() - started,
+        "shard_bytes": prepared.sizes.shard_bytes,
     }
-    kind = built.format.quant_type if built.format else "unquantized"
-    settings = f"LoRA r={config.lora.r} on {kind} weights, {split.num_steps} steps"
 
-    def write_adapter_to(target: Path) -> None:
-        state = gather_trainable(model.model, processes)
-        if processes.is_main:
-            write_adapter(model.model, state, target, tokenizer, settings)
 
+def _load(prepared: _Prepared, config: Config, processes: Processes) -> int:
+    """Fill the shards, with a bar where there is a terminal; the bytes that this rank read."""
+    assignments, dtype = prepared.built.assignments, prepared.dtype
+    total = sum(a.num_bytes(dtype) for a in assignments) // prepared.num_shards
+    shows = processes.is_main and sys.stderr.isatty()
+    with tqdm(total=total, unit="B", unit_scale=True, desc="Loading", disable=not shows, leave=False) as bar:
+        if config.model.weights is Weights.random:
+            std = getattr(prepared.built.model.config, "initializer_range", 0.02)
+            fill_randomly(assignments, processes.device, dtype, std, config.training.seed, bar.update)
+        else:
+            fill_from_files(assignments, processes.device, dtype, bar.update)
+    return total
+
+
+def _train(
+    prepared: _Prepared,
+    config: Config,
+    processes: Processes,
+    watch: Watch,
+    folder: Path,
+    checkpoint: Checkpoint | None,
+    summary: dict[str, Any],
+) -> TrainResult:
+    """From the first step, or the one after the checkpoint's, to the adapter."""
+    model, data, split = prepared.model, prepared.data, prepared.split
     optimizer = make_optimizer(
         [p for p in model.parameters() if p.requires_grad], config.optim, config.training.learning_rate
     )
@@ -184,6 +233,13 @@ def _run(
     if processes.is_main:
         with writing(folder):
             remove_later_checkpoints(checkpoint, folder / "checkpoints")
+    card = f"LoRA r={config.lora.r} on {_kind(prepared.built)} weights, {split.num_steps} steps"
+
+    def write_adapter_to(target: Path) -> None:
+        state = gather_trainable(model.model, processes)
+        if processes.is_main:
+            write_adapter(model.model, state, target, prepared.tokenizer, card)
+
     content = Checkpoint(
         folder / "checkpoints",
         done.num_steps,
@@ -193,19 +249,17 @@ def _run(
     )
     saver = Saver(config.checkpoint, content, model.model, optimizer, write_adapter_to, processes, watch)
     journal = Journal(folder, config, split.num_steps, processes.is_main, done.num_steps)
+    figures = dict(summary)
     try:
         with watch.patience():
             result = train(
-                model, optimizer, data.train, data.eval, config, split, flops, processes, journal, saver, done
+                model, optimizer, data.train, data.eval, config, split, prepared.flops, processes, journal, saver, done
             )
-        save_adapter(model.model, folder / "adapter", tokenizer, settings, processes)
-        summary |= {"status": "finished"} | describe(result) | {"seconds": time.perf_counter() - started}
+        save_adapter(model.model, folder / "adapter", prepared.tokenizer, card, processes)
+        figures |= {"status": "finished"} | describe(result)
     finally:
-        journal.close(summary)
-    if processes.is_main:
-        with writing(folder):
-            write_json(folder / "summary.json", summary)
-    log.info(f"Finished in {summary['seconds']:.1f} s. The adapter is in {folder / 'adapter'}")
+        journal.close(figures)
+    return result
 
 
 def _record_failure(folder: Path, summary: dict[str, Any], error: BaseException) -> None:
@@ -236,6 +290,10 @@ def _count(number: int) -> str:
     return f"{number / 1e9:.2f} B" if number >= 1e8 else f"{number / 1e6:.2f} M"
 
 
+def _kind(built: BuiltModel) -> str:
+    return built.format.quant_type if built.format else "unquantized"
+
+
 def _bytes(number: int) -> str:
     return f"{number / 2**30:.2f} GiB" if number >= 2**29 else f"{number / 2**20:.1f} MiB"
 
@@ -246,27 +304,3 @@ def _find_tokenizer(config: Config, files: ModelFiles) -> PreTrainedTokenizerBas
         return byte_tokenizer()
     path = str(files.folder) if files.folder is not None else config.model.path
     return load_tokenizer(replace(config.model, path=path), config.data)
-
-
-def _log_data(data: PreparedData, num_steps: int, config: Config) -> None:
-    for line in str(data.report).splitlines():
-        log.info(f"Data: {line}")
-    log.info(f"Steps: {num_steps} of {config.training.max_length} tokens a sequence at most")
-
-
-def _load(built: BuiltModel, config: Config, processes: Processes, dtype: torch.dtype, num_shards: int) -> int:
-    """Fill the shards, with a bar where there is a terminal; the bytes that this rank read."""
-    total = sum(a.num_bytes(dtype) for a in built.assignments) // num_shards
-    shows = processes.is_main and sys.stderr.isatty()
-    with tqdm(total=total, unit="B", unit_scale=True, desc="Loading", disable=not shows, leave=False) as bar:
-        if config.model.weights is Weights.random:
-            std = getattr(built.model.config, "initializer_range", 0.02)
-            fill_randomly(built.assignments, processes.device, dtype, std, config.training.seed, bar.update)
-        else:
-            fill_from_files(built.assignments, processes.device, dtype, bar.update)
-    return total
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
