@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 
 from qlora_fsdp.config.schema import LoraConfig
 from qlora_fsdp.errors import AdapterError
+from qlora_fsdp.multimodal import find_decoder
 from qlora_fsdp.quantized import QuantizedLinear
 from qlora_fsdp.quantized.lora import LoraLinear
 from qlora_fsdp.shards import gather_rows, local_rows, local_tensor, shard_group
@@ -82,10 +83,10 @@ def apply_adapters(model: PreTrainedModel, config: LoraConfig, task_type: str = 
 
 def _targets(model: PreTrainedModel, config: LoraConfig) -> Any:
     """`target_modules`, kept to the text decoder of a multimodal model, whose towers have layers of the same names."""
-    decoder = model.get_decoder()
-    name = next(name for name, module in model.named_modules() if module is decoder)
-    if decoder is getattr(model, model.base_model_prefix, None) or config.target_modules != "all-linear":
+    found = find_decoder(model)
+    if found is None or config.target_modules != "all-linear":
         return config.target_modules
+    name, decoder = found
     endings = sorted({n.rsplit(".", 1)[-1] for n, module in decoder.named_modules() if isinstance(module, nn.Linear)})
     return rf"{re.escape(name)}\..*\.({'|'.join(endings)})"
 
@@ -106,7 +107,8 @@ def _check_names(model: nn.Module, config: LoraConfig) -> None:
         if isinstance(wanted, str):
             if not any(re.fullmatch(wanted, name) for name in names):
                 problems.append(
-                    f"lora.{key}={wanted} is a regular expression that fits no module of {type(model).__name__}"
+                    f"lora.{key}={wanted} is a regular expression that fits no module of {type(model).__name__}. "
+                    "Set a list of names, or correct it: it must match a module's whole name."
                 )
             continue
         for target in wanted:

@@ -22,6 +22,7 @@ from qlora_fsdp.errors import CheckpointError, ConfigError, Problem
 from qlora_fsdp.load.assign import assign, map_keys, stored_formats
 from qlora_fsdp.load.files import StoredTensor, list_some, read_headers
 from qlora_fsdp.load.fill import Assignment
+from qlora_fsdp.multimodal import find_decoder
 from qlora_fsdp.quantized import Format, QuantizedLinear, parse_storage
 
 
@@ -191,11 +192,11 @@ def _drop_towers(model: PreTrainedModel) -> list[str]:
     Returns:
         Names of what was taken out; none for a model of text alone.
     """
-    decoder = model.get_decoder()
-    name = next(name for name, module in model.named_modules() if module is decoder)
-    parent_name = name.rpartition(".")[0]
-    if decoder is getattr(model, model.base_model_prefix, None) or not parent_name:
+    found = find_decoder(model)
+    if found is None:
         return []
+    name, decoder = found
+    parent_name = name.rpartition(".")[0]
     parent = model.get_submodule(parent_name)
     others = [child for child, module in parent.named_children() if module is not decoder]
     for child in others:
