@@ -104,12 +104,15 @@ def count_bytes(model: nn.Module, shard_rank: int, num_shards: int) -> Sizes:
         total += param.numel() * param.dtype.itemsize
         shard += (last - first) * row
         trainable += param.numel() if param.requires_grad else 0
+    seen: set[int] = set()  # tied weights count once
     for module in model.modules():
         if isinstance(module, QuantizedLinear):
             base += module.in_features * module.out_features
             base += 0 if module.bias is None else module.bias.numel()
         else:
-            base += sum(p.numel() for p in module.parameters(recurse=False) if not p.requires_grad)
+            plain = {id(p): p.numel() for p in module.parameters(recurse=False) if not p.requires_grad}
+            base += sum(number for key, number in plain.items() if key not in seen)
+            seen |= plain.keys()
     return Sizes(total, shard, trainable, base)
 
 
