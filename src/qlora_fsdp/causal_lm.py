@@ -13,8 +13,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from qlora_fsdp.attention import PACKED_FAMILIES
 from qlora_fsdp.config.schema import Activations, MemoryConfig
-from qlora_fsdp.data.batch import Batch
-from qlora_fsdp.loss import IGNORE, attach_loss
+from qlora_fsdp.data.batch import IGNORE_INDEX, Batch
+from qlora_fsdp.loss import attach_loss
 
 
 class CausalLM(nn.Module):
@@ -69,7 +69,7 @@ class CausalLM(nn.Module):
             return self.base.get_output_embeddings()(hidden, batch.targets)  # type: ignore[no-any-return]
         logits = self.base(**inputs).logits.float()
         return nn.functional.cross_entropy(
-            logits.flatten(0, 1), batch.targets.flatten(), ignore_index=IGNORE, reduction="sum"
+            logits.flatten(0, 1), batch.targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
         )
 
 

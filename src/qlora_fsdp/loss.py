@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-IGNORE = -100
+from qlora_fsdp.data.batch import IGNORE_INDEX
+
 LOGITS_BYTES = 256 * 2**20  # fp32 logits of a chunk, at most
 MIN_CHUNK = 256  # tokens; chunks are multiples of it, which matrix kernels like
 
@@ -72,7 +73,7 @@ class _HeadLoss:
         logits = self.logits(hidden).float()
         if self.softcap is not None:
             logits = torch.tanh(logits / self.softcap) * self.softcap
-        return F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
+        return F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
 
 
 def _liger_loss(
@@ -80,7 +81,7 @@ def _liger_loss(
 ) -> Tensor:
     from liger_kernel.ops import LigerFusedLinearCrossEntropyFunction
 
-    options = (None, IGNORE, 0.0, 0.0, "sum", softcap)
+    options = (None, IGNORE_INDEX, 0.0, 0.0, "sum", softcap)
     return cast(Tensor, LigerFusedLinearCrossEntropyFunction.apply(hidden_ND, weight_VD, targets_N, bias, *options)[0])
 
 
@@ -108,7 +109,7 @@ class _FrozenHeadLoss(torch.autograd.Function):
             logits = F.linear(hidden, weight_VD, bias).float()
             if softcap is not None:
                 logits.div_(softcap).tanh_().mul_(softcap)
-            valid = (targets != IGNORE).unsqueeze(1)
+            valid = (targets != IGNORE_INDEX).unsqueeze(1)
             index = targets.clamp(min=0).unsqueeze(1)
             norm = torch.logsumexp(logits, 1, keepdim=True)
             loss += ((norm - logits.gather(1, index)) * valid).sum()

@@ -21,7 +21,7 @@ from qlora_fsdp.load.files import StoredTensor, list_some
 from qlora_fsdp.load.fill import Assignment
 from qlora_fsdp.quantized import Format, QuantizedLinear, parse_storage
 
-PART_OF_SUFFIX = {"absmax": "scales", "nested_absmax": "nested_scales", "SCB": "scales"}
+PART_OF_SUFFIX = {"absmax": "scales", "nested_absmax": "nested_scales"}
 QUANT_STATE = re.compile(r"^(.+\.weight)\.(?:(?:nested_)?absmax|(?:nested_)?quant_map|quant_state\.bitsandbytes__\w+)$")
 INT8_STATE = re.compile(r"^(.+)\.(?:SCB|weight_format)$")
 NON_PERSISTENT = re.compile(r"rotary_emb\.inv_freq$|\.masked_bias$|\.attn\.bias$|\.position_ids$")
