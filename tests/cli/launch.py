@@ -25,6 +25,10 @@ LAUNCHERS = {
         *("-m", "accelerate.commands.launch"),
         *("--config_file", str(ROOT / "accelerate_configs" / "cpu.yaml"), "-m", "qlora_fsdp.train"),
     ],
+    "accelerate_gpus": [
+        *("-m", "accelerate.commands.launch"),
+        *("--config_file", str(ROOT / "accelerate_configs" / "one_node.yaml"), "-m", "qlora_fsdp.train"),
+    ],
 }
 
 
@@ -37,6 +41,7 @@ class Launch:
         arguments: of qlora_fsdp.train.
         environment: variables besides this process's own.
         preexec: called in the child before it starts.
+        gpus: let the command have every GPU that there is; else it runs on the CPU.
     """
 
     def __init__(
@@ -46,12 +51,14 @@ class Launch:
         *arguments: str,
         environment: dict[str, str] | None = None,
         preexec: Callable[[], None] | None = None,
+        gpus: bool = False,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.output_file, self.run_folder = folder / "output.txt", folder / "run"
         source = str(Path(qlora_fsdp.__file__).parents[1])
         own = {name: value for name, value in os.environ.items() if not name.startswith(("FSDP_", "ACCELERATE_"))}
-        own |= {"PYTHONPATH": source, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+        own |= {"PYTHONPATH": source, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        own |= {} if gpus else {"CUDA_VISIBLE_DEVICES": ""}
         with self.output_file.open("w") as output:
             self.process = subprocess.Popen(
                 [sys.executable, *LAUNCHERS[launcher], f"run.folder={self.run_folder}", *arguments],
