@@ -57,7 +57,8 @@ class Launch:
         self.output_file, self.run_folder = folder / "output.txt", folder / "run"
         source = str(Path(qlora_fsdp.__file__).parents[1])
         own = {name: value for name, value in os.environ.items() if not name.startswith(("FSDP_", "ACCELERATE_"))}
-        own |= {"PYTHONPATH": source, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        paths = [source, *filter(None, [os.environ.get("PYTHONPATH")])]
+        own |= {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         own |= {} if gpus else {"CUDA_VISIBLE_DEVICES": ""}
         with self.output_file.open("w") as output:
             self.process = subprocess.Popen(

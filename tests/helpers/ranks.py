@@ -9,11 +9,12 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import random
 import socket
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import cache
 from multiprocessing.connection import Connection, wait
@@ -161,6 +162,14 @@ def _run_rank(
     pipe.send_bytes(pickle.dumps(message))  # not `send`, which hands tensors over as files that end with the process
 
 
+def _free_port() -> int:
+    """A port below those that the system gives out by itself, so that nothing takes it before the ranks do."""
+    while True:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port := random.SystemRandom().randrange(15000, 32000)))
+            return port
+
+
 class Meeting:
     """Where the ranks of a world agree on a new port, so that a process can join one process group after another."""
 
@@ -172,7 +181,5 @@ class Meeting:
         store = dist.TCPStore("127.0.0.1", int(os.environ["MEETING_PORT"]), timeout=timedelta(seconds=60))
         cls.num_worlds += 1
         if os.environ["RANK"] == "0":
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                store.set(f"port/{cls.num_worlds}", str(probe.getsockname()[1]))
+            store.set(f"port/{cls.num_worlds}", str(_free_port()))
         os.environ["MASTER_PORT"] = store.get(f"port/{cls.num_worlds}").decode()
