@@ -15,6 +15,7 @@ from qlora_fsdp.attention import PACKED_FAMILIES
 from qlora_fsdp.config.schema import Activations, MemoryConfig
 from qlora_fsdp.data.batch import IGNORE_INDEX, Batch
 from qlora_fsdp.loss import attach_loss
+from qlora_fsdp.quantized.fuse import remake_norms
 
 
 class CausalLM(nn.Module):
@@ -84,6 +85,7 @@ def checkpoint_activations(model: CausalLM, config: MemoryConfig) -> int:
     every = config.every_k if config.activations is Activations.every_k else 1
     recomputed = model.layers[::every]
     for layer in recomputed:
+        remake_norms(layer)
         layer.gradient_checkpointing = True  # type: ignore[assignment]
         layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)  # type: ignore[assignment]
     return len(recomputed)

@@ -21,7 +21,7 @@ from qlora_fsdp.attention import check_packing, choose_attention
 from qlora_fsdp.build import BuiltModel, ModelFiles, build_model, find_model
 from qlora_fsdp.causal_lm import CausalLM, checkpoint_activations
 from qlora_fsdp.checkpoint import Checkpoint, load_checkpoint, verify_files
-from qlora_fsdp.config.schema import Config, DataFormat, Weights
+from qlora_fsdp.config.schema import Config, DataFormat, MatmulKind, Weights
 from qlora_fsdp.config.validate import check
 from qlora_fsdp.config.world import World
 from qlora_fsdp.data.prepare import PreparedData, prepare_data
@@ -37,6 +37,8 @@ from qlora_fsdp.loop import TrainResult, describe, train
 from qlora_fsdp.optim import make_optimizer
 from qlora_fsdp.plan import BatchSplit, FlopCounter, Sizes, count_bytes, count_flops, dtype_name, split_batches
 from qlora_fsdp.prove import prove_shards
+from qlora_fsdp.quantized.fuse import fuse_layers
+from qlora_fsdp.quantized.linear import use_fp8
 from qlora_fsdp.resume import (
     check_changes,
     check_data,
@@ -144,6 +146,8 @@ def _prepare(config: Config, processes: Processes, folder: Path) -> _Prepared:
     )
     built.model.name_or_path = config.model.path or config.model.name
     model = CausalLM(apply_adapters(built.model, config.lora), liger_loss="cross_entropy" in fused)
+    num_fp8 = use_fp8(model) if config.compute.matmul is MatmulKind.fp8 else 0
+    num_groups = fuse_layers(model) if config.kernels.fuse_layers else 0
     num_recomputed = checkpoint_activations(model, config.memory)
     num_shards = count_shards(config.fsdp, processes)
     sizes = count_bytes(model, processes.rank % num_shards, num_shards)
@@ -151,7 +155,8 @@ def _prepare(config: Config, processes: Processes, folder: Path) -> _Prepared:
         log.info(f"Note: {note}")
     log.info(
         f"Model: {built.model.name_or_path}, {_count(sizes.num_base)} parameters, {_kind(built)}, "
-        f"{attention} attention, Liger kernels: {', '.join(fused) or 'none'}; "
+        f"{attention} attention, Liger kernels: {', '.join(fused) or 'none'}; {num_groups} groups of layers fused"
+        f"{f', {num_fp8} layers in fp8' if num_fp8 else ''}; "
         f"training {_count(sizes.num_trainable)} in {len(trainable_names(model))} tensors, "
         f"recomputing {num_recomputed} of {len(model.layers)} layers"
     )
@@ -283,7 +288,8 @@ def _complete(world: World, processes: Processes) -> World:
     """The world with what only torch can tell."""
     cuda = processes.device.type == "cuda"
     has_bf16 = not cuda or torch.cuda.is_bf16_supported(including_emulation=False)
-    return replace(world, device_type="cuda" if cuda else "cpu", has_bf16=has_bf16)
+    has_fp8 = cuda and torch.cuda.get_device_capability() >= (8, 9)
+    return replace(world, device_type="cuda" if cuda else "cpu", has_bf16=has_bf16, has_fp8=has_fp8)
 
 
 def _count(number: int) -> str:

@@ -19,6 +19,7 @@ from qlora_fsdp.config.schema import (
     Config,
     DataFormat,
     Dtype,
+    MatmulKind,
     Optimizer,
     QuantStorage,
     ShardingStrategy,
@@ -66,7 +67,7 @@ _INIT_LORA_WEIGHTS = (True, "gaussian", "orthogonal")
 
 def check_settings(config: Config) -> list[Problem]:
     """Returns what is wrong with the configuration whatever it runs on."""
-    checks = (_numbers, _run, _model, _quant, _lora, _fsdp, _data, _optim, _training, _checkpoint, _packages)
+    checks = (_numbers, _run, _model, _compute, _quant, _lora, _fsdp, _data, _optim, _training, _checkpoint, _packages)
     return [problem for find_problems in checks for problem in find_problems(config)]
 
 
@@ -132,6 +133,17 @@ def _missing(config: Config, key: str, fix: str) -> Iterator[Problem]:
     path = value_of(config, key)
     if is_local_path(path) and not Path(path).expanduser().exists():
         yield problem_with(config, key, "does not exist.", fix)
+
+
+def _compute(config: Config) -> Iterator[Problem]:
+    if config.compute.matmul is not MatmulKind.fp8:
+        return
+    if not config.quant.load_in_4bit:
+        reason = "works on 4-bit weights alone, and quant.load_in_4bit is false."
+        yield problem_with(config, "compute.matmul", reason, "Set quant=nf4, or compute=dequantized.")
+    if config.training.precision in (Dtype.float32, Dtype.float16):
+        reason = f"gives bfloat16, and training.precision is {config.training.precision.value}."
+        yield problem_with(config, "compute.matmul", reason, "Set training.precision=auto, or compute=dequantized.")
 
 
 def _quant(config: Config) -> Iterator[Problem]:

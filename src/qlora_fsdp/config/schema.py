@@ -57,6 +57,11 @@ class Activations(Enum):
     every_k = "every_k"
 
 
+class MatmulKind(Enum):
+    dequantized = "dequantized"
+    fp8 = "fp8"
+
+
 class Kernel(Enum):
     auto = "auto"
     liger = "liger"
@@ -201,6 +206,13 @@ class MemoryConfig:
 
 
 @dataclass
+class ComputeConfig:
+    # Products with the quantized base. dequantized: in training.precision. fp8: both factors in float8_e4m3fn with a
+    # scale a row, forward and for the input's gradient; adapters stay in bfloat16. 4-bit bases on Ada, Hopper or later.
+    matmul: MatmulKind = MatmulKind.dequantized
+
+
+@dataclass
 class KernelsConfig:
     # RMS norms. auto: Liger's fused kernels (arXiv:2410.10989) on a GPU where they are installed and know the model,
     # else torch's own operations.
@@ -211,6 +223,9 @@ class KernelsConfig:
     glu: Kernel = Kernel.auto
     # The loss over a frozen output head.
     cross_entropy: Kernel = Kernel.auto
+    # Compute q, k and v together, and gate, up and down, where all are quantized and adapted without dropout or DoRA.
+    # false: each layer by itself.
+    fuse_layers: bool = True
 
 
 @dataclass
@@ -326,6 +341,7 @@ class Config:
     lora: LoraConfig = field(default_factory=LoraConfig)
     fsdp: FsdpConfig = field(default_factory=FsdpConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
+    compute: ComputeConfig = field(default_factory=ComputeConfig)
     kernels: KernelsConfig = field(default_factory=KernelsConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from qlora_fsdp.config.check_settings import check_settings
-from qlora_fsdp.config.schema import AttnImplementation, Config, Dtype, QuantStorage, ShardingStrategy
+from qlora_fsdp.config.schema import AttnImplementation, Config, Dtype, MatmulKind, QuantStorage, ShardingStrategy
 from qlora_fsdp.config.settings import problem_with
 from qlora_fsdp.config.world import World
 from qlora_fsdp.errors import ConfigError, Problem
@@ -54,6 +54,9 @@ def _device(config: Config, world: World) -> Iterator[Problem]:
     if config.training.precision is Dtype.bfloat16 and not world.has_bf16:
         reason = f"can't be used: this {'GPU' if world.device_type == 'cuda' else 'CPU'} does not compute in bfloat16."
         yield problem_with(config, "training.precision", reason, "Set training.precision=float32, or auto.")
+    if config.compute.matmul is MatmulKind.fp8 and not world.has_fp8:
+        reason = "can't be used: only Ada, Hopper and later GPUs multiply in fp8."
+        yield problem_with(config, "compute.matmul", reason, "Set compute=dequantized.")
     storage = config.quant.bnb_4bit_quant_storage
     if config.quant.load_in_4bit and storage is QuantStorage.uint8 and world.torch_version < (2, 13):
         reason = f"can't be sharded: FSDP2 of torch {version} takes floating-point parameters only, before 2.13."

@@ -21,6 +21,7 @@ class World:
         local_rank: this process on its node, from 0.
         device_type: where the model computes.
         has_bf16: whether that device computes in bfloat16.
+        has_fp8: whether that device multiplies matrices in fp8.
         torch_version: major and minor number, e.g. (2, 13).
     """
 
@@ -30,6 +31,7 @@ class World:
     local_rank: int = 0
     device_type: Literal["cuda", "cpu"] = "cpu"
     has_bf16: bool = True
+    has_fp8: bool = False
     torch_version: tuple[int, int] = (2, 13)
 
     @staticmethod

@@ -19,6 +19,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from typing import Literal
 
 import bitsandbytes.functional as bnb
@@ -146,15 +147,12 @@ class Format:
         if not self.is_4bit:
             rows = self.unpack(codes, in_features).view(torch.int8)
             return rows.to(dtype).mul_((scales * INT8_DEQUANT_FACTOR).to(dtype).unsqueeze(1))
-        if self.double_quant:
-            nested = parts["nested_scales"]
-            scales = torch.ops.bitsandbytes.dequantize_blockwise.default(
-                self.unpack(scales, in_features // self.blocksize),
-                nested[:-1],
-                dynamic_map(codes.device),
-                NESTED_BLOCKSIZE,
-                torch.float32,
-            ).add_(nested[-1])
+        if codes.is_cuda and _has_triton():
+            from qlora_fsdp.quantized import triton_dequantize
+
+            out = torch.empty(out_features, in_features, dtype=dtype, device=codes.device)
+            return triton_dequantize.dequantize(self, codes, scales, parts.get("nested_scales"), out)
+        scales = self.dequantize_scales(parts, out_features, in_features)
         weight: Tensor = torch.ops.bitsandbytes.dequantize_4bit.default(
             codes.view(torch.uint8).view(-1, 1),
             scales.view(-1),
@@ -164,6 +162,32 @@ class Format:
             dtype,
         )
         return weight
+
+    def dequantize_scales(self, parts: Mapping[str, Tensor], out_features: int, in_features: int) -> Tensor:
+        """The scales of a 4-bit weight: float32 [out_features, in_features / blocksize]."""
+        if not self.double_quant:
+            return parts["scales"]
+        nested, num_blocks = parts["nested_scales"], in_features // self.blocksize
+        absmax: Tensor = torch.ops.bitsandbytes.dequantize_blockwise.default(
+            self.unpack(parts["scales"], num_blocks),
+            nested[:-1],
+            dynamic_map(nested.device),
+            NESTED_BLOCKSIZE,
+            torch.float32,
+        )
+        return absmax.add_(nested[-1]).view(out_features, num_blocks)
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+@cache
+def code_book(quant_type: str, device: torch.device) -> Tensor:
+    """The 16 values of a 4-bit code: float32, of which the largest magnitude is 1 (arXiv:2305.14314, appendix E)."""
+    values: Tensor = bnb.get_4bit_type(quant_type, device="cpu")
+    return values.float().to(device)
 
 
 @cache

@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from qlora_fsdp.errors import ConfigError, Problem
 from qlora_fsdp.quantized.formats import Format
+from qlora_fsdp.quantized.matmul import FP8_MAX, FP8_MULTIPLE, DequantizedMatmul, Fp8Matmul, Matmul
 
 
 class QuantizedLinear(nn.Linear):
@@ -25,11 +26,16 @@ class QuantizedLinear(nn.Linear):
         format: how the weight is quantized.
         dtype: compute dtype: of the dequantized weight, the input and the output.
         device: where the Parameters are made; usually meta.
+
+    Attributes:
+        matmul: how products with the weight are made; layers that are computed together share one.
     """
 
     codes: nn.Parameter
     scales: nn.Parameter
     nested_scales: nn.Parameter
+    matmul: Matmul = DequantizedMatmul()
+    _fp8_scales: tuple[Tensor, Tensor] | None = None
 
     def __init__(
         self,
@@ -67,6 +73,21 @@ class QuantizedLinear(nn.Linear):
         parts = dict(zip(self.part_names, self.parts(), strict=True))
         return self.format.dequantize(parts, self.out_features, self.in_features, self.compute_dtype)
 
+    def absmax(self) -> Tensor:
+        """The scales of a 4-bit weight: float32 [out_features, blocks]."""
+        parts = dict(zip(self.part_names, self.parts(), strict=True))
+        return self.format.dequantize_scales(parts, self.out_features, self.in_features)
+
+    def fp8_scales(self) -> tuple[Tensor, Tensor]:
+        """What fp8 values of the weight are multiples of: float32 [out_features], and [blocks] for the transposed.
+
+        No magnitude in a 4-bit block is above its absmax. The base is frozen, so this is found once and kept.
+        """
+        if self._fp8_scales is None:
+            absmax = self.absmax() / FP8_MAX
+            self._fp8_scales = (absmax.amax(1).clamp_min_(1e-12), absmax.amax(0).clamp_min_(1e-12))
+        return self._fp8_scales
+
     def forward(self, input: Tensor) -> Tensor:
         """x_BI -> y_BO, in the dtype of the input, which must be the compute dtype."""
         return _DequantizedLinear.apply(input, self.bias, self)  # type: ignore[no-any-return,no-untyped-call]
@@ -76,7 +97,7 @@ class QuantizedLinear(nn.Linear):
 
 
 class _DequantizedLinear(torch.autograd.Function):
-    """y = x W^T + b with W dequantized for forward, and again for backward.
+    """y = x W^T + b with W made from its codes for forward, and again for backward.
 
     Nothing is saved in between, not even the codes: backward reads them from the layer, which FSDP has gathered again
     by then. So a recomputation that ends with this layer (torch.utils.checkpoint stops at the last saved tensor) leaves
@@ -86,10 +107,29 @@ class _DequantizedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, layer: QuantizedLinear) -> Tensor:
         ctx.layer = layer
-        return F.linear(x, layer.weight, bias)
+        (y_NO,) = layer.matmul.outputs(x.reshape(-1, x.shape[-1]), [layer])
+        return y_NO.view(*x.shape[:-1], layer.out_features)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
         grad_bias = grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
-        return grad @ ctx.layer.weight, grad_bias, None
+        grad_x = ctx.layer.matmul.input_grad([grad.reshape(-1, grad.shape[-1])], [ctx.layer])
+        return grad_x.view(*grad.shape[:-1], ctx.layer.in_features), grad_bias, None
+
+
+def use_fp8(model: nn.Module) -> int:
+    """Have every 4-bit layer whose sizes allow it multiply in fp8; how many do.
+
+    Raises:
+        ConfigError: none can.
+    """
+    matmul, num_layers = Fp8Matmul(), 0
+    for layer in model.modules():
+        if isinstance(layer, QuantizedLinear) and layer.format.is_4bit and layer.out_features % FP8_MULTIPLE == 0:
+            layer.matmul = matmul
+            num_layers += 1
+    if not num_layers:
+        fix = "Set compute=dequantized."
+        raise ConfigError([Problem("compute.matmul=fp8", "finds no 4-bit layer in this model.", fix)])
+    return num_layers

@@ -1,12 +1,17 @@
-"""LoRA over a (quantized) linear layer, without autocast and with one dequantization a pass.
+"""LoRA over quantized linear layers, without autocast, with one dequantization a pass, and for a group at once.
 
 PEFT's `lora.Linear` stays the module: its parameters, names, saving and loading are PEFT's. Only its forward is ours:
 adapter weights are fp32 Parameters (one trainable dtype in an FSDP group, and an optimizer that does not lose small
-updates) that are cast here to the compute dtype, and little more than the input is kept for backward.
+updates) that are cast here to the compute dtype, and little more than the input is kept for backward. Layers that share
+an input (q, k and v) are one group: the input is read, kept, and given its gradient once.
+
+Shapes: x_NI, W_OI, A_RI, B_OR, h_NR, y_NO, with N all leading dimensions, R the rank, O and R summed over a group.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -18,52 +23,136 @@ from qlora_fsdp.quantized.linear import QuantizedLinear
 
 
 class LoraLinear(lora.Linear):
-    """PEFT's LoRA layer with a forward for fp32 adapters on a frozen base in another dtype."""
+    """PEFT's LoRA layer with a forward for fp32 adapters on a frozen base in another dtype.
+
+    Attributes:
+        group: the layers that get the same input, this one among them; None: it is computed alone.
+    """
+
+    group: SharedInput | None = None
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """x_BI -> y_BO: base(x) + scaling * B(A(dropout(x))), in the dtype of x."""
         (name,) = self.active_adapters
         if args or kwargs or self.merged or self.disable_adapters or name in self.lora_variant:
             return super().forward(x, *args, **kwargs)
-        lora_a = cast(nn.Linear, self.lora_A[name]).weight
-        dropout, scaling = self.lora_dropout[name], self.scaling[name]
-        drops = self.training and isinstance(dropout, nn.Dropout)
-        if isinstance(self.base_layer, QuantizedLinear) and not drops:
-            return _quantized_lora(x, self.base_layer, lora_a, cast(nn.Linear, self.lora_B[name]), scaling)
-        lora_b = cast(nn.Linear, self.lora_B[name]).weight
-        low_rank = F.linear(F.linear(dropout(x), lora_a.to(x.dtype)), lora_b.to(x.dtype))
-        return self.base_layer(x) + low_rank * scaling  # type: ignore[no-any-return]
+        part = quantized_part(self)
+        if part is not None:
+            return lora_group(x, [part])[0] if self.group is None else self.group.output(self, part, x)
+        lora_a, lora_b = cast(nn.Linear, self.lora_A[name]).weight, cast(nn.Linear, self.lora_B[name]).weight
+        low_rank = F.linear(F.linear(self.lora_dropout[name](x), lora_a.to(x.dtype)), lora_b.to(x.dtype))
+        return self.base_layer(x) + low_rank * self.scaling[name]  # type: ignore[no-any-return]
 
 
-def _quantized_lora(x: Tensor, layer: QuantizedLinear, lora_a: Tensor, lora_b: nn.Linear, scaling: float) -> Tensor:
-    """y = x W^T + b + s (x A^T) B^T, in two steps that save what backward needs before the large product is made.
+@dataclass(frozen=True)
+class LoraPart:
+    """A quantized layer with the adapter that is active on it."""
+
+    layer: QuantizedLinear
+    lora_a: nn.Linear
+    lora_b: nn.Linear
+    scaling: float
+
+
+def quantized_part(module: nn.Module) -> LoraPart | None:
+    """The layer and its adapter, if the functions here compute them: quantized, no dropout now, no DoRA, not merged."""
+    if not isinstance(module, LoraLinear) or not isinstance(module.base_layer, QuantizedLinear):
+        return None
+    (name,) = module.active_adapters
+    drops = module.training and isinstance(module.lora_dropout[name], nn.Dropout)
+    if drops or module.merged or module.disable_adapters or name in module.lora_variant:
+        return None
+    lora_a, lora_b = cast(nn.Linear, module.lora_A[name]), cast(nn.Linear, module.lora_B[name])
+    return LoraPart(module.base_layer, lora_a, lora_b, module.scaling[name])
+
+
+class SharedInput:
+    """Layers that are called in turn with the same tensor; the first call computes all.
+
+    Args:
+        modules: in the order in which they are called.
+    """
+
+    def __init__(self, modules: Sequence[LoraLinear]) -> None:
+        self.modules = list(modules)
+        self.input: Tensor | None = None
+        self.outputs: dict[int, Tensor] = {}
+
+    def output(self, module: LoraLinear, part: LoraPart, x: Tensor) -> Tensor:
+        """The module's output; alone, if x is not what the first one was called with."""
+        if module is self.modules[0]:
+            parts = [found for member in self.modules if (found := quantized_part(member)) is not None]
+            if len(parts) == len(self.modules):
+                self.input, self.outputs = x, dict(zip(map(id, self.modules), lora_group(x, parts), strict=True))
+        if self.input is not x or id(module) not in self.outputs:
+            return lora_group(x, [part])[0]
+        y = self.outputs.pop(id(module))
+        if not self.outputs:
+            self.input = None
+        return y
+
+
+def lora_group(x: Tensor, parts: Sequence[LoraPart]) -> tuple[Tensor, ...]:
+    """y = x W^T + b + s (x A^T) B^T of each part, in two steps that save what backward needs before the large products.
 
     torch.utils.checkpoint ends a recomputation at the last saved tensor. A transformer layer's last product
     (`down_proj`, a quarter of its work) comes after that, and so is not made again.
-
-    Shapes: x_NI, W_OI, A_RI, B_OR, h_NR, y_NO, with N all leading dimensions and R the rank.
     """
-    h_NR, x_again = _LowRank.apply(x, lora_a)  # type: ignore[no-untyped-call]
-    x = x_again if x.requires_grad else x
-    return _AddLowRank.apply(x, h_NR, lora_b.weight, layer.bias, lora_b, scaling, layer)  # type: ignore[no-any-return,no-untyped-call]
+    h_NR, x_again = _LowRank.apply(x, *origin_of(x), *(p.lora_a.weight for p in parts))  # type: ignore[no-untyped-call]
+    return add_low_rank(x_again if x.requires_grad else x, h_NR, parts)
+
+
+def add_low_rank(x: Tensor, h_NR: Tensor, parts: Sequence[LoraPart]) -> tuple[Tensor, ...]:
+    """y = x W^T + b + s h B^T of each part."""
+    biases = [part.layer.bias for part in parts]
+    return _AddLowRank.apply(x, h_NR, parts, *(p.lora_b.weight for p in parts), *biases)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def remake_output(norm: nn.Module) -> None:
+    """Let the layers that get this norm's output keep its input instead, which is kept anyway, and make it again."""
+    make = norm.forward
+
+    def forward(x: Tensor) -> Tensor:
+        y: Tensor = make(x)
+        y.origin = (x.detach(), make)  # type: ignore[attr-defined]
+        return y
+
+    norm.forward = forward
+
+
+def origin_of(x: Tensor) -> tuple[Tensor | None, Callable[[Tensor], Tensor] | None]:
+    """What to keep instead of x, and how to make x of it; (None, None): keep x."""
+    origin: tuple[Tensor | None, Callable[[Tensor], Tensor] | None] = getattr(x, "origin", (None, None))
+    return origin
+
+
+def remade(kept: Tensor, make: Callable[[Tensor], Tensor] | None) -> Tensor:
+    """x_NI of what was kept."""
+    x = kept if make is None else make(kept)
+    return x.reshape(-1, x.shape[-1])
 
 
 class _LowRank(torch.autograd.Function):
-    """h = x A^T, and x once more: its gradient from the large product comes back here and is added to in place."""
+    """h = x A^T, and x once more: its gradient from the large products comes back here and is added to in place."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, lora_a: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, x: Tensor, origin: Tensor | None, make: Callable[[Tensor], Tensor] | None, *lora_a: Tensor
+    ) -> tuple[Tensor, Tensor]:
         x_NI = x.reshape(-1, x.shape[-1])
-        ctx.save_for_backward(x_NI, lora_a)
-        return x_NI @ lora_a.to(x.dtype).t(), x.view_as(x)
+        ctx.save_for_backward(x_NI if origin is None else origin, *lora_a)
+        ctx.make = make
+        return x_NI @ join(lora_a, x.dtype).t(), x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_h_NR, grad_x = grads
-        x_NI, lora_a = ctx.saved_tensors  # once: recomputation hands them out for one access alone
+        kept, *lora_a = ctx.saved_tensors  # once: recomputation hands them out for one access alone
+        x_NI = remade(kept, ctx.make)
         if ctx.needs_input_grad[0]:
-            grad_x.view(x_NI.shape).addmm_(grad_h_NR, lora_a.to(x_NI.dtype))
-        return grad_x if ctx.needs_input_grad[0] else None, _mm_fp32(grad_h_NR.t(), x_NI)
+            grad_x.view(x_NI.shape).addmm_(grad_h_NR, join(lora_a, x_NI.dtype))
+        grad_a = mm_fp32(grad_h_NR.t(), x_NI).split([a.shape[0] for a in lora_a])
+        return (grad_x if ctx.needs_input_grad[0] else None, None, None, *grad_a)
 
 
 class _AddLowRank(torch.autograd.Function):
@@ -71,33 +160,43 @@ class _AddLowRank(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        h_NR: Tensor,
-        lora_b: Tensor,
-        bias: Tensor | None,
-        lora_b_layer: nn.Linear,
-        scaling: float,
-        layer: QuantizedLinear,
-    ) -> Tensor:
-        y = F.linear(x, layer.weight, bias)
-        y.view(-1, layer.out_features).addmm_(h_NR, lora_b.to(x.dtype).t(), alpha=scaling)
-        # Not save_for_backward: that would be the last saved tensor, and the product before it made again.
-        ctx.h_NR, ctx.lora_b_layer, ctx.scaling, ctx.layer = h_NR.detach(), lora_b_layer, scaling, layer
-        return y
+        ctx: Any, x: Tensor, h_NR: Tensor, parts: Sequence[LoraPart], *weights: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        layers = [part.layer for part in parts]
+        outputs = layers[0].matmul.outputs(x.reshape(-1, x.shape[-1]), layers)
+        for y_NO, h, part in zip(outputs, _split_ranks(h_NR, parts), parts, strict=True):
+            y_NO.addmm_(h, part.lora_b.weight.to(x.dtype).t(), alpha=part.scaling)
+        # Not save_for_backward: that would be the last saved tensor, and the products before it made again.
+        ctx.h_NR, ctx.parts, ctx.shape = h_NR.detach(), parts, x.shape
+        return tuple(y.view(*x.shape[:-1], y.shape[1]) for y in outputs)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,) = grads
-        grad_NO = grad.reshape(-1, grad.shape[-1])
-        grad_h_NR = (grad_NO @ ctx.lora_b_layer.weight.to(grad.dtype)).mul_(ctx.scaling)
-        grad_b = _mm_fp32(grad_NO.t(), ctx.h_NR).mul_(ctx.scaling)
-        grad_x = grad @ ctx.layer.weight if ctx.needs_input_grad[0] else None
-        grad_bias = grad_NO.sum(0) if ctx.needs_input_grad[3] else None
-        return grad_x, grad_h_NR, grad_b, grad_bias, None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        parts: Sequence[LoraPart] = ctx.parts
+        layers = [part.layer for part in parts]
+        grads_NO = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
+        grads_h = [g @ (p.lora_b.weight * p.scaling).to(g.dtype) for g, p in zip(grads_NO, parts, strict=True)]
+        grads_b = [
+            mm_fp32(grad.t(), h).mul_(part.scaling)
+            for grad, h, part in zip(grads_NO, _split_ranks(ctx.h_NR, parts), parts, strict=True)
+        ]
+        needs_bias = ctx.needs_input_grad[3 + len(parts) :]
+        grads_bias = [g.sum(0) if needed else None for g, needed in zip(grads_NO, needs_bias, strict=True)]
+        grad_x = layers[0].matmul.input_grad(grads_NO, layers).view(ctx.shape) if ctx.needs_input_grad[0] else None
+        grad_h_NR = grads_h[0] if len(parts) == 1 else torch.cat(grads_h, 1)
+        return (grad_x, grad_h_NR, None, *grads_b, *grads_bias)
 
 
-def _mm_fp32(a: Tensor, b: Tensor) -> Tensor:
+def join(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Adapter matrices one below another, in the compute dtype."""
+    return torch.cat([weight.to(dtype) for weight in weights]) if len(weights) > 1 else weights[0].to(dtype)
+
+
+def _split_ranks(h_NR: Tensor, parts: Sequence[LoraPart]) -> tuple[Tensor, ...]:
+    return cast(tuple[Tensor, ...], h_NR.split([part.lora_b.in_features for part in parts], 1))
+
+
+def mm_fp32(a: Tensor, b: Tensor) -> Tensor:
     """a @ b with an fp32 result: the gradient of an fp32 adapter is not rounded to the compute dtype."""
     if a.is_cuda and a.dtype != torch.float32:
         return torch.mm(a, b, out_dtype=torch.float32)

@@ -1,0 +1,67 @@
+"""Let the layers of a model that belong together be computed together: q, k and v; gate, up and down."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from torch import nn
+
+from qlora_fsdp.quantized.gate import MAX_RANK
+from qlora_fsdp.quantized.linear import QuantizedLinear
+from qlora_fsdp.quantized.lora import LoraLinear, SharedInput, remake_output
+from qlora_fsdp.quantized.mlp import GatedMlp
+
+SAME_INPUT = ("q_proj", "k_proj", "v_proj")
+GATED = ("gate_proj", "up_proj", "down_proj")
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+
+# MLPs whose forward is down(act(gate(x)) * up(x)), of transformers and of Liger.
+GATED_MLPS = {
+    *("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP", "Gemma2MLP", "Gemma3MLP"),
+    *("LigerSwiGLUMLP", "LigerGEGLUMLP"),
+}
+
+
+def fuse_layers(model: nn.Module) -> int:
+    """Join what can be joined; everything else stays as it is, one layer at a time.
+
+    Args:
+        model: with adapters on quantized layers, on meta or not.
+
+    Returns:
+        How many groups were made.
+    """
+    num_groups = 0
+    for module in model.modules():
+        shared = _lora_children(module, SAME_INPUT)
+        if shared is not None:
+            group = SharedInput(shared)
+            for layer in shared:
+                layer.group = group
+            num_groups += 1
+        gated = _lora_children(module, GATED)
+        if gated is not None and type(module).__name__ in GATED_MLPS:
+            config = module.config
+            activation = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
+            ranks = [rank for layer in gated for rank in layer.r.values()]
+            has_bias = any(layer.base_layer.bias is not None for layer in gated[:2])
+            if activation in ACTIVATIONS and max(ranks) <= MAX_RANK and not has_bias:
+                module.forward = GatedMlp(module, ACTIVATIONS[activation])
+                num_groups += 1
+    return num_groups
+
+
+def _lora_children(module: nn.Module, names: tuple[str, ...]) -> list[LoraLinear] | None:
+    """Children of these names, if all are adapted quantized layers whose products are made in the same way."""
+    layers = [module._modules.get(name) for name in names]  # not getattr: PEFT's wrappers hand on what they lack
+    if not all(isinstance(layer, LoraLinear) and isinstance(layer.base_layer, QuantizedLinear) for layer in layers):
+        return None
+    found = cast(list[LoraLinear], layers)
+    return found if len({type(cast(QuantizedLinear, layer.base_layer).matmul) for layer in found}) == 1 else None
+
+
+def remake_norms(layer: nn.Module) -> None:
+    """Let a transformer layer's groups keep the norms' inputs, which the norms keep anyway, and not their outputs."""
+    for norm in layer.children():
+        if type(norm).__name__.endswith("RMSNorm"):
+            remake_output(norm)

@@ -1,0 +1,132 @@
+"""Layers that are computed together against plain autograd and PEFT's own layers, in float64; and the Triton kernels
+against plain torch, through Triton's interpreter."""
+
+from __future__ import annotations
+
+from functools import partial
+from importlib import import_module
+from types import ModuleType
+
+import pytest
+import torch
+from tests.helpers.fused import WIDTH, Part, differences, make_parts
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from qlora_fsdp.quantized import Format, QuantizedLinear, gate
+from qlora_fsdp.quantized.fuse import fuse_layers, remake_norms
+from qlora_fsdp.quantized.lora import SharedInput
+
+NF4 = Format("nf4", double_quant=True)
+
+
+def fused_parts(format: Format = NF4, activation: str = "silu"):
+    ours, reference = make_parts(format, activation, torch.float32, "cpu")
+    assert fuse_layers(ours) == 2
+    return ours, reference
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
+@pytest.mark.parametrize("format", [NF4, Format("int8")], ids=str)
+def test_output_and_gradients(format: Format, activation: str):
+    assert max(differences(*fused_parts(format, activation)).values()) < 1e-5
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_with_norms_made_again(recompute: bool):
+    ours, reference = fused_parts()
+    remake_norms(ours.base_model.model)
+    call = partial(checkpoint, use_reentrant=False) if recompute else None
+    errors = differences(ours, reference, call) if call else differences(ours, reference)
+    assert max(errors.values()) < 1e-5
+
+
+def kept(model: torch.nn.Module) -> list[Tensor]:
+    tensors: dict[int, Tensor] = {}
+    x = torch.randn(3, 50, 128, requires_grad=True)
+
+    def pack(tensor: Tensor) -> Tensor:
+        tensors[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(x)
+    return [tensor for tensor in tensors.values() if not isinstance(tensor, torch.nn.Parameter)]
+
+
+def test_what_is_kept_for_backward():
+    """Of the MLP: gate and up side by side, and nothing else as wide."""
+    ours, _ = fused_parts()
+    wide = [tensor for tensor in kept(ours) if tensor.shape[-1] in (WIDTH, 2 * WIDTH)]
+    assert [tuple(tensor.shape) for tensor in wide if tensor.numel() > 8 * WIDTH] == [(150, 2 * WIDTH)]
+
+
+def test_dropout_and_switched_off_adapters_take_the_plain_path():
+    ours, reference = fused_parts()
+    x = torch.randn(2, 9, 128)
+    with ours.disable_adapter(), reference.disable_adapter():
+        torch.testing.assert_close(ours(x).double(), reference(x.double()), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(ours(x).double(), reference(x.double()), rtol=1e-5, atol=1e-4)
+
+
+def test_a_layer_called_with_another_tensor_is_computed_alone():
+    ours, reference = fused_parts()
+    part: Part = ours.base_model.model
+    other = reference.base_model.model
+    x, z = torch.randn(2, 9, 128), torch.randn(2, 9, 128)
+    for name, tensor in (("q_proj", x), ("k_proj", z), ("v_proj", x), ("q_proj", x), ("v_proj", x)):
+        found, expected = getattr(part, name)(tensor), getattr(other, name)(tensor.double())
+        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-4)
+    assert isinstance(part.q_proj.group, SharedInput)
+
+
+@pytest.fixture(scope="module")
+def triton_modules() -> tuple[ModuleType, ModuleType]:
+    """The kernels' modules; tests/conftest.py has switched Triton's interpreter on."""
+    pytest.importorskip("triton")
+    return tuple(import_module(f"qlora_fsdp.quantized.{name}") for name in ("triton_gate", "triton_dequantize"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the kernels themselves")
+class TestTritonKernels:
+    @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+    def test_gate(self, triton_modules, monkeypatch: pytest.MonkeyPatch, activation: str):
+        triton_gate, _ = triton_modules
+        monkeypatch.setattr(triton_gate, "MIN_PROGRAMS", 4)  # so that columns are split
+        torch.manual_seed(0)
+        gate_up, h, grad_h_down = torch.randn(70, 320), torch.randn(70, 14), torch.randn(70, 5)
+        small = (torch.randn(160, 8), torch.randn(160, 6), torch.randn(5, 160))
+        torch.testing.assert_close(
+            triton_gate.forward(gate_up, h, *small, activation),
+            gate.gate_forward(gate_up, h, *small, activation),
+            rtol=1e-4,
+            atol=1e-3,
+        )
+        results = []
+        for backward in (triton_gate.backward, gate.gate_backward):
+            inputs = [gate_up.clone(), torch.arange(70.0 * 160).view(70, 160).cos()]
+            grad_h = backward(inputs[0], h, *small, inputs[1], grad_h_down, activation)
+            results.append([grad_h, *inputs])
+        torch.testing.assert_close(*results, rtol=1e-4, atol=2e-3)
+
+    @pytest.mark.parametrize("double_quant", [False, True])
+    @pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16, torch.float32])
+    def test_dequantize(self, triton_modules, double_quant: bool, storage: torch.dtype):
+        _, kernels = triton_modules
+        format = Format("nf4" if double_quant else "fp4", double_quant, storage=storage)
+        layer = QuantizedLinear(320, 70, False, format, torch.float32, device="cpu")
+        codes, scales = format.quantize_rows(torch.randn(70, 320))
+        nested = None
+        if double_quant:
+            scales, nested = format.quantize_scales(scales)
+            layer.nested_scales.copy_(nested)
+        layer.codes.copy_(codes)
+        layer.scales.copy_(scales)
+        found = kernels.dequantize(format, codes, scales, nested, torch.empty(70, 320))
+        torch.testing.assert_close(found, layer.weight.detach(), rtol=1e-6, atol=0)
+        for axis, factors in zip(("row", "column"), layer.fp8_scales(), strict=True):
+            out = torch.empty(70, 320) if axis == "row" else torch.empty(320, 70)
+            kernels.dequantize_fp8(format, codes, layer.absmax(), factors.reciprocal(), out, axis)
+            assert out.abs().max() <= 448.01
+            found = out * factors[:, None] if axis == "row" else (out * factors.repeat_interleave(64)[:, None]).t()
+            torch.testing.assert_close(found, layer.weight.detach(), rtol=1e-5, atol=1e-7)
