@@ -123,7 +123,8 @@ def _weight_fp8(layers: Sequence[QuantizedLinear], axis: str) -> tuple[Tensor, T
             shared = torch.maximum(shared, layer.fp8_scales()[1])
         scales = [shared] * len(layers)
     for part, layer, scale in zip(parts, layers, scales, strict=True):
-        dequantize_fp8(layer.format, layer.codes, layer.absmax(), scale.reciprocal(), part, axis)
+        nested = layer.nested_scales if layer.format.double_quant else None
+        dequantize_fp8(layer.format, layer.codes, layer.scales, nested, scale.reciprocal(), part, axis)
     if axis == "row":
         return out, torch.cat(scales).unsqueeze(0)
     return out, scales[0].repeat_interleave(layers[0].format.blocksize).unsqueeze(0)

@@ -101,20 +101,23 @@ def dequantize(format: Format, codes: Tensor, scales: Tensor, nested: Tensor | N
     return _launch(format, codes, scales, nested, None, None, out, out.shape, out.stride(0))
 
 
-def dequantize_fp8(format: Format, codes: Tensor, absmax: Tensor, factors: Tensor, out: Tensor, axis: str) -> Tensor:
+def dequantize_fp8(
+    format: Format, codes: Tensor, scales: Tensor, nested: Tensor | None, factors: Tensor, out: Tensor, axis: str
+) -> Tensor:
     """Fill `out` with fp8 values of the weight times `factors`.
 
     Args:
-        format: of the codes; 4-bit.
+        format: of the parts; 4-bit.
         codes: `storage` [out_features, units].
-        absmax: float32 [out_features, blocks], contiguous.
+        scales: as `Format.parts` says, quantized if there is `nested`.
+        nested: the second quantization's scales, or None.
         factors: float32 [out_features] for axis "row"; [blocks] for axis "column".
         out: float8_e4m3fn [out_features, in_features] for axis "row"; [in_features, out_features] for "column". Rows
             may be strided.
         axis: what a factor is of.
     """
     shape = out.shape if axis == "row" else out.shape[::-1]
-    return _launch(format, codes, absmax, None, factors, axis, out, shape, out.stride(0))
+    return _launch(format, codes, scales, nested, factors, axis, out, shape, out.stride(0))
 
 
 def _launch(
