@@ -85,6 +85,10 @@ class ResumeError(UserError):
     """A checkpoint of a run can't be gone on from: missing, damaged, or of another model, data or configuration."""
 
 
+class LaunchError(UserError):
+    """Jobs can't be started from here: inside a run, or without SLURM's commands; or SLURM refused them."""
+
+
 class RankError(UserError):
     """Another rank failed, is gone, or does not answer."""
 

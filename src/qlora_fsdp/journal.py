@@ -15,7 +15,8 @@ import yaml
 
 from qlora_fsdp.config.compose import to_yaml
 from qlora_fsdp.config.schema import Config, WandbMode
-from qlora_fsdp.run_folder import log, write_atomically, writing
+from qlora_fsdp.files import write_atomically
+from qlora_fsdp.run_folder import log, writing
 
 SECONDS_BETWEEN_LINES = 10.0  # of a console that is no terminal, e.g. a batch job's log
 
@@ -43,7 +44,7 @@ class Journal:
 
     def step(self, figures: dict[str, Any]) -> None:
         """Record an optimizer step; `figures` has the keys of a line of metrics.jsonl."""
-        self._write(figures)
+        self._write({"step": figures["step"], "num_steps": self.num_steps, **figures})
         if not self.is_main:
             return
         step, now = figures["step"], time.monotonic()

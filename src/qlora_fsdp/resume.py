@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from enum import Enum
+import os
 from pathlib import Path
 from typing import Any
 
 from qlora_fsdp.checkpoint import ANOTHER, Checkpoint, checkpoint_folders, read_manifest, remove_checkpoints
+from qlora_fsdp.config.identity import is_harmless, plain_default, plain_settings
 from qlora_fsdp.config.schema import Config, Optimizer
-from qlora_fsdp.config.settings import all_settings, show, value_of
+from qlora_fsdp.config.settings import show
 from qlora_fsdp.data.sequences import Sequences
 from qlora_fsdp.errors import ConfigError, Problem, ResumeError
+from qlora_fsdp.run_state import describe_attempt, read_json
 
-# What changes no number, or only the rounding of sums. A setting that is not here is part of what the run is.
-HARMLESS_SECTIONS = ("run", "fsdp", "memory", "kernels", "checkpoint", "tracking", "distributed")
-HARMLESS = (
-    "model.name",
-    "model.attn_implementation",
-    "model.trust_remote_code",
-    "data.num_proc",
-    "data.cache_folder",
-    "training.micro_batch_size",
-    "training.eval_every_steps",
-)
 # The state of adamw_8bit is saved a file a rank, so the shards must stay as they are.
 SHARDS = ("fsdp.sharding_strategy", "fsdp.hybrid_shard_size")
 
@@ -30,16 +21,26 @@ SHARDS = ("fsdp.sharding_strategy", "fsdp.hybrid_shard_size")
 def find_checkpoint(config: Config) -> Checkpoint | None:
     """The checkpoint that `checkpoint.resume` means; None: start anew. For rank 0.
 
+    A batch system or torchrun that starts the command again, because it was preempted or a rank was lost, means to go
+    on: what the first start did (`run.overwrite`, `checkpoint.resume`) is not done again.
+
     Raises:
         ResumeError: it is not there or not whole.
     """
-    resume = config.checkpoint.resume
-    if resume == "none" or (resume == "auto" and config.run.overwrite):
+    resume = "auto" if is_restart(config) else config.checkpoint.resume
+    if resume == "none" or (resume == "auto" and config.run.overwrite and not is_restart(config)):
         return None
     if resume != "auto":
         return read_manifest(Path(resume).expanduser().resolve())
     folders = checkpoint_folders(_own_folder(config))
     return read_manifest(folders[-1]) if folders else None
+
+
+def is_restart(config: Config) -> bool:
+    """Whether the run in the folder is an earlier attempt of this same launch."""
+    before = read_json(Path(config.run.folder).expanduser() / "environment.json").get("attempt")
+    now = describe_attempt(os.environ)
+    return before is not None and before["launch"] == now["launch"] and before["restarts"] < now["restarts"]
 
 
 def is_own(checkpoint: Checkpoint | None, config: Config) -> bool:
@@ -56,9 +57,9 @@ def remove_later_checkpoints(checkpoint: Checkpoint | None, folder: Path) -> Non
     remove_checkpoints(folder, keep)
 
 
-def plain_settings(config: Config, num_ranks: int) -> dict[str, Any]:
-    """Every setting by its key, as JSON has it; a global batch size that follows from the ranks is spelt out."""
-    settings = {key: _plain(value_of(config, key)) for key in all_settings()}
+def settings_of(config: Config, num_ranks: int) -> dict[str, Any]:
+    """Every setting by its key, as a manifest has it; a global batch size that follows from the ranks is spelt out."""
+    settings = plain_settings(config)
     settings["training.global_batch_size"] = (
         config.training.global_batch_size or config.training.micro_batch_size * num_ranks
     )
@@ -73,12 +74,11 @@ def check_changes(checkpoint: Checkpoint, config: Config, num_ranks: int) -> lis
     """
     is_8bit = config.optim.name is Optimizer.adamw_8bit
     changes, problems = [], []
-    for key, value in plain_settings(config, num_ranks).items():
-        old = checkpoint.settings.get(key, _plain(all_settings()[key].default))
+    for key, value in settings_of(config, num_ranks).items():
+        old = checkpoint.settings.get(key, plain_default(key))
         if value == old:
             continue
-        is_harmless = key.partition(".")[0] in HARMLESS_SECTIONS or key in HARMLESS
-        if (is_harmless and not (is_8bit and key in SHARDS)) or key in config.checkpoint.allow_changes:
+        if (is_harmless(key) and not (is_8bit and key in SHARDS)) or key in config.checkpoint.allow_changes:
             changes.append(f"{show(key, value)} (was {show('', old)[1:]})")
         else:
             reason = f"was {show('', old)[1:]} when {checkpoint.folder} was written: it would be another run."
@@ -119,11 +119,3 @@ def check_data(checkpoint: Checkpoint, data: Sequences, config: Config) -> None:
 
 def _own_folder(config: Config) -> Path:
     return Path(config.run.folder).expanduser().resolve() / "checkpoints"
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Enum):
-        return value.name
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -29,6 +29,7 @@ from qlora_fsdp.data.tokenizer import byte_tokenizer, load_tokenizer
 from qlora_fsdp.distributed import Processes, start_processes, stop_processes
 from qlora_fsdp.errors import DeviceError, Interrupted, UserError
 from qlora_fsdp.export import gather_trainable, save_adapter, write_adapter
+from qlora_fsdp.files import write_json
 from qlora_fsdp.hardware import choose_dtype, gpu_peak_gib, host_rss_now_gib
 from qlora_fsdp.journal import Journal
 from qlora_fsdp.kernels import use_fused_kernels
@@ -45,10 +46,10 @@ from qlora_fsdp.resume import (
     describe_data,
     find_checkpoint,
     is_own,
-    plain_settings,
     remove_later_checkpoints,
+    settings_of,
 )
-from qlora_fsdp.run_folder import log, open_run_folder, write_json, writing
+from qlora_fsdp.run_folder import close_run_folder, log, open_run_folder, writing
 from qlora_fsdp.saver import Saver
 from qlora_fsdp.shard import count_shards, place_model, shard_model
 from qlora_fsdp.watch import Watch
@@ -85,6 +86,7 @@ def run(config: Config, world: World) -> dict[str, Any]:
     finally:
         stop_processes()
         watch.stop()
+        close_run_folder()
     return summary
 
 
@@ -249,7 +251,7 @@ def _train(
         folder / "checkpoints",
         done.num_steps,
         processes.num_ranks,
-        plain_settings(config, processes.num_ranks),
+        settings_of(config, processes.num_ranks),
         describe_data(data.train),
     )
     saver = Saver(config.checkpoint, content, model.model, optimizer, write_adapter_to, processes, watch)

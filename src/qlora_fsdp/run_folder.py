@@ -6,12 +6,13 @@ train.log          what the console showed
 metrics.jsonl      a line a step, and a line an evaluation
 summary.json       how the run ended, and its figures
 adapter/           the result
+.lock              held by the run that is writing here
 checkpoints/       what an interrupted run goes on from
 """
 
 from __future__ import annotations
 
-import json
+import fcntl
 import logging
 import os
 import platform
@@ -23,7 +24,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from safetensors import SafetensorError
@@ -32,6 +33,8 @@ from qlora_fsdp.config.compose import to_yaml
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.distributed import Processes
 from qlora_fsdp.errors import RunFolderError
+from qlora_fsdp.files import write_atomically, write_json
+from qlora_fsdp.run_state import LOCK, describe_attempt
 
 PACKAGES = (
     "qlora-fsdp",
@@ -45,7 +48,10 @@ PACKAGES = (
     "safetensors",
 )
 
+LOCK_SECONDS = 5.0  # for the run before this one to end, and for those that only look whether there is one
+
 log = logging.getLogger("qlora_fsdp")
+_locks: list[TextIO] = []
 
 
 def open_run_folder(config: Config, processes: Processes, keep_records: bool = False) -> Path:
@@ -60,13 +66,14 @@ def open_run_folder(config: Config, processes: Processes, keep_records: bool = F
         The folder, the same on every rank: rank 0's word counts, whatever the others' clocks or folders are.
 
     Raises:
-        RunFolderError: it can't be written.
+        RunFolderError: it can't be written, or another run is writing to it.
     """
     folder = Path(processes.share(str(Path(config.run.folder).expanduser().resolve())))
     handlers: list[logging.Handler] = []
     if processes.is_main:
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
+            _lock(folder)
             for stale in ("summary.json", *(() if keep_records else ("metrics.jsonl", "train.log"))):
                 (folder / stale).unlink(missing_ok=True)
             write_atomically(folder / "config.yaml", to_yaml(config))
@@ -78,6 +85,15 @@ def open_run_folder(config: Config, processes: Processes, keep_records: bool = F
     log.setLevel(logging.INFO)
     log.propagate = False
     return folder
+
+
+def close_run_folder() -> None:
+    """Let another run have the folder; safe to call when none is open."""
+    for handler in log.handlers:
+        handler.close()
+    log.handlers[:] = [logging.NullHandler()]
+    while _locks:
+        _locks.pop().close()
 
 
 def describe_environment(processes: Processes) -> dict[str, Any]:
@@ -92,6 +108,7 @@ def describe_environment(processes: Processes) -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in PACKAGES},
         "cuda": torch.version.cuda,
+        "attempt": describe_attempt(os.environ),
         "num_ranks": processes.num_ranks,
         "num_ranks_a_node": processes.local_num_ranks,
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda else [],
@@ -115,16 +132,29 @@ def writing(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write JSON under a temporary name, then rename: a reader never sees half a file."""
-    write_atomically(path, json.dumps(value, indent=2, default=str) + "\n")
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write text under a temporary name in the same folder, then rename."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text)
-    temporary.replace(path)
+def _lock(folder: Path) -> None:
+    """Keep other runs out of the folder until `close_run_folder` or the end of this process; rank 0 only."""
+    file = (folder / LOCK).open("a+")
+    deadline = time.monotonic() + LOCK_SECONDS
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() < deadline:
+                time.sleep(0.2)
+                continue
+            file.seek(0)
+            raise RunFolderError(
+                f"run.folder={folder} is in use: {file.read().strip() or 'another run'} is writing to it. Stop that "
+                "run, or set another run.name or run.folder."
+            ) from None
+        except OSError:
+            return  # a file system without locks
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {platform.node()}\n")
+        file.flush()
+        _locks.append(file)
+        return
 
 
 def _version(package: str) -> str | None:

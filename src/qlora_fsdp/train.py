@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from qlora_fsdp.config.check_settings import check_settings
+from qlora_fsdp.config.command_line import parse_arguments
 from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.config.launch_environment import check_launch_environment
 from qlora_fsdp.config.world import World
@@ -23,9 +24,19 @@ FIRST_RANK_SECONDS = 3.0  # for a node's first rank to say what this one would
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse, check, run. Returns the exit code: 0, or that of the `UserError` that has been printed."""
+    """Parse, check, run or start jobs that do.
+
+    Returns:
+        The exit code: 0; that of the `UserError` that has been printed; or 1 if a job of a sweep has not finished.
+    """
     try:
-        config = load_config(sys.argv[1:] if argv is None else argv)
+        argv = sys.argv[1:] if argv is None else argv
+        arguments = parse_arguments(argv)
+        if arguments.starts_jobs and not (arguments.help or arguments.cfg):
+            from qlora_fsdp.launch.multirun import start_jobs
+
+            return start_jobs(arguments)
+        config = load_config(argv)
         world = World.from_environment(os.environ)
         problems = [*check_settings(config), *check_launch_environment(config, os.environ)]
         if problems:

@@ -25,7 +25,7 @@ from qlora_fsdp.config.schema import Config
 from qlora_fsdp.distributed import Processes, start_processes, stop_processes
 from qlora_fsdp.errors import ConfigError, ResumeError
 from qlora_fsdp.journal import Journal
-from qlora_fsdp.resume import check_changes, find_checkpoint, plain_settings
+from qlora_fsdp.resume import check_changes, find_checkpoint, settings_of
 
 
 @pytest.fixture(scope="module")
@@ -136,9 +136,7 @@ def config(*more: str) -> Config:
 
 
 def changes(old: list[str], new: list[str], old_ranks: int = 2, new_ranks: int = 2) -> list[str]:
-    checkpoint = Checkpoint(
-        Path("c"), 5, old_ranks, json.loads(json.dumps(plain_settings(config(*old), old_ranks))), {}
-    )
+    checkpoint = Checkpoint(Path("c"), 5, old_ranks, json.loads(json.dumps(settings_of(config(*old), old_ranks))), {})
     return check_changes(checkpoint, config(*new), new_ranks)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -57,6 +58,12 @@ _BOUNDS: dict[str, tuple[float, bool, float]] = {
     "checkpoint.every_minutes": (0, False, math.inf),
     "checkpoint.keep_last": (1, True, math.inf),
     "distributed.timeout_seconds": (1, True, math.inf),
+    "launch.num_processes": (1, True, math.inf),
+    "launch.parallel": (1, True, math.inf),
+    "slurm.nodes": (1, True, math.inf),
+    "slurm.gpus_per_node": (1, True, math.inf),
+    "slurm.cpus_per_task": (1, True, math.inf),
+    "slurm.signal_seconds": (1, True, 65536),
 }
 
 _CHAT_TEMPLATES = Path(__file__).parents[1] / "data" / "templates"
@@ -67,8 +74,8 @@ _INIT_LORA_WEIGHTS = (True, "gaussian", "orthogonal")
 
 def check_settings(config: Config) -> list[Problem]:
     """Returns what is wrong with the configuration whatever it runs on."""
-    checks = (_numbers, _run, _model, _compute, _quant, _lora, _fsdp, _data, _optim, _training, _checkpoint, _packages)
-    return [problem for find_problems in checks for problem in find_problems(config)]
+    checks = (_numbers, _run, _model, _compute, _quant, _lora, _fsdp, _data, _optim, _training, _checkpoint, _launch)
+    return [problem for find_problems in (*checks, _packages) for problem in find_problems(config)]
 
 
 def is_local_path(text: str) -> bool:
@@ -273,6 +280,17 @@ def _checkpoint(config: Config) -> Iterator[Problem]:
             nearest = nearest_settings(key)
             fix = f"Did you mean {' or '.join(nearest)}?" if nearest else "See docs/configuration.md for all settings."
             yield problem_with(config, "checkpoint.allow_changes", f"names {key}, which is no setting.", fix)
+
+
+def _launch(config: Config) -> Iterator[Problem]:
+    if config.launch.config_file is not None and not Path(config.launch.config_file).expanduser().is_file():
+        fix = "Set it to an accelerate config such as accelerate_configs/one_node.yaml, or null."
+        yield problem_with(config, "launch.config_file", f"is no file, seen from {Path.cwd()}.", fix)
+    time = config.slurm.time
+    if time is not None and not re.fullmatch(r"(\d+-)?\d+(:\d\d){0,2}", time):
+        yield problem_with(
+            config, "slurm.time", "is no time limit.", "Set slurm.time=24:00:00, or 2-00:00:00 for days."
+        )
 
 
 def _packages(config: Config) -> Iterator[Problem]:

@@ -23,12 +23,15 @@ _EXAMPLES = """\
   accelerate launch -m qlora_fsdp.train model=llama3-8b data.path=chats.jsonl
   accelerate launch -m qlora_fsdp.train model.path=/models/my-llama quant=int8 lora.r=32 data.path=chats.jsonl
   torchrun --nproc_per_node 4 -m qlora_fsdp.train experiment=dry_run model=llama3-70b
-  python -m qlora_fsdp.train model=tiny data=random training.max_steps=10"""
+  python -m qlora_fsdp.train model=tiny data=random training.max_steps=10
+  python -m qlora_fsdp.train -m lora.r=8,16,32 model=llama3-8b data.path=chats.jsonl"""
 
 _OPTIONS = """\
   --help             this page
   --cfg job          print the configuration, all resolved, and exit
-  --config-dir DIR   a folder with YAML of your own: DIR/experiment/mine.yaml is experiment=mine"""
+  --config-dir DIR   a folder with YAML of your own: DIR/experiment/mine.yaml is experiment=mine
+  -m, --multirun     a sweep: lora.r=8,16 makes two jobs, started as launch.* says (docs/sweeps.md)
+  hydra/launcher=slurm [-m]   submit it to SLURM, as slurm.* says (docs/clusters.md)"""
 
 _COMMONEST = [
     *("model.path", "data.path", "run.name", "run.folder"),
@@ -47,12 +50,20 @@ class Arguments:
         folders: where groups of options are: the project's conf/, then the one of --config-dir.
         help: whether to print the help page.
         cfg: whether to print the configuration.
+        multirun: whether values with commas make several jobs.
     """
 
     overrides: tuple[str, ...]
     folders: tuple[Path, ...]
     help: bool
     cfg: bool
+    multirun: bool = False
+
+    @property
+    def starts_jobs(self) -> bool:
+        """Whether this process is to start others that train, and not to train."""
+        starts = ("hydra/launcher=", "hydra/sweeper=")
+        return self.multirun or any(override.lstrip("+").startswith(starts) for override in self.overrides)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -71,6 +82,7 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
     parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("--cfg", choices=["job"])
     parser.add_argument("--config-dir", type=Path)
+    parser.add_argument("-m", "--multirun", action="store_true")
     options = parser.parse_intermixed_args(argv)
     folders = [conf_folder()]
     if options.config_dir is not None:
@@ -80,7 +92,7 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
             )
             raise ConfigError([problem])
         folders.append(options.config_dir.resolve())
-    return Arguments(tuple(options.overrides), tuple(folders), options.help, options.cfg is not None)
+    return Arguments(tuple(options.overrides), tuple(folders), options.help, options.cfg is not None, options.multirun)
 
 
 def conf_folder() -> Path:

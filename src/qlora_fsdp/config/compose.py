@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,7 +26,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from qlora_fsdp.config.check_settings import check_settings
-from qlora_fsdp.config.command_line import group_options, help_text, parse_arguments
+from qlora_fsdp.config.command_line import Arguments, group_options, help_text, parse_arguments
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.config.settings import all_settings, nearest_settings, show
 from qlora_fsdp.errors import ConfigError, Problem
@@ -51,6 +52,7 @@ def load_config(argv: Sequence[str]) -> Config:
         _print_and_exit(help_text(arguments.folders))
 
     overrides, unusable = prepare_overrides(arguments.overrides, arguments.folders)
+    unusable += _without_effect(arguments)
     config, mistakes = read_config(_compose(overrides, arguments.folders))
     if unusable:
         raise ConfigError([*unusable, *mistakes])
@@ -74,19 +76,22 @@ def register_schema() -> None:
     ConfigStore.instance().store("schema", node=defaults)
 
 
-def prepare_overrides(texts: Sequence[str], folders: Sequence[Path]) -> tuple[list[str], list[Problem]]:
+def prepare_overrides(
+    texts: Sequence[str], folders: Sequence[Path], sweep: bool = False
+) -> tuple[list[str], list[Problem]]:
     """Checks the form of overrides and the options of groups, and puts the overrides in the form that Hydra needs.
 
     Args:
         texts: overrides as typed, e.g. `quant=int8`, `+lora.r=8`, `data.path=/a (1).jsonl`.
         folders: folders with groups of options; the first is the project's own.
+        sweep: whether an override may have several values, e.g. `lora.r=8,16`.
 
     Returns:
         The usable overrides for Hydra, and a problem for each of the others.
     """
     usable, problems = [], []
     for text in texts:
-        override = _parse(text)
+        override = _parse(text, sweep)
         if isinstance(override, Problem):
             problems.append(override)
             continue
@@ -95,12 +100,12 @@ def prepare_overrides(texts: Sequence[str], folders: Sequence[Path]) -> tuple[li
             usable.append(text)
         elif override.is_delete():
             problems.append(Problem(text, "removes a setting, which is not possible.", "Set it to another value."))
-        elif override.is_sweep_override():
+        elif override.is_sweep_override() and not sweep:
             value = text.partition("=")[2]
-            fix = f"For a list write {key}=[{value}], for a text with a comma {key}='\"{value}\"'."
+            fix = f"For a sweep add -m, for a list write {key}=[{value}], for a text with a comma {key}='\"{value}\"'."
             problems.append(Problem(text, "gives several values to one run.", fix))
-        elif options and (problem := _check_option(key, override.value(), options)):
-            problems.append(problem)
+        elif options and (found := [p for v in _values(override) if (p := _check_option(key, v, options))]):
+            problems += found
         else:
             # Hydra wants a plus sign for what its defaults do not name; the check against the schema comes later.
             plus = "" if group_options(key, folders[:1]) else "+" if options else "++"
@@ -156,16 +161,43 @@ def _print_and_exit(text: str) -> NoReturn:
 
 
 def _compose(overrides: list[str], folders: Sequence[Path]) -> DictConfig:
+    with composing(folders) as search_path:
+        return compose("config", overrides=[*overrides, search_path])
+
+
+@contextmanager
+def composing(folders: Sequence[Path]) -> Iterator[str]:
+    """Around what Hydra does with conf/config.yaml; gives the override that makes it look into all `folders`.
+
+    Raises:
+        ConfigError: Hydra or the YAML parser stopped.
+    """
     register_schema()
     extra = ",".join(f"'file://{_escape(str(folder))}'" for folder in folders[1:])
     try:
         with initialize_config_dir(config_dir=str(folders[0]), version_base="1.3", job_name="train"):
-            return compose("config", overrides=[*overrides, f"hydra.searchpath=[{extra}]"])
+            yield f"hydra.searchpath=[{extra}]"
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError([_explain(error, folders)]) from None
 
 
-def _parse(text: str) -> Override | Problem:
+def _without_effect(arguments: Arguments) -> list[Problem]:
+    """Settings of the launch, typed for one run that this process does itself."""
+    texts = [] if arguments.starts_jobs else arguments.overrides
+    fix = "Add -m, hydra/launcher=accelerate or hydra/launcher=slurm."
+    return [
+        Problem(text, "has no effect here: nothing is launched.", fix)
+        for text in texts
+        if text.lstrip("+").startswith(("launch.", "slurm."))
+    ]
+
+
+def _values(override: Override) -> list[Any]:
+    """The value of an override, or all those of a sweep."""
+    return list(override.sweep_iterator()) if override.is_discrete_sweep() else [override.value()]
+
+
+def _parse(text: str, sweep: bool = False) -> Override | Problem:
     parser = OverridesParser.create()
     key, equals, value = text.partition("=")
     if not equals and not key.startswith("~"):
@@ -177,7 +209,8 @@ def _parse(text: str) -> Override | Problem:
     # Hydra's grammar has no unquoted ~, =, ( or letters outside ASCII, all of which are common in paths.
     setting = all_settings().get(key.lstrip("+"))
     if setting is not None and setting.type is str:
-        return parser.parse_overrides([f"{key}='{_escape(value)}'"])[0]
+        values = value.split(",") if sweep else [value]
+        return parser.parse_overrides([f"{key}={','.join(quote(value) for value in values)}"])[0]
     return Problem(text, "can't be read.", f"Put quotes around special characters: {key}='\"...\"'.")
 
 
@@ -255,6 +288,11 @@ def _explain(error: Exception, folders: Sequence[Path]) -> Problem:
 
 def _first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0] or (str(error.__cause__) if error.__cause__ else type(error).__name__)
+
+
+def quote(text: str) -> str:
+    """Text as a value of an override, whatever characters it has."""
+    return f"'{_escape(text)}'"
 
 
 def _escape(text: str) -> str:

@@ -334,6 +334,47 @@ class DistributedConfig:
 
 
 @dataclass
+class LaunchConfig:
+    # For jobs that `-m` or `hydra/launcher=...` starts. Processes a job, one a GPU; on SLURM, a node. null: jobs that run
+    # at the same time get equal shares of the GPUs.
+    num_processes: int | None = None
+    # An accelerate config. null: accelerate_configs/one_node.yaml, or multi_node.yaml where slurm.nodes is above 1.
+    config_file: str | None = None
+    # GPUs of this host to use, by index. null: all that are visible.
+    devices: list[int] | None = None
+    # Jobs of a sweep that run at the same time, on disjoint GPUs.
+    parallel: int = 1
+    # Print the commands or the job script, and start nothing.
+    dry_run: bool = False
+
+
+@dataclass
+class SlurmConfig:
+    # Partition (queue). null: the cluster's default, as for all below.
+    partition: str | None = None
+    # Account to charge.
+    account: str | None = None
+    # Time limit of a job, e.g. 24:00:00 or 2-00:00:00 (in YAML with quotes). A run that needs longer queues again.
+    time: str | None = None
+    # Nodes a job; each starts launch.num_processes processes.
+    nodes: int = 1
+    # GPUs a node; also the number of processes where launch.num_processes is null.
+    gpus_per_node: int | None = None
+    # CPU cores a node. null: the cluster's default for one task, which may be 1.
+    cpus_per_task: int | None = None
+    # Further options of sbatch, one an entry: ["--qos=long","--mem=0"].
+    options: list[str] = field(default_factory=list)
+    # Environment modules to load, e.g. [cuda/12.8].
+    modules: list[str] = field(default_factory=list)
+    # Shell commands to run first in the job script, e.g. ["source venv/bin/activate"].
+    setup: list[str] = field(default_factory=list)
+    # Container image, through srun --container-image (Pyxis). Its `python` is used.
+    container: str | None = None
+    # Seconds before the time limit at which a run is told to save, after which the job queues again.
+    signal_seconds: int = 120
+
+
+@dataclass
 class Config:
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -349,3 +390,5 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    slurm: SlurmConfig = field(default_factory=SlurmConfig)

@@ -52,6 +52,7 @@ _NOUNS = {
     float: "a number",
     str: "text",
     list[str]: "a list such as [a,b]",
+    list[int]: "a list of whole numbers such as [0,1]",
     list[float]: "a list of numbers such as [0.9,0.999]",
     dict[str, Any]: "a mapping {key: value}",
     dict[str, int]: "a mapping {name: whole number}",

@@ -24,7 +24,12 @@ def check(config: Config, world: World) -> None:
 
 def check_world(config: Config, world: World) -> list[Problem]:
     """Returns what is wrong with the configuration on this number of processes, this device and this torch."""
-    return [*_batch(config, world), *_shard_groups(config, world), *_device(config, world)]
+    return [*check_split(config, world), *_device(config, world)]
+
+
+def check_split(config: Config, world: World) -> list[Problem]:
+    """Returns what is wrong with the configuration on this number of processes, whatever the device."""
+    return [*_batch(config, world), *_shard_groups(config, world)]
 
 
 def _batch(config: Config, world: World) -> Iterator[Problem]:

@@ -1,0 +1,58 @@
+"""`hydra/launcher=accelerate` and `hydra/launcher=slurm`. Hydra finds them because they are in `hydra_plugins`."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from hydra.core.config_store import ConfigStore
+from hydra.core.utils import JobReturn
+from hydra.plugins.launcher import Launcher
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig
+
+if TYPE_CHECKING:
+    from qlora_fsdp.launch.jobs import Job
+    from qlora_fsdp.launch.sweep import Sweep
+
+
+class _SweepLauncher(Launcher):
+    """Starts the jobs of a sweep, a batch at a time as the sweeper gives them.
+
+    Every run of any Hydra program here scans this module, so that the imports wait.
+    """
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        from qlora_fsdp.launch.sweep import Sweep
+
+        self._sweep = Sweep(hydra_context.config_loader, config)
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        return self._sweep.launch(job_overrides, initial_job_idx, self._start)
+
+    @abstractmethod
+    def _start(self, jobs: list[Job], sweep: Sweep) -> None: ...
+
+
+class AccelerateLauncher(_SweepLauncher):
+    """One `accelerate launch` a job, on this host."""
+
+    def _start(self, jobs: list[Job], sweep: Sweep) -> None:
+        from qlora_fsdp.launch.local import run_jobs
+
+        run_jobs(jobs, sweep)
+
+
+class SlurmLauncher(_SweepLauncher):
+    """One job script for all jobs of a batch, submitted to SLURM."""
+
+    def _start(self, jobs: list[Job], sweep: Sweep) -> None:
+        from qlora_fsdp.launch.slurm import submit_jobs
+
+        submit_jobs(jobs, sweep)
+
+
+for _name, _launcher in (("accelerate", AccelerateLauncher), ("slurm", SlurmLauncher)):
+    _node = {"_target_": f"hydra_plugins.qlora_fsdp_launchers.{_launcher.__name__}"}
+    ConfigStore.instance().store(group="hydra/launcher", name=_name, node=_node, provider="qlora_fsdp")

@@ -1,0 +1,44 @@
+"""Which settings make a run what it is, and which may change without making it another one. Imports no torch."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any
+
+from qlora_fsdp.config.schema import Config
+from qlora_fsdp.config.settings import all_settings, value_of
+
+# What changes no number, or only the rounding of sums. A setting that is not here is part of what the run is.
+_HARMLESS_SECTIONS = ("run", "fsdp", "memory", "kernels", "checkpoint", "tracking", "distributed", "launch", "slurm")
+_HARMLESS = (
+    "model.name",
+    "model.attn_implementation",
+    "model.trust_remote_code",
+    "data.num_proc",
+    "data.cache_folder",
+    "training.micro_batch_size",
+    "training.eval_every_steps",
+)
+
+
+def is_harmless(key: str) -> bool:
+    """Whether a run with another value of this setting is still the same run."""
+    return key.partition(".")[0] in _HARMLESS_SECTIONS or key in _HARMLESS
+
+
+def plain_settings(config: Config) -> dict[str, Any]:
+    """Every setting by its key, as JSON has it."""
+    return {key: _plain(value_of(config, key)) for key in all_settings()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def plain_default(key: str) -> Any:
+    """The default of a setting, as JSON has it; for what was written before the setting existed."""
+    return _plain(all_settings()[key].default)

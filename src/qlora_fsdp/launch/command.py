@@ -1,0 +1,69 @@
+"""The command that starts a job, and the GPUs it may have. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from qlora_fsdp.config.schema import Config
+from qlora_fsdp.config.settings import problem_with
+from qlora_fsdp.errors import ConfigError
+
+Slot = list[str] | None  # names of the GPUs that a job may see; None: there are none to share out
+
+
+def accelerate_config(name: str) -> Path:
+    """Returns a file of accelerate_configs/, which is in the package when that was installed from a wheel."""
+    package = Path(__file__).parents[1]
+    for folder in (package / "accelerate_configs", package.parents[1] / "accelerate_configs"):
+        if (folder / name).is_file():
+            return folder / name
+    raise AssertionError(f"accelerate_configs/{name} is not there: the installation is broken")
+
+
+def launch_command(config: Config, slot: Slot, arguments: Sequence[str]) -> list[str]:
+    """`accelerate launch` for a job on this host."""
+    launch = config.launch
+    options = ["--config_file", str(launch.config_file or accelerate_config("one_node.yaml"))]
+    if launch.num_processes is not None or launch.config_file is None:
+        options += ["--num_processes", str(launch.num_processes or len(slot or [""]))]
+    options += ["--main_process_port", "0"]  # any free one: jobs run side by side
+    return [sys.executable, "-m", "accelerate.commands.launch", *options, "-m", "qlora_fsdp.train", *arguments]
+
+
+def share_gpus(config: Config, environ: Mapping[str, str] = os.environ) -> list[Slot]:
+    """The GPUs of each of the jobs that run at the same time; disjoint.
+
+    Raises:
+        ConfigError: there are too few.
+    """
+    launch, visible = config.launch, visible_gpus(environ)
+    if not visible:
+        if launch.devices:
+            fix = "Set it to null to run on the CPU, or look at CUDA_VISIBLE_DEVICES."
+            raise ConfigError([problem_with(config, "launch.devices", "names GPUs, and none is visible.", fix)])
+        return [None] * launch.parallel
+    if launch.devices is not None and not all(0 <= index < len(visible) for index in launch.devices):
+        reason = f"is not among the {len(visible)} visible GPUs, which are counted from 0."
+        raise ConfigError([problem_with(config, "launch.devices", reason, "Name some of these, or set it to null.")])
+    gpus = visible if launch.devices is None else [visible[index] for index in launch.devices]
+    size = launch.num_processes or len(gpus) // launch.parallel
+    if size == 0 or size * launch.parallel > len(gpus):
+        reason = f"needs {max(1, size) * launch.parallel} GPUs at {max(1, size)} a job, and there are {len(gpus)}."
+        fix = "Set launch.parallel or launch.num_processes lower."
+        raise ConfigError([problem_with(config, "launch.parallel", reason, fix)])
+    return [gpus[size * index : size * (index + 1)] for index in range(launch.parallel)]
+
+
+def visible_gpus(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Names, for CUDA_VISIBLE_DEVICES, of the GPUs that this process may use."""
+    if "CUDA_VISIBLE_DEVICES" in environ:
+        return [name.strip() for name in environ["CUDA_VISIBLE_DEVICES"].split(",") if name.strip() not in ("", "-1")]
+    if shutil.which("nvidia-smi") is None:
+        return []
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout
+    return [str(index) for index, line in enumerate(listed.splitlines()) if line.startswith("GPU ")]

@@ -1,0 +1,167 @@
+"""The jobs of a sweep: what each is called, where it runs, and whether its settings can be used. Imports no torch."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from omegaconf import DictConfig, open_dict
+
+from qlora_fsdp.config.check_settings import check_settings
+from qlora_fsdp.config.compose import quote, read_config, to_yaml
+from qlora_fsdp.config.identity import is_harmless
+from qlora_fsdp.config.schema import Config
+from qlora_fsdp.config.settings import all_settings, show
+from qlora_fsdp.config.validate import check_split
+from qlora_fsdp.config.world import World
+from qlora_fsdp.errors import ConfigError, Problem
+from qlora_fsdp.run_state import RunState, read_run
+
+MAX_NAME = 120  # letters of a folder's name
+NOT_THE_RUNS = ("launch", "slurm", "hydra")  # sections that say how jobs are started
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of a sweep.
+
+    Attributes:
+        swept: the settings that tell it from the other jobs, and their values, as typed.
+        config: all its settings.
+        arguments: of `qlora_fsdp.train`.
+        folder: its run folder, absolute.
+    """
+
+    swept: dict[str, str]
+    config: Config
+    arguments: list[str]
+    folder: Path
+
+    @property
+    def label(self) -> str:
+        """The job in a message: `lora.r=8 training.learning_rate=0.0001`, or the run's name where nothing is swept."""
+        return " ".join(f"{key}={value}" for key, value in self.swept.items()) or self.config.run.name
+
+    @property
+    def state(self) -> RunState:
+        """What its folder says now."""
+        return read_run(self.folder)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether there is nothing left to do: it has finished, and is not to be done again."""
+        return not self.config.run.overwrite and self.state.status == "finished"
+
+
+def collect_jobs(
+    compose: Callable[[list[str]], DictConfig],
+    batch: Sequence[Sequence[str]],
+    typed: Sequence[str],
+    folder: Path,
+    options: Sequence[str],
+) -> list[Job]:
+    """The jobs that a sweeper asks for, all of them checked.
+
+    Args:
+        compose: makes the configuration of overrides.
+        batch: the overrides of each job, as the sweeper has them.
+        typed: the overrides of the command line, which may have several values.
+        folder: of the sweep; each job gets a folder in it, or the folder itself where nothing is swept.
+        options: of every job's command line, e.g. `--config-dir`.
+
+    Raises:
+        ConfigError: settings that can't be used, of any job.
+    """
+    parser = OverridesParser.create()
+    fixed = {_key(override) for override in parser.parse_overrides(list(typed)) if not override.is_sweep_override()}
+    jobs, problems = [], []
+    for texts in batch:
+        overrides = parser.parse_overrides(list(texts))
+        swept = {_key(o): _value(o) for o in overrides if _key(o) not in fixed}
+        own = folder / job_name(swept) if swept else folder
+        arguments = [_as_typed(o) for o in overrides if not _is_of_launch(_key(o)) and _key(o) != "run.folder"]
+        if "run.folder" in swept:
+            fix = "Give one folder for the sweep; every job gets one of its own in it."
+            problems.append(Problem(f"run.folder={swept['run.folder']}", "is swept over.", fix))
+        composed = compose([*texts, f"++run.folder={quote(str(own))}"])
+        with open_dict(composed):
+            del composed["hydra"]
+        config, mistakes = read_config(composed)
+        job = Job(swept, config, [*options, *arguments, _as_typed_path("run.folder", own)], own)
+        jobs.append(job)
+        problems += mistakes or _check(job)
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))  # most are the same for every job
+    return jobs
+
+
+def job_name(swept: dict[str, str]) -> str:
+    """A folder's name for a job: the same for the same settings, whatever else is in the sweep."""
+    text = "__".join(f"{key}={value}" for key, value in swept.items())
+    name = re.sub(r"[^\w.=+-]", "-", text, flags=re.ASCII)
+    if name == text and len(name) <= MAX_NAME:
+        return name
+    return f"{name[:MAX_NAME]}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+
+def _check(job: Job) -> list[Problem]:
+    """What is wrong with a job; of one that has finished, whether it was the same one."""
+    if job.is_done or (
+        job.config.checkpoint.resume == "auto" and not job.config.run.overwrite and job.state.checkpoint
+    ):
+        changes = _harmful_changes(job)
+        if changes or job.is_done:
+            return changes
+    problems = check_settings(job.config)
+    if job.config.launch.num_processes is not None:
+        num_ranks = job.config.launch.num_processes * job.config.slurm.nodes
+        problems += check_split(job.config, World(num_ranks, local_num_ranks=job.config.launch.num_processes))
+    return problems
+
+
+def _harmful_changes(job: Job) -> list[Problem]:
+    """Settings that differ from those of the run in the job's folder, and make it another run."""
+    new, old = yaml.safe_load(to_yaml(job.config)), {}
+    with suppress(OSError, yaml.YAMLError):
+        old = yaml.safe_load((job.folder / "config.yaml").read_text(encoding="utf-8"))
+    problems = []
+    for key in all_settings():
+        section, _, name = key.partition(".")
+        if is_harmless(key) or key in job.config.checkpoint.allow_changes or name not in old.get(section, {}):
+            continue
+        if new[section][name] != old[section][name]:
+            was = show("", old[section][name])[1:]
+            reason = f"was {was} in {job.folder}, which has {'finished' if job.is_done else 'a checkpoint'}."
+            fix = "Set another run.name, or run.overwrite=true to start anew."
+            problems.append(Problem(show(key, new[section][name]), reason, fix))
+    return problems
+
+
+def _key(override: Override) -> str:
+    return str(override.key_or_group)
+
+
+def _value(override: Override) -> str:
+    value: Any = override.value()
+    return value if isinstance(value, str) else str(override.get_value_element_as_str())
+
+
+def _as_typed(override: Override) -> str:
+    return f"{_key(override)}={override.get_value_element_as_str()}"
+
+
+def _as_typed_path(key: str, path: Path) -> str:
+    plain = re.fullmatch(r"[\w./+:@=-]+", str(path), flags=re.ASCII)
+    return f"{key}={path if plain else quote(str(path))}"
+
+
+def _is_of_launch(key: str) -> bool:
+    return key.partition(".")[0].partition("/")[0] in NOT_THE_RUNS

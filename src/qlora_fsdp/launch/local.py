@@ -1,0 +1,189 @@
+"""Jobs on this host: one `accelerate launch` each, as many at a time as `launch.parallel` says. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from types import FrameType
+
+import psutil
+
+from qlora_fsdp.errors import Interrupted
+from qlora_fsdp.launch.command import Slot, launch_command, share_gpus
+from qlora_fsdp.launch.jobs import Job
+from qlora_fsdp.launch.sweep import Sweep
+from qlora_fsdp.run_state import RunState
+from qlora_fsdp.tables import show_duration
+
+POLL_SECONDS = 0.3
+LINE_SECONDS = 30.0  # between lines on how a job gets on
+CONSOLE = "console.log"
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
+@dataclass
+class _Running:
+    job: Job
+    number: int
+    slot: Slot
+    process: subprocess.Popen[bytes]
+    started: float = field(default_factory=time.monotonic)
+    last_line: float = field(default_factory=time.monotonic)
+
+
+def run_jobs(jobs: list[Job], sweep: Sweep) -> None:
+    """Run jobs to their end, each on GPUs of its own; one that fails does not stop the others.
+
+    Raises:
+        ConfigError: too few GPUs.
+        Interrupted: by a signal: running jobs have saved and ended. A second signal kills them.
+    """
+    if not jobs:
+        return
+    config = jobs[0].config
+    slots = share_gpus(config)
+    if config.launch.dry_run:
+        for job in jobs:
+            gpus = f"CUDA_VISIBLE_DEVICES={','.join(slots[0])} " if slots[0] is not None else ""
+            print(gpus + shlex.join(launch_command(job.config, slots[0], job.arguments)))
+        return
+    waiting, running = deque(enumerate(jobs, start=1)), list[_Running]()
+    with _noting_signals() as signals:
+        num_passed_on = 0
+        while running or (waiting and not signals):
+            while waiting and slots and not signals:
+                number, job = waiting.popleft()
+                running.append(_start(job, number, len(jobs), slots.pop(0)))
+            time.sleep(POLL_SECONDS)
+            if len(signals) > num_passed_on:
+                num_passed_on = len(signals)
+                _pass_on(signals, running)
+            for item in list(running):
+                if item.process.poll() is not None:
+                    running.remove(item)
+                    slots.append(item.slot)
+                    _say(item, len(jobs), _ending(item))
+                elif time.monotonic() - item.last_line > LINE_SECONDS:
+                    item.last_line = time.monotonic()
+                    _say(item, len(jobs), _progress(item.job.state))
+    if signals:
+        raise Interrupted(signals[0], f"The same command goes on with what is unfinished in {sweep.folder}.")
+
+
+def _start(job: Job, number: int, num_jobs: int, slot: Slot) -> _Running:
+    environment = dict(os.environ)
+    if slot is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(slot[: job.config.launch.num_processes])
+    job.folder.mkdir(parents=True, exist_ok=True)
+    console = job.folder / CONSOLE
+    with console.open("wb") as output:
+        process = subprocess.Popen(
+            launch_command(job.config, slot, job.arguments),
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C reaches the ranks through us, once
+        )
+    item = _Running(job, number, slot, process)
+    gpus = f" on GPU {environment['CUDA_VISIBLE_DEVICES']}" if slot is not None else ""
+    _say(item, num_jobs, f"started{gpus}; its output is in {console}")
+    return item
+
+
+def _ending(item: _Running) -> str:
+    state, seconds = item.job.state, show_duration(time.monotonic() - item.started)
+    if state.status == "finished":
+        loss = "" if state.final_loss is None else f", loss {state.final_loss:.4f}"
+        return f"finished in {seconds}{loss}"
+    reason = (state.error or _last_error(item) or f"exit code {item.process.returncode}").partition("\n")[0]
+    return f"{'interrupted' if state.status == 'interrupted' else 'failed'} after {seconds}: {reason}"
+
+
+def _last_error(item: _Running) -> str | None:
+    """What a job said that ended before it had a run folder."""
+    with suppress(OSError):
+        lines = (item.job.folder / CONSOLE).read_text(errors="replace").splitlines()
+        errors = [line.removeprefix("Error: ") for line in lines if line.startswith("Error: ")]
+        return errors[-1] if errors else next((line for line in reversed(lines) if line.strip()), None)
+    return None
+
+
+def _progress(state: RunState) -> str:
+    if state.step is None or state.loss is None:
+        return "is being set up"
+    left = f", ETA {show_duration(state.eta_seconds)}" if state.eta_seconds is not None else ""
+    return f"step {state.step}/{state.num_steps}, loss {state.loss:.4f}{left}"
+
+
+def _say(item: _Running, num_jobs: int, text: str) -> None:
+    print(f"[{item.number}/{num_jobs}] {item.job.label}: {text}", flush=True)
+
+
+@contextmanager
+def _noting_signals() -> Iterator[list[int]]:
+    """Within it signals do nothing but get into the list."""
+    signals: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        signals.append(number)
+
+    before = {number: signal.signal(number, note) for number in SIGNALS}
+    try:
+        yield signals
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _pass_on(signals: list[int], running: list[_Running]) -> None:
+    """The first signal asks the ranks to save and stop; another one kills them."""
+    is_first = len(signals) == 1
+    if is_first:
+        print("\nThe running jobs save and stop; once more kills them.", flush=True)
+    for item in running:
+        if is_first:
+            signal_ranks(item.process.pid, signals[0])
+        else:
+            kill_tree(item.process.pid)
+
+
+def signal_ranks(pid: int, number: int) -> None:
+    """Signal the training processes below an `accelerate launch`, and not the launcher, which would kill them soon."""
+    with suppress(psutil.NoSuchProcess):
+        ranks = _ranks(psutil.Process(pid))
+        for process in ranks:
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+        if not ranks:  # they have not been started yet
+            kill_tree(pid)
+
+
+def kill_tree(pid: int) -> None:
+    """Kill a process and all below it."""
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        for each in [*process.children(recursive=True), process]:
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
+
+
+def _ranks(root: psutil.Process) -> list[psutil.Process]:
+    """Processes that run `-m qlora_fsdp.train` themselves; a worker that one has forked has the same command line."""
+    found = [process for process in root.children(recursive=True) if _trains(process)]
+    pids = {process.pid for process in found}
+    return [process for process in found if process.ppid() not in pids]
+
+
+def _trains(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        words = process.cmdline()
+        return ["-m", "qlora_fsdp.train"] in [words[i : i + 2] for i in range(len(words))][:4]
+    return False

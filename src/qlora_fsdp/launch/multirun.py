@@ -1,0 +1,89 @@
+"""`-m` and `hydra/launcher=...`: Hydra's sweeper asks for jobs, our launcher starts them. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hydra.core.global_hydra import GlobalHydra
+from hydra.types import RunMode
+
+from qlora_fsdp.config.command_line import Arguments
+from qlora_fsdp.config.compose import composing, prepare_overrides
+from qlora_fsdp.errors import ConfigError, Interrupted, LaunchError, Problem
+from qlora_fsdp.launch.results import read_results, show_results, write_results
+from qlora_fsdp.run_state import read_run
+
+LAUNCHERS = ("accelerate", "slurm")
+
+
+def start_jobs(arguments: Arguments, environ: Mapping[str, str] = os.environ) -> int:
+    """Starts what the command line asks for, and prints what came of it.
+
+    Returns:
+        0 if every job has finished or has been submitted, else 1.
+
+    Raises:
+        ConfigError: settings of some job can't be used; none was started.
+        LaunchError: this process is a rank itself.
+        Interrupted: by a signal.
+    """
+    _refuse_ranks(environ)
+    overrides, problems = prepare_overrides(arguments.overrides, arguments.folders, sweep=arguments.multirun)
+    problems += _wrong_launcher(arguments)
+    if problems:
+        raise ConfigError(problems)
+    with composing(arguments.folders) as search_path:
+        hydra = GlobalHydra.instance().hydra
+        assert hydra is not None
+        overrides = [*overrides, search_path]
+        config = hydra.compose_config("config", overrides, run_mode=RunMode.MULTIRUN, with_log_configuration=False)
+        folder = Path(config.hydra.sweep.dir).expanduser().resolve()
+        submits = config.hydra.launcher._target_.endswith(".SlurmLauncher")
+        try:
+            hydra.multirun("config", _never_called, overrides, with_log_configuration=False)
+        except Interrupted:
+            _show(folder)
+            raise
+    jobs = [] if config.launch.dry_run else _show(folder)
+    if config.launch.dry_run or submits:
+        return 0
+    return (
+        0 if all(status == "finished" for status in [job["status"] for job in jobs] or [read_run(folder).status]) else 1
+    )
+
+
+def _show(folder: Path) -> list[dict[str, Any]]:
+    """Write and print how the jobs of the sweep are now."""
+    jobs = read_results(folder)
+    if jobs:
+        write_results(folder, jobs)
+        print(f"\n{show_results(folder, jobs)}\n\nIn {folder}: sweep.json, sweep.csv", flush=True)
+    return jobs
+
+
+def _never_called(config: object) -> None:
+    """Hydra's task: our launchers run a command in its place."""
+    raise AssertionError
+
+
+def _refuse_ranks(environ: Mapping[str, str]) -> None:
+    if "RANK" in environ or "ACCELERATE_MIXED_PRECISION" in environ:
+        raise LaunchError(
+            "-m and hydra/launcher=... start jobs, and this process is already one of a job: accelerate launch or "
+            "torchrun started it. Start it plainly: python -m qlora_fsdp.train -m ... launch.num_processes=2. It runs "
+            "accelerate launch for every job (docs/sweeps.md)."
+        )
+
+
+def _wrong_launcher(arguments: Arguments) -> list[Problem]:
+    problems = []
+    for text in arguments.overrides:
+        key, _, value = text.partition("=")
+        if key == "hydra/launcher" and value not in LAUNCHERS:
+            problems.append(
+                Problem(text, "can't start this.", "Set hydra/launcher=accelerate or hydra/launcher=slurm.")
+            )
+    return problems

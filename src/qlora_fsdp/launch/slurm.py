@@ -1,0 +1,183 @@
+"""Jobs on SLURM: one readable job script, an array job where there are several. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from qlora_fsdp.config.schema import Config
+from qlora_fsdp.errors import ConfigError, LaunchError, Problem
+from qlora_fsdp.files import write_atomically
+from qlora_fsdp.launch.command import accelerate_config
+from qlora_fsdp.launch.jobs import Job
+from qlora_fsdp.launch.sweep import Sweep
+from qlora_fsdp.run_state import SLURM_FILE, read_json, slurm_queue
+
+POLL_SECONDS = 5.0  # of the queue, where a sweeper waits
+SCRIPT = "job.sbatch"
+
+
+def submit_jobs(jobs: list[Job], sweep: Sweep) -> None:
+    """Submit jobs as one job script, but for those that are queued already; wait for their end if the sweeper does.
+
+    Raises:
+        ConfigError: jobs of one script differ in what SLURM is asked for.
+        LaunchError: SLURM is not there, or refuses the script.
+    """
+    queue = slurm_queue()
+    queued = [job for job in jobs if _job_id(job.folder) in queue]
+    for job in queued:
+        print(f"{job.label}: SLURM has it already, as job {_job_id(job.folder)} ({queue[_job_id(job.folder)]}).")
+    todo = [job for job in jobs if job not in queued]
+    if todo:
+        script = render_script(todo, sweep.folder, Path.cwd())
+        if todo[0].config.launch.dry_run:
+            print(script)
+            return
+        _submit(todo, sweep.folder, script)
+    while sweep.waits and any(_job_id(job.folder) in slurm_queue() for job in jobs):
+        time.sleep(POLL_SECONDS)
+
+
+def render_script(jobs: Sequence[Job], folder: Path, working_folder: Path) -> str:
+    """The job script: sbatch's options, then one `accelerate launch` a node under `srun`.
+
+    Args:
+        jobs: at least one. Several make an array job.
+        folder: of the sweep; for SLURM's own output.
+        working_folder: that paths are seen from.
+
+    Raises:
+        ConfigError: jobs of one script differ in what SLURM is asked for.
+    """
+    config = jobs[0].config
+    if any((job.config.slurm, job.config.launch) != (config.slurm, config.launch) for job in jobs):
+        reason = "differ between the jobs of a sweep, and SLURM has one script for all."
+        raise ConfigError([Problem("slurm.* and launch.*", reason, "Start a sweep for each value.")])
+    parts = [_options(jobs, config, folder, working_folder), _surroundings(config), _arguments(jobs)]
+    return "\n\n".join(part for part in [*parts, _step(config), _ENDING] if part) + "\n"
+
+
+def _options(jobs: Sequence[Job], config: Config, folder: Path, working_folder: Path) -> str:
+    slurm = config.slurm
+    name = re.sub(r"[^\w.-]", "-", config.run.name)
+    is_array = len(jobs) > 1
+    limit = f"%{config.launch.parallel}" if config.launch.parallel > 1 else ""
+    options = [
+        f"--job-name={name}",
+        f"--array=0-{len(jobs) - 1}{limit}" if is_array else None,
+        f"--partition={slurm.partition}" if slurm.partition else None,
+        f"--account={slurm.account}" if slurm.account else None,
+        f"--time={slurm.time}" if slurm.time else None,
+        f"--nodes={slurm.nodes}",
+        "--ntasks-per-node=1",
+        f"--gpus-per-node={slurm.gpus_per_node}" if slurm.gpus_per_node else None,
+        f"--cpus-per-task={slurm.cpus_per_task}" if slurm.cpus_per_task else None,
+        f"--chdir={working_folder}",
+        f"--output={folder}/slurm-{'%A_%a' if is_array else '%j'}.out",
+        "--open-mode=append",
+        "--requeue",
+        f"--signal=B:USR1@{slurm.signal_seconds}",
+        *slurm.options,
+    ]
+    return "\n".join(["#!/usr/bin/env bash", *(f"#SBATCH {_word(option)}" for option in options if option)])
+
+
+def _surroundings(config: Config) -> str:
+    modules = [f"module load {shlex.quote(module)}" for module in config.slurm.modules]
+    return "\n".join([*modules, *config.slurm.setup])
+
+
+def _arguments(jobs: Sequence[Job]) -> str:
+    def assign(job: Job) -> str:
+        return f"run_folder={shlex.quote(str(job.folder))}; arguments=({shlex.join(job.arguments)})"
+
+    if len(jobs) == 1:
+        return assign(jobs[0])
+    cases = [f"  {index}) {assign(job)} ;;" for index, job in enumerate(jobs)]
+    return "\n".join(["# Each job of the sweep", 'case "$SLURM_ARRAY_TASK_ID" in', *cases, "esac"])
+
+
+def _step(config: Config) -> str:
+    """`srun` in the background, so that the shell sees signals."""
+    slurm, launch = config.slurm, config.launch
+    num_local = launch.num_processes or slurm.gpus_per_node or 1
+    name = "multi_node.yaml" if slurm.nodes > 1 else "one_node.yaml"
+    config_file = Path(launch.config_file).expanduser().resolve() if launch.config_file else accelerate_config(name)
+    python = "python" if slurm.container else sys.executable
+    container = f" --container-image={shlex.quote(slurm.container)}" if slurm.container else ""
+    cpus = f" --cpus-per-task={slurm.cpus_per_task}" if slurm.cpus_per_task else ""
+    options = f"--config_file {shlex.quote(str(config_file))} --num_processes {num_local * slurm.nodes}"
+    if slurm.nodes > 1:
+        meeting = 'MAIN_NODE=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)\n'
+        meeting += "export MAIN_NODE MAIN_PORT=$((20000 + SLURM_JOB_ID % 20000))\n"
+        options += f" --num_machines {slurm.nodes} --machine_rank $SLURM_NODEID"
+        options += " --main_process_ip $MAIN_NODE --main_process_port $MAIN_PORT"
+    else:
+        meeting, options = "", options + " --main_process_port 0"
+    return (
+        f"{meeting}# USR1 is for the ranks, which save; the launchers above them ignore it.\n"
+        f"srun --ntasks-per-node=1{cpus}{container} --kill-on-bad-exit=1 \\\n"
+        f'  --output="$run_folder/console.log" --open-mode=append bash -c \'trap "" USR1\n'
+        f"  exec {shlex.quote(python)} -m accelerate.commands.launch {options} \\\n"
+        '    -m qlora_fsdp.train "$@"\' bash "${arguments[@]}" &\n'
+        "step=$!"
+    )
+
+
+_ENDING = """\
+# USR1 comes before the time limit: pass it on until the run has saved, then queue again. TERM reaches the ranks too.
+told_to_save=no
+trap 'told_to_save=yes' USR1
+trap : TERM
+while kill -0 "$step" 2>/dev/null; do
+  if [[ $told_to_save == yes ]]; then kill -USR1 "$step"; fi
+  sleep 2 &
+  wait $!
+done
+wait "$step"
+status=$?
+if [[ $told_to_save == yes && $status != 0 ]] && ! grep -qs '"status": "failed"' "$run_folder/summary.json"; then
+  scontrol requeue "${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}"
+fi
+exit $status"""
+
+
+def _submit(jobs: Sequence[Job], folder: Path, script: str) -> None:
+    if shutil.which("sbatch") is None:
+        raise LaunchError(
+            "hydra/launcher=slurm needs sbatch, which is not here. Start it on a login node, or set "
+            "launch.dry_run=true to print the job script, or hydra/launcher=accelerate to use this host."
+        )
+    for job in jobs:
+        job.folder.mkdir(parents=True, exist_ok=True)
+    file = folder / SCRIPT
+    write_atomically(file, script)
+    done = subprocess.run(["sbatch", "--parsable", str(file)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        reason = done.stderr.strip().removeprefix("sbatch: error: ").replace("\nsbatch: error: ", " ")
+        raise LaunchError(
+            f"SLURM refuses {file}: {reason}. Set slurm.partition, slurm.account, slurm.time and the like."
+        )
+    number = done.stdout.strip().partition(";")[0]
+    for index, job in enumerate(jobs):
+        job_id = f"{number}_{index}" if len(jobs) > 1 else number
+        write_atomically(job.folder / SLURM_FILE, json.dumps({"job_id": job_id}) + "\n")
+    jobs_word = f"{len(jobs)} jobs" if len(jobs) > 1 else jobs[0].label
+    print(f"Submitted {jobs_word} as SLURM job {number}; the script is {file}.")
+    print(f"To look at it: python -m qlora_fsdp.status {folder}", flush=True)
+
+
+def _job_id(folder: Path) -> str:
+    return str(read_json(folder / SLURM_FILE).get("job_id", ""))
+
+
+def _word(option: str) -> str:
+    return option if re.search(r"[\s\"']", option) is None else shlex.quote(option)

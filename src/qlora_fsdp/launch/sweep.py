@@ -1,0 +1,78 @@
+"""A sweep: the jobs that Hydra's sweeper asks for, started by one of our launchers, and the table of what came of them.
+
+The folder of the sweep has a folder for every job, sweep.json, sweep.csv and report.html. The same sweep started again
+goes on with what is unfinished: a job's folder follows from its settings.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.utils import JobReturn, JobStatus
+from omegaconf import DictConfig
+
+from qlora_fsdp.launch.jobs import Job, collect_jobs
+from qlora_fsdp.launch.results import describe_sweep, write_results
+
+Start = Callable[[list[Job], "Sweep"], None]
+
+
+class Sweep:
+    """What all jobs of a sweep have in common.
+
+    Args:
+        config_loader: Hydra's.
+        config: the sweep's, with `hydra` in it.
+
+    Attributes:
+        folder: of the sweep, absolute.
+        waits: whether the sweeper needs a job's result before it asks for the next.
+    """
+
+    def __init__(self, config_loader: ConfigLoader, config: DictConfig) -> None:
+        self.folder = Path(config.hydra.sweep.dir).expanduser().resolve()
+        self.waits = not config.hydra.sweeper._target_.endswith(".BasicSweeper")
+        self._compose = partial(config_loader.load_sweep_config, config)
+        self._typed = list(config.hydra.overrides.task)
+        folders = [path.removeprefix("file://") for path in config.hydra.searchpath]
+        self._options = [part for folder in folders for part in ("--config-dir", folder)]
+        self._jobs: dict[Path, Job] = {}
+
+    def launch(self, batch: Sequence[Sequence[str]], first_index: int, start: Start) -> list[JobReturn]:
+        """Start a batch of jobs.
+
+        Returns:
+            For each job the loss it ended with, or infinity: a sweeper goes on when a job fails.
+
+        Raises:
+            ConfigError: settings of a job can't be used; none was started.
+            Interrupted: by a signal; running jobs have been told to save and have ended.
+        """
+        jobs = collect_jobs(self._compose, batch, self._typed, self.folder, self._options)
+        self._jobs |= {job.folder: job for job in jobs}
+        different = {job.folder: job for job in jobs}  # a sampler may ask for the same job twice
+        unfinished = [job for job in different.values() if not job.is_done]
+        has_table = any(job.swept for job in jobs) and not jobs[0].config.launch.dry_run
+        if len(unfinished) < len(different):
+            print(f"{len(different) - len(unfinished)} of {len(different)} jobs have finished before.")
+        if has_table:
+            write_results(self.folder, describe_sweep(list(self._jobs.values())))
+        try:
+            start(unfinished, self)
+        finally:
+            if has_table:
+                write_results(self.folder, describe_sweep(list(self._jobs.values())))
+            sys.stdout.flush()
+        return [_job_return(job) for job in jobs]
+
+
+def _job_return(job: Job) -> JobReturn:
+    state = job.state
+    loss = state.final_loss if state.status == "finished" else None
+    value = loss if loss is not None and math.isfinite(loss) else math.inf
+    return JobReturn(overrides=job.arguments, task_name=job.label, status=JobStatus.COMPLETED, _return_value=value)

@@ -1,0 +1,89 @@
+"""`python -m qlora_fsdp.status FOLDER...`: every run and job in these folders, and how it gets on. Imports no torch."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from qlora_fsdp.errors import LaunchError, print_error
+from qlora_fsdp.run_state import SLURM_FILE, RunState, find_runs, read_json, read_run, slurm_queue
+from qlora_fsdp.tables import format_table, show_duration, show_number
+
+EXPLAINED = {"stopped": "ended without a word: killed, perhaps for want of memory"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints a table of the runs in the folders of the command line; the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m qlora_fsdp.status", description="Show every run in a folder.")
+    parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="a run, a sweep, or what holds several")
+    folders = [folder.resolve() for folder in parser.parse_args(argv).folders]
+    try:
+        print(show_status(folders))
+    except LaunchError as error:
+        print_error(error)
+        return error.exit_code
+    return 0
+
+
+def show_status(folders: Sequence[Path]) -> str:
+    """The table for `folders` and all below, then the reasons of those that ended early.
+
+    Raises:
+        LaunchError: there is no run.
+    """
+    found = list(dict.fromkeys(run for folder in folders for run in [*find_runs(folder), *_planned(folder)]))
+    if not found:
+        raise LaunchError(f"No run is in {', '.join(map(str, folders))}. Name a run.folder, or a folder above some.")
+    root, queue = Path(os.path.commonpath(folders)), slurm_queue()
+    rows, reasons = [], []
+    for run in found:
+        state, job_id, name = read_run(run), str(read_json(run / SLURM_FILE).get("job_id", "")), _name(run, root)
+        status = _in_queue(queue.get(job_id, ""), state.status)
+        rows.append(_row(name, state, status or state.status, job_id))
+        reason = None if status else state.error or EXPLAINED.get(state.status)
+        reasons += [f"{name}: {reason.partition(chr(10))[0]}"] if reason else []
+    return "\n".join([format_table(rows), *([""] if reasons else []), *reasons])
+
+
+def _in_queue(queued: str, status: str) -> str:
+    """What SLURM will do with a run, or is about to; nothing where the run itself knows better."""
+    if not queued or status == "running":
+        return ""
+    return "starting" if queued.startswith("running") else f"queued: {queued}"
+
+
+def _row(name: str, state: RunState, status: str, job_id: str) -> dict[str, str]:
+    saved = ""
+    if state.checkpoint is not None:
+        age = state.checkpoint_age_seconds
+        ago = "" if age is None else f", {show_duration(age)} ago"
+        saved = f"step {int(state.checkpoint.name.removeprefix('step-'))}{ago}"
+    steps = "" if state.step is None else str(state.step) + (f"/{state.num_steps}" if state.num_steps else "")
+    return {
+        "run": name,
+        "state": status,
+        "step": steps,
+        "loss": show_number(state.loss, ".4f"),
+        "eval_loss": show_number(state.eval_loss, ".4f"),
+        "tokens/s/GPU": show_number(state.tokens_per_second_per_gpu, ",.0f"),
+        "ETA": show_duration(state.eta_seconds),
+        "checkpoint": saved,
+        "SLURM job": job_id,
+    }
+
+
+def _planned(folder: Path) -> list[Path]:
+    """Jobs of a sweep, and jobs that SLURM has, whether they have been started or not."""
+    jobs = [Path(job["folder"]) for file in sorted(folder.rglob("sweep.json")) for job in read_json(file)["jobs"]]
+    return [*jobs, *(file.parent for file in sorted(folder.rglob(SLURM_FILE)))]
+
+
+def _name(run: Path, root: Path) -> str:
+    return run.name if run == root else str(run.relative_to(root) if run.is_relative_to(root) else run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,25 @@
+"""Tables for a terminal. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+
+def format_table(rows: Sequence[dict[str, str]]) -> str:
+    """Rows as aligned columns under their names; a column that is empty in every row is left out."""
+    names = [name for name in dict.fromkeys(name for row in rows for name in row) if any(row.get(name) for row in rows)]
+    widths = {name: max(len(name), *(len(row.get(name, "")) for row in rows)) for name in names}
+    lines = ["  ".join(name.ljust(widths[name]) for name in names)]
+    lines += ["  ".join(row.get(name, "").ljust(widths[name]) for name in names) for row in rows]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def show_number(value: float | None, spec: str) -> str:
+    """A number in a format of Python's; nothing for None."""
+    return "" if value is None else format(value, spec)
+
+
+def show_duration(seconds: float | None) -> str:
+    """`0:03:20`; nothing for None."""
+    return "" if seconds is None else str(timedelta(seconds=round(seconds)))

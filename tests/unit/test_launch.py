@@ -1,0 +1,185 @@
+"""Sweeps without training: a stand-in for `accelerate launch` writes what a run would."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qlora_fsdp.config.compose import load_config
+from qlora_fsdp.errors import ConfigError
+from qlora_fsdp.launch import local
+from qlora_fsdp.launch.command import share_gpus
+from qlora_fsdp.launch.jobs import job_name
+from qlora_fsdp.train import main
+
+BASE = ["model=tiny", "data=random", "training.max_steps=3"]
+
+# Ends with a loss that is lowest at a learning rate of 0.02; a rank of 13 fails.
+STAND_IN = """
+import json, os, pathlib, sys, time
+settings = dict(a.split("=", 1) for a in sys.argv[1:] if "=" in a)
+folder = pathlib.Path(settings["run.folder"])
+started = time.time()
+time.sleep(0.3)
+times = [started, time.time(), os.environ.get("CUDA_VISIBLE_DEVICES")]
+with (folder.parent / "starts.jsonl").open("a") as file: file.write(json.dumps([folder.name, *times]) + chr(10))
+if settings.get("lora.r") == "13": print("Error: unlucky"); sys.exit(3)
+loss = abs(float(settings.get("training.learning_rate", 0)) - 0.02)
+from qlora_fsdp.config.compose import load_config, to_yaml
+(folder / "config.yaml").write_text(to_yaml(load_config(sys.argv[1:])))
+(folder / "adapter").mkdir(exist_ok=True)
+(folder / "summary.json").write_text(json.dumps({"status": "finished", "steps": 3, "final_loss": loss}))
+"""
+
+
+@pytest.fixture(autouse=True)
+def stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(local, "launch_command", lambda config, slot, rest: [sys.executable, "-c", STAND_IN, *rest])
+    for name in ("RANK", "ACCELERATE_MIXED_PRECISION"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def starts(folder: Path) -> list[Any]:
+    return [json.loads(line) for line in (folder / "starts.jsonl").read_text().splitlines()]
+
+
+def test_a_failed_job_stops_no_other_and_only_it_is_started_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["-m", *BASE, "lora.r=13,4", "training.learning_rate=0.01,0.02", "run.folder=s"]
+    assert main(argv) == 1
+    out = capsys.readouterr().out
+    assert "[1/4] lora.r=13 training.learning_rate=0.01: failed" in out and "unlucky" in out
+    assert any(line.startswith("*  4       0.02") and line.endswith("/adapter") for line in out.splitlines()), out
+    names = [name for name, *_ in starts(tmp_path / "s")]
+    assert len(names) == 4 and names[-1] == "lora.r=4__training.learning_rate=0.02"
+    jobs = json.loads((tmp_path / "s" / "sweep.json").read_text())["jobs"]
+    assert [job["overrides"]["lora.r"] for job in jobs] == ["13", "13", "4", "4"]
+    assert [job["loss"] for job in jobs if job["status"] == "finished"] == pytest.approx([0.01, 0.0])
+    rows = list(csv.DictReader((tmp_path / "s" / "sweep.csv").open()))
+    assert rows[3]["training.learning_rate"] == "0.02" and rows[3]["status"] == "finished"
+
+    assert main([*argv[:-2], "training.learning_rate=0.01,0.02,0.03", "run.folder=s"]) == 1  # and one more value
+    assert sorted(name.count("lora.r=4") for name, *_ in starts(tmp_path / "s")[4:]) == [0, 0, 0, 1]
+
+
+def test_jobs_run_side_by_side_on_gpus_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,5,7")
+    argv = ["-m", *BASE, "lora.r=range(1,5)", "run.folder=s", "launch.parallel=2", "launch.num_processes=2"]
+    assert main(argv) == 0
+    spans = sorted(starts(tmp_path / "s"), key=lambda span: span[1])
+    assert {gpus for *_, gpus in spans} == {"2,3", "5,7"}
+    assert spans[1][1] < spans[0][2], "the first two overlap"
+    for gpus in ("2,3", "5,7"):
+        own = [span for span in spans if span[3] == gpus]
+        assert all(before[2] <= after[1] for before, after in itertools.pairwise(own))
+
+
+def test_every_override_is_checked_before_the_first_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["-m", *BASE, "lora.r=4,0", "training.max_length=8,x", "run.folder=s", "lora.rnk=1"]) == 2
+    errors = capsys.readouterr().err
+    assert "lora.rnk=1 is not a setting. Did you mean lora.r?" in errors and "training.max_length=x must be" in errors
+    assert main(["-m", *BASE, "lora.r=4,0", "run.folder=s"]) == 2
+    assert capsys.readouterr().err.startswith("\nError: lora.r=0 must be finite and at least 1.")
+    assert not (tmp_path / "s" / "starts.jsonl").exists()
+
+
+def test_a_finished_job_of_other_settings_is_not_taken_for_this_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["-m", *BASE, "lora.r=4,5", "run.folder=s"]) == 0
+    assert main(["-m", *BASE, "lora.r=4,5", "run.folder=s", "training.seed=3"]) == 2
+    assert "training.seed=3 was 0 in " in capsys.readouterr().err
+    assert main(["-m", *BASE, "lora.r=4,5", "run.folder=s", "memory=keep"]) == 0, "a harmless change"
+
+
+def test_a_sweeper_of_the_ecosystem_gets_the_losses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    argv = [
+        "-m",
+        *BASE,
+        "run.folder=s",
+        "training.learning_rate=interval(0.001,0.1)",
+        "lora.r=13,4",
+        "lora.lora_alpha=8",
+    ]
+    sampler = ["hydra/sweeper=optuna", "hydra/sweeper/sampler=random", "hydra.sweeper.sampler.seed=1"]
+    assert main([*argv, *sampler, "hydra.sweeper.n_trials=6", "hydra.sweeper.n_jobs=2", "launch.parallel=2"]) == 1
+    jobs = json.loads((tmp_path / "s" / "sweep.json").read_text())["jobs"]
+    assert len(jobs) == 6 and {job["status"] for job in jobs} == {"new", "finished"}, "random search goes on"
+    best = min((job for job in jobs if job["status"] == "finished"), key=lambda job: job["loss"])
+    found = (tmp_path / "s" / "optimization_results.yaml").read_text()
+    assert f"training.learning_rate: {best['overrides']['training.learning_rate']}" in found
+
+
+def test_a_launcher_without_m_starts_one_job_in_the_run_folder_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*BASE, "hydra/launcher=accelerate", "run.name=one"]) == 0
+    assert (Path("outputs") / "one" / "summary.json").exists()
+    more = ["launch.num_processes=3", "launch.dry_run=true", "run.name=two"]
+    assert main([*BASE, "hydra/launcher=slurm", *more, "slurm.time=1:00:00", 'slurm.options=["--qos=long"]']) == 0
+    script = capsys.readouterr().out
+    for line in ("#SBATCH --time=1:00:00", "#SBATCH --qos=long", "#SBATCH --signal=B:USR1@120", "#SBATCH --requeue"):
+        assert line in script.splitlines()
+    assert not (Path("outputs") / "two" / "job.sbatch").exists()
+
+
+@pytest.mark.parametrize(
+    ("argv", "environment", "expected"),
+    [
+        (["-m", "lora.r=1,2"], {"RANK": "0"}, "Start it plainly: python -m qlora_fsdp.train -m"),
+        (["-m", "lora.r=1,2"], {"ACCELERATE_MIXED_PRECISION": "no"}, "Start it plainly"),
+        (["launch.parallel=2"], {}, "has no effect here: nothing is launched. Add -m"),
+        (["hydra/launcher=joblib"], {}, "Set hydra/launcher=accelerate or hydra/launcher=slurm"),
+        (["-m", "run.folder=a,b"], {}, "is swept over. Give one folder"),
+        (["-m", "quant=nf4,nf5"], {}, "Did you mean quant=nf4?"),
+        (["-m", "lora.r=1,2", "hydra/launcher=slurm", "launch.num_processes=1,2"], {}, "Start a sweep for each"),
+        (["hydra/launcher=slurm"], {"PATH": "/nowhere"}, "needs sbatch, which is not here"),
+        (["hydra/launcher=slurm", "slurm.time=soon"], {}, "Set slurm.time=24:00:00"),
+        (["-m", "training.seed=1,2", "training.global_batch_size=3", "launch.num_processes=2"], {}, "size=4"),
+    ],
+)
+def test_what_can_not_be_started(
+    argv: list[str],
+    environment: dict[str, str],
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert main([*BASE, *argv]) == 2
+    assert expected in capsys.readouterr().err
+
+
+def test_gpus_are_shared_out() -> None:
+    def share(visible: str, *argv: str) -> Any:
+        config = load_config([])
+        for text in argv:
+            key, _, value = text.partition("=")
+            setattr(config.launch, key, json.loads(value))
+        return share_gpus(config, {"CUDA_VISIBLE_DEVICES": visible})
+
+    assert share("") == [None]
+    assert share("", "parallel=2") == [None, None]
+    assert share("0,1,2,3", "parallel=2") == [["0", "1"], ["2", "3"]]
+    assert share("4,5,6", "devices=[0,2]") == [["4", "6"]]
+    for argv, expected in (
+        (["parallel=3", "num_processes=2"], "needs 6 GPUs"),
+        (["devices=[9]"], "the 4 visible GPUs"),
+    ):
+        with pytest.raises(ConfigError, match=expected):
+            share("0,1,2,3", *argv)
+
+
+def test_folders_of_jobs() -> None:
+    assert job_name({"lora.r": "8", "training.learning_rate": "1e-4"}) == "lora.r=8__training.learning_rate=1e-4"
+    odd = job_name({"data.path": "/a b/ü.jsonl"})
+    assert odd.startswith("data.path=-a-b--.jsonl-") and shlex.quote(odd).replace("'", "") == odd
+    assert odd != job_name({"data.path": "/a b/ö.jsonl"})
+    assert len(job_name({"x": "y" * 500})) < 140
