@@ -111,7 +111,7 @@ def test_plus_before_a_group_is_accepted() -> None:
         ("lora.r", "is not of the form key=value."),
         ("lora.rank_pattern={a", "can't be read."),
         ("~lora.r", "removes a setting, which is not possible."),
-        ("lora.r=8,16", "gives several values to one run. For a list write lora.r=[8,16]"),
+        ("lora.r=8,16", "gives several values to one run. For a sweep add -m, for a list write lora.r=[8,16]"),
         ("run.name=${model.nme}", "can't be resolved"),
         ("run.name=${now:%H}", "reads the clock on every rank"),
         ("lora@x=default", "can't be composed"),

@@ -335,8 +335,8 @@ class DistributedConfig:
 
 @dataclass
 class LaunchConfig:
-    # For jobs that `-m` or `hydra/launcher=...` starts. Processes a job, one a GPU; on SLURM, a node. null: jobs that run
-    # at the same time get equal shares of the GPUs.
+    # For jobs that `-m` or `hydra/launcher=...` starts. Processes a job, one a GPU; on SLURM, a node. null: jobs that
+    # run at the same time get equal shares of the GPUs.
     num_processes: int | None = None
     # An accelerate config. null: accelerate_configs/one_node.yaml, or multi_node.yaml where slurm.nodes is above 1.
     config_file: str | None = None
