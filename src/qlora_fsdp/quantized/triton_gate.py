@@ -22,8 +22,8 @@ class Tiles:
     min_programs: int
 
 
-FORWARD = Tiles(rows=64, columns=64, num_warps=4, num_stages=3, min_programs=1024)
-BACKWARD = Tiles(rows=64, columns=64, num_warps=4, num_stages=3, min_programs=1024)
+FORWARD = Tiles(rows=64, columns=128, num_warps=4, num_stages=3, min_programs=512)
+BACKWARD = Tiles(rows=64, columns=64, num_warps=4, num_stages=3, min_programs=512)
 
 
 @triton.jit
@@ -63,9 +63,15 @@ def _forward_kernel(
     ACTIVATION: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
 ):
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    is_row = rows < num_rows
+    # A tile's first element has a 64-bit place; within the tile, 32 bits are enough, and faster.
+    first_row = tl.program_id(0).to(tl.int64) * ROWS
+    rows = tl.arange(0, ROWS)
+    is_row = first_row + rows < num_rows
+    gate_up += first_row * (2 * width)
+    act += first_row * width
+    h += first_row * (rank_gate + rank_up)
     ranks, ranks_down = tl.arange(0, RANK), tl.arange(0, RANK_DOWN)
     h_rows = h + rows[:, None] * (rank_gate + rank_up) + ranks[None, :]
     h_gate = tl.load(h_rows, mask=is_row[:, None] & (ranks < rank_gate)[None, :], other=0.0)
@@ -75,7 +81,7 @@ def _forward_kernel(
     for start in range(first, tl.minimum(first + columns_a_split, width), COLUMNS):
         columns = start + tl.arange(0, COLUMNS)
         is_column = columns < width
-        is_both = is_row[:, None] & is_column[None, :]
+        is_both = IS_WHOLE | (is_row[:, None] & is_column[None, :])
         places = rows[:, None] * (2 * width) + columns[None, :]
         b = tl.load(
             b_gate + ranks[:, None] + columns[None, :] * rank_gate,
@@ -100,7 +106,7 @@ def _forward_kernel(
             other=0.0,
         )
         total = tl.dot(product, a, total, input_precision="ieee")
-    part = h_down + tl.program_id(1).to(tl.int64) * num_rows * rank_down
+    part = h_down + (tl.program_id(1).to(tl.int64) * num_rows + first_row) * rank_down
     places = part + rows[:, None] * rank_down + ranks_down[None, :]
     tl.store(places, total, mask=is_row[:, None] & (ranks_down < rank_down)[None, :])
 
@@ -126,9 +132,16 @@ def _backward_kernel(
     ACTIVATION: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
 ):
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    is_row = rows < num_rows
+    # A tile's first element has a 64-bit place; within the tile, 32 bits are enough, and faster.
+    first_row = tl.program_id(0).to(tl.int64) * ROWS
+    rows = tl.arange(0, ROWS)
+    is_row = first_row + rows < num_rows
+    gate_up += first_row * (2 * width)
+    grad_act += first_row * width
+    grad_h_down += first_row * rank_down
+    h += first_row * (rank_gate + rank_up)
     ranks, ranks_down = tl.arange(0, RANK), tl.arange(0, RANK_DOWN)
     h_rows = rows[:, None] * (rank_gate + rank_up) + ranks[None, :]
     is_gate, is_up = is_row[:, None] & (ranks < rank_gate)[None, :], is_row[:, None] & (ranks < rank_up)[None, :]
@@ -145,7 +158,7 @@ def _backward_kernel(
     for start in range(first, tl.minimum(first + columns_a_split, width), COLUMNS):
         columns = start + tl.arange(0, COLUMNS)
         is_column = columns < width
-        is_both = is_row[:, None] & is_column[None, :]
+        is_both = IS_WHOLE | (is_row[:, None] & is_column[None, :])
         places = rows[:, None] * (2 * width) + columns[None, :]
         bg = tl.load(
             b_gate + ranks[:, None] + columns[None, :] * rank_gate,
@@ -177,7 +190,7 @@ def _backward_kernel(
         grad_up = (grad * value).to(gate_up.dtype.element_ty)
         tl.store(gate_up + places + width, grad_up, mask=is_both)
         total_up = tl.dot(grad_up, tl.trans(bu), total_up, input_precision="ieee")
-    part = grad_h + tl.program_id(1).to(tl.int64) * num_rows * (rank_gate + rank_up)
+    part = grad_h + (tl.program_id(1).to(tl.int64) * num_rows + first_row) * (rank_gate + rank_up)
     tl.store(part + h_rows, total_gate, mask=is_gate)
     tl.store(part + h_rows + rank_gate, total_up, mask=is_up)
 
@@ -234,6 +247,7 @@ def _split(
         "ACTIVATION": activation,
         "ROWS": tiles.rows,
         "COLUMNS": tiles.columns,
+        "IS_WHOLE": num_rows % tiles.rows == 0 and width % tiles.columns == 0,
         "num_warps": tiles.num_warps,
         "num_stages": tiles.num_stages,
     }
