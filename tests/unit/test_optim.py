@@ -1,0 +1,36 @@
+"""The optimizer on a rank's own rows against torch's own."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import nn
+
+from qlora_fsdp.config.schema import OptimConfig
+from qlora_fsdp.optim import make_optimizer
+
+
+def test_adamw_is_torchs_own_bit_for_bit():
+    torch.manual_seed(0)
+    ours = nn.ParameterList(
+        [nn.Parameter(torch.randn(8, 5)), nn.Parameter(torch.randn(3)), nn.Parameter(torch.ones(2))]
+    )
+    plain = copy.deepcopy(ours)
+    config = OptimConfig(weight_decay=0.1)
+    optimizer = make_optimizer(ours, config, 1e-2)
+    reference = torch.optim.AdamW(plain, lr=1e-2, weight_decay=0.1, fused=True)
+    for step in range(6):
+        for params, made in ((ours, optimizer), (plain, reference)):
+            made.param_groups[0]["lr"] = 1e-2 / (step + 1)
+            for index, param in enumerate(params[:2]):  # the last never has a gradient
+                param.grad = torch.full_like(param, 0.1 * step - 0.2 + index)
+            made.step()
+            made.zero_grad()
+        if step == 3:  # as loading a checkpoint does
+            for param in ours[:2]:
+                optimizer.state[param] = {key: value.clone() for key, value in optimizer.state[param].items()}
+    for param, expected in zip(ours, plain, strict=True):
+        assert torch.equal(param, expected)
+    for key in ("exp_avg", "exp_avg_sq", "step"):
+        assert torch.equal(optimizer.state[ours[0]][key], reference.state[plain[0]][key])
