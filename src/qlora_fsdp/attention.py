@@ -18,9 +18,12 @@ from qlora_fsdp.errors import ConfigError, Problem
 
 VARLEN = "qlora_fsdp_varlen"
 MAX_HEAD_DIM = 256
+EAGER_FAMILIES = {"longformer", "big_bird", "deberta", "deberta-v2"}  # their attention is their own code
 
 
-def choose_attention(wanted: str, config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> str:
+def choose_attention(
+    wanted: str, config: PretrainedConfig, device: torch.device, dtype: torch.dtype, is_causal: bool = True
+) -> str:
     """The attention implementation to build the model with.
 
     Args:
@@ -28,12 +31,13 @@ def choose_attention(wanted: str, config: PretrainedConfig, device: torch.device
         config: the model's config.
         device: where the model runs.
         dtype: of queries, keys and values.
+        is_causal: rows see only what comes before, and so never the padding behind them.
 
     Raises:
         ConfigError: `varlen` was asked for and can't run this model here.
     """
     config = config.get_text_config()
-    reason = _why_no_varlen(config, device, dtype)
+    reason = _why_no_varlen(config, device, dtype) if is_causal else "padding is masked, which it can't do"
     if wanted == "varlen" and reason is not None:
         problem = Problem(
             "model.attn_implementation=varlen", f"can't be used: {reason}.", "Set model.attn_implementation=auto."
@@ -43,7 +47,8 @@ def choose_attention(wanted: str, config: PretrainedConfig, device: torch.device
         AttentionInterface.register(VARLEN, varlen_attention)
         return VARLEN
     if wanted == "auto":
-        return "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
+        is_plain = getattr(config, "attn_logit_softcapping", None) or config.model_type in EAGER_FAMILIES
+        return "eager" if is_plain else "sdpa"
     return wanted
 
 

@@ -8,17 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import init_empty_weights
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from qlora_fsdp.config.schema import ModelConfig, QuantConfig, Weights
+from qlora_fsdp.config.schema import ModelConfig, QuantConfig, TaskConfig, TaskName, Weights
 from qlora_fsdp.errors import CheckpointError, ConfigError, Problem
+from qlora_fsdp.head import describe_task, find_head, find_new, is_outside_backbone
 from qlora_fsdp.load.assign import assign, map_keys, stored_formats
 from qlora_fsdp.load.files import StoredTensor, list_some, read_headers
 from qlora_fsdp.load.fill import Assignment
@@ -43,12 +52,21 @@ class ModelFiles:
 
 @dataclass
 class BuiltModel:
-    """A model on meta and what fills it."""
+    """A model on meta and what fills it.
+
+    Attributes:
+        model: transformers' own class.
+        assignments: what fills each parameter.
+        format: of the quantized linears; None: nothing is quantized.
+        notes: what the user should know.
+        head: modules of a new head, to be trained in full.
+    """
 
     model: PreTrainedModel
     assignments: list[Assignment]
     format: Format | None
     notes: list[str] = field(default_factory=list)
+    head: list[str] = field(default_factory=list)
 
 
 def find_model(config: ModelConfig, is_main: bool, wait: Callable[[], None]) -> ModelFiles:
@@ -132,6 +150,8 @@ def build_model(
     *,
     trust_remote_code: bool = False,
     keep: list[str] | None = None,
+    task: TaskConfig | None = None,
+    pad_token_id: int | None = None,
 ) -> BuiltModel:
     """The model on meta with its linears swapped, and the assignment of checkpoint tensors to its parameters.
 
@@ -142,6 +162,8 @@ def build_model(
         attn_implementation: a name in transformers' attention registry.
         trust_remote_code: run the checkpoint's own model code.
         keep: modules to leave in full precision besides `quant.llm_int8_skip_modules`: `lora.modules_to_save`.
+        task: what the model's head is for; None: the next token.
+        pad_token_id: of the tokenizer, for a classifier.
 
     Raises:
         CheckpointError: missing, unexpected or misshaped tensors: all are listed.
@@ -157,16 +179,31 @@ def build_model(
             f"model.path={files.folder} is quantized with {stored_quant['quant_method']}; only full precision and "
             "bitsandbytes can be trained here. Set model.path to the model in full precision."
         )
-    with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
-        )
+    classifies = task is not None and task.name is TaskName.sequence_classification
+    auto_class: Any = AutoModelForSequenceClassification if classifies else AutoModelForCausalLM
+    if task is not None and classifies:
+        describe_task(config, task, pad_token_id)
+    try:
+        with init_empty_weights(include_buffers=False):
+            model = auto_class.from_config(
+                config, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
+            )
+    except ValueError as error:  # no such class for this model_type, or no such attention
+        reason = str(error).partition(".\n")[0]
+        raise CheckpointError(
+            f"model.path={files.folder or config.model_type} can't be built as {auto_class.__name__}: {reason}. Set "
+            "model.path to another model, task, or model.attn_implementation=eager."
+        ) from error
     dropped = _drop_towers(model)
     model.tie_weights()  # on meta, ties made while building are lost
     model.config.use_cache = False
     keys = map_keys(model, files.tensors)
     keys = {key: stored for key, stored in keys.items() if not key.startswith(tuple(f"{name}." for name in dropped))}
     notes = [f"only the text part of {type(model).__name__} is used: {', '.join(dropped)} left out"] if dropped else []
+    new = find_new(model, keys) if classifies else set()
+    head = find_head(model, new) if classifies else []
+    if new and files.tensors:
+        notes.append(f"new, and trained in full: {', '.join(sorted(new))}")
     formats = stored_formats(keys, quant) if stored_quant is not None else {}
     if stored_quant is not None:
         found = {f.quant_type + (" with double quantization" if f.double_quant else "") for f in formats.values()}
@@ -180,10 +217,11 @@ def build_model(
     else:
         format = choose_format(quant)
         if format is not None:
-            _swap_chosen_linears(model, format, quant, dtype, keep or [])
+            _swap_chosen_linears(model, format, quant, dtype, [*(keep or []), *head])
     model.requires_grad_(False)
-    assignments = assign(model, keys, random=not files.tensors)
-    return BuiltModel(model, assignments, format, notes)
+    is_optional = partial(is_outside_backbone, model=model) if classifies else lambda name: False
+    assignments = assign(model, keys, not files.tensors, new, is_optional)
+    return BuiltModel(model, assignments, format, notes, head)
 
 
 def _drop_towers(model: PreTrainedModel) -> list[str]:

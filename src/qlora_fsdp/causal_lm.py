@@ -1,24 +1,23 @@
-"""The module that is trained: batch in, summed loss out."""
+"""A causal language model with its loss."""
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import peft
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from qlora_fsdp.attention import PACKED_FAMILIES
 from qlora_fsdp.config.schema import Activations, MemoryConfig
 from qlora_fsdp.data.batch import IGNORE_INDEX, Batch
 from qlora_fsdp.loss import attach_loss
 from qlora_fsdp.quantized.fuse import remake_norms
+from qlora_fsdp.task_model import TaskModel
 
 
-class CausalLM(nn.Module):
+class CausalLM(TaskModel):
     """A PEFT-wrapped causal language model with its loss.
 
     For families whose logits are the head of the last hidden state (`PACKED_FAMILIES`, tested) the backbone and the
@@ -30,8 +29,7 @@ class CausalLM(nn.Module):
     """
 
     def __init__(self, model: peft.PeftModel, liger_loss: bool = False) -> None:
-        super().__init__()
-        self.model = model
+        super().__init__(model)
         config = self.base.config.get_text_config()
         self.splits_head = config.model_type in PACKED_FAMILIES
         self.backward_needs_head = True
@@ -39,16 +37,6 @@ class CausalLM(nn.Module):
             self.backward_needs_head = attach_loss(
                 self.base.get_output_embeddings(), getattr(config, "final_logit_softcapping", None), liger_loss
             )
-
-    @property
-    def base(self) -> PreTrainedModel:
-        """The transformers model inside PEFT's."""
-        return cast(PreTrainedModel, self.model.get_base_model())
-
-    @property
-    def layers(self) -> list[nn.Module]:
-        """The transformer layers, in order: FSDP's units and the steps of activation checkpointing."""
-        return [module for module in self.base.modules() if isinstance(module, GradientCheckpointingLayer)]
 
     def forward(self, batch: Batch) -> Tensor:
         """Sum of the cross-entropy over the batch's targets: float32 scalar, not yet divided by their number."""
@@ -74,7 +62,7 @@ class CausalLM(nn.Module):
         )
 
 
-def checkpoint_activations(model: CausalLM, config: MemoryConfig) -> int:
+def checkpoint_activations(model: TaskModel, config: MemoryConfig) -> int:
     """Recompute layers in backward instead of keeping their activations; how many are recomputed.
 
     Non-reentrant checkpointing (torch.utils.checkpoint): inputs need not require gradients, so no hook on the

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import cast
 
 import peft
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qlora_fsdp import __version__
 from qlora_fsdp.adapters import ADAPTER
@@ -28,13 +29,25 @@ tags: [lora, qlora, qlora-fsdp]
 Trained with qlora-fsdp {version}: {settings}.
 
 ```python
+{usage}
+```
+"""
+
+USAGE = """\
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 model = AutoModelForCausalLM.from_pretrained("{base}")
-model = PeftModel.from_pretrained(model, "path/to/this/folder")
-```
-"""
+model = PeftModel.from_pretrained(model, "path/to/this/folder")"""
+
+CLASSIFIER_USAGE = """\
+from peft import PeftModel
+from transformers import AutoConfig, AutoModelForSequenceClassification
+
+folder = "path/to/this/folder"
+config = AutoConfig.from_pretrained(folder)  # has the labels; the head is in the adapter
+model = AutoModelForSequenceClassification.from_pretrained("{base}", config=config)
+model = PeftModel.from_pretrained(model, folder)"""
 
 
 @torch.no_grad()
@@ -107,8 +120,14 @@ def write_adapter(
     config.inference_mode = training_mode
     if tokenizer is not None:
         tokenizer.save_pretrained(str(folder))
+    classifies = config.task_type == "SEQ_CLS"
+    if classifies:
+        cast(PreTrainedModel, model.get_base_model()).config.save_pretrained(
+            folder
+        )  # label names, and how many outputs the head has
     base = config.base_model_name_or_path or "the base model"
-    (folder / "README.md").write_text(CARD.format(base=base, version=__version__, settings=settings))
+    usage = (CLASSIFIER_USAGE if classifies else USAGE).format(base=base)
+    (folder / "README.md").write_text(CARD.format(base=base, version=__version__, settings=settings, usage=usage))
 
 
 def replace_folder(new: Path, target: Path) -> None:

@@ -11,7 +11,10 @@ from qlora_fsdp.shards import local_tensor
 
 
 def check_gradients(
-    model: nn.Module, first_step: bool, sum_over_ranks: Callable[[list[float]], list[float]]
+    model: nn.Module,
+    first_step: bool,
+    sum_over_ranks: Callable[[list[float]], list[float]],
+    may_be_zero: Callable[[str], bool] = lambda name: False,
 ) -> list[str]:
     """Trainable parameters whose gradient is missing, not finite, or zero everywhere.
 
@@ -21,6 +24,7 @@ def check_gradients(
         model: after backward.
         first_step: whether no optimizer step has been taken yet.
         sum_over_ranks: sums a list of floats over ranks.
+        may_be_zero: whether the parameter of this name may have a gradient of zeros.
 
     Returns:
         One line a parameter: its name and what is wrong; empty when all is well.
@@ -44,6 +48,6 @@ def check_gradients(
             problems.append(f"{name} got no gradient: nothing in the loss depends on it, or its path is detached")
         elif infinite:
             problems.append(f"{name} got a NaN or infinite gradient")
-        elif not nonzero and not (first_step and ".lora_A." in name):
+        elif not nonzero and not (first_step and ".lora_A." in name) and not may_be_zero(name):
             problems.append(f"{name} got a gradient of zeros: its output does not reach the loss")
     return problems

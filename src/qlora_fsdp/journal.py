@@ -56,12 +56,14 @@ class Journal:
             log.info(line)
             self.last_line = now
 
-    def evaluation(self, step: int, eval_loss: float, seconds: float) -> None:
-        """Record an evaluation after `step` optimizer steps."""
-        self._write({"step": step, "eval_loss": eval_loss, "eval_seconds": round(seconds, 3)})
+    def evaluation(self, step: int, eval_loss: float, metrics: dict[str, float], seconds: float) -> None:
+        """Record an evaluation after `step` optimizer steps; `metrics` are the task's figures besides the loss."""
+        named = {f"eval_{name}": value for name, value in metrics.items()}
+        self._write({"step": step, "eval_loss": eval_loss, **named, "eval_seconds": round(seconds, 3)})
         if self.is_main:
             print("\r\033[K" if self.is_terminal else "", end="")
-            log.info(f"step {step}/{self.num_steps} | evaluation loss {eval_loss:.4f} | {seconds:.1f} s")
+            figures = "".join(f" | {name} {value:.4f}" for name, value in metrics.items())
+            log.info(f"step {step}/{self.num_steps} | evaluation loss {eval_loss:.4f}{figures} | {seconds:.1f} s")
 
     def close(self, summary: dict[str, Any]) -> None:
         """Finish: the summary's figures also go to W&B."""

@@ -16,10 +16,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from qlora_fsdp.causal_lm import CausalLM
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.data.batch import Batch, collate, epoch_order, micro_batch_indices
 from qlora_fsdp.data.prefetch import prefetch
@@ -32,6 +31,7 @@ from qlora_fsdp.journal import Journal
 from qlora_fsdp.optim import clip_gradients, learning_rate_at
 from qlora_fsdp.plan import BatchSplit, FlopCounter
 from qlora_fsdp.saver import Saver
+from qlora_fsdp.task_model import TaskModel
 
 GRADIENT_CHECK_STEPS = 2  # after the second step LoRA's A has a gradient too
 
@@ -44,6 +44,7 @@ class TrainResult:
         num_steps: optimizer steps done, those before a resumption included.
         losses: mean loss of each step that was taken here.
         eval_losses: (step, loss) of each evaluation.
+        eval_metrics: the task's other figures in the last evaluation.
         first_step_seconds: of the first step, compilation and allocation included.
         tokens_per_second_per_gpu: median over the steps after the first.
         step_gpu_peak_gib: most memory in any step.
@@ -52,13 +53,14 @@ class TrainResult:
     num_steps: int = 0
     losses: list[float] = field(default_factory=list)
     eval_losses: list[tuple[int, float]] = field(default_factory=list)
+    eval_metrics: dict[str, float] = field(default_factory=dict)
     first_step_seconds: float | None = None
     tokens_per_second_per_gpu: float | None = None
     step_gpu_peak_gib: float | None = None
 
 
 def train(
-    model: CausalLM,
+    model: TaskModel,
     optimizer: torch.optim.Optimizer,
     train_data: Sequences,
     eval_data: Sequences | None,
@@ -99,8 +101,10 @@ def train(
 
     def evaluate_after(step: int) -> None:
         if eval_data is not None:
-            loss = _evaluate_and_record(model, eval_data, split, processes, journal, step)
+            started = time.perf_counter()
+            loss, result.eval_metrics = evaluate(model, eval_data, split, processes)
             result.eval_losses.append((step, loss))
+            journal.evaluation(step, loss, result.eval_metrics, time.perf_counter() - started)
 
     model.train()
     batches = prefetch(_batches(train_data, config, split, processes.rank, first_step))
@@ -157,7 +161,7 @@ def train(
 
 
 def _run_micro_batches(
-    model: CausalLM,
+    model: TaskModel,
     batches: Iterator[Batch],
     num_micro_batches: int,
     num_targets: int,
@@ -190,8 +194,10 @@ def _stop_on_nan(step: int, loss: float, norm: float, config: Config) -> None:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, data: Sequences, split: BatchSplit, processes: Processes) -> float:
-    """Mean loss over all target tokens of `data`, shared among ranks."""
+def evaluate(
+    model: TaskModel, data: Sequences, split: BatchSplit, processes: Processes
+) -> tuple[float, dict[str, float]]:
+    """Mean loss over all targets of `data`, shared among ranks, and the task's other figures."""
     was_training = model.training
     model.eval()
     everything = np.arange(len(data))
@@ -199,16 +205,10 @@ def evaluate(model: nn.Module, data: Sequences, split: BatchSplit, processes: Pr
     for batch in prefetch(_micro_batches(data, everything, split, processes.rank)):
         loss_sum += model(batch.to(processes.device))
     model.train(was_training)
-    return processes.sum([loss_sum.item()])[0] / max(1, data.num_target_tokens(everything))
-
-
-def _evaluate_and_record(
-    model: nn.Module, data: Sequences, split: BatchSplit, processes: Processes, journal: Journal, step: int
-) -> float:
-    started = time.perf_counter()
-    loss = evaluate(model, data, split, processes)
-    journal.evaluation(step, loss, time.perf_counter() - started)
-    return loss
+    assert isinstance(model, FSDPModule)
+    model.reshard()  # no backward does it: what the root holds would be saved from memory that FSDP has freed
+    loss = processes.sum([loss_sum.item()])[0] / max(1, data.num_target_tokens(everything))
+    return loss, model.take_metrics(processes)
 
 
 def _global_batch(num_sequences: int, seed: int, step: int, split: BatchSplit) -> Indices:
@@ -244,8 +244,8 @@ def _micro_batches(data: Sequences, indices: Indices, split: BatchSplit, rank: i
         yield collate(data, micro, pad_to=None, micro_batch_size=size)
 
 
-def _stop_on_bad_gradients(model: CausalLM, step: int, processes: Processes) -> None:
-    problems = check_gradients(model.model, step == 0, lambda flags: processes.sum(flags))
+def _stop_on_bad_gradients(model: TaskModel, step: int, processes: Processes) -> None:
+    problems = check_gradients(model.model, step == 0, processes.sum, model.may_get_zero_gradient)
     if problems:
         shown = "\n".join(f"  - {problem}" for problem in problems[:10])
         raise TrainingError(
@@ -261,6 +261,7 @@ def describe(result: TrainResult) -> dict[str, Any]:
         "final_loss": result.losses[-1] if result.losses else None,
         "initial_eval_loss": result.eval_losses[0][1] if result.eval_losses else None,
         "eval_loss": result.eval_losses[-1][1] if result.eval_losses else None,
+        **({"eval_metrics": result.eval_metrics} if result.eval_metrics else {}),
         "first_step_seconds": result.first_step_seconds,
         "step_gpu_peak_gib": result.step_gpu_peak_gib,
         "tokens_per_second_per_gpu": result.tokens_per_second_per_gpu,

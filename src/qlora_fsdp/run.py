@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.fsdp import FSDPModule
 from tqdm import tqdm
@@ -21,7 +22,8 @@ from qlora_fsdp.attention import check_packing, choose_attention
 from qlora_fsdp.build import BuiltModel, ModelFiles, build_model, find_model
 from qlora_fsdp.causal_lm import CausalLM, checkpoint_activations
 from qlora_fsdp.checkpoint import Checkpoint, load_checkpoint, verify_files
-from qlora_fsdp.config.schema import Config, DataFormat, MatmulKind, Weights
+from qlora_fsdp.classifier import SequenceClassifier
+from qlora_fsdp.config.schema import Config, DataFormat, MatmulKind, TaskName
 from qlora_fsdp.config.validate import check
 from qlora_fsdp.config.world import World
 from qlora_fsdp.data.prepare import PreparedData, prepare_data
@@ -52,6 +54,7 @@ from qlora_fsdp.resume import (
 from qlora_fsdp.run_folder import close_run_folder, log, open_run_folder, writing
 from qlora_fsdp.saver import Saver
 from qlora_fsdp.shard import count_shards, place_model, shard_model
+from qlora_fsdp.task_model import TaskModel
 from qlora_fsdp.watch import Watch
 
 
@@ -95,7 +98,7 @@ class _Prepared:
     """A run whose weights do not exist yet: the model is on meta, the data is tokenized."""
 
     built: BuiltModel
-    model: CausalLM
+    model: TaskModel
     dtype: torch.dtype
     num_shards: int
     sizes: Sizes
@@ -135,8 +138,11 @@ def _prepare(config: Config, processes: Processes, folder: Path) -> _Prepared:
     files = find_model(config.model, processes.is_local_main, lambda: processes.wait(patiently=True))
     text_config = files.config.get_text_config()
     tokenizer = _find_tokenizer(config, files)
+    predicts_tokens = config.task.name is TaskName.causal_lm
     check_packing(config.training.packing, files.config)
-    attention = choose_attention(config.model.attn_implementation.value, files.config, device, dtype)
+    attention = choose_attention(
+        config.model.attn_implementation.value, files.config, device, dtype, is_causal=predicts_tokens
+    )
     fused = use_fused_kernels(config.kernels, text_config.model_type, device)
     built = build_model(
         files,
@@ -145,9 +151,11 @@ def _prepare(config: Config, processes: Processes, folder: Path) -> _Prepared:
         attention,
         trust_remote_code=config.model.trust_remote_code,
         keep=list(config.lora.modules_to_save or []),
+        task=config.task,
+        pad_token_id=tokenizer.pad_token_id,
     )
     built.model.name_or_path = config.model.path or config.model.name
-    model = CausalLM(apply_adapters(built.model, config.lora), liger_loss="cross_entropy" in fused)
+    model = _add_adapters(built, config, liger_loss="cross_entropy" in fused)
     num_fp8 = use_fp8(model) if config.compute.matmul is MatmulKind.fp8 else 0
     num_groups = fuse_layers(model) if config.kernels.fuse_layers else 0
     num_recomputed = checkpoint_activations(model, config.memory)
@@ -169,12 +177,22 @@ def _prepare(config: Config, processes: Processes, folder: Path) -> _Prepared:
         wait=lambda error: next((e for e in processes.gather(error, patiently=True) if e is not None), None),
         vocab_size=text_config.vocab_size,
     )
+    if isinstance(model, SequenceClassifier):
+        model.weigh_classes(data.train.labels_of(np.arange(len(data.train))))
     split = split_batches(config.training, processes.num_ranks, len(data.train))
     for line in str(data.report).splitlines():
         log.info(f"Data: {line}")
     log.info(f"Steps: {split.num_steps} of {config.training.max_length} tokens a sequence at most")
     flops = count_flops(model, text_config)
     return _Prepared(built, model, dtype, num_shards, sizes, flops, tokenizer, data, split)
+
+
+def _add_adapters(built: BuiltModel, config: Config, liger_loss: bool) -> TaskModel:
+    """The model with adapters and the loss of its task."""
+    if config.task.name is TaskName.causal_lm:
+        return CausalLM(apply_adapters(built.model, config.lora), liger_loss)
+    lora = replace(config.lora, modules_to_save=[*(config.lora.modules_to_save or []), *built.head])
+    return SequenceClassifier(apply_adapters(built.model, lora, task_type="SEQ_CLS"), config.task)
 
 
 def _load_and_prove(
@@ -211,11 +229,10 @@ def _load(prepared: _Prepared, config: Config, processes: Processes) -> int:
     total = sum(a.num_bytes(dtype) for a in assignments) // prepared.num_shards
     shows = processes.is_main and sys.stderr.isatty()
     with tqdm(total=total, unit="B", unit_scale=True, desc="Loading", disable=not shows, leave=False) as bar:
-        if config.model.weights is Weights.random:
-            std = getattr(prepared.built.model.config, "initializer_range", 0.02)
-            fill_randomly(assignments, processes.device, dtype, std, config.training.seed, bar.update)
-        else:
-            fill_from_files(assignments, processes.device, dtype, bar.update)
+        std = getattr(prepared.built.model.config, "initializer_range", 0.02)
+        made_up = [a for a in assignments if a.stored is None]  # all, or a new head
+        fill_randomly(made_up, processes.device, dtype, std, config.training.seed, bar.update)
+        fill_from_files([a for a in assignments if a.stored is not None], processes.device, dtype, bar.update)
     return total
 
 

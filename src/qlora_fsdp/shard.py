@@ -16,13 +16,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from qlora_fsdp.causal_lm import CausalLM
 from qlora_fsdp.config.schema import FsdpConfig, ShardingStrategy
 from qlora_fsdp.distributed import Processes
 from qlora_fsdp.quantized import QuantizedLinear
+from qlora_fsdp.task_model import TaskModel
 
 
-def shard_model(model: CausalLM, config: FsdpConfig, processes: Processes) -> list[FSDPModule]:
+def shard_model(model: TaskModel, config: FsdpConfig, processes: Processes) -> list[FSDPModule]:
     """Make every parameter a DTensor over the mesh; the FSDP units, the root last.
 
     Args:
@@ -85,7 +85,7 @@ def place_model(model: nn.Module, shard_device: torch.device, buffer_device: tor
     model._apply(place)
 
 
-def _end_units(model: CausalLM) -> list[nn.Module]:
+def _end_units(model: TaskModel) -> list[nn.Module]:
     """Embeddings and head as units of their own; none where they share a weight, which then is the root's."""
     if not model.splits_head:
         return []

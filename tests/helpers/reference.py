@@ -65,14 +65,14 @@ def dequantize_int8(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtyp
     return (codes.double() * scales.double()[:, None] / 127).to(dtype)
 
 
-def add_lora(model: nn.Module, config: Config) -> peft.PeftModel:
+def add_lora(model: nn.Module, config: Config, task_type: str = "CAUSAL_LM") -> peft.PeftModel:
     """PEFT on the stock model, A drawn as PEFT does but from the seed that we use.
 
     `lora.Linear` goes over bitsandbytes' layer too, as PEFT's `Linear4bit` rounds in another order.
     """
     wanted = config.lora
     settings = peft.LoraConfig(
-        task_type="CAUSAL_LM",
+        task_type=task_type,
         r=wanted.r,
         lora_alpha=wanted.lora_alpha,
         lora_dropout=wanted.lora_dropout,

@@ -14,17 +14,17 @@ import torch
 from torch import Tensor
 
 import qlora_fsdp.run as pipeline
-from qlora_fsdp.causal_lm import CausalLM
 from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.config.world import World
 from qlora_fsdp.distributed import Processes
 from qlora_fsdp.loop import TrainResult
 from qlora_fsdp.quantized import QuantizedLinear
 from qlora_fsdp.shards import gather_rows, local_tensor, shard_group
+from qlora_fsdp.task_model import TaskModel
 from tests.helpers.ranks import Meeting
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "while", "rain", "fell", "over", "old", "town", "and", "birds", "sang"]
-Inspect = Callable[[CausalLM, Processes], Any]
+Inspect = Callable[[TaskModel, Processes], Any]
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def train_here(argv: Sequence[str], inspect: Inspect | None = None, train: bool 
     seen: dict[str, Any] = {}
     train_stage = pipeline.train
 
-    def train_and_inspect(model: CausalLM, *args: Any) -> TrainResult:
+    def train_and_inspect(model: TaskModel, *args: Any) -> TrainResult:
         result = train_stage(model, *args) if train else TrainResult()
         seen["losses"] = result.losses
         processes = next(a for a in args if isinstance(a, Processes))
@@ -97,7 +97,7 @@ def train_all(
 
 
 @torch.no_grad()
-def logits_of(model: CausalLM, input_ids: Tensor) -> Tensor:
+def logits_of(model: TaskModel, input_ids: Tensor) -> Tensor:
     """Logits of the sharded model: float32 [B, L, V] on the CPU."""
     model.eval()
     model.unshard()
@@ -107,7 +107,7 @@ def logits_of(model: CausalLM, input_ids: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def gathered_parts(model: CausalLM, processes: Processes) -> dict[str, Tensor]:
+def gathered_parts(model: TaskModel, processes: Processes) -> dict[str, Tensor]:
     """Every quantized weight's parts as FSDP gathers them, by the base model's name: uint8 [rows, bytes] on the CPU."""
     parts = {}
     for unit in (model, *model.layers):
@@ -123,7 +123,7 @@ def gathered_parts(model: CausalLM, processes: Processes) -> dict[str, Tensor]:
     return parts
 
 
-def gathered_adapter(model: CausalLM, processes: Processes) -> dict[str, Tensor]:
+def gathered_adapter(model: TaskModel, processes: Processes) -> dict[str, Tensor]:
     """What is trained, whole, by name, on every rank."""
     return {
         name: gather_rows(local_tensor(param), param.shape[0], shard_group(param)).clone()

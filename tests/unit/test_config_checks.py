@@ -19,6 +19,7 @@ from qlora_fsdp.config.validate import check, check_settings, check_world
 from qlora_fsdp.config.world import World
 from qlora_fsdp.errors import ConfigError, DeviceError
 
+CLASSIFY = "task=sequence_classification data=default data.path=org/name"
 DRY_RUN = ["model=tiny", "data=random", "training.max_steps=10"]
 GPU = World(num_ranks=8, local_num_ranks=4, device_type="cuda")
 
@@ -50,6 +51,22 @@ def test_dry_run_has_no_problem() -> None:
         ("data.eval_path=./held_out.csv", "data.eval_path=./held_out.csv does not exist"),
         ("data=default", "data.path=null names no data."),
         ("data.chat_template=chatml2", "is neither a file nor one of alpaca, chatml, llama3."),
+        ("task.labels=[a,b]", "task.labels=[a,b] has no effect with task.name=causal_lm."),
+        (
+            "task=sequence_classification task.labels=[a,b]",
+            "data.format=random has no effect with task.name=sequence_classification",
+        ),
+        (f"{CLASSIFY}", "task.labels=null names too few labels."),
+        (f"{CLASSIFY} task.labels=[a,a]", "task.labels=[a,a] names a label twice."),
+        (f"{CLASSIFY} task.labels=[a,b] training.packing=true", "training.packing=true can't be used with task.name="),
+        (
+            f"{CLASSIFY} task.labels=[a,b] task.class_weights=[1]",
+            "task.class_weights=[1] is neither `balanced` nor a positive number for each of the 2 labels.",
+        ),
+        (
+            f"{CLASSIFY} task.problem_type=regression task.class_weights=balanced",
+            "task.class_weights=balanced has no effect on a regression.",
+        ),
         ("training.eval_every_steps=5", "training.eval_every_steps=5 has no data to evaluate on."),
         ("training.max_steps=null", "training.max_steps=null sets no end"),
         ("training.precision=float16", "training.precision=float16 needs loss scaling"),

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
+from qlora_fsdp.config.check_task import check_task
 from qlora_fsdp.config.command_line import conf_folder, group_options
 from qlora_fsdp.config.schema import (
     Activations,
@@ -75,7 +76,7 @@ _INIT_LORA_WEIGHTS = (True, "gaussian", "orthogonal")
 def check_settings(config: Config) -> list[Problem]:
     """Returns what is wrong with the configuration whatever it runs on."""
     checks = (_numbers, _run, _model, _compute, _quant, _lora, _fsdp, _data, _optim, _training, _checkpoint, _launch)
-    return [problem for find_problems in (*checks, _packages) for problem in find_problems(config)]
+    return [problem for find_problems in (*checks, check_task, _packages) for problem in find_problems(config)]
 
 
 def is_local_path(text: str) -> bool:

@@ -11,6 +11,17 @@ from enum import Enum
 from typing import Any
 
 
+class TaskName(Enum):
+    causal_lm = "causal_lm"
+    sequence_classification = "sequence_classification"
+
+
+class ProblemType(Enum):
+    single_label_classification = "single_label_classification"
+    multi_label_classification = "multi_label_classification"
+    regression = "regression"
+
+
 class Weights(Enum):
     checkpoint = "checkpoint"
     random = "random"
@@ -114,6 +125,20 @@ class RunConfig:
     folder: str = "outputs/${run.name}"
     # Start anew in a folder that already holds a run; its files, checkpoints included, are replaced.
     overwrite: bool = False
+
+
+@dataclass
+class TaskConfig:
+    # What is learned: the next token, or the labels of whole rows, {"text": ..., "label": ...}, with a new head.
+    name: TaskName = TaskName.causal_lm
+    # One label a row, any number of labels a row (a list), or numbers. The names are those of transformers.
+    problem_type: ProblemType = ProblemType.single_label_classification
+    # Names of the labels in the order of the head's outputs; rows give a label by its name or its index. For
+    # regression, names of the numbers; null: one number.
+    labels: list[str] | None = None
+    # Weights of the labels in the loss, in the same order (with several labels a row: of their positives), or
+    # `balanced`: inverse to how often each occurs. null: all count alike.
+    class_weights: Any = None
 
 
 @dataclass
@@ -377,6 +402,7 @@ class SlurmConfig:
 @dataclass
 class Config:
     run: RunConfig = field(default_factory=RunConfig)
+    task: TaskConfig = field(default_factory=TaskConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     quant: QuantConfig = field(default_factory=QuantConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)

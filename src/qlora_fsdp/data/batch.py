@@ -32,6 +32,7 @@ class Batch:
             Padding at the end of a sequence is a row too.
         max_row_length: tokens of the longest row.
         num_target_tokens: positions with a target.
+        labels: float32 [B, numbers a row], NaN where a sequence is padding alone; None where tokens are predicted.
     """
 
     input_ids: torch.Tensor
@@ -40,6 +41,7 @@ class Batch:
     sequence_starts: torch.Tensor
     max_row_length: int
     num_target_tokens: int
+    labels: torch.Tensor | None = None
 
     def to(self, device: torch.device | str) -> Batch:
         """Copies the tensors to `device`; without waiting if they are pinned."""
@@ -111,7 +113,14 @@ def collate(sequences: Sequences, indices: Indices, *, pad_to: int | None, micro
         sequence_starts=torch.tensor(row_starts, dtype=torch.int32),
         max_row_length=int(np.diff(row_starts).max()),
         num_target_tokens=num_target_tokens,
+        labels=_labels(sequences, indices, micro_batch_size) if sequences.has_labels else None,
     )
+
+
+def _labels(sequences: Sequences, indices: Indices, micro_batch_size: int) -> torch.Tensor:
+    labels = torch.full((micro_batch_size, sequences.rows.labels.shape[1]), torch.nan)
+    labels[: len(indices)] = torch.from_numpy(sequences.labels_of(indices))
+    return labels
 
 
 def _padded_length(sequences: Sequences, indices: NDArray[np.int64]) -> int:

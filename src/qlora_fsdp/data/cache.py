@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from qlora_fsdp.data.report import NUM_EXAMPLES, ReadReport, RowProblem
 from qlora_fsdp.data.tokenize import Mask, Tokens
 
-CACHE_VERSION = 1  # raise it when the same input gives other tokens
+CACHE_VERSION = 2  # raise it when the same input gives other tokens
 REPORT = "report.json"
 
 
@@ -34,13 +34,15 @@ class TokenizedRows:
         tokens: int32 [num_tokens], all rows one after another.
         is_target: bool [num_tokens], whether a token is trained on; never the first of a row.
         starts: int64 [num_rows + 1], where rows begin in them.
-        num_targets: int32 [num_rows].
+        num_targets: int32 [num_rows]; 1 for a labelled row.
+        labels: float32 [num_rows, numbers a row], as `data.labels` reads them; no numbers without labels.
     """
 
     tokens: Tokens
     is_target: Mask
     starts: NDArray[np.int64]
     num_targets: NDArray[np.int32]
+    labels: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 0), np.float32))
 
     @property
     def lengths(self) -> NDArray[np.int64]:
@@ -53,9 +55,12 @@ class TokenizedRows:
 
 def fingerprint(tokenizer: PreTrainedTokenizerBase, *parts: Any) -> str:
     """Names a cache entry: a hash of the tokenizer (vocabulary, rules, special tokens, template) and of JSON values."""
+    rules = json.loads(tokenizer.backend_tokenizer.to_str())
+    for state in ("truncation", "padding"):  # of the last call, or whatever its author called last
+        rules.pop(state, None)
     identity = [
         CACHE_VERSION,
-        tokenizer.backend_tokenizer.to_str(),
+        rules,
         tokenizer.chat_template,
         {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
         parts,
@@ -63,11 +68,22 @@ def fingerprint(tokenizer: PreTrainedTokenizerBase, *parts: Any) -> str:
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def write_entry(folder: Path, path: str, num_rows: int, tokenized: datasets.Dataset) -> ReadReport:
-    """Writes tokenized rows (columns as in tokenize.FEATURES) to `folder`, which is there and empty."""
+def write_entry(
+    folder: Path, path: str, num_rows: int, tokenized: datasets.Dataset, label_width: int = 0
+) -> ReadReport:
+    """Writes tokenized rows (columns as in tokenize.FEATURES) to `folder`, which is there and empty.
+
+    Args:
+        folder: where to.
+        path: of the source, as the user gave it.
+        num_rows: rows read.
+        tokenized: the rows.
+        label_width: numbers a row has as its labels; 0: tokens are predicted, not labels.
+    """
     counter = _Counter()
     num_tokens, max_token_id = 0, -1
     lengths, num_targets = [np.zeros(0, np.int64)], [np.zeros(0, np.int32)]
+    labels = [np.zeros(0, np.float32)]
     with (folder / "tokens.bin").open("wb") as tokens_file, (folder / "is_target.bin").open("wb") as is_target_file:
         for table in tokenized.with_format("arrow").iter(batch_size=1000):
             counter.add(table.select(["place", "problem", "detail"]), table["tokens"])
@@ -80,13 +96,16 @@ def write_entry(folder: Path, path: str, num_rows: int, tokenized: datasets.Data
             is_target.tofile(is_target_file)
             lengths.append(row_lengths.astype(np.int64))
             row_starts = np.cumsum(row_lengths) - row_lengths
-            num_targets.append(np.add.reduceat(is_target, row_starts, dtype=np.int32))
+            row_targets = np.add.reduceat(is_target, row_starts, dtype=np.int32)
+            num_targets.append(np.ones_like(row_targets) if label_width else row_targets)
+            labels.append(_flat(table["labels"], np.float32))
             num_tokens += len(tokens)
             max_token_id = max(max_token_id, int(tokens.max()))
     starts = np.concatenate([[0], np.cumsum(np.concatenate(lengths))]).astype(np.int64)
     starts.tofile(folder / "starts.bin")
     np.concatenate(num_targets).tofile(folder / "num_targets.bin")
-    report = ReadReport(path, num_rows, len(starts) - 1, num_tokens, max_token_id, counter.problems())
+    np.concatenate(labels).tofile(folder / "labels.bin")
+    report = ReadReport(path, num_rows, len(starts) - 1, num_tokens, max_token_id, counter.problems(), label_width)
     (folder / REPORT).write_text(json.dumps(report.to_json(), indent=1), encoding="utf-8")
     return report
 
@@ -103,13 +122,16 @@ def load_entry(folder: Path) -> tuple[TokenizedRows, ReadReport]:
         size, expected = (folder / name).stat().st_size, length * np.dtype(dtype).itemsize
         if size != expected:
             raise ValueError(f"{folder / name} has {size} bytes, not {expected}")
-        return np.memmap(folder / name, dtype=dtype, mode="r", shape=(length,))
+        return np.memmap(folder / name, dtype=dtype, mode="r", shape=(length,)) if length else np.zeros(0, dtype)
 
     rows = TokenizedRows(
         tokens=load("tokens.bin", np.int32, report.num_tokens),
         is_target=load("is_target.bin", np.bool_, report.num_tokens),
         starts=np.array(load("starts.bin", np.int64, report.num_used_rows + 1)),
         num_targets=np.array(load("num_targets.bin", np.int32, report.num_used_rows)),
+        labels=np.array(load("labels.bin", np.float32, report.num_used_rows * report.label_width)).reshape(
+            report.num_used_rows, report.label_width
+        ),
     )
     return rows, report
 

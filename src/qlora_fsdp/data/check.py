@@ -14,6 +14,7 @@ WRONG_KEYS = "wrong keys"
 WRONG_TYPES = "wrong types"
 REFUSED = "refused by the chat template"
 NO_TARGET = "no target token"
+WRONG_LABEL = "wrong label"
 TOO_LONG = "longer than training.max_length"
 
 REQUIRED_KEYS = {
@@ -47,7 +48,7 @@ def check_row(raw: bytes, data_format: DataFormat) -> tuple[DataFormat, dict[str
     Raises:
         BadRow: it can't be used.
     """
-    row = _parse(raw)
+    row = parse_row(raw)
     form = _detect(row) if data_format is DataFormat.auto else data_format
     missing = [key for key in REQUIRED_KEYS[form] if key not in row]
     if missing:
@@ -66,7 +67,12 @@ def check_row(raw: bytes, data_format: DataFormat) -> tuple[DataFormat, dict[str
     return form, row
 
 
-def _parse(raw: bytes) -> dict[str, Any]:
+def parse_row(raw: bytes) -> dict[str, Any]:
+    """Parses a row, whatever its keys.
+
+    Raises:
+        BadRow: it is empty, not UTF-8 or no JSON object.
+    """
     if not raw.strip():
         raise BadRow(EMPTY)
     try:

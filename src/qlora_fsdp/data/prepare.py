@@ -9,14 +9,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import mkdtemp
+from typing import Any
 
 import numpy as np
 from filelock import FileLock
 from transformers import PreTrainedTokenizerBase
 
-from qlora_fsdp.config.schema import BadRows, Config, DataFormat
+from qlora_fsdp.config.schema import BadRows, Config, DataFormat, TaskName
 from qlora_fsdp.data.cache import TokenizedRows, fingerprint, load_entry, write_entry
 from qlora_fsdp.data.check import TOO_LONG
+from qlora_fsdp.data.labels import LabelledRowTokenizer, count_labels, label_width
 from qlora_fsdp.data.read import Source, find_source, read_rows
 from qlora_fsdp.data.report import DataReport, ReadReport
 from qlora_fsdp.data.sequences import Indices, RandomRows, Rows, Sequences, make_sequences
@@ -123,6 +125,7 @@ def _open(config: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -
         packing_efficiency=float(train.lengths.sum() / (len(train) * training.max_length)),
         num_eval_sequences=len(evaluation) if evaluation else 0,
         num_eval_target_tokens=int(evaluation.num_targets.sum()) if evaluation else 0,
+        label_counts=count_labels(train.labels_of(np.arange(len(train))), config.task) if train.has_labels else {},
     )
     return PreparedData(train, evaluation, report)
 
@@ -161,7 +164,7 @@ def _tokenize_into(entry: Path, source: Source, config: Config, tokenizer: PreTr
             raw = raw.select(np.sort(chosen))
         num_proc = data.num_proc or min(MAX_PROCESSES, len(os.sched_getaffinity(0)))
         tokenized = raw.map(
-            RowTokenizer(tokenizer, data.format, data.loss_on, config.training.max_length, data.bad_rows),
+            _row_tokenizer(config, tokenizer),
             batched=True,
             batch_size=ROWS_A_BATCH,
             remove_columns=raw.column_names,
@@ -173,11 +176,25 @@ def _tokenize_into(entry: Path, source: Source, config: Config, tokenizer: PreTr
         )
         finished = temporary / "finished"
         finished.mkdir()
-        _check(write_entry(finished, source.path, len(raw), tokenized), config, tokenizer)
+        width = label_width(config.task) if _has_labels(config) else 0
+        _check(write_entry(finished, source.path, len(raw), tokenized, width), config, tokenizer)
         shutil.rmtree(entry, ignore_errors=True)  # there only if it is not whole
         finished.rename(entry)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _row_tokenizer(
+    config: Config, tokenizer: PreTrainedTokenizerBase
+) -> Callable[[dict[str, list[Any]]], dict[str, list[Any]]]:
+    data, max_length = config.data, config.training.max_length
+    if _has_labels(config):
+        return LabelledRowTokenizer(tokenizer, config.task, max_length, data.bad_rows)
+    return RowTokenizer(tokenizer, data.format, data.loss_on, max_length, data.bad_rows)
+
+
+def _has_labels(config: Config) -> bool:
+    return config.task.name is TaskName.sequence_classification
 
 
 def _check(report: ReadReport, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -189,7 +206,8 @@ def _check(report: ReadReport, config: Config, tokenizer: PreTrainedTokenizerBas
     if report.num_used_rows == 0:
         what = f"{report}" if report.num_rows else f"{report.path} has no rows"
         raise DataError(
-            f"There is no usable row. {what}\nRepair the rows, or set data.path, data.format or data.loss_on."
+            f"There is no usable row. {what}\nRepair the rows, or set "
+            + ("data.path or task.labels." if _has_labels(config) else "data.path, data.format or data.loss_on.")
         )
 
 
@@ -223,6 +241,7 @@ def _is_whole(entry: Path) -> bool:
 def _entry_folder(source: Source, config: Config, tokenizer: PreTrainedTokenizerBase) -> Path:
     data = config.data
     max_rows = data.max_rows if source.path == data.path else None
+    task = [config.task.problem_type.value, config.task.labels] if _has_labels(config) else None
     key = fingerprint(
         tokenizer,
         source.identity,
@@ -232,6 +251,7 @@ def _entry_folder(source: Source, config: Config, tokenizer: PreTrainedTokenizer
         config.training.max_length,
         max_rows,
         config.training.seed if max_rows is not None else None,
+        task,
     )
     return Path(data.cache_folder or DEFAULT_CACHE_FOLDER).expanduser() / key
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 NUM_EXAMPLES = 5
@@ -41,6 +41,7 @@ class ReadReport:
         num_tokens: in the used rows.
         max_token_id: the largest of them.
         problems: the bad rows, the most frequent kind first.
+        label_width: numbers a row has as its labels; 0 without labels.
     """
 
     path: str
@@ -49,6 +50,7 @@ class ReadReport:
     num_tokens: int
     max_token_id: int
     problems: tuple[RowProblem, ...]
+    label_width: int = 0
 
     def __str__(self) -> str:
         lines = [f"{self.path}: {self.num_rows:,} {_rows(self.num_rows)} read, {self.num_used_rows:,} used"]
@@ -76,6 +78,7 @@ class DataReport:
         packing_efficiency: num_tokens over num_sequences x training.max_length.
         num_eval_sequences: 0 without evaluation.
         num_eval_target_tokens: likewise.
+        label_counts: rows by label; empty without labels.
     """
 
     sources: tuple[ReadReport, ...]
@@ -86,6 +89,7 @@ class DataReport:
     packing_efficiency: float
     num_eval_sequences: int
     num_eval_target_tokens: int
+    label_counts: dict[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
         lines = [
@@ -97,6 +101,8 @@ class DataReport:
             lines.append(
                 f"evaluation: {self.num_eval_sequences:,} sequences, {self.num_eval_target_tokens:,} tokens with a loss"
             )
+        if self.label_counts:
+            lines.append(f"labels: {', '.join(f'{name} {number:,}' for name, number in self.label_counts.items())}")
         return "\n".join(lines)
 
 

@@ -24,6 +24,9 @@ class Rows(Protocol):
     @property
     def num_targets(self) -> NDArray[np.int32]: ...
 
+    @property
+    def labels(self) -> NDArray[np.float32]: ...
+
     def read(self, row: int) -> tuple[Tokens, Mask]: ...
 
 
@@ -43,6 +46,10 @@ class RandomRows:
     @property
     def num_targets(self) -> NDArray[np.int32]:
         return np.full(self.num_rows, self.length - 1, dtype=np.int32)
+
+    @property
+    def labels(self) -> NDArray[np.float32]:
+        return np.zeros((self.num_rows, 0), dtype=np.float32)
 
     def read(self, row: int) -> tuple[Tokens, Mask]:
         rng = np.random.default_rng([self.seed, row])
@@ -86,6 +93,16 @@ class Sequences:
     def lengths(self) -> NDArray[np.int64]:
         """Tokens of each sequence, [num_sequences]."""
         return np.add.reduceat(self.rows.lengths[self.row_ids], self.starts[:-1], dtype=np.int64)
+
+    @property
+    def has_labels(self) -> bool:
+        """Rows have labels; each is a sequence then."""
+        return bool(self.rows.labels.shape[1])
+
+    def labels_of(self, indices: Indices) -> NDArray[np.float32]:
+        """Labels of sequences that are one row each, [len(indices), numbers a row]."""
+        assert not self.is_packed
+        return self.rows.labels[self.row_ids[indices]]
 
     def num_target_tokens(self, indices: Indices) -> int:
         """Positions with a target in these sequences: the weight of their mean loss."""

@@ -25,6 +25,7 @@ FEATURES = datasets.Features(
         "detail": datasets.Value("string"),
         "tokens": datasets.List(datasets.Value("int32")),  # empty: the row is left out
         "is_target": datasets.List(datasets.Value("bool")),
+        "labels": datasets.List(datasets.Value("float32")),  # of labelled rows; see data.labels
     }
 )
 
@@ -48,7 +49,7 @@ class RowTokenizer:
         out: dict[str, list[Any]] = {name: [] for name in FEATURES}
 
         def add(place: str, problem: str, detail: str, tokens: Tokens, is_target: Mask) -> None:
-            for name, value in zip(FEATURES, (place, problem, detail, tokens, is_target), strict=True):
+            for name, value in zip(FEATURES, (place, problem, detail, tokens, is_target, []), strict=True):
                 out[name].append(value)
 
         formatted: list[tuple[str, FormattedRow]] = []

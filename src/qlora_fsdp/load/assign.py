@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable, Collection
 from typing import Any
 
 from torch import nn
@@ -84,8 +85,25 @@ def read_quant_state(stored: StoredTensor) -> dict[str, Any]:
         return json.loads(stream.read(stored.num_bytes))  # type: ignore[no-any-return]
 
 
-def assign(model: PreTrainedModel, keys: dict[str, StoredTensor], random: bool) -> list[Assignment]:
-    """Which tensor fills which parameter, each parameter once, tied ones under any of their names."""
+def assign(
+    model: PreTrainedModel,
+    keys: dict[str, StoredTensor],
+    random: bool,
+    new: Collection[str] = (),
+    is_optional: Callable[[str], bool] = lambda name: False,
+) -> list[Assignment]:
+    """Which tensor fills which parameter, each parameter once, tied ones under any of their names.
+
+    Args:
+        model: on meta.
+        keys: the checkpoint's tensors under the model's names.
+        random: nothing comes from files.
+        new: parameters that are made up all the same.
+        is_optional: whether a tensor of the files may be left unused.
+
+    Raises:
+        CheckpointError: missing, unexpected or misshaped tensors: all are listed.
+    """
     names_of: dict[int, list[str]] = {}
     slots: dict[str, tuple[nn.Module, str]] = {}
     for module_name, module in model.named_modules():
@@ -110,6 +128,10 @@ def assign(model: PreTrainedModel, keys: dict[str, StoredTensor], random: bool) 
         ]
     assignments, missing, misshaped, used = [], [], [], set[str]()
     for names in names_of.values():
+        if names[0] in new:
+            assignments.append(Assignment(names[0], *slots[names[0]]))
+            used.update(names)
+            continue
         name = next((n for n in names if n in keys), None)
         if name is None:
             missing.append(" or ".join(names))
@@ -130,7 +152,8 @@ def assign(model: PreTrainedModel, keys: dict[str, StoredTensor], random: bool) 
     unexpected = [
         key
         for key in keys
-        if key not in used and not NON_PERSISTENT.search(key) and not any(re.search(p, key) for p in ignored)
+        if not (key in used or is_optional(key) or NON_PERSISTENT.search(key))
+        and not any(re.search(p, key) for p in ignored)
     ]
     _raise_if_any(model, missing, unexpected, misshaped)
     return assignments

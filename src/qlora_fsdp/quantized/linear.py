@@ -108,7 +108,7 @@ class _DequantizedLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, layer: QuantizedLinear) -> Tensor:
         ctx.layer = layer
         (y_NO,) = layer.matmul.outputs(x.reshape(-1, x.shape[-1]), [layer])
-        return y_NO.view(*x.shape[:-1], layer.out_features)
+        return unflatten(y_NO, x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -133,3 +133,12 @@ def use_fp8(model: nn.Module) -> int:
         fix = "Set compute=dequantized."
         raise ConfigError([Problem("compute.matmul=fp8", "finds no 4-bit layer in this model.", fix)])
     return num_layers
+
+
+def unflatten(y_NO: Tensor, x: Tensor) -> Tensor:
+    """y with the leading dimensions of x, and not as a view.
+
+    An autograd function's result that is a view must not be changed in place, as Longformer does with its queries.
+    """
+    y: Tensor = torch.ops.aten._unsafe_view.default(y_NO, [*x.shape[:-1], y_NO.shape[1]])
+    return y

@@ -19,7 +19,7 @@ from peft.tuners import lora
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qlora_fsdp.quantized.linear import QuantizedLinear
+from qlora_fsdp.quantized.linear import QuantizedLinear, unflatten
 
 
 class LoraLinear(lora.Linear):
@@ -168,7 +168,7 @@ class _AddLowRank(torch.autograd.Function):
             y_NO.addmm_(h, part.lora_b.weight.to(x.dtype).t(), alpha=part.scaling)
         # Not save_for_backward: that would be the last saved tensor, and the products before it made again.
         ctx.h_NR, ctx.parts, ctx.shape = h_NR.detach(), parts, x.shape
-        return tuple(y.view(*x.shape[:-1], y.shape[1]) for y in outputs)
+        return tuple(unflatten(y, x) for y in outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:

@@ -1,0 +1,50 @@
+"""Does the configuration of the task make sense? Imports no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from qlora_fsdp.config.schema import Config, DataFormat, ProblemType, TaskName
+from qlora_fsdp.config.settings import all_settings, problem_with, show, value_of
+from qlora_fsdp.errors import Problem
+
+
+def check_task(config: Config) -> Iterator[Problem]:
+    """Yields what is wrong with `task`, and with what does not go with it."""
+    task = config.task
+    if task.name is TaskName.causal_lm:
+        for key in ("task.problem_type", "task.labels", "task.class_weights"):
+            if value_of(config, key) != all_settings()[key].default:
+                fix = f"Set task=sequence_classification too, or leave {key} out."
+                yield problem_with(config, key, f"has no effect with {show('task.name', task.name)}.", fix)
+        return
+    if config.training.packing:
+        reason = f"can't be used with {show('task.name', task.name)}: a label belongs to a sequence of its own."
+        yield problem_with(config, "training.packing", reason, "Set task=sequence_classification, or training=padded.")
+    if config.data.format is not DataFormat.auto:
+        reason = f"has no effect with {show('task.name', task.name)}: rows have text and label."
+        yield problem_with(config, "data.format", reason, "Set data.format=auto.")
+    is_regression = task.problem_type is ProblemType.regression
+    labels = task.labels or []
+    if not is_regression and len(labels) < (2 if task.problem_type is ProblemType.single_label_classification else 1):
+        fix = "Set task.labels=[first,second,...], the values of label in the rows; in a YAML file if they are many."
+        yield problem_with(config, "task.labels", "names too few labels.", fix)
+    if len(set(labels)) < len(labels):
+        yield problem_with(config, "task.labels", "names a label twice.", "Name each once.")
+    weights = task.class_weights
+    if weights is None:
+        return
+    if is_regression:
+        fix = "Leave it out, or set another task.problem_type."
+        yield problem_with(config, "task.class_weights", "has no effect on a regression.", fix)
+    elif weights != "balanced" and not _are_weights(weights, len(labels)):
+        reason = f"is neither `balanced` nor a positive number for each of the {len(labels)} labels."
+        yield problem_with(config, "task.class_weights", reason, "Set task.class_weights=balanced, or such a list.")
+
+
+def _are_weights(value: Any, num_labels: int) -> bool:
+    if not isinstance(value, list) or len(value) != num_labels:
+        return False
+    return all(isinstance(w, (int, float)) and not isinstance(w, bool) and 0 < w < math.inf for w in value)

@@ -1,0 +1,156 @@
+"""Classifiers: losses of stock libraries on any number of ranks, and an adapter that stock PEFT loads, head and all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoConfig, AutoTokenizer
+
+from qlora_fsdp.config.compose import load_config
+from qlora_fsdp.config.schema import ProblemType
+from qlora_fsdp.data.tokenizer import byte_tokenizer
+from qlora_fsdp.distributed import Processes
+from qlora_fsdp.task_model import TaskModel
+from tests.helpers.classification import (
+    LABELS,
+    load_stock_classifier,
+    make_encoder,
+    stock_classifier_losses,
+    write_labelled_rows,
+)
+from tests.helpers.ranks import once, run_ranks
+from tests.helpers.runs import settings, train_all
+
+pytestmark = pytest.mark.distributed
+TEXTS = ["rain fell over the old town", "birds"]
+NUM_STEPS = 5
+SINGLE, MULTI, REGRESSION = ProblemType
+
+# Case: family, what its checkpoint has besides the backbone, the kind of labels, other settings.
+CASES = {
+    "llama": ("llama", "head", SINGLE, []),
+    "bert": ("bert", "head", SINGLE, ["task.class_weights=[1.0,2.5,0.5]"]),
+    "longformer int8": ("longformer", "head", SINGLE, ["quant=int8"]),
+    "several labels": ("bert", "head", MULTI, ["quant=int8"]),
+    "numbers": ("llama", "head", REGRESSION, ["quant=int8", "task.labels=[length,constant]"]),
+    "llama, new head": ("llama", "no head", SINGLE, ["quant=int8"]),
+    "bert, new head": ("bert", "no head", SINGLE, []),
+    "bert, new head and pooler": ("bert", "masked lm", SINGLE, ["task.class_weights=balanced"]),
+    "longformer, new head": ("longformer", "no head", SINGLE, ["lora.use_rslora=true"]),
+}
+WITH_HEAD = [case for case, (_, kind, _, _) in CASES.items() if kind == "head"]
+
+
+def trained_logits(model: TaskModel, processes: Processes) -> Tensor:
+    """Logits of two rows of unlike lengths."""
+    batch = byte_tokenizer()(TEXTS, return_tensors="pt", padding=True)
+    model.eval()
+    with torch.no_grad():
+        model.unshard()
+        logits = model.base(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        model.reshard()
+    return logits
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("classification")
+
+
+@pytest.fixture(scope="module")
+def argv(folder: Path) -> Callable[[str, int], list[str]]:
+    """`argv(case, num_ranks)`: the settings of a case."""
+
+    def make(case: str, num_ranks: int) -> list[str]:
+        family, kind, form, more = CASES[case]
+        num_labels = 2 if form is REGRESSION else len(LABELS)
+        checkpoint, rows = folder / f"{family}-{kind}-{num_labels}", folder / f"{form.value}.jsonl"
+        if not checkpoint.exists():
+            make_encoder(family, kind, checkpoint, num_labels)
+        if not rows.exists():
+            write_labelled_rows(rows, form)
+        return [
+            *settings(checkpoint, rows, packing=False),
+            "task=sequence_classification",
+            f"task.problem_type={form.value}",
+            f"task.labels=[{','.join(LABELS)}]",
+            f"training.max_steps={NUM_STEPS}",
+            f"training.micro_batch_size={4 // num_ranks}",
+            f"run.folder={folder / case.replace(' ', '_').replace(',', '')}-{num_ranks}",
+            f"data.eval_path={rows}",
+            *more,
+        ]
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def runs(argv: Callable[[str, int], list[str]]):
+    """`runs(num_ranks)`: every case on so many ranks; logits of two, so that nothing comes before saving on one."""
+
+    def run(num_ranks: int):
+        inspect = trained_logits if num_ranks == 2 else None
+        return run_ranks(num_ranks, train_all, {case: argv(case, num_ranks) for case in CASES}, inspect)
+
+    return once(run)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_and_two_ranks_give_the_same_losses(runs, case: str):
+    one, (first, second) = runs(1)[0][case].losses, (rank[case].losses for rank in runs(2))
+    assert first == second
+    assert first == pytest.approx(one, abs=1e-5) and len(one) == NUM_STEPS
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_and_two_ranks_save_the_same_adapter(runs, argv, case: str):
+    runs(1), runs(2)
+    one, two = (
+        load_file(Path(load_config(argv(case, num_ranks)).run.folder) / "adapter" / "adapter_model.safetensors")
+        for num_ranks in (1, 2)
+    )
+    assert one.keys() == two.keys()
+    for name in one:
+        torch.testing.assert_close(one[name], two[name], rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("case", WITH_HEAD)
+def test_stock_libraries_give_the_same_losses(runs, argv, case: str):
+    assert runs(2)[0][case].losses == pytest.approx(stock_classifier_losses(argv(case, 2)), abs=1e-5)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_stock_peft_loads_the_head_that_was_trained(runs, argv, case: str):
+    config = load_config([*argv(case, 2)])
+    ours = runs(2)[0][case].inspected
+    adapter = Path(config.run.folder) / "adapter"
+    assert AutoConfig.from_pretrained(adapter).id2label == dict(enumerate(config.task.labels))
+    trained = json.loads((adapter / "adapter_config.json").read_text())["modules_to_save"]
+    base = load_stock_classifier(Path(config.model.path), config, trained)
+    model = peft.PeftModel.from_pretrained(base, adapter).eval()
+    batch = AutoTokenizer.from_pretrained(adapter)(TEXTS, return_tensors="pt", padding=True)
+    with torch.no_grad():
+        stock = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    torch.testing.assert_close(ours, stock, rtol=0, atol=1e-5)
+
+
+def test_figures_of_evaluation_do_not_depend_on_the_ranks(runs, argv):
+    runs(1), runs(2)
+
+    def read(num_ranks: int) -> dict[str, float]:
+        folder = Path(load_config(argv("bert", num_ranks)).run.folder)
+        summary = json.loads((folder / "summary.json").read_text())
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        assert lines[-1]["eval_accuracy"] == summary["eval_metrics"]["accuracy"]
+        assert summary["eval_loss"] < summary["initial_eval_loss"]
+        return dict(summary["eval_metrics"])
+
+    assert set(read(1)) == {"accuracy", "f1", "auc"}
+    assert read(2) == pytest.approx(read(1), abs=1e-6)
