@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qlora_fsdp import __version__
 from qlora_fsdp.adapters import ADAPTER
+from qlora_fsdp.config.commands import SETTINGS_FILE
 from qlora_fsdp.distributed import Processes
 from qlora_fsdp.run_folder import writing
 from qlora_fsdp.shards import gather_rows, local_tensor, shard_group
@@ -26,7 +27,7 @@ tags: [lora, qlora, qlora-fsdp]
 
 # LoRA adapter for {base}
 
-Trained with qlora-fsdp {version}: {settings}.
+Trained with qlora-fsdp {version}: {card}.
 
 ```python
 {usage}
@@ -67,16 +68,18 @@ def save_adapter(
     model: peft.PeftModel,
     folder: Path,
     tokenizer: PreTrainedTokenizerBase | None,
+    card: str,
     settings: str,
     processes: Processes,
 ) -> None:
-    """Write `folder` (adapter_model.safetensors, adapter_config.json, tokenizer, README.md), whole or not at all.
+    """Write `folder` (adapter_model.safetensors, adapter_config.json, tokenizer, ...), whole or not at all.
 
     Args:
         model: PEFT's model, sharded.
         folder: an adapter already there is replaced once the new one is complete.
         tokenizer: saved along; None for none.
-        settings: one line for the model card.
+        card: one line for the model card.
+        settings: the text of SETTINGS_FILE.
         processes: all ranks take part; rank 0 writes.
 
     Raises:
@@ -88,7 +91,7 @@ def save_adapter(
         shutil.rmtree(temporary, ignore_errors=True)
         try:
             with writing(folder.parent):
-                write_adapter(model, state, temporary, tokenizer, settings)
+                write_adapter(model, state, temporary, tokenizer, card, settings)
                 replace_folder(temporary, folder)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -100,6 +103,7 @@ def write_adapter(
     state: dict[str, Tensor],
     folder: Path,
     tokenizer: PreTrainedTokenizerBase | None,
+    card: str,
     settings: str,
 ) -> None:
     """Write the files of an adapter.
@@ -109,7 +113,8 @@ def write_adapter(
         state: its trainable parameters, whole, as `gather_trainable` gives them.
         folder: made here.
         tokenizer: saved along; None for none.
-        settings: one line for the model card.
+        card: one line for the model card.
+        settings: the text of SETTINGS_FILE.
     """
     config = model.peft_config[ADAPTER]
     tensors = peft.get_peft_model_state_dict(model, state_dict=state, save_embedding_layers=False)
@@ -127,7 +132,8 @@ def write_adapter(
         )  # label names, and how many outputs the head has
     base = config.base_model_name_or_path or "the base model"
     usage = (CLASSIFIER_USAGE if classifies else USAGE).format(base=base)
-    (folder / "README.md").write_text(CARD.format(base=base, version=__version__, settings=settings, usage=usage))
+    (folder / "README.md").write_text(CARD.format(base=base, version=__version__, card=card, usage=usage))
+    (folder / SETTINGS_FILE).write_text(settings, encoding="utf-8")
 
 
 def replace_folder(new: Path, target: Path) -> None:

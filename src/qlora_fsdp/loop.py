@@ -205,8 +205,8 @@ def evaluate(
     for batch in prefetch(_micro_batches(data, everything, split, processes.rank)):
         loss_sum += model(batch.to(processes.device))
     model.train(was_training)
-    assert isinstance(model, FSDPModule)
-    model.reshard()  # no backward does it: what the root holds would be saved from memory that FSDP has freed
+    if isinstance(model, FSDPModule):
+        model.reshard()  # no backward does it: what the root holds would be saved from memory that FSDP has freed
     loss = processes.sum([loss_sum.item()])[0] / max(1, data.num_target_tokens(everything))
     return loss, model.take_metrics(processes)
 

@@ -23,6 +23,7 @@ from qlora_fsdp.build import BuiltModel, ModelFiles, build_model, find_model
 from qlora_fsdp.causal_lm import CausalLM, checkpoint_activations
 from qlora_fsdp.checkpoint import Checkpoint, load_checkpoint, verify_files
 from qlora_fsdp.classifier import SequenceClassifier
+from qlora_fsdp.config.commands import saved_settings
 from qlora_fsdp.config.schema import Config, DataFormat, MatmulKind, TaskName
 from qlora_fsdp.config.validate import check
 from qlora_fsdp.config.world import World
@@ -259,10 +260,12 @@ def _train(
             remove_later_checkpoints(checkpoint, folder / "checkpoints")
     card = f"LoRA r={config.lora.r} on {_kind(prepared.built)} weights, {split.num_steps} steps"
 
+    settings = saved_settings(config)
+
     def write_adapter_to(target: Path) -> None:
         state = gather_trainable(model.model, processes)
         if processes.is_main:
-            write_adapter(model.model, state, target, prepared.tokenizer, card)
+            write_adapter(model.model, state, target, prepared.tokenizer, card, settings)
 
     content = Checkpoint(
         folder / "checkpoints",
@@ -279,7 +282,7 @@ def _train(
             result = train(
                 model, optimizer, data.train, data.eval, config, split, prepared.flops, processes, journal, saver, done
             )
-        save_adapter(model.model, folder / "adapter", prepared.tokenizer, card, processes)
+        save_adapter(model.model, folder / "adapter", prepared.tokenizer, card, settings, processes)
         figures |= {"status": "finished"} | describe(result)
     finally:
         journal.close(figures)

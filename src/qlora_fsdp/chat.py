@@ -1,0 +1,121 @@
+"""`python -m qlora_fsdp.chat`: talk to a model, with the chat template that it was trained with."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from qlora_fsdp.command import run_command
+from qlora_fsdp.config.schema import Config
+from qlora_fsdp.errors import UserError
+from qlora_fsdp.generate import GenerateSettings, check_generation, run_generate
+
+if TYPE_CHECKING:
+    from qlora_fsdp.distributed import Processes
+
+USAGE = """
+Talk to a model: the quantized base, with an adapter or without.
+
+usage: [accelerate launch -m | torchrun ... -m | python -m] qlora_fsdp.chat [adapter=DIR] [setting=value ...]
+
+  adapter=DIR         the adapter's folder, which also knows its base model. Without one: the base model, model.path=...
+  system=TEXT         the system turn
+  max_new_tokens=512  an answer's tokens, at most
+  temperature=0       0: the likeliest token each time. Above: sampled, at this temperature
+  top_p=1, seed=0     of sampling
+
+In the chat: /reset forgets all turns, /system TEXT sets the system turn and forgets them, /exit (or Ctrl-D) ends.
+"""
+
+
+@dataclass
+class ChatSettings(GenerateSettings):
+    """Settings of `chat`, as its --help says."""
+
+    system: str | None = None
+    max_new_tokens: int = 512
+
+
+def chat(settings: ChatSettings, config: Config, processes: Processes) -> None:
+    """Read turns from the terminal until it ends; every rank of a sharded model hears what rank 0 reads."""
+    settings.prompt = ""  # there is none beforehand
+    check_generation(settings)
+    from qlora_fsdp.inference import load_trained
+
+    trained = load_trained(config, settings.adapter, processes, generates=True)
+    if processes.is_main and sys.stdin.isatty():
+        print("/reset, /system TEXT, /exit")
+    conversation = Conversation(settings.system)
+    while True:
+        line = processes.share(_read_line() if processes.is_main else None)
+        if line is None or line.strip() == "/exit":
+            return
+        if not line.strip() or conversation.obeys(line):
+            continue
+        conversation.messages.append({"role": "user", "content": line})
+        try:
+            reply = _reply(trained, conversation.messages, settings, processes)
+        except UserError as error:  # the template refuses, say, a system turn: the chat goes on
+            conversation.messages.pop()
+            if processes.is_main:
+                print(f"Error: {error}")
+            continue
+        conversation.messages.append({"role": "assistant", "content": reply})
+
+
+class Conversation:
+    """The turns so far."""
+
+    def __init__(self, system: str | None) -> None:
+        self.system = system
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all turns but the system's."""
+        self.messages: list[dict[str, str]] = []
+        if self.system:
+            self.messages.append({"role": "system", "content": self.system})
+
+    def obeys(self, line: str) -> bool:
+        """Whether the line is a command, which has been carried out."""
+        command, _, rest = line.strip().partition(" ")
+        if command not in ("/reset", "/system"):
+            return False
+        if command == "/system":
+            self.system = rest.strip() or None
+        self.reset()
+        return True
+
+
+def _read_line() -> str | None:
+    try:
+        return input("> " if sys.stdin.isatty() else "")
+    except EOFError:
+        return None
+
+
+def _reply(trained: Any, messages: list[dict[str, str]], settings: ChatSettings, processes: Processes) -> str:
+    import torch
+    from transformers import TextStreamer
+
+    from qlora_fsdp.inference import chat_tokens, pad_left
+
+    tokenizer = trained.tokenizer
+    tokens = chat_tokens(tokenizer, messages, None, "the conversation")
+    torch.manual_seed(settings.seed + len(messages))  # the same on every rank, which all draw the same tokens
+    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if processes.is_main else None
+    input_ids, mask = pad_left([tokens], tokenizer.pad_token_id)
+    output = run_generate(trained, input_ids, mask, settings, processes, streamer=streamer)
+    reply: str = tokenizer.decode(output[0, len(tokens) :], skip_special_tokens=True)
+    return reply
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code."""
+    return run_command(argv, ChatSettings, USAGE, chat, "data=random")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

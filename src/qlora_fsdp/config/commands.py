@@ -1,0 +1,151 @@
+"""The command lines of the commands beside training: own settings, then the run's settings as for training.
+
+    python -m qlora_fsdp.generate adapter=DIR prompt="..." max_new_tokens=64 model.attn_implementation=eager
+
+An adapter's folder has the settings of model, quantization and task that it was trained with (`SETTINGS_FILE`), which
+come first; what is typed wins. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import UnionType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+from omegaconf import OmegaConf
+
+from qlora_fsdp.config.compose import load_config
+from qlora_fsdp.config.schema import Config, TaskName
+from qlora_fsdp.config.settings import show
+from qlora_fsdp.errors import ConfigError, Problem
+
+SETTINGS_FILE = "qlora_fsdp.yaml"
+SAVED_SECTIONS = ("model", "quant", "task")
+
+# Settings that training needs and these commands do not, so that its checks have nothing to say about them.
+WITHOUT_TRAINING = ("training.max_steps=1", "run.overwrite=true")
+
+
+@dataclass
+class AdapterSettings:
+    """Settings of every command that takes an adapter.
+
+    Attributes:
+        adapter: folder of an adapter; None: the base model alone.
+    """
+
+    adapter: str | None = None
+
+
+Settings = TypeVar("Settings", bound=AdapterSettings)
+
+
+def load_command(argv: Sequence[str], kind: type[Settings], usage: str, *base: str) -> tuple[Settings, Config]:
+    """Reads the command line of a command.
+
+    Args:
+        argv: own settings and the run's, in any order.
+        kind: a dataclass of the own settings.
+        usage: what --help prints.
+        base: the run's settings where nothing else is typed.
+
+    Raises:
+        ConfigError: unknown keys, wrong types, or a folder that holds no adapter.
+    """
+    if "--help" in argv or "-h" in argv:
+        if os.environ.get("RANK", "0") == "0":
+            print(usage.strip())
+        raise SystemExit(0)
+    values, rest, problems = _split(argv, kind)
+    settings = kind(**values)
+    if settings.adapter is not None:
+        problems += _adapter_problems(settings.adapter)
+    if problems:
+        raise ConfigError(problems)
+    saved = None if settings.adapter is None else Path(settings.adapter).expanduser() / SETTINGS_FILE
+    with TemporaryDirectory() as folder:
+        first = [*WITHOUT_TRAINING, *base]
+        if saved is not None and saved.is_file():
+            experiment = Path(folder) / "experiment" / "adapter.yaml"
+            experiment.parent.mkdir()
+            experiment.write_text(f"# @package _global_\n{saved.read_text(encoding='utf-8')}", encoding="utf-8")
+            first = ["--config-dir", folder, "experiment=adapter", *first]
+        elif settings.adapter is not None:
+            first = [f"model.path={_base_model(settings.adapter)}", *first]
+        return settings, load_config([*first, *rest])
+
+
+def saved_settings(config: Config) -> str:
+    """The text of SETTINGS_FILE: what is needed to build the model that an adapter belongs to."""
+    values: dict[str, Any] = {}
+    for section in SAVED_SECTIONS:
+        values[section] = OmegaConf.structured(getattr(config, section))
+    path = config.model.path
+    if path is not None and Path(path).expanduser().is_dir():
+        values["model"].path = str(Path(path).expanduser().resolve())
+    if config.task.name is TaskName.sequence_classification:
+        values["training"] = {"packing": False}
+    return OmegaConf.to_yaml(OmegaConf.create(values))
+
+
+def _split(argv: Sequence[str], kind: type) -> tuple[dict[str, Any], list[str], list[Problem]]:
+    hints = get_type_hints(kind)
+    names = [field.name for field in fields(kind)]
+    values: dict[str, Any] = {}
+    rest, problems = [], []
+    for text in argv:
+        key, equals, value = text.partition("=")
+        if key in names and equals:
+            try:
+                values[key] = _convert(value, hints[key])
+            except ValueError as error:
+                problems.append(Problem(text, f"must be {error}.", f"Set {key} to that, or leave it out."))
+        elif equals and key.isidentifier() and "." not in key and (near := difflib.get_close_matches(key, names, n=1)):
+            problems.append(Problem(text, "is not a setting.", f"Did you mean {near[0]}?"))
+        else:
+            rest.append(text)
+    return values, rest, problems
+
+
+def _convert(text: str, hint: Any) -> Any:
+    if get_origin(hint) is UnionType:
+        if text in ("null", "none"):
+            return None
+        (hint,) = (part for part in get_args(hint) if part is not type(None))
+    if hint is bool:
+        if text.lower() not in ("true", "false"):
+            raise ValueError("true or false")
+        return text.lower() == "true"
+    if hint in (int, float):
+        try:
+            return hint(text)
+        except ValueError:
+            raise ValueError("a whole number" if hint is int else "a number") from None
+    return text
+
+
+def _adapter_problems(adapter: str) -> list[Problem]:
+    folder = Path(adapter).expanduser()
+    missing = [n for n in ("adapter_config.json", "adapter_model.safetensors") if not (folder / n).is_file()]
+    if not missing:
+        return []
+    inside = next((sub for sub in ("adapter",) if (folder / sub / "adapter_config.json").is_file()), None)
+    fix = (
+        f"Set adapter={adapter}/{inside}." if inside else "Set adapter to the folder that training wrote, run/adapter."
+    )
+    return [Problem(show("adapter", adapter), f"holds no adapter: no {' and no '.join(missing)}.", fix)]
+
+
+def _base_model(adapter: str) -> str:
+    try:
+        saved = json.loads((Path(adapter).expanduser() / "adapter_config.json").read_text(encoding="utf-8"))
+        return str(saved["base_model_name_or_path"])
+    except (ValueError, KeyError) as error:
+        reason = f"has an adapter_config.json that can't be read: {error!r}."
+        raise ConfigError([Problem(show("adapter", adapter), reason, "Copy or download it again.")]) from None

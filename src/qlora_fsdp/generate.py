@@ -1,0 +1,212 @@
+"""`python -m qlora_fsdp.generate`: completions of a prompt, or of a file of prompts, in batches."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qlora_fsdp.command import log, run_command
+from qlora_fsdp.config.commands import AdapterSettings
+from qlora_fsdp.config.schema import Config
+from qlora_fsdp.errors import ConfigError, DataError, Problem, RunFolderError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from qlora_fsdp.distributed import Processes
+    from qlora_fsdp.inference import Trained
+
+USAGE = """
+Completions of prompts on the quantized base, with an adapter or without.
+
+usage: [accelerate launch -m | torchrun ... -m | python -m] qlora_fsdp.generate [adapter=DIR] prompt=TEXT [...]
+
+  adapter=DIR         the adapter's folder, which also knows its base model. Without one: the base model, model.path=...
+  prompt=TEXT         one prompt; the completion is printed
+  prompts=FILE.jsonl  rows {"prompt": ...}, or {"messages": [...]}, to which the chat template is applied
+  out=FILE.jsonl      the rows with their "completion" (default: printed, a row a line)
+  max_new_tokens=128  at most; a completion ends earlier at the end token
+  temperature=0       0: the likeliest token each time. Above: sampled, at this temperature
+  top_p=1             sample among the likeliest tokens that make up this much probability
+  batch_size=8        prompts a process at a time
+  seed=0              of sampling
+
+Several processes share the prompts, and hold the model in shards: for models that one GPU can't hold.
+
+examples:
+  python -m qlora_fsdp.generate adapter=outputs/run/adapter prompt="What does `textwrap.dedent(text)` do?"
+  torchrun --nproc_per_node 4 -m qlora_fsdp.generate adapter=outputs/run/adapter prompts=asked.jsonl out=answered.jsonl
+"""
+
+
+@dataclass
+class GenerateSettings(AdapterSettings):
+    """Settings of `generate`, as its --help says."""
+
+    prompt: str | None = None
+    prompts: str | None = None
+    out: str | None = None
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_p: float = 1.0
+    batch_size: int = 8
+    seed: int = 0
+
+
+def generate_completions(settings: GenerateSettings, config: Config, processes: Processes) -> None:
+    """Load, complete every prompt, and print or write the rows in their order."""
+    check_generation(settings)
+    rows = _read_rows(settings)
+    from qlora_fsdp.inference import load_trained
+
+    trained = load_trained(config, settings.adapter, processes, generates=True)
+    prompts = [_tokens(trained, row, number) for number, row in enumerate(rows, start=1)]
+    mine = range(processes.rank, len(rows), processes.num_ranks)
+    completions = complete([prompts[i] for i in mine], len(rows), trained, settings, processes)
+    parts = processes.gather(dict(zip(mine, completions, strict=True)), patiently=True)
+    everyone: dict[int, str] = {number: text for part in parts for number, text in part.items()}
+    if not processes.is_main:
+        return
+    if settings.prompt is not None and settings.out is None:
+        print(everyone[0])
+        return
+    lines = [json.dumps({**row, "completion": everyone[i]}, ensure_ascii=False) for i, row in enumerate(rows)]
+    if settings.out is None:
+        print("\n".join(lines))
+        return
+    try:
+        Path(settings.out).expanduser().write_text("\n".join(lines) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise RunFolderError(f"out={settings.out} can't be written: {error}. Set out to another file.") from error
+    log.info(f"{len(lines)} completions in {settings.out}")
+
+
+def complete(
+    prompts: list[list[int]], num_all: int, trained: Trained, settings: GenerateSettings, processes: Processes
+) -> Iterator[str]:
+    """The completions of this rank's prompts.
+
+    Args:
+        prompts: token ids of each.
+        num_all: prompts of all ranks: sharded, each rank takes part in as many passes as any other.
+        trained: of `load_trained`.
+        settings: how to generate.
+        processes: all ranks take part.
+    """
+    import torch
+
+    from qlora_fsdp.inference import pad_left
+
+    size, tokenizer = settings.batch_size, trained.tokenizer
+    assert isinstance(tokenizer.pad_token_id, int)
+    num_batches = -(-num_all // (processes.num_ranks * size))
+    for number in range(num_batches):
+        batch = prompts[number * size : (number + 1) * size]
+        torch.manual_seed(settings.seed * 1_000_003 + number * processes.num_ranks + processes.rank)
+        input_ids, mask = pad_left(batch or [[tokenizer.pad_token_id]], tokenizer.pad_token_id)
+        output = run_generate(trained, input_ids, mask, settings, processes)
+        for tokens in output[: len(batch)]:
+            yield str(tokenizer.decode(tokens[input_ids.shape[1] :], skip_special_tokens=True))
+
+
+def run_generate(
+    trained: Trained,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    settings: GenerateSettings,
+    processes: Processes,
+    **options: Any,
+) -> Tensor:
+    """transformers' `generate`: prompt and completion, int64 [num_rows, length], on the CPU."""
+    import torch
+    from torch.distributed.fsdp import FSDPModule
+
+    from qlora_fsdp.inference import generation_config
+
+    model, samples = trained.model, settings.temperature > 0
+    base: Any = trained.model.base
+    sampling = {"temperature": settings.temperature, "top_p": settings.top_p, "top_k": 0} if samples else {}
+    generation = generation_config(trained)
+    generation.update(do_sample=samples, max_new_tokens=settings.max_new_tokens, use_cache=True, **sampling)
+    if not samples:  # the checkpoint's own, which are for sampling
+        generation.update(temperature=None, top_p=None, top_k=None)
+    is_sharded = isinstance(model, FSDPModule)
+    if isinstance(model, FSDPModule):
+        model.unshard()  # what belongs to no layer; each layer gathers itself
+    with torch.inference_mode(not is_sharded), torch.no_grad():
+        output: Tensor = base.generate(
+            input_ids.to(processes.device),
+            attention_mask=attention_mask.to(processes.device),
+            generation_config=generation,
+            synced_gpus=is_sharded,
+            **options,
+        )
+    if isinstance(model, FSDPModule):
+        model.reshard()
+    return output.cpu()
+
+
+def check_generation(settings: GenerateSettings) -> None:
+    """Refuse numbers that make no sense, and prompts that are missing or given twice.
+
+    Raises:
+        ConfigError: all that were found.
+    """
+    problems = []
+    if settings.max_new_tokens < 1 or settings.batch_size < 1:
+        name = "max_new_tokens" if settings.max_new_tokens < 1 else "batch_size"
+        problems.append(Problem(f"{name}={getattr(settings, name)}", "must be at least 1.", f"Set {name} higher."))
+    if not 0 <= settings.temperature < 100:
+        problems.append(
+            Problem(f"temperature={settings.temperature}", "must be from 0 to 100.", "Set temperature=0.7.")
+        )
+    if not 0 < settings.top_p <= 1:
+        problems.append(Problem(f"top_p={settings.top_p}", "must be above 0 and at most 1.", "Set top_p=0.9."))
+    if (settings.prompt is None) == (settings.prompts is None):
+        found = "are both set." if settings.prompt is not None else "are both missing."
+        problems.append(Problem("prompt and prompts", found, 'Set prompt="..." or prompts=FILE.jsonl.'))
+    elif settings.prompts is not None and not Path(settings.prompts).expanduser().is_file():
+        problems.append(Problem(f"prompts={settings.prompts}", "is no file.", "Set prompts to a file of JSON lines."))
+    if problems:
+        raise ConfigError(problems)
+
+
+def _read_rows(settings: GenerateSettings) -> list[dict[str, Any]]:
+    if settings.prompts is None:
+        return [{"prompt": settings.prompt}]
+    rows: list[dict[str, Any]] = []
+    for number, line in enumerate(Path(settings.prompts).expanduser().read_bytes().splitlines(), start=1):
+        place = f"prompts={settings.prompts}, line {number}"
+        try:
+            row = json.loads(line) if line.strip() else None
+        except ValueError as error:
+            raise DataError(f"{place} is not JSON: {error}. Repair it.") from error
+        if row is None:
+            continue
+        if not isinstance(row, dict) or not (isinstance(row.get("prompt"), str) or row.get("messages")):
+            raise DataError(f"{place} has neither prompt nor messages. Give each row one of them.")
+        rows.append(row)
+    if not rows:
+        raise DataError(f"prompts={settings.prompts} has no rows. Set prompts to a file of JSON lines.")
+    return rows
+
+
+def _tokens(trained: Trained, row: dict[str, Any], number: int) -> list[int]:
+    from qlora_fsdp.inference import chat_tokens, prompt_tokens
+
+    if isinstance(row.get("prompt"), str):
+        return prompt_tokens(trained.tokenizer, row["prompt"])
+    return chat_tokens(trained.tokenizer, row["messages"], row.get("tools"), f"row {number}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code."""
+    return run_command(argv, GenerateSettings, USAGE, generate_completions, "data=random")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,251 @@
+"""A trained model to use: the quantized base with its adapter, whole on one process or sharded over several."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import numpy as np
+import peft
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+from qlora_fsdp.adapters import ADAPTER, apply_adapters, initialize_adapters
+from qlora_fsdp.attention import choose_attention
+from qlora_fsdp.build import BuiltModel, ModelFiles, build_model, find_model
+from qlora_fsdp.causal_lm import CausalLM
+from qlora_fsdp.classifier import SequenceClassifier
+from qlora_fsdp.command import log
+from qlora_fsdp.config.schema import Config, DataConfig, LoraConfig, TaskName
+from qlora_fsdp.data.batch import Batch
+from qlora_fsdp.data.tokenizer import load_tokenizer
+from qlora_fsdp.distributed import Processes
+from qlora_fsdp.errors import AdapterError, DataError
+from qlora_fsdp.hardware import choose_dtype
+from qlora_fsdp.load.fill import fill_from_files, fill_randomly
+from qlora_fsdp.plan import dtype_name
+from qlora_fsdp.prove import prove_shards
+from qlora_fsdp.shard import place_model, shard_model
+from qlora_fsdp.shards import local_rows, local_tensor
+from qlora_fsdp.task_model import TaskModel
+
+NO_ADAPTER = LoraConfig(r=1)  # B is zero: it changes nothing
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model in evaluation mode, loaded and, on several processes, sharded."""
+
+    model: TaskModel
+    tokenizer: PreTrainedTokenizerBase
+    files: ModelFiles
+    built: BuiltModel
+    dtype: torch.dtype
+
+
+def load_trained(config: Config, adapter: str | None, processes: Processes, generates: bool = False) -> Trained:
+    """Build, shard and load the base as training does, and put the adapter's weights in.
+
+    Args:
+        config: of the base; an adapter's folder has it.
+        adapter: PEFT's folder of a LoRA adapter; None: the base alone.
+        processes: all ranks take part.
+        generates: for `generate`: attention that knows a cache and padding on the left.
+
+    Raises:
+        AdapterError: the adapter is none of LoRA, or does not fit the base.
+    """
+    device, dtype = processes.device, choose_dtype(config.training.precision, processes.device)
+    folder = None if adapter is None else Path(adapter).expanduser()
+    lora = NO_ADAPTER if folder is None else read_lora(folder)
+    files = find_model(config.model, processes.is_local_main, lambda: processes.wait(patiently=True))
+    tokenizer = find_tokenizer(config, files, folder)
+    predicts_tokens = config.task.name is TaskName.causal_lm
+    wanted = config.model.attn_implementation.value
+    attention = choose_attention(wanted, files.config, device, dtype, is_causal=predicts_tokens and not generates)
+    built = build_model(
+        files,
+        config.quant,
+        dtype,
+        attention,
+        trust_remote_code=config.model.trust_remote_code,
+        keep=list(lora.modules_to_save or []),
+        task=config.task,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    built.model.name_or_path = config.model.path or config.model.name
+    model: TaskModel
+    if predicts_tokens:
+        model = CausalLM(apply_adapters(built.model, lora))
+    else:
+        model = SequenceClassifier(apply_adapters(built.model, lora, task_type="SEQ_CLS"), config.task)
+    units = shard_model(model, config.fsdp, processes) if processes.num_ranks > 1 else []
+    if units:
+        place_model(model, torch.device("cpu") if config.fsdp.cpu_offload else device, device)
+    else:
+        _place_whole(model, device)
+    std = getattr(files.config, "initializer_range", 0.02)
+    made_up = [a for a in built.assignments if a.stored is None]
+    fill_randomly(made_up, device, dtype, std, config.training.seed, lambda _: None)
+    fill_from_files([a for a in built.assignments if a.stored is not None], device, dtype, lambda _: None)
+    initialize_adapters(model.model, True, config.training.seed)
+    if folder is not None:
+        load_adapter(model.model, folder)
+    model.eval()
+    if units:
+        prove_shards(model, units, processes, processes.num_ranks)
+        _start_at_the_root(model, device)
+    log.info(
+        f"Model: {built.model.name_or_path}, {built.format.quant_type if built.format else 'unquantized'}, "
+        f"{dtype_name(dtype)}, adapter: {adapter or 'none'}, {processes.num_ranks} ranks on {device.type}"
+    )
+    return Trained(model, tokenizer, files, built, dtype)
+
+
+def find_tokenizer(config: Config, files: ModelFiles, adapter: Path | None) -> PreTrainedTokenizerBase:
+    """The adapter's own tokenizer, else the model's."""
+    model = replace(config.model, path=str(files.folder) if files.folder is not None else config.model.path)
+    if adapter is not None and (adapter / "tokenizer_config.json").is_file():
+        model = replace(model, tokenizer_path=str(adapter))
+    return load_tokenizer(model, DataConfig(chat_template=config.data.chat_template))
+
+
+def read_lora(folder: Path) -> LoraConfig:
+    """The settings of a saved adapter, in this project's terms.
+
+    Raises:
+        AdapterError: it is no LoRA adapter, or one of a kind that is not here.
+    """
+    try:
+        saved = peft.PeftConfig.from_pretrained(str(folder))
+    except (ValueError, OSError, TypeError, KeyError, json.JSONDecodeError) as error:
+        raise AdapterError(f"adapter={folder}: adapter_config.json can't be read: {error}. Copy it again.") from error
+    if not isinstance(saved, peft.LoraConfig) or saved.bias != "none":
+        raise AdapterError(
+            f"adapter={folder} is {saved.peft_type}, bias={getattr(saved, 'bias', None)}; only LoRA "
+            "adapters without biases can be used here. Set adapter to one of these."
+        )
+    targets: Any = saved.target_modules
+    return LoraConfig(
+        r=saved.r,
+        lora_alpha=saved.lora_alpha,
+        target_modules=targets if isinstance(targets, str) else sorted(targets or []),
+        exclude_modules=None if saved.exclude_modules is None else sorted(saved.exclude_modules),
+        modules_to_save=_names(saved.modules_to_save, saved.task_type),
+        use_rslora=saved.use_rslora,
+        use_dora=saved.use_dora,
+        rank_pattern=dict(saved.rank_pattern or {}),
+        alpha_pattern=dict(saved.alpha_pattern or {}),
+    )
+
+
+def _names(modules_to_save: Any, task_type: Any) -> list[str] | None:
+    """PEFT adds the usual names of a classifier's head, whether the model has them or not, and does so again."""
+    if modules_to_save is None:
+        return None
+    usual = {"score", "classifier"} if str(task_type).endswith("SEQ_CLS") else set()
+    return sorted(set(modules_to_save) - usual) or None
+
+
+@torch.no_grad()
+def load_adapter(model: peft.PeftModel, folder: Path) -> None:
+    """Copy a saved adapter into the (sharded) model, each rank its own rows.
+
+    Raises:
+        AdapterError: tensors are missing, left over or of another shape; all are listed.
+    """
+    trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    params: dict[str, Tensor] = peft.get_peft_model_state_dict(
+        model, state_dict=trained, adapter_name=ADAPTER, save_embedding_layers=False
+    )
+    problems = []
+    with safe_open(folder / "adapter_model.safetensors", "pt") as file:
+        keys = set(file.keys())
+        problems += [f"{key} is missing" for key in sorted(params.keys() - keys)]
+        problems += [f"{key} is not in the model" for key in sorted(keys - params.keys())]
+        for key in sorted(keys & params.keys()):
+            rows, param = file.get_slice(key), params[key]
+            if tuple(rows.get_shape()) != tuple(param.shape):
+                problems.append(f"{key} is {list(rows.get_shape())}, in the model {list(param.shape)}")
+                continue
+            first, last = local_rows(param)
+            local_tensor(param).copy_(rows[first:last])
+    if problems:
+        shown = "\n".join(f"  - {problem}" for problem in problems[:10])
+        raise AdapterError(
+            f"adapter={folder} does not fit the model ({len(problems)} tensors). Set model.path to the model that it "
+            f"was trained on:\n{shown}"
+        )
+
+
+def _place_whole(model: TaskModel, device: torch.device) -> None:
+    """Allocate every parameter, uninitialised: tied ones, which FSDP is not here to keep together, in one place."""
+    placed: dict[int, Tensor] = {}
+
+    def place(tensor: Tensor) -> Tensor:
+        if not tensor.is_meta:
+            return tensor.to(device)
+        return placed.setdefault(id(tensor), torch.empty_like(tensor, device=device))
+
+    model._apply(place)  # type: ignore[no-untyped-call]
+
+
+@torch.no_grad()
+def _start_at_the_root(model: TaskModel, device: torch.device) -> None:
+    """One pass through FSDP's root: the first must start there, and `generate` starts inside."""
+    ones = torch.ones((1, 8), dtype=torch.int64)
+    starts = torch.tensor([0, 8], dtype=torch.int32)
+    labels = torch.full((1, 1), torch.nan)
+    model(Batch(ones, ones, torch.arange(8)[None], starts, 8, 8, labels).to(device))
+    if isinstance(model, SequenceClassifier):
+        model._seen.clear()
+
+
+def generation_config(trained: Trained) -> GenerationConfig:
+    """The checkpoint's own generation_config.json, with the tokenizer's end and padding where it has none."""
+    folder = trained.files.folder
+    has_own = folder is not None and (folder / "generation_config.json").is_file()
+    config = GenerationConfig.from_pretrained(str(folder)) if has_own else GenerationConfig()
+    if config.eos_token_id is None:
+        config.eos_token_id = trained.tokenizer.eos_token_id
+    config.pad_token_id = trained.tokenizer.pad_token_id
+    return config
+
+
+def prompt_tokens(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
+    """A prompt's tokens as in training: with the begin token where the tokenizer adds one, without an end token."""
+    tokens: list[int] = tokenizer(prompt)["input_ids"]
+    return tokens[:-1] if len(tokens) > 1 and tokens[-1] == tokenizer.eos_token_id else tokens
+
+
+def chat_tokens(tokenizer: PreTrainedTokenizerBase, messages: Any, tools: Any, place: str) -> list[int]:
+    """A conversation's tokens by the chat template, with the beginning of the assistant's next turn.
+
+    Raises:
+        DataError: there is no template, or it refuses the conversation.
+    """
+    try:
+        text = tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
+    except (ValueError, jinja2.TemplateError, TypeError, KeyError) as error:
+        raise DataError(
+            f"{place}: the chat template can't be applied: {error}. Correct it, or set data.chat_template=chatml (or "
+            "llama3, alpaca, or a Jinja file)."
+        ) from error
+    tokens: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return tokens
+
+
+def pad_left(rows: list[list[int]], pad_token_id: int) -> tuple[Tensor, Tensor]:
+    """Token ids and attention mask, int64 [num_rows, longest]."""
+    longest = max(map(len, rows))
+    input_ids = np.full((len(rows), longest), pad_token_id, dtype=np.int64)
+    mask = np.zeros_like(input_ids)
+    for index, row in enumerate(rows):
+        input_ids[index, longest - len(row) :] = row
+        mask[index, longest - len(row) :] = 1
+    return torch.from_numpy(input_ids), torch.from_numpy(mask)

@@ -1,0 +1,195 @@
+"""evaluate, generate and chat, whole and sharded: what stock transformers and PEFT give, token by token."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from torch import nn
+from transformers import AutoTokenizer
+
+from qlora_fsdp import chat, evaluate, generate
+from qlora_fsdp.config.compose import load_config
+from tests.helpers.checkpoints import VOCAB
+from tests.helpers.ranks import Meeting, once, run_ranks
+from tests.helpers.reference import load_stock
+from tests.helpers.runs import settings, train_all
+
+pytestmark = pytest.mark.distributed
+PROMPTS = ["the cat sat", "rain", "old town and birds sang on"]
+TURNS = ["hi", "/system Be brief.", "the cat", "/reset", "the cat", "rain"]
+NUM_NEW = 12
+DEMO = Path(__file__).parents[2] / "demo" / "base"
+CASES = {  # a small model that knows some English, and random weights; both tie their embeddings
+    "demo": ["model.tokenizer_path=null", "data.chat_template=chatml", "training.learning_rate=2e-3"],
+    "qwen2": ["quant=int8", "training.learning_rate=1e-2"],
+}
+
+
+def use(adapter: Path, rows: Path, folder: Path) -> dict[str, str | int]:
+    """Every command on this rank, with what it printed."""
+    prompts = folder / "prompts.jsonl"
+    found: dict[str, str | int] = {}
+    commands = {
+        "one": (generate.main, [f"prompt={PROMPTS[0]}", f"max_new_tokens={NUM_NEW}"]),
+        "file": (generate.main, [f"prompts={prompts}", f"max_new_tokens={NUM_NEW}", "batch_size=1"]),
+        "sampled": (generate.main, [f"prompts={prompts}", f"max_new_tokens={NUM_NEW}", "temperature=1", "seed=3"]),
+        "chat": (chat.main, [f"max_new_tokens={NUM_NEW}"]),
+        "loss": (evaluate.main, [f"data.path={rows}", f"data.cache_folder={folder}", "training.max_length=64"]),
+    }
+    for name, (main, arguments) in commands.items():
+        Meeting.new_port()
+        sys.stdin = io.StringIO("\n".join(TURNS) + "\n")
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            assert main([f"adapter={adapter}", *arguments]) == 0
+        found[name] = printed.getvalue()
+    return found
+
+
+def use_all(adapters: dict[str, Path], rows: Path, folder: Path) -> dict[str, dict[str, str | int]]:
+    return {case: use(adapter, rows, folder) for case, adapter in adapters.items()}
+
+
+@pytest.fixture(scope="module")
+def bases(checkpoint: Callable[..., Path]) -> dict[str, Path]:
+    return {"demo": DEMO, "qwen2": checkpoint("qwen2")}
+
+
+@pytest.fixture(scope="module")
+def adapters(bases: dict[str, Path], rows: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("trained")
+    few = ["training.max_steps=4", "training.max_length=96"]
+    cases = {
+        case: settings(bases[case], rows, *few, f"run.folder={folder / case}", *more) for case, more in CASES.items()
+    }
+    run_ranks(2, train_all, cases)
+    return {case: folder / case / "adapter" for case in CASES}
+
+
+@pytest.fixture(scope="module")
+def used(adapters: dict[str, Path], rows: Path, tmp_path_factory: pytest.TempPathFactory):
+    """`used(num_ranks)`: what rank 0 printed, by case and command."""
+    folder = tmp_path_factory.mktemp("used")
+    rows_of_prompts = [{"prompt": PROMPTS[0], "id": 7}, {"messages": [{"role": "user", "content": PROMPTS[1]}]}]
+    rows_of_prompts.append({"prompt": PROMPTS[2]})
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n\n" for row in rows_of_prompts))
+
+    def run(num_ranks: int):
+        first, *others = run_ranks(num_ranks, use_all, adapters, rows, folder)
+        assert all(
+            not text for other in others for case in other.values() for text in case.values()
+        )  # rank 0 alone speaks
+        return first
+
+    return once(run)
+
+
+@pytest.fixture(scope="module")
+def stock(adapters: dict[str, Path], bases: dict[str, Path]):
+    """`stock(case)`: base and adapter by transformers, bitsandbytes and PEFT."""
+
+    def load(case: str) -> nn.Module:
+        base = load_stock(bases[case], load_config([f"model.path={bases[case]}", *CASES[case]]).quant)
+        return peft.PeftModel.from_pretrained(base, adapters[case]).eval()
+
+    return once(load)
+
+
+def greedy(model: nn.Module, tokens: list[int], tokenizer) -> str:
+    ids = torch.tensor([tokens])
+    output = model.generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_NEW, do_sample=False,
+        pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+    return tokenizer.decode(output[0, len(tokens) :], skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("case", CASES)
+def test_completions_are_those_of_stock_libraries(used, stock, adapters, case: str, num_ranks: int):
+    tokenizer, model = AutoTokenizer.from_pretrained(adapters[case]), stock(case)
+    turn = tokenizer.apply_chat_template(
+        [{"role": "user", "content": PROMPTS[1]}], add_generation_prompt=True, return_dict=False
+    )
+    prompts = [tokenizer(PROMPTS[0])["input_ids"], turn, tokenizer(PROMPTS[2])["input_ids"]]
+    expected = [greedy(model, tokens, tokenizer) for tokens in prompts]
+    found = used(num_ranks)[case]
+    assert found["one"] == expected[0] + "\n"
+    rows = [json.loads(line) for line in found["file"].splitlines()]
+    assert [row["completion"] for row in rows] == expected
+    assert rows[0]["id"] == 7  # what else a row has is kept
+    assert case != "demo" or len(set(expected)) == 3
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_chat_keeps_resets_and_instructs(used, stock, adapters, num_ranks: int):
+    tokenizer, model = AutoTokenizer.from_pretrained(adapters["demo"]), stock("demo")
+    system = {"role": "system", "content": "Be brief."}
+    messages, expected = [], []
+    for turn in TURNS:
+        if turn.startswith("/"):
+            messages = [system]
+            continue
+        messages.append({"role": "user", "content": turn})
+        tokens = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        expected.append(greedy(model, tokens, tokenizer))
+        messages.append({"role": "assistant", "content": expected[-1]})
+    assert used(num_ranks)["demo"]["chat"] == "".join(reply + "\n" for reply in expected)
+
+
+def test_sampling_differs_from_greedy_and_repeats(used):
+    assert used(1)["demo"]["sampled"] != used(1)["demo"]["file"]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_losses_are_those_of_stock_libraries(used, stock, rows: Path, num_ranks: int):
+    figures = json.loads(used(num_ranks)["qwen2"]["loss"])
+    loss_sum, num_targets = 0.0, 0
+    for row in map(json.loads, rows.read_text().splitlines()):
+        prompt, text = (256, *row["prompt"].encode()), (256, *(row["prompt"] + row["completion"]).encode(), 257)
+        ids = torch.tensor([text[:64]])
+        with torch.no_grad():
+            logits = stock("qwen2")(input_ids=ids).logits[0, len(prompt) - 1 : -1]
+        targets = ids[0, len(prompt) :]
+        loss_sum += nn.functional.cross_entropy(logits[:, :VOCAB], targets, reduction="sum").item()
+        num_targets += len(targets)
+    assert figures["num_target_tokens"] == num_targets
+    assert figures["loss"] == pytest.approx(loss_sum / num_targets, abs=1e-5)
+    assert figures["perplexity"] == pytest.approx(math.exp(figures["loss"]))
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "parts"),
+    [
+        ("generate", ["adapter=/nowhere", "prompt=a"], ["adapter=/nowhere holds no adapter", "Set adapter to"]),
+        (
+            "generate",
+            ["promt=a", "adapter=/"],
+            ["promt=a is not a setting. Did you mean prompt?", "adapter=/ holds no"],
+        ),
+        (
+            "generate",
+            ["model=tiny", "max_new_tokens=0"],
+            ["max_new_tokens=0 must", "prompt and prompts are both missing"],
+        ),
+        ("chat", ["temperature=warm"], ["temperature=warm must be a number"]),
+        ("evaluate", ["model=tiny"], ["data.path=null names no data"]),
+    ],
+)
+def test_bad_input_is_named(module: str, arguments: list[str], parts: list[str]):
+    ended = subprocess.run(
+        [sys.executable, "-m", f"qlora_fsdp.{module}", *arguments], capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == 2 and "Traceback" not in ended.stderr, ended.stderr
+    for part in parts:
+        assert part in ended.stderr
