@@ -44,9 +44,6 @@ class LocalAdamW(torch.optim.AdamW):
         if any(not self.state[p] for p in params):
             super().step()  # the first one makes the state
             return
-        params = [p for p in params if local_tensor(p).numel()]
-        if not params:
-            return  # a rank without rows
         keys = ("exp_avg", "exp_avg_sq", "step")
         if not self._tensors or len(self._tensors[0]) != len(params) or self._is_stale(params):
             states = [[local_tensor(self.state[p][key]) for p in params] for key in keys]
