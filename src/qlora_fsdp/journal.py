@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import secrets
 import sys
 import time
 from contextlib import suppress
@@ -15,9 +16,11 @@ import yaml
 
 from qlora_fsdp.config.compose import to_yaml
 from qlora_fsdp.config.schema import Config, WandbMode
-from qlora_fsdp.files import write_atomically
+from qlora_fsdp.files import write_atomically, write_json
 from qlora_fsdp.run_folder import log, writing
+from qlora_fsdp.run_state import read_json, read_metrics
 
+WANDB_FILE = "wandb.json"  # the run's id there
 SECONDS_BETWEEN_LINES = 10.0  # of a console that is no terminal, e.g. a batch job's log
 
 
@@ -40,7 +43,7 @@ class Journal:
             with writing(folder):
                 _drop_later_lines(folder / "metrics.jsonl", first_step)
         self.metrics = (folder / "metrics.jsonl").open("a", buffering=1) if is_main else None
-        self.wandb = _start_wandb(folder, config) if is_main else None
+        self.wandb = _start_wandb(folder, config, goes_on=first_step > 0) if is_main else None
 
     def step(self, figures: dict[str, Any]) -> None:
         """Record an optimizer step; `figures` has the keys of a line of metrics.jsonl."""
@@ -64,6 +67,12 @@ class Journal:
             print("\r\033[K" if self.is_terminal else "", end="")
             figures = "".join(f" | {name} {value:.4f}" for name, value in metrics.items())
             log.info(f"step {step}/{self.num_steps} | evaluation loss {eval_loss:.4f}{figures} | {seconds:.1f} s")
+
+    def good_norms(self, at_most: int) -> list[float]:
+        """Gradient norms of the last steps before this start whose gradient was used; for rank 0."""
+        lines = list(read_metrics(self.folder))
+        norms = [line["grad_norm"] for line in lines if "grad_norm" in line and not line.get("skipped")]
+        return norms[-at_most:]
 
     def close(self, summary: dict[str, Any]) -> None:
         """Finish: the summary's figures also go to W&B."""
@@ -99,7 +108,7 @@ def _progress_line(figures: dict[str, Any], num_left: int, seconds_a_step: float
     eta = datetime.timedelta(seconds=round(seconds_a_step * num_left))
     parts = [
         f"step {step}/{step + num_left}",
-        f"loss {figures['loss']:.4f}",
+        "skipped" if figures.get("skipped") else f"loss {figures['loss']:.4f}",
         f"lr {figures['learning_rate']:.2e}",
         f"{figures['tokens_per_second_per_gpu']:,.0f} tokens/s/GPU",
     ]
@@ -110,7 +119,8 @@ def _progress_line(figures: dict[str, Any], num_left: int, seconds_a_step: float
     return " | ".join([*parts, f"ETA {eta}"])
 
 
-def _start_wandb(folder: Path, config: Config) -> Any:
+def _start_wandb(folder: Path, config: Config, goes_on: bool) -> Any:
+    """The run in W&B: the same one again where a checkpoint is gone on from; None: it is off."""
     mode = config.tracking.wandb
     if mode is WandbMode.auto:
         import netrc
@@ -124,7 +134,13 @@ def _start_wandb(folder: Path, config: Config) -> Any:
         return None
     import wandb
 
+    file = folder / WANDB_FILE
+    run_id = (read_json(file).get("id") if goes_on else None) or secrets.token_hex(4)
+    with writing(folder):
+        write_json(file, {"id": run_id})
     return wandb.init(
+        id=run_id,
+        resume="allow",
         project=config.tracking.project,
         entity=config.tracking.entity,
         name=config.run.name,

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from qlora_fsdp.bad_steps import BadSteps
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.data.batch import Batch, collate, epoch_order, micro_batch_indices
 from qlora_fsdp.data.prefetch import prefetch
@@ -70,6 +71,7 @@ def train(
     processes: Processes,
     journal: Journal,
     saver: Saver,
+    bad_steps: BadSteps,
     result: TrainResult,
 ) -> TrainResult:
     """Train for `split.num_steps` steps.
@@ -85,6 +87,7 @@ def train(
         processes: all ranks take part.
         journal: gets a line for each step and each evaluation.
         saver: is asked after each optimizer step.
+        bad_steps: judges each gradient before it is used.
         result: what was done before: nothing, or what a checkpoint has, which model and optimizer are loaded from.
 
     Returns:
@@ -92,7 +95,7 @@ def train(
 
     Raises:
         Interrupted: a signal on any rank, at the end of the step.
-        TrainingError: a NaN or infinite loss, or a parameter without a gradient in the first steps.
+        TrainingError: a bad step under training.on_bad_step=stop, or a parameter without a gradient in the first steps.
     """
     device, peak = processes.device, peak_flops(processes.device)
     params = [p for p in model.parameters() if p.requires_grad]
@@ -118,19 +121,20 @@ def train(
             group["lr"] = learning_rate
         indices = _global_batch(len(train_data), config.training.seed, step, split)
         num_targets, num_tokens = train_data.num_target_tokens(indices), int(train_data.lengths[indices].sum())
-        local_loss, local_flops = _run_micro_batches(
+        local_loss, micro_losses, local_flops = _run_micro_batches(
             model, batches, split.num_micro_batches(len(indices)), max(1, num_targets), flops, device
         )
         if step < GRADIENT_CHECK_STEPS:
             _stop_on_bad_gradients(model, step, processes)
         norm = clip_gradients(params, config.optim.max_grad_norm).item()
         loss, num_asking = processes.sum([local_loss.item(), saver.asks()])
-        _stop_on_nan(step, loss, norm, config)
-        optimizer.step()
+        is_good = bad_steps.check(step, loss, norm, indices, micro_losses)
+        if is_good:
+            optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         seconds = time.perf_counter() - started
         result.num_steps, result.first_step_seconds = step + 1, result.first_step_seconds or seconds
-        result.losses.append(loss)
+        result.losses += [loss] if is_good else []
         speed = num_tokens / seconds
         if step > first_step:
             speeds.append(speed / processes.num_ranks)
@@ -139,8 +143,9 @@ def train(
             {
                 "step": step + 1,
                 "epoch": round((step + 1) * split.global_batch_size / len(train_data), 4),
-                "loss": loss,
-                "grad_norm": norm,
+                "loss": loss if math.isfinite(loss) else None,
+                "grad_norm": norm if math.isfinite(norm) else None,
+                **({} if is_good else {"skipped": True}),
                 "learning_rate": learning_rate,
                 "num_tokens": num_tokens,
                 "num_target_tokens": num_targets,
@@ -153,7 +158,7 @@ def train(
             }
         )
         if step + 1 < split.num_steps:  # else the adapter is about to be written
-            saver.after_step(step + 1, result.eval_losses, num_asking > 0)
+            saver.after_step(step + 1, num_asking > 0)
     evaluate_after(split.num_steps)
     result.step_gpu_peak_gib = gpu_peak_gib(device)
     result.tokens_per_second_per_gpu = float(np.median(speeds)) if speeds else None
@@ -167,30 +172,25 @@ def _run_micro_batches(
     num_targets: int,
     flops: FlopCounter,
     device: torch.device,
-) -> tuple[Tensor, float]:
+) -> tuple[Tensor, list[Tensor], float]:
     """Forward and backward of a step; gradients are reduced once, with the last micro-batch.
 
     Returns:
-        This rank's part of the step's loss, a scalar on the device, and its FLOPs. Nothing waits for the device.
+        This rank's part of the step's loss, a scalar on the device; that of each micro-batch; and the FLOPs. Nothing
+        waits for the device.
     """
     assert isinstance(model, FSDPModule)
     loss_sum, num_flops = torch.zeros((), dtype=torch.float32, device=device), 0.0
+    losses = []
     for micro in range(num_micro_batches):
         batch = next(batches)
         num_flops += flops.of_batch(batch.sequence_starts)
         model.set_requires_gradient_sync(micro == num_micro_batches - 1)
         loss = model(batch.to(device)) / num_targets
         loss.backward()
-        loss_sum += loss.detach()
-    return loss_sum, num_flops
-
-
-def _stop_on_nan(step: int, loss: float, norm: float, config: Config) -> None:
-    if not (math.isfinite(loss) and math.isfinite(norm)):
-        raise TrainingError(
-            f"Step {step + 1}: loss {loss}, gradient norm {norm}. The adapter was not changed by this step. Set "
-            f"training.learning_rate lower than {config.training.learning_rate}, or look at the rows of this batch."
-        )
+        losses.append(loss.detach())
+        loss_sum += losses[-1]
+    return loss_sum, losses, num_flops
 
 
 @torch.no_grad()

@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.adapters import apply_adapters, initialize_adapters, trainable_names
 from qlora_fsdp.attention import check_packing, choose_attention
+from qlora_fsdp.bad_steps import NUM_NORMS, BadSteps
 from qlora_fsdp.build import BuiltModel, ModelFiles, build_model, find_model
 from qlora_fsdp.causal_lm import CausalLM, checkpoint_activations
 from qlora_fsdp.checkpoint import Checkpoint, load_checkpoint, verify_files
@@ -273,14 +274,37 @@ def _train(
         processes.num_ranks,
         settings_of(config, processes.num_ranks),
         describe_data(data.train),
+        done.eval_losses,
     )
     saver = Saver(config.checkpoint, content, model.model, optimizer, write_adapter_to, processes, watch)
     journal = Journal(folder, config, split.num_steps, processes.is_main, done.num_steps)
+    norms = processes.share(journal.good_norms(NUM_NORMS) if processes.is_main else None)
+    bad_steps = BadSteps(
+        config.training,
+        folder,
+        data.train,
+        split,
+        lambda tokens: str(prepared.tokenizer.decode(list(tokens))),
+        norms,
+        saver,
+        processes,
+    )
     figures = dict(summary)
     try:
         with watch.patience():
             result = train(
-                model, optimizer, data.train, data.eval, config, split, prepared.flops, processes, journal, saver, done
+                model,
+                optimizer,
+                data.train,
+                data.eval,
+                config,
+                split,
+                prepared.flops,
+                processes,
+                journal,
+                saver,
+                bad_steps,
+                done,
             )
         save_adapter(model.model, folder / "adapter", prepared.tokenizer, card, settings, processes)
         figures |= {"status": "finished"} | describe(result)

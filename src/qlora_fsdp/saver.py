@@ -9,7 +9,14 @@ from pathlib import Path
 
 from torch import nn, optim
 
-from qlora_fsdp.checkpoint import Checkpoint, checkpoint_folders, remove_checkpoints, save_checkpoint
+from qlora_fsdp.checkpoint import (
+    Checkpoint,
+    checkpoint_folders,
+    load_checkpoint,
+    read_manifest,
+    remove_checkpoints,
+    save_checkpoint,
+)
 from qlora_fsdp.config.schema import CheckpointConfig
 from qlora_fsdp.distributed import Processes
 from qlora_fsdp.errors import Interrupted
@@ -22,7 +29,8 @@ class Saver:
 
     Args:
         config: when, and how many to keep.
-        content: what every checkpoint of this run says, but for the step; its folder is run.folder/checkpoints.
+        content: what every checkpoint of this run says, but for the step; its folder is run.folder/checkpoints, and its
+            `eval_losses` grow as the loop evaluates.
         model: sharded.
         optimizer: over its trainable parameters.
         write_adapter: writes the adapter to a folder; every rank calls it.
@@ -50,12 +58,11 @@ class Saver:
         is_time = minutes is not None and time.monotonic() - self.last_time >= 60 * minutes
         return self.watch.asked is not None or (is_time and self.processes.is_main)  # one clock counts
 
-    def after_step(self, step: int, eval_losses: list[tuple[int, float]], asked: bool) -> None:
+    def after_step(self, step: int, asked: bool) -> None:
         """Save if it is time.
 
         Args:
             step: optimizer steps done.
-            eval_losses: (step, loss) of the evaluations so far.
             asked: whether `asks` was true on any rank.
 
         Raises:
@@ -64,9 +71,30 @@ class Saver:
         every = self.config.every_steps
         if not asked and (every is None or step % every != 0):
             return
+        error = self._save(step)
+        if asked:
+            self._stop_on_signal(step, error)
+
+    def save(self, step: int) -> bool:
+        """Save now, after so many steps; whether a checkpoint of this step is there."""
+        folder = _step_folder(self.content.folder, step)
+        is_there = self.processes.share(folder.is_dir() if self.processes.is_main else None)
+        return step > 0 and (is_there or self._save(step) is None)
+
+    def restore(self) -> int | None:
+        """Load the newest checkpoint of this run into model and optimizer; its step, or None if there is none."""
+        folders = checkpoint_folders(self.content.folder) if self.processes.is_main else []
+        newest = self.processes.share(read_manifest(folders[-1]) if folders else None)
+        if newest is None:
+            return None
+        load_checkpoint(newest, self.model, self.optimizer, self.processes)
+        return int(newest.step)
+
+    def _save(self, step: int) -> str | None:
+        """Write a checkpoint; what went wrong, on whichever rank."""
         started = time.monotonic()
-        folder = self.content.folder / f"step-{step:08}"
-        content = replace(self.content, folder=folder, step=step, eval_losses=eval_losses)
+        folder = _step_folder(self.content.folder, step)
+        content = replace(self.content, folder=folder, step=step)
         error = save_checkpoint(content, self.model, self.optimizer, self.write_adapter, self.processes)
         self.last_time = time.monotonic()
         if error is None:
@@ -77,14 +105,16 @@ class Saver:
                 f"No checkpoint of step {step}: {folder.parent} can't be written: {error}. Earlier ones are whole. "
                 "Training goes on, and the next checkpoint is tried when it is due."
             )
-        if asked:
-            self._stop_on_signal(step, error)
+        return error
 
     def _remove_old(self) -> None:
         if self.processes.is_main:
-            folder = self.content.folder
+            folder, losses = self.content.folder, dict(self.content.eval_losses)
+            folders = checkpoint_folders(folder)
+            best = sorted((losses[step], path) for path in folders if (step := _step_of(path)) in losses)
+            keep = [*folders[-self.config.keep_last :], *(path for _, path in best[: self.config.keep_best])]
             try:
-                remove_checkpoints(folder, keep=checkpoint_folders(folder)[-self.config.keep_last :])
+                remove_checkpoints(folder, keep)
             except OSError as error:
                 log.error(f"Old checkpoints can't be removed: {error}.")
 
@@ -95,3 +125,11 @@ class Saver:
         if error is None:
             raise Interrupted(number, f"Step {step} is saved: the same command goes on from there.")
         raise Interrupted(number, f"Step {step} could not be saved: {error}.")
+
+
+def _step_folder(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:08}"
+
+
+def _step_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("step-"))

@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
+from qlora_fsdp.config.check_long_runs import check_checkpoint, check_launch
 from qlora_fsdp.config.check_task import check_task
 from qlora_fsdp.config.command_line import conf_folder, group_options
 from qlora_fsdp.config.schema import (
@@ -28,7 +28,7 @@ from qlora_fsdp.config.schema import (
     WandbMode,
     Weights,
 )
-from qlora_fsdp.config.settings import all_settings, nearest_settings, problem_with, show, value_of
+from qlora_fsdp.config.settings import all_settings, problem_with, show, value_of
 from qlora_fsdp.errors import Problem
 
 # Lower bound, whether it is allowed itself, and upper bound, which never is.
@@ -58,6 +58,8 @@ _BOUNDS: dict[str, tuple[float, bool, float]] = {
     "checkpoint.every_steps": (1, True, math.inf),
     "checkpoint.every_minutes": (0, False, math.inf),
     "checkpoint.keep_last": (1, True, math.inf),
+    "checkpoint.keep_best": (0, True, math.inf),
+    "training.grad_norm_spike": (1, False, math.inf),
     "distributed.timeout_seconds": (1, True, math.inf),
     "launch.num_processes": (1, True, math.inf),
     "launch.parallel": (1, True, math.inf),
@@ -75,8 +77,9 @@ _INIT_LORA_WEIGHTS = (True, "gaussian", "orthogonal")
 
 def check_settings(config: Config) -> list[Problem]:
     """Returns what is wrong with the configuration whatever it runs on."""
-    checks = (_numbers, _run, _model, _compute, _quant, _lora, _fsdp, _data, _optim, _training, _checkpoint, _launch)
-    return [problem for find_problems in (*checks, check_task, _packages) for problem in find_problems(config)]
+    own = (_numbers, _run, _model, _compute, _quant, _lora, _fsdp, _data, _optim, _training, _packages)
+    checks = (*own, check_checkpoint, check_launch, check_task)
+    return [problem for find_problems in checks for problem in find_problems(config)]
 
 
 def is_local_path(text: str) -> bool:
@@ -273,25 +276,6 @@ def _training(config: Config) -> Iterator[Problem]:
     if config.data.format is DataFormat.random and training.max_steps is None and config.data.max_rows is None:
         reason = "sets no end, and random data (data.format=random) has none."
         yield problem_with(config, "training.max_steps", reason, "Set training.max_steps=10.")
-
-
-def _checkpoint(config: Config) -> Iterator[Problem]:
-    for key in config.checkpoint.allow_changes:
-        if key not in all_settings():
-            nearest = nearest_settings(key)
-            fix = f"Did you mean {' or '.join(nearest)}?" if nearest else "See docs/configuration.md for all settings."
-            yield problem_with(config, "checkpoint.allow_changes", f"names {key}, which is no setting.", fix)
-
-
-def _launch(config: Config) -> Iterator[Problem]:
-    if config.launch.config_file is not None and not Path(config.launch.config_file).expanduser().is_file():
-        fix = "Set it to an accelerate config such as accelerate_configs/one_node.yaml, or null."
-        yield problem_with(config, "launch.config_file", f"is no file, seen from {Path.cwd()}.", fix)
-    time = config.slurm.time
-    if time is not None and not re.fullmatch(r"(\d+-)?\d+(:\d\d){0,2}", time):
-        yield problem_with(
-            config, "slurm.time", "is no time limit.", "Set slurm.time=24:00:00, or 2-00:00:00 for days."
-        )
 
 
 def _packages(config: Config) -> Iterator[Problem]:

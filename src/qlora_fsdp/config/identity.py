@@ -18,6 +18,8 @@ _HARMLESS = (
     "data.cache_folder",
     "training.micro_batch_size",
     "training.eval_every_steps",
+    "training.on_bad_step",
+    "training.grad_norm_spike",
 )
 
 

@@ -99,6 +99,12 @@ class BadRows(Enum):
     truncate = "truncate"
 
 
+class OnBadStep(Enum):
+    stop = "stop"
+    skip = "skip"
+    rollback = "rollback"
+
+
 class Optimizer(Enum):
     adamw = "adamw"
     adamw_8bit = "adamw_8bit"
@@ -324,6 +330,11 @@ class TrainingConfig:
     precision: Dtype = Dtype.auto
     # Evaluate every so many steps, and at the end. null: only before and after.
     eval_every_steps: int | None = None
+    # What to do when a step's loss or gradient is NaN or infinite; its rows are written to run.folder/bad_steps. stop:
+    # save and end. skip: go on with the next batch. rollback: the same, from the weights of the newest checkpoint.
+    on_bad_step: OnBadStep = OnBadStep.stop
+    # A step is bad, too, when its gradient's norm is more than so many times the median of the last 100. null: never.
+    grad_norm_spike: float | None = None
 
 
 @dataclass
@@ -335,6 +346,8 @@ class CheckpointConfig:
     every_minutes: float | None = None
     # Checkpoints to keep; older ones are removed once a newer one is whole.
     keep_last: int = 2
+    # Besides these, keep so many of those with the lowest evaluation loss.
+    keep_best: int = 0
     # auto: go on from the newest checkpoint in run.folder, if there is one. none: start anew, which removes them. Or
     # the folder of a checkpoint, of this run or another.
     resume: str = "auto"
