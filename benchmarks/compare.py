@@ -5,7 +5,9 @@ r"""This project beside TRL's recipe, on the same random checkpoint, in the same
         --sides ours,ours:memory=keep,trl-fsdp2-liger
 
 A side is `ours`, with overrides behind colons, or `trl-fsdp1`, `trl-fsdp2`, with `-liger` for its fused kernels. Prints
-a row a side and writes JSON. Speed is the median step after the second; memory the most that tensors held on any GPU.
+a row a side and writes JSON. Speed is the median step after the second; memory the most that tensors held on any GPU;
+MFU the model's FLOPs, without recomputation, over the bf16 matrix rate measured on this host before the sides run; and
+the ratio is to the fastest side of TRL.
 """
 
 from __future__ import annotations
@@ -42,9 +44,12 @@ def main() -> None:
     checkpoint = args.checkpoint or Path(tempfile.gettempdir()) / f"random-{args.shape}"
     if not (checkpoint / "model.safetensors.index.json").is_file():
         subprocess.run([sys.executable, HERE / "make_checkpoint.py", args.shape, checkpoint], check=True)
+    matrix_rate = measure_matrix_rate()
     rows = [run_side(side, args, checkpoint) for _ in range(args.repeats) for side in args.sides.split(",")]
+    add_ratios(rows, matrix_rate)
     print_table(rows)
     environment = {
+        "matrix_tflops": matrix_rate,
         "date": time.strftime("%Y-%m-%d"),
         "host": f"{args.num_gpus} x {gpu_name()}, Python {platform.python_version()}",
         "versions": {name: version(name) for name in PACKAGES},
@@ -89,7 +94,7 @@ def run_ours(side: str, args: argparse.Namespace, checkpoint: Path, folder: Path
         "host_gib": round(steps[-1]["host_rss_gib"], 1),
         "step_s": round(step_seconds, 3),
         "tokens_s_gpu": round(args.max_length * args.micro_batch_size / step_seconds),
-        "mfu": steps[-1]["mfu"],
+        "datasheet_mfu": steps[-1]["mfu"],
         "losses": [round(step["loss"], 4) for step in steps],
     }
 
@@ -115,9 +120,39 @@ def run_trl(side: str, args: argparse.Namespace, checkpoint: Path, folder: Path)
         "host_gib": max(r["host_rss_gib"] for r in results),
         "step_s": first["step_s"],
         "tokens_s_gpu": first["tokens_s_gpu"],
-        "mfu": None,
+        "datasheet_mfu": None,
         "losses": first["losses"],
     }
+
+
+def measure_matrix_rate() -> float | None:
+    """TFLOP/s of a large bf16 product on the first GPU, in a process that leaves nothing there; None without one."""
+    code = (
+        "import torch, time\n"
+        "a, b = (torch.randn(8192, 8192, device='cuda').bfloat16() for _ in range(2))\n"
+        "for n in (20, 200):\n"
+        "    torch.cuda.synchronize(); start = time.perf_counter()\n"
+        "    for _ in range(n): a @ b\n"
+        "    torch.cuda.synchronize(); seconds = time.perf_counter() - start\n"
+        "print(2 * 8192**3 * n / seconds / 1e12)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    return round(float(done.stdout), 1) if done.returncode == 0 else None
+
+
+def add_ratios(rows: list[dict[str, Any]], matrix_rate: float | None) -> None:
+    """MFU over the measured rate for the sides that count FLOPs, and every side's speed over TRL's best."""
+    import torch
+
+    from qlora_fsdp.hardware import peak_flops
+
+    peak = peak_flops(torch.device("cuda", 0)) if matrix_rate else None
+    peers = [row["tokens_s_gpu"] for row in rows if row["side"].startswith("trl") and "failed" not in row]
+    for row in (row for row in rows if "failed" not in row):
+        if row["datasheet_mfu"] and matrix_rate and peak:
+            row["mfu"] = round(row["datasheet_mfu"] * peak / 1e12 / matrix_rate, 3)
+        if peers:
+            row["ratio"] = round(row["tokens_s_gpu"] / max(peers), 2)
 
 
 def launch_options(args: argparse.Namespace) -> list[str]:
@@ -140,7 +175,7 @@ def gpu_name() -> str:
 
 def print_table(rows: list[dict[str, Any]]) -> None:
     """A line a side; of a side that failed, its error."""
-    columns = ["load_s", "load_peak_gib", "to_first_step_s", "step_s", "tokens_s_gpu", "mfu", "peak_gib", "host_gib"]
+    columns = ["load_s", "load_peak_gib", "to_first_step_s", "step_s", "tokens_s_gpu", "ratio", "mfu", "peak_gib"]
     width = max(len(row["side"]) for row in rows)
     print(" " * width + "".join(f"{column:>17}" for column in columns))
     for row in rows:
