@@ -7,7 +7,7 @@ that is to be quantized swapped for a `QuantizedLinear` -> a list of which check
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -250,6 +250,16 @@ def choose_format(quant: QuantConfig) -> Format | None:
     if quant.load_in_4bit:
         return Format(quant.bnb_4bit_quant_type.value, quant.bnb_4bit_use_double_quant, storage=storage)
     return None
+
+
+def quant_settings(format: Format | None, quant: QuantConfig) -> QuantConfig:
+    """The settings that would give `format`: a checkpoint that is already quantized need not be as `quant` says."""
+    return replace(
+        quant,
+        load_in_4bit=format is not None and format.is_4bit,
+        load_in_8bit=format is not None and not format.is_4bit,
+        bnb_4bit_use_double_quant=format is not None and format.double_quant,
+    )
 
 
 def _swap_chosen_linears(

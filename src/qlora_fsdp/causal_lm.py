@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import peft
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from qlora_fsdp.attention import PACKED_FAMILIES
-from qlora_fsdp.config.schema import Activations, MemoryConfig
 from qlora_fsdp.data.batch import IGNORE_INDEX, Batch
 from qlora_fsdp.loss import attach_loss
-from qlora_fsdp.quantized.fuse import remake_norms
 from qlora_fsdp.task_model import TaskModel
 
 
@@ -60,20 +56,3 @@ class CausalLM(TaskModel):
         return nn.functional.cross_entropy(
             logits.flatten(0, 1), batch.targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
         )
-
-
-def checkpoint_activations(model: TaskModel, config: MemoryConfig) -> int:
-    """Recompute layers in backward instead of keeping their activations; how many are recomputed.
-
-    Non-reentrant checkpointing (torch.utils.checkpoint): inputs need not require gradients, so no hook on the
-    embeddings is needed for 'element 0 of tensors does not require grad' not to happen.
-    """
-    if config.activations is Activations.none:
-        return 0
-    every = config.every_k if config.activations is Activations.every_k else 1
-    recomputed = model.layers[::every]
-    for layer in recomputed:
-        remake_norms(layer)
-        layer.gradient_checkpointing = True  # type: ignore[assignment]
-        layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)  # type: ignore[assignment]
-    return len(recomputed)

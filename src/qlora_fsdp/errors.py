@@ -65,6 +65,12 @@ class DeviceError(UserError):
     """The hardware or the launch can't run this configuration: too few GPUs, no bf16, wrong world size."""
 
 
+class MemoryShortage(UserError):
+    """Not enough GPU or host memory for the run; what was written is intact."""
+
+    exit_code = 3
+
+
 class ProofError(UserError):
     """The proof at start failed: what FSDP gathers is not what the ranks hold. Training would be silently wrong."""
 

@@ -1,4 +1,4 @@
-"""What the hardware can do: the dtype to compute in, and the rates that figures are compared with."""
+"""What the hardware can do: the dtype to compute in, the memory to be had, and rates that figures are compared with."""
 
 from __future__ import annotations
 
@@ -8,26 +8,13 @@ from pathlib import Path
 import torch
 
 from qlora_fsdp.config.schema import Dtype
-from qlora_fsdp.errors import DeviceError
-
-GIB = 2**30
-
-# Dense bf16 matrix rates by the vendors' datasheets, in FLOP/s; the first name contained in the GPU's wins.
-PEAK_FLOPS = {
-    "B200": 2250e12,
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "L40": 181e12,
-    "A10G": 70e12,
-    "RTX 6000 Ada": 364e12,
-    "RTX 5090": 210e12,
-    "RTX 4090": 165e12,
-    "RTX 3090": 71e12,
-    "A6000": 155e12,
-}
+from qlora_fsdp.distributed import Processes
+from qlora_fsdp.errors import ConfigError, DeviceError, Problem
+from qlora_fsdp.memory.choose import MARGIN
+from qlora_fsdp.memory.decide import Machine
+from qlora_fsdp.memory.gpus import find_gpu, gpu_of_size
+from qlora_fsdp.memory.host import available_bytes
+from qlora_fsdp.memory.plan import CUDA_CONTEXT, GIB
 
 
 def choose_dtype(precision: Dtype, device: torch.device) -> torch.dtype:
@@ -52,20 +39,38 @@ def choose_dtype(precision: Dtype, device: torch.device) -> torch.dtype:
 
 def peak_flops(device: torch.device) -> float | None:
     """Dense bf16 FLOP/s of the GPU by its datasheet; None if it is not in the table, or on a CPU."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    return next((rate for part, rate in PEAK_FLOPS.items() if part in name), None)
+    gpu = find_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return None if gpu is None else gpu.tflops * 1e12
 
 
-def gpu_peak_gib(device: torch.device, reset: bool = False) -> float | None:
-    """Most GPU memory allocated by tensors since the last reset, in GiB; None on a CPU."""
-    if device.type != "cuda":
-        return None
-    peak = torch.cuda.max_memory_allocated(device) / GIB
-    if reset:
-        torch.cuda.reset_peak_memory_stats(device)
-    return peak
+def find_machine(target_gib: float | None, processes: Processes) -> Machine:
+    """What the ranks run on; of what differs between them, the least counts.
+
+    Raises:
+        ConfigError: `memory.target_gib` is more than a GPU has.
+    """
+    device, host = processes.device, available_bytes()
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        room = min(total, free + torch.cuda.memory_reserved(device) + CUDA_CONTEXT)  # what is ours already counts
+        name = torch.cuda.get_device_name(device)
+        gpu = find_gpu(name) or gpu_of_size(total / GIB)
+    else:
+        total = room = host // processes.local_num_ranks
+        gpu = gpu_of_size(total / GIB)
+    room, total, host = (int(-least) for least in processes.max([-room, -total, -host]))
+    if target_gib is not None and device.type == "cuda" and target_gib * GIB > total:
+        reason = f"is more than the GPU has: {total / GIB:.1f} GiB."
+        raise ConfigError([Problem(f"memory.target_gib={target_gib:g}", reason, "Set memory.target_gib=null.")])
+    target = room * (1 - MARGIN) if target_gib is None else target_gib * GIB
+    return Machine(processes.num_ranks, processes.local_num_ranks, target, gpu, device.type == "cuda", host)
+
+
+def hold_to(target: float, libraries: int, device: torch.device) -> None:
+    """Let torch's allocator have no more than `target` bytes less what CUDA and NCCL take outside it."""
+    if device.type == "cuda":
+        total = torch.cuda.mem_get_info(device)[1]
+        torch.cuda.set_per_process_memory_fraction(min(1.0, max(0.0, target - libraries) / total), device)
 
 
 def host_rss_gib() -> float:

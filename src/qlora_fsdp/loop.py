@@ -27,14 +27,16 @@ from qlora_fsdp.data.sequences import Indices, Sequences
 from qlora_fsdp.distributed import Processes
 from qlora_fsdp.errors import TrainingError
 from qlora_fsdp.grads import check_gradients
-from qlora_fsdp.hardware import gpu_peak_gib, host_rss_gib, peak_flops
+from qlora_fsdp.hardware import host_rss_gib, peak_flops
 from qlora_fsdp.journal import Journal
+from qlora_fsdp.memory.measure import PhasePeaks
 from qlora_fsdp.optim import clip_gradients, learning_rate_at
 from qlora_fsdp.plan import BatchSplit, FlopCounter
 from qlora_fsdp.saver import Saver
 from qlora_fsdp.task_model import TaskModel
 
 GRADIENT_CHECK_STEPS = 2  # after the second step LoRA's A has a gradient too
+STEP_PHASES = ("forward", "backward", "step")
 
 
 @dataclass
@@ -72,6 +74,7 @@ def train(
     journal: Journal,
     saver: Saver,
     bad_steps: BadSteps,
+    peaks: PhasePeaks,
     result: TrainResult,
 ) -> TrainResult:
     """Train for `split.num_steps` steps.
@@ -88,6 +91,7 @@ def train(
         journal: gets a line for each step and each evaluation.
         saver: is asked after each optimizer step.
         bad_steps: judges each gradient before it is used.
+        peaks: told which phase runs.
         result: what was done before: nothing, or what a checkpoint has, which model and optimizer are loaded from.
 
     Returns:
@@ -97,13 +101,13 @@ def train(
         Interrupted: a signal on any rank, at the end of the step.
         TrainingError: a bad step under training.on_bad_step=stop, or a parameter without a gradient in the first steps.
     """
-    device, peak = processes.device, peak_flops(processes.device)
+    peak = peak_flops(processes.device)
     params = [p for p in model.parameters() if p.requires_grad]
     first_step, eval_every, speeds = result.num_steps, config.training.eval_every_steps, []
-    gpu_peak_gib(device, reset=True)
 
     def evaluate_after(step: int) -> None:
         if eval_data is not None:
+            peaks.enter("evaluation")
             started = time.perf_counter()
             loss, result.eval_metrics = evaluate(model, eval_data, split, processes)
             result.eval_losses.append((step, loss))
@@ -122,8 +126,9 @@ def train(
         indices = _global_batch(len(train_data), config.training.seed, step, split)
         num_targets, num_tokens = train_data.num_target_tokens(indices), int(train_data.lengths[indices].sum())
         local_loss, micro_losses, local_flops = _run_micro_batches(
-            model, batches, split.num_micro_batches(len(indices)), max(1, num_targets), flops, device
+            model, batches, split.num_micro_batches(len(indices)), max(1, num_targets), flops, peaks
         )
+        peaks.enter("step")
         if step < GRADIENT_CHECK_STEPS:
             _stop_on_bad_gradients(model, step, processes)
         norm = clip_gradients(params, config.optim.max_grad_norm).item()
@@ -138,7 +143,8 @@ def train(
         speed = num_tokens / seconds
         if step > first_step:
             speeds.append(speed / processes.num_ranks)
-        step_peak = gpu_peak_gib(device)
+        peaks.record()
+        step_peak = peaks.peak_gib(*STEP_PHASES)
         journal.step(
             {
                 "step": step + 1,
@@ -160,7 +166,7 @@ def train(
         if step + 1 < split.num_steps:  # else the adapter is about to be written
             saver.after_step(step + 1, num_asking > 0)
     evaluate_after(split.num_steps)
-    result.step_gpu_peak_gib = gpu_peak_gib(device)
+    result.step_gpu_peak_gib = peaks.peak_gib(*STEP_PHASES)
     result.tokens_per_second_per_gpu = float(np.median(speeds)) if speeds else None
     return result
 
@@ -171,7 +177,7 @@ def _run_micro_batches(
     num_micro_batches: int,
     num_targets: int,
     flops: FlopCounter,
-    device: torch.device,
+    peaks: PhasePeaks,
 ) -> tuple[Tensor, list[Tensor], float]:
     """Forward and backward of a step; gradients are reduced once, with the last micro-batch.
 
@@ -180,13 +186,15 @@ def _run_micro_batches(
         waits for the device.
     """
     assert isinstance(model, FSDPModule)
-    loss_sum, num_flops = torch.zeros((), dtype=torch.float32, device=device), 0.0
+    loss_sum, num_flops = torch.zeros((), dtype=torch.float32, device=peaks.device), 0.0
     losses = []
     for micro in range(num_micro_batches):
         batch = next(batches)
         num_flops += flops.of_batch(batch.sequence_starts)
         model.set_requires_gradient_sync(micro == num_micro_batches - 1)
-        loss = model(batch.to(device)) / num_targets
+        peaks.enter("forward")
+        loss = model(batch.to(peaks.device)) / num_targets
+        peaks.enter("backward")
         loss.backward()
         losses.append(loss.detach())
         loss_sum += losses[-1]

@@ -39,13 +39,15 @@ class BatchSplit:
 
 def split_batches(training: TrainingConfig, num_ranks: int, num_sequences: int) -> BatchSplit:
     """The split for a data set of `num_sequences` sequences; the last step of the run may be short."""
-    global_batch_size = training.global_batch_size or training.micro_batch_size * num_ranks
+    # `auto` is a number by the time that a run trains; whoever only evaluates takes one sequence at a time.
+    micro_batch_size = training.micro_batch_size if isinstance(training.micro_batch_size, int) else 1
+    global_batch_size = training.global_batch_size or micro_batch_size * num_ranks
     if training.max_steps is not None:
         total = training.max_steps * global_batch_size
     else:
         total = max(1, round(training.num_epochs * num_sequences))
     num_steps = math.ceil(total / global_batch_size)
-    return BatchSplit(training.micro_batch_size, global_batch_size, num_ranks, num_steps, total)
+    return BatchSplit(micro_batch_size, global_batch_size, num_ranks, num_steps, total)
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from transformers import PreTrainedTokenizerBase
 from qlora_fsdp.adapters import apply_adapters, initialize_adapters, trainable_names
 from qlora_fsdp.attention import check_packing, choose_attention
 from qlora_fsdp.bad_steps import NUM_NORMS, BadSteps
-from qlora_fsdp.build import BuiltModel, ModelFiles, build_model, find_model
-from qlora_fsdp.causal_lm import CausalLM, checkpoint_activations
+from qlora_fsdp.build import BuiltModel, ModelFiles, build_model, find_model, quant_settings
+from qlora_fsdp.causal_lm import CausalLM
 from qlora_fsdp.checkpoint import Checkpoint, load_checkpoint, verify_files
 from qlora_fsdp.classifier import SequenceClassifier
 from qlora_fsdp.config.commands import saved_settings
@@ -31,14 +31,18 @@ from qlora_fsdp.config.world import World
 from qlora_fsdp.data.prepare import PreparedData, prepare_data
 from qlora_fsdp.data.tokenizer import byte_tokenizer, load_tokenizer
 from qlora_fsdp.distributed import Processes, start_processes, stop_processes
-from qlora_fsdp.errors import DeviceError, Interrupted, UserError
+from qlora_fsdp.errors import Interrupted, UserError
 from qlora_fsdp.export import gather_trainable, save_adapter, write_adapter
 from qlora_fsdp.files import write_json
-from qlora_fsdp.hardware import choose_dtype, gpu_peak_gib, host_rss_now_gib
+from qlora_fsdp.hardware import choose_dtype, find_machine, hold_to, host_rss_gib, host_rss_now_gib
 from qlora_fsdp.journal import Journal
 from qlora_fsdp.kernels import use_fused_kernels
 from qlora_fsdp.load.fill import fill_from_files, fill_randomly
 from qlora_fsdp.loop import TrainResult, describe, train
+from qlora_fsdp.memory.decide import Decision, Machine, decide
+from qlora_fsdp.memory.measure import PhasePeaks, explain_shortage, start_snapshot
+from qlora_fsdp.memory.recompute import set_activation_policy
+from qlora_fsdp.memory.report import as_json
 from qlora_fsdp.optim import make_optimizer
 from qlora_fsdp.plan import BatchSplit, FlopCounter, Sizes, count_bytes, count_flops, dtype_name, split_batches
 from qlora_fsdp.prove import prove_shards
@@ -84,7 +88,7 @@ def run(config: Config, world: World) -> dict[str, Any]:
             verify_files(checkpoint, processes)
         _run(config, processes, watch, folder, checkpoint, summary)
     except BaseException as error:
-        reason = watch.explain(_with_advice(error))
+        reason = watch.explain(error)
         if reason is error:
             raise
         raise reason from error
@@ -108,6 +112,9 @@ class _Prepared:
     tokenizer: PreTrainedTokenizerBase
     data: PreparedData
     split: BatchSplit
+    machine: Machine
+    memory: Decision
+    peaks: PhasePeaks
 
 
 def _run(
@@ -122,10 +129,16 @@ def _run(
     prepared = _prepare(config, processes, folder)
     if checkpoint is not None:
         check_data(checkpoint, prepared.data.train, config)
-    units = shard_model(prepared.model, config.fsdp, processes)
-    summary |= _load_and_prove(prepared, units, config, processes)
-    summary["setup_seconds"] = time.perf_counter() - started
-    result = _train(prepared, config, processes, watch, folder, checkpoint, summary)
+    try:
+        units = shard_model(prepared.model, config.fsdp, processes)
+        summary |= _load_and_prove(prepared, units, config, processes)
+        summary["setup_seconds"] = time.perf_counter() - started
+        result = _train(prepared, config, processes, watch, folder, checkpoint, summary)
+    except torch.OutOfMemoryError as error:
+        snapshot = folder / f"memory-{processes.rank}.pickle" if config.memory.snapshot else None
+        raise explain_shortage(error, prepared.memory.plan, prepared.machine.gpu, prepared.peaks, snapshot) from error
+    finally:
+        summary["memory"] = _compare_memory(prepared)
     summary |= {"status": "finished"} | describe(result) | {"seconds": time.perf_counter() - started}
     if processes.is_main:
         with writing(folder):
@@ -160,7 +173,21 @@ def _prepare(config: Config, processes: Processes, folder: Path) -> _Prepared:
     model = _add_adapters(built, config, liger_loss="cross_entropy" in fused)
     num_fp8 = use_fp8(model) if config.compute.matmul is MatmulKind.fp8 else 0
     num_groups = fuse_layers(model) if config.kernels.fuse_layers else 0
-    num_recomputed = checkpoint_activations(model, config.memory)
+    machine = find_machine(config.memory.target_gib, processes)
+    memory = decide(
+        config,
+        files.config.to_dict(),
+        len(model.layers),
+        quant_settings(built.format, config.quant),
+        dtype.itemsize,
+        frozenset(fused),
+        machine,
+    )
+    set_activation_policy(model.layers, memory.policies)
+    if config.memory.target_gib is not None:
+        hold_to(machine.target, memory.plan.libraries if memory.plan is not None else 0, device)
+    if config.memory.snapshot:
+        start_snapshot(device)
     num_shards = count_shards(config.fsdp, processes)
     sizes = count_bytes(model, processes.rank % num_shards, num_shards)
     for note in built.notes:
@@ -169,9 +196,10 @@ def _prepare(config: Config, processes: Processes, folder: Path) -> _Prepared:
         f"Model: {built.model.name_or_path}, {_count(sizes.num_base)} parameters, {_kind(built)}, "
         f"{attention} attention, Liger kernels: {', '.join(fused) or 'none'}; {num_groups} groups of layers fused"
         f"{f', {num_fp8} layers in fp8' if num_fp8 else ''}; "
-        f"training {_count(sizes.num_trainable)} in {len(trainable_names(model))} tensors, "
-        f"recomputing {num_recomputed} of {len(model.layers)} layers"
+        f"training {_count(sizes.num_trainable)} in {len(trainable_names(model))} tensors"
     )
+    for line in memory.lines:
+        log.info(f"Memory: {line}")
     data = prepare_data(
         config,
         tokenizer,
@@ -181,12 +209,14 @@ def _prepare(config: Config, processes: Processes, folder: Path) -> _Prepared:
     )
     if isinstance(model, SequenceClassifier):
         model.weigh_classes(data.train.labels_of(np.arange(len(data.train))))
-    split = split_batches(config.training, processes.num_ranks, len(data.train))
+    training = replace(config.training, micro_batch_size=memory.micro_batch_size)
+    split = split_batches(training, processes.num_ranks, len(data.train))
     for line in str(data.report).splitlines():
         log.info(f"Data: {line}")
     log.info(f"Steps: {split.num_steps} of {config.training.max_length} tokens a sequence at most")
     flops = count_flops(model, text_config)
-    return _Prepared(built, model, dtype, num_shards, sizes, flops, tokenizer, data, split)
+    peaks = PhasePeaks(device)
+    return _Prepared(built, model, dtype, num_shards, sizes, flops, tokenizer, data, split, machine, memory, peaks)
 
 
 def _add_adapters(built: BuiltModel, config: Config, liger_loss: bool) -> TaskModel:
@@ -207,7 +237,8 @@ def _load_and_prove(
     initialize_adapters(model.model, config.lora.init_lora_weights, config.training.seed)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    load_seconds, load_peak = time.perf_counter() - started, gpu_peak_gib(device)
+    load_seconds = time.perf_counter() - started
+    prepared.peaks.enter("proof")
     proof = prove_shards(model, units, processes, int(os.environ.get("WORLD_SIZE", 1)))
     proof_seconds = time.perf_counter() - started - load_seconds
     log.info(
@@ -217,7 +248,7 @@ def _load_and_prove(
     )
     return {
         "load_seconds": load_seconds,
-        "load_gpu_peak_gib": load_peak,
+        "load_gpu_peak_gib": prepared.peaks.peak_gib("load"),
         "load_host_gib": host_rss_now_gib(),
         "proof_seconds": proof_seconds,
         "proved_bytes": proof.num_bytes,
@@ -304,6 +335,7 @@ def _train(
                 journal,
                 saver,
                 bad_steps,
+                prepared.peaks,
                 done,
             )
         save_adapter(model.model, folder / "adapter", prepared.tokenizer, card, settings, processes)
@@ -320,14 +352,11 @@ def _record_failure(folder: Path, summary: dict[str, Any], error: BaseException)
         write_json(folder / "summary.json", summary | {"status": status, "error": text})
 
 
-def _with_advice(error: BaseException) -> BaseException:
-    """Errors of libraries that a setting can cure, as ours."""
-    if isinstance(error, torch.OutOfMemoryError):
-        return DeviceError(
-            f"The GPU is out of memory: {str(error).partition('. ')[0]}. Set training.micro_batch_size or "
-            "training.max_length lower, memory=recompute, or fsdp=offload; or use more GPUs."
-        )
-    return error
+def _compare_memory(prepared: _Prepared) -> dict[str, Any]:
+    """The plan beside what was measured so far, for summary.json."""
+    plan = prepared.memory.plan
+    measured = prepared.peaks.as_json() | {"host_gib": round(host_rss_gib(), 3)}
+    return {"predicted": None if plan is None else as_json(plan), "measured": measured}
 
 
 def _complete(world: World, processes: Processes) -> World:

@@ -88,7 +88,7 @@ def test_dry_run_has_no_problem() -> None:
         ("fsdp.hybrid_shard_size=4", "has no effect with fsdp.sharding_strategy=FULL_SHARD."),
         ("fsdp=hybrid_shard fsdp.hybrid_shard_size=3", "does not divide 8 ranks. Set fsdp.hybrid_shard_size=4."),
         ("memory=recompute_half memory.every_k=1", "memory.every_k=1 must be at least 2"),
-        ("memory.every_k=3", "memory.every_k=3 has no effect with memory.activations=full."),
+        ("memory.every_k=3", "memory.every_k=3 has no effect with memory.activations=auto."),
         ("optim.betas=[0.9]", "optim.betas=[0.9] must be two numbers"),
         ("optim.warmup_steps=10", "leaves no step after the warmup"),
         (

@@ -39,6 +39,7 @@ _BOUNDS: dict[str, tuple[float, bool, float]] = {
     "fsdp.hybrid_shard_size": (1, True, math.inf),
     "fsdp.forward_prefetch": (0, True, math.inf),
     "fsdp.backward_prefetch": (0, True, math.inf),
+    "memory.target_gib": (0, False, math.inf),
     "data.eval_fraction": (0, True, 1),
     "data.max_rows": (1, True, math.inf),
     "data.num_proc": (1, True, math.inf),
@@ -90,7 +91,7 @@ def is_local_path(text: str) -> bool:
 def _numbers(config: Config) -> Iterator[Problem]:
     for key, (low, low_allowed, high) in _BOUNDS.items():
         value = value_of(config, key)
-        if value is None or (low < value < high or (low_allowed and value == low)):
+        if not isinstance(value, (int, float)) or (low < value < high or (low_allowed and value == low)):
             continue
         needed = f"at least {low:g}" if low_allowed else f"greater than {low:g}"
         needed += f" and less than {high:g}" if math.isfinite(high) else ""
@@ -265,6 +266,13 @@ def _optim(config: Config) -> Iterator[Problem]:
 
 def _training(config: Config) -> Iterator[Problem]:
     training = config.training
+    size = training.micro_batch_size
+    if size != "auto" and (isinstance(size, bool) or not isinstance(size, int)):
+        reason, fix = "must be a whole number or auto.", "Set training.micro_batch_size=1, the default."
+        yield problem_with(config, "training.micro_batch_size", reason, fix)
+    elif size == "auto" and training.global_batch_size is None:
+        reason = "needs a global batch to divide, and training.global_batch_size=null follows from the micro-batch."
+        yield problem_with(config, "training.micro_batch_size", reason, "Set training.global_batch_size=16.")
     if training.precision is Dtype.float16:
         reason = "needs loss scaling, which is not here: small gradients would become 0."
         yield problem_with(

@@ -47,8 +47,9 @@ def _fsdp(config: Config, environ: Mapping[str, str]) -> Iterator[Problem]:
     if _is_true(environ, "FSDP_ACTIVATION_CHECKPOINTING") and config.memory.activations is Activations.none:
         name = "FSDP_ACTIVATION_CHECKPOINTING"
         yield _contradiction(config, environ, name, "memory.activations", "memory=recompute")
-    if _is_true(environ, "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD"):
-        yield _unsupported(environ, "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD", "offloaded activations")
+    name = "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD"
+    if _is_true(environ, name) and config.memory.activations is not Activations.offload:
+        yield _contradiction(config, environ, name, "memory.activations", "memory=offload")
 
     if _is_true(environ, "FSDP_FORWARD_PREFETCH") and fsdp.forward_prefetch == 0:
         name = "FSDP_FORWARD_PREFETCH"
@@ -66,7 +67,8 @@ def _training(config: Config, environ: Mapping[str, str]) -> Iterator[Problem]:
         yield _contradiction(config, environ, name, key, f"{key}=bfloat16 and mixed_precision: bf16")
 
     num_accumulations = environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
-    if num_accumulations.isdecimal() and int(num_accumulations) > 1:
+    is_number = isinstance(training.micro_batch_size, int)
+    if num_accumulations.isdecimal() and int(num_accumulations) > 1 and is_number:
         wanted = int(num_accumulations) * training.micro_batch_size * int(environ.get("WORLD_SIZE", "1"))
         if training.global_batch_size != wanted:
             name, key = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "training.global_batch_size"

@@ -63,9 +63,11 @@ class ShardingStrategy(Enum):
 
 
 class Activations(Enum):
+    auto = "auto"
     none = "none"
-    full = "full"
     every_k = "every_k"
+    full = "full"
+    offload = "offload"
 
 
 class MatmulKind(Enum):
@@ -229,11 +231,18 @@ class FsdpConfig:
 
 @dataclass
 class MemoryConfig:
-    # Activation checkpointing. none: keep all activations. full: recompute every layer. every_k: recompute
-    # every k-th layer.
-    activations: Activations = Activations.full
+    # What becomes of a layer's activations until backward. none: they are kept. full: only the layer's input is kept,
+    # the rest is computed again. every_k: full for every k-th layer. offload: as full, with the inputs in host memory.
+    # auto: for each layer the fastest of these with which the run fits, by the memory plan.
+    activations: Activations = Activations.auto
     # k of every_k.
     every_k: int = 2
+    # GiB of a GPU that the run may use in all; held to, so that it stands for a smaller GPU. null: the free memory less
+    # 5 %, which auto counts with.
+    target_gib: float | None = None
+    # When the GPU is out of memory, write torch's record of allocations to the run folder (for
+    # pytorch.org/memory_viz). Slows steps a little.
+    snapshot: bool = False
 
 
 @dataclass
@@ -316,8 +325,9 @@ class TrainingConfig:
     max_steps: int | None = None
     # Passes over the data.
     num_epochs: float = 1.0
-    # Sequences a GPU a forward pass.
-    micro_batch_size: int = 1
+    # Sequences a GPU a forward pass. `auto`: the power of two, dividing the global batch, with the best predicted
+    # speed.
+    micro_batch_size: Any = 1
     # Sequences an optimizer step, over all ranks. null: micro_batch_size x ranks.
     global_batch_size: int | None = None
     # Peak learning rate.

@@ -34,11 +34,13 @@ def check_split(config: Config, world: World) -> list[Problem]:
 
 def _batch(config: Config, world: World) -> Iterator[Problem]:
     micro, total = config.training.micro_batch_size, config.training.global_batch_size
-    unit = micro * world.num_ranks
+    unit = (micro if isinstance(micro, int) else 1) * world.num_ranks  # auto divides what is left
     if total is None or unit < 1 or total < 1 or total % unit == 0:
         return
     nearest = unit * max(1, round(total / unit))
     reason = f"is not a multiple of micro_batch_size {micro} x {world.num_ranks} ranks = {unit}."
+    if micro == "auto":
+        reason = f"is not a multiple of {world.num_ranks} ranks."
     yield problem_with(config, "training.global_batch_size", reason, f"Set training.global_batch_size={nearest}.")
 
 

@@ -1,0 +1,129 @@
+"""What a transformer layer saves for backward, tensor by tensor, and what each policy saves of it.
+
+The table is that of `quantized/` (an adapted layer saves its input and the low-rank product), transformers' decoder
+layers, Liger's kernels and flash attention; tests/unit/test_memory_activations.py compares it with autograd's own
+account. A policy is a set of names of the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+
+from qlora_fsdp.memory.parameters import adapter_rank, is_quantized
+from qlora_fsdp.memory.workload import Workload
+
+
+class Policy(Enum):
+    """What becomes of a layer's activations, from most memory to least.
+
+    Attributes:
+        none: they are kept.
+        full: the layer's input is kept, the rest is computed again in backward.
+        offload: as full, with the input in host memory.
+    """
+
+    none = "none"
+    full = "full"
+    offload = "offload"
+
+
+# What backward finds on the GPU. None: everything in the table.
+SAVED: dict[Policy, frozenset[str] | None] = {
+    Policy.none: None,
+    Policy.full: frozenset({"input"}),
+    Policy.offload: frozenset(),
+}
+OFFLOAD_SLOTS = 2  # inputs of offloaded layers that are on the GPU at a time: on their way out, or back
+
+
+def layer_tensors(work: Workload) -> dict[str, float]:
+    """Name and bytes a token of every tensor that a layer saves when nothing is recomputed."""
+    shape, item, lora = work.shape, work.compute_bytes, work.config.lora
+    inner = shape.intermediate_size * item
+    query, key = shape.query_size * item, shape.key_size * item
+    # torch's own norms compute in fp32, and save that copy of their input.
+    stream = shape.hidden_size * (item if "rms_norm" in work.fused else 4)
+    table: dict[str, float] = {"input": stream, "input_rstd": 4, "residual": stream, "residual_rstd": 4}
+    table |= {"query": query, "key": key, "value": key}
+    table |= {"attention_out": query, "attention_lse": 4 * shape.num_heads}
+    table |= {"gate": inner, "up": inner}
+    if shape.has_head_norms:
+        table |= {"query_before_norm": query, "key_before_norm": key}
+        table |= {"head_rstd": 4 * (shape.num_heads + shape.num_kv_heads)}
+    if shape.has_fused_linears:  # the values are a view into the product of all three
+        table |= {"value": query + 2 * key}
+    if shape.has_post_norms:
+        table |= {"attention_projected": stream, "mlp_projected": stream, "post_rstd": 8}
+    if "glu" not in work.fused:
+        table["activated"] = inner
+    inputs = {"qkv": "attention_norm", "q": "attention_norm", "k": "attention_norm", "v": "attention_norm"}
+    inputs |= {"gate": "mlp_norm", "up": "mlp_norm", "gate_up": "mlp_norm", "down": "product", "o": "attention_out"}
+    low_rank = dropped = 0.0
+    for linear in shape.linears:
+        rank = adapter_rank(f"model.layers.0.{linear.name}", lora)
+        if not rank:
+            continue
+        low_rank += rank * item
+        if lora.lora_dropout > 0:  # each adapter has its own dropped input, and a mask of bytes
+            dropped += linear.in_features * (item + 1)
+        else:
+            name = inputs[linear.name.rpartition(".")[2].removesuffix("_proj")]
+            table.setdefault(name, linear.in_features * item)
+    table |= {"low_rank": low_rank, "dropped": dropped}
+    return {name: size for name, size in table.items() if size}
+
+
+def saved_bytes(work: Workload, policy: Policy) -> int:
+    """What a layer under a policy keeps on the GPU for a micro-batch."""
+    return round(work.num_tokens * sum(_saved(work, policy).values()))
+
+
+def host_bytes(work: Workload, policies: Sequence[Policy]) -> int:
+    """What the layers together keep in pinned host memory for a micro-batch."""
+    size = work.num_tokens * work.shape.hidden_size * work.compute_bytes
+    return size * sum(policy is Policy.offload for policy in policies)
+
+
+def backward_bytes(work: Workload, policy: Policy) -> int:
+    """What the backward of one layer takes beyond what was saved, at its peak: that of the MLP's last product.
+
+    Everything that was not saved is there again, with the gradients of the layer's output and of `product`, and
+    one dequantized weight.
+    """
+    table = layer_tensors(work)
+    again = sum(table.values()) - sum(_saved(work, policy).values())
+    item, shape = work.compute_bytes, work.shape
+    gradients = (shape.hidden_size + shape.intermediate_size) * item
+    if "glu" not in work.fused:  # of the activation and of `up`, where Liger's writes over its inputs
+        gradients += 2 * shape.intermediate_size * item
+    return round(work.num_tokens * (again + gradients)) + dequantized_bytes(work)
+
+
+def forward_bytes(work: Workload, policy: Policy) -> int:
+    """What the forward of one layer takes beyond what it saves, at its peak: in the MLP."""
+    item, shape = work.compute_bytes, work.shape
+    alive = 2 * shape.hidden_size * item
+    if policy is not Policy.none:
+        alive += 3 * shape.intermediate_size * item
+    return work.num_tokens * alive + dequantized_bytes(work)
+
+
+def dequantized_bytes(work: Workload) -> int:
+    """The largest dequantized weight of a layer; there is one at a time."""
+    quant = work.config.quant
+    sizes = [
+        linear.out_features * linear.in_features
+        for linear in work.shape.linears
+        if is_quantized(f"model.layers.0.{linear.name}", quant)
+    ]
+    return max(sizes, default=0) * work.compute_bytes
+
+
+def _saved(work: Workload, policy: Policy) -> dict[str, float]:
+    names = SAVED[policy]
+    table = layer_tensors(work)
+    saved = {name: size for name, size in table.items() if names is None or name in names}
+    if policy is Policy.full:  # the checkpoint keeps the input as it is, not a norm's copy of it
+        saved["input"] = work.shape.hidden_size * work.compute_bytes
+    return saved

@@ -1,0 +1,96 @@
+"""GPUs by name, with their memory and rates (gpus.yaml), and what `hardware=` of the preflight means."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import yaml
+
+from qlora_fsdp.errors import ConfigError, Problem
+
+GPUS_A_HOST = 8
+NETWORK_GB_S = 25.0  # of one GPU, between hosts
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A kind of GPU; gpus.yaml says what its fields mean."""
+
+    name: str
+    contains: str
+    gib: float
+    tflops: float
+    memory_gb_s: float
+    link_gb_s: float
+    host_gb_s: float
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """GPUs of one kind."""
+
+    gpu: Gpu
+    count: int
+    note: str = ""
+
+    @property
+    def local_count(self) -> int:
+        """GPUs of one host."""
+        return min(self.count, GPUS_A_HOST)
+
+
+@cache
+def known_gpus() -> dict[str, Gpu]:
+    """Every GPU of gpus.yaml by its name."""
+    table = yaml.safe_load((Path(__file__).parent / "gpus.yaml").read_text(encoding="utf-8"))
+    return {name: Gpu(name, **values) for name, values in table.items()}
+
+
+def find_gpu(device_name: str) -> Gpu | None:
+    """The GPU that torch calls so, e.g. `NVIDIA H200`; None if it is not in the table."""
+    return next((gpu for gpu in known_gpus().values() if gpu.contains in device_name), None)
+
+
+def parse_hardware(text: str) -> Hardware:
+    """`COUNTxNAME` (8xh200) or `COUNTxGIB` (2x24gib); a name alone is one GPU.
+
+    Raises:
+        ConfigError: neither; the nearest names are given.
+    """
+    match = re.fullmatch(r"(?:(\d+)x)?([a-z0-9.-]+)", text.lower())
+    count = int(match.group(1) or 1) if match else 0
+    name = match.group(2) if match else text.lower()
+    size = re.fullmatch(r"(\d+(?:\.\d+)?)(?:gib|gb|g)?", name)
+    if count and name in known_gpus():
+        gpu, note = known_gpus()[name], ""
+    elif count and size is not None and float(size.group(1)) > 0:
+        gib = float(size.group(1))
+        gpu = gpu_of_size(gib)
+        note = f"rates as of {gpu.name}, whose memory is nearest"
+        gpu = replace(gpu, name=f"{gib:g} GiB", gib=gib)
+    else:
+        near = difflib.get_close_matches(name, known_gpus(), n=3, cutoff=0.4)
+        fix = f"Did you mean {' or '.join(f'{count or 1}x{n}' for n in near)}?" if near else ""
+        raise ConfigError(
+            [
+                Problem(
+                    f"hardware={text}",
+                    f"is no GPU known here. It is COUNTxGIB, such as 2x24gib, or COUNT and one of "
+                    f"{', '.join(known_gpus())}.",
+                    fix or "Set hardware=2x24gib, or another of these.",
+                )
+            ]
+        )
+    if count > GPUS_A_HOST:
+        gpu = replace(gpu, link_gb_s=min(gpu.link_gb_s, NETWORK_GB_S))
+        note = "; ".join(filter(None, [note, f"{GPUS_A_HOST} GPUs a host, {NETWORK_GB_S:g} GB/s a GPU between hosts"]))
+    return Hardware(gpu, count, note)
+
+
+def gpu_of_size(gib: float) -> Gpu:
+    """Of the GPUs whose memory is nearest, the one with the most common rates: the first in the table."""
+    return min(known_gpus().values(), key=lambda gpu: abs(gpu.gib - gib))

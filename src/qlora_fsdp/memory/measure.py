@@ -1,0 +1,120 @@
+"""What a run really takes, phase by phase, and the message when that was too much. Imports torch."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qlora_fsdp.errors import MemoryShortage
+from qlora_fsdp.memory.gpus import Gpu
+from qlora_fsdp.memory.plan import GIB, PHASES, MemoryPlan
+from qlora_fsdp.memory.suggest import largest_savings
+
+SNAPSHOT_ENTRIES = 200_000  # allocations that a snapshot goes back
+log = logging.getLogger("qlora_fsdp")
+
+
+@dataclass
+class PhasePeaks:
+    """Peaks of a GPU's memory by phase, counted by torch's allocator; nothing on a CPU.
+
+    Attributes:
+        allocated: most bytes that tensors held, by phase.
+        reserved: most bytes that the allocator held, by phase.
+        now: the phase that runs.
+    """
+
+    device: torch.device
+    allocated: dict[str, int] = field(default_factory=dict)
+    reserved: dict[str, int] = field(default_factory=dict)
+    now: str = PHASES[0]
+
+    def enter(self, phase: str) -> None:
+        """Record the phase that ends, and begin another. Asks the allocator alone: nothing waits for the GPU."""
+        self.record()
+        self.now = phase
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    def record(self) -> None:
+        """Record the phase that runs, up to now."""
+        if self.device.type == "cuda":
+            stats = torch.cuda.memory_stats_as_nested_dict(self.device)
+            for peaks, key in ((self.allocated, "allocated_bytes"), (self.reserved, "reserved_bytes")):
+                peaks[self.now] = max(peaks.get(self.now, 0), int(stats[key]["all"]["peak"]))
+
+    def peak_gib(self, *phases: str) -> float | None:
+        """The highest of the phases' peaks of tensors; None on a CPU."""
+        found = [self.allocated[phase] for phase in phases if phase in self.allocated]
+        return max(found) / GIB if found else None
+
+    def as_json(self) -> dict[str, Any]:
+        """GiB by phase, and what is in use outside torch's allocator: by CUDA, NCCL and other programs."""
+        if self.device.type != "cuda":
+            return {}
+        free, total = torch.cuda.mem_get_info(self.device)
+        outside = total - free - torch.cuda.memory_reserved(self.device)
+        return {
+            name: {phase: round(size / GIB, 3) for phase, size in peaks.items()}
+            for name, peaks in (("tensors_gib", self.allocated), ("reserved_gib", self.reserved))
+        } | {"outside_gib": round(outside / GIB, 3)}
+
+
+def start_snapshot(device: torch.device) -> None:
+    """Have torch record allocations, with the lines of Python that made them."""
+    if device.type == "cuda":
+        torch.cuda.memory._record_memory_history(max_entries=SNAPSHOT_ENTRIES)
+
+
+def explain_shortage(
+    error: BaseException, plan: MemoryPlan | None, gpu: Gpu | None, peaks: PhasePeaks | None, snapshot: Path | None
+) -> MemoryShortage:
+    """The message for a GPU that is out of memory: the plan beside what was allocated, and what would help most.
+
+    Args:
+        error: torch's own.
+        plan: of this run; None where there is none.
+        gpu: for the rates.
+        peaks: what was allocated so far.
+        snapshot: where to write torch's record of allocations; None: nowhere.
+    """
+    lines = [f"The GPU is out of memory: {str(error).partition('. ')[0]}."]
+    if peaks is not None:
+        peaks.record()
+        lines[0] = lines[0][:-1] + f", in {peaks.now}."
+    if plan is not None:
+        lines += _phases(plan, peaks)
+        lines.append("What would help most, by the plan:")
+        for change in largest_savings(plan, gpu)[:3] if gpu is not None else []:
+            saved = (plan.needed - change.plan.needed) / GIB
+            lines.append(f"  {change.text}: {saved:.2f} GiB less a GPU, {change.speed:,.0f} tokens/s")
+        lines.append("  or more GPUs")
+    else:
+        lines.append("Set training.micro_batch_size or training.max_length lower, memory=offload, or fsdp=offload.")
+    if snapshot is not None:
+        lines.append(_write_snapshot(snapshot))
+    lines.append("Checkpoints are as they were.")
+    return MemoryShortage("\n".join(lines))
+
+
+def _phases(plan: MemoryPlan, peaks: PhasePeaks | None) -> list[str]:
+    allocated: dict[str, Any] = peaks.allocated if peaks is not None else {}
+    reserved: dict[str, Any] = peaks.reserved if peaks is not None else {}
+    lines = [f"  {'GiB':<10}{'planned':>10}{'tensors':>10}{'reserved':>10}"]
+    for phase in PHASES:
+        cells = [f"{plan.tensors(phase) / GIB:.2f}"]
+        cells += [f"{peak[phase] / GIB:.2f}" if phase in peak else "-" for peak in (allocated, reserved)]
+        lines.append(f"  {phase:<10}" + "".join(f"{cell:>10}" for cell in cells))
+    return lines
+
+
+def _write_snapshot(file: Path) -> str:
+    try:
+        torch.cuda.memory._dump_snapshot(str(file))
+    except (OSError, RuntimeError) as error:
+        return f"{file} can't be written: {error}."
+    return f"Allocations are in {file}: open it at pytorch.org/memory_viz."

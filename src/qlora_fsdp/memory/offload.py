@@ -1,0 +1,122 @@
+"""Keep what recomputed layers save, their inputs, in pinned host memory. Imports torch.
+
+A layer's input is copied out on a side stream while the layer runs, and comes back while the layer after it is in
+backward. So two inputs are on the GPU at a time, whatever the number of layers. On a CPU the copies are plain copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+MIN_BYTES = 2**20  # smaller tensors stay where they are
+
+
+@dataclass
+class _Saved:
+    """A tensor in host memory.
+
+    Attributes:
+        host: the values; shaped as the tensor, a view into `buffer`.
+        buffer: uint8, pinned where there is a GPU; used again for later tensors.
+        device: where the tensor was.
+        previous: what was saved before it, which backward wants next.
+        returned: the tensor on its way back to its device.
+        done: when the last copy from or to host memory ends.
+    """
+
+    host: Tensor
+    buffer: Tensor
+    device: torch.device
+    previous: _Saved | None
+    returned: Tensor | None = None
+    done: torch.cuda.Event | None = None
+
+
+class InputOffload:
+    """Moves the inputs of checkpointed layers to host memory and back; shared by all layers of a model."""
+
+    def __init__(self) -> None:
+        self.free: list[Tensor] = []  # buffers
+        self.last: _Saved | None = None  # of this forward
+        self.leaving: tuple[Tensor, torch.cuda.Event] | None = None  # kept alive until its copy has ended
+        self.stream: torch.cuda.Stream | None = None
+
+    def run(self, checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any) -> Any:
+        """`checkpoint(function, *args)`, with what it saves of `args` in host memory."""
+        with saved_tensors_hooks(self._pack, self._unpack):
+            return checkpoint(function, *args)
+
+    def _pack(self, tensor: Tensor) -> Tensor | _Saved:
+        if tensor.nbytes < MIN_BYTES or not tensor.is_floating_point():
+            return tensor
+        buffer = self._buffer(tensor)
+        host = buffer[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        saved = _Saved(host, buffer, tensor.device, self.last)
+        if tensor.is_cuda:
+            self._let_go()
+            stream = self._side_stream(tensor.device)
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                host.copy_(tensor.detach(), non_blocking=True)
+                saved.done = stream.record_event()
+            self.leaving = tensor.detach(), saved.done
+        else:
+            host.copy_(tensor.detach())
+        self.last = saved
+        return saved
+
+    def _unpack(self, saved: Tensor | _Saved) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        self.last = None  # the next forward starts a new chain
+        self._let_go()
+        self._fetch(saved)
+        if saved.previous is not None:
+            self._fetch(saved.previous)
+        tensor = saved.returned
+        assert tensor is not None
+        if saved.done is not None:
+            torch.cuda.current_stream().wait_event(saved.done)
+        saved.previous = saved.returned = None
+        self.free.append(saved.buffer)  # copies into it wait their turn on the same stream
+        return tensor
+
+    def _fetch(self, saved: _Saved) -> None:
+        """Start the copy back, if it has not been started."""
+        if saved.returned is not None:
+            return
+        saved.returned = torch.empty(saved.host.shape, dtype=saved.host.dtype, device=saved.device)
+        if saved.device.type == "cuda":
+            stream = self._side_stream(saved.device)
+            stream.wait_stream(torch.cuda.current_stream())  # the new tensor's memory may still be in use there
+            with torch.cuda.stream(stream):
+                saved.returned.copy_(saved.host, non_blocking=True)
+                saved.done = stream.record_event()
+        else:
+            saved.returned.copy_(saved.host)
+
+    def _let_go(self) -> None:
+        """Free the tensor whose copy to host memory was last: what follows on the GPU waits for that."""
+        if self.leaving is not None:
+            torch.cuda.current_stream().wait_event(self.leaving[1])
+            self.leaving = None
+
+    def _buffer(self, tensor: Tensor) -> Tensor:
+        """A host buffer that is large enough: the smallest of the free ones, or a new one."""
+        fitting = [buffer for buffer in self.free if buffer.nbytes >= tensor.nbytes]
+        if fitting:
+            best = min(fitting, key=lambda buffer: buffer.nbytes)
+            self.free = [buffer for buffer in self.free if buffer is not best]
+            return best
+        return torch.empty(tensor.nbytes, dtype=torch.uint8, pin_memory=tensor.is_cuda)
+
+    def _side_stream(self, device: torch.device) -> torch.cuda.Stream:
+        if self.stream is None:
+            self.stream = torch.cuda.Stream(device)
+        return self.stream

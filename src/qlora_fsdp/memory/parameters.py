@@ -1,0 +1,175 @@
+"""Bytes of parameters, as the shards hold them: quantized weights, embeddings, adapters, and what training adds.
+
+FSDP2 splits dim 0 into chunks of equal size, the last of which is padded, so every rank holds the first one's bytes.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any
+
+from qlora_fsdp.config.schema import LoraConfig, Optimizer, QuantConfig, QuantStorage
+from qlora_fsdp.memory.shape import Linear, ModelShape
+
+BLOCKSIZE, NESTED_BLOCKSIZE = 64, 256  # of bitsandbytes' 4-bit formats
+MIN_8BIT_ELEMENTS = 4096  # bitsandbytes keeps fp32 state for smaller tensors
+EMBEDDINGS, HEAD = "model.embed_tokens", "lm_head"
+
+
+@dataclass(frozen=True)
+class ParameterBytes:
+    """Bytes by part, of a layer or a whole model, of one shard or of all.
+
+    Attributes:
+        codes: quantized weights.
+        scales: of the codes, the second level included.
+        full_precision: norms, biases, and linear layers that are not quantized.
+        embeddings: input embeddings and output head.
+        adapters: everything that is trained, in fp32.
+    """
+
+    codes: int = 0
+    scales: int = 0
+    full_precision: int = 0
+    embeddings: int = 0
+    adapters: int = 0
+
+    def __add__(self, other: ParameterBytes) -> ParameterBytes:
+        return ParameterBytes(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, f.name) for f in fields(self))
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A parameter: its part, its rows, and the bytes of a row."""
+
+    part: str
+    num_rows: int
+    row_bytes: int
+
+    def shard_bytes(self, num_shards: int) -> int:
+        return -(self.num_rows // -num_shards) * self.row_bytes
+
+
+def sum_bytes(tensors: Iterator[Tensor], num_shards: int = 1) -> ParameterBytes:
+    """The tensors' bytes in one of `num_shards` shards."""
+    totals: dict[str, int] = {}
+    for tensor in tensors:
+        totals[tensor.part] = totals.get(tensor.part, 0) + tensor.shard_bytes(num_shards)
+    return ParameterBytes(**totals)
+
+
+def layer_tensors(
+    shape: ModelShape, index: int, quant: QuantConfig, lora: LoraConfig, compute_bytes: int
+) -> Iterator[Tensor]:
+    """The parameters of transformer layer `index`."""
+    for size in shape.norm_sizes:
+        yield Tensor("full_precision", size, compute_bytes)
+    for linear in shape.linears:
+        name = f"model.layers.{index}.{linear.name}"
+        yield from _linear_tensors(linear, is_quantized(name, quant), quant, compute_bytes)
+        rank = adapter_rank(name, lora)
+        if rank:
+            yield from _adapter_tensors(linear, rank, lora)
+
+
+def end_tensors(
+    shape: ModelShape, quant: QuantConfig, lora: LoraConfig, compute_bytes: int
+) -> dict[str, tuple[Tensor, ...]]:
+    """The other parameters, by FSDP unit: `embeddings`, `head`, and `root`, which gets the two where they are tied."""
+    table = Tensor("embeddings", shape.vocab_size, shape.hidden_size * compute_bytes)
+    trained = Tensor("adapters", shape.vocab_size, shape.hidden_size * 4)
+    head_linear = Linear(HEAD, shape.vocab_size, shape.hidden_size)
+    embeddings, head = [table], [] if shape.is_tied else [table]
+    if not shape.is_tied and quant.llm_int8_skip_modules is not None and is_quantized(HEAD, quant):
+        head = list(_linear_tensors(head_linear, True, quant, compute_bytes))
+    for tensors, name in ((embeddings, EMBEDDINGS), (head, HEAD)):
+        if any(_ends_with(name, target) for target in lora.modules_to_save or []):
+            tensors.append(trained)
+    rank = 0 if lora.target_modules == "all-linear" else adapter_rank(HEAD, lora)
+    if rank:
+        head += _adapter_tensors(head_linear, rank, lora)
+    norm = Tensor("full_precision", shape.hidden_size, compute_bytes)
+    if shape.is_tied:
+        return {"embeddings": (), "head": (), "root": (norm, *embeddings, *head)}
+    return {"embeddings": tuple(embeddings), "head": tuple(head), "root": (norm,)}
+
+
+def optimizer_bytes(tensors: Iterator[Tensor], optimizer: Optimizer, num_shards: int) -> int:
+    """Of the optimizer's state of one shard: two moments."""
+    total = 0
+    for tensor in tensors:
+        if tensor.part == "adapters":
+            elements = tensor.shard_bytes(num_shards) // 4
+            is_8bit = optimizer is Optimizer.adamw_8bit and elements >= MIN_8BIT_ELEMENTS
+            total += elements * (2 if is_8bit else 8)
+    return total
+
+
+def is_quantized(name: str, quant: QuantConfig) -> bool:
+    """Whether the linear layer of this name is quantized."""
+    if not (quant.load_in_4bit or quant.load_in_8bit):
+        return False
+    return not any(_ends_with(name, skip) for skip in quant.llm_int8_skip_modules or [])
+
+
+def adapter_rank(name: str, lora: LoraConfig) -> int:
+    """Rank of the adapter of the linear layer of this name; 0 for none."""
+    targets = lora.target_modules
+    if targets != "all-linear" and not _matches(name, targets):
+        return 0
+    if lora.exclude_modules is not None and _matches(name, lora.exclude_modules):
+        return 0
+    for pattern, rank in lora.rank_pattern.items():
+        if re.match(rf"(.*\.)?({pattern})$", name):
+            return int(rank)
+    return lora.r
+
+
+def _matches(name: str, targets: Any) -> bool:
+    if isinstance(targets, str):
+        return re.fullmatch(targets, name) is not None
+    return any(_ends_with(name, target) for target in targets)
+
+
+def _ends_with(name: str, target: str) -> bool:
+    return name == target or name.endswith(f".{target}")
+
+
+def _linear_tensors(linear: Linear, quantized: bool, quant: QuantConfig, compute_bytes: int) -> Iterator[Tensor]:
+    rows, columns = linear.out_features, linear.in_features
+    if not quantized:
+        yield Tensor("full_precision", rows, columns * compute_bytes)
+    elif quant.load_in_8bit:
+        yield Tensor("codes", rows, _padded(columns, quant))
+        yield Tensor("scales", rows, 4)
+    else:
+        blocks = columns // BLOCKSIZE
+        yield Tensor("codes", rows, _padded(columns // 2, quant))
+        if quant.bnb_4bit_use_double_quant:
+            yield Tensor("scales", rows, _padded(blocks, quant))
+            yield Tensor("scales", math.ceil(rows * blocks / NESTED_BLOCKSIZE) + 1, 4)
+        else:
+            yield Tensor("scales", rows, blocks * 4)
+    if linear.has_bias:
+        yield Tensor("full_precision", rows, compute_bytes)
+
+
+def _adapter_tensors(linear: Linear, rank: int, lora: LoraConfig) -> Iterator[Tensor]:
+    yield Tensor("adapters", rank, linear.in_features * 4)
+    yield Tensor("adapters", linear.out_features, rank * 4)
+    if lora.use_dora:
+        yield Tensor("adapters", linear.out_features, 4)
+
+
+def _padded(num_bytes: int, quant: QuantConfig) -> int:
+    """Bytes of a row in whole elements of the storage dtype."""
+    storage = quant.bnb_4bit_quant_storage
+    itemsize = {QuantStorage.uint8: 1, QuantStorage.float32: 4}.get(storage, 2)
+    return -(num_bytes // -itemsize) * itemsize

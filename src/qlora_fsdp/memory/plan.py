@@ -1,0 +1,246 @@
+"""The memory plan: predicted GPU bytes by part in each phase of a run, and host memory.
+
+What is allocated when follows FSDP2 (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, 2.11 to 2.13): a group
+is gathered into one flat buffer, which is copied out into its parameters. In forward the flat buffer lives until the
+next group has been gathered, so the head counts twice while the loss is computed; in backward it goes at once, but the
+next layer's is there already. A single rank copies its shard and has no flat buffer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from qlora_fsdp.config.schema import ShardingStrategy
+from qlora_fsdp.memory import activations
+from qlora_fsdp.memory.activations import OFFLOAD_SLOTS, Policy
+from qlora_fsdp.memory.parameters import (
+    ParameterBytes,
+    Tensor,
+    end_tensors,
+    layer_tensors,
+    optimizer_bytes,
+    sum_bytes,
+)
+from qlora_fsdp.memory.workload import Workload
+
+GIB, MIB = 2**30, 2**20
+PHASES = ("load", "forward", "backward", "step")
+
+# Measured on H200s with torch 2.11 (docs/memory.md).
+LOAD_STAGING = 80 * MIB  # pieces of weights on their way
+WORKSPACE = 64 * MIB  # cuBLAS, in torch's own pool: one for each of forward's and backward's threads
+CUDA_CONTEXT = 600 * MIB  # driver, kernels' code; outside torch's pool
+NCCL = 800 * MIB
+FRAGMENTATION = 0.03  # of what comes and goes in a step: what torch's allocator holds beyond the tensors
+PINNED_RING = 12 * 32 * MIB  # load/stream.py
+HOST_BASE = 2 * GIB  # a rank's Python and libraries
+
+Parts = dict[str, int]  # bytes by part
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Predicted bytes of one rank.
+
+    Attributes:
+        work: what the plan is for.
+        policies: of each layer's activations.
+        phases: bytes by part at the peak of each of PHASES.
+        host: bytes of host memory by part; `pinned` of them can't be swapped out.
+        pinned: bytes of host memory that are locked.
+    """
+
+    work: Workload
+    policies: tuple[Policy, ...]
+    phases: dict[str, Parts]
+    host: Parts
+    pinned: int
+
+    def tensors(self, phase: str) -> int:
+        """Peak of what tensors take in a phase: `torch.cuda.max_memory_allocated`."""
+        return sum(self.phases[phase].values())
+
+    @property
+    def peak_phase(self) -> str:
+        return max(PHASES, key=self.tensors)
+
+    @property
+    def allocator(self) -> int:
+        """What torch's allocator holds beyond the tensors."""
+        parts = self.phases[self.peak_phase]
+        transient = sum(parts.get(name, 0) for name in ("gathered", "dequantized", "activations", "loss"))
+        return round(FRAGMENTATION * transient)
+
+    @property
+    def libraries(self) -> int:
+        """GPU memory outside torch's allocator."""
+        if not self.work.is_cuda:
+            return 0
+        return CUDA_CONTEXT + (NCCL if self.work.num_ranks > 1 else 0)
+
+    @property
+    def needed(self) -> int:
+        """GPU memory that the run needs in all."""
+        return self.tensors(self.peak_phase) + self.allocator + self.libraries
+
+
+def make_plan(work: Workload, policies: Sequence[Policy]) -> MemoryPlan:
+    """Predict the memory of a run whose layers have these activation policies."""
+    assert len(policies) == work.shape.num_layers
+    model = _Model(work)
+    resident = model.resident(with_training=True)
+    phases = {
+        "load": model.resident(with_training=False) | {"workspace": LOAD_STAGING},
+        "forward": _largest(_join(resident, moment) for moment in _forward_moments(work, model, policies)),
+        "backward": _largest(_join(resident, moment) for moment in _backward_moments(work, model, policies)),
+        "step": _join(resident, {"gradients": model.sharded_gradients, "workspace": WORKSPACE}),
+    }
+    host, pinned = _host(work, model, policies)
+    return MemoryPlan(work, tuple(policies), phases, host, pinned)
+
+
+class _Model:
+    """Bytes of the model's FSDP units, and of what a rank holds all the time."""
+
+    def __init__(self, work: Workload) -> None:
+        config, shape, item, shards = work.config, work.shape, work.compute_bytes, work.num_shards
+        self.work = work
+        self.layers = [
+            tuple(layer_tensors(shape, index, config.quant, config.lora, item)) for index in range(shape.num_layers)
+        ]
+        self.ends = end_tensors(shape, config.quant, config.lora, item)
+        self.tensors = [tensor for unit in (*self.layers, *self.ends.values()) for tensor in unit]
+        self.shard = sum_bytes(iter(self.tensors), shards)
+        self.layer = max((sum_bytes(iter(layer)) for layer in self.layers), key=lambda parts: parts.total)
+        self.trained = sum_bytes(iter(self.tensors)).adapters
+        self.optimizer = optimizer_bytes(iter(self.tensors), config.optim.name, shards)
+        self.is_offloaded = config.fsdp.cpu_offload
+        self.sharded_gradients = 0 if self.is_offloaded else self.shard.adapters
+
+    def unit(self, name: str) -> int:
+        """Bytes of embeddings, head or root, gathered."""
+        return sum_bytes(iter(self.ends[name])).total
+
+    def resident(self, with_training: bool) -> Parts:
+        """What is on the GPU all the time, during training with what that adds."""
+        shard = ParameterBytes() if self.is_offloaded else self.shard
+        parts = {
+            "codes": shard.codes,
+            "scales": shard.scales,
+            "full_precision": shard.full_precision,
+            "embeddings": shard.embeddings,
+            "adapters": shard.adapters,
+        }
+        if with_training:
+            accumulates = self.work.num_micro_batches > 1
+            parts["gradients"] = self.trained if accumulates else 0  # whole until the last micro-batch reduces them
+            parts["optimizer"] = 0 if self.is_offloaded else self.optimizer
+        return parts
+
+    def gathered(self, unit_bytes: int, num_flat: int) -> int:
+        """A gathered unit, with so many flat buffers of its size."""
+        return unit_bytes * (1 + (num_flat if self.work.num_shards > 1 else 0))
+
+    @property
+    def kept(self) -> int:
+        """What stays gathered from its first use to the end of backward."""
+        root = self.unit("root")
+        if self.work.config.fsdp.sharding_strategy is ShardingStrategy.SHARD_GRAD_OP:
+            return root + self.unit("embeddings") + self.unit("head") + len(self.layers) * self.layer.total
+        return root
+
+
+def _forward_moments(work: Workload, model: _Model, policies: Sequence[Policy]) -> Iterator[Parts]:
+    """Parts beyond the resident ones when embeddings are looked up, in the last layer, and in the loss."""
+    fsdp, layer = work.config.fsdp, model.layer.total
+    saved = sum(activations.saved_bytes(work, policy) for policy in policies) + _offload_slots(work, policies)
+    hidden = work.num_tokens * work.shape.hidden_size * work.compute_bytes
+    dequantized = activations.dequantized_bytes(work)
+    yield {"gathered": model.kept + model.gathered(model.unit("embeddings"), 1), "workspace": WORKSPACE}
+    yield {
+        "activations": saved + activations.forward_bytes(work, policies[-1]) - dequantized,
+        "gathered": model.kept + model.gathered(layer, max(1, fsdp.forward_prefetch)),
+        "dequantized": dequantized,
+        "workspace": WORKSPACE,
+    }
+    yield {
+        "activations": saved + hidden,
+        "gathered": model.kept + model.gathered(model.unit("head"), 1),
+        "loss": loss_bytes(work),
+        "workspace": WORKSPACE,
+    }
+
+
+def _backward_moments(work: Workload, model: _Model, policies: Sequence[Policy]) -> Iterator[Parts]:
+    """Parts beyond the resident ones in the backward of each layer, the last first."""
+    num_flat = max(1, work.config.fsdp.backward_prefetch)
+    saved = [activations.saved_bytes(work, policy) for policy in policies]
+    extra = {policy: activations.backward_bytes(work, policy) for policy in set(policies)}
+    dequantized, slots = activations.dequantized_bytes(work), _offload_slots(work, policies)
+    gathered = model.kept + model.gathered(model.layer.total, num_flat)
+    adapters = model.layer.adapters  # whole gradients of the layer, and their copy on its way to the other ranks
+    kept, reduced = sum(saved), 0
+    accumulates = work.num_micro_batches > 1
+    for index in reversed(range(len(policies))):
+        yield {
+            "activations": kept + slots + extra[policies[index]] - dequantized,
+            "gradients": 2 * adapters + (0 if accumulates else reduced),
+            "gathered": gathered,
+            "dequantized": dequantized,
+            "workspace": WORKSPACE,
+        }
+        kept -= saved[index]
+        reduced += model.sharded_gradients // len(policies)
+
+
+def loss_bytes(work: Workload) -> int:
+    """The head's output norm, the gradient of the hidden states, and a chunk of logits (loss.py)."""
+    shape, item, tokens = work.shape, work.compute_bytes, work.num_tokens
+    hidden = tokens * shape.hidden_size * item
+    if "cross_entropy" in work.fused:  # Liger: logits of about the size of the hidden states
+        num_chunks = math.ceil(shape.vocab_size / shape.hidden_size)
+        chunk = _next_power_of_two(math.ceil(tokens / num_chunks))
+        logits = min(tokens, chunk) * shape.vocab_size * item
+    else:  # fp32 logits, and two temporaries of logsumexp beside them
+        chunk = max(256, 256 * MIB // (4 * shape.vocab_size) // 256 * 256)
+        logits = min(tokens, chunk) * shape.vocab_size * (16 if shape.has_softcap else 12)
+    return 2 * hidden + logits
+
+
+def _offload_slots(work: Workload, policies: Sequence[Policy]) -> int:
+    num_offloaded = sum(policy is Policy.offload for policy in policies)
+    return min(OFFLOAD_SLOTS, num_offloaded) * work.num_tokens * work.shape.hidden_size * work.compute_bytes
+
+
+def _host(work: Workload, model: _Model, policies: Sequence[Policy]) -> tuple[Parts, int]:
+    """Host memory by part, and how much of it is pinned."""
+    parts = {"libraries": HOST_BASE, "reading": PINNED_RING}
+    pinned = PINNED_RING
+    if model.is_offloaded:  # each shard is pinned by itself, and torch rounds pinned blocks up to a power of two
+        parts["parameters"] = sum(_pinned(tensor, work.num_shards) for tensor in model.tensors)
+        parts["training"] = model.shard.adapters + model.optimizer
+        pinned += parts["parameters"]
+    offloaded = activations.host_bytes(work, policies)
+    if offloaded:
+        one = activations.host_bytes(work, [Policy.offload])
+        parts["activations"] = offloaded // one * _next_power_of_two(one)
+        pinned += parts["activations"]
+    return parts, pinned
+
+
+def _pinned(tensor: Tensor, num_shards: int) -> int:
+    return _next_power_of_two(tensor.shard_bytes(num_shards))
+
+
+def _next_power_of_two(number: int) -> int:
+    return 1 << max(0, number - 1).bit_length()
+
+
+def _join(resident: Parts, moment: Parts) -> Parts:
+    return {name: resident.get(name, 0) + moment.get(name, 0) for name in {**resident, **moment}}
+
+
+def _largest(moments: Iterator[Parts]) -> Parts:
+    return max(moments, key=lambda parts: sum(parts.values()))

@@ -1,0 +1,85 @@
+"""The memory plan as text and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from qlora_fsdp.memory.choose import describe_policies
+from qlora_fsdp.memory.plan import GIB, PHASES, MemoryPlan
+from qlora_fsdp.memory.suggest import Change
+
+PARTS = {  # in the order of the table
+    "codes": "codes",
+    "scales": "scales",
+    "full_precision": "norms, biases, unquantized layers",
+    "embeddings": "embeddings and head",
+    "adapters": "adapters",
+    "gradients": "gradients",
+    "optimizer": "optimizer state",
+    "gathered": "gathered layers",
+    "dequantized": "dequantized weight",
+    "activations": "activations",
+    "loss": "loss",
+    "workspace": "workspace of cuBLAS, or of loading",
+}
+_WIDTH = max(map(len, PARTS.values())) + 2
+
+
+def table(plan: MemoryPlan) -> str:
+    """GiB of a GPU by part, a column a phase."""
+    rows = [_row("GiB a GPU", PHASES)]
+    for part, label in PARTS.items():
+        sizes = [plan.phases[phase].get(part, 0) for phase in PHASES]
+        if any(sizes):
+            rows.append(_row(label, [_gib(size) for size in sizes]))
+    rows.append(_row("all tensors", [_gib(plan.tensors(phase)) for phase in PHASES]))
+    rows.append(
+        f"with {_gib(plan.allocator)} for torch's allocator and {_gib(plan.libraries)} for CUDA and NCCL: "
+        f"{_gib(plan.needed)} GiB needed, in {plan.peak_phase}"
+    )
+    return "\n".join(rows)
+
+
+def summary_line(plan: MemoryPlan) -> str:
+    """The plan in a line, for the log of a run."""
+    phases = ", ".join(f"{phase} {_gib(plan.tensors(phase))}" for phase in PHASES)
+    parts = sorted(plan.phases[plan.peak_phase].items(), key=lambda item: -item[1])
+    largest = ", ".join(f"{PARTS[name]} {_gib(size)}" for name, size in parts[:4] if size)
+    return f"GiB a GPU: {phases}; in {plan.peak_phase} {largest}; {_gib(plan.needed)} with all overhead"
+
+
+def changes_table(changes: Sequence[Change], count: int = 3) -> str:
+    """A line a change: what to type, GiB needed and speed."""
+    width = max((len(change.text) for change in changes[:count]), default=0)
+    return "\n".join(
+        f"  {change.text:<{width}}  {_gib(change.plan.needed)} GiB, {change.speed:,.0f} tokens/s"
+        for change in changes[:count]
+    )
+
+
+def as_json(plan: MemoryPlan) -> dict[str, Any]:
+    """The plan's figures in GiB, for preflight.json and summary.json."""
+    return {
+        "phases": {phase: _gib_values(plan.phases[phase]) for phase in PHASES},
+        "tensors_gib": {phase: round(plan.tensors(phase) / GIB, 3) for phase in PHASES},
+        "allocator_gib": round(plan.allocator / GIB, 3),
+        "libraries_gib": round(plan.libraries / GIB, 3),
+        "needed_gib": round(plan.needed / GIB, 3),
+        "activations": describe_policies(plan.policies),
+        "micro_batch_size": plan.work.micro_batch_size,
+        "host_gib_a_rank": _gib_values(plan.host),
+        "pinned_gib_a_rank": round(plan.pinned / GIB, 3),
+    }
+
+
+def _gib_values(parts: Mapping[str, int]) -> dict[str, float]:
+    return {name: round(size / GIB, 3) for name, size in parts.items()}
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:.2f}"
+
+
+def _row(label: str, cells: Sequence[str]) -> str:
+    return f"{label:<{_WIDTH}}" + "".join(f"{cell:>10}" for cell in cells)

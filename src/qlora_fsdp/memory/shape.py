@@ -1,0 +1,141 @@
+"""The shape of a model, from its config alone: enough to count bytes and operations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "phi3")
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A linear layer of a transformer layer.
+
+    Attributes:
+        name: as in the model, behind `model.layers.N.`, e.g. `self_attn.q_proj`.
+    """
+
+    name: str
+    out_features: int
+    in_features: int
+    has_bias: bool = False
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A decoder whose layers are all alike.
+
+    Attributes:
+        linears: of one layer.
+        norm_sizes: number of weights of each norm of one layer.
+        has_head_norms: queries and keys are normalized a head (Qwen 3, Gemma 3).
+        has_post_norms: what attention and MLP give is normalized too (Gemma 3).
+        has_fused_linears: q, k, v are one linear layer, and gate and up are one (Phi 3).
+        is_tied: embeddings and head share their weight.
+        has_softcap: logits go through a tanh.
+    """
+
+    model_type: str
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    linears: tuple[Linear, ...]
+    norm_sizes: tuple[int, ...]
+    has_head_norms: bool
+    has_post_norms: bool
+    has_fused_linears: bool
+    is_tied: bool
+    has_softcap: bool
+
+    @property
+    def query_size(self) -> int:
+        """Width of the queries: heads x head size."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def key_size(self) -> int:
+        """Width of the keys, and of the values."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def layer_weights(self) -> int:
+        """Elements of the matrices of one layer."""
+        return sum(linear.out_features * linear.in_features for linear in self.linears)
+
+    @property
+    def vocab_weights(self) -> int:
+        """Elements of the embeddings, and of the head."""
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def num_parameters(self) -> int:
+        """Of the base model, as its authors count them."""
+        biases = sum(linear.out_features for linear in self.linears if linear.has_bias)
+        layer = self.layer_weights + biases + sum(self.norm_sizes)
+        return self.num_layers * layer + self.hidden_size + self.vocab_weights * (1 if self.is_tied else 2)
+
+
+def model_shape(config: Mapping[str, Any]) -> ModelShape | None:
+    """The shape that a transformers config describes.
+
+    Args:
+        config: what config.json holds; of a multimodal model, its text part counts.
+
+    Returns:
+        The shape; None for a family that is not known here.
+
+    Raises:
+        KeyError: a size is missing.
+    """
+    if config.get("text_config"):
+        config = config["text_config"]
+    family = config.get("model_type", "")
+    if family not in FAMILIES:
+        return None
+    hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+    kv_heads = int(config.get("num_key_value_heads") or heads)
+    head_dim = int(config.get("head_dim") or hidden // heads)
+    inner = int(config["intermediate_size"])
+    is_gemma, is_fused = family.startswith("gemma"), family == "phi3"
+    has_head_norms, has_post_norms = family in ("qwen3", "gemma3_text"), is_gemma
+    attention_bias = family == "qwen2" or bool(config.get("attention_bias", False))
+    mlp_bias = bool(config.get("mlp_bias", False))
+    query, key = heads * head_dim, kv_heads * head_dim
+    if is_fused:
+        inputs = [Linear("self_attn.qkv_proj", query + 2 * key, hidden)]
+        gates = [Linear("mlp.gate_up_proj", 2 * inner, hidden)]
+    else:
+        inputs = [
+            Linear("self_attn.q_proj", query, hidden, attention_bias),
+            Linear("self_attn.k_proj", key, hidden, attention_bias),
+            Linear("self_attn.v_proj", key, hidden, attention_bias),
+        ]
+        gates = [Linear(f"mlp.{name}_proj", inner, hidden, mlp_bias) for name in ("gate", "up")]
+    return ModelShape(
+        model_type=family,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_layers=int(config["num_hidden_layers"]),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocab_size=int(config["vocab_size"]),
+        linears=(
+            *inputs,
+            Linear("self_attn.o_proj", hidden, query, attention_bias and family != "qwen2"),
+            *gates,
+            Linear("mlp.down_proj", hidden, inner, mlp_bias),
+        ),
+        norm_sizes=(hidden,) * (4 if has_post_norms else 2) + ((head_dim,) * 2 if has_head_norms else ()),
+        has_head_norms=has_head_norms,
+        has_post_norms=has_post_norms,
+        has_fused_linears=is_fused,
+        is_tied=bool(config.get("tie_word_embeddings", is_gemma)),
+        has_softcap=bool(config.get("final_logit_softcapping")),
+    )

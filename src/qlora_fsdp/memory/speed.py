@@ -1,0 +1,87 @@
+"""How long a step takes: operations over rates, with FSDP2's overlap. Good to rank choices, not to promise.
+
+The fractions of the datasheet's rates were measured with 8B on H200s (docs/memory.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from qlora_fsdp.memory.activations import Policy, layer_tensors
+from qlora_fsdp.memory.gpus import Gpu
+from qlora_fsdp.memory.parameters import ParameterBytes, adapter_rank, sum_bytes
+from qlora_fsdp.memory.parameters import layer_tensors as layer_parameters
+from qlora_fsdp.memory.workload import Workload
+
+MATMUL = 0.60  # of the datasheet's FLOP/s, attention included
+PASSES, PASSES_UNFUSED = 3.0, 7.0  # times that what a layer saves goes through memory in forward; twice in backward
+LAUNCH_SECONDS = 0.8e-3  # Python and launches of a layer's forward; twice that in backward
+DISK_GB_S = 2.0  # of a host
+CACHED_GB_S = 8.5  # of a rank, from the page cache, quantization included
+HOST_ADAM_GB_S = 10.0  # of a rank, with optimizer state in host memory
+
+
+def step_seconds(work: Workload, policies: Sequence[Policy], gpu: Gpu) -> float:
+    """Seconds of an optimizer step."""
+    seconds = sum(_layer_seconds(work, policy, gpu) for policy in policies) + _ends_seconds(work, gpu)
+    seconds *= work.num_micro_batches
+    if work.config.fsdp.cpu_offload:
+        seconds += _layer(work).adapters * work.shape.num_layers / work.num_shards * 8 / (HOST_ADAM_GB_S * 1e9)
+    return seconds
+
+
+def tokens_per_second(work: Workload, policies: Sequence[Policy], gpu: Gpu) -> float:
+    """Tokens a second of all GPUs together."""
+    tokens = work.num_tokens * work.num_micro_batches * work.num_ranks
+    return tokens / step_seconds(work, policies, gpu)
+
+
+def load_seconds(work: Workload, gib_a_host: float) -> tuple[float, float]:
+    """Seconds to read and quantize the model's files: from a disk, and from the page cache."""
+    num_bytes = gib_a_host * 2**30
+    cached = num_bytes / (CACHED_GB_S * 1e9 * work.local_num_ranks)
+    return max(cached, num_bytes / (DISK_GB_S * 1e9)), cached
+
+
+def _layer_seconds(work: Workload, policy: Policy, gpu: Gpu) -> float:
+    """Forward and backward of a layer, with its recomputation; transfers run beside them."""
+    shape, tokens, length = work.shape, work.num_tokens, work.config.training.max_length
+    rate, memory = gpu.tflops * 1e12 * MATMUL, gpu.memory_gb_s * 1e9
+    ranks = (adapter_rank(f"model.layers.0.{linear.name}", work.config.lora) for linear in shape.linears)
+    adapters = sum(r * (li.in_features + li.out_features) for r, li in zip(ranks, shape.linears, strict=True))
+    dense, attention = 2.0 * shape.layer_weights * tokens, 2.0 * tokens * length * shape.query_size
+    forward = (dense + attention + 2 * adapters * tokens) / rate
+    backward = (dense + 2.5 * attention + 4 * adapters * tokens) / rate
+    passes = PASSES if "rms_norm" in work.fused else PASSES_UNFUSED
+    traffic = passes * tokens * sum(layer_tensors(work).values()) / memory
+    dequantize = shape.layer_weights * (work.compute_bytes + 0.5) / memory
+    forward += traffic + dequantize
+    backward += 2 * traffic + dequantize
+    if policy in (Policy.full, Policy.offload):
+        last = 2.0 * shape.hidden_size * shape.intermediate_size * tokens / rate  # not made again (design.md)
+        backward += max(forward - last, LAUNCH_SECONDS)
+    transfer = _transfer_seconds(work, _layer(work).total, gpu)
+    if policy is Policy.offload:
+        transfer += tokens * shape.hidden_size * work.compute_bytes / (gpu.host_gb_s * 1e9)
+    return max(forward, transfer, LAUNCH_SECONDS) + max(backward, transfer, 2 * LAUNCH_SECONDS)
+
+
+def _ends_seconds(work: Workload, gpu: Gpu) -> float:
+    """Embeddings and head, whose transfers nothing overlaps; the head's gradient is made with the loss."""
+    shape = work.shape
+    products = 4.0 * shape.vocab_weights * work.num_tokens / (gpu.tflops * 1e12 * MATMUL)
+    return products + 2 * _transfer_seconds(work, shape.vocab_weights * work.compute_bytes, gpu)
+
+
+def _transfer_seconds(work: Workload, num_bytes: int, gpu: Gpu) -> float:
+    """Gathering a unit of so many bytes, from host memory where the shards are there."""
+    shards = work.num_shards
+    seconds = num_bytes * (shards - 1) / shards / (gpu.link_gb_s * 1e9)
+    if work.config.fsdp.cpu_offload:
+        seconds += num_bytes / shards / (gpu.host_gb_s * 1e9)
+    return seconds
+
+
+def _layer(work: Workload) -> ParameterBytes:
+    config = work.config
+    return sum_bytes(layer_parameters(work.shape, 0, config.quant, config.lora, work.compute_bytes))

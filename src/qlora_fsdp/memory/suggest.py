@@ -1,0 +1,150 @@
+"""Settings that would make a run smaller, with what each would do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import Any
+
+from qlora_fsdp.config.schema import Activations, Config, Optimizer, ShardingStrategy
+from qlora_fsdp.config.settings import show
+from qlora_fsdp.memory.activations import Policy
+from qlora_fsdp.memory.choose import AUTO, LADDER, choose, fixed_policies
+from qlora_fsdp.memory.gpus import Gpu
+from qlora_fsdp.memory.plan import MemoryPlan, make_plan
+from qlora_fsdp.memory.speed import tokens_per_second
+from qlora_fsdp.memory.workload import Workload
+
+MAX_RANKS = 1024
+MAX_TOGETHER = 3  # changes
+
+
+@dataclass(frozen=True)
+class Change:
+    """One or more settings to change.
+
+    Attributes:
+        text: as typed on the command line, or the number of GPUs.
+        plan: after the change.
+        fits: whether that fits the target.
+        speed: tokens a second of all GPUs, predicted.
+    """
+
+    text: str
+    plan: MemoryPlan
+    fits: bool
+    speed: float
+
+
+_Values = tuple[tuple[str, str, Any], ...]  # section, field, value
+
+
+def smaller_runs(work: Workload, target: float, gpu: Gpu) -> list[Change]:
+    """The changes that make the run fit `target` bytes, the fastest run first; as few settings together as will do."""
+    candidates = list(_candidates(work, fixed_policies(work.config, work.shape.num_layers) or ()))
+    for together in range(1, MAX_TOGETHER + 1):
+        changes = [_change(work, some, target, gpu) for some in combinations(candidates, together)]
+        fitting = [change for change in changes if change.fits]
+        if fitting:
+            return sorted(fitting, key=lambda change: -change.speed)
+    return []
+
+
+def largest_savings(plan: MemoryPlan, gpu: Gpu) -> list[Change]:
+    """Each single change that needs less memory than `plan`, the one that saves most first.
+
+    The layers' policies stay as they are where the change is not theirs, so that each effect is seen by itself.
+    """
+    changes = []
+    for values in _candidates(plan.work, plan.policies):
+        work = _changed(plan.work, values)
+        is_policy = any(section == "memory" for section, _, _ in values)
+        policies = fixed_policies(work.config, work.shape.num_layers) if is_policy else plan.policies
+        assert policies is not None
+        smaller = make_plan(work, policies)
+        if smaller.needed < plan.needed:
+            changes.append(Change(_text(plan.work.config, values), smaller, True, _speed(smaller, gpu)))
+    return sorted(changes, key=lambda change: change.plan.needed)
+
+
+def enough_gpus(work: Workload, target: float, gpu: Gpu) -> Change | None:
+    """The least number of GPUs, by doubling, on which the run fits; None where that does not help."""
+    num_ranks = work.num_ranks
+    while 2 * num_ranks <= MAX_RANKS:
+        num_ranks *= 2
+        total = work.config.training.global_batch_size
+        config = work.config
+        if total is not None and total % num_ranks:
+            config = replace(config, training=replace(config.training, global_batch_size=None, micro_batch_size=1))
+        more = replace(work, config=config, num_ranks=num_ranks, local_num_ranks=min(num_ranks, 8))
+        choice = choose(more, target, gpu)
+        if choice.fits:
+            return Change(f"{num_ranks} GPUs", choice.plan, True, _speed(choice.plan, gpu))
+    return None
+
+
+def _candidates(work: Workload, policies: Sequence[Policy]) -> Iterator[_Values]:
+    """Changes that may save memory; of the activation policies only where `policies` are given."""
+    config, size = work.config, work.micro_batch_size
+    for index, smaller in enumerate(LADDER[1:], start=1):
+        if set(policies) & set(LADDER[:index]):
+            yield (("memory", "activations", Activations(smaller.value)), ("memory", "every_k", 2))
+    if config.optim.name is Optimizer.adamw and not config.fsdp.cpu_offload:
+        yield (("optim", "name", Optimizer.adamw_8bit),)
+    if config.quant.load_in_8bit or not config.quant.load_in_4bit:
+        yield (("quant", "load_in_4bit", True), ("quant", "load_in_8bit", False))
+    if config.training.micro_batch_size != AUTO:
+        while size % 2 == 0:
+            size //= 2
+            yield (("training", "micro_batch_size", size),)
+    elif size > 1:
+        yield (("training", "micro_batch_size", 1),)
+    strategy = config.fsdp.sharding_strategy
+    if strategy is not ShardingStrategy.FULL_SHARD and work.num_ranks > 1:
+        yield (("fsdp", "sharding_strategy", ShardingStrategy.FULL_SHARD), ("fsdp", "hybrid_shard_size", None))
+    if not config.fsdp.cpu_offload and strategy is not ShardingStrategy.NO_SHARD:
+        yield (("fsdp", "cpu_offload", True), ("optim", "name", Optimizer.adamw))
+    if config.training.max_length > 512:
+        yield (("training", "max_length", config.training.max_length // 2),)
+
+
+def _change(work: Workload, some: Sequence[_Values], target: float, gpu: Gpu) -> Change:
+    values = tuple(value for candidate in some for value in candidate)
+    choice = choose(_changed(work, values), target, gpu)
+    return Change(_text(work.config, values), choice.plan, choice.fits, _speed(choice.plan, gpu))
+
+
+def _changed(work: Workload, values: _Values) -> Workload:
+    config = work.config
+    for section, name, value in values:
+        config = replace(config, **{section: replace(getattr(config, section), **{name: value})})
+    size = config.training.micro_batch_size
+    return replace(work, config=config, micro_batch_size=work.micro_batch_size if size == AUTO else size)
+
+
+def _text(config: Config, values: _Values) -> str:
+    """The overrides, with a group's name where a group of conf/ sets them, and without those that change nothing."""
+    parts = []
+    for section, name, value in values:
+        if getattr(getattr(config, section), name) == value:
+            continue
+        text = show(f"{section}.{name}", value)
+        parts.append(_GROUPS.get(text, text))
+    return " ".join(part for part in dict.fromkeys(parts) if part)
+
+
+_GROUPS = {
+    "memory.activations=full": "memory=recompute",
+    "memory.activations=offload": "memory=offload",
+    "optim.name=adamw_8bit": "optim=adamw_8bit",
+    "optim.name=adamw": "optim=adamw",
+    "quant.load_in_4bit=true": "quant=nf4",
+    "quant.load_in_8bit=false": "",
+    "fsdp.cpu_offload=true": "fsdp=offload",
+    "fsdp.sharding_strategy=FULL_SHARD": "fsdp=full_shard",
+}
+
+
+def _speed(plan: MemoryPlan, gpu: Gpu) -> float:
+    return tokens_per_second(plan.work, plan.policies, gpu)

@@ -1,0 +1,53 @@
+"""What the plan is made for: a model's shape, the settings, and how the work is spread."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from qlora_fsdp.config.schema import Config, ShardingStrategy
+from qlora_fsdp.memory.shape import ModelShape
+
+FUSED_KERNELS = frozenset({"rms_norm", "rotary", "glu", "cross_entropy"})
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One rank's share of a run.
+
+    Attributes:
+        num_ranks: processes in all, a GPU each.
+        local_num_ranks: of them on one host.
+        micro_batch_size: sequences a rank a forward pass.
+        compute_bytes: of an activation: 2 in bfloat16, 4 in float32.
+        fused: the settings of `kernels` whose kernels are Liger's.
+        is_cuda: whether the rank has a GPU; if not, the plan is of host memory.
+    """
+
+    shape: ModelShape
+    config: Config
+    num_ranks: int
+    local_num_ranks: int
+    micro_batch_size: int
+    compute_bytes: int = 2
+    fused: frozenset[str] = FUSED_KERNELS
+    is_cuda: bool = True
+
+    @property
+    def num_shards(self) -> int:
+        """Ranks among which every parameter is split."""
+        fsdp = self.config.fsdp
+        if fsdp.sharding_strategy is ShardingStrategy.HYBRID_SHARD:
+            return fsdp.hybrid_shard_size or self.local_num_ranks
+        return 1 if fsdp.sharding_strategy is ShardingStrategy.NO_SHARD else self.num_ranks
+
+    @property
+    def num_tokens(self) -> int:
+        """Of a micro-batch on one rank, at most."""
+        return self.micro_batch_size * self.config.training.max_length
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Forward passes of a rank in an optimizer step."""
+        total = self.config.training.global_batch_size
+        return 1 if total is None else math.ceil(total / (self.num_ranks * self.micro_batch_size))

@@ -1,0 +1,212 @@
+"""`python -m qlora_fsdp.preflight`: does a run fit, and how long will it take? Needs no GPU, no download and no torch.
+
+The command line is that of a run, with `hardware=`:
+
+    python -m qlora_fsdp.preflight model=llama3-70b hardware=2x24gib training.max_length=2048
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from qlora_fsdp.config.check_settings import check_settings
+from qlora_fsdp.config.compose import load_config
+from qlora_fsdp.config.schema import Config, Kernel, Weights
+from qlora_fsdp.config.validate import check_world
+from qlora_fsdp.config.world import World
+from qlora_fsdp.errors import CheckpointError, ConfigError, Problem, UserError, print_error
+from qlora_fsdp.memory.choose import AUTO, MARGIN, Choice, choose, describe_policies
+from qlora_fsdp.memory.gpus import Hardware, parse_hardware
+from qlora_fsdp.memory.plan import GIB
+from qlora_fsdp.memory.report import as_json, changes_table, table
+from qlora_fsdp.memory.shape import FAMILIES, ModelShape, model_shape
+from qlora_fsdp.memory.speed import load_seconds, tokens_per_second
+from qlora_fsdp.memory.suggest import enough_gpus, smaller_runs
+from qlora_fsdp.memory.workload import FUSED_KERNELS, Workload
+
+DOES_NOT_FIT = 3  # exit code
+BYTES_A_TOKEN = 4.0  # of text in a file of rows: an estimate
+USAGE = "python -m qlora_fsdp.preflight hardware=COUNTxGIB|COUNTxNAME [group=option ...] [setting=value ...]"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the plan and write preflight.json; 0 if the run fits, 3 if not, 2 if the command line can't be used."""
+    try:
+        return preflight(sys.argv[1:] if argv is None else argv, Path.cwd() / "preflight.json")
+    except UserError as error:
+        print_error(error)
+        return error.exit_code
+
+
+def preflight(argv: Sequence[str], file: Path) -> int:
+    """`main`, with the JSON in `file`.
+
+    Raises:
+        UserError: settings that can't be used, unknown hardware, a model that can't be found.
+    """
+    if "--help" in argv or "-h" in argv:
+        print(f"{__doc__.strip()}\n\nusage: {USAGE}")
+        return 0
+    hardware, overrides = _split(argv)
+    config = load_config(overrides)
+    _check(config, hardware)
+    size = config.training.micro_batch_size
+    work = Workload(
+        read_shape(config),
+        config,
+        hardware.count,
+        hardware.local_count,
+        1 if size == AUTO else size,
+        fused=_fused(config),
+    )
+    target = GIB * (config.memory.target_gib or hardware.gpu.gib * (1 - MARGIN))
+    choice = choose(work, target, hardware.gpu)
+    lines, figures = _describe(choice, hardware, target)
+    if not choice.fits:
+        changes = smaller_runs(work, target, hardware.gpu)
+        gpus = enough_gpus(work, target, hardware.gpu)
+        cheapest = [*changes[:3], *([gpus] if gpus else [])]
+        missing = (choice.plan.needed - target) / GIB
+        lines += [f"Does not fit: {missing:.2f} GiB too much a GPU.", "The cheapest changes that make it fit:"]
+        lines += [changes_table(cheapest, len(cheapest)) or "  none found"]
+        figures["changes"] = [
+            {"change": change.text, "needed_gib": change.plan.needed / GIB, "tokens_per_second": change.speed}
+            for change in cheapest
+        ]
+    print("\n".join(lines))
+    _write(file, figures)
+    return 0 if choice.fits else DOES_NOT_FIT
+
+
+def read_shape(config: Config) -> ModelShape:
+    """The shape of the model that the settings name: of a local folder's config.json, or of conf/model.
+
+    Raises:
+        CheckpointError: there is neither, or the family is unknown here.
+    """
+    path = Path(config.model.path).expanduser() / "config.json" if config.model.path else None
+    values: dict[str, Any] = {}
+    if path is not None and path.is_file():
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise CheckpointError(f"{path} is damaged ({error}). Copy or download it again.") from error
+        values |= config.model.config if config.model.weights is Weights.random else {}
+    elif config.model.config:
+        values = dict(config.model.config)
+    else:
+        raise CheckpointError(
+            f"model.path={config.model.path} has no config.json here. Set model.path to a local folder with one, or "
+            "model to a named model (--help of qlora_fsdp.train lists them)."
+        )
+    try:
+        shape = model_shape(values)
+    except KeyError as error:
+        raise CheckpointError(f"The config of {_name(config)} has no {error}. Check model.path.") from error
+    if shape is None:
+        raise CheckpointError(
+            f"The config of {_name(config)} has model_type={values.get('model_type')}, and the memory plan knows "
+            f"{', '.join(FAMILIES)}. Try it on GPUs with experiment=dry_run."
+        )
+    return shape
+
+
+def _split(argv: Sequence[str]) -> tuple[Hardware, list[str]]:
+    named = [text for text in argv if text.startswith("hardware=")]
+    if len(named) != 1:
+        problem = Problem("hardware", f"is given {len(named)} times.", f"Usage: {USAGE}")
+        raise ConfigError([problem])
+    return parse_hardware(named[0].partition("=")[2]), [text for text in argv if text is not named[0]]
+
+
+def _check(config: Config, hardware: Hardware) -> None:
+    """What is wrong with the settings, but for what a run needs and a plan does not: data and a folder to write to."""
+    world = World(hardware.count, 0, hardware.local_count, 0, device_type="cuda")
+    ignored = ("data.", "run.", "tracking.", "model.path", "model.tokenizer_path", "training.max_steps=null")
+    problems = [p for p in [*check_settings(config), *check_world(config, world)] if not p.setting.startswith(ignored)]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _fused(config: Config) -> frozenset[str]:
+    return frozenset(name for name in FUSED_KERNELS if getattr(config.kernels, name) is not Kernel.torch)
+
+
+def _describe(choice: Choice, hardware: Hardware, target: float) -> tuple[list[str], dict[str, Any]]:
+    """The lines to print, and what preflight.json holds."""
+    plan, gpu = choice.plan, hardware.gpu
+    work, config = plan.work, plan.work.config
+    speed = tokens_per_second(work, plan.policies, gpu)
+    read_gib = work.shape.num_parameters * 2 / GIB  # files in bfloat16
+    from_disk, from_cache = load_seconds(work, read_gib * work.local_num_ranks / work.num_ranks)
+    host = sum(plan.host.values()) * work.local_num_ranks / GIB
+    pinned = plan.pinned * work.local_num_ranks / GIB
+    num_tokens, source = count_tokens(config, work)
+    hours = num_tokens / speed / 3600
+    verdict = "Fits" if choice.fits else "Does not fit"
+    lines = [
+        f"{_name(config)}: {work.shape.num_parameters / 1e9:.2f} B parameters, on {hardware.count} x {gpu.name}"
+        + (f" ({hardware.note})" if hardware.note else ""),
+        f"{work.num_shards} shards, micro-batch {work.micro_batch_size} x {config.training.max_length} tokens, "
+        f"{work.num_micro_batches} a step; activations {describe_policies(plan.policies)}",
+        "",
+        table(plan),
+        "",
+        f"{verdict}: {plan.needed / GIB:.2f} GiB needed, {target / GIB:.2f} GiB to be had of {gpu.gib:g}",
+        f"Host memory: {host:.1f} GiB a host, {pinned:.1f} GiB of it pinned",
+        f"Loading: {read_gib:.1f} GiB to read; {from_disk:.0f} s from a disk of 2 GB/s, {from_cache:.0f} s from the "
+        "page cache",
+        f"Speed: {speed:,.0f} tokens/s; {hours:.2g} hours for {num_tokens / 1e6:,.1f} M tokens ({source})",
+    ]
+    figures = {
+        "fits": choice.fits,
+        "hardware": {"gpu": gpu.name, "count": hardware.count, "gib": gpu.gib, "target_gib": target / GIB},
+        "plan": as_json(plan),
+        "host_gib": host,
+        "pinned_gib": pinned,
+        "read_gib": read_gib,
+        "load_seconds": {"disk": from_disk, "page_cache": from_cache},
+        "tokens_per_second": speed,
+        "num_tokens": num_tokens,
+        "num_tokens_from": source,
+        "hours": hours,
+    }
+    return lines, figures
+
+
+def count_tokens(config: Config, work: Workload) -> tuple[float, str]:
+    """Tokens of the run, and where the number comes from."""
+    training = config.training
+    if training.max_steps is not None:
+        a_step = work.num_micro_batches * work.num_tokens * work.num_ranks
+        return training.max_steps * a_step, f"training.max_steps={training.max_steps}"
+    path = Path(config.data.path).expanduser() if config.data.path else None
+    if path is not None and path.exists():
+        files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+        num_bytes = sum(file.stat().st_size for file in files)
+        return training.num_epochs * num_bytes / BYTES_A_TOKEN, f"{num_bytes / 1e6:,.1f} MB of data, 4 bytes a token"
+    return 1e8, "an example: set data.path or training.max_steps for your own"
+
+
+def _name(config: Config) -> str:
+    return config.model.name if config.model.name != "custom" else str(config.model.path)
+
+
+def _write(file: Path, figures: dict[str, Any]) -> None:
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        temporary.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+        temporary.replace(file)
+    except OSError as error:
+        raise ConfigError(
+            [Problem(str(file), f"can't be written: {error.strerror}.", "Start it in another folder.")]
+        ) from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,132 @@
+"""`python -m qlora_fsdp.preflight` as a user runs it, and the message when a GPU is out of memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import qlora_fsdp
+import qlora_fsdp.run as pipeline
+from qlora_fsdp import preflight
+from qlora_fsdp.config.compose import load_config
+from qlora_fsdp.config.world import World
+from qlora_fsdp.errors import MemoryShortage
+from tests.helpers.ranks import Meeting, run_ranks
+
+SEVENTY_B = ["model=llama3-70b", "hardware=2x24gib", "training.max_length=2048"]
+
+
+def test_command_line(tmp_path: Path):
+    """Without a GPU, a download or torch: the table, preflight.json, and 3 for a run that does not fit."""
+    source = str(Path(qlora_fsdp.__file__).parents[1])
+    code = "import sys; sys.modules['torch'] = sys.modules['transformers'] = None; import runpy; "
+    code += f"sys.argv[1:] = {SEVENTY_B!r}; runpy.run_module('qlora_fsdp.preflight', run_name='__main__')"
+    environment = os.environ | {"PYTHONPATH": source, "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 3, done.stderr
+    for text in (
+        "codes",
+        "gathered layers",
+        "backward",
+        "Does not fit",
+        "fsdp=offload",
+        "4 GPUs",
+        "Host memory",
+        "hours",
+    ):
+        assert text in done.stdout
+    figures = json.loads((tmp_path / "preflight.json").read_text())
+    assert figures["fits"] is False and figures["changes"]
+    assert 15 < figures["plan"]["phases"]["load"]["codes"] < 17
+
+
+def run_preflight(folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
+    file = folder / "preflight.json"
+    code = preflight.preflight(arguments, file)
+    return code, json.loads(file.read_text())
+
+
+def test_a_fit_and_the_changes_that_give_it(tmp_path: Path):
+    """What is said to make it fit does."""
+    code, figures = run_preflight(tmp_path, *SEVENTY_B)
+    assert code == 3
+    overrides = [change["change"] for change in figures["changes"] if "GPUs" not in change["change"]]
+    assert overrides
+    for change in overrides:
+        assert run_preflight(tmp_path, *SEVENTY_B, *change.split())[0] == 0, change
+
+
+def test_own_model_and_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    config = load_config(["model=llama3-8b"]).model.config
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "rows.jsonl").write_bytes(b" " * 8_000_000)
+    code, figures = run_preflight(
+        tmp_path,
+        f"model.path={tmp_path}",
+        "hardware=8xh200",
+        f"data.path={tmp_path}/rows.jsonl",
+        "training.num_epochs=2",
+    )
+    named = run_preflight(tmp_path, "model=llama3-8b", "hardware=8xh200")[1]
+    assert code == 0 and figures["num_tokens"] == 4e6 and figures["plan"] == named["plan"]
+    assert figures["hours"] == pytest.approx(4e6 / figures["tokens_per_second"] / 3600)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["hardware=2xh20O", "model=llama3-8b"], "Did you mean 2xh200"),
+        (["model=llama3-8b"], "hardware is given 0 times"),
+        (["hardware=1xh200", "model.path=org/name"], "model.path=org/name has no config.json here"),
+        (["hardware=1xh200", "model=llama3-8b", "lora.rr=8"], "lora.rr=8 is not a setting"),
+        (["hardware=3xh200", "model=llama3-8b", "training.global_batch_size=4"], "Set training.global_batch_size=3"),
+        (["hardware=1xh200", "model=llama3-8b", "training.micro_batch_size=auto"], "needs a global batch to divide"),
+        (["hardware=1xh200", "model=llama3-8b", "fsdp=offload", "optim=adamw_8bit"], "optim.name=adamw_8bit keeps"),
+        (["hardware=1xh200", "model.weights=random", "model.config={model_type: bert}"], "the memory plan knows"),
+        (["hardware=1xh200", "model.weights=random", "model.config={model_type: llama}"], "has no 'hidden_size'"),
+    ],
+)
+def test_bad_input(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]):
+    assert preflight.main(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def run_out_of_memory(folder: Path) -> tuple[str, int, dict[str, Any]]:
+    """A run whose GPU is said to be full in the second forward."""
+
+    def fail(*args: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ...")
+
+    Meeting.new_port()
+    pipeline.train = fail
+    arguments = ["model=tiny", "data=random", "training.max_steps=2", "data.max_rows=8", f"run.folder={folder}"]
+    try:
+        pipeline.run(load_config(arguments), World())
+    except MemoryShortage as error:
+        return str(error), error.exit_code, json.loads((folder / "summary.json").read_text())
+    raise AssertionError("no complaint")
+
+
+def test_out_of_memory(tmp_path: Path):
+    """The plan beside what was allocated, what would help, exit code 3, and the figures in summary.json."""
+    ((message, code, summary),) = run_ranks(1, run_out_of_memory, tmp_path)
+    assert code == 3
+    assert message.startswith("The GPU is out of memory: CUDA out of memory, in proof.")
+    for text in (
+        "planned",
+        "backward",
+        "What would help most",
+        "training.max_length=1024",
+        "Checkpoints are as they were",
+    ):
+        assert text in message
+    assert summary["status"] == "failed" and summary["memory"]["predicted"]["tensors_gib"]["forward"] > 0
