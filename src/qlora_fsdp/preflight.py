@@ -8,7 +8,6 @@ The command line is that of a run, with `hardware=`:
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from qlora_fsdp.config.schema import Config, Kernel, Weights
 from qlora_fsdp.config.validate import check_world
 from qlora_fsdp.config.world import World
 from qlora_fsdp.errors import CheckpointError, ConfigError, Problem, UserError, print_error
+from qlora_fsdp.files import write_json
 from qlora_fsdp.memory.choose import AUTO, MARGIN, Choice, choose, describe_policies
 from qlora_fsdp.memory.gpus import Hardware, parse_hardware
 from qlora_fsdp.memory.plan import GIB
@@ -79,7 +79,11 @@ def preflight(argv: Sequence[str], file: Path) -> int:
             for change in cheapest
         ]
     print("\n".join(lines))
-    _write(file, figures)
+    try:
+        write_json(file, figures)
+    except OSError as error:
+        problem = Problem(str(file), f"can't be written: {error.strerror}.", "Start it in another folder.")
+        raise ConfigError([problem]) from error
     return 0 if choice.fits else DOES_NOT_FIT
 
 
@@ -195,17 +199,6 @@ def count_tokens(config: Config, work: Workload) -> tuple[float, str]:
 
 def _name(config: Config) -> str:
     return config.model.name if config.model.name != "custom" else str(config.model.path)
-
-
-def _write(file: Path, figures: dict[str, Any]) -> None:
-    temporary = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
-        temporary.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
-        temporary.replace(file)
-    except OSError as error:
-        raise ConfigError(
-            [Problem(str(file), f"can't be written: {error.strerror}.", "Start it in another folder.")]
-        ) from error
 
 
 if __name__ == "__main__":
