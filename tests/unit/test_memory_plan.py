@@ -63,7 +63,8 @@ def test_parameters_are_those_of_the_model(model: str, quant: str):
         assert sum(parts.values()) - parts["workspace"] == expected
 
 
-# GiB that tensors took on H200s (docs/benchmarks.md): of the load, where it was measured, and of the steps.
+# GiB that tensors took on H200s (docs/benchmarks.md), before layers were fused: of the load, where it was measured, and
+# of the steps.
 MEASURED = [
     (4, "llama3-70b", 2048, 2, Policy.full, (), frozenset(), 9.46, 19.8),
     (4, "llama3-70b", 2048, 2, Policy.none, (), frozenset(), 9.46, 126.0),
@@ -82,6 +83,7 @@ MEASURED = [
 @pytest.mark.parametrize(("num_ranks", "model", "length", "size", "policy", "more", "fused", "load", "step"), MEASURED)
 def test_plan_is_what_was_measured(num_ranks, model, length, size, policy, more, fused, load, step):
     settings = (f"model={model}", f"training.max_length={length}", f"training.micro_batch_size={size}", *more)
+    settings += ("kernels.fuse_layers=false",)
     plan = uniform(workload(*settings, num_ranks=num_ranks, fused=fused), policy)
     peak = max(plan.tensors(phase) for phase in PHASES[1:]) / GIB
     assert peak == pytest.approx(step, rel=0.05, abs=0.5)
@@ -101,7 +103,9 @@ def test_auto_fills_the_card_and_no_more():
     assert needed[1] > 21 and needed[2] > 37, "a layer more would not fit"
     assert set(choice.plan.policies) == {Policy.none}
     mixed = choose(work, 40 * GIB, H200).plan.policies
-    assert list(mixed) == sorted(mixed, key=[Policy.full, Policy.none].index), "recomputed layers come first"
+    assert list(mixed) == sorted(mixed, key=[Policy.full, Policy.selective, Policy.none].index), (
+        "recomputed layers come first"
+    )
 
 
 def test_micro_batch_is_chosen_with_the_policy():
@@ -218,8 +222,8 @@ def test_cgroup_limits_count(tmp_path: Path, version: int):
 def test_plans_agree_about_what_every_policy_takes():
     """From one policy to the next the GPU holds less; offload moves the inputs to the host."""
     work = workload("model=llama3-8b", "training.max_length=8192", "training.micro_batch_size=2", num_ranks=2)
-    plans = [uniform(work, policy) for policy in (Policy.none, Policy.full, Policy.offload)]
+    plans = [uniform(work, policy) for policy in Policy]
     for more, less in itertools.pairwise(plans):
         assert less.needed < more.needed
-    assert plans[2].host["activations"] == 32 * 16384 * 4096 * 2
-    assert plans[1].tensors("forward") - plans[2].tensors("forward") == pytest.approx(30 * 16384 * 4096 * 2, rel=0.01)
+    assert plans[-1].host["activations"] == 32 * 16384 * 4096 * 2
+    assert plans[-2].tensors("forward") - plans[-1].tensors("forward") == pytest.approx(30 * 16384 * 4096 * 2, rel=0.01)

@@ -65,6 +65,7 @@ class ShardingStrategy(Enum):
 class Activations(Enum):
     auto = "auto"
     none = "none"
+    selective = "selective"
     every_k = "every_k"
     full = "full"
     offload = "offload"
@@ -231,9 +232,10 @@ class FsdpConfig:
 
 @dataclass
 class MemoryConfig:
-    # What becomes of a layer's activations until backward. none: they are kept. full: only the layer's input is kept,
-    # the rest is computed again. every_k: full for every k-th layer. offload: as full, with the inputs in host memory.
-    # auto: for each layer the fastest of these with which the run fits, by the memory plan.
+    # What becomes of a layer's activations until backward. none: they are kept. selective: but for the norms' outputs,
+    # which cost little to make again. full: only the layer's input is kept, the rest is computed again. every_k: full
+    # for every k-th layer. offload: as full, with the inputs in host memory. auto: for each layer the fastest of these
+    # with which the run fits, by the memory plan.
     activations: Activations = Activations.auto
     # k of every_k.
     every_k: int = 2

@@ -19,21 +19,19 @@ class Policy(Enum):
 
     Attributes:
         none: they are kept.
+        selective: but for the norms' outputs, which the layers that got them make again (quantized/fuse.py).
         full: the layer's input is kept, the rest is computed again in backward.
         offload: as full, with the input in host memory.
     """
 
     none = "none"
+    selective = "selective"
     full = "full"
     offload = "offload"
 
 
-# What backward finds on the GPU. None: everything in the table.
-SAVED: dict[Policy, frozenset[str] | None] = {
-    Policy.none: None,
-    Policy.full: frozenset({"input"}),
-    Policy.offload: frozenset(),
-}
+NORM_OUTPUTS = frozenset({"attention_norm", "mlp_norm"})
+MAX_FUSED_RANK = 64  # quantized/gate.py
 OFFLOAD_SLOTS = 2  # inputs of offloaded layers that are on the GPU at a time: on their way out, or back
 
 
@@ -55,7 +53,7 @@ def layer_tensors(work: Workload) -> dict[str, float]:
         table |= {"value": query + 2 * key}
     if shape.has_post_norms:
         table |= {"attention_projected": stream, "mlp_projected": stream, "post_rstd": 8}
-    if "glu" not in work.fused:
+    if "glu" not in work.fused and not fuses_mlp(work):
         table["activated"] = inner
     inputs = {"qkv": "attention_norm", "q": "attention_norm", "k": "attention_norm", "v": "attention_norm"}
     inputs |= {"gate": "mlp_norm", "up": "mlp_norm", "gate_up": "mlp_norm", "down": "product", "o": "attention_out"}
@@ -69,7 +67,8 @@ def layer_tensors(work: Workload) -> dict[str, float]:
             dropped += linear.in_features * (item + 1)
         else:
             name = inputs[linear.name.rpartition(".")[2].removesuffix("_proj")]
-            table.setdefault(name, linear.in_features * item)
+            if name != "product" or not fuses_mlp(work):
+                table.setdefault(name, linear.in_features * item)
     table |= {"low_rank": low_rank, "dropped": dropped}
     return {name: size for name, size in table.items() if size}
 
@@ -88,14 +87,19 @@ def host_bytes(work: Workload, policies: Sequence[Policy]) -> int:
 def backward_bytes(work: Workload, policy: Policy) -> int:
     """What the backward of one layer takes beyond what was saved, at its peak: that of the MLP's last product.
 
-    Everything that was not saved is there again, with the gradients of the layer's output and of `product`, and
-    one dequantized weight.
+    Everything that was not saved, but for the norms' outputs, is there again, with the gradients of the layer's output
+    and of `product`, and one dequantized weight.
     """
-    table = layer_tensors(work)
-    again = sum(table.values()) - sum(_saved(work, policy).values())
+    table, saved = layer_tensors(work), _saved(work, policy)
+    remade = NORM_OUTPUTS if _remakes_norms(work) and policy is not Policy.none else frozenset()
+    again = sum(size for name, size in table.items() if name not in remade) - sum(
+        size for name, size in saved.items() if name not in remade
+    )
     item, shape = work.compute_bytes, work.shape
     gradients = (shape.hidden_size + shape.intermediate_size) * item
-    if "glu" not in work.fused:  # of the activation and of `up`, where Liger's writes over its inputs
+    if "glu" not in work.fused and not fuses_mlp(
+        work
+    ):  # of the activation and of `up`, where Liger's writes over its inputs
         gradients += 2 * shape.intermediate_size * item
     return round(work.num_tokens * (again + gradients)) + dequantized_bytes(work)
 
@@ -104,7 +108,7 @@ def forward_bytes(work: Workload, policy: Policy) -> int:
     """What the forward of one layer takes beyond what it saves, at its peak: in the MLP."""
     item, shape = work.compute_bytes, work.shape
     alive = 2 * shape.hidden_size * item
-    if policy is not Policy.none:
+    if policy not in (Policy.none, Policy.selective):
         alive += 3 * shape.intermediate_size * item
     return work.num_tokens * alive + dequantized_bytes(work)
 
@@ -120,10 +124,31 @@ def dequantized_bytes(work: Workload) -> int:
     return max(sizes, default=0) * work.compute_bytes
 
 
+def fuses_mlp(work: Workload) -> bool:
+    """Whether the MLP is one function that keeps gate and up alone (quantized/mlp.py)."""
+    config, shape = work.config, work.shape
+    if not config.kernels.fuse_layers or shape.has_fused_linears or config.lora.lora_dropout or config.lora.use_dora:
+        return False
+    names = [f"model.layers.0.{linear.name}" for linear in shape.linears if linear.name.startswith("mlp.")]
+    ranks = [adapter_rank(name, config.lora) for name in names]
+    has_bias = any(linear.has_bias for linear in shape.linears if linear.name in ("mlp.gate_proj", "mlp.up_proj"))
+    quantized = all(is_quantized(name, config.quant) for name in names)
+    return quantized and not has_bias and all(0 < rank <= MAX_FUSED_RANK for rank in ranks)
+
+
+def _remakes_norms(work: Workload) -> bool:
+    """Whether keeping a norm's input instead of its output saves anything: not where that is a copy in fp32."""
+    config = work.config
+    is_quantized = config.quant.load_in_4bit or config.quant.load_in_8bit
+    keeps_own_input = "rms_norm" in work.fused or work.compute_bytes == 4
+    return is_quantized and keeps_own_input and not config.lora.lora_dropout and not config.lora.use_dora
+
+
 def _saved(work: Workload, policy: Policy) -> dict[str, float]:
-    names = SAVED[policy]
-    table = layer_tensors(work)
-    saved = {name: size for name, size in table.items() if names is None or name in names}
+    """What backward finds on the GPU."""
+    if policy is Policy.offload:
+        return {}
     if policy is Policy.full:  # the checkpoint keeps the input as it is, not a norm's copy of it
-        saved["input"] = work.shape.hidden_size * work.compute_bytes
-    return saved
+        return {"input": work.shape.hidden_size * work.compute_bytes}
+    remade = NORM_OUTPUTS if _remakes_norms(work) and policy is Policy.selective else frozenset()
+    return {name: size for name, size in layer_tensors(work).items() if name not in remade}

@@ -15,8 +15,13 @@ from qlora_fsdp.memory.workload import Workload
 
 AUTO = "auto"  # of training.micro_batch_size
 MARGIN = 0.05  # of the free memory, left free
-LADDER = (Policy.none, Policy.full, Policy.offload)  # from the fastest to the smallest
-_FATES = {Policy.none: "kept", Policy.full: "recomputed", Policy.offload: "recomputed, their inputs offloaded"}
+LADDER = (Policy.none, Policy.selective, Policy.full, Policy.offload)  # from the fastest to the smallest
+_FATES = {
+    Policy.none: "kept",
+    Policy.selective: "kept but for the norms' outputs",
+    Policy.full: "recomputed",
+    Policy.offload: "recomputed, their inputs offloaded",
+}
 
 
 @dataclass(frozen=True)

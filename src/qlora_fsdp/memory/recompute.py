@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from qlora_fsdp.memory.activations import Policy
 from qlora_fsdp.memory.offload import InputOffload
+from qlora_fsdp.quantized.fuse import remake_norms
 
 
 def set_activation_policy(layers: Sequence[nn.Module], policies: Sequence[Policy]) -> None:
@@ -25,7 +26,9 @@ def set_activation_policy(layers: Sequence[nn.Module], policies: Sequence[Policy
     recompute = partial(checkpoint, use_reentrant=False)
     offload = InputOffload()
     for layer, policy in zip(layers, policies, strict=True):
-        layer.gradient_checkpointing = policy is not Policy.none  # type: ignore[assignment]
+        if policy is not Policy.none:
+            remake_norms(layer)
+        layer.gradient_checkpointing = policy in (Policy.full, Policy.offload)  # type: ignore[assignment]
         if policy is Policy.full:
             layer._gradient_checkpointing_func = recompute  # type: ignore[assignment]
         elif policy is Policy.offload:

@@ -57,6 +57,8 @@ def _layer_seconds(work: Workload, policy: Policy, gpu: Gpu) -> float:
     dequantize = shape.layer_weights * (work.compute_bytes + 0.5) / memory
     forward += traffic + dequantize
     backward += 2 * traffic + dequantize
+    if policy is Policy.selective:  # two norms: a read and a write each
+        backward += 4 * tokens * shape.hidden_size * work.compute_bytes / memory
     if policy in (Policy.full, Policy.offload):
         last = 2.0 * shape.hidden_size * shape.intermediate_size * tokens / rate  # not made again (design.md)
         backward += max(forward - last, LAUNCH_SECONDS)

@@ -88,7 +88,7 @@ def _candidates(work: Workload, policies: Sequence[Policy]) -> Iterator[_Values]
     """Changes that may save memory; of the activation policies only where `policies` are given."""
     config, size = work.config, work.micro_batch_size
     for index, smaller in enumerate(LADDER[1:], start=1):
-        if set(policies) & set(LADDER[:index]):
+        if smaller is not Policy.selective and set(policies) & set(LADDER[:index]):
             yield (("memory", "activations", Activations(smaller.value)), ("memory", "every_k", 2))
     if config.optim.name is Optimizer.adamw and not config.fsdp.cpu_offload:
         yield (("optim", "name", Optimizer.adamw_8bit),)
