@@ -48,8 +48,8 @@ class Trained:
     dtype: torch.dtype
 
 
-def load_trained(config: Config, adapter: str | None, processes: Processes, generates: bool = False) -> Trained:
-    """Build, shard and load the base as training does, and put the adapter's weights in.
+def build_trained(config: Config, adapter: str | None, processes: Processes, generates: bool = False) -> Trained:
+    """The base on meta with the adapter's layers, without any weights.
 
     Args:
         config: of the base; an adapter's folder has it.
@@ -58,7 +58,7 @@ def load_trained(config: Config, adapter: str | None, processes: Processes, gene
         generates: for `generate`: attention that knows a cache and padding on the left.
 
     Raises:
-        AdapterError: the adapter is none of LoRA, or does not fit the base.
+        AdapterError: the adapter is none of LoRA.
     """
     device, dtype = processes.device, choose_dtype(config.training.precision, processes.device)
     folder = None if adapter is None else Path(adapter).expanduser()
@@ -84,18 +84,29 @@ def load_trained(config: Config, adapter: str | None, processes: Processes, gene
         model = CausalLM(apply_adapters(built.model, lora))
     else:
         model = SequenceClassifier(apply_adapters(built.model, lora, task_type="SEQ_CLS"), config.task)
+    return Trained(model, tokenizer, files, built, dtype)
+
+
+def load_trained(config: Config, adapter: str | None, processes: Processes, generates: bool = False) -> Trained:
+    """Build as `build_trained`, then shard and load the base as training does, and put the adapter's weights in.
+
+    Raises:
+        AdapterError: the adapter is none of LoRA, or does not fit the base.
+    """
+    trained = build_trained(config, adapter, processes, generates)
+    model, built, dtype, device = trained.model, trained.built, trained.dtype, processes.device
     units = shard_model(model, config.fsdp, processes) if processes.num_ranks > 1 else []
     if units:
         place_model(model, torch.device("cpu") if config.fsdp.cpu_offload else device, device)
     else:
         _place_whole(model, device)
-    std = getattr(files.config, "initializer_range", 0.02)
+    std = getattr(trained.files.config, "initializer_range", 0.02)
     made_up = [a for a in built.assignments if a.stored is None]
     fill_randomly(made_up, device, dtype, std, config.training.seed, lambda _: None)
     fill_from_files([a for a in built.assignments if a.stored is not None], device, dtype, lambda _: None)
     initialize_adapters(model.model, True, config.training.seed)
-    if folder is not None:
-        load_adapter(model.model, folder)
+    if adapter is not None:
+        load_adapter(model.model, Path(adapter).expanduser())
     model.eval()
     if units:
         prove_shards(model, units, processes, processes.num_ranks)
@@ -104,7 +115,7 @@ def load_trained(config: Config, adapter: str | None, processes: Processes, gene
         f"Model: {built.model.name_or_path}, {built.format.quant_type if built.format else 'unquantized'}, "
         f"{dtype_name(dtype)}, adapter: {adapter or 'none'}, {processes.num_ranks} ranks on {device.type}"
     )
-    return Trained(model, tokenizer, files, built, dtype)
+    return trained
 
 
 def find_tokenizer(config: Config, files: ModelFiles, adapter: Path | None) -> PreTrainedTokenizerBase:

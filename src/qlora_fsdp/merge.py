@@ -1,0 +1,164 @@
+"""`python -m qlora_fsdp.merge`: one model out of base and adapter, and what that changed in its predictions."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qlora_fsdp.command import log, run_command
+from qlora_fsdp.config.commands import AdapterSettings
+from qlora_fsdp.config.schema import Config, DataFormat, TaskName
+from qlora_fsdp.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from qlora_fsdp.distributed import Processes
+
+USAGE = """
+One model out of a base and its adapter: safetensors files, config and tokenizer, for any program that loads models.
+
+usage: python -m qlora_fsdp.merge adapter=DIR out=DIR [setting=value ...]
+
+  adapter=DIR         the adapter's folder, which also knows its base model
+  out=DIR             a new folder; one in which the same merge was cut off is gone on with
+  base=full           onto the base's own weights (default). base=dequantized: onto the quantized ones that the adapter
+                      was trained on
+  quantize=nf4        write the result quantized, as transformers and bitsandbytes load it (nf4 or fp4)
+  report_data=FILE    rows on which the merged model is compared with base and adapter as trained: loss, KL divergence
+  report_rows=8       so many of them
+
+examples:
+  python -m qlora_fsdp.merge adapter=outputs/run/adapter out=merged report_data=held_out.jsonl
+  python -m qlora_fsdp.merge adapter=outputs/run/adapter out=merged-nf4 base=dequantized quantize=nf4
+"""
+
+MAX_REPORT_TOKENS = 512  # a row; all logits of the rows are held at once
+
+
+@dataclass
+class MergeSettings(AdapterSettings):
+    """Settings of `merge`, as its --help says."""
+
+    out: str | None = None
+    base: str = "full"
+    quantize: str | None = None
+    report_data: str | None = None
+    report_rows: int = 8
+
+
+def merge(settings: MergeSettings, config: Config, processes: Processes) -> None:
+    """Check, merge, and compare."""
+    _check(settings, config, processes)
+    assert settings.adapter is not None and settings.out is not None
+    from qlora_fsdp.inference import build_trained
+    from qlora_fsdp.merging import Merge, merge_files
+
+    base, adapter, out = build_trained(config, settings.adapter, processes), settings.adapter, settings.out
+    merge_files(
+        Merge(
+            base.built,
+            base.model.model,
+            base.files,
+            Path(adapter).expanduser(),
+            Path(out).expanduser(),
+            settings.base == "dequantized",
+            settings.quantize,
+            base.dtype,
+            processes.device,
+        )
+    )
+    log.info(f"Merged: {out}")
+    if settings.report_data is not None:
+        config.data.path, config.data.format, config.data.max_rows = settings.report_data, DataFormat.auto, None
+        report = compare(settings, config, processes)
+        (Path(out).expanduser() / "merge_report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        print(json.dumps(report))
+
+
+def compare(settings: MergeSettings, config: Config, processes: Processes) -> dict[str, Any]:
+    """Losses of the model as trained and as merged on a few rows, and KL(trained || merged) a token, in nats."""
+    import torch
+    from torch.nn import functional as F
+
+    trained = _log_probabilities(config, settings.adapter, settings, processes)
+    # The merged folder is what it is: full precision unless its own config.json says otherwise.
+    config.model.path, config.quant.load_in_4bit, config.quant.load_in_8bit = settings.out, False, False
+    merged = _log_probabilities(config, None, settings, processes)
+    divergences, losses = [], []
+    for (old, targets), (new, _) in zip(trained, merged, strict=True):
+        divergences.append(F.kl_div(new, old, log_target=True, reduction="none").sum(-1))
+        losses.append(torch.stack([F.nll_loss(each, targets, reduction="none") for each in (old, new)]))
+    kl, loss = torch.cat(divergences).double(), torch.cat(losses, 1).double().mean(1)
+    return {
+        "base": settings.base,
+        "quantize": settings.quantize,
+        "num_rows": len(trained),
+        "num_target_tokens": len(kl),
+        "loss_trained": loss[0].item(),
+        "loss_merged": loss[1].item(),
+        "kl_mean": kl.mean().item(),
+        "kl_max": kl.max().item(),
+    }
+
+
+def _log_probabilities(
+    config: Config, adapter: str | None, settings: MergeSettings, processes: Processes
+) -> list[tuple[Tensor, Tensor]]:
+    """For each row, log-probabilities [num_targets, vocabulary] (float32, CPU) and the targets [num_targets]."""
+    import torch
+
+    from qlora_fsdp.data.prepare import prepare_data
+    from qlora_fsdp.inference import load_trained
+
+    trained = load_trained(config, adapter, processes, generates=True)
+    config.training.packing, config.training.max_length = False, min(config.training.max_length, MAX_REPORT_TOKENS)
+    vocab_size = trained.files.config.get_text_config().vocab_size
+    data = prepare_data(config, trained.tokenizer, is_main=True, wait=lambda error: error, vocab_size=vocab_size).train
+    found = []
+    for number in range(min(settings.report_rows, len(data))):
+        ((tokens, is_target),) = data.rows_of(number)
+        ids, mask = torch.from_numpy(tokens.astype("int64")), torch.from_numpy(is_target[1:].copy())
+        with torch.inference_mode():
+            logits = trained.model.base(input_ids=ids[None].to(processes.device), use_cache=False).logits[0, :-1]
+        found.append((logits[mask.to(logits.device)].float().log_softmax(-1).cpu(), ids[1:][mask]))
+    return found
+
+
+def _check(settings: MergeSettings, config: Config, processes: Processes) -> None:
+    problems = []
+    if settings.adapter is None:
+        problems.append(Problem("adapter", "is not set.", "Set adapter to the folder that training wrote."))
+    if settings.out is None:
+        problems.append(Problem("out", "is not set.", "Set out to a new folder."))
+    if settings.base not in ("full", "dequantized"):
+        problems.append(Problem(f"base={settings.base}", "is neither full nor dequantized.", "Set one of them."))
+    if settings.quantize not in (None, "nf4", "fp4"):
+        problems.append(Problem(f"quantize={settings.quantize}", "is neither nf4 nor fp4.", "Set one of them."))
+    if settings.report_rows < 1:
+        problems.append(Problem(f"report_rows={settings.report_rows}", "must be at least 1.", "Set report_rows=8."))
+    rows = settings.report_data
+    if rows is not None and not Path(rows).expanduser().exists():
+        problems.append(Problem(f"report_data={rows}", "does not exist.", "Set report_data to a file of rows."))
+    if rows is not None and config.task.name is not TaskName.causal_lm:
+        reason = "compares next-token predictions, which a classifier has none of."
+        problems.append(Problem(f"report_data={rows}", reason, "Leave report_data out."))
+    if settings.base == "dequantized" and not (config.quant.load_in_4bit or config.quant.load_in_8bit):
+        problems.append(Problem("base=dequantized", "needs a quantized base.", "Set base=full."))
+    if processes.num_ranks > 1:
+        problems.append(Problem("--num_processes", "must be 1: a merge reads and writes files.", "Start one process."))
+    if problems:
+        raise ConfigError(problems)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code."""
+    return run_command(argv, MergeSettings, USAGE, merge, "data=random")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,270 @@
+"""An adapter added into its base's weights, a file of the base at a time.
+
+Each file of the result is written under a temporary name and renamed, so that what is there is whole and a merge that
+was cut off goes on with the next file. Memory is one file of the base and a few matrices, whatever the model's size.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import bitsandbytes.functional as bnb
+import peft
+import torch
+from peft.utils import ModulesToSaveWrapper
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from qlora_fsdp.adapters import ADAPTER
+from qlora_fsdp.build import BuiltModel, ModelFiles
+from qlora_fsdp.errors import CheckpointError, RunFolderError
+from qlora_fsdp.load.files import INDEX_NAME, SINGLE_NAME, StoredTensor
+from qlora_fsdp.load.fill import Assignment, fill_from_files
+from qlora_fsdp.quantized import QuantizedLinear
+from qlora_fsdp.quantized.lora import LoraLinear
+
+ROWS_A_TIME = 1024  # of a weight, in float32
+EXTRA_NAME = "model-adapter.safetensors"
+RECORD_NAME = "merge.json"
+BLOCKSIZE = 64
+
+
+@dataclass(frozen=True)
+class Merge:
+    """What is merged into what.
+
+    Attributes:
+        built: the base on meta, inside `model`.
+        model: PEFT's, on meta.
+        files: of the base.
+        adapter: folder of the adapter.
+        out: folder of the result.
+        dequantized: onto the quantized weights that the adapter was trained on, not onto the full-precision ones.
+        quantize: format of the result's linear layers, by transformers and bitsandbytes: `nf4` or `fp4`; None: as the
+            base.
+        dtype: in which the base is quantized, as in training.
+        device: where weights are quantized and adapters multiplied.
+    """
+
+    built: BuiltModel
+    model: peft.PeftModel
+    files: ModelFiles
+    adapter: Path
+    out: Path
+    dequantized: bool
+    quantize: str | None
+    dtype: torch.dtype
+    device: torch.device
+
+
+def merge_files(merge: Merge) -> None:
+    """Write config, tokenizer and weights of the merged model to `merge.out`.
+
+    Raises:
+        CheckpointError: the base is quantized already, and its full-precision weights were asked for.
+        RunFolderError: `merge.out` holds something else, or can't be written.
+    """
+    folder = merge.files.folder
+    assert folder is not None
+    if not merge.dequantized and any(a.stored_parts for a in merge.built.assignments):
+        raise CheckpointError(
+            f"{folder} is quantized and has no full-precision weights to merge onto. Set base=dequantized, or "
+            "model.path to the model in full precision."
+        )
+    try:
+        _open_folder(merge)
+        changes = _find_changes(merge)
+        untied = _write_weights(merge, changes)
+        _write_config(merge, folder, untied)
+    except OSError as error:
+        raise RunFolderError(f"out={merge.out} can't be written: {error}. Free space there, or set another.") from error
+
+
+def _open_folder(merge: Merge) -> None:
+    """Make the folder, or go on in one that the same merge began."""
+    weights = merge.adapter / "adapter_model.safetensors"
+    record = {
+        "base": str(merge.files.folder),
+        "adapter": hashlib.sha256(weights.read_bytes()).hexdigest(),
+        "dequantized": merge.dequantized,
+        "quantize": merge.quantize,
+    }
+    merge.out.mkdir(parents=True, exist_ok=True)
+    file = merge.out / RECORD_NAME
+    if file.is_file():
+        if json.loads(file.read_text(encoding="utf-8")) != record:
+            raise RunFolderError(f"out={merge.out} holds another merge. Set out to a new folder, or remove this one.")
+    elif any(merge.out.iterdir()):
+        raise RunFolderError(f"out={merge.out} is not empty. Set out to a new folder.")
+    file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def _find_changes(merge: Merge) -> dict[str, dict[str, Tensor]]:
+    """By name of a parameter of the base, the adapter's tensors that change it; `scaling` is among LoRA's."""
+    changes: dict[str, dict[str, Tensor]] = {}
+    with safe_open(merge.adapter / "adapter_model.safetensors", "pt") as file:
+        stored = {key.removeprefix("base_model.model."): key for key in file.keys()}  # noqa: SIM118
+        for name, module in merge.model.get_base_model().named_modules():
+            if isinstance(module, LoraLinear):
+                parts = {part: f"{name}.{part}" for part in ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")}
+                found = {part: file.get_tensor(stored[key]) for part, key in parts.items() if key in stored}
+                changes[f"{name}.weight"] = found | {"scaling": torch.tensor(module.scaling[ADAPTER])}
+            elif isinstance(module, ModulesToSaveWrapper):
+                for key, _ in module.original_module.named_parameters():
+                    changes[f"{name}.{key}"] = {"whole": file.get_tensor(stored[f"{name}.{key}"])}
+    return changes
+
+
+def _write_weights(merge: Merge, changes: dict[str, dict[str, Tensor]]) -> bool:
+    """Write every file that is not there yet, and the index; whether tied weights were written apart."""
+    assignments = {a.stored.key: a for a in merge.built.assignments if a.stored is not None}
+    parts = {part.key for a in assignments.values() for part in a.stored_parts.values()}
+    by_file: dict[str, list[StoredTensor]] = {}
+    for stored in merge.files.tensors.values():
+        if not _is_state(stored.key) and stored.key not in parts:
+            by_file.setdefault(stored.file.name, []).append(stored)
+    extra = _find_extra(merge, changes)
+    weight_map: dict[str, str] = {}
+    for name, tensors in tqdm(by_file.items(), desc="Merging", unit="file", disable=None):
+        target = merge.out / name
+        if not target.is_file():
+            found: dict[str, Tensor] = {}
+            for stored in tensors:
+                assignment = assignments.get(stored.key)
+                value = _read(stored) if assignment is None else _merged(assignment, changes, merge)
+                found |= _quantized(stored.key, value, assignment, merge)
+            _save(found, target)
+        weight_map |= dict.fromkeys(_keys(target), name)
+    if extra:
+        values = {name: _merged(replace(a, name=name), changes, merge) for name, a in extra.items()}
+        _save(values, merge.out / EXTRA_NAME)
+        weight_map |= dict.fromkeys(values, EXTRA_NAME)
+    if set(weight_map.values()) != {SINGLE_NAME}:
+        size = sum((merge.out / name).stat().st_size for name in set(weight_map.values()))
+        index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+        (merge.out / INDEX_NAME).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+    return any(a.stored is not None for a in extra.values())
+
+
+def _find_extra(merge: Merge, changes: dict[str, dict[str, Tensor]]) -> dict[str, Assignment]:
+    """What the base's files lack: a new head, and the other names of tied weights of which one is changed."""
+    extra: dict[str, Assignment] = {}
+    ties = merge.built.model.all_tied_weights_keys or {}
+    by_name = {a.name: a for a in merge.built.assignments}
+    for a in merge.built.assignments:
+        if a.stored is None:
+            extra[a.name] = a
+    for target, source in ties.items():
+        if not {target, source} & changes.keys():
+            continue
+        stored_under = by_name.get(source) or by_name.get(target)
+        assert stored_under is not None and stored_under.stored is not None
+        extra[source if stored_under.name == target else target] = stored_under
+    return extra
+
+
+def _merged(assignment: Assignment, changes: dict[str, dict[str, Tensor]], merge: Merge) -> Tensor:
+    """A weight of the base with the adapter in it, on the CPU."""
+    change = changes.get(assignment.name, {})
+    stored_dtype = None if assignment.stored is None else assignment.stored.dtype
+    dtype = stored_dtype if stored_dtype is not None and stored_dtype.is_floating_point else merge.dtype
+    if "whole" in change:
+        return change["whole"].to(dtype)
+    weight = _base_weight(assignment, merge)
+    if "lora_A.weight" not in change:
+        return weight if not weight.is_floating_point() or stored_dtype is None else weight.to(dtype)
+    lora_a = change["lora_A.weight"].to(merge.device, torch.float32)
+    lora_b = change["lora_B.weight"].to(merge.device, torch.float32)
+    scaling, magnitude = change["scaling"].item(), change.get("lora_magnitude_vector")
+    merged = torch.empty(weight.shape, dtype=dtype)
+    for start in range(0, len(weight), ROWS_A_TIME):
+        rows = slice(start, start + ROWS_A_TIME)
+        values = weight[rows].to(merge.device, torch.float32).addmm(lora_b[rows], lora_a, alpha=scaling)
+        if magnitude is not None:  # DoRA: the rows' norms are trained apart (arXiv:2402.09353, equation 5)
+            norms = torch.linalg.vector_norm(values, dim=1)
+            values.mul_((magnitude[rows].to(merge.device) / norms).unsqueeze(1))
+        merged[rows] = values.to(dtype)
+    return merged
+
+
+def _base_weight(assignment: Assignment, merge: Merge) -> Tensor:
+    assert assignment.stored is not None, assignment.name
+    module = assignment.module
+    if not merge.dequantized or not assignment.is_quantized:
+        return _read(assignment.stored)
+    assert isinstance(module, QuantizedLinear)
+    layer = QuantizedLinear(
+        module.in_features, module.out_features, False, module.format, module.compute_dtype, merge.device
+    )
+    fill_from_files([replace(assignment, module=layer)], merge.device, merge.dtype, lambda _: None)
+    return layer.weight.detach().cpu()
+
+
+def _quantized(key: str, value: Tensor, assignment: Assignment | None, merge: Merge) -> dict[str, Tensor]:
+    """The tensor as it is, or a linear layer's weight as bitsandbytes' codes with their state."""
+    is_linear = assignment is not None and assignment.is_quantized
+    if merge.quantize is None or not is_linear:
+        return {key: value}
+    codes, state = bnb.quantize_4bit(
+        value.to(merge.device, merge.dtype), blocksize=BLOCKSIZE, compress_statistics=True, quant_type=merge.quantize
+    )
+    return {key: codes.cpu()} | {f"{key}.{name}": part.cpu() for name, part in state.as_dict(packed=True).items()}
+
+
+def _write_config(merge: Merge, folder: Path, untied: bool) -> None:
+    """config.json with what the merge changed, and the other small files of base and adapter."""
+    for file in sorted(folder.iterdir()):
+        is_small = file.suffix in (".json", ".txt", ".jinja", ".model") and "safetensors" not in file.name
+        if file.is_file() and is_small and file.name != "config.json":
+            shutil.copyfile(file, merge.out / file.name)
+    for file in sorted(merge.adapter.iterdir()):
+        if (file.is_file() and "token" in file.name) or file.suffix == ".jinja":
+            shutil.copyfile(file, merge.out / file.name)
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config.pop("quantization_config", None)
+    if merge.built.head:
+        own = merge.built.model.config
+        config |= {key: getattr(own, key) for key in ("id2label", "label2id", "problem_type", "pad_token_id")}
+        config["architectures"] = [type(merge.built.model).__name__]
+    if untied:
+        config["tie_word_embeddings"] = False
+    if merge.quantize is not None:
+        plain = [name for name, m in merge.built.model.named_modules() if type(m) is nn.Linear and "lora_" not in name]
+        config["quantization_config"] = {
+            "quant_method": "bitsandbytes",
+            "load_in_4bit": True,
+            "bnb_4bit_quant_type": merge.quantize,
+            "bnb_4bit_use_double_quant": True,
+            "bnb_4bit_compute_dtype": str(merge.dtype).removeprefix("torch."),
+            "llm_int8_skip_modules": sorted({name.replace(".base_layer", "") for name in plain}) or None,
+        }
+    (merge.out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _is_state(key: str) -> bool:
+    """Whether a tensor describes quantized codes rather than being a weight."""
+    return ".quant_state." in key or key.endswith((".quant_map", ".nested_quant_map", ".weight_format"))
+
+
+def _read(stored: StoredTensor) -> Tensor:
+    with safe_open(stored.file, "pt") as file:
+        return cast(Tensor, file.get_tensor(stored.key))
+
+
+def _keys(file: Path) -> Iterator[str]:
+    with safe_open(file, "pt") as stored:
+        yield from stored.keys()
+
+
+def _save(tensors: dict[str, Tensor], target: Path) -> None:
+    temporary = target.with_name(f".{target.name}.tmp")
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, {"format": "pt"})
+    temporary.rename(target)

@@ -1,0 +1,116 @@
+"""Merged models, loaded by stock transformers, give the logits of base and adapter; a cut-off merge is gone on with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from qlora_fsdp import merge, merging
+from qlora_fsdp.config.compose import load_config
+from qlora_fsdp.load.files import read_headers
+from tests.helpers.ranks import run_ranks
+from tests.helpers.reference import load_stock
+from tests.helpers.runs import settings, train_all
+
+pytestmark = pytest.mark.distributed
+INPUT_IDS = torch.arange(60).view(2, 30) * 7 % 256
+CASES = {
+    "llama": ("llama", []),
+    "tied, ranks that differ": ("qwen2", ["lora.rank_pattern={q_proj:3}", "lora.use_rslora=true", "quant=int8"]),
+    "dora": ("llama", ["lora.use_dora=true"]),
+    "head trained": ("llama", ["lora.modules_to_save=[lm_head]"]),
+    "tied head trained": ("qwen2", ["lora.modules_to_save=[lm_head]"]),
+    "tied embeddings trained": ("qwen2", ["lora.modules_to_save=[embed_tokens]"]),
+}
+
+
+@pytest.fixture(scope="module")
+def adapters(checkpoint: Callable[..., Path], rows: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("trained")
+    cases = {}
+    for index, (case, (family, more)) in enumerate(CASES.items()):
+        few = ["training.max_steps=3", "training.learning_rate=1e-2", f"run.folder={folder / str(index)}"]
+        cases[case] = settings(checkpoint(family, torch.float32), rows, *few, *more)
+    run_ranks(2, train_all, cases)
+    return {case: folder / str(index) / "adapter" for index, case in enumerate(CASES)}
+
+
+def logits(model: torch.nn.Module) -> Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=INPUT_IDS).logits
+
+
+def load_merged(folder: Path) -> Tensor:
+    return logits(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager"))
+
+
+@pytest.mark.parametrize("base", ["full", "dequantized"])
+@pytest.mark.parametrize("case", CASES)
+def test_merged_logits_are_those_of_base_and_adapter(adapters, checkpoint, tmp_path: Path, case: str, base: str):
+    family, more = CASES[case]
+    folder = checkpoint(family, torch.float32)
+    out = tmp_path / "merged"
+    assert merge.main([f"adapter={adapters[case]}", f"out={out}", f"base={base}"]) == 0
+    quant = load_config([f"model.path={folder}", *more, *(["quant=none"] if base == "full" else [])]).quant
+    stock = peft.PeftModel.from_pretrained(load_stock(folder, quant), adapters[case])
+    torch.testing.assert_close(load_merged(out), logits(stock), rtol=0, atol=2e-5)
+
+
+def test_the_report_compares_what_was_trained_with_what_was_merged(adapters, checkpoint, rows: Path, tmp_path, capsys):
+    reports = {}
+    for base in ("full", "dequantized"):
+        arguments = [f"adapter={adapters['llama']}", f"out={tmp_path / base}", f"base={base}"]
+        report = [f"report_data={rows}", "report_rows=3", f"data.cache_folder={tmp_path}", "training.max_length=64"]
+        assert merge.main([*arguments, *report]) == 0
+        reports[base] = json.loads(capsys.readouterr().out)
+        assert json.loads((tmp_path / base / "merge_report.json").read_text()) == reports[base]
+    assert reports["dequantized"]["kl_mean"] == pytest.approx(0, abs=1e-6)
+    assert reports["dequantized"]["loss_merged"] == pytest.approx(reports["dequantized"]["loss_trained"], abs=1e-5)
+    assert reports["full"]["kl_mean"] > 1e-4  # what quantization takes away
+
+
+def test_quantized_results_load_as_bitsandbytes_makes_them(adapters, tmp_path: Path):
+    full, out = tmp_path / "full", tmp_path / "nf4"
+    for folder, more in ((full, []), (out, ["quantize=nf4"])):
+        assert merge.main([f"adapter={adapters['llama']}", f"out={folder}", *more]) == 0
+    quantized = AutoModelForCausalLM.from_pretrained(
+        out, dtype=torch.float32, attn_implementation="eager", device_map={"": "cpu"}
+    )
+    expected = load_stock(full, load_config([f"model.path={full}"]).quant)
+    torch.testing.assert_close(logits(quantized), logits(expected), rtol=0, atol=1e-5)
+
+
+def test_a_merge_that_was_cut_off_goes_on_and_another_is_refused(adapters, tmp_path, monkeypatch, capsys):
+    out, saved = tmp_path / "merged", []
+    save = merging._save
+
+    def save_two(tensors: dict[str, Tensor], target: Path) -> None:
+        if len(saved) == 2:
+            raise OSError(28, "No space left on device")
+        saved.append(target.name)
+        save(tensors, target)
+
+    monkeypatch.setattr(merging, "_save", save_two)
+    arguments = [f"adapter={adapters['llama']}", f"out={out}"]
+    assert merge.main(arguments) == 2
+    assert "can't be written: [Errno 28] No space left" in capsys.readouterr().err
+    monkeypatch.setattr(merging, "_save", lambda tensors, target: (saved.append(target.name), save(tensors, target)))
+    assert merge.main(arguments) == 0
+    assert len(saved) == len(set(saved)) == len(list(out.glob("*.safetensors"))) > 3  # none was written twice
+    assert read_headers(out).keys() and load_merged(out).isfinite().all()
+    assert merge.main([*arguments, "base=dequantized"]) == 2
+    assert "holds another merge. Set out to a new folder" in capsys.readouterr().err
+
+
+def test_bad_input_is_named_at_once(capsys):
+    assert merge.main(["model=tiny", "base=half", "quantize=int8", "report_data=/no"]) == 2
+    message = capsys.readouterr().err
+    for part in ("adapter is not set", "out is not set", "base=half is neither", "quantize=int8 is", "report_data=/no"):
+        assert part in message
