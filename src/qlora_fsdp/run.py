@@ -48,6 +48,7 @@ from qlora_fsdp.plan import BatchSplit, FlopCounter, Sizes, count_bytes, count_f
 from qlora_fsdp.prove import prove_shards
 from qlora_fsdp.quantized.fuse import fuse_layers
 from qlora_fsdp.quantized.linear import use_fp8
+from qlora_fsdp.report.write import write_report
 from qlora_fsdp.resume import (
     check_changes,
     check_data,
@@ -143,6 +144,7 @@ def _run(
     if processes.is_main:
         with writing(folder):
             write_json(folder / "summary.json", summary)
+        _write_report(folder)
     log.info(f"Finished in {summary['seconds']:.1f} s. The adapter is in {folder / 'adapter'}")
 
 
@@ -343,6 +345,13 @@ def _train(
     finally:
         journal.close(figures)
     return result
+
+
+def _write_report(folder: Path) -> None:
+    try:
+        write_report([folder], folder / "report.html")
+    except Exception as error:  # the run itself has finished, whatever is wrong with its report
+        log.warning(f"No report: {error!r}")
 
 
 def _record_failure(folder: Path, summary: dict[str, Any], error: BaseException) -> None:

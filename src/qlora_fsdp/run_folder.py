@@ -5,6 +5,7 @@ environment.json   command, git commit, versions, GPUs
 train.log          what the console showed
 metrics.jsonl      a line a step, and a line an evaluation
 summary.json       how the run ended, and its figures
+report.html        the same to look at, with curves
 adapter/           the result
 .lock              held by the run that is writing here
 checkpoints/       what an interrupted run goes on from

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ from hydra.types import RunMode
 
 from qlora_fsdp.config.command_line import Arguments
 from qlora_fsdp.config.compose import composing, prepare_overrides
-from qlora_fsdp.errors import ConfigError, Interrupted, LaunchError, Problem
+from qlora_fsdp.errors import ConfigError, Interrupted, LaunchError, Problem, RunFolderError
 from qlora_fsdp.launch.results import read_results, show_results, write_results
+from qlora_fsdp.report.write import write_report
 from qlora_fsdp.run_state import read_run
 
 LAUNCHERS = ("accelerate", "slurm")
@@ -60,7 +62,11 @@ def _show(folder: Path) -> list[dict[str, Any]]:
     jobs = read_results(folder)
     if jobs:
         write_results(folder, jobs)
-        print(f"\n{show_results(folder, jobs)}\n\nIn {folder}: sweep.json, sweep.csv", flush=True)
+        files = "sweep.json, sweep.csv"
+        with suppress(RunFolderError):  # no job has come as far as to have figures
+            write_report([folder])
+            files += ", report.html"
+        print(f"\n{show_results(folder, jobs)}\n\nIn {folder}: {files}", flush=True)
     return jobs
 
 

@@ -62,7 +62,10 @@ def render_script(jobs: Sequence[Job], folder: Path, working_folder: Path) -> st
         reason = "differ between the jobs of a sweep, and SLURM has one script for all."
         raise ConfigError([Problem("slurm.* and launch.*", reason, "Start a sweep for each value.")])
     parts = [_options(jobs, config, folder, working_folder), _surroundings(config), _arguments(jobs)]
-    return "\n\n".join(part for part in [*parts, _step(config), _ENDING] if part) + "\n"
+    refresh = ""
+    if len(jobs) > 1 and not config.slurm.container:
+        refresh = f"{shlex.quote(sys.executable)} -m qlora_fsdp.report {shlex.quote(str(folder))} >/dev/null"
+    return "\n\n".join(part for part in [*parts, _step(config), _ENDING, refresh, "exit $status"] if part) + "\n"
 
 
 def _options(jobs: Sequence[Job], config: Config, folder: Path, working_folder: Path) -> str:
@@ -146,8 +149,7 @@ wait "$step"
 status=$?
 if [[ $told_to_save == yes && $status != 0 ]] && ! grep -qs '"status": "failed"' "$run_folder/summary.json"; then
   scontrol requeue "${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}"
-fi
-exit $status"""
+fi"""
 
 
 def _submit(jobs: Sequence[Job], folder: Path, script: str) -> None:

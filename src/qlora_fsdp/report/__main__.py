@@ -1,0 +1,36 @@
+"""`python -m qlora_fsdp.report FOLDER...`: write report.html about a run, or about all runs in the folders."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from qlora_fsdp.errors import UserError, print_error
+from qlora_fsdp.launch.results import read_results, show_results, write_results
+from qlora_fsdp.report.write import write_report
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Writes the report that the command line asks for, and a sweep's table anew; the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m qlora_fsdp.report", description="Write report.html about a run, or to compare several."
+    )
+    parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="a run, a sweep, or what holds several")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="default: report.html in the folder they share")
+    options = parser.parse_args(argv)
+    try:
+        for folder in options.folders:
+            if jobs := read_results(folder):
+                write_results(folder, jobs)
+                print(show_results(folder.resolve(), jobs))
+        print(write_report(options.folders, options.output))
+    except UserError as error:
+        print_error(error)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,122 @@
+"""Line charts and dot plots as SVG, drawn here so that a report is one file without scripts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+WIDTH, HEIGHT = 520, 240
+LEFT, RIGHT, TOP, BOTTOM = 62, 24, 10, 34  # margins, for the ticks' labels
+MAX_POINTS = 600  # a line; more can't be seen
+NUM_COLOURS = 8  # classes c0 to c7 in the page's style
+
+
+@dataclass(frozen=True)
+class Series:
+    """A line, or dots, of a chart.
+
+    Attributes:
+        name: for the legend and the tooltip.
+        xs: ascending.
+        ys: as many; None leaves a point out.
+        colour: its number; wraps around.
+        style: `line`, `faint` (a line in the background) or `dots`.
+    """
+
+    name: str
+    xs: Sequence[float]
+    ys: Sequence[float | None]
+    colour: int = 0
+    style: str = "line"
+
+    @property
+    def points(self) -> list[tuple[float, float]]:
+        """What can be drawn; long lines as means of neighbours."""
+        found = [(x, y) for x, y in zip(self.xs, self.ys, strict=True) if y is not None and math.isfinite(y)]
+        if self.style == "dots" or len(found) <= MAX_POINTS:
+            return found
+        size = math.ceil(len(found) / MAX_POINTS)
+        groups = [found[first : first + size] for first in range(0, len(found), size)]
+        return [(sum(x for x, _ in g) / len(g), sum(y for _, y in g) / len(g)) for g in groups]
+
+
+def chart(title: str, series: Sequence[Series], x_label: str = "step", x_names: Sequence[str] = ()) -> str:
+    """A chart with its title, or nothing where there is nothing to draw.
+
+    Args:
+        title: above it.
+        series: drawn in this order.
+        x_label: below the axis.
+        x_names: names for x = 0, 1, ... in place of numbers.
+    """
+    drawn = [(one, one.points) for one in series if one.points]
+    if not drawn:
+        return ""
+    xs, ys = [x for one, _ in drawn for x in one.xs], [y for _, points in drawn for _, y in points]
+    x_ticks = [float(index) for index in range(len(x_names))] or ticks(min(xs), max(xs))
+    y_ticks = ticks(min(ys), max(ys))
+    x_low, x_high = min(xs), max(xs)
+    if x_names:
+        x_low, x_high = -0.5, len(x_names) - 0.5
+    elif x_low == x_high:
+        x_low, x_high = x_low - 1, x_high + 1
+    y_low, y_high = min(*ys, y_ticks[0]), max(*ys, y_ticks[-1])
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        across = LEFT + (x - x_low) / (x_high - x_low) * (WIDTH - LEFT - RIGHT)
+        return across, HEIGHT - BOTTOM - (y - y_low) / (y_high - y_low) * (HEIGHT - TOP - BOTTOM)
+
+    parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">']
+    for tick in y_ticks:
+        _, y = place(x_low, tick)
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{_show(tick)}</text>')
+    for index, tick in enumerate(x_ticks):
+        if x_low <= tick <= x_high:
+            x, _ = place(tick, y_low)
+            label = escape(x_names[index]) if x_names else _show(tick)
+            parts.append(f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 15}" text-anchor="middle">{label}</text>')
+    parts.append(f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 4}" text-anchor="end">{escape(x_label)}</text>')
+    for one, points in drawn:
+        colour = f"c{one.colour % NUM_COLOURS}"
+        places = [place(x, y) for x, y in points]
+        if one.style == "dots" or len(points) == 1:
+            for (x, y), (across, down) in zip(points, places, strict=True):
+                where = x_names[int(x)] if x_names else _show(x)
+                tip = escape(f"{one.name}: {y:.6g} at {where}")
+                parts.append(
+                    f'<circle class="{colour}" cx="{across:.1f}" cy="{down:.1f}" r="4"><title>{tip}</title></circle>'
+                )
+        else:
+            path = " ".join(f"{across:.1f},{down:.1f}" for across, down in places)
+            tip = escape(f"{one.name}: {points[-1][1]:.6g} at the end")
+            faint = " faint" if one.style == "faint" else ""
+            parts.append(f'<polyline class="{colour}{faint}" points="{path}"><title>{tip}</title></polyline>')
+    return f"<figure><figcaption>{escape(title)}</figcaption>{''.join(parts)}</svg></figure>"
+
+
+def smooth(values: Sequence[float | None], weight: float = 0.95) -> list[float | None]:
+    """Exponential mean with the bias of its start taken out, as W&B and TensorBoard show it."""
+    mean, total, result = 0.0, 0.0, list[float | None]()
+    for value in values:
+        if value is not None:
+            mean, total = weight * mean + (1 - weight) * value, weight * total + 1 - weight
+        result.append(mean / total if value is not None and total else None)
+    return result
+
+
+def ticks(low: float, high: float, at_most: int = 6) -> list[float]:
+    """Round numbers from at most `low` to at least `high`."""
+    if low == high:
+        low, high = low - abs(low) * 0.1 - 1e-9, high + abs(high) * 0.1 + 1e-9
+    rough = (high - low) / (at_most - 1)
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [round(index * step, 12) for index in range(first, last + 1)]
+
+
+def _show(number: float) -> str:
+    return f"{number:,.0f}" if number == int(number) and 1 <= abs(number) < 1e7 else f"{number:.4g}"
