@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from qlora_fsdp import run_folder
 from qlora_fsdp.checkpoint import (
     Checkpoint,
     checkpoint_folders,
@@ -23,9 +25,11 @@ from qlora_fsdp.checkpoint import (
 from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.distributed import Processes, start_processes, stop_processes
-from qlora_fsdp.errors import ConfigError, ResumeError
+from qlora_fsdp.errors import ConfigError, ResumeError, RunFolderError
 from qlora_fsdp.journal import Journal
 from qlora_fsdp.resume import check_changes, find_checkpoint, settings_of
+from qlora_fsdp.run_folder import close_run_folder, open_run_folder
+from qlora_fsdp.run_state import describe_attempt
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +133,30 @@ def test_unfinished_ones_are_ignored_and_removed(tmp_path: Path, processes: Proc
     assert older is not None and older.step == 2
     remove_checkpoints(folder, keep=checkpoint_folders(folder)[-1:])
     assert [path.name for path in folder.iterdir()] == ["step-00000004"]
+
+
+def test_a_restart_by_the_batch_system_goes_on_whatever_the_first_start_did(
+    tmp_path: Path, processes: Processes, monkeypatch: pytest.MonkeyPatch
+):
+    save(tmp_path / "checkpoints", 3, processes)
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    (tmp_path / "environment.json").write_text(json.dumps({"attempt": describe_attempt(os.environ)}))
+    anew = [f"run.folder={tmp_path}", "run.overwrite=true"], [f"run.folder={tmp_path}", "checkpoint.resume=none"]
+    assert [find_checkpoint(config(*argv)) for argv in anew] == [None, None]
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert [getattr(find_checkpoint(config(*argv)), "step", None) for argv in anew] == [3, 3]
+    monkeypatch.setenv("SLURM_JOB_ID", "13")
+    assert [find_checkpoint(config(*argv)) for argv in anew] == [None, None]
+
+
+def test_a_second_run_in_the_folder_is_refused(tmp_path: Path, processes: Processes, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(run_folder, "LOCK_SECONDS", 0.0)
+    open_run_folder(config(f"run.folder={tmp_path}"), processes)
+    with pytest.raises(RunFolderError, match=rf"is in use: process {os.getpid()} on .* is writing to it"):
+        open_run_folder(config(f"run.folder={tmp_path}"), processes)
+    close_run_folder()
+    open_run_folder(config(f"run.folder={tmp_path}"), processes)
+    close_run_folder()
 
 
 def config(*more: str) -> Config:

@@ -87,7 +87,11 @@ def collect_jobs(
         overrides = parser.parse_overrides(list(texts))
         swept = {_key(o): _value(o) for o in overrides if _key(o) not in fixed}
         own = folder / job_name(swept) if swept else folder
-        arguments = [_as_typed(o) for o in overrides if not _is_of_launch(_key(o)) and _key(o) != "run.folder"]
+        arguments = [
+            f"{_key(override)}={override.get_value_element_as_str()}"
+            for override in overrides
+            if not _is_of_launch(_key(override)) and _key(override) != "run.folder"
+        ]
         if "run.folder" in swept:
             fix = "Give one folder for the sweep; every job gets one of its own in it."
             problems.append(Problem(f"run.folder={swept['run.folder']}", "is swept over.", fix))
@@ -95,7 +99,10 @@ def collect_jobs(
         with open_dict(composed):
             del composed["hydra"]
         config, mistakes = read_config(composed)
-        job = Job(swept, config, [*options, *arguments, _as_typed_path("run.folder", own)], own)
+        if swept and "run.name" not in swept:  # the job's own in W&B
+            arguments = [text for text in arguments if not text.startswith("run.name=")]
+            arguments.append(_as_typed("run.name", f"{config.run.name}__{own.name}"))
+        job = Job(swept, config, [*options, *arguments, _as_typed("run.folder", str(own))], own)
         jobs.append(job)
         problems += mistakes or _check(job)
     if problems:
@@ -154,13 +161,9 @@ def _value(override: Override) -> str:
     return value if isinstance(value, str) else str(override.get_value_element_as_str())
 
 
-def _as_typed(override: Override) -> str:
-    return f"{_key(override)}={override.get_value_element_as_str()}"
-
-
-def _as_typed_path(key: str, path: Path) -> str:
-    plain = re.fullmatch(r"[\w./+:@=-]+", str(path), flags=re.ASCII)
-    return f"{key}={path if plain else quote(str(path))}"
+def _as_typed(key: str, text: str) -> str:
+    is_plain = re.fullmatch(r"[\w./+:@=-]+", text, flags=re.ASCII)
+    return f"{key}={text if is_plain else quote(text)}"
 
 
 def _is_of_launch(key: str) -> bool:

@@ -15,7 +15,7 @@ mkdir -p /etc/slurm /run/munge /var/spool/slurmctld
 grep -q "node1 node2" /etc/hosts || echo "127.0.0.1 node1 node2" >>/etc/hosts
 getent hosts "$host" >/dev/null || echo "127.0.0.1 $host" >>/etc/hosts
 
-# More cores than there are, so that jobs run side by side. cred_expire: how long a requeued job waits.
+# CPUs: so many jobs a node at a time, whatever the host has. cred_expire: seconds that a requeued job waits.
 cat >/etc/slurm/slurm.conf <<CONF
 ClusterName=test
 SlurmctldHost=$host(127.0.0.1)
@@ -35,7 +35,7 @@ SlurmctldPidFile=/run/slurmctld.pid
 SlurmdPidFile=/run/slurmd-%n.pid
 SlurmctldLogFile=/var/log/slurmctld.log
 SlurmdLogFile=/var/log/slurmd-%n.log
-NodeName=node[1-2] NodeHostname=$host NodeAddr=127.0.0.1 Port=[17001-17002] CPUs=8
+NodeName=node[1-2] NodeHostname=$host NodeAddr=127.0.0.1 Port=[17001-17002] CPUs=2
 PartitionName=main Nodes=node[1-2] Default=YES State=UP
 CONF
 
