@@ -85,6 +85,7 @@ class Kernel(Enum):
 class DataFormat(Enum):
     auto = "auto"
     messages = "messages"
+    sharegpt = "sharegpt"
     prompt_completion = "prompt_completion"
     instruction = "instruction"
     text = "text"

@@ -19,9 +19,21 @@ TOO_LONG = "longer than training.max_length"
 
 REQUIRED_KEYS = {
     DataFormat.messages: ("messages",),
+    DataFormat.sharegpt: ("conversations",),
     DataFormat.prompt_completion: ("prompt", "completion"),
     DataFormat.instruction: ("instruction", "output"),
     DataFormat.text: ("text",),
+}
+
+
+TRAIN_KEYS = ("train", "weight")  # of a message: whether it is trained on
+
+# The roles of ShareGPT's turns, {"from": ..., "value": ...}, by the names that data sets give them.
+SHAREGPT_ROLES = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "model", "bard"), "assistant"),
+    "system": "system",
+    **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
 }
 
 
@@ -53,6 +65,8 @@ def check_row(raw: bytes, data_format: DataFormat) -> tuple[DataFormat, dict[str
     missing = [key for key in REQUIRED_KEYS[form] if key not in row]
     if missing:
         raise BadRow(WRONG_KEYS, f"no {' and no '.join(missing)} (keys: {', '.join(row)})")
+    if form is DataFormat.sharegpt:
+        form, row = DataFormat.messages, {**row, "messages": _from_sharegpt(row["conversations"], row.get("system"))}
     if form is DataFormat.messages:
         _check_messages(row["messages"])
         return form, row
@@ -92,8 +106,28 @@ def _detect(row: dict[str, Any]) -> DataFormat:
     for form, keys in REQUIRED_KEYS.items():
         if all(key in row for key in keys):
             return form
-    forms = "messages; prompt, completion; instruction, output; or text"
+    forms = "messages; conversations; prompt, completion; instruction, output; or text"
     raise BadRow(WRONG_KEYS, f"keys are {', '.join(row) or 'none'}; needed are {forms}")
+
+
+def _from_sharegpt(turns: Any, system: Any) -> list[dict[str, Any]]:
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+        raise BadRow(WRONG_TYPES, "conversations is not a list of turns")
+    messages: list[dict[str, Any]] = (
+        [{"role": "system", "content": system}] if isinstance(system, str) and system else []
+    )
+    for number, turn in enumerate(turns, start=1):
+        role = SHAREGPT_ROLES.get(turn.get("from", ""))
+        if role is None:
+            raise BadRow(WRONG_KEYS, f"turn {number} is from {turn.get('from')!r}, none of {', '.join(SHAREGPT_ROLES)}")
+        more = {key: turn[key] for key in TRAIN_KEYS if key in turn}
+        messages.append({"role": role, "content": turn.get("value"), **more})
+    return messages
+
+
+def is_trained(message: dict[str, Any]) -> bool:
+    """Whether a message of the assistant is to be trained on: unless it says `train: false` or `weight: 0`."""
+    return all(bool(message.get(key, True)) for key in TRAIN_KEYS)
 
 
 def _check_messages(messages: Any) -> None:
@@ -111,6 +145,9 @@ def _check_messages(messages: Any) -> None:
             raise BadRow(WRONG_KEYS, f"message {number} has no content (keys: {', '.join(message)})")
         if not isinstance(content, (str, list, type(None))):
             raise BadRow(WRONG_TYPES, f"the content of message {number} is {_type_name(content)}, not text")
+        for key in TRAIN_KEYS:
+            if message.get(key, True) not in (True, False, None):  # 0 and 1 are among these
+                raise BadRow(WRONG_TYPES, f"{key} of message {number} is {message[key]!r}, neither 0 nor 1")
 
 
 def _type_name(value: Any) -> str:

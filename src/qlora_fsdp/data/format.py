@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from qlora_fsdp.config.schema import DataFormat, LossOn
-from qlora_fsdp.data.check import NO_TARGET, REFUSED, BadRow
+from qlora_fsdp.data.check import NO_TARGET, REFUSED, TRAIN_KEYS, BadRow, is_trained
 from qlora_fsdp.errors import DataError
 
 ALPACA = (
@@ -84,6 +84,8 @@ def _format_messages(
         ) from error
     # Parquet fills missing fields with null; templates test whether a field is there.
     messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
+    trained = [message["role"] == "assistant" and is_trained(message) for message in messages]
+    messages = [{key: value for key, value in message.items() if key not in TRAIN_KEYS} for message in messages]
 
     def render(messages: list[dict[str, Any]], *, prompt: bool = False, marks: bool = False) -> tuple[str, list[Span]]:
         special_tokens: dict[str, Any] = dict(tokenizer.special_tokens_map)
@@ -106,12 +108,23 @@ def _format_messages(
         return FormattedRow(text, ((0, len(text)),), is_chat=True)
     if has_generation_marks(template):
         text, spans = render(messages, marks=True)
-        return FormattedRow(text, tuple(spans), is_chat=True)
+        answers = [
+            is_target for is_target, message in zip(trained, messages, strict=True) if message["role"] == "assistant"
+        ]
+        if all(answers):
+            return FormattedRow(text, tuple(spans), is_chat=True)
+        if len(spans) != len(answers):
+            raise BadRow(
+                NO_TARGET, f"the chat template marks {len(spans)} of {len(answers)} answers, some not to train on"
+            )
+        return FormattedRow(
+            text, tuple(s for s, is_target in zip(spans, answers, strict=True) if is_target), is_chat=True
+        )
 
     text, _ = render(messages)
     spans = []
-    for number, message in enumerate(messages):
-        if message["role"] != "assistant":
+    for number, is_target in enumerate(trained):
+        if not is_target:
             continue
         span = _turn_span(text, messages, number, lambda *args, **kwargs: render(*args, **kwargs)[0], tokenizer)
         if span is None:

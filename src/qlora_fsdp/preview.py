@@ -1,0 +1,120 @@
+"""`python -m qlora_fsdp.preview`: rows as the model sees them, with what is trained on, before anything is trained."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from qlora_fsdp.command import run_command
+from qlora_fsdp.config.commands import AdapterSettings
+from qlora_fsdp.config.schema import Config, TaskName
+from qlora_fsdp.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from qlora_fsdp.data.prepare import PreparedData
+    from qlora_fsdp.data.sequences import Sequences
+    from qlora_fsdp.distributed import Processes
+
+USAGE = """
+Rows as the model sees them, coloured by what is trained on, with lengths and how full sequences are. Loads no weights.
+
+usage: python -m qlora_fsdp.preview model=NAME data.path=FILE [setting=value ...]
+
+  rows=3      so many rows, from row first=1 on
+  color=auto  auto: colours on a terminal; always; never: what is trained on stands between [[ and ]]
+
+Every other setting is one of training's: preview takes the command line of the run to come.
+
+examples:
+  python -m qlora_fsdp.preview model=llama3-8b data.path=chats.jsonl
+  python -m qlora_fsdp.preview model.path=/models/my-llama data.path=chats.jsonl data.chat_template=chatml rows=10
+"""
+
+GREEN, DIM, RESET = "\033[32m", "\033[2m", "\033[0m"
+NUM_BINS = 12
+BAR_WIDTH = 40
+
+
+@dataclass
+class PreviewSettings(AdapterSettings):
+    """Settings of `preview`, as its --help says."""
+
+    rows: int = 3
+    first: int = 1
+    color: str = "auto"
+
+
+def preview(settings: PreviewSettings, config: Config, processes: Processes) -> None:
+    """Prepare the data as training does, and print it."""
+    problems = []
+    if settings.rows < 0 or settings.first < 1:
+        problems.append(Problem("rows and first", "must be at least 0 and 1.", "Set rows=3 first=1."))
+    if settings.color not in ("auto", "always", "never"):
+        problems.append(Problem(f"color={settings.color}", "is none of auto, always, never.", "Set color=auto."))
+    if problems:
+        raise ConfigError(problems)
+    from qlora_fsdp.data.prepare import prepare_data
+    from qlora_fsdp.data.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(config.model, config.data)
+    data = prepare_data(
+        config, tokenizer, is_main=processes.is_main, wait=lambda error: error, vocab_size=len(tokenizer)
+    )
+    colored = settings.color == "always" or (settings.color == "auto" and sys.stdout.isatty())
+    for line in (*_rows(data.train, tokenizer, settings, config, colored), *_figures(data, config)):
+        print(line)
+
+
+def _rows(
+    data: Sequences, tokenizer: PreTrainedTokenizerBase, settings: PreviewSettings, config: Config, colored: bool
+) -> Iterator[str]:
+    """The rows in the order of the file, with a line about each."""
+    order = sorted(data.row_ids.tolist())[settings.first - 1 :][: settings.rows]
+    labels = data.rows.labels
+    for row in order:
+        tokens, is_target = data.rows.read(row)
+        if config.task.name is TaskName.sequence_classification:
+            about = f"{len(tokens)} tokens, label {labels[row].tolist()}"
+        else:
+            about = f"{len(tokens)} tokens, {int(is_target.sum())} trained on"
+        yield f"--- row {row + 1}: {about}"
+        edges = [0, *(i for i in range(1, len(tokens)) if is_target[i] != is_target[i - 1]), len(tokens)]
+        parts = [(tokenizer.decode(tokens[a:b].tolist()), bool(is_target[a])) for a, b in pairwise(edges)]
+        yield "".join(_mark(str(text), trained, colored) for text, trained in parts)
+
+
+def _mark(text: str, is_target: bool, colored: bool) -> str:
+    if not colored:
+        return f"[[{text}]]" if is_target else text
+    return f"{GREEN if is_target else DIM}{text}{RESET}"
+
+
+def _figures(data: PreparedData, config: Config) -> Iterator[str]:
+    """What was read, lengths of rows as bars, and how much of the sequences is padding."""
+    import numpy as np
+
+    yield from ("---", *str(data.report).splitlines())
+    lengths = data.train.rows.lengths[data.train.row_ids]
+    middle, tail = np.percentile(lengths, [50, 95]).astype(int)
+    yield f"tokens a row: {lengths.min()} to {lengths.max()}, half up to {middle}, 95 % up to {tail}"
+    counts, edges = np.histogram(lengths, bins=min(NUM_BINS, int(np.ptp(lengths)) + 1))
+    for count, low, high in zip(counts, edges[:-1], edges[1:], strict=True):
+        bar = "#" * round(BAR_WIDTH * count / counts.max())
+        yield f"  {int(np.ceil(low)):>7} to {int(high):<7} {count:>9,} {bar}".rstrip()
+    if not config.training.packing:
+        padding = 1 - lengths.mean() / lengths.max()
+        yield f"without packing, up to {padding:.0%} of a batch of all rows would be padding"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code."""
+    return run_command(argv, PreviewSettings, USAGE, preview)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

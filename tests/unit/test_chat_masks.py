@@ -1,0 +1,161 @@
+"""What is trained on of a conversation, by the forms of templates that models come with, none with generation marks.
+
+Expectations are written by hand: the whole text, with what is trained on between ⟦ and ⟧. Tokens are bytes, so that
+every character of a mask is compared. The templates are ours, in the forms of the models' own.
+"""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from qlora_fsdp.config.schema import BadRows, DataConfig, DataFormat, LossOn, ModelConfig
+from qlora_fsdp.data.tokenize import RowTokenizer
+from qlora_fsdp.data.tokenizer import load_tokenizer
+
+TEMPLATES = Path(__file__).parents[1] / "helpers" / "templates"
+
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hi?"},
+    {"role": "assistant", "content": "Hello!"},
+    {"role": "user", "content": "Hello!"},
+    {"role": "assistant", "content": "Ciao, é."},
+]
+
+EXPECTED = {
+    "llama3": (
+        "<bos><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
+        "<|start_header_id|>user<|end_header_id|>\n\nHi?<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n⟦Hello!<|eot_id|>⟧"
+        "<|start_header_id|>user<|end_header_id|>\n\nHello!<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n⟦Ciao, é.<|eot_id|>⟧"
+    ),
+    # The system message moves to the last user turn, so the first answer is found by what changes with its content.
+    "mistral": "<bos>[INST] Hi?[/INST] ⟦Hello!</s>⟧[INST] Be brief.\n\nHello![/INST]⟦ Ciao, é.</s>⟧",
+    "qwen2.5": (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi?<|im_end|>\n"
+        "<|im_start|>assistant\n⟦Hello!<|im_end|>\n⟧<|im_start|>user\nHello!<|im_end|>\n"
+        "<|im_start|>assistant\n⟦Ciao, é.<|im_end|>\n⟧"
+    ),
+    # An empty thought stands before the last answer alone: that is what the model is to say there.
+    "qwen3": (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi?<|im_end|>\n"
+        "<|im_start|>assistant\n⟦Hello!<|im_end|>\n⟧<|im_start|>user\nHello!<|im_end|>\n"
+        "<|im_start|>assistant\n⟦<think>\n\n</think>\n\nCiao, é.<|im_end|>\n⟧"
+    ),
+    "gemma3": (
+        "<bos><start_of_turn>user\nBe brief.\n\nHi?<end_of_turn>\n<start_of_turn>model\n⟦Hello!<end_of_turn>\n⟧"
+        "<start_of_turn>user\nHello!<end_of_turn>\n<start_of_turn>model\n⟦Ciao, é.<end_of_turn>\n⟧"
+    ),
+    "phi4": (
+        "<|im_start|>system<|im_sep|>Be brief.<|im_end|><|im_start|>user<|im_sep|>Hi?<|im_end|>"
+        "<|im_start|>assistant<|im_sep|>⟦Hello!<|im_end|>⟧<|im_start|>user<|im_sep|>Hello!<|im_end|>"
+        "<|im_start|>assistant<|im_sep|>⟦Ciao, é.<|im_end|>⟧"
+    ),
+}
+
+
+def tokenizer_with(template: str) -> PreTrainedTokenizerBase:
+    file = TEMPLATES / f"{template}.jinja"
+    data = DataConfig(chat_template=str(file) if file.is_file() else template)
+    return load_tokenizer(ModelConfig(tokenizer_path="bytes"), data)
+
+
+def marked(row: dict[str, Any], template: str, **settings: Any) -> str:
+    """The row's text with ⟦ and ⟧ around what is trained on; a bad row's problem and detail."""
+    tokenizer = tokenizer_with(template)
+    values = {"data_format": DataFormat.auto, "loss_on": LossOn.completion, "max_length": 5000}
+    out = RowTokenizer(tokenizer, bad_rows=BadRows.skip, **{**values, **settings})(
+        {"place": ["row"], "row": [json.dumps(row).encode()]}
+    )
+    (tokens,), (mask,) = out["tokens"], out["is_target"]
+    if not len(tokens):
+        return f"{out['problem'][0]}: {out['detail'][0]}"
+    parts, before = [], False
+    edges = [0, *(i for i in range(1, len(mask)) if mask[i] != mask[i - 1]), len(mask)]
+    for start, end in pairwise(edges):
+        text, before = tokenizer.decode(tokens[start:end]), bool(mask[start])
+        parts.append(f"⟦{text}⟧" if before else text)
+    return "".join(parts)
+
+
+@pytest.mark.parametrize("template", EXPECTED)
+def test_answers_and_their_end_markers_alone(template: str):
+    assert marked({"messages": CHAT}, template) == EXPECTED[template]
+
+
+@pytest.mark.parametrize("template", EXPECTED)
+@pytest.mark.parametrize("switch", [{"train": False}, {"weight": 0}])
+def test_a_message_that_is_not_to_be_trained_on(template: str, switch: dict[str, Any]):
+    messages = [{**m, **switch} if m["content"] == "Ciao, é." else {**m, "weight": 1} for m in CHAT]
+    before, _, last = EXPECTED[template].rpartition("⟦")
+    assert marked({"messages": messages}, template) == before + last.replace("⟧", "")
+
+
+@pytest.mark.parametrize("template", ["chatml", "llama3"])
+def test_messages_are_left_out_by_generation_marks_too(template: str):
+    shipped = TEMPLATES.parents[2] / "src" / "qlora_fsdp" / "data" / "templates" / f"{template}.jinja"
+    assert "generation" in shipped.read_text()
+    messages = [{**m, "train": m["content"] != "Ciao, é."} for m in CHAT]
+    text = marked({"messages": messages}, str(shipped))
+    assert text.count("⟦") == 1 and "⟦Hello!" in text and "Ciao, é." in text.partition("⟧")[2]
+
+
+def test_tools_their_calls_and_their_answers():
+    tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
+    messages = [
+        {"role": "user", "content": "1+2?"},
+        {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1, "b": 2}}}]},
+        {"role": "tool", "content": "3"},
+        {"role": "assistant", "content": "It is 3."},
+    ]
+    assert marked({"messages": messages, "tools": [tool]}, "qwen2.5") == (
+        '<|im_start|>system\nYou are a helpful assistant.\n\n# Tools\n<tools>\n{"type": "function", "function": '
+        '{"name": "add", "parameters": {}}}\n</tools><|im_end|>\n<|im_start|>user\n1+2?<|im_end|>\n'
+        '<|im_start|>assistant\n⟦<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+        "<|im_end|>\n⟧"
+        "<|im_start|>user\n<tool_response>\n3\n</tool_response><|im_end|>\n<|im_start|>assistant\n⟦It is 3.<|im_end|>\n⟧"
+    )
+
+
+def test_thoughts_of_earlier_answers_are_dropped_as_the_template_does():
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "<think>\nhm\n</think>\n\nb"},
+        {"role": "user", "content": "c"},
+        {"role": "assistant", "content": "<think>\nso\n</think>\n\nd"},
+    ]
+    assert marked({"messages": messages}, "qwen3") == (
+        "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n⟦b<|im_end|>\n⟧<|im_start|>user\nc<|im_end|>\n"
+        "<|im_start|>assistant\n⟦<think>\nso\n</think>\n\nd<|im_end|>\n⟧"
+    )
+
+
+def test_sharegpt_turns_are_messages():
+    names = {"system": "system", "user": "human", "assistant": "gpt"}
+    turns = [{"from": names[m["role"]], "value": m["content"]} for m in CHAT]
+    assert marked({"conversations": turns, "id": 3}, "phi4") == EXPECTED["phi4"]
+    assert marked({"conversations": turns[1:], "system": "Be brief."}, "phi4") == EXPECTED["phi4"]
+    turns[-1]["weight"] = 0
+    assert marked({"conversations": turns}, "phi4").count("⟦") == 1
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({"conversations": [{"from": "alien", "value": "a"}]}, "wrong keys: turn 1 is from 'alien', none of human"),
+        ({"conversations": "a"}, "wrong types: conversations is not a list of turns"),
+        ({"conversations": [{"from": "human"}]}, "wrong keys: message 1 has no content"),
+        ({"messages": [{**CHAT[2], "weight": 0.5}]}, "wrong types: weight of message 1 is 0.5, neither 0 nor 1"),
+        ({"messages": [CHAT[1], {**CHAT[2], "train": False}]}, "no target token"),
+        ({"messages": CHAT[:1] + CHAT[2:]}, "refused by the chat template: Conversation roles must alternate"),
+    ],
+)
+def test_rows_that_can_not_be_used(row: dict[str, Any], problem: str):
+    assert marked(row, "gemma3").startswith(problem)

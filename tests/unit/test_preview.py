@@ -1,0 +1,50 @@
+"""preview prints rows as the model sees them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from qlora_fsdp import preview
+
+ROWS = [
+    {"messages": [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Hello!"}]},
+    {"prompt": "2+2=", "completion": "4"},
+    {"nothing": "here"},
+    {"text": "plain text"},
+]
+
+
+def show(folder: Path, capsys: pytest.CaptureFixture[str], *more: str) -> tuple[int, str, str]:
+    file = folder / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    base = ["model=tiny", "model.tokenizer_path=bytes", f"data.path={file}", f"data.cache_folder={folder}"]
+    code = preview.main([*base, *more])
+    return code, *capsys.readouterr()
+
+
+def test_rows_what_is_trained_on_and_lengths(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    code, out, _ = show(tmp_path, capsys, "rows=2", "training.max_length=100")
+    assert code == 0
+    lines = out.splitlines()
+    assert lines[0].startswith("--- row 1: ") and lines[0].endswith(" trained on")
+    assert "<|im_start|>assistant\n[[Hello!<|im_end|>" in out and "user\nHi?<|im_end|>" in out
+    assert "--- row 2: 7 tokens, 2 trained on\n<bos>2+2=[[4<eos>]]\n" in out
+    assert "plain text" not in out
+    assert "4 rows read, 3 used" in out and "1 row left out (wrong keys): rows.jsonl:3" in out
+    assert "tokens a row: 7 to " in out and "% full" in out
+    assert sum(line.count("#") > 0 for line in lines) >= 2
+
+
+def test_colours_and_later_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    code, out, _ = show(tmp_path, capsys, "rows=5", "first=2", "color=always", "training.max_length=100")
+    assert code == 0 and "Hello!" not in out
+    assert "\033[2m<bos>2+2=\033[0m\033[32m4<eos>\033[0m" in out
+    assert "\033[32mplain text<eos>\033[0m" in out
+
+
+def test_mistakes_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    code, _, error = show(tmp_path, capsys, "color=green", "first=0")
+    assert code == 2 and "color=green is none of" in error and "rows and first" in error
