@@ -120,7 +120,8 @@ def test_tools_their_calls_and_their_answers():
         '{"name": "add", "parameters": {}}}\n</tools><|im_end|>\n<|im_start|>user\n1+2?<|im_end|>\n'
         '<|im_start|>assistant\n⟦<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
         "<|im_end|>\n⟧"
-        "<|im_start|>user\n<tool_response>\n3\n</tool_response><|im_end|>\n<|im_start|>assistant\n⟦It is 3.<|im_end|>\n⟧"
+        "<|im_start|>user\n<tool_response>\n3\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n⟦It is 3.<|im_end|>\n⟧"
     )
 
 
