@@ -157,7 +157,8 @@ def add_ratios(rows: list[dict[str, Any]], matrix_rate: float | None) -> None:
 
 def launch_options(args: argparse.Namespace) -> list[str]:
     """What `accelerate launch` needs to start a process a GPU."""
-    return ["--num_processes", str(args.num_gpus), *(["--multi_gpu"] if args.num_gpus > 1 else [])]
+    options = ["--num_processes", str(args.num_gpus), "--main_process_port", "0"]  # any free port
+    return [*options, *(["--multi_gpu"] if args.num_gpus > 1 else [])]
 
 
 def launch(command: list[str]) -> str:
