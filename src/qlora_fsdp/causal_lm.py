@@ -51,7 +51,9 @@ class CausalLM(TaskModel):
             }
         if self.splits_head:
             hidden = self.base.get_decoder()(**inputs).last_hidden_state
-            return self.base.get_output_embeddings()(hidden, batch.targets)  # type: ignore[no-any-return]
+            head = self.base.get_output_embeddings()
+            compute = head if self.backward_needs_head else head.forward  # a frozen head gathers itself, in one buffer
+            return compute(hidden, batch.targets)  # type: ignore[no-any-return]
         logits = self.base(**inputs).logits.float()
         return nn.functional.cross_entropy(
             logits.flatten(0, 1), batch.targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"

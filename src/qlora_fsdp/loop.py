@@ -33,6 +33,7 @@ from qlora_fsdp.memory.measure import PhasePeaks
 from qlora_fsdp.optim import clip_gradients, learning_rate_at
 from qlora_fsdp.plan import BatchSplit, FlopCounter
 from qlora_fsdp.saver import Saver
+from qlora_fsdp.shard import reduce_gradients
 from qlora_fsdp.task_model import TaskModel
 
 GRADIENT_CHECK_STEPS = 2  # after the second step LoRA's A has a gradient too
@@ -185,13 +186,12 @@ def _run_micro_batches(
         This rank's part of the step's loss, a scalar on the device; that of each micro-batch; and the FLOPs. Nothing
         waits for the device.
     """
-    assert isinstance(model, FSDPModule)
     loss_sum, num_flops = torch.zeros((), dtype=torch.float32, device=peaks.device), 0.0
     losses = []
     for micro in range(num_micro_batches):
         batch = next(batches)
         num_flops += flops.of_batch(batch.sequence_starts)
-        model.set_requires_gradient_sync(micro == num_micro_batches - 1)
+        reduce_gradients(model, now=micro == num_micro_batches - 1)
         peaks.enter("forward")
         loss = model(batch.to(peaks.device)) / num_targets
         peaks.enter("backward")

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from qlora_fsdp.data.batch import IGNORE_INDEX
+from qlora_fsdp.shards import whole
 
 LOGITS_BYTES = 256 * 2**20  # fp32 logits of a chunk, at most
 MIN_CHUNK = 256  # tokens; chunks are multiples of it, which matrix kernels like
@@ -23,8 +24,8 @@ MIN_CHUNK = 256  # tokens; chunks are multiples of it, which matrix kernels like
 def attach_loss(head: nn.Module, softcap: float | None = None, liger: bool = False) -> bool:
     """Let the model's output layer compute the loss when it is given targets: `head(hidden, targets)`.
 
-    The loss belongs inside the head's own forward because FSDP gathers the head for exactly that call. Without targets
-    the head still gives logits.
+    The loss belongs inside the head's own forward because FSDP gathers the head for exactly that call. A frozen head
+    need not be gathered by FSDP: call its `forward` itself, past FSDP's hooks. Without targets the head gives logits.
 
     Args:
         head: hidden size -> vocabulary; may be adapted or trained (PEFT's wrappers).
@@ -55,11 +56,13 @@ class _HeadLoss:
         if targets_BL is None:
             return self.logits(hidden_BLD)  # type: ignore[no-any-return]
         hidden, targets = hidden_BLD.flatten(0, 1), targets_BL.flatten()
-        if self.is_frozen_linear and self.liger:
-            return _liger_loss(hidden, self.head.weight, self.head.bias, targets, self.softcap)
+        if self.is_frozen_linear:  # maybe in shards: called past FSDP, so that the head is gathered into one buffer
+            weight = whole(self.head.weight, hidden.device)
+            bias = None if self.head.bias is None else whole(self.head.bias, hidden.device)
+            if self.liger:
+                return _liger_loss(hidden, weight, bias, targets, self.softcap)
         chunk = max(MIN_CHUNK, LOGITS_BYTES // (4 * self.vocab_size) // MIN_CHUNK * MIN_CHUNK)
         if self.is_frozen_linear:
-            weight, bias = self.head.weight, self.head.bias
             return _FrozenHeadLoss.apply(  # type: ignore[no-any-return,no-untyped-call]
                 hidden, weight, bias, targets, self.softcap, chunk
             )

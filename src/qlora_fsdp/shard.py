@@ -60,6 +60,19 @@ def shard_model(model: TaskModel, config: FsdpConfig, processes: Processes) -> l
     return units
 
 
+def reduce_gradients(model: TaskModel, now: bool) -> None:
+    """Whether the next backward reduces gradients over ranks, or keeps them for a later one.
+
+    A head that gathers itself (loss.py) has none. FSDP takes that from a unit that reduces; one that keeps must have
+    been gathered.
+    """
+    assert isinstance(model, FSDPModule)
+    model.set_requires_gradient_sync(now)
+    head = None if model.backward_needs_head else model.base.get_output_embeddings()
+    if isinstance(head, FSDPModule):
+        head.set_requires_gradient_sync(True)
+
+
 def make_mesh(config: FsdpConfig, processes: Processes) -> DeviceMesh:
     """1-D for FULL_SHARD and SHARD_GRAD_OP; (replicas, shards) for HYBRID_SHARD and, with one shard, NO_SHARD."""
     device, num_shards = processes.device.type, count_shards(config, processes)

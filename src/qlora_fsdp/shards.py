@@ -52,8 +52,19 @@ def gather_rows(local: Tensor, num_rows: int, group: dist.ProcessGroup | None) -
         return local
     num_ranks = dist.get_world_size(group)
     chunk = -(num_rows // -num_ranks)
-    padded = local.new_zeros(chunk, *local.shape[1:])
-    padded[: local.shape[0]].view(torch.uint8).copy_(local.contiguous().view(torch.uint8))
+    padded = local.contiguous()
+    if local.shape[0] < chunk:
+        padded = local.new_zeros(chunk, *local.shape[1:])
+        padded[: local.shape[0]].view(torch.uint8).copy_(local.contiguous().view(torch.uint8))
     gathered = local.new_empty(chunk * num_ranks, *local.shape[1:])
     _all_gather(gathered.flatten().view(torch.uint8), padded.flatten().view(torch.uint8), group=group)
     return gathered[:num_rows]
+
+
+def whole(param: Tensor, device: torch.device) -> Tensor:
+    """All rows of a parameter on `device`, without autograd: in one new buffer, or its own memory if this rank has all.
+
+    FSDP gathers into a flat buffer and copies it out, so a unit that is large counts twice there.
+    """
+    local, group = local_tensor(param).to(device, non_blocking=True), shard_group(param)
+    return local if group is None or dist.get_world_size(group) == 1 else gather_rows(local, param.shape[0], group)

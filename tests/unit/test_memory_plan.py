@@ -21,7 +21,7 @@ from qlora_fsdp.memory.choose import choose
 from qlora_fsdp.memory.decide import Machine, decide
 from qlora_fsdp.memory.gpus import find_gpu, known_gpus, parse_hardware
 from qlora_fsdp.memory.host import available_bytes
-from qlora_fsdp.memory.plan import GIB, PHASES, MemoryPlan, make_plan
+from qlora_fsdp.memory.plan import GIB, MemoryPlan, make_plan
 from qlora_fsdp.memory.shape import model_shape
 from qlora_fsdp.memory.speed import tokens_per_second
 from qlora_fsdp.memory.suggest import enough_gpus, largest_savings, smaller_runs
@@ -63,8 +63,8 @@ def test_parameters_are_those_of_the_model(model: str, quant: str):
         assert sum(parts.values()) - parts["workspace"] == expected
 
 
-# GiB that tensors took on H200s (docs/benchmarks.md), before layers were fused: of the load, where it was measured, and
-# of the steps.
+# GiB that tensors took on H200s (docs/benchmarks.md): of the load, where it was measured, and of the steps. Layers were
+# not fused then, and FSDP gathered the head, which took a buffer of its size more.
 MEASURED = [
     (4, "llama3-70b", 2048, 2, Policy.full, (), frozenset(), 9.46, 19.8),
     (4, "llama3-70b", 2048, 2, Policy.none, (), frozenset(), 9.46, 126.0),
@@ -85,7 +85,8 @@ def test_plan_is_what_was_measured(num_ranks, model, length, size, policy, more,
     settings = (f"model={model}", f"training.max_length={length}", f"training.micro_batch_size={size}", *more)
     settings += ("kernels.fuse_layers=false",)
     plan = uniform(workload(*settings, num_ranks=num_ranks, fused=fused), policy)
-    peak = max(plan.tensors(phase) for phase in PHASES[1:]) / GIB
+    head = plan.work.shape.vocab_weights * 2
+    peak = max(plan.tensors("forward") + head, plan.tensors("backward")) / GIB
     assert peak == pytest.approx(step, rel=0.05, abs=0.5)
     if load is not None:
         assert plan.tensors("load") / GIB == pytest.approx(load, rel=0.02, abs=0.1)

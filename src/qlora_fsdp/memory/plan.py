@@ -2,8 +2,8 @@
 
 What is allocated when follows FSDP2 (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, 2.11 to 2.13): a group
 is gathered into one flat buffer, which is copied out into its parameters. In forward the flat buffer lives until the
-next group has been gathered, so the head counts twice while the loss is computed; in backward it goes at once, but the
-next layer's is there already. A single rank copies its shard and has no flat buffer.
+next group has been gathered; in backward it goes at once, but the next layer's is there already. A single rank copies
+its shard and has no flat buffer. A frozen head is gathered into one buffer (loss.py).
 """
 
 from __future__ import annotations
@@ -143,12 +143,19 @@ class _Model:
         """A gathered unit, with so many flat buffers of its size."""
         return unit_bytes * (1 + (num_flat if self.work.num_shards > 1 else 0))
 
+    def gathered_head(self) -> int:
+        """The head while the loss is computed; a frozen one in one buffer, beside the last layer's flat buffer."""
+        head, shards = self.unit("head"), self.work.num_shards
+        if any(tensor.part != "embeddings" for tensor in self.ends["head"]):
+            return self.gathered(head, 1)
+        return (head if shards > 1 or self.is_offloaded else 0) + (self.layer.total if shards > 1 else 0)
+
     @property
     def kept(self) -> int:
         """What stays gathered from its first use to the end of backward."""
         root = self.unit("root")
         if self.work.config.fsdp.sharding_strategy is ShardingStrategy.SHARD_GRAD_OP:
-            return root + self.unit("embeddings") + self.unit("head") + len(self.layers) * self.layer.total
+            return root + self.unit("embeddings") + len(self.layers) * self.layer.total
         return root
 
 
@@ -167,7 +174,7 @@ def _forward_moments(work: Workload, model: _Model, policies: Sequence[Policy]) 
     }
     yield {
         "activations": saved + hidden,
-        "gathered": model.kept + model.gathered(model.unit("head"), 1),
+        "gathered": model.kept + model.gathered_head(),
         "loss": loss_bytes(work),
         "workspace": WORKSPACE,
     }
