@@ -13,6 +13,7 @@ if not Path("/dev/nvidiactl").exists():
 
 import torch
 
+from tests.helpers.blocks import CHECKPOINTS, write_blocks
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.runs import write_rows
 
@@ -36,3 +37,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return made[key]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Files of a few odd-sized layers, in each dtype and number of files that `CHECKPOINTS` names."""
+    folder = tmp_path_factory.mktemp("blocks")
+    for dtype, num_files in CHECKPOINTS:
+        write_blocks(folder / f"{dtype}-{num_files}", dtype, num_files)
+    return folder

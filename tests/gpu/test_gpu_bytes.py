@@ -4,20 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
 
 from qlora_fsdp.quantized import Format
-from tests.helpers.blocks import CHECKPOINTS, count_wrong_bytes_everywhere, load_with_a_flipped_bit, write_blocks
+from tests.helpers.blocks import count_wrong_bytes_everywhere, load_with_a_flipped_bit
 from tests.helpers.ranks import run_ranks
-
-
-@pytest.fixture(scope="module")
-def blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("blocks")
-    for dtype, num_files in CHECKPOINTS:
-        write_blocks(folder / f"{dtype}-{num_files}", dtype, num_files)
-    return folder
 
 
 def test_no_byte_differs_from_bitsandbytes(blocks: Path):

@@ -21,7 +21,7 @@ from qlora_fsdp.errors import ConfigError, DeviceError
 
 CLASSIFY = "task=sequence_classification data=default data.path=org/name"
 DRY_RUN = ["model=tiny", "data=random", "training.max_steps=10"]
-GPU = World(num_ranks=8, local_num_ranks=4, device_type="cuda")
+GPU = World(num_ranks=8, local_num_ranks=4, device_type="cuda", has_fp8=True)
 
 
 def configure(*overrides: str) -> Config:
@@ -75,6 +75,8 @@ def test_dry_run_has_no_problem() -> None:
             "training.precision=bfloat16 quant.bnb_4bit_compute_dtype=float32",
             "quant.bnb_4bit_compute_dtype=float32 contradicts training.precision=bfloat16",
         ),
+        ("compute=fp8 quant=int8", "compute.matmul=fp8 works on 4-bit weights alone"),
+        ("compute=fp8 training.precision=float32", "compute.matmul=fp8 gives bfloat16"),
         ("lora.init_lora_weights=pissa", "lora.init_lora_weights=pissa starts from the base weights"),
         ("lora.init_lora_weights=pissa_niter_16", "which are packed codes here"),
         ("lora.init_lora_weights=loftq quant=int8", "which are packed codes here"),
@@ -133,6 +135,7 @@ def test_hub_names_and_existing_paths_pass(tmp_path: Path, monkeypatch: pytest.M
     [
         ("training.precision=bfloat16", replace(GPU, has_bf16=False), "this GPU does not compute in bfloat16"),
         ("quant.bnb_4bit_quant_storage=uint8", replace(GPU, torch_version=(2, 11)), "FSDP2 of torch 2.11"),
+        ("compute=fp8", replace(GPU, has_fp8=False), "only Ada, Hopper and later GPUs multiply in fp8"),
         ("model.attn_implementation=varlen", World(), "runs on GPUs only"),
         ("fsdp=hybrid_shard", replace(GPU, num_ranks=6), "(groups of 4) does not divide 6 ranks."),
     ],
