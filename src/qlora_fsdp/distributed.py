@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # documented there, not exported
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from qlora_fsdp.errors import DeviceError, RankError
@@ -111,6 +111,8 @@ def start_processes(timeout_seconds: int, use_cpu: bool = False) -> Processes:
     timeout = timedelta(seconds=timeout_seconds)
     try:
         store = next(rendezvous("env://", timeout=timeout))[0] if "RANK" in os.environ else HashStore()
+        # torchrun's store outlives a restart of the ranks (--max_restarts): what the last attempt said must not count.
+        store = PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=timeout)
         patient_group = dist.new_group(backend="gloo", timeout=PATIENCE)

@@ -21,6 +21,10 @@ ROOT = Path(__file__).parents[2]
 LAUNCHERS = {
     "python": ["-m", "qlora_fsdp.train"],
     "torchrun": ["-m", "torch.distributed.run", "--nproc_per_node", "2", "-m", "qlora_fsdp.train"],
+    "accelerate with a restart": [
+        *("-m", "accelerate.commands.launch", "--max_restarts", "1"),
+        *("--config_file", str(ROOT / "accelerate_configs" / "cpu.yaml"), "-m", "qlora_fsdp.train"),
+    ],
     "accelerate": [
         *("-m", "accelerate.commands.launch"),
         *("--config_file", str(ROOT / "accelerate_configs" / "cpu.yaml"), "-m", "qlora_fsdp.train"),

@@ -147,3 +147,17 @@ def test_signal_on_one_rank_saves_and_stops_all(tmp_path: Path, launcher: str, n
     assert launch.errors[0].startswith(f"Interrupted by {number.name}. Step ")
     (saved,) = checkpoint_folders(launch.run_folder / "checkpoints")
     assert saved.name == f"step-{figures(launch.run_folder)[-1]['step']:08}"
+
+
+@pytest.mark.slow
+def test_max_restarts_of_the_launcher_goes_on(tmp_path: Path):
+    """A rank is killed; accelerate starts all again; run.overwrite, which began the run, does not begin it anew."""
+    argv = ["model=tiny", "data=random", "training.max_length=64", "training.max_steps=40", "checkpoint.every_steps=5"]
+    launch = Launch(tmp_path, "accelerate with a restart", *argv, "run.overwrite=true")
+    folder = launch.run_folder / "checkpoints"
+    launch.wait_for(lambda: len(checkpoint_folders(folder)) > 1, "checkpoints")
+    launch.rank(1).kill()
+    assert launch.finish(120) == 0, launch.output
+    assert "rank 1 is gone" in launch.output and "Going on from step " in launch.output
+    assert [line["step"] for line in figures(launch.run_folder)] == list(range(1, 41)), "no step is done twice"
+    assert launch.summary["status"] == "finished"
