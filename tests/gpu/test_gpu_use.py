@@ -1,0 +1,49 @@
+"""doctor finds nothing wrong with a GPU that trains; completions and merges are the CPU's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from qlora_fsdp import doctor, generate, merge
+from tests.helpers.ranks import run_ranks
+from tests.helpers.runs import settings, train_all
+
+pytestmark = pytest.mark.gpu
+DEMO = Path(__file__).parents[2] / "demo" / "base"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_doctor() -> None:
+    findings = {finding.what: finding for finding in doctor.check_gpus()}
+    assert {"GPU 0", "GPU 0 bytes", "GPU 0 bnb"} <= findings.keys()
+    assert all(finding.level != "red" for finding in findings.values()), findings
+
+
+def use(adapter: Path, folder: Path, prompts: Path) -> None:
+    """Complete and merge in float32 on this process's device."""
+    base = [f"adapter={adapter}", "training.precision=float32"]
+    assert generate.main([*base, f"prompts={prompts}", f"out={folder / 'completions.jsonl'}", "max_new_tokens=16"]) == 0
+    report = [f"report_data={prompts}", f"data.cache_folder={folder}"]
+    assert merge.main([*base, f"out={folder / 'merged'}", "base=dequantized", *report]) == 0
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_completions_and_merges_are_those_of_a_cpu(rows: Path, tmp_path: Path) -> None:
+    few = ["training.max_steps=4", "training.learning_rate=2e-3", "model.tokenizer_path=null"]
+    run_ranks(1, train_all, {"demo": settings(DEMO, rows, *few, f"run.folder={tmp_path / 'run'}")})
+    prompts = tmp_path / "prompts.jsonl"
+    questions = [{"prompt": "What does `textwrap.dedent(text)` do?\n"}, {"prompt": "import"}]
+    prompts.write_text("".join(json.dumps({**row, "completion": " Nothing."}) + "\n" for row in questions))
+    found = {}
+    for device in ("cpu", "gpu"):
+        folder = tmp_path / device
+        folder.mkdir()
+        run_ranks(1, use, tmp_path / "run" / "adapter", folder, prompts, gpu=device == "gpu")
+        report = json.loads((folder / "merged" / "merge_report.json").read_text())
+        assert report["kl_mean"] < 1e-4
+        found[device] = (folder / "completions.jsonl").read_text()
+    assert found["cpu"] == found["gpu"]

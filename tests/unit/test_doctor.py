@@ -1,0 +1,63 @@
+"""doctor on this host, and on hosts with something wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from qlora_fsdp import doctor
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_two_processes_on_this_host(tmp_path: Path):
+    file = tmp_path / "doctor.json"
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command = [sys.executable, *launcher, "-m", "qlora_fsdp.doctor", "--json", file, "--folder", tmp_path]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    findings = {finding["what"]: finding for finding in json.loads(file.read_text())}
+    for what in ("Python", "torch", "bitsandbytes", "host memory", "disk", "hub", "all-reduce", "all-gather"):
+        assert what in findings, done.stderr
+        assert done.stdout.count(f"  {what:<14}  ") == 1  # rank 0 alone prints
+    assert {finding["level"] for finding in findings.values()} <= {"green", "yellow"}, done.stdout
+    assert re.match(r"[\d.]+ GB/s between 2 processes", findings["all-reduce"]["found"])
+    assert done.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("installed", "level", "advice"),
+    [
+        ("2.10.1", "red", "Too old: pip install 'torch>=2.11'"),
+        ("2.11.0+cu130", "green", ""),
+        ("9.0", "yellow", "Newer"),
+    ],
+)
+def test_versions(monkeypatch: pytest.MonkeyPatch, installed: str, level: str, advice: str):
+    monkeypatch.setattr(
+        doctor, "version", lambda package: installed if package == "torch" else doctor.TESTED[package][1]
+    )
+    (torch_finding,) = [finding for finding in doctor.check_versions() if finding.what == "torch"]
+    assert torch_finding.level == level and torch_finding.advice.startswith(advice)
+
+
+def test_the_table_of_versions_is_that_of_the_project():
+    constraints = dict(re.findall(r"^([\w-]+)==([\w.]+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    lowest = dict(re.findall(r'^    "([\w-]+)>=([\w.]+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE))
+    assert {name: (lowest[name], constraints[name]) for name in doctor.TESTED} == doctor.TESTED
+
+
+def test_what_breaks_is_a_finding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    def broken(*_: object) -> None:
+        raise OSError("libcudart.so: not found")
+
+    monkeypatch.setattr("qlora_fsdp.quantized.Format.quantize_rows", broken)
+    monkeypatch.setattr(doctor, "check_hub", lambda: iter(()))
+    assert doctor.main(["--folder", str(tmp_path)]) == 1
+    assert "OSError: libcudart.so: not found" in capsys.readouterr().out
