@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from qlora_fsdp import doctor, generate, merge
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import Meeting, run_ranks
 from tests.helpers.runs import settings, train_all
 
 pytestmark = pytest.mark.gpu
@@ -26,8 +26,10 @@ def test_doctor() -> None:
 def use(adapter: Path, folder: Path, prompts: Path) -> None:
     """Complete and merge in float32 on this process's device."""
     base = [f"adapter={adapter}", "training.precision=float32"]
+    Meeting.new_port()
     assert generate.main([*base, f"prompts={prompts}", f"out={folder / 'completions.jsonl'}", "max_new_tokens=16"]) == 0
     report = [f"report_data={prompts}", f"data.cache_folder={folder}"]
+    Meeting.new_port()
     assert merge.main([*base, f"out={folder / 'merged'}", "base=dequantized", *report]) == 0
 
 
