@@ -139,7 +139,8 @@ def _run(
         snapshot = folder / f"memory-{processes.rank}.pickle" if config.memory.snapshot else None
         raise explain_shortage(error, prepared.memory.plan, prepared.machine.gpu, prepared.peaks, snapshot) from error
     finally:
-        summary["memory"] = _compare_memory(prepared)
+        with suppress(RuntimeError):  # the GPU may be what failed
+            summary["memory"] = _compare_memory(prepared)
     summary |= {"status": "finished"} | describe(result) | {"seconds": time.perf_counter() - started}
     if processes.is_main:
         with writing(folder):

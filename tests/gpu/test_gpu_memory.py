@@ -1,0 +1,59 @@
+"""On a GPU: what the memory plan predicts is what is allocated, and no activation policy changes a loss."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import qlora_fsdp.run as pipeline
+from qlora_fsdp.config.compose import load_config
+from qlora_fsdp.config.world import World
+from tests.helpers.ranks import Meeting, once, run_ranks
+
+POLICIES = ("none", "selective", "full", "offload")
+MODEL = ["model=llama3-8b", "model.weights=random", "model.config.num_hidden_layers=6", "data=random"]
+STEPS = ["data.max_rows=16", "training.max_steps=3", "training.max_length=2048", "training.micro_batch_size=4"]
+
+
+def run_policies(folder: Path) -> dict[str, dict[str, Any]]:
+    """Summary and losses of a run under each policy."""
+    found = {}
+    for policy in POLICIES:
+        Meeting.new_port()
+        run_folder = folder / policy
+        arguments = [*MODEL, *STEPS, f"memory.activations={policy}", f"run.folder={run_folder}"]
+        summary = pipeline.run(load_config(arguments), World.from_environment(os.environ))
+        lines = (run_folder / "metrics.jsonl").read_text().splitlines()
+        losses = [figures["loss"] for figures in map(json.loads, lines) if "loss" in figures]
+        found[policy] = {"memory": summary["memory"], "losses": losses}
+        gc.collect()
+        torch.cuda.empty_cache()
+    return found
+
+
+run_once = once(lambda folder: run_ranks(1, run_policies, folder, gpu=True)[0])
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = run_once(tmp_path_factory.mktemp("memory"))
+    return found
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("phase", ["load", "forward", "backward"])
+def test_plan_is_what_is_allocated(runs: dict[str, dict[str, Any]], policy: str, phase: str):
+    memory = runs[policy]["memory"]
+    measured = memory["measured"]["tensors_gib"][phase]
+    assert memory["predicted"]["tensors_gib"][phase] == pytest.approx(measured, rel=0.05, abs=0.5)
+
+
+def test_policies_change_no_loss(runs: dict[str, dict[str, Any]]):
+    for policy in POLICIES[1:]:
+        assert runs[policy]["losses"] == pytest.approx(runs["none"]["losses"], abs=1e-3), policy
