@@ -1,0 +1,151 @@
+"""The first half of a run: the model with its adapters on meta, the plan of its memory, the data, the steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from qlora_fsdp.adapters import apply_adapters, trainable_names
+from qlora_fsdp.attention import check_packing, choose_attention
+from qlora_fsdp.build import BuiltModel, ModelFiles, build_model, find_model, quant_settings
+from qlora_fsdp.causal_lm import CausalLM
+from qlora_fsdp.classifier import SequenceClassifier
+from qlora_fsdp.config.schema import Config, DataFormat, MatmulKind, TaskName
+from qlora_fsdp.data.prepare import PreparedData, prepare_data
+from qlora_fsdp.data.tokenizer import byte_tokenizer, load_tokenizer
+from qlora_fsdp.distributed import Processes
+from qlora_fsdp.hardware import choose_dtype, find_machine, hold_to
+from qlora_fsdp.kernels import use_fused_kernels
+from qlora_fsdp.memory.decide import Decision, Machine, decide
+from qlora_fsdp.memory.measure import PhasePeaks, start_snapshot
+from qlora_fsdp.memory.recompute import set_activation_policy
+from qlora_fsdp.plan import BatchSplit, FlopCounter, Sizes, count_bytes, count_flops, dtype_name, split_batches
+from qlora_fsdp.quantized.fuse import fuse_layers
+from qlora_fsdp.quantized.linear import use_fp8
+from qlora_fsdp.run_folder import log
+from qlora_fsdp.shard import count_shards
+from qlora_fsdp.task_model import TaskModel
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run whose weights do not exist yet: the model is on meta, the data is tokenized."""
+
+    built: BuiltModel
+    model: TaskModel
+    dtype: torch.dtype
+    num_shards: int
+    sizes: Sizes
+    flops: FlopCounter
+    tokenizer: PreTrainedTokenizerBase
+    data: PreparedData
+    split: BatchSplit
+    machine: Machine
+    memory: Decision
+    peaks: PhasePeaks
+
+
+def prepare(config: Config, processes: Processes, folder: Path) -> Prepared:
+    """Everything that can be found out before anything large exists.
+
+    Raises:
+        UserError: the model, the data, the settings or the hardware do not go together.
+    """
+    device, dtype = processes.device, choose_dtype(config.training.precision, processes.device)
+    log.info(f"Run {config.run.name}: {processes.num_ranks} ranks on {device.type}, {dtype_name(dtype)}, in {folder}")
+    files = find_model(config.model, processes.is_local_main, lambda: processes.wait(patiently=True))
+    text_config = files.config.get_text_config()
+    tokenizer = _find_tokenizer(config, files)
+    predicts_tokens = config.task.name is TaskName.causal_lm
+    check_packing(config.training.packing, files.config)
+    attention = choose_attention(
+        config.model.attn_implementation.value, files.config, device, dtype, is_causal=predicts_tokens
+    )
+    fused = use_fused_kernels(config.kernels, text_config.model_type, device)
+    built = build_model(
+        files,
+        config.quant,
+        dtype,
+        attention,
+        trust_remote_code=config.model.trust_remote_code,
+        keep=list(config.lora.modules_to_save or []),
+        task=config.task,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    built.model.name_or_path = config.model.path or config.model.name
+    model = _add_adapters(built, config, liger_loss="cross_entropy" in fused)
+    num_fp8 = use_fp8(model) if config.compute.matmul is MatmulKind.fp8 else 0
+    num_groups = fuse_layers(model) if config.kernels.fuse_layers else 0
+    machine = find_machine(config.memory.target_gib, processes)
+    memory = decide(
+        config,
+        files.config.to_dict(),
+        len(model.layers),
+        quant_settings(built.format, config.quant),
+        dtype.itemsize,
+        frozenset(fused),
+        machine,
+    )
+    set_activation_policy(model.layers, memory.policies)
+    if config.memory.target_gib is not None:
+        hold_to(machine.target, memory.plan.libraries if memory.plan is not None else 0, device)
+    if config.memory.snapshot:
+        start_snapshot(device)
+    num_shards = count_shards(config.fsdp, processes)
+    sizes = count_bytes(model, processes.rank % num_shards, num_shards)
+    for note in built.notes:
+        log.info(f"Note: {note}")
+    log.info(
+        f"Model: {built.model.name_or_path}, {_count(sizes.num_base)} parameters, {kind_of(built)}, "
+        f"{attention} attention, Liger kernels: {', '.join(fused) or 'none'}; {num_groups} groups of layers fused"
+        f"{f', {num_fp8} layers in fp8' if num_fp8 else ''}; "
+        f"training {_count(sizes.num_trainable)} in {len(trainable_names(model))} tensors"
+    )
+    for line in memory.lines:
+        log.info(f"Memory: {line}")
+    data = prepare_data(
+        config,
+        tokenizer,
+        is_main=processes.is_local_main,
+        wait=lambda error: next((e for e in processes.gather(error, patiently=True) if e is not None), None),
+        vocab_size=text_config.vocab_size,
+    )
+    if isinstance(model, SequenceClassifier):
+        model.weigh_classes(data.train.labels_of(np.arange(len(data.train))))
+    training = replace(config.training, micro_batch_size=memory.micro_batch_size)
+    split = split_batches(training, processes.num_ranks, len(data.train))
+    for line in str(data.report).splitlines():
+        log.info(f"Data: {line}")
+    log.info(f"Steps: {split.num_steps} of {config.training.max_length} tokens a sequence at most")
+    flops = count_flops(model, text_config)
+    peaks = PhasePeaks(device)
+    return Prepared(built, model, dtype, num_shards, sizes, flops, tokenizer, data, split, machine, memory, peaks)
+
+
+def _add_adapters(built: BuiltModel, config: Config, liger_loss: bool) -> TaskModel:
+    """The model with adapters and the loss of its task."""
+    if config.task.name is TaskName.causal_lm:
+        return CausalLM(apply_adapters(built.model, config.lora), liger_loss)
+    lora = replace(config.lora, modules_to_save=[*(config.lora.modules_to_save or []), *built.head])
+    return SequenceClassifier(apply_adapters(built.model, lora, task_type="SEQ_CLS"), config.task)
+
+
+def _find_tokenizer(config: Config, files: ModelFiles) -> PreTrainedTokenizerBase:
+    """The model's tokenizer; random tokens need none, and get the built-in one for its padding."""
+    if config.data.format is DataFormat.random:
+        return byte_tokenizer()
+    path = str(files.folder) if files.folder is not None else config.model.path
+    return load_tokenizer(replace(config.model, path=path), config.data)
+
+
+def kind_of(built: BuiltModel) -> str:
+    """`nf4`, `fp4`, `int8`, or that nothing is quantized."""
+    return built.format.quant_type if built.format else "unquantized"
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e9:.2f} B" if number >= 1e8 else f"{number / 1e6:.2f} M"
