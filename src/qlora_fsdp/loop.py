@@ -130,11 +130,11 @@ def train(
             model, batches, split.num_micro_batches(len(indices)), max(1, num_targets), flops, peaks
         )
         peaks.enter("step")
-        if step < GRADIENT_CHECK_STEPS:
-            _stop_on_bad_gradients(model, step, processes)
         norm = clip_gradients(params, config.optim.max_grad_norm).item()
         loss, num_asking = processes.sum([local_loss.item(), saver.asks()])
         is_good = bad_steps.check(step, loss, norm, indices, micro_losses)
+        if is_good and step < GRADIENT_CHECK_STEPS:
+            _stop_on_bad_gradients(model, step, not result.losses, processes)
         if is_good:
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -198,6 +198,7 @@ def _run_micro_batches(
         loss.backward()
         losses.append(loss.detach())
         loss_sum += losses[-1]
+        del loss  # and its graph, before the next one grows
     return loss_sum, losses, num_flops
 
 
@@ -252,8 +253,8 @@ def _micro_batches(data: Sequences, indices: Indices, split: BatchSplit, rank: i
         yield collate(data, micro, pad_to=None, micro_batch_size=size)
 
 
-def _stop_on_bad_gradients(model: TaskModel, step: int, processes: Processes) -> None:
-    problems = check_gradients(model.model, step == 0, processes.sum, model.may_get_zero_gradient)
+def _stop_on_bad_gradients(model: TaskModel, step: int, is_first: bool, processes: Processes) -> None:
+    problems = check_gradients(model.model, is_first, processes.sum, model.may_get_zero_gradient)
     if problems:
         shown = "\n".join(f"  - {problem}" for problem in problems[:10])
         raise TrainingError(

@@ -130,4 +130,4 @@ class _FrozenHeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad_ND,) = ctx.saved_tensors
-        return grad_ND * grads[0].to(grad_ND.dtype), None, None, None, None, None
+        return (grad_ND.float() * grads[0]).to(grad_ND.dtype), None, None, None, None, None

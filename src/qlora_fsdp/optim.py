@@ -36,19 +36,20 @@ class LocalAdamW(torch.optim.AdamW):
     """
 
     _tensors: tuple[list[Tensor], ...] = ()
+    _held: Sequence[Tensor] = ()  # the parameters and states that these are the local parts of
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         (group,) = self.param_groups
         params = [p for p in group["params"] if p.grad is not None]
-        if any(not self.state[p] for p in params):
+        if not params or any(not self.state[p] for p in params):
             super().step()  # the first one makes the state
             return
         keys = ("exp_avg", "exp_avg_sq", "step")
-        if not self._tensors or len(self._tensors[0]) != len(params) or self._is_stale(params):
+        if self._is_stale(params):
             states = [[local_tensor(self.state[p][key]) for p in params] for key in keys]
             self._tensors = ([local_tensor(p) for p in params], *states)
-            self._first = self.state[params[0]]["exp_avg"]
+            self._held = [value for p in params for value in (p, self.state[p]["exp_avg"])]
         local_params, averages, squares, steps = self._tensors
         torch._foreach_add_(steps, 1)
         torch._fused_adamw_(
@@ -68,8 +69,9 @@ class LocalAdamW(torch.optim.AdamW):
         )
 
     def _is_stale(self, params: Sequence[nn.Parameter]) -> bool:
-        """Whether a checkpoint has been loaded since, which makes the state anew."""
-        return self.state[params[0]]["exp_avg"] is not self._first
+        """Whether other parameters have gradients now, or a checkpoint has been loaded, which makes the state anew."""
+        held = [value for param in params for value in (param, self.state[param]["exp_avg"])]
+        return len(held) != len(self._held) or any(old is not new for old, new in zip(self._held, held, strict=True))
 
 
 class LocalAdamW8bit(torch.optim.Optimizer):
@@ -88,6 +90,8 @@ class LocalAdamW8bit(torch.optim.Optimizer):
         for param, local in self.pairs:
             local.grad = None if param.grad is None else local_tensor(param.grad)
         self.inner.step()
+        for _, local in self.pairs:
+            local.grad = None
 
 
 def learning_rate_at(step: int, num_steps: int, peak: float, config: OptimConfig) -> float:

@@ -23,12 +23,14 @@ def test_adamw_is_torchs_own_bit_for_bit():
     for step in range(6):
         for params, made in ((ours, optimizer), (plain, reference)):
             made.param_groups[0]["lr"] = 1e-2 / (step + 1)
-            for index, param in enumerate(params[:2]):  # the last never has a gradient
+            for index, param in enumerate(params):
+                if index in (1, 2) and (step + index) % 2:  # now one, now the other has a gradient
+                    continue
                 param.grad = torch.full_like(param, 0.1 * step - 0.2 + index)
             made.step()
             made.zero_grad()
         if step == 3:  # as loading a checkpoint does
-            for param in ours[:2]:
+            for param in ours:
                 optimizer.state[param] = {key: value.clone() for key, value in optimizer.state[param].items()}
     for param, expected in zip(ours, plain, strict=True):
         assert torch.equal(param, expected)

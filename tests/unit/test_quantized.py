@@ -109,3 +109,9 @@ def test_nothing_dequantized_is_kept_for_backward():
 def test_rows_that_blocks_would_cross_are_refused():
     assert "in_features=96" in (Format("nf4").refuses(96) or "")
     assert Format("int8").refuses(96) is None and Format("fp4").refuses(128) is None
+
+
+def test_merging_into_codes_is_refused():
+    layer, _ = make_layer(Format("nf4", True), bias=False)
+    with pytest.raises(NotImplementedError, match=r"qlora_fsdp\.merge"):
+        LoraLinear(layer, "default", peft.LoraConfig(r=8), r=8, lora_alpha=8).merge()

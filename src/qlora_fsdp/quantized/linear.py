@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from qlora_fsdp.errors import ConfigError, Problem
 from qlora_fsdp.quantized.formats import Format
-from qlora_fsdp.quantized.matmul import FP8_MAX, FP8_MULTIPLE, DequantizedMatmul, Fp8Matmul, Matmul
+from qlora_fsdp.quantized.matmul import FP8_MAX, FP8_MAX_BLOCKSIZE, FP8_MULTIPLE, DequantizedMatmul, Fp8Matmul, Matmul
 
 
 class QuantizedLinear(nn.Linear):
@@ -84,7 +84,7 @@ class QuantizedLinear(nn.Linear):
         No magnitude in a 4-bit block is above its absmax. The base is frozen, so this is found once and kept.
         """
         if self._fp8_scales is None:
-            absmax = self.absmax() / FP8_MAX
+            absmax = self.absmax().abs() / FP8_MAX  # a quantized scale may come out just below 0
             self._fp8_scales = (absmax.amax(1).clamp_min_(1e-12), absmax.amax(0).clamp_min_(1e-12))
         return self._fp8_scales
 
@@ -126,7 +126,9 @@ def use_fp8(model: nn.Module) -> int:
     """
     matmul, num_layers = Fp8Matmul(), 0
     for layer in model.modules():
-        if isinstance(layer, QuantizedLinear) and layer.format.is_4bit and layer.out_features % FP8_MULTIPLE == 0:
+        if not isinstance(layer, QuantizedLinear) or not layer.format.is_4bit:
+            continue
+        if layer.out_features % FP8_MULTIPLE == 0 and layer.format.blocksize <= FP8_MAX_BLOCKSIZE:
             layer.matmul = matmul
             num_layers += 1
     if not num_layers:

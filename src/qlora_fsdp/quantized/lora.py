@@ -43,6 +43,12 @@ class LoraLinear(lora.Linear):
         low_rank = F.linear(F.linear(self.lora_dropout[name](x), lora_a.to(x.dtype)), lora_b.to(x.dtype))
         return self.base_layer(x) + low_rank * self.scaling[name]  # type: ignore[no-any-return]
 
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """As PEFT's; refused on codes, which have no weight to add to: `python -m qlora_fsdp.merge` merges those."""
+        if isinstance(self.base_layer, QuantizedLinear):
+            raise NotImplementedError("a quantized base can't be merged in place: use python -m qlora_fsdp.merge")
+        super().merge(safe_merge, adapter_names)
+
 
 @dataclass(frozen=True)
 class LoraPart:
@@ -85,6 +91,7 @@ class SharedInput:
             if len(parts) == len(self.modules):
                 self.input, self.outputs = x, dict(zip(map(id, self.modules), lora_group(x, parts), strict=True))
         if self.input is not x or id(module) not in self.outputs:
+            self.input, self.outputs = None, {}  # what nobody will fetch must not keep its graph alive
             return lora_group(x, [part])[0]
         y = self.outputs.pop(id(module))
         if not self.outputs:

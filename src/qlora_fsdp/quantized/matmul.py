@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from qlora_fsdp.quantized.linear import QuantizedLinear
 
 FP8_MAX = 448.0  # of torch.float8_e4m3fn
+FP8_MAX_BLOCKSIZE = 256  # larger tiles would not fit a multiprocessor when they are transposed
 FP8_MULTIPLE = 16  # of every dimension of an fp8 product but the first
 
 
@@ -95,7 +96,7 @@ def _scaled_mm(a_NK: Tensor, a_scales: Tensor, b_MK: Tensor, b_scales: Tensor, d
 def _side_by_side(tensors: Sequence[Tensor]) -> Tensor:
     """[N, sum of columns]; no copy where they lie so already."""
     if len(tensors) == 1:
-        return tensors[0]
+        return tensors[0] if tensors[0].stride(1) == 1 else tensors[0].contiguous()
     first, width, offset = tensors[0], tensors[0].stride(0), tensors[0].storage_offset()
     for tensor in tensors:
         same_storage = tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
