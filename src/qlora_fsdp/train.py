@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.starts_jobs and not (arguments.help or arguments.cfg):
             from qlora_fsdp.launch.multirun import start_jobs
 
-            return start_jobs(arguments)
+            return start_jobs(arguments, os.environ)
         config = load_config(argv)
         world = World.from_environment(os.environ)
         problems = [*check_settings(config), *check_launch_environment(config, os.environ)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -35,7 +34,7 @@ def launch_command(config: Config, slot: Slot, arguments: Sequence[str]) -> list
     return [sys.executable, "-m", "accelerate.commands.launch", *options, "-m", "qlora_fsdp.train", *arguments]
 
 
-def share_gpus(config: Config, environ: Mapping[str, str] = os.environ) -> list[Slot]:
+def share_gpus(config: Config, environ: Mapping[str, str]) -> list[Slot]:
     """The GPUs of each of the jobs that run at the same time; disjoint.
 
     Raises:
@@ -59,7 +58,7 @@ def share_gpus(config: Config, environ: Mapping[str, str] = os.environ) -> list[
     return [gpus[size * index : size * (index + 1)] for index in range(launch.parallel)]
 
 
-def visible_gpus(environ: Mapping[str, str] = os.environ) -> list[str]:
+def visible_gpus(environ: Mapping[str, str]) -> list[str]:
     """Names, for CUDA_VISIBLE_DEVICES, of the GPUs that this process may use."""
     if "CUDA_VISIBLE_DEVICES" in environ:
         return [name.strip() for name in environ["CUDA_VISIBLE_DEVICES"].split(",") if name.strip() not in ("", "-1")]

@@ -48,7 +48,7 @@ def run_jobs(jobs: list[Job], sweep: Sweep) -> None:
     if not jobs:
         return
     config = jobs[0].config
-    slots = share_gpus(config)
+    slots = share_gpus(config, os.environ)
     if config.launch.dry_run:
         for job in jobs:
             gpus = f"CUDA_VISIBLE_DEVICES={','.join(slots[0])} " if slots[0] is not None else ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -21,7 +20,7 @@ from qlora_fsdp.run_state import read_run
 LAUNCHERS = ("accelerate", "slurm")
 
 
-def start_jobs(arguments: Arguments, environ: Mapping[str, str] = os.environ) -> int:
+def start_jobs(arguments: Arguments, environ: Mapping[str, str]) -> int:
     """Starts what the command line asks for, and prints what came of it.
 
     Returns:
