@@ -21,9 +21,10 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile, schedule
 
+from qlora_fsdp import loop
 from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.config.world import World
-from qlora_fsdp.journal import Journal
+from qlora_fsdp.optim import learning_rate_at
 from qlora_fsdp.run import run
 
 FIRST_STEPS, NUM_STEPS = 3, 2
@@ -34,8 +35,8 @@ PARTS = {
     "attention": r"sdpa|flash|fmha|cudnn::fusion",
     "matrix products": r"nvjet|gemm|cutlass|splitKreduce|cublas",
     "dequantize": r"_dequantize_kernel|kDequantize|_quantize_rows",
-    "gated activation": r"^_forward_kernel|^_backward_kernel|swiglu|geglu",
-    "norms": r"rms_norm|layer_norm",
+    "gated activation": r"^_gate_forward|^_gate_backward|swiglu|geglu",
+    "norms": r"rms_norm|layer_norm|^_norm_forward|^_norm_backward",
     "rotary": r"rope",
     "loss": r"cross_entropy|element_mul",
     "optimizer": r"multi_tensor_apply|[Ff]used[Aa]dam",
@@ -52,13 +53,13 @@ def main() -> None:
     config = load_config(sys.argv[1:])
     steps = schedule(wait=FIRST_STEPS - 1, warmup=1, active=NUM_STEPS)
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU], schedule=steps) as profiler:
-        write_line = Journal.step
 
-        def write_and_count(journal: Journal, figures: dict[str, Any]) -> None:
-            write_line(journal, figures)
-            profiler.step()
+        def begin_step(step: int, *others: Any) -> float:
+            if step > 0:
+                profiler.step()
+            return learning_rate_at(step, *others)
 
-        Journal.step = write_and_count  # type: ignore[method-assign, assignment]
+        vars(loop)["learning_rate_at"] = begin_step  # called first in a step, when the GPU is done with the last
         run(config, World.from_environment(os.environ))
     if int(os.environ.get("RANK", 0)) == 0:
         folder = Path(config.run.folder)

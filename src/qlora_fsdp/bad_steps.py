@@ -1,7 +1,8 @@
 """What happens on a step that would spoil the adapter: loss or gradient is NaN, infinite, or far above the last ones.
 
-Its gradient is never used. What was in the batch is written to run.folder/bad_steps/, and training stops, goes on with
-the next batch, or goes back to the weights of the newest checkpoint first.
+Its gradient is never used: the optimizer is told so on the device, by the same rule (`optim.measure_step`). What was
+in the batch is written to run.folder/bad_steps/, and training stops, goes on with the next batch, or goes back to the
+weights of the newest checkpoint first.
 """
 
 from __future__ import annotations
@@ -94,14 +95,18 @@ class BadSteps:
         log.warning(f"{text} On with the next batch.")
         return False
 
+    def limit(self) -> float:
+        """The largest gradient norm that is no spike, by the steps so far."""
+        spike = self.config.grad_norm_spike
+        return math.inf if spike is None or len(self.norms) < MIN_NORMS else spike * statistics.median(self.norms)
+
     def _judge(self, loss: float, norm: float) -> str | None:
         """What is wrong with a step."""
         if not (math.isfinite(loss) and math.isfinite(norm)):
             return f"loss {loss}, gradient norm {norm}"
-        if self.config.grad_norm_spike is not None and len(self.norms) >= MIN_NORMS:
+        if norm > self.limit():
             usual = statistics.median(self.norms)
-            if norm > self.config.grad_norm_spike * usual:
-                return f"gradient norm {norm:.4g}, {norm / max(usual, 1e-30):.1f} times the usual {usual:.4g}"
+            return f"gradient norm {norm:.4g}, {norm / max(usual, 1e-30):.1f} times the usual {usual:.4g}"
         return None
 
     def _write(

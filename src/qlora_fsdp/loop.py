@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,7 @@ from qlora_fsdp.grads import check_gradients
 from qlora_fsdp.hardware import host_rss_gib, peak_flops
 from qlora_fsdp.journal import Journal
 from qlora_fsdp.memory.measure import PhasePeaks
-from qlora_fsdp.optim import clip_gradients, learning_rate_at
+from qlora_fsdp.optim import learning_rate_at, measure_step
 from qlora_fsdp.plan import BatchSplit, FlopCounter
 from qlora_fsdp.saver import Saver
 from qlora_fsdp.shard import reduce_gradients
@@ -105,8 +105,10 @@ def train(
     peak = peak_flops(processes.device)
     params = [p for p in model.parameters() if p.requires_grad]
     first_step, eval_every, speeds = result.num_steps, config.training.eval_every_steps, []
+    report = _Later()  # a step's figures, told while the GPU computes the next step
 
     def evaluate_after(step: int) -> None:
+        report()
         if eval_data is not None:
             peaks.enter("evaluation")
             started = time.perf_counter()
@@ -116,38 +118,36 @@ def train(
 
     model.train()
     batches = prefetch(_batches(train_data, config, split, processes.rank, first_step))
-    for step in range(first_step, split.num_steps):
-        if step == 0 or (eval_every is not None and step % eval_every == 0):
-            evaluate_after(step)
-        _seed_dropout(config.training.seed, step, processes.rank)
-        started = time.perf_counter()
-        learning_rate = learning_rate_at(step, split.num_steps, config.training.learning_rate, config.optim)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate
-        indices = _global_batch(len(train_data), config.training.seed, step, split)
-        num_targets, num_tokens = train_data.num_target_tokens(indices), int(train_data.lengths[indices].sum())
-        local_loss, micro_losses, local_flops = _run_micro_batches(
-            model, batches, split.num_micro_batches(len(indices)), max(1, num_targets), flops, peaks
-        )
-        peaks.enter("step")
-        norm = clip_gradients(params, config.optim.max_grad_norm).item()
-        loss, num_asking = processes.sum([local_loss.item(), saver.asks()])
-        is_good = bad_steps.check(step, loss, norm, indices, micro_losses)
-        if is_good and step < GRADIENT_CHECK_STEPS:
-            _stop_on_bad_gradients(model, step, not result.losses, processes)
-        if is_good:
+    try:
+        for step in range(first_step, split.num_steps):
+            if step == 0 or (eval_every is not None and step % eval_every == 0):
+                evaluate_after(step)
+            _seed_dropout(config.training.seed, step, processes.rank)
+            started = time.perf_counter()
+            learning_rate = learning_rate_at(step, split.num_steps, config.training.learning_rate, config.optim)
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate
+            indices = _global_batch(len(train_data), config.training.seed, step, split)
+            num_targets, num_tokens = train_data.num_target_tokens(indices), int(train_data.lengths[indices].sum())
+            local_loss, micro_losses, local_flops = _run_micro_batches(
+                model, batches, split.num_micro_batches(len(indices)), max(1, num_targets), flops, peaks, report
+            )
+            peaks.enter("step")
+            outcome = measure_step(params, config.optim.max_grad_norm, local_loss, saver.asks(), bad_steps.limit())
+            if step < GRADIENT_CHECK_STEPS and not outcome.is_bad.item():
+                _stop_on_bad_gradients(model, step, not result.losses, processes)
+            optimizer.found_inf = outcome.is_bad  # type: ignore[attr-defined]  # torch's name: then nothing is changed
             optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        seconds = time.perf_counter() - started
-        result.num_steps, result.first_step_seconds = step + 1, result.first_step_seconds or seconds
-        result.losses += [loss] if is_good else []
-        speed = num_tokens / seconds
-        if step > first_step:
-            speeds.append(speed / processes.num_ranks)
-        peaks.record()
-        step_peak = peaks.peak_gib(*STEP_PHASES)
-        journal.step(
-            {
+            optimizer.zero_grad(set_to_none=True)
+            loss, norm, is_asked = outcome.wait()  # for backward; the optimizer may still run
+            is_good = bad_steps.check(step, loss, norm, indices, micro_losses)
+            seconds = time.perf_counter() - started
+            result.num_steps, result.first_step_seconds = step + 1, result.first_step_seconds or seconds
+            result.losses += [loss] if is_good else []
+            speed = num_tokens / seconds
+            if step > first_step:
+                speeds.append(speed / processes.num_ranks)
+            figures = {
                 "step": step + 1,
                 "epoch": round((step + 1) * split.global_batch_size / len(train_data), 4),
                 "loss": loss if math.isfinite(loss) else None,
@@ -160,16 +160,39 @@ def train(
                 "tokens_per_second": round(speed, 1),
                 "tokens_per_second_per_gpu": round(speed / processes.num_ranks, 1),
                 "mfu": None if peak is None else round(local_flops / seconds / peak, 4),
-                "gpu_peak_gib": None if step_peak is None else round(step_peak, 3),
-                "host_rss_gib": round(host_rss_gib(), 3),
             }
-        )
-        if step + 1 < split.num_steps:  # else the adapter is about to be written
-            saver.after_step(step + 1, num_asking > 0)
+            report.task = partial(_report, figures, journal, peaks)
+            is_last = step + 1 == split.num_steps  # then the adapter is about to be written
+            if not is_last and saver.is_due(step + 1, is_asked):
+                report()
+                saver.after_step(step + 1, is_asked)
+    finally:
+        report()
     evaluate_after(split.num_steps)
     result.step_gpu_peak_gib = peaks.peak_gib(*STEP_PHASES)
     result.tokens_per_second_per_gpu = float(np.median(speeds)) if speeds else None
     return result
+
+
+class _Later:
+    """Something that the host has to do, once, when it has time."""
+
+    task: Callable[[], None] | None = None
+
+    def __call__(self) -> None:
+        task, self.task = self.task, None
+        if task is not None:
+            task()
+
+
+def _report(figures: dict[str, Any], journal: Journal, peaks: PhasePeaks) -> None:
+    peaks.record()
+    step_peak = peaks.peak_gib(*STEP_PHASES)
+    memory = {
+        "gpu_peak_gib": None if step_peak is None else round(step_peak, 3),
+        "host_rss_gib": round(host_rss_gib(), 3),
+    }
+    journal.step(figures | memory)
 
 
 def _run_micro_batches(
@@ -179,8 +202,11 @@ def _run_micro_batches(
     num_targets: int,
     flops: FlopCounter,
     peaks: PhasePeaks,
+    meanwhile: Callable[[], None],
 ) -> tuple[Tensor, list[Tensor], float]:
     """Forward and backward of a step; gradients are reduced once, with the last micro-batch.
+
+    `meanwhile` is called when the GPU has work for some time.
 
     Returns:
         This rank's part of the step's loss, a scalar on the device; that of each micro-batch; and the FLOPs. Nothing
@@ -199,6 +225,7 @@ def _run_micro_batches(
         losses.append(loss.detach())
         loss_sum += losses[-1]
         del loss  # and its graph, before the next one grows
+        meanwhile()
     return loss_sum, losses, num_flops
 
 

@@ -14,7 +14,7 @@ from qlora_fsdp.attention import check_packing, choose_attention
 from qlora_fsdp.build import BuiltModel, ModelFiles, build_model, find_model, quant_settings
 from qlora_fsdp.causal_lm import CausalLM
 from qlora_fsdp.classifier import SequenceClassifier
-from qlora_fsdp.config.schema import Config, DataFormat, MatmulKind, TaskName
+from qlora_fsdp.config.schema import Config, DataFormat, Kernel, MatmulKind, TaskName
 from qlora_fsdp.data.prepare import PreparedData, prepare_data
 from qlora_fsdp.data.tokenizer import byte_tokenizer, load_tokenizer
 from qlora_fsdp.distributed import Processes
@@ -79,7 +79,8 @@ def prepare(config: Config, processes: Processes, folder: Path) -> Prepared:
     built.model.name_or_path = config.model.path or config.model.name
     model = _add_adapters(built, config, liger_loss="cross_entropy" in fused)
     num_fp8 = use_fp8(model) if config.compute.matmul is MatmulKind.fp8 else 0
-    num_groups = fuse_layers(model) if config.kernels.fuse_layers else 0
+    fuses_norms = config.kernels.rms_norm is Kernel.auto
+    num_groups = fuse_layers(model, fuses_norms) if config.kernels.fuse_layers else 0
     machine = find_machine(config.memory.target_gib, processes)
     memory = decide(
         config,

@@ -58,8 +58,13 @@ class Saver:
         is_time = minutes is not None and time.monotonic() - self.last_time >= 60 * minutes
         return self.watch.asked is not None or (is_time and self.processes.is_main)  # one clock counts
 
+    def is_due(self, step: int, asked: bool) -> bool:
+        """Whether `after_step` has something to do; arguments as there."""
+        every = self.config.every_steps
+        return asked or (every is not None and step % every == 0)
+
     def after_step(self, step: int, asked: bool) -> None:
-        """Save if it is time.
+        """Save, because it `is_due`.
 
         Args:
             step: optimizer steps done.
@@ -68,9 +73,6 @@ class Saver:
         Raises:
             Interrupted: a rank got a signal; the checkpoint has been written, if that was possible.
         """
-        every = self.config.every_steps
-        if not asked and (every is None or step % every != 0):
-            return
         error = self._save(step)
         if asked:
             self._stop_on_signal(step, error)

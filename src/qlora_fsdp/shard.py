@@ -66,6 +66,9 @@ def reduce_gradients(model: TaskModel, now: bool) -> None:
     A head that gathers itself (loss.py) has none. FSDP takes that from a unit that reduces; one that keeps must have
     been gathered.
     """
+    if model.reduces_gradients is now:  # telling all modules again takes milliseconds
+        return
+    model.reduces_gradients = now
     assert isinstance(model, FSDPModule)
     model.set_requires_gradient_sync(now)
     head = None if model.backward_needs_head else model.base.get_output_embeddings()

@@ -22,10 +22,12 @@ class TaskModel(nn.Module):
     Attributes:
         splits_head: embeddings and head are FSDP units of their own.
         backward_needs_head: whether the head is gathered again for backward.
+        reduces_gradients: what `shard.reduce_gradients` was told last.
     """
 
     splits_head = False
     backward_needs_head = True
+    reduces_gradients: bool | None = None
 
     def __init__(self, model: peft.PeftModel) -> None:
         super().__init__()

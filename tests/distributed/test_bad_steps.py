@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-import qlora_fsdp.loop as loop
+import qlora_fsdp.optim as optim
 from qlora_fsdp.checkpoint import checkpoint_folders
 from qlora_fsdp.errors import TrainingError
 from tests.helpers.ranks import once, run_ranks
@@ -24,7 +24,7 @@ ADAPTER = Path("adapter/adapter_model.safetensors")
 def train_with_nan(runs: Sequence[tuple[list[str], int | None]]) -> list[str | None]:
     """Runs one after another; in each the gradient norm is NaN once, at the so-many-th step taken. Their errors."""
     errors: list[str | None] = []
-    clip = loop.clip_gradients
+    clip = optim.clip_gradients
     for argv, bad in runs:
         count = 0
 
@@ -33,14 +33,14 @@ def train_with_nan(runs: Sequence[tuple[list[str], int | None]]) -> list[str | N
             norm, count = clip(params, max_norm), count + 1
             return torch.full_like(norm, math.nan) if count - 1 == bad else norm
 
-        loop.clip_gradients = clip_or_nan
+        optim.clip_gradients = clip_or_nan
         try:
             train_here(argv)
             errors.append(None)
         except TrainingError as error:
             errors.append(str(error))
         finally:
-            loop.clip_gradients = clip
+            optim.clip_gradients = clip
     return errors
 
 

@@ -9,6 +9,7 @@ import torch
 from qlora_fsdp.quantized import Format, QuantizedLinear
 from qlora_fsdp.quantized.fuse import fuse_layers, remake_norms
 from qlora_fsdp.quantized.linear import use_fp8
+from qlora_fsdp.quantized.prenorm import NormAndResidual
 from tests.helpers.fused import differences, make_parts
 
 FORMATS = [Format("nf4", True), Format("fp4"), Format("int8", storage=torch.float32)]
@@ -45,6 +46,21 @@ def test_fp8(format: Format, fused: bool):
     # e4m3 keeps 3 bits behind the point: values are off by up to 6 %, 2.6 % as a root mean square, each factor.
     assert max(errors.values()) < 0.12, errors
     assert errors["output"] < 0.06
+
+
+@pytest.mark.parametrize("width", [96, 4096, 8192])
+def test_norm_and_residual(width: int):
+    torch.manual_seed(0)
+    x, grad_y, grad_residual = torch.randn(3, 2, 70, width, device="cuda").bfloat16()
+    weight = torch.randn(width, device="cuda").bfloat16()
+    x.requires_grad_()
+    y, residual = NormAndResidual.apply(x, weight, 1e-5)
+    (grad_x,) = torch.autograd.grad([y, residual], x, [grad_y, grad_residual])
+    wide = x.detach().double().requires_grad_()
+    expected = weight.double() * wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)
+    (expected_grad,) = torch.autograd.grad([expected, wide], wide, [grad_y.double(), grad_residual.double()])
+    for found, wanted in ((y, expected), (grad_x, expected_grad)):
+        assert (found - wanted).norm() < 1e-2 * wanted.norm()
 
 
 @pytest.mark.parametrize("double_quant", [True, False])

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from qlora_fsdp.quantized import Format, QuantizedLinear, gate
 from qlora_fsdp.quantized.fuse import fuse_layers, remake_norms
 from qlora_fsdp.quantized.lora import SharedInput
+from qlora_fsdp.quantized.prenorm import NormAndResidual
 
 NF4 = Format("nf4", double_quant=True)
 
@@ -80,6 +81,10 @@ def test_a_layer_called_with_another_tensor_is_computed_alone():
     assert isinstance(part.q_proj.group, SharedInput)
 
 
+def plain_norm_and_residual(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps), x
+
+
 @pytest.fixture(scope="module")
 def triton_modules() -> tuple[ModuleType, ModuleType]:
     """The kernels' modules; tests/conftest.py has switched Triton's interpreter on."""
@@ -110,6 +115,17 @@ class TestTritonKernels:
             grad_h = backward(inputs[0], h, *small, inputs[1], grad_h_down, activation)
             results.append([grad_h, *inputs])
         torch.testing.assert_close(*results, rtol=1e-4, atol=2e-3)
+
+    def test_norm_and_residual(self, triton_modules):
+        torch.manual_seed(0)
+        x, residual_grad = torch.randn(2, 7, 96), torch.randn(2, 7, 96)
+        weight, grads = torch.randn(96), []
+        for dtype, split in ((torch.float32, NormAndResidual.apply), (torch.float64, plain_norm_and_residual)):
+            values = x.to(dtype, copy=True).requires_grad_()
+            y, again = split(values, weight.to(dtype), 1e-5)
+            (y.square().sum() + (again * residual_grad).sum()).backward()
+            grads.append((y.detach().double(), values.grad.double()))
+        torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-5)
 
     @pytest.mark.parametrize("double_quant", [False, True])
     @pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16, torch.float32])

@@ -27,6 +27,7 @@ def test_adamw_is_torchs_own_bit_for_bit():
                 if index in (1, 2) and (step + index) % 2:  # now one, now the other has a gradient
                     continue
                 param.grad = torch.full_like(param, 0.1 * step - 0.2 + index)
+            made.found_inf = torch.tensor(float(step in (0, 4)))
             made.step()
             made.zero_grad()
         if step == 3:  # as loading a checkpoint does

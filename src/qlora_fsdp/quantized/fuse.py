@@ -1,4 +1,4 @@
-"""Let the layers of a model that belong together be computed together: q, k and v; gate, up and down."""
+"""Let what belongs together in a model be computed together: q, k and v; gate, up and down; a norm and its residual."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from qlora_fsdp.quantized.gate import MAX_RANK
 from qlora_fsdp.quantized.linear import QuantizedLinear
 from qlora_fsdp.quantized.lora import LoraLinear, SharedInput, remake_output
 from qlora_fsdp.quantized.mlp import GatedMlp
+from qlora_fsdp.quantized.prenorm import PRENORM_LAYERS, PreNormLayer
 
 SAME_INPUT = ("q_proj", "k_proj", "v_proj")
 GATED = ("gate_proj", "up_proj", "down_proj")
@@ -22,17 +23,20 @@ GATED_MLPS = {
 }
 
 
-def fuse_layers(model: nn.Module) -> int:
+def fuse_layers(model: nn.Module, norms: bool = True) -> int:
     """Join what can be joined; everything else stays as it is, one layer at a time.
 
     Args:
         model: with adapters on quantized layers, on meta or not.
+        norms: join RMSNorms and residuals too.
 
     Returns:
-        How many groups were made.
+        How many groups of linear layers were made.
     """
     num_groups = 0
     for module in model.modules():
+        if norms and type(module).__name__ in PRENORM_LAYERS:
+            module.forward = PreNormLayer(module)
         shared = _lora_children(module, SAME_INPUT)
         if shared is not None:
             group = SharedInput(shared)

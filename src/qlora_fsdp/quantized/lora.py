@@ -125,6 +125,7 @@ def remake_output(norm: nn.Module) -> None:
         return y
 
     norm.forward = forward
+    norm.is_remade = True  # type: ignore[assignment]  # for who computes it in another way: `prenorm.py`
 
 
 def origin_of(x: Tensor) -> tuple[Tensor | None, Callable[[Tensor], Tensor] | None]:

@@ -44,7 +44,7 @@ def _activate(gate, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def _forward_kernel(
+def _gate_forward_kernel(
     gate_up,
     h,
     b_gate,
@@ -112,7 +112,16 @@ def _forward_kernel(
 
 
 @triton.jit
-def _backward_kernel(
+def _load(row_starts, first_column, is_row, width, COLUMNS: tl.constexpr, IS_WHOLE: tl.constexpr):
+    # Called for the next tile before a tile is computed, so that the memory does not rest meanwhile: a fifth faster
+    # where three large tensors are read, and no faster in forward, where two are.
+    columns = first_column + tl.arange(0, COLUMNS)
+    mask = IS_WHOLE | (is_row[:, None] & (columns < width)[None, :])
+    return tl.load(row_starts + columns[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _gate_backward_kernel(
     gate_up,
     h,
     b_gate,
@@ -155,11 +164,20 @@ def _backward_kernel(
     total_gate = tl.zeros([ROWS, RANK], tl.float32)
     total_up = tl.zeros([ROWS, RANK], tl.float32)
     first = tl.program_id(1) * columns_a_split
-    for start in range(first, tl.minimum(first + columns_a_split, width), COLUMNS):
+    last = tl.minimum(first + columns_a_split, width)
+    gate_rows, grad_rows = gate_up + rows[:, None] * (2 * width), grad_act + rows[:, None] * width
+    next_gate = _load(gate_rows, first, is_row, width, COLUMNS, IS_WHOLE)
+    next_up = _load(gate_rows + width, first, is_row, width, COLUMNS, IS_WHOLE)
+    next_grad = _load(grad_rows, first, is_row, width, COLUMNS, IS_WHOLE)
+    for start in range(first, last, COLUMNS):
         columns = start + tl.arange(0, COLUMNS)
         is_column = columns < width
         is_both = IS_WHOLE | (is_row[:, None] & is_column[None, :])
-        places = rows[:, None] * (2 * width) + columns[None, :]
+        gate, up, grad = next_gate.to(tl.float32), next_up.to(tl.float32), next_grad.to(tl.float32)
+        following = tl.where(start + COLUMNS < last, start + COLUMNS, start)
+        next_gate = _load(gate_rows, following, is_row, width, COLUMNS, IS_WHOLE)
+        next_up = _load(gate_rows + width, following, is_row, width, COLUMNS, IS_WHOLE)
+        next_grad = _load(grad_rows, following, is_row, width, COLUMNS, IS_WHOLE)
         bg = tl.load(
             b_gate + ranks[:, None] + columns[None, :] * rank_gate,
             mask=(ranks < rank_gate)[:, None] & is_column[None, :],
@@ -175,20 +193,16 @@ def _backward_kernel(
             mask=(ranks_down < rank_down)[:, None] & is_column[None, :],
             other=0.0,
         )
-        gate = tl.load(gate_up + places, mask=is_both, other=0.0).to(tl.float32)
         gate = tl.dot(h_gate, bg, gate, input_precision="ieee")
-        up = tl.load(gate_up + places + width, mask=is_both, other=0.0).to(tl.float32)
         up = tl.dot(h_up, bu, up, input_precision="ieee")
-        grad_places = grad_act + rows[:, None] * width + columns[None, :]
-        grad = tl.load(grad_places, mask=is_both, other=0.0).to(tl.float32)
         grad = tl.dot(g_down, a, grad, input_precision="ieee")
         value, slope = _activate(gate, ACTIVATION)
-        tl.store(grad_places, (value * up).to(gate_up.dtype.element_ty), mask=is_both)
+        tl.store(grad_rows + columns[None, :], (value * up).to(gate_up.dtype.element_ty), mask=is_both)
         grad_gate = (grad * up * slope).to(gate_up.dtype.element_ty)
-        tl.store(gate_up + places, grad_gate, mask=is_both)
+        tl.store(gate_rows + columns[None, :], grad_gate, mask=is_both)
         total_gate = tl.dot(grad_gate, tl.trans(bg), total_gate, input_precision="ieee")
         grad_up = (grad * value).to(gate_up.dtype.element_ty)
-        tl.store(gate_up + places + width, grad_up, mask=is_both)
+        tl.store(gate_rows + width + columns[None, :], grad_up, mask=is_both)
         total_up = tl.dot(grad_up, tl.trans(bu), total_up, input_precision="ieee")
     part = grad_h + (tl.program_id(1).to(tl.int64) * num_rows + first_row) * (rank_gate + rank_up)
     tl.store(part + h_rows, total_gate, mask=is_gate)
@@ -203,7 +217,7 @@ def forward(
     act = gate_up.new_empty(num_rows, width)
     num_splits, options = _split(FORWARD, num_rows, width, b_gate, b_up, a_down, activation)
     h_down = torch.empty(num_splits, num_rows, a_down.shape[0], dtype=torch.float32, device=act.device)
-    _forward_kernel[(triton.cdiv(num_rows, FORWARD.rows), num_splits)](
+    _gate_forward_kernel[(triton.cdiv(num_rows, FORWARD.rows), num_splits)](
         gate_up, h, b_gate, b_up, a_down, act, h_down, num_rows, width, **options
     )
     return act, h_down.sum(0).to(act.dtype)
@@ -223,7 +237,7 @@ def backward(
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     num_splits, options = _split(BACKWARD, num_rows, width, b_gate, b_up, a_down, activation)
     grad_h = torch.empty(num_splits, *h.shape, dtype=torch.float32, device=h.device)
-    _backward_kernel[(triton.cdiv(num_rows, BACKWARD.rows), num_splits)](
+    _gate_backward_kernel[(triton.cdiv(num_rows, BACKWARD.rows), num_splits)](
         gate_up, h, b_gate, b_up, a_down, grad_act, grad_h_down, grad_h, num_rows, width, **options
     )
     torch.autograd.graph.increment_version((gate_up, grad_act))
