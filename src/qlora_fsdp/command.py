@@ -6,18 +6,32 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from qlora_fsdp.config.check_settings import check_settings
 from qlora_fsdp.config.commands import AdapterSettings, load_command
 from qlora_fsdp.config.schema import Config
-from qlora_fsdp.errors import ConfigError, UserError, print_error
+from qlora_fsdp.errors import ConfigError, RunFolderError, UserError, print_error
+from qlora_fsdp.files import write_atomically
 
 if TYPE_CHECKING:
     from qlora_fsdp.distributed import Processes
 
 log = logging.getLogger("qlora_fsdp")
 Settings = TypeVar("Settings", bound=AdapterSettings)
+
+
+def write_out(out: str, text: str) -> None:
+    """Write what a command's `out=` setting asks for, whole or not at all.
+
+    Raises:
+        RunFolderError: the file can't be written.
+    """
+    try:
+        write_atomically(Path(out).expanduser(), text)
+    except OSError as error:
+        raise RunFolderError(f"out={out} can't be written: {error}. Set out to another file.") from error
 
 
 def run_command(
@@ -50,8 +64,7 @@ def run_command(
         log.handlers[:] = [logging.StreamHandler(sys.stderr) if rank == "0" else logging.NullHandler()]
         log.setLevel(logging.INFO)
         log.propagate = False
-        use_cpu = os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1")
-        processes = start_processes(config.distributed.timeout_seconds, use_cpu)
+        processes = start_processes(config.distributed.timeout_seconds)
         try:
             body(settings, config, processes)
         finally:

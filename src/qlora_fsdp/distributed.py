@@ -71,6 +71,10 @@ class Processes:
         dist.all_gather_object(values, value, group=self.patient_group if patiently else None)
         return values
 
+    def first_error(self, error: str | None) -> str | None:
+        """The error of the first rank that has one, on every rank; however long the others took."""
+        return next((found for found in self.gather(error, patiently=True) if found is not None), None)
+
     def sum(self, values: list[float]) -> list[float]:
         """Sums over ranks, in float64."""
         tensor = torch.tensor(values, dtype=torch.float64)
@@ -84,12 +88,12 @@ class Processes:
         return tensor.tolist()
 
 
-def start_processes(timeout_seconds: int, use_cpu: bool = False) -> Processes:
+def start_processes(timeout_seconds: int, use_cpu: bool | None = None) -> Processes:
     """Join the process group, and take this process's device.
 
     Args:
         timeout_seconds: a collective that takes longer ends the process: a rank is gone or stuck.
-        use_cpu: compute on the CPU though there are GPUs (accelerate's ACCELERATE_USE_CPU).
+        use_cpu: compute on the CPU though there are GPUs; None: as ACCELERATE_USE_CPU says (`accelerate launch --cpu`).
 
     Raises:
         DeviceError: fewer GPUs than processes on this node.
@@ -98,6 +102,8 @@ def start_processes(timeout_seconds: int, use_cpu: bool = False) -> Processes:
     rank, num_ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     local_num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1 if "RANK" not in os.environ else num_ranks))
+    if use_cpu is None:
+        use_cpu = os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1")
     cuda = torch.cuda.is_available() and not use_cpu
     if cuda:
         num_gpus = torch.cuda.device_count()

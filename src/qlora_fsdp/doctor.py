@@ -326,7 +326,7 @@ def _exchanged() -> list[Finding]:
     from qlora_fsdp.distributed import start_processes, stop_processes
 
     try:
-        processes = start_processes(120, os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1"))
+        processes = start_processes(120)
         return list(check_exchange(processes))
     except (UserError, RuntimeError) as error:
         if not isinstance(error, UserError):

@@ -8,13 +8,11 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qlora_fsdp.command import log, run_command
+from qlora_fsdp.command import log, run_command, write_out
 from qlora_fsdp.config.commands import AdapterSettings
 from qlora_fsdp.config.schema import Config, TaskName
-from qlora_fsdp.errors import RunFolderError
 
 if TYPE_CHECKING:
     from qlora_fsdp.distributed import Processes
@@ -59,7 +57,7 @@ def evaluate_on_data(settings: EvaluateSettings, config: Config, processes: Proc
         config,
         trained.tokenizer,
         is_main=processes.is_local_main,
-        wait=lambda error: next((e for e in processes.gather(error, patiently=True) if e is not None), None),
+        wait=processes.first_error,
         vocab_size=trained.files.config.get_text_config().vocab_size,
     )
     for line in str(data.report).splitlines():
@@ -77,12 +75,7 @@ def evaluate_on_data(settings: EvaluateSettings, config: Config, processes: Proc
     if processes.is_main:
         print(json.dumps(figures))
         if settings.out is not None:
-            try:
-                Path(settings.out).expanduser().write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-            except OSError as error:
-                raise RunFolderError(
-                    f"out={settings.out} can't be written: {error}. Set out to another file."
-                ) from error
+            write_out(settings.out, json.dumps(figures, indent=1) + "\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

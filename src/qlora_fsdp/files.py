@@ -16,5 +16,5 @@ def write_json(path: Path, value: Any) -> None:
 def write_atomically(path: Path, text: str) -> None:
     """Write text under a temporary name in the same folder, then rename."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text)
+    temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qlora_fsdp.command import log, run_command
+from qlora_fsdp.command import log, run_command, write_out
 from qlora_fsdp.config.commands import AdapterSettings
 from qlora_fsdp.config.schema import Config
-from qlora_fsdp.errors import ConfigError, DataError, Problem, RunFolderError
+from qlora_fsdp.errors import ConfigError, DataError, Problem
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -78,10 +78,7 @@ def generate_completions(settings: GenerateSettings, config: Config, processes: 
     if settings.out is None:
         print("\n".join(lines))
         return
-    try:
-        Path(settings.out).expanduser().write_text("\n".join(lines) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise RunFolderError(f"out={settings.out} can't be written: {error}. Set out to another file.") from error
+    write_out(settings.out, "\n".join(lines) + "\n")
     log.info(f"{len(lines)} completions in {settings.out}")
 
 

@@ -112,7 +112,7 @@ def prepare(config: Config, processes: Processes, folder: Path) -> Prepared:
         config,
         tokenizer,
         is_main=processes.is_local_main,
-        wait=lambda error: next((e for e in processes.gather(error, patiently=True) if e is not None), None),
+        wait=processes.first_error,
         vocab_size=text_config.vocab_size,
     )
     if isinstance(model, SequenceClassifier):

@@ -60,8 +60,7 @@ def run(config: Config, world: World) -> dict[str, Any]:
     Raises:
         UserError: anything the user can mend; the same on every rank, before the first step wherever possible.
     """
-    use_cpu = os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1")
-    processes = start_processes(config.distributed.timeout_seconds, use_cpu)
+    processes = start_processes(config.distributed.timeout_seconds)
     watch = Watch(processes)
     summary: dict[str, Any] = {"status": "running", "num_ranks": processes.num_ranks}
     try:
