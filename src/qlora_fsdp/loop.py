@@ -106,6 +106,7 @@ def train(
     params = [p for p in model.parameters() if p.requires_grad]
     first_step, eval_every, speeds = result.num_steps, config.training.eval_every_steps, []
     report = _Later()  # a step's figures, told while the GPU computes the next step
+    started: float | None = None  # the end of the step before; None after other work
 
     def evaluate_after(step: int) -> None:
         report()
@@ -122,8 +123,9 @@ def train(
         for step in range(first_step, split.num_steps):
             if step == 0 or (eval_every is not None and step % eval_every == 0):
                 evaluate_after(step)
+                started = None
+            started = started or time.perf_counter()
             _seed_dropout(config.training.seed, step, processes.rank)
-            started = time.perf_counter()
             learning_rate = learning_rate_at(step, split.num_steps, config.training.learning_rate, config.optim)
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate
@@ -141,7 +143,8 @@ def train(
             optimizer.zero_grad(set_to_none=True)
             loss, norm, is_asked = outcome.wait()  # for backward; the optimizer may still run
             is_good = bad_steps.check(step, loss, norm, indices, micro_losses)
-            seconds = time.perf_counter() - started
+            ended = time.perf_counter()
+            seconds, started = ended - started, ended
             result.num_steps, result.first_step_seconds = step + 1, result.first_step_seconds or seconds
             result.losses += [loss] if is_good else []
             speed = num_tokens / seconds
@@ -166,6 +169,7 @@ def train(
             if not is_last and saver.is_due(step + 1, is_asked):
                 report()
                 saver.after_step(step + 1, is_asked)
+                started = None
     finally:
         report()
     evaluate_after(split.num_steps)
