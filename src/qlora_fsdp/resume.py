@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from qlora_fsdp.checkpoint import ANOTHER, Checkpoint, checkpoint_folders, read_manifest, remove_checkpoints
-from qlora_fsdp.config.identity import is_harmless, plain_default, plain_settings
+from qlora_fsdp.config.identity import find_changes, is_harmless, plain_settings
 from qlora_fsdp.config.schema import Config, Optimizer
 from qlora_fsdp.config.settings import show
 from qlora_fsdp.data.sequences import Sequences
@@ -74,10 +74,7 @@ def check_changes(checkpoint: Checkpoint, config: Config, num_ranks: int) -> lis
     """
     is_8bit = config.optim.name is Optimizer.adamw_8bit
     changes, problems = [], []
-    for key, value in settings_of(config, num_ranks).items():
-        old = checkpoint.settings.get(key, plain_default(key))
-        if value == old:
-            continue
+    for key, (value, old) in find_changes(settings_of(config, num_ranks), checkpoint.settings).items():
         if (is_harmless(key) and not (is_8bit and key in SHARDS)) or key in config.checkpoint.allow_changes:
             changes.append(f"{show(key, value)} (was {show('', old)[1:]})")
         else:

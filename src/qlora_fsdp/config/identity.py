@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import Enum
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.config.settings import all_settings, value_of
@@ -31,6 +35,22 @@ def is_harmless(key: str) -> bool:
 def plain_settings(config: Config) -> dict[str, Any]:
     """Every setting by its key, as JSON has it."""
     return {key: _plain(value_of(config, key)) for key in all_settings()}
+
+
+def read_settings(file: Path) -> dict[str, Any]:
+    """Every setting in a run's config.yaml by its key, as JSON has it; empty where there is none."""
+    try:
+        sections = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError):
+        return {}
+    sections = sections if isinstance(sections, dict) else {}
+    return {f"{section}.{name}": value for section, values in sections.items() for name, value in values.items()}
+
+
+def find_changes(new: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Settings that differ: new and old value by key. One that did not exist then had its default."""
+    was = {key: old[key] if key in old else plain_default(key) for key in new}
+    return {key: (value, was[key]) for key, value in new.items() if value != was[key]}
 
 
 def _plain(value: Any) -> Any:

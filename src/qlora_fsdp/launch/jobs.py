@@ -5,21 +5,19 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, open_dict
 
 from qlora_fsdp.config.check_settings import check_settings
-from qlora_fsdp.config.compose import quote, read_config, to_yaml
-from qlora_fsdp.config.identity import is_harmless
+from qlora_fsdp.config.compose import quote, read_config
+from qlora_fsdp.config.identity import find_changes, is_harmless, plain_settings, read_settings
 from qlora_fsdp.config.schema import Config
-from qlora_fsdp.config.settings import all_settings, show
+from qlora_fsdp.config.settings import show
 from qlora_fsdp.config.validate import check_split
 from qlora_fsdp.config.world import World
 from qlora_fsdp.errors import ConfigError, Problem
@@ -136,19 +134,15 @@ def _check(job: Job) -> list[Problem]:
 
 def _harmful_changes(job: Job) -> list[Problem]:
     """Settings that differ from those of the run in the job's folder, and make it another run."""
-    new, old = yaml.safe_load(to_yaml(job.config)), {}
-    with suppress(OSError, yaml.YAMLError):
-        old = yaml.safe_load((job.folder / "config.yaml").read_text(encoding="utf-8"))
+    old = read_settings(job.folder / "config.yaml")
+    changes = find_changes(plain_settings(job.config), old) if old else {}
     problems = []
-    for key in all_settings():
-        section, _, name = key.partition(".")
-        if is_harmless(key) or key in job.config.checkpoint.allow_changes or name not in old.get(section, {}):
-            continue
-        if new[section][name] != old[section][name]:
-            was = show("", old[section][name])[1:]
-            reason = f"was {was} in {job.folder}, which has {'finished' if job.is_done else 'a checkpoint'}."
+    for key, (value, was) in changes.items():
+        if not is_harmless(key) and key not in job.config.checkpoint.allow_changes:
+            has = "finished" if job.is_done else "a checkpoint"
+            reason = f"was {show('', was)[1:]} in {job.folder}, which has {has}."
             fix = "Set another run.name, or run.overwrite=true to start anew."
-            problems.append(Problem(show(key, new[section][name]), reason, fix))
+            problems.append(Problem(show(key, value), reason, fix))
     return problems
 
 

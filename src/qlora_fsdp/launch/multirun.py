@@ -48,12 +48,13 @@ def start_jobs(arguments: Arguments, environ: Mapping[str, str]) -> int:
         except Interrupted:
             _show(folder)
             raise
-    jobs = [] if config.launch.dry_run else _show(folder)
-    if config.launch.dry_run or submits:
+    if config.launch.dry_run:
         return 0
-    return (
-        0 if all(status == "finished" for status in [job["status"] for job in jobs] or [read_run(folder).status]) else 1
-    )
+    jobs = _show(folder)
+    if submits:
+        return 0
+    statuses = [job["status"] for job in jobs] or [read_run(folder).status]
+    return int(any(status != "finished" for status in statuses))
 
 
 def _show(folder: Path) -> list[dict[str, Any]]:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from qlora_fsdp.files import write_atomically
+from qlora_fsdp.files import write_atomically, write_json
 from qlora_fsdp.launch.jobs import Job
 from qlora_fsdp.run_state import read_json, read_run
 from qlora_fsdp.tables import format_table, show_number
@@ -25,7 +24,7 @@ def describe_sweep(jobs: Sequence[Job]) -> list[dict[str, Any]]:
 def write_results(folder: Path, jobs: list[dict[str, Any]]) -> None:
     """Writes sweep.json and sweep.csv to the folder of the sweep."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / SWEEP_FILE, json.dumps({"jobs": jobs}, indent=2) + "\n")
+    write_json(folder / SWEEP_FILE, {"jobs": jobs})
     rows = [job["overrides"] | {key: value for key, value in job.items() if key != "overrides"} for job in jobs]
     names = list(dict.fromkeys(name for row in rows for name in row))
     text = io.StringIO()

@@ -9,9 +9,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from qlora_fsdp.config.identity import plain_default
+from qlora_fsdp.config.identity import plain_default, read_settings
 from qlora_fsdp.config.settings import all_settings
 from qlora_fsdp.report.charts import Series, chart, smooth
 from qlora_fsdp.run_state import RunState, read_json, read_metrics, read_run
@@ -60,8 +58,7 @@ def read(folder: Path, name: str) -> Run:
     lines = list(read_metrics(folder))
     steps, evaluations = [line for line in lines if "loss" in line], [line for line in lines if "eval_loss" in line]
     summary, environment = read_json(folder / "summary.json"), read_json(folder / "environment.json")
-    values = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")) or {}
-    settings = {f"{section}.{key}": value for section in values for key, value in values[section].items()}
+    settings = read_settings(folder / "config.yaml")
     return Run(name, read_run(folder), steps, evaluations, settings, summary, environment)
 
 
