@@ -7,30 +7,24 @@ run.folder/checkpoints/step-00000100/
     manifest.json                   written last: step, settings, and size and SHA-256 of every other file
 
 There is no more to save: the order of the data, the learning rate, the loss's divisor and the seed of dropout are
-functions of the step. A folder of this name is whole, because it is written under another one and renamed. So is one
-that is removed: it is renamed first.
+functions of the step. A folder of this name is whole, because it is written under another one and renamed
+(checkpoint_write.py). So is one that is removed: it is renamed first.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from qlora_fsdp.distributed import Processes
 from qlora_fsdp.errors import ResumeError
@@ -81,7 +75,7 @@ def read_manifest(folder: Path) -> Checkpoint:
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())
         digest = manifest.pop("sha256")
-        if digest != _digest_manifest(manifest):
+        if digest != digest_manifest(manifest):
             raise ValueError("its checksum does not match")
         return Checkpoint(folder, **manifest)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -99,7 +93,7 @@ def verify_files(checkpoint: Checkpoint, processes: Processes) -> None:
         size, digest = checkpoint.files[name]
         file = checkpoint.folder / name
         try:
-            found = (file.stat().st_size, _digest_file(file))
+            found = (file.stat().st_size, digest_file(file))
         except OSError as error:
             raise ResumeError(f"{file} can't be read: {error.strerror}. {ANOTHER}") from error
         if found != (size, digest):
@@ -112,64 +106,6 @@ def verify_files(checkpoint: Checkpoint, processes: Processes) -> None:
     processes.wait(patiently=True)
 
 
-def save_checkpoint(
-    content: Checkpoint,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    write_adapter: Callable[[Path], None],
-    processes: Processes,
-) -> str | None:
-    """Write a checkpoint, whole or not at all; every rank calls this.
-
-    Args:
-        content: the folder to write, and the rest of the manifest but for `files`.
-        model: sharded; its trainable parameters are saved.
-        optimizer: over these.
-        write_adapter: writes the adapter to a folder; every rank calls it.
-        processes: all ranks take part.
-
-    Returns:
-        What went wrong, on whichever rank; None: the checkpoint is there. An error leaves nothing behind.
-    """
-    temporary, rank = _temporary(content.folder), processes.rank
-    mine: list[Path] = []
-    errors: list[str] = []
-    with _noting(errors):
-        if processes.is_main:
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
-    # Whatever fails, the collectives within go on: each rank comes to the last of them and tells the others there.
-    with _noting(errors):
-        write_adapter(temporary / "adapter")
-    with _noting(errors):
-        writer = FileSystemWriter(temporary, sync_files=True)
-        save(_state(model, optimizer), storage_writer=writer, process_group=processes.patient_group)
-        mine += temporary.glob(f"__{rank}_*.distcp")
-        if isinstance(optimizer, LocalAdamW8bit):
-            mine.append(temporary / f"optimizer-{rank:05}.pt")
-            torch.save(optimizer.inner.state_dict()["state"], mine[-1])
-        if processes.is_main:
-            mine += [temporary / ".metadata", *(temporary / "adapter").iterdir()]
-    files: dict[str, tuple[int, str]] = {}
-    with _noting(errors):
-        for file in mine:
-            _sync(file)
-            files[str(file.relative_to(temporary))] = (file.stat().st_size, _digest_file(file))
-    everyone = processes.gather((files, errors), patiently=True)
-    error = next((text for _, texts in everyone for text in texts), None)
-    if processes.is_main:
-        failures: list[str] = []
-        if error is None:
-            with _noting(failures):
-                found = {name: facts for files, _ in everyone for name, facts in files.items()}
-                _finish(replace(content, files=found), temporary)
-        if error is not None or failures:
-            shutil.rmtree(temporary, ignore_errors=True)
-        error = error or next(iter(failures), None)
-    result: str | None = processes.share(error)
-    return result
-
-
 def load_checkpoint(
     checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer, processes: Processes
 ) -> None:
@@ -180,7 +116,7 @@ def load_checkpoint(
     """
     if not isinstance(optimizer, LocalAdamW8bit):
         _allocate_state(optimizer)
-    state, reader = _state(model, optimizer), FileSystemReader(checkpoint.folder)
+    state, reader = trained_state(model, optimizer), FileSystemReader(checkpoint.folder)
     saved = {
         name: entry.size
         for name, entry in reader.read_metadata().state_dict_metadata.items()
@@ -204,41 +140,12 @@ def remove_checkpoints(folder: Path, keep: list[Path]) -> None:
     """Remove every checkpoint in `folder` but these, and what an interrupted save or removal has left there."""
     for path in checkpoint_folders(folder):
         if path not in keep:
-            path.rename(_temporary(path))
+            path.rename(temporary_name(path))
     for path in folder.glob(".step-*.tmp"):
         shutil.rmtree(path)
 
 
-@contextmanager
-def _noting(errors: list[str]) -> Iterator[None]:
-    try:
-        yield
-    except CheckpointException as error:  # by rank; not an Exception
-        errors += [_describe(wrapped[0]) for _, wrapped in sorted(error.failures.items())]
-    except (OSError, SafetensorError, RuntimeError) as error:
-        errors.append(_describe(error))
-
-
-def _describe(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__
-
-
-def _finish(content: Checkpoint, temporary: Path) -> None:
-    """The manifest, then the name; what was renamed is on the disk whole, also if the host stops now."""
-    for name, (size, _) in content.files.items():
-        if (temporary / name).stat().st_size != size:
-            raise OSError(f"{temporary / name} is not what its rank wrote: is run.folder shared by all nodes?")
-    manifest = asdict(content)
-    del manifest["folder"]
-    text = json.dumps({"sha256": _digest_manifest(manifest), **manifest}, indent=1)
-    (temporary / MANIFEST).write_text(text)
-    for path in (temporary / MANIFEST, temporary / "adapter", temporary):
-        _sync(path)
-    temporary.rename(content.folder)
-    _sync(content.folder.parent)
-
-
-def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def trained_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Trainable parameters and the optimizer's tensors for each, by names that hold for any sharding."""
     state: dict[str, Tensor] = {}
     for name, param in model.named_parameters():
@@ -259,20 +166,13 @@ def _allocate_state(optimizer: torch.optim.Optimizer) -> None:
             }
 
 
-def _temporary(folder: Path) -> Path:
+def temporary_name(folder: Path) -> Path:
+    """What a checkpoint is called that is being written or removed."""
     return folder.with_name(f".{folder.name}.tmp")
 
 
-def _sync(path: Path) -> None:
-    """Wait until a file, or a folder's list of names, is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _digest_file(file: Path) -> str:
+def digest_file(file: Path) -> str:
+    """SHA-256 of a file's bytes."""
     digest = hashlib.sha256()
     with file.open("rb") as stream:
         while block := stream.read(2**22):
@@ -280,7 +180,8 @@ def _digest_file(file: Path) -> str:
     return digest.hexdigest()
 
 
-def _digest_manifest(manifest: dict[str, Any]) -> str:
+def digest_manifest(manifest: dict[str, Any]) -> str:
+    """SHA-256 of a manifest, which it has itself under `sha256`."""
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 

@@ -8,7 +8,7 @@ because offloaded gradients and objects travel over gloo.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -35,6 +35,7 @@ class Processes:
         device: where this process computes.
         store: the key-value store they met at; works when no collective does.
         patient_group: for waits that may take hours, which are no sign that a rank is stuck.
+        group: for all others; None: the default one.
     """
 
     rank: int
@@ -44,6 +45,7 @@ class Processes:
     device: torch.device
     store: Store
     patient_group: dist.ProcessGroup | None = None
+    group: dist.ProcessGroup | None = None
 
     @property
     def is_main(self) -> bool:
@@ -55,20 +57,25 @@ class Processes:
         """Whether this process does what is done once a node."""
         return self.local_rank == 0
 
+    def for_thread(self) -> Processes:
+        """The same, for another thread: collectives of two threads need two groups. Patient; never touches a GPU."""
+        group = dist.new_group(backend="gloo", timeout=PATIENCE)
+        return replace(self, group=group, patient_group=group)
+
     def wait(self, patiently: bool = False) -> None:
         """A barrier over all processes; it never touches a GPU. Patiently: without distributed.timeout_seconds."""
-        dist.all_reduce(torch.zeros(1), group=self.patient_group if patiently else None)
+        dist.all_reduce(torch.zeros(1), group=self.patient_group if patiently else self.group)
 
     def share(self, value: Any) -> Any:
         """Rank 0's value, on every rank."""
         values = [value]
-        dist.broadcast_object_list(values, src=0, device=torch.device("cpu"))
+        dist.broadcast_object_list(values, src=0, device=torch.device("cpu"), group=self.group)
         return values[0]
 
     def gather(self, value: Any, patiently: bool = False) -> list[Any]:
         """Every rank's value, by rank, on every rank. Patiently: without distributed.timeout_seconds."""
         values: list[Any] = [None] * self.num_ranks
-        dist.all_gather_object(values, value, group=self.patient_group if patiently else None)
+        dist.all_gather_object(values, value, group=self.patient_group if patiently else self.group)
         return values
 
     def first_error(self, error: str | None) -> str | None:
@@ -78,13 +85,13 @@ class Processes:
     def sum(self, values: list[float]) -> list[float]:
         """Sums over ranks, in float64."""
         tensor = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(tensor)
+        dist.all_reduce(tensor, group=self.group)
         return tensor.tolist()
 
     def max(self, values: list[float]) -> list[float]:
         """Maxima over ranks, in float64."""
         tensor = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group)
         return tensor.tolist()
 
 

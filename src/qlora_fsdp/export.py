@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from copy import copy
 from pathlib import Path
 from typing import cast
 
@@ -120,9 +121,9 @@ def write_adapter(
     tensors = peft.get_peft_model_state_dict(model, state_dict=state, save_embedding_layers=False)
     folder.mkdir(parents=True)
     save_file({k: v.contiguous() for k, v in tensors.items()}, folder / "adapter_model.safetensors", {"format": "pt"})
-    config.inference_mode, training_mode = True, config.inference_mode
-    config.save_pretrained(str(folder))
-    config.inference_mode = training_mode
+    saved = copy(config)  # training may go on meanwhile
+    saved.inference_mode = True
+    saved.save_pretrained(str(folder))
     if tokenizer is not None:
         tokenizer.save_pretrained(str(folder))
     classifies = config.task_type == "SEQ_CLS"

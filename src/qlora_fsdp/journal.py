@@ -38,6 +38,7 @@ class Journal:
     def __init__(self, folder: Path, config: Config, num_steps: int, is_main: bool, first_step: int = 0) -> None:
         self.folder, self.is_main, self.num_steps, self.first_step = folder, is_main, num_steps, first_step
         self.started = self.last_line = time.monotonic()
+        self.last_step = first_step
         self.is_terminal = sys.stdout.isatty()
         if is_main:
             with writing(folder):
@@ -68,6 +69,14 @@ class Journal:
             figures = "".join(f" | {name} {value:.4f}" for name, value in metrics.items())
             log.info(f"step {step}/{self.num_steps} | evaluation loss {eval_loss:.4f}{figures} | {seconds:.1f} s")
 
+    def checkpoint(self, step: int, folder: Path, stall_seconds: float, write_seconds: float) -> None:
+        """Record that the checkpoint of `step` is there: how long training waited, and how long it was written."""
+        figures = {"checkpoint_stall_seconds": round(stall_seconds, 3), "checkpoint_seconds": round(write_seconds, 3)}
+        self._write({"step": step, **figures})
+        if self.is_main:
+            print("\r\033[K" if self.is_terminal else "", end="")
+            log.info(f"Checkpoint: {folder}, written in {write_seconds:.1f} s; training waited {stall_seconds:.2f} s")
+
     def good_norms(self, at_most: int) -> list[float]:
         """Gradient norms of the last steps before this start whose gradient was used; for rank 0."""
         lines = list(read_metrics(self.folder))
@@ -87,7 +96,9 @@ class Journal:
             with writing(self.folder):
                 self.metrics.write(json.dumps(figures) + "\n")
         if self.wandb is not None:
-            self.wandb.log({k: v for k, v in figures.items() if v is not None}, step=figures["step"])
+            # A checkpoint's line comes some steps later, and W&B takes none for a step that is past.
+            self.last_step = max(self.last_step, figures["step"])
+            self.wandb.log({k: v for k, v in figures.items() if v is not None}, step=self.last_step)
 
 
 def _drop_later_lines(file: Path, last_step: int) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from tqdm import tqdm
 
@@ -24,7 +25,7 @@ from qlora_fsdp.config.validate import check
 from qlora_fsdp.config.world import World
 from qlora_fsdp.distributed import Processes, start_processes, stop_processes
 from qlora_fsdp.errors import Interrupted, UserError
-from qlora_fsdp.export import gather_trainable, save_adapter, write_adapter
+from qlora_fsdp.export import save_adapter, write_adapter
 from qlora_fsdp.files import write_json
 from qlora_fsdp.hardware import host_rss_gib, host_rss_now_gib
 from qlora_fsdp.journal import Journal
@@ -71,7 +72,9 @@ def run(config: Config, world: World) -> dict[str, Any]:
         watch.record = partial(_record_failure, folder, summary)
         if checkpoint is not None:
             log.info(f"Going on from step {checkpoint.step}, {checkpoint.folder}; changed: {', '.join(changes) or '-'}")
+            started = time.perf_counter()
             verify_files(checkpoint, processes)
+            summary["resume_seconds"] = time.perf_counter() - started
         _run(config, processes, watch, folder, checkpoint, summary)
     except BaseException as error:
         reason = watch.explain(error)
@@ -174,19 +177,18 @@ def _train(
     )
     done = TrainResult()
     if checkpoint is not None:
+        started = time.perf_counter()
         load_checkpoint(checkpoint, model.model, optimizer, processes)
+        summary["resume_seconds"] += time.perf_counter() - started
         done = TrainResult(checkpoint.step, eval_losses=checkpoint.eval_losses)
     if processes.is_main:
         with writing(folder):
             remove_later_checkpoints(checkpoint, folder / "checkpoints")
     card = f"LoRA r={config.lora.r} on {kind_of(prepared.built)} weights, {split.num_steps} steps"
-
     settings = saved_settings(config)
 
-    def write_adapter_to(target: Path) -> None:
-        state = gather_trainable(model.model, processes)
-        if processes.is_main:
-            write_adapter(model.model, state, target, prepared.tokenizer, card, settings)
+    def write_adapter_to(target: Path, state: dict[str, Tensor]) -> None:
+        write_adapter(model.model, state, target, prepared.tokenizer, card, settings)
 
     content = Checkpoint(
         folder / "checkpoints",
@@ -196,8 +198,8 @@ def _train(
         describe_data(data.train),
         done.eval_losses,
     )
-    saver = Saver(config.checkpoint, content, model.model, optimizer, write_adapter_to, processes, watch)
     journal = Journal(folder, config, split.num_steps, processes.is_main, done.num_steps)
+    saver = Saver(config.checkpoint, content, model.model, optimizer, write_adapter_to, processes, watch, journal)
     norms = processes.share(journal.good_norms(NUM_NORMS) if processes.is_main else None)
     bad_steps = BadSteps(
         config.training,
@@ -211,7 +213,7 @@ def _train(
     )
     figures = dict(summary)
     try:
-        with watch.patience():
+        with watch.patience(), saver:
             result = train(
                 model,
                 optimizer,
@@ -230,6 +232,7 @@ def _train(
         save_adapter(model.model, folder / "adapter", prepared.tokenizer, card, settings, processes)
         figures |= {"status": "finished"} | describe(result)
     finally:
+        summary["checkpoints"] = saver.describe()
         journal.close(figures)
     return result
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from safetensors.torch import save as save_tensors
+from torch import Tensor, nn
 
 from qlora_fsdp import run_folder
 from qlora_fsdp.checkpoint import (
@@ -19,9 +20,9 @@ from qlora_fsdp.checkpoint import (
     load_checkpoint,
     read_manifest,
     remove_checkpoints,
-    save_checkpoint,
     verify_files,
 )
+from qlora_fsdp.checkpoint_write import HostCopy, write_checkpoint
 from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.distributed import Processes, start_processes, stop_processes
@@ -51,14 +52,14 @@ def trained(width: int = 40) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def write_adapter(folder: Path) -> None:
+def write_adapter(folder: Path, state: dict[str, Tensor]) -> None:
     folder.mkdir()
-    (folder / "adapter_model.safetensors").write_bytes(bytes(100))
+    (folder / "adapter_model.safetensors").write_bytes(save_tensors(state))
 
 
 def save(folder: Path, step: int, processes: Processes, write=write_adapter) -> str | None:
     content = Checkpoint(folder / f"step-{step:08}", step, 1, {"lora.r": 8}, {"num_tokens": 5}, [(0, 0.1)])
-    return save_checkpoint(content, *trained(), write, processes)
+    return write_checkpoint(content, HostCopy().take(*trained()), write, processes)
 
 
 def test_saved_state_comes_back(tmp_path: Path, processes: Processes):
@@ -102,7 +103,7 @@ def test_other_model_is_refused(tmp_path: Path, processes: Processes):
 
 
 def test_failed_save_leaves_the_last_one(tmp_path: Path, processes: Processes):
-    def fail(folder: Path) -> None:
+    def fail(folder: Path, state: dict[str, Tensor]) -> None:
         raise OSError(28, "No space left on device", str(folder))
 
     assert save(tmp_path, 2, processes) is None

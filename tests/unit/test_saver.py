@@ -1,0 +1,131 @@
+"""Checkpoints are written by a thread, from a copy, while training goes on."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from qlora_fsdp import saver as saver_module
+from qlora_fsdp.checkpoint import Checkpoint, checkpoint_folders, read_manifest
+from qlora_fsdp.config.compose import load_config
+from qlora_fsdp.distributed import Processes, start_processes, stop_processes
+from qlora_fsdp.errors import Interrupted
+from qlora_fsdp.journal import Journal
+from qlora_fsdp.run_folder import log
+from qlora_fsdp.saver import Saver
+from qlora_fsdp.watch import Watch
+
+ADAPTER = Path("adapter/adapter.safetensors")
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[Processes]:
+    yield start_processes(60, use_cpu=True)
+    stop_processes()
+
+
+class Writes:
+    """Stands for the adapter's writer: waits until it is let go on, and fails when it is told to."""
+
+    def __init__(self) -> None:
+        self.go, self.error = threading.Event(), None
+
+    def __call__(self, folder: Path, state: dict[str, Tensor]) -> None:
+        assert self.go.wait(30)
+        if self.error is not None:
+            raise self.error
+        folder.mkdir()
+        save_file(state, folder / ADAPTER.name)
+
+
+@pytest.fixture
+def training(tmp_path: Path, processes: Processes) -> Any:
+    """A model of one number, its saver, which saves after every step, and the writer that it waits for."""
+    config = load_config(["model=tiny", "data=random", "checkpoint.every_steps=1", "checkpoint.keep_last=1"])
+    model, writes = nn.Linear(1, 1, bias=False), Writes()
+    optimizer = torch.optim.AdamW(model.parameters())
+    watch = cast(Watch, SimpleNamespace(asked=None))
+    content, journal = Checkpoint(tmp_path / "checkpoints", 0, 1, {}, {}), Journal(tmp_path, config, 9, is_main=True)
+    saver = Saver(config.checkpoint, content, model, optimizer, writes, processes, watch, journal)
+    return SimpleNamespace(model=model, writes=writes, saver=saver, folder=content.folder)
+
+
+def step(training: Any, number: int) -> None:
+    training.model.weight.data.fill_(number)
+    training.saver.after_step(number, asked=False)
+
+
+def saved(training: Any) -> dict[str, float]:
+    folders = checkpoint_folders(training.folder)
+    return {folder.name: load_file(folder / ADAPTER)["weight"].item() for folder in folders}
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(training: Any):
+    with training.saver:
+        step(training, 1)
+        training.model.weight.data.fill_(7.0)  # the next step, before anything was written
+        assert saved(training) == {}
+        training.writes.go.set()
+    assert saved(training) == {"step-00000001": 1.0}
+    figures = training.saver.describe()
+    assert figures["written"] == 1 and figures["max_stall_seconds"] < figures["max_write_seconds"]
+    lines = [json.loads(line) for line in (training.folder.parent / "metrics.jsonl").read_text().splitlines()]
+    assert lines[0]["step"] == 1 and lines[0]["checkpoint_seconds"] > 0
+
+
+def test_the_next_checkpoint_and_a_signal_wait_for_it(training: Any):
+    step(training, 1)
+    threading.Timer(0.5, training.writes.go.set).start()
+    step(training, 2)
+    assert "step-00000001" in saved(training)
+    training.saver.watch.asked = signal.SIGTERM
+    with pytest.raises(Interrupted, match="Step 3 is saved"), training.saver:
+        training.saver.after_step(3, asked=True)
+    assert saved(training) == {"step-00000003": 2.0}, "the older ones are removed"
+    assert read_manifest(checkpoint_folders(training.folder)[0]).step == 3
+
+
+def test_failure_is_reported_and_leaves_the_last_one(training: Any, caplog: pytest.LogCaptureFixture):
+    log.propagate = True
+    training.writes.go.set()
+    step(training, 1)
+    assert training.saver.save(1)
+    training.writes.error = OSError(28, "No space left on device")
+    step(training, 2)
+    assert not training.saver.save(2)
+    assert caplog.text.count("No checkpoint of step 2: ") == 2 and "No space left on device" in caplog.text
+    assert list(training.folder.iterdir()) == [training.folder / "step-00000001"]
+    training.writes.error = None
+    assert training.saver.save(2) and saved(training) == {"step-00000002": 2.0}
+    assert training.saver.describe() | {"max_stall_seconds": 0, "max_write_seconds": 0} == {
+        **{"written": 2, "failed": 2, "max_stall_seconds": 0, "max_write_seconds": 0}
+    }
+
+
+@pytest.mark.parametrize("error", [Interrupted(2), ValueError("a bug")])
+def test_an_error_does_not_wait_for_a_stuck_disk(training: Any, monkeypatch: pytest.MonkeyPatch, error: Exception):
+    monkeypatch.setattr(saver_module, "ERROR_SECONDS", 0.3)
+    with pytest.raises(type(error)), training.saver:
+        step(training, 1)
+        raise error
+    assert saved(training) == {}
+    training.writes.go.set()
+    training.saver._wait()
+    assert saved(training) == {"step-00000001": 1.0}, "it was whole in the end, and nothing broke"
+
+
+def test_what_nobody_expected_is_raised_where_training_sees_it(training: Any):
+    training.writes.error = AssertionError("a bug")
+    training.writes.go.set()
+    with pytest.raises(AssertionError, match="a bug"), training.saver:
+        step(training, 1)
