@@ -48,6 +48,7 @@ class Checkpoint:
         num_ranks: of the run that wrote it.
         settings: every setting by its dotted key, as plain values.
         data: counts that tell the training data from other data.
+        base: fingerprint of the base model's files; None: it was made up, or the checkpoint is older than this.
         eval_losses: (step, loss) of the evaluations before this step's.
         files: size and SHA-256 of every other file, by its path in the folder.
     """
@@ -57,6 +58,7 @@ class Checkpoint:
     num_ranks: int
     settings: dict[str, Any]
     data: dict[str, int]
+    base: str | None = None
     eval_losses: list[tuple[int, float]] = field(default_factory=list)
     files: dict[str, tuple[int, str]] = field(default_factory=dict)
 

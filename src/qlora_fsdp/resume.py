@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,10 @@ from qlora_fsdp.config.identity import find_changes, is_harmless, plain_settings
 from qlora_fsdp.config.schema import Config, Optimizer
 from qlora_fsdp.config.settings import show
 from qlora_fsdp.data.sequences import Sequences
+from qlora_fsdp.distributed import Processes
 from qlora_fsdp.errors import ConfigError, Problem, ResumeError
+from qlora_fsdp.load.files import fingerprint
+from qlora_fsdp.load.fill import Assignment
 from qlora_fsdp.run_state import describe_attempt, read_json
 
 # The state of adamw_8bit is saved a file a rank, so the shards must stay as they are.
@@ -111,6 +115,30 @@ def check_data(checkpoint: Checkpoint, data: Sequences, config: Config) -> None:
         raise ResumeError(
             f"data.path={config.data.path} is not the data that {checkpoint.folder} was trained on: {counts}. Bring "
             f"the data back, or set checkpoint.allow_changes=[data.path]. {ANOTHER}"
+        )
+
+
+def describe_base(assignments: Sequence[Assignment], processes: Processes) -> str | None:
+    """Fingerprint of the files that fill the model; None where it is made up. Rank 0 reads."""
+    result: str | None = None
+    if processes.is_main:
+        stored = [tensor for a in assignments for tensor in (a.stored, *a.stored_parts.values()) if tensor is not None]
+        result = fingerprint(stored) if stored else None
+    result = processes.share(result)
+    return result
+
+
+def check_base(checkpoint: Checkpoint, base: str | None, config: Config) -> None:
+    """Refuse another base model under the same path and of the same shapes: the adapter was trained on the first.
+
+    Raises:
+        ResumeError: it is another one, and no changed `model` setting is allowed.
+    """
+    is_allowed = any(key.startswith("model.") for key in config.checkpoint.allow_changes)
+    if checkpoint.base is not None and base != checkpoint.base and not is_allowed:
+        raise ResumeError(
+            f"model.path={config.model.path} holds other weights than when {checkpoint.folder} was written. Bring the "
+            f"files back, or set checkpoint.allow_changes=[model.path] to go on with these. {ANOTHER}"
         )
 
 

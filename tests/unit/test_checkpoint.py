@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save as save_tensors
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from qlora_fsdp import run_folder
@@ -28,7 +29,8 @@ from qlora_fsdp.config.schema import Config
 from qlora_fsdp.distributed import Processes, start_processes, stop_processes
 from qlora_fsdp.errors import ConfigError, ResumeError, RunFolderError
 from qlora_fsdp.journal import Journal
-from qlora_fsdp.resume import check_changes, find_checkpoint, settings_of
+from qlora_fsdp.load.files import INDEX_NAME, SINGLE_NAME, fingerprint, read_headers
+from qlora_fsdp.resume import check_base, check_changes, find_checkpoint, settings_of
 from qlora_fsdp.run_folder import close_run_folder, open_run_folder
 from qlora_fsdp.run_state import describe_attempt
 
@@ -58,7 +60,7 @@ def write_adapter(folder: Path, state: dict[str, Tensor]) -> None:
 
 
 def save(folder: Path, step: int, processes: Processes, write=write_adapter) -> str | None:
-    content = Checkpoint(folder / f"step-{step:08}", step, 1, {"lora.r": 8}, {"num_tokens": 5}, [(0, 0.1)])
+    content = Checkpoint(folder / f"step-{step:08}", step, 1, {"lora.r": 8}, {"num_tokens": 5}, None, [(0, 0.1)])
     return write_checkpoint(content, HostCopy().take(*trained()), write, processes)
 
 
@@ -202,6 +204,25 @@ def test_harmful_changes_are_refused_unless_allowed(change: str, was: str):
     (problem,) = raised.value.problems
     assert problem.setting.startswith(f"{key}=") and f"was {was} when" in problem.reason
     assert any(key in text for text in changes([], [change, f"checkpoint.allow_changes=[{key}]"]))
+
+
+def test_other_base_under_the_same_path_is_refused(tmp_path: Path):
+    weights = {"a": torch.arange(5000.0), "b": torch.ones(3, 7)}
+    for name, files in {"one": [weights], "same": [{k: v} for k, v in weights.items()], "other": [weights]}.items():
+        (tmp_path / name).mkdir()
+        for index, tensors in enumerate(files):
+            changed = {key: value + (name == "other") * 1e-3 for key, value in tensors.items()}
+            save_file(changed, tmp_path / name / (f"{index}.safetensors" if len(files) > 1 else SINGLE_NAME))
+        if len(files) > 1:
+            index = {"weight_map": {key: f"{number}.safetensors" for number, key in enumerate(weights)}}
+            (tmp_path / name / INDEX_NAME).write_text(json.dumps(index))
+    one, same, other = (fingerprint(read_headers(tmp_path / n).values()) for n in ("one", "same", "other"))
+    assert one == same != other
+    checkpoint = Checkpoint(Path("c"), 5, 1, {}, {}, one)
+    check_base(checkpoint, same, config())
+    with pytest.raises(ResumeError, match=r"model\.path=.* holds other weights"):
+        check_base(checkpoint, other, config())
+    check_base(checkpoint, other, config("checkpoint.allow_changes=[model.path]"))
 
 
 def test_8bit_optimizer_needs_the_same_shards():
