@@ -121,7 +121,7 @@ def finish(process: subprocess.Popen[bytes], expect_success: bool = True) -> Non
     """Wait for the end of a run."""
     code = process.wait(MAX_SECONDS * 3)
     if expect_success and code != 0:
-        raise SystemExit(f"{process.args} ended with {code}")
+        raise SystemExit(f"A run ended with {code}: {process.args!r}")
 
 
 def is_whole(folder: Path) -> bool:
@@ -136,7 +136,7 @@ def is_whole(folder: Path) -> bool:
 def last_step(folder: Path) -> int:
     """The last step in metrics.jsonl."""
     lines = [line for line in (folder / "metrics.jsonl").read_text().splitlines() if line.endswith("}")]
-    return max(json.loads(line)["step"] for line in lines)
+    return max(int(json.loads(line)["step"]) for line in lines)
 
 
 if __name__ == "__main__":
