@@ -20,12 +20,14 @@ from qlora_fsdp.data.tokenizer import byte_tokenizer, load_tokenizer
 from qlora_fsdp.distributed import Processes
 from qlora_fsdp.hardware import choose_dtype, find_machine, hold_to
 from qlora_fsdp.kernels import use_fused_kernels
+from qlora_fsdp.load.cache import use_cache
 from qlora_fsdp.memory.decide import Decision, Machine, decide
 from qlora_fsdp.memory.measure import PhasePeaks, start_snapshot
 from qlora_fsdp.memory.recompute import set_activation_policy
 from qlora_fsdp.plan import BatchSplit, FlopCounter, Sizes, count_bytes, count_flops, dtype_name, split_batches
 from qlora_fsdp.quantized.fuse import fuse_layers
 from qlora_fsdp.quantized.linear import use_fp8
+from qlora_fsdp.resume import describe_base
 from qlora_fsdp.run_folder import log
 from qlora_fsdp.shard import count_shards
 from qlora_fsdp.task_model import TaskModel
@@ -33,9 +35,10 @@ from qlora_fsdp.task_model import TaskModel
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run whose weights do not exist yet: the model is on meta, the data is tokenized."""
+    """A run whose weights do not exist yet: the model is on meta, the data is tokenized; `base` is its fingerprint."""
 
     built: BuiltModel
+    base: str | None
     model: TaskModel
     dtype: torch.dtype
     num_shards: int
@@ -77,6 +80,9 @@ def prepare(config: Config, processes: Processes, folder: Path) -> Prepared:
         pad_token_id=tokenizer.pad_token_id,
     )
     built.model.name_or_path = config.model.path or config.model.name
+    base = describe_base(built.assignments, processes)
+    if config.model.cache_quantized:
+        built.assignments = use_cache(built.assignments, base, config.model.cache_folder, dtype, processes)
     model = _add_adapters(built, config, liger_loss="cross_entropy" in fused)
     num_fp8 = use_fp8(model) if config.compute.matmul is MatmulKind.fp8 else 0
     fuses_norms = config.kernels.rms_norm is Kernel.auto
@@ -124,7 +130,7 @@ def prepare(config: Config, processes: Processes, folder: Path) -> Prepared:
     log.info(f"Steps: {split.num_steps} of {config.training.max_length} tokens a sequence at most")
     flops = count_flops(model, text_config)
     peaks = PhasePeaks(device)
-    return Prepared(built, model, dtype, num_shards, sizes, flops, tokenizer, data, split, machine, memory, peaks)
+    return Prepared(built, base, model, dtype, num_shards, sizes, flops, tokenizer, data, split, machine, memory, peaks)
 
 
 def _add_adapters(built: BuiltModel, config: Config, liger_loss: bool) -> TaskModel:

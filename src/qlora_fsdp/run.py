@@ -41,7 +41,6 @@ from qlora_fsdp.resume import (
     check_base,
     check_changes,
     check_data,
-    describe_base,
     describe_data,
     find_checkpoint,
     is_own,
@@ -100,15 +99,14 @@ def _run(
 ) -> None:
     started = time.perf_counter()
     prepared = prepare(config, processes, folder)
-    base = describe_base(prepared.built.assignments, processes)
     if checkpoint is not None:
         check_data(checkpoint, prepared.data.train, config)
-        check_base(checkpoint, base, config)
+        check_base(checkpoint, prepared.base, config)
     try:
         units = shard_model(prepared.model, config.fsdp, processes)
         summary |= _load_and_prove(prepared, units, config, processes)
         summary["setup_seconds"] = time.perf_counter() - started
-        result = _train(prepared, base, config, processes, watch, folder, checkpoint, summary)
+        result = _train(prepared, config, processes, watch, folder, checkpoint, summary)
     except torch.OutOfMemoryError as error:
         snapshot = folder / f"memory-{processes.rank}.pickle" if config.memory.snapshot else None
         raise explain_shortage(error, prepared.memory.plan, prepared.machine.gpu, prepared.peaks, snapshot) from error
@@ -167,7 +165,6 @@ def _load(prepared: Prepared, config: Config, processes: Processes) -> int:
 
 def _train(
     prepared: Prepared,
-    base: str | None,
     config: Config,
     processes: Processes,
     watch: Watch,
@@ -201,7 +198,7 @@ def _train(
         processes.num_ranks,
         settings_of(config, processes.num_ranks),
         describe_data(data.train),
-        base,
+        prepared.base,
         done.eval_losses,
     )
     journal = Journal(folder, config, split.num_steps, processes.is_main, done.num_steps)

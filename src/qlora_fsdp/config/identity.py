@@ -17,6 +17,8 @@ _HARMLESS_SECTIONS = ("run", "fsdp", "memory", "kernels", "checkpoint", "trackin
 _HARMLESS = (
     "model.name",
     "model.attn_implementation",
+    "model.cache_quantized",
+    "model.cache_folder",
     "model.trust_remote_code",
     "data.num_proc",
     "data.cache_folder",

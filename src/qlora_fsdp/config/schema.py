@@ -165,6 +165,11 @@ class ModelConfig:
     weights: Weights = Weights.checkpoint
     # Attention kernel. `auto`: varlen where torch and the GPU have it, else sdpa.
     attn_implementation: AttnImplementation = AttnImplementation.auto
+    # Keep the quantized weights in files (bitsandbytes' format), which later runs and the jobs of a sweep load: a
+    # quarter of the bytes, quantized already. Written by the first run that needs them.
+    cache_quantized: bool = False
+    # Where these are kept; of many nodes, best a disk of each. null: ~/.cache/qlora_fsdp/quantized
+    cache_folder: str | None = None
     # Run model code that comes with the checkpoint. Only for checkpoints you trust.
     trust_remote_code: bool = False
     # The transformers config of the model (model_type, hidden_size, ...), for `weights=random`: used alone, or, where

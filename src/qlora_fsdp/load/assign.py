@@ -139,7 +139,7 @@ def assign(
         used.update(n for n in names if n in keys)
         module, attribute = slots[name]
         if isinstance(module, QuantizedLinear) and attribute == "weight":
-            assignment, problem = _assign_quantized(name, module, keys, used, missing)
+            assignment, problem = assign_quantized(name, module, keys, used, missing)
         else:
             assignment = Assignment(name, module, attribute, keys[name])
             problem = _shape_problem(name, keys[name].shape, tuple(assignment.parameter.shape))
@@ -159,9 +159,13 @@ def assign(
     return assignments
 
 
-def _assign_quantized(
+def assign_quantized(
     name: str, layer: QuantizedLinear, keys: dict[str, StoredTensor], used: set[str], missing: list[str]
 ) -> tuple[Assignment, str | None]:
+    """What fills a quantized layer: its weight, or codes and scales that bitsandbytes made; and what is wrong with it.
+
+    Names that it takes go into `used`, names that are not there into `missing`.
+    """
     stored, shape = keys[name], (layer.out_features, layer.in_features)
     scales_key = name.removesuffix("weight") + "SCB"
     state_key = f"{name}.quant_state.bitsandbytes__{layer.format.quant_type}"
