@@ -99,9 +99,16 @@ class Saver:
 
     def asks(self) -> bool:
         """Whether this rank wants a checkpoint after the step it is in: it got a signal, or the time has come."""
+        if self._write is not None and self._write.result.done():
+            self._wait()  # only to report it
         minutes = self.config.every_minutes
         is_time = minutes is not None and time.monotonic() - self.last_time >= 60 * minutes
         return self.watch.asked is not None or (is_time and self.processes.is_main)  # one clock counts
+
+    def is_due(self, step: int, asked: bool) -> bool:
+        """Whether `after_step` has something to do; arguments as there."""
+        every = self.config.every_steps
+        return asked or (every is not None and step % every == 0)
 
     def after_step(self, step: int, asked: bool) -> None:
         """Save if it is time.
@@ -113,10 +120,7 @@ class Saver:
         Raises:
             Interrupted: a rank got a signal; the checkpoint has been written, if that was possible.
         """
-        if self._write is not None and self._write.result.done():
-            self._wait()
-        every = self.config.every_steps
-        if asked or (every is not None and step % every == 0):
+        if self.is_due(step, asked):
             self._start(step)
         if asked:
             self._stop_on_signal(step)
