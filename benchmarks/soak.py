@@ -4,8 +4,8 @@ r"""A run that is killed again and again must end with the adapter of a run that
     python benchmarks/soak.py --kills 30 --folder /tmp/soak --out soak.json
 
 Two ranks on the CPU, started by torchrun as a user would. Each attempt is killed (SIGKILL) at a random moment after it
-has written a checkpoint of its own: one rank, after which torchrun ends the others, or all processes at once. After
-each kill every checkpoint in the run folder is read and compared with its checksums; then the same command goes on.
+has written a checkpoint of its own, every other time while it writes the next: one rank, after which torchrun ends the
+others, or all processes at once. After each kill every checkpoint in the run folder is read and compared with its checksums; then the same command goes on.
 Prints a line a kill and writes JSON; the exit code is 1 if the adapters differ or a checkpoint is damaged.
 """
 
@@ -92,10 +92,13 @@ def kill_once(process: subprocess.Popen[bytes], folder: Path, rng: random.Random
         time.sleep(0.01)
         if process.poll() is not None or time.monotonic() - started > MAX_SECONDS:
             raise SystemExit(f"No new checkpoint; see {folder / 'console.log'}")
-    time.sleep(rng.uniform(0.0, 1.0))
     children = psutil.Process(process.pid).children(recursive=True)
     ranks = [child for child in children if "RANK" in child.environ()]
-    victim = rng.choice(["rank 0", "rank 1", "all"])
+    victim, seeks_save = rng.choice(["rank 0", "rank 1", "all"]), rng.random() < 0.5
+    if seeks_save:
+        while not any(checkpoints.glob(".step-*.tmp")) and process.poll() is None:
+            time.sleep(0.002)
+    time.sleep(rng.uniform(0.0, 0.15 if seeks_save else 1.0))
     victims = [rank for rank in ranks if rank.environ()["RANK"] == victim[-1]]
     if victim == "all":
         victims = [psutil.Process(process.pid), *children]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
+import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from qlora_fsdp import saver as saver_module
-from qlora_fsdp.checkpoint import Checkpoint, checkpoint_folders, read_manifest
+from qlora_fsdp.checkpoint import Checkpoint, checkpoint_folders, read_manifest, verify_files
 from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.distributed import Processes, start_processes, stop_processes
 from qlora_fsdp.errors import Interrupted
@@ -129,3 +131,36 @@ def test_what_nobody_expected_is_raised_where_training_sees_it(training: Any):
     training.writes.go.set()
     with pytest.raises(AssertionError, match="a bug"), training.saver:
         step(training, 1)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of half a MiB, where the test's run has its checkpoints."""
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(folder)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True, check=False).returncode != 0:
+        pytest.skip("mounting takes root")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_full_and_read_only_disks(small_disk: Path, training: Any, processes: Processes, caplog: Any):
+    log.propagate = True
+    training.writes.go.set()
+    assert training.saver.save(1)
+    filler = small_disk / "filler"
+    with pytest.raises(OSError, match="No space left"):
+        filler.write_bytes(bytes(2**20))
+    assert not training.saver.save(2)
+    filler.unlink()
+    remount = ["mount", "-o", "remount,ro", str(small_disk)]
+    subprocess.run(remount, check=True)
+    assert not training.saver.save(3)
+    for step_number, reason in ((2, "No space left on device"), (3, "Read-only file system")):
+        (text,) = [text for text in caplog.messages if f"No checkpoint of step {step_number}: " in text]
+        assert reason in text and str(small_disk) in text and "Earlier ones are whole" in text
+    verify_files(read_manifest(small_disk / "step-00000001"), processes)
+    subprocess.run([*remount[:2], "remount,rw", remount[3]], check=True)
+    assert training.saver.save(4)
+    assert [path.name for path in small_disk.iterdir()] == ["step-00000004"]
