@@ -6,8 +6,8 @@ r"""A run that is killed again and again must end with the adapter of a run that
 Two ranks on the CPU, started by torchrun as a user would. Each attempt is killed (SIGKILL) at a random moment after it
 has written a checkpoint of its own, every other time while it writes the next: one rank, after which torchrun ends the
 others, or all processes at once. After each kill every checkpoint in the run folder is read and compared with its
-checksums; then the same command goes on. Prints a line a kill and writes JSON; the exit code is 1 if the adapters differ or a
-checkpoint is damaged.
+checksums; then the same command goes on. Prints a line a kill and writes JSON; the exit code is 1 if the adapters
+differ or a checkpoint is damaged.
 """
 
 from __future__ import annotations
