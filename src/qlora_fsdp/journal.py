@@ -1,26 +1,21 @@
-"""Figures of a run as it goes: metrics.jsonl, one progress line on the console, and W&B where it is on."""
+"""Figures of a run as it goes: metrics.jsonl, one progress line on the console, and the trackers that are on."""
 
 from __future__ import annotations
 
 import datetime
 import json
-import os
-import secrets
 import sys
 import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from qlora_fsdp.config.compose import to_yaml
-from qlora_fsdp.config.schema import Config, WandbMode
-from qlora_fsdp.files import write_atomically, write_json
+from qlora_fsdp.config.schema import Config
+from qlora_fsdp.files import write_atomically
 from qlora_fsdp.run_folder import log, writing
-from qlora_fsdp.run_state import read_json, read_metrics
+from qlora_fsdp.run_state import GENERATIONS_FILE, read_metrics
+from qlora_fsdp.trackers import Tracker, start_trackers
 
-WANDB_FILE = "wandb.json"  # the run's id there
 SECONDS_BETWEEN_LINES = 10.0  # of a console that is no terminal, e.g. a batch job's log
 
 
@@ -29,7 +24,7 @@ class Journal:
 
     Args:
         folder: the run folder.
-        config: for W&B's settings.
+        config: for the trackers.
         num_steps: of the whole run, for the ETA.
         is_main: whether this rank writes.
         first_step: steps done before; lines of later ones are dropped.
@@ -38,13 +33,13 @@ class Journal:
     def __init__(self, folder: Path, config: Config, num_steps: int, is_main: bool, first_step: int = 0) -> None:
         self.folder, self.is_main, self.num_steps, self.first_step = folder, is_main, num_steps, first_step
         self.started = self.last_line = time.monotonic()
-        self.last_step = first_step
         self.is_terminal = sys.stdout.isatty()
         if is_main:
             with writing(folder):
                 _drop_later_lines(folder / "metrics.jsonl", first_step)
+                _drop_later_lines(folder / GENERATIONS_FILE, first_step)
         self.metrics = (folder / "metrics.jsonl").open("a", buffering=1) if is_main else None
-        self.wandb = _start_wandb(folder, config, goes_on=first_step > 0) if is_main else None
+        self.trackers: list[Tracker] = start_trackers(folder, config, first_step) if is_main else []
 
     def step(self, figures: dict[str, Any]) -> None:
         """Record an optimizer step; `figures` has the keys of a line of metrics.jsonl."""
@@ -69,6 +64,16 @@ class Journal:
             figures = "".join(f" | {name} {value:.4f}" for name, value in metrics.items())
             log.info(f"step {step}/{self.num_steps} | evaluation loss {eval_loss:.4f}{figures} | {seconds:.1f} s")
 
+    def generations(self, step: int, rows: list[dict[str, Any]]) -> None:
+        """Record what the model wrote after `step` optimizer steps: prompt, completion and reference of each row."""
+        if not self.is_main or not rows:
+            return
+        rows = [{"step": step, **row} for row in rows]
+        with writing(self.folder), (self.folder / GENERATIONS_FILE).open("a", encoding="utf-8") as file:
+            file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        for tracker in self.trackers:
+            tracker.generations(rows, step)
+
     def checkpoint(self, step: int, folder: Path, stall_seconds: float, write_seconds: float) -> None:
         """Record that the checkpoint of `step` is there: how long training waited, and how long it was written."""
         figures = {"checkpoint_stall_seconds": round(stall_seconds, 3), "checkpoint_seconds": round(write_seconds, 3)}
@@ -84,21 +89,20 @@ class Journal:
         return norms[-at_most:]
 
     def close(self, summary: dict[str, Any]) -> None:
-        """Finish: the summary's figures also go to W&B."""
+        """Finish: the summary's figures and the adapter also go to the trackers."""
         if self.metrics is not None:
             self.metrics.close()
-        if self.wandb is not None:
-            self.wandb.summary.update(summary)
-            self.wandb.finish(exit_code=0 if summary.get("status") == "finished" else 1)
+        adapter = self.folder / "adapter" if summary.get("status") == "finished" else None
+        for tracker in self.trackers:
+            tracker.close(summary, adapter)
 
     def _write(self, figures: dict[str, Any]) -> None:
         if self.metrics is not None:
             with writing(self.folder):
                 self.metrics.write(json.dumps(figures) + "\n")
-        if self.wandb is not None:
-            # A checkpoint's line comes some steps later, and W&B takes none for a step that is past.
-            self.last_step = max(self.last_step, figures["step"])
-            self.wandb.log({k: v for k, v in figures.items() if v is not None}, step=self.last_step)
+        for tracker in self.trackers:
+            numbers = {k: v for k, v in figures.items() if isinstance(v, (int, float)) and k != "step"}
+            tracker.log(numbers, figures["step"])
 
 
 def _drop_later_lines(file: Path, last_step: int) -> None:
@@ -128,34 +132,3 @@ def _progress_line(figures: dict[str, Any], num_left: int, seconds_a_step: float
     if figures["gpu_peak_gib"] is not None:
         parts.append(f"{figures['gpu_peak_gib']:.1f} GiB")
     return " | ".join([*parts, f"ETA {eta}"])
-
-
-def _start_wandb(folder: Path, config: Config, goes_on: bool) -> Any:
-    """The run in W&B: the same one again where a checkpoint is gone on from; None: it is off."""
-    mode = config.tracking.wandb
-    if mode is WandbMode.auto:
-        import netrc
-
-        try:
-            has_key = "WANDB_API_KEY" in os.environ or netrc.netrc().authenticators("api.wandb.ai") is not None
-        except (OSError, netrc.NetrcParseError):
-            has_key = False
-        mode = WandbMode.online if has_key else WandbMode.disabled
-    if mode is WandbMode.disabled:
-        return None
-    import wandb
-
-    file = folder / WANDB_FILE
-    run_id = (read_json(file).get("id") if goes_on else None) or secrets.token_hex(4)
-    with writing(folder):
-        write_json(file, {"id": run_id})
-    return wandb.init(
-        id=run_id,
-        resume="allow",
-        project=config.tracking.project,
-        entity=config.tracking.entity,
-        name=config.run.name,
-        dir=str(folder),
-        mode=mode.value,
-        config=yaml.safe_load(to_yaml(config)),
-    )

@@ -26,6 +26,7 @@ from qlora_fsdp.data.prefetch import prefetch
 from qlora_fsdp.data.sequences import Indices, Sequences
 from qlora_fsdp.distributed import Processes
 from qlora_fsdp.errors import TrainingError
+from qlora_fsdp.generations import Generations
 from qlora_fsdp.grads import check_gradients
 from qlora_fsdp.hardware import host_rss_gib, peak_flops
 from qlora_fsdp.journal import Journal
@@ -76,6 +77,7 @@ def train(
     saver: Saver,
     bad_steps: BadSteps,
     peaks: PhasePeaks,
+    generations: Generations,
     result: TrainResult,
 ) -> TrainResult:
     """Train for `split.num_steps` steps.
@@ -93,6 +95,7 @@ def train(
         saver: is asked after each optimizer step.
         bad_steps: judges each gradient before it is used.
         peaks: told which phase runs.
+        generations: completes held-out rows after each evaluation.
         result: what was done before: nothing, or what a checkpoint has, which model and optimizer are loaded from.
 
     Returns:
@@ -116,6 +119,7 @@ def train(
             loss, result.eval_metrics = evaluate(model, eval_data, split, processes)
             result.eval_losses.append((step, loss))
             journal.evaluation(step, loss, result.eval_metrics, time.perf_counter() - started)
+            journal.generations(step, generations.complete(model))
 
     model.train()
     batches = prefetch(_batches(train_data, config, split, processes.rank, first_step))

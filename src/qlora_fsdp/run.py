@@ -27,6 +27,7 @@ from qlora_fsdp.distributed import Processes, start_processes, stop_processes
 from qlora_fsdp.errors import Interrupted, UserError
 from qlora_fsdp.export import save_adapter, write_adapter
 from qlora_fsdp.files import write_json
+from qlora_fsdp.generations import Generations
 from qlora_fsdp.hardware import host_rss_gib, host_rss_now_gib
 from qlora_fsdp.journal import Journal
 from qlora_fsdp.load.fill import fill_from_files, fill_randomly
@@ -230,6 +231,7 @@ def _train(
                 saver,
                 bad_steps,
                 prepared.peaks,
+                Generations(config.tracking, data.eval, prepared.tokenizer, processes),
                 done,
             )
         save_adapter(model.model, folder / "adapter", prepared.tokenizer, card, settings, processes)

@@ -3,7 +3,8 @@
 config.yaml        every setting, resolved
 environment.json   command, git commit, versions, GPUs
 train.log          what the console showed
-metrics.jsonl      a line a step, and a line an evaluation
+metrics.jsonl      a line a step, an evaluation and a checkpoint
+generations.jsonl  what the model wrote at evaluations, with tracking.num_generations
 summary.json       how the run ended, and its figures
 report.html        the same to look at, with curves
 adapter/           the result
@@ -35,7 +36,7 @@ from qlora_fsdp.config.schema import Config
 from qlora_fsdp.distributed import Processes
 from qlora_fsdp.errors import RunFolderError
 from qlora_fsdp.files import write_atomically, write_json
-from qlora_fsdp.run_state import LOCK, describe_attempt
+from qlora_fsdp.run_state import GENERATIONS_FILE, LOCK, describe_attempt
 
 PACKAGES = (
     "qlora-fsdp",
@@ -75,7 +76,7 @@ def open_run_folder(config: Config, processes: Processes, keep_records: bool = F
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
             _lock(folder)
-            for stale in ("summary.json", *(() if keep_records else ("metrics.jsonl", "train.log"))):
+            for stale in ("summary.json", *(() if keep_records else ("metrics.jsonl", "train.log", GENERATIONS_FILE))):
                 (folder / stale).unlink(missing_ok=True)
             write_atomically(folder / "config.yaml", to_yaml(config))
             write_json(folder / "environment.json", describe_environment(processes))

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 LOCK = ".lock"
+GENERATIONS_FILE = "generations.jsonl"
 SLURM_FILE = "slurm.json"  # the number of the job that was submitted
 FRESH_SECONDS = 120.0  # a file system without locks: who wrote that lately is alive
 NUM_STEPS_TIMED = 50  # for the ETA
@@ -140,13 +141,13 @@ def describe_attempt(environ: Mapping[str, str]) -> dict[str, Any]:
     return {"launch": launch, "restarts": [int(environ.get(name, "0")) for name in names]}
 
 
-def read_metrics(folder: Path, last: bool = False) -> Iterator[dict[str, Any]]:
-    """The lines of metrics.jsonl, whole ones; with `last` only those at its end."""
+def read_metrics(folder: Path, last: bool = False, file: str = "metrics.jsonl") -> Iterator[dict[str, Any]]:
+    """The lines of metrics.jsonl (or generations.jsonl), whole ones; with `last` only those at its end."""
     try:
-        with (folder / "metrics.jsonl").open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - TAIL_BYTES) if last else 0)
-            content = file.read()
+        with (folder / file).open("rb") as stream:
+            size = stream.seek(0, os.SEEK_END)
+            stream.seek(max(0, size - TAIL_BYTES) if last else 0)
+            content = stream.read()
     except OSError:
         return
     for line in content.splitlines():

@@ -25,6 +25,7 @@ from qlora_fsdp.config.schema import (
     Optimizer,
     QuantStorage,
     ShardingStrategy,
+    TaskName,
     WandbMode,
     Weights,
 )
@@ -34,6 +35,8 @@ from qlora_fsdp.errors import Problem
 # Lower bound, whether it is allowed itself, and upper bound, which never is.
 _BOUNDS: dict[str, tuple[float, bool, float]] = {
     "lora.r": (1, True, math.inf),
+    "tracking.num_generations": (0, True, math.inf),
+    "tracking.generation_tokens": (1, True, math.inf),
     "lora.lora_alpha": (0, False, math.inf),
     "lora.lora_dropout": (0, True, 1),
     "fsdp.hybrid_shard_size": (1, True, math.inf),
@@ -251,6 +254,12 @@ def _data(config: Config) -> Iterator[Problem]:
     if config.training.eval_every_steps is not None and data.eval_path is None and data.eval_fraction == 0:
         fix = "Set data.eval_path, or data.eval_fraction=0.05."
         yield problem_with(config, "training.eval_every_steps", "has no data to evaluate on.", fix)
+    if config.tracking.num_generations > 0 and data.eval_path is None and data.eval_fraction == 0:
+        fix = "Set data.eval_path, or data.eval_fraction=0.05."
+        yield problem_with(config, "tracking.num_generations", "has no held-out rows to complete.", fix)
+    if config.tracking.num_generations > 0 and config.task.name is not TaskName.causal_lm:
+        reason = "needs a model that writes, and task.name is sequence_classification."
+        yield problem_with(config, "tracking.num_generations", reason, "Set it to 0.")
 
 
 def _optim(config: Config) -> Iterator[Problem]:
@@ -290,6 +299,9 @@ def _packages(config: Config) -> Iterator[Problem]:
     if config.tracking.wandb in (WandbMode.online, WandbMode.offline) and find_spec("wandb") is None:
         reason = "needs the package wandb, which is not installed."
         yield problem_with(config, "tracking.wandb", reason, "Run pip install wandb, or set tracking=none.")
+    if config.tracking.tensorboard and find_spec("tensorboard") is None:
+        reason = "needs the package tensorboard, which is not installed."
+        yield problem_with(config, "tracking.tensorboard", reason, "Run pip install tensorboard, or set tracking=none.")
     if config.model.attn_implementation is AttnImplementation.flash_attention_2 and find_spec("flash_attn") is None:
         reason = "needs the package flash-attn, which is not installed."
         yield problem_with(

@@ -382,6 +382,15 @@ class TrackingConfig:
     project: str = "qlora-fsdp"
     # W&B user or team. null: the key's own.
     entity: str | None = None
+    # Upload the adapter to W&B when the run has finished, as an artifact.
+    log_adapter: bool = False
+    # Write TensorBoard's event files to run.folder/tensorboard.
+    tensorboard: bool = False
+    # At every evaluation, complete the beginnings of so many held-out rows: to generations.jsonl, report.html and the
+    # trackers. 0: none.
+    num_generations: int = 0
+    # Tokens of each, at most. Every token is a pass through the whole model.
+    generation_tokens: int = 64
 
 
 @dataclass

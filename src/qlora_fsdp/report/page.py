@@ -12,7 +12,7 @@ from typing import Any
 from qlora_fsdp.config.identity import plain_default, read_settings
 from qlora_fsdp.config.settings import all_settings
 from qlora_fsdp.report.charts import Series, chart, smooth
-from qlora_fsdp.run_state import RunState, read_json, read_metrics, read_run
+from qlora_fsdp.run_state import GENERATIONS_FILE, RunState, read_json, read_metrics, read_run
 from qlora_fsdp.tables import show_number
 
 NOT_COMPARED = ("run", "launch", "slurm", "tracking")  # sections that say nothing about how a run trains
@@ -33,6 +33,7 @@ figure { margin: .8rem 0 0; } svg { width: 100%; height: auto; } svg text { font
 .scroll { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 td, th { text-align: left; padding: .25rem .9rem .25rem 0; border-bottom: 1px solid var(--rule); white-space: nowrap; }
 th { color: var(--soft); font-weight: normal; } pre { overflow-x: auto; font-size: 13px; } summary { cursor: pointer; }
+.text td { white-space: pre-wrap; vertical-align: top; min-width: 14rem; overflow-wrap: anywhere; }
 .key { display: inline-block; width: .8rem; height: .8rem; border-radius: 2px; margin-right: .4rem; }
 """ + "".join(
     f".c{i} {{ stroke: var(--{i}); }} circle.c{i} {{ fill: var(--{i}); }} .key.k{i} {{ background: var(--{i}); }}\n"
@@ -51,6 +52,7 @@ class Run:
     settings: dict[str, Any]
     summary: dict[str, Any]
     environment: dict[str, Any]
+    generations: list[dict[str, Any]]
 
 
 def read(folder: Path, name: str) -> Run:
@@ -59,13 +61,14 @@ def read(folder: Path, name: str) -> Run:
     steps, evaluations = [line for line in lines if "loss" in line], [line for line in lines if "eval_loss" in line]
     summary, environment = read_json(folder / "summary.json"), read_json(folder / "environment.json")
     settings = read_settings(folder / "config.yaml")
-    return Run(name, read_run(folder), steps, evaluations, settings, summary, environment)
+    generations = list(read_metrics(folder, file=GENERATIONS_FILE))
+    return Run(name, read_run(folder), steps, evaluations, settings, summary, environment, generations)
 
 
 def make_page(title: str, runs: Sequence[Run]) -> str:
     """The report as HTML: one file, no scripts, nothing from elsewhere."""
     body = [f"<h1>{escape(title)}</h1>", _figures(runs), _swept(runs), _charts(runs)]
-    body += [_details(runs[0])] if len(runs) == 1 else []
+    body += [_memory(runs[0]), _generations(runs[0]), _details(runs[0])] if len(runs) == 1 else []
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{escape(title)}</title>'
@@ -142,6 +145,52 @@ def _swept(runs: Sequence[Run]) -> str:
         drawn.append(chart(f"Last loss by {key}", dots, x_label=key, x_names=names))
     charts = "".join(drawn)
     return f'<div class="charts">{charts}</div>' if charts else ""
+
+
+def _memory(run: Run) -> str:
+    """The plan beside what was measured, phase by phase."""
+    memory = run.summary.get("memory") or {}
+    planned, measured = (memory.get(key) or {} for key in ("predicted", "measured"))
+    columns = {
+        "planned": planned.get("tensors_gib") or {},
+        "tensors": measured.get("tensors_gib") or {},
+        "reserved by torch": measured.get("reserved_gib") or {},
+    }
+    phases = list(dict.fromkeys(phase for values in columns.values() for phase in values))
+    if not phases:
+        return ""
+    rows = [[phase, *(show_number(values.get(phase), ".2f") for values in columns.values())] for phase in phases]
+    rows.append(
+        [
+            "outside torch",
+            show_number(planned.get("libraries_gib"), ".2f"),
+            "",
+            show_number(measured.get("outside_gib"), ".2f"),
+        ]
+    )
+    rows.append(["needed in all", show_number(planned.get("needed_gib"), ".2f"), "", ""])
+    return "<h2>Memory of a GPU by phase, GiB</h2>" + _table(["", *columns], rows)
+
+
+def _generations(run: Run) -> str:
+    """What the model wrote at the first evaluation and at the last, beside what is in the data."""
+    steps = sorted({row["step"] for row in run.generations})
+    if not steps:
+        return ""
+    first, last = ([row for row in run.generations if row["step"] == step] for step in (steps[0], steps[-1]))
+    head = ["prompt", f"step {steps[0]}", f"step {steps[-1]}", "in the data"]
+    rows = [
+        [after["prompt"], before["completion"], after["completion"], after["reference"]]
+        for before, after in zip(first, last, strict=False)
+    ]
+    return "<h2>Generations</h2>" + _table(head, rows, "text")
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "") -> str:
+    lines = ["".join(f"<th>{escape(text)}</th>" for text in head)]
+    lines += ["".join(f"<td>{escape(text)}</td>" for text in row) for row in rows]
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
+    return f'<div class="scroll"><table class="{kind}">{body}</table></div>'
 
 
 def _details(run: Run) -> str:
