@@ -111,7 +111,7 @@ class Saver:
         return asked or (every is not None and step % every == 0)
 
     def after_step(self, step: int, asked: bool) -> None:
-        """Save if it is time.
+        """Save, because it `is_due`.
 
         Args:
             step: optimizer steps done.
@@ -120,8 +120,7 @@ class Saver:
         Raises:
             Interrupted: a rank got a signal; the checkpoint has been written, if that was possible.
         """
-        if self.is_due(step, asked):
-            self._start(step)
+        self._start(step)
         if asked:
             self._stop_on_signal(step)
 

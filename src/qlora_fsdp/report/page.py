@@ -156,9 +156,9 @@ def _memory(run: Run) -> str:
         "tensors": measured.get("tensors_gib") or {},
         "reserved by torch": measured.get("reserved_gib") or {},
     }
-    phases = list(dict.fromkeys(phase for values in columns.values() for phase in values))
-    if not phases:
+    if not columns["tensors"]:  # nothing was measured: a CPU, or a run that is not over
         return ""
+    phases = list(dict.fromkeys(phase for values in columns.values() for phase in values))
     rows = [[phase, *(show_number(values.get(phase), ".2f") for values in columns.values())] for phase in phases]
     rows.append(
         [
