@@ -35,8 +35,6 @@ from qlora_fsdp.errors import Problem
 # Lower bound, whether it is allowed itself, and upper bound, which never is.
 _BOUNDS: dict[str, tuple[float, bool, float]] = {
     "lora.r": (1, True, math.inf),
-    "tracking.num_generations": (0, True, math.inf),
-    "tracking.generation_tokens": (1, True, math.inf),
     "lora.lora_alpha": (0, False, math.inf),
     "lora.lora_dropout": (0, True, 1),
     "fsdp.hybrid_shard_size": (1, True, math.inf),
@@ -64,6 +62,8 @@ _BOUNDS: dict[str, tuple[float, bool, float]] = {
     "checkpoint.every_minutes": (0, False, math.inf),
     "checkpoint.keep_last": (1, True, math.inf),
     "checkpoint.keep_best": (0, True, math.inf),
+    "tracking.num_generations": (0, True, math.inf),
+    "tracking.generation_tokens": (1, True, math.inf),
     "distributed.timeout_seconds": (1, True, math.inf),
     "launch.num_processes": (1, True, math.inf),
     "launch.parallel": (1, True, math.inf),
