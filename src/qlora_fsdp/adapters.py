@@ -18,22 +18,34 @@ import torch
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.dora import DoraLinearLayer
 from peft.utils import ModulesToSaveWrapper
+from peft.utils.other import TrainableTokensWrapper
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from qlora_fsdp.config.schema import LoraConfig
+from qlora_fsdp.data.tokenizer import AddedTokens
 from qlora_fsdp.errors import AdapterError
 from qlora_fsdp.multimodal import find_decoder
+from qlora_fsdp.new_tokens import ADAPTER as ADAPTER
+from qlora_fsdp.new_tokens import fill_copy, grow_copy, initialize_rows, token_rows, use_token_rows
 from qlora_fsdp.quantized import QuantizedLinear
 from qlora_fsdp.quantized.lora import LoraLinear
 from qlora_fsdp.shards import gather_rows, local_rows, local_tensor, shard_group
 
-ADAPTER = "default"
+NO_TOKENS = AddedTokens()
 
 
-def apply_adapters(model: PreTrainedModel, config: LoraConfig, task_type: str = "CAUSAL_LM") -> peft.PeftModel:
+def apply_adapters(
+    model: PreTrainedModel, config: LoraConfig, task_type: str = "CAUSAL_LM", tokens: AddedTokens = NO_TOKENS
+) -> peft.PeftModel:
     """Wrap the (meta) model in PEFT's; exactly the adapters and `modules_to_save` require gradients, all in fp32.
+
+    Args:
+        model: changed in place.
+        config: what is adapted.
+        task_type: PEFT's name of the task.
+        tokens: get rows of embeddings and head that are trained.
 
     Raises:
         AdapterError: names in target_modules, exclude_modules or modules_to_save that fit no layer (close ones are
@@ -51,10 +63,12 @@ def apply_adapters(model: PreTrainedModel, config: LoraConfig, task_type: str = 
         modules_to_save=config.modules_to_save,
         rank_pattern=dict(config.rank_pattern),
         alpha_pattern=dict(config.alpha_pattern),
+        trainable_token_indices=token_rows(model, tokens, config) or None,
         init_lora_weights=True,  # of tensors on meta: `initialize_adapters` does what lora.init_lora_weights says
         task_type=task_type,
     )
     settings._register_custom_module({nn.Linear: LoraLinear})
+    tables = [model.get_input_embeddings(), model.get_output_embeddings()]
     try:
         with warnings.catch_warnings():
             # PEFT asks transformers under the property's old name.
@@ -75,7 +89,11 @@ def apply_adapters(model: PreTrainedModel, config: LoraConfig, task_type: str = 
                     f"lora.modules_to_save: {name} is quantized in the checkpoint, and codes can't be trained. "
                     "Take it out, or set model.path to the model in full precision."
                 )
+            if module.original_module in tables and tokens.vocab_size > module.original_module.weight.shape[0]:
+                grow_copy(module.modules_to_save[ADAPTER], module.original_module.weight.shape[0], tokens.vocab_size)
             _train_in_fp32(module.modules_to_save[ADAPTER], model.dtype)
+        if isinstance(module, TrainableTokensWrapper):
+            use_token_rows(module)
         if isinstance(module, (LoraLinear, DoraLinearLayer)):
             _to_fp32(module)
     return wrapped
@@ -151,16 +169,24 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 @torch.no_grad()
-def initialize_adapters(model: nn.Module, init_lora_weights: bool | str, seed: int) -> None:
+def initialize_adapters(
+    model: peft.PeftModel, init_lora_weights: bool | str, seed: int, tokens: AddedTokens = NO_TOKENS
+) -> None:
     """Fill the adapters' shards, the same for a seed whatever the number of ranks. The base must be loaded already.
 
-    `modules_to_save` start from the base's weights; DoRA magnitudes from the row norms of the dequantized base.
+    `modules_to_save` start from the base's weights, and new tokens from the mean of all; DoRA magnitudes from the row
+    norms of the dequantized base.
     """
+    base = cast(PreTrainedModel, model.get_base_model())
+    tables = [base.get_input_embeddings(), base.get_output_embeddings()]
     for name, module in model.named_modules():
         if isinstance(module, ModulesToSaveWrapper):
             originals = dict(module.original_module.named_parameters())
+            is_table = any(module is table for table in tables)
             for key, param in module.modules_to_save[ADAPTER].named_parameters():
-                local_tensor(param).copy_(local_tensor(originals[key]))
+                fill_copy(param, originals[key], tokens.fresh if is_table else frozenset())
+        if isinstance(module, TrainableTokensWrapper):
+            initialize_rows(module, tokens.fresh)
         if isinstance(module, LoraLayer) and ADAPTER in module.lora_A:
             lora_a = cast(nn.Linear, module.lora_A[ADAPTER]).weight
             lora_b = cast(nn.Linear, module.lora_B[ADAPTER]).weight

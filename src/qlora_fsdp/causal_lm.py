@@ -58,3 +58,7 @@ class CausalLM(TaskModel):
         return nn.functional.cross_entropy(
             logits.flatten(0, 1), batch.targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
         )
+
+    def may_get_zero_gradient(self, name: str) -> bool:
+        """Rows of new tokens, where none is in the batch."""
+        return ".trainable_tokens_delta." in name

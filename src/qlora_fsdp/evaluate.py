@@ -58,14 +58,14 @@ def evaluate_on_data(settings: EvaluateSettings, config: Config, processes: Proc
         trained.tokenizer,
         is_main=processes.is_local_main,
         wait=processes.first_error,
-        vocab_size=trained.files.config.get_text_config().vocab_size,
+        vocab_size=trained.model.vocab_size,
     )
     for line in str(data.report).splitlines():
         log.info(f"Data: {line}")
     started = time.perf_counter()
     split = split_batches(config.training, processes.num_ranks, len(data.train))
     loss, metrics = evaluate(trained.model, data.train, split, processes)
-    figures: dict[str, Any] = {"adapter": settings.adapter, "data": config.data.path, "loss": loss}
+    figures: dict[str, Any] = {"adapter": settings.adapter, "data": config.data.path or config.data.mix, "loss": loss}
     if config.task.name is TaskName.causal_lm:
         figures["perplexity"] = math.exp(min(loss, 700.0))
         figures["num_target_tokens"] = data.report.num_target_tokens

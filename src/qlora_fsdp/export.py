@@ -17,6 +17,7 @@ from qlora_fsdp import __version__
 from qlora_fsdp.adapters import ADAPTER
 from qlora_fsdp.config.commands import SETTINGS_FILE
 from qlora_fsdp.distributed import Processes
+from qlora_fsdp.new_tokens import count_tokens
 from qlora_fsdp.run_folder import writing
 from qlora_fsdp.shards import gather_rows, local_tensor, shard_group
 
@@ -39,7 +40,7 @@ USAGE = """\
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-model = AutoModelForCausalLM.from_pretrained("{base}")
+model = AutoModelForCausalLM.from_pretrained("{base}"){resize}
 model = PeftModel.from_pretrained(model, "path/to/this/folder")"""
 
 CLASSIFIER_USAGE = """\
@@ -48,8 +49,10 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 folder = "path/to/this/folder"
 config = AutoConfig.from_pretrained(folder)  # has the labels; the head is in the adapter
-model = AutoModelForSequenceClassification.from_pretrained("{base}", config=config)
+model = AutoModelForSequenceClassification.from_pretrained("{base}", config=config){resize}
 model = PeftModel.from_pretrained(model, folder)"""
+
+RESIZE = "\nmodel.resize_token_embeddings({num_tokens})  # as many as the tokenizer in this folder has"
 
 
 @torch.no_grad()
@@ -126,13 +129,13 @@ def write_adapter(
     saved.save_pretrained(str(folder))
     if tokenizer is not None:
         tokenizer.save_pretrained(str(folder))
-    classifies = config.task_type == "SEQ_CLS"
+    classifies, base_model = config.task_type == "SEQ_CLS", cast(PreTrainedModel, model.get_base_model())
     if classifies:
-        cast(PreTrainedModel, model.get_base_model()).config.save_pretrained(
-            folder
-        )  # label names, and how many outputs the head has
+        base_model.config.save_pretrained(folder)  # label names, and how many outputs the head has
     base = config.base_model_name_or_path or "the base model"
-    usage = (CLASSIFIER_USAGE if classifies else USAGE).format(base=base)
+    num_tokens, num_rows = count_tokens(base_model)
+    resize = RESIZE.format(num_tokens=num_tokens) if num_tokens > num_rows else ""
+    usage = (CLASSIFIER_USAGE if classifies else USAGE).format(base=base, resize=resize)
     (folder / "README.md").write_text(CARD.format(base=base, version=__version__, card=card, usage=usage))
     (folder / SETTINGS_FILE).write_text(settings, encoding="utf-8")
 

@@ -23,7 +23,7 @@ from qlora_fsdp.classifier import SequenceClassifier
 from qlora_fsdp.command import log
 from qlora_fsdp.config.schema import Config, DataConfig, LoraConfig, TaskName
 from qlora_fsdp.data.batch import Batch
-from qlora_fsdp.data.tokenizer import load_tokenizer
+from qlora_fsdp.data.tokenizer import AddedTokens, add_tokens, load_tokenizer
 from qlora_fsdp.distributed import Processes
 from qlora_fsdp.errors import AdapterError, DataError
 from qlora_fsdp.hardware import choose_dtype
@@ -43,6 +43,7 @@ class Trained:
 
     model: TaskModel
     tokenizer: PreTrainedTokenizerBase
+    tokens: AddedTokens
     files: ModelFiles
     built: BuiltModel
     dtype: torch.dtype
@@ -65,6 +66,9 @@ def build_trained(config: Config, adapter: str | None, processes: Processes, gen
     lora = NO_ADAPTER if folder is None else read_lora(folder)
     files = find_model(config.model, processes.is_local_main, lambda: processes.wait(patiently=True))
     tokenizer = find_tokenizer(config, files, folder)
+    tokens = add_tokens(tokenizer, config.tokenizer)
+    if not tokens.ids:
+        tokens = read_tokens(folder)
     predicts_tokens = config.task.name is TaskName.causal_lm
     wanted = config.model.attn_implementation.value
     attention = choose_attention(wanted, files.config, device, dtype, is_causal=predicts_tokens and not generates)
@@ -81,10 +85,10 @@ def build_trained(config: Config, adapter: str | None, processes: Processes, gen
     built.model.name_or_path = config.model.path or config.model.name
     model: TaskModel
     if predicts_tokens:
-        model = CausalLM(apply_adapters(built.model, lora))
+        model = CausalLM(apply_adapters(built.model, lora, tokens=tokens))
     else:
-        model = SequenceClassifier(apply_adapters(built.model, lora, task_type="SEQ_CLS"), config.task)
-    return Trained(model, tokenizer, files, built, dtype)
+        model = SequenceClassifier(apply_adapters(built.model, lora, "SEQ_CLS", tokens), config.task)
+    return Trained(model, tokenizer, tokens, files, built, dtype)
 
 
 def load_trained(config: Config, adapter: str | None, processes: Processes, generates: bool = False) -> Trained:
@@ -104,7 +108,7 @@ def load_trained(config: Config, adapter: str | None, processes: Processes, gene
     made_up = [a for a in built.assignments if a.stored is None]
     fill_randomly(made_up, device, dtype, std, config.training.seed, lambda _: None)
     fill_from_files([a for a in built.assignments if a.stored is not None], device, dtype, lambda _: None)
-    initialize_adapters(model.model, True, config.training.seed)
+    initialize_adapters(model.model, True, config.training.seed, trained.tokens)
     if adapter is not None:
         load_adapter(model.model, Path(adapter).expanduser())
     model.eval()
@@ -153,6 +157,17 @@ def read_lora(folder: Path) -> LoraConfig:
         rank_pattern=dict(saved.rank_pattern or {}),
         alpha_pattern=dict(saved.alpha_pattern or {}),
     )
+
+
+def read_tokens(folder: Path | None) -> AddedTokens:
+    """The tokens that a PEFT adapter, which may be from elsewhere, has rows for; `read_lora` has read it before."""
+    if folder is None:
+        return AddedTokens()
+    saved = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8")).get("trainable_token_indices")
+    if not saved:
+        return AddedTokens()
+    ids = frozenset(saved if isinstance(saved, list) else next(iter(saved.values())))
+    return AddedTokens(ids, vocab_size=max(ids) + 1, with_head=isinstance(saved, dict) and len(saved) > 1)
 
 
 def _names(modules_to_save: Any, task_type: Any) -> list[str] | None:

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from qlora_fsdp.data.batch import IGNORE_INDEX
+from qlora_fsdp.new_tokens import TokenRows, join_columns, plain_table
 from qlora_fsdp.shards import whole
 
 LOGITS_BYTES = 256 * 2**20  # fp32 logits of a chunk, at most
@@ -42,8 +43,14 @@ def attach_loss(head: nn.Module, softcap: float | None = None, liger: bool = Fal
 
 class _HeadLoss:
     def __init__(self, head: nn.Module, softcap: float | None, liger: bool) -> None:
-        self.head, self.softcap, self.liger, self.logits = cast(nn.Linear, head), softcap, liger, head.forward
-        self.is_frozen_linear = type(head) is nn.Linear and not head.weight.requires_grad
+        self.head, self.softcap, self.liger, self.logits = (
+            cast(nn.Linear, plain_table(head)),
+            softcap,
+            liger,
+            head.forward,
+        )
+        self.is_frozen_linear = type(self.head) is nn.Linear and not self.head.weight.requires_grad
+        self.new = cast(TokenRows, head.token_adapter) if self.head is not head else None  # rows of new tokens
         self.vocab_size = next(m.out_features for m in head.modules() if isinstance(m, nn.Linear))
 
     def __call__(self, hidden_BLD: Tensor, targets_BL: Tensor | None = None) -> Tensor:
@@ -59,12 +66,13 @@ class _HeadLoss:
         if self.is_frozen_linear:  # maybe in shards: called past FSDP, so that the head is gathered into one buffer
             weight = whole(self.head.weight, hidden.device)
             bias = None if self.head.bias is None else whole(self.head.bias, hidden.device)
-            if self.liger:
+            if self.liger and self.new is None:
                 return _liger_loss(hidden, weight, bias, targets, self.softcap)
         chunk = max(MIN_CHUNK, LOGITS_BYTES // (4 * self.vocab_size) // MIN_CHUNK * MIN_CHUNK)
         if self.is_frozen_linear:
+            new = (None, None) if self.new is None else (self.new.rows, self.new.replaced)
             return _FrozenHeadLoss.apply(  # type: ignore[no-any-return,no-untyped-call]
-                hidden, weight, bias, targets, self.softcap, chunk
+                hidden, weight, bias, targets, self.softcap, chunk, *new
             )
         losses = [
             checkpoint(self._chunk_loss, h, t, use_reentrant=False)
@@ -91,7 +99,8 @@ def _liger_loss(
 class _FrozenHeadLoss(torch.autograd.Function):
     """Cross-entropy through a frozen linear head, with the gradient of the hidden states made on the way.
 
-    Shapes: hidden_ND, weight_VD, targets_N; N tokens, D hidden size, V vocabulary.
+    Shapes: hidden_ND, weight_VD, targets_N, new_KD, replaced; N tokens, D hidden size, V vocabulary, K trained rows of
+    new tokens (float32), of which the first are for the ids `replaced` and the others for those from V on.
     """
 
     @staticmethod
@@ -103,13 +112,19 @@ class _FrozenHeadLoss(torch.autograd.Function):
         targets_N: Tensor,
         softcap: float | None,
         chunk: int,
+        new_KD: Tensor | None,
+        replaced: Tensor | None,
     ) -> Tensor:
         wants_grad = ctx.needs_input_grad[0]
         grad_ND = torch.empty_like(hidden_ND) if wants_grad else None
+        grad_KD = torch.zeros_like(new_KD) if wants_grad and new_KD is not None else None
+        cast_KD = None if new_KD is None else new_KD.to(hidden_ND.dtype)
         loss = torch.zeros((), dtype=torch.float32, device=hidden_ND.device)
         for start in range(0, hidden_ND.shape[0], chunk):
             hidden, targets = hidden_ND[start : start + chunk], targets_N[start : start + chunk]
             logits = F.linear(hidden, weight_VD, bias).float()
+            if cast_KD is not None:
+                logits = join_columns(logits, F.linear(hidden, cast_KD).float(), cast(Tensor, replaced))
             if softcap is not None:
                 logits.div_(softcap).tanh_().mul_(softcap)
             valid = (targets != IGNORE_INDEX).unsqueeze(1)
@@ -123,11 +138,19 @@ class _FrozenHeadLoss(torch.autograd.Function):
                 grad.mul_(valid)
                 if slope is not None:
                     grad.mul_(slope)
-                grad_ND[start : start + chunk] = grad.to(weight_VD.dtype) @ weight_VD
-        ctx.save_for_backward(grad_ND)
+                grad_NV = grad[:, : len(weight_VD)]
+                if cast_KD is not None and grad_KD is not None:
+                    grad_NK = torch.cat([grad_NV[:, replaced], grad[:, len(weight_VD) :]], 1)
+                    grad_NV[:, replaced] = 0.0
+                    grad_KD += grad_NK.t() @ hidden.float()
+                grad_ND[start : start + chunk] = grad_NV.to(weight_VD.dtype) @ weight_VD
+                if cast_KD is not None:
+                    grad_ND[start : start + chunk] += grad_NK.to(cast_KD.dtype) @ cast_KD
+        ctx.save_for_backward(grad_ND, grad_KD)
         return loss
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad_ND,) = ctx.saved_tensors
-        return (grad_ND.float() * grads[0]).to(grad_ND.dtype), None, None, None, None, None
+        grad_ND, grad_KD = ctx.saved_tensors
+        grad_new = None if grad_KD is None else grad_KD * grads[0]
+        return (grad_ND.float() * grads[0]).to(grad_ND.dtype), None, None, None, None, None, grad_new, None

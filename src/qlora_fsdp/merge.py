@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from qlora_fsdp.command import log, run_command
 from qlora_fsdp.config.commands import AdapterSettings
-from qlora_fsdp.config.schema import Config, DataFormat, TaskName
+from qlora_fsdp.config.schema import Config, DataFormat, TaskName, TokenizerConfig
 from qlora_fsdp.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -87,6 +87,8 @@ def compare(settings: MergeSettings, config: Config, processes: Processes) -> di
 
     trained = _log_probabilities(config, settings.adapter, settings, processes)
     # The merged folder is what it is: full precision unless its own config.json says otherwise.
+    if (Path(settings.out or "").expanduser() / "tokenizer_config.json").is_file():  # with new tokens in it
+        config.model.tokenizer_path, config.tokenizer = None, TokenizerConfig()
     config.model.path, config.quant.load_in_4bit, config.quant.load_in_8bit = settings.out, False, False
     merged = _log_probabilities(config, None, settings, processes)
     divergences, losses = [], []
@@ -117,8 +119,9 @@ def _log_probabilities(
 
     trained = load_trained(config, adapter, processes, generates=True)
     config.training.packing, config.training.max_length = False, min(config.training.max_length, MAX_REPORT_TOKENS)
-    vocab_size = trained.files.config.get_text_config().vocab_size
-    data = prepare_data(config, trained.tokenizer, is_main=True, wait=lambda error: error, vocab_size=vocab_size).train
+    data = prepare_data(
+        config, trained.tokenizer, is_main=True, wait=lambda error: error, vocab_size=trained.model.vocab_size
+    ).train
     found = []
     for number in range(min(settings.report_rows, len(data))):
         ((tokens, is_target),) = data.rows_of(number)

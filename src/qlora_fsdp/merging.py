@@ -18,6 +18,7 @@ import bitsandbytes.functional as bnb
 import peft
 import torch
 from peft.utils import ModulesToSaveWrapper
+from peft.utils.other import TrainableTokensWrapper
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -28,6 +29,7 @@ from qlora_fsdp.build import BuiltModel, ModelFiles
 from qlora_fsdp.errors import CheckpointError, RunFolderError
 from qlora_fsdp.load.files import INDEX_NAME, SINGLE_NAME, StoredTensor
 from qlora_fsdp.load.fill import Assignment, fill_from_files
+from qlora_fsdp.new_tokens import count_tokens
 from qlora_fsdp.quantized import QuantizedLinear
 from qlora_fsdp.quantized.lora import LoraLinear
 
@@ -110,6 +112,7 @@ def _open_folder(merge: Merge) -> None:
 def _find_changes(merge: Merge) -> dict[str, dict[str, Tensor]]:
     """By name of a parameter of the base, the adapter's tensors that change it; `scaling` is among LoRA's."""
     changes: dict[str, dict[str, Tensor]] = {}
+    token_rows: dict[nn.Module, dict[str, Tensor]] = {}  # the same of tied tables
     with safe_open(merge.adapter / "adapter_model.safetensors", "pt") as file:
         stored = {key.removeprefix("base_model.model."): key for key in file.keys()}  # noqa: SIM118
         for name, module in merge.model.get_base_model().named_modules():
@@ -120,6 +123,12 @@ def _find_changes(merge: Merge) -> dict[str, dict[str, Tensor]]:
             elif isinstance(module, ModulesToSaveWrapper):
                 for key, _ in module.original_module.named_parameters():
                     changes[f"{name}.{key}"] = {"whole": file.get_tensor(stored[f"{name}.{key}"])}
+            elif isinstance(module, TrainableTokensWrapper):
+                layer = module.token_adapter
+                if layer.tied_adapter is None:
+                    rows = file.get_tensor(stored[f"{name}.token_adapter.trainable_tokens_delta"])
+                    token_rows[layer] = {"rows": rows, "ids": torch.tensor(layer.token_indices[ADAPTER])}
+                changes[f"{name}.weight"] = token_rows[layer.tied_adapter or layer]
     return changes
 
 
@@ -163,7 +172,7 @@ def _find_extra(merge: Merge, changes: dict[str, dict[str, Tensor]]) -> dict[str
         if a.stored is None:
             extra[a.name] = a
     for target, source in ties.items():
-        if not {target, source} & changes.keys():
+        if changes.get(target) is changes.get(source):  # none, or both alike
             continue
         stored_under = by_name.get(source) or by_name.get(target)
         assert stored_under is not None and stored_under.stored is not None
@@ -179,6 +188,12 @@ def _merged(assignment: Assignment, changes: dict[str, dict[str, Tensor]], merge
     if "whole" in change:
         return change["whole"].to(dtype)
     weight = _base_weight(assignment, merge)
+    if "rows" in change:
+        ids = change["ids"]
+        table = weight.new_empty(max(len(weight), int(ids.max()) + 1), *weight.shape[1:], dtype=dtype)
+        table[: len(weight)] = weight
+        table[ids] = change["rows"].to(dtype)
+        return table
     if "lora_A.weight" not in change:
         return weight if not weight.is_floating_point() or stored_dtype is None else weight.to(dtype)
     lora_a = change["lora_A.weight"].to(merge.device, torch.float32)
@@ -234,6 +249,9 @@ def _write_config(merge: Merge, folder: Path, untied: bool) -> None:
         own = merge.built.model.config
         config |= {key: getattr(own, key) for key in ("id2label", "label2id", "problem_type", "pad_token_id")}
         config["architectures"] = [type(merge.built.model).__name__]
+    num_tokens, num_rows = count_tokens(merge.built.model)
+    if num_tokens > num_rows:
+        config.get("text_config", config)["vocab_size"] = num_tokens
     if untied:
         config["tie_word_embeddings"] = False
     if merge.quantize is not None:

@@ -189,9 +189,9 @@ def count_tokens(config: Config, work: Workload) -> tuple[float, str]:
     if training.max_steps is not None:
         a_step = work.num_micro_batches * work.num_tokens * work.num_ranks
         return training.max_steps * a_step, f"training.max_steps={training.max_steps}"
-    path = Path(config.data.path).expanduser() if config.data.path else None
-    if path is not None and path.exists():
-        files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+    paths = [Path(path).expanduser() for path in (config.data.path, *config.data.mix) if path is not None]
+    if paths and all(path.exists() for path in paths):
+        files = [file for path in paths for file in ([path] if path.is_file() else path.rglob("*")) if file.is_file()]
         num_bytes = sum(file.stat().st_size for file in files)
         return training.num_epochs * num_bytes / BYTES_A_TOKEN, f"{num_bytes / 1e6:,.1f} MB of data, 4 bytes a token"
     return 1e8, "an example: set data.path or training.max_steps for your own"

@@ -16,7 +16,7 @@ from qlora_fsdp.causal_lm import CausalLM
 from qlora_fsdp.classifier import SequenceClassifier
 from qlora_fsdp.config.schema import Config, DataFormat, Kernel, MatmulKind, TaskName
 from qlora_fsdp.data.prepare import PreparedData, prepare_data
-from qlora_fsdp.data.tokenizer import byte_tokenizer, load_tokenizer
+from qlora_fsdp.data.tokenizer import AddedTokens, add_tokens, byte_tokenizer, load_tokenizer
 from qlora_fsdp.distributed import Processes
 from qlora_fsdp.hardware import choose_dtype, find_machine, hold_to
 from qlora_fsdp.kernels import use_fused_kernels
@@ -45,6 +45,7 @@ class Prepared:
     sizes: Sizes
     flops: FlopCounter
     tokenizer: PreTrainedTokenizerBase
+    tokens: AddedTokens
     data: PreparedData
     split: BatchSplit
     machine: Machine
@@ -63,6 +64,7 @@ def prepare(config: Config, processes: Processes, folder: Path) -> Prepared:
     files = find_model(config.model, processes.is_local_main, lambda: processes.wait(patiently=True))
     text_config = files.config.get_text_config()
     tokenizer = _find_tokenizer(config, files)
+    tokens = add_tokens(tokenizer, config.tokenizer)
     predicts_tokens = config.task.name is TaskName.causal_lm
     check_packing(config.training.packing, files.config)
     attention = choose_attention(
@@ -83,7 +85,7 @@ def prepare(config: Config, processes: Processes, folder: Path) -> Prepared:
     base = describe_base(built.assignments, processes)
     if config.model.cache_quantized:
         built.assignments = use_cache(built.assignments, base, config.model.cache_folder, dtype, processes)
-    model = _add_adapters(built, config, liger_loss="cross_entropy" in fused)
+    model = _add_adapters(built, config, tokens, liger_loss="cross_entropy" in fused)
     num_fp8 = use_fp8(model) if config.compute.matmul is MatmulKind.fp8 else 0
     fuses_norms = config.kernels.rms_norm is Kernel.auto
     num_groups = fuse_layers(model, fuses_norms) if config.kernels.fuse_layers else 0
@@ -119,7 +121,7 @@ def prepare(config: Config, processes: Processes, folder: Path) -> Prepared:
         tokenizer,
         is_main=processes.is_local_main,
         wait=processes.first_error,
-        vocab_size=text_config.vocab_size,
+        vocab_size=model.vocab_size,
     )
     if isinstance(model, SequenceClassifier):
         model.weigh_classes(data.train.labels_of(np.arange(len(data.train))))
@@ -130,15 +132,17 @@ def prepare(config: Config, processes: Processes, folder: Path) -> Prepared:
     log.info(f"Steps: {split.num_steps} of {config.training.max_length} tokens a sequence at most")
     flops = count_flops(model, text_config)
     peaks = PhasePeaks(device)
-    return Prepared(built, base, model, dtype, num_shards, sizes, flops, tokenizer, data, split, machine, memory, peaks)
+    return Prepared(
+        built, base, model, dtype, num_shards, sizes, flops, tokenizer, tokens, data, split, machine, memory, peaks
+    )
 
 
-def _add_adapters(built: BuiltModel, config: Config, liger_loss: bool) -> TaskModel:
+def _add_adapters(built: BuiltModel, config: Config, tokens: AddedTokens, liger_loss: bool) -> TaskModel:
     """The model with adapters and the loss of its task."""
     if config.task.name is TaskName.causal_lm:
-        return CausalLM(apply_adapters(built.model, config.lora), liger_loss)
+        return CausalLM(apply_adapters(built.model, config.lora, tokens=tokens), liger_loss)
     lora = replace(config.lora, modules_to_save=[*(config.lora.modules_to_save or []), *built.head])
-    return SequenceClassifier(apply_adapters(built.model, lora, task_type="SEQ_CLS"), config.task)
+    return SequenceClassifier(apply_adapters(built.model, lora, "SEQ_CLS", tokens), config.task)
 
 
 def _find_tokenizer(config: Config, files: ModelFiles) -> PreTrainedTokenizerBase:

@@ -25,7 +25,7 @@ Rows as the model sees them, coloured by what is trained on, with lengths and ho
 
 usage: python -m qlora_fsdp.preview model=NAME data.path=FILE [setting=value ...]
 
-  rows=3      so many rows, from row first=1 on
+  rows=3      so many rows, from row first=1 on; of a mix so many of each data set
   color=auto  auto: colours on a terminal; always; never: what is trained on stands between [[ and ]]
 
 Every other setting is one of training's: preview takes the command line of the run to come.
@@ -59,9 +59,10 @@ def preview(settings: PreviewSettings, config: Config, processes: Processes) -> 
     if problems:
         raise ConfigError(problems)
     from qlora_fsdp.data.prepare import prepare_data
-    from qlora_fsdp.data.tokenizer import load_tokenizer
+    from qlora_fsdp.data.tokenizer import add_tokens, load_tokenizer
 
     tokenizer = load_tokenizer(config.model, config.data)
+    add_tokens(tokenizer, config.tokenizer)
     data = prepare_data(
         config, tokenizer, is_main=processes.is_main, wait=lambda error: error, vocab_size=len(tokenizer)
     )
@@ -73,16 +74,26 @@ def preview(settings: PreviewSettings, config: Config, processes: Processes) -> 
 def _rows(
     data: Sequences, tokenizer: PreTrainedTokenizerBase, settings: PreviewSettings, config: Config, colored: bool
 ) -> Iterator[str]:
-    """The rows in the order of the file, with a line about each."""
-    order = sorted(data.row_ids.tolist())[settings.first - 1 :][: settings.rows]
-    labels = data.rows.labels
-    for row in order:
+    """The rows in the order of the file, of a mix of each data set, with a line about each."""
+    import numpy as np
+
+    from qlora_fsdp.data.mix import MixedRows
+
+    starts = data.rows.starts.tolist() if isinstance(data.rows, MixedRows) else [0, len(data.rows.num_targets)]
+    names = [f"{path}, " for path in config.data.mix] or [""]
+    used, labels = np.unique(data.row_ids), data.rows.labels  # each once, however often it is repeated
+    order = [
+        (row, f"{name}row {row - first + 1}")
+        for name, (first, last) in zip(names, pairwise(starts), strict=True)
+        for row in used[(first <= used) & (used < last)][settings.first - 1 :][: settings.rows].tolist()
+    ]
+    for row, place in order:
         tokens, is_target = data.rows.read(row)
         if config.task.name is TaskName.sequence_classification:
             about = f"{len(tokens)} tokens, label {labels[row].tolist()}"
         else:
             about = f"{len(tokens)} tokens, {int(is_target.sum())} trained on"
-        yield f"--- row {row + 1}: {about}"
+        yield f"--- {place}: {about}"
         edges = [0, *(i for i in range(1, len(tokens)) if is_target[i] != is_target[i - 1]), len(tokens)]
         parts = [(tokenizer.decode(tokens[a:b].tolist()), bool(is_target[a])) for a, b in pairwise(edges)]
         yield "".join(_mark(str(text), trained, colored) for text, trained in parts)

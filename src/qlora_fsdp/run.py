@@ -129,7 +129,7 @@ def _load_and_prove(
     device, model, started = processes.device, prepared.model, time.perf_counter()
     place_model(model, torch.device("cpu") if config.fsdp.cpu_offload else device, device)
     num_read = _load(prepared, config, processes)
-    initialize_adapters(model.model, config.lora.init_lora_weights, config.training.seed)
+    initialize_adapters(model.model, config.lora.init_lora_weights, config.training.seed, prepared.tokens)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     load_seconds = time.perf_counter() - started

@@ -53,7 +53,7 @@ def shard_model(model: TaskModel, config: FsdpConfig, processes: Processes) -> l
         _check_dtypes(unit)
     for end in _end_units(model):
         # A frozen embedding is a look-up, and a frozen head has made its gradient in forward: no second gather.
-        is_done = end is model.base.get_input_embeddings() or not model.backward_needs_head
+        is_done = end is model.embeddings or not model.backward_needs_head
         if is_done and not any(p.requires_grad for p in end.parameters()):
             cast(FSDPModule, end).set_unshard_in_backward(False)
     _set_prefetch([layer for layer in layers if isinstance(layer, FSDPModule)], config)
@@ -71,7 +71,7 @@ def reduce_gradients(model: TaskModel, now: bool) -> None:
     model.reduces_gradients = now
     assert isinstance(model, FSDPModule)
     model.set_requires_gradient_sync(now)
-    head = None if model.backward_needs_head else model.base.get_output_embeddings()
+    head = None if model.backward_needs_head else model.head
     if isinstance(head, FSDPModule):
         head.set_requires_gradient_sync(True)
 
@@ -102,10 +102,13 @@ def place_model(model: nn.Module, shard_device: torch.device, buffer_device: tor
 
 
 def _end_units(model: TaskModel) -> list[nn.Module]:
-    """Embeddings and head as units of their own; none where they share a weight, which then is the root's."""
-    if not model.splits_head:
+    """Embeddings and head as units of their own; none where they share a weight, which then is the root's.
+
+    Rows of new tokens are the root's too: as part of a unit they would have it gathered again for backward.
+    """
+    embeddings, head = model.embeddings, model.head
+    if not model.splits_head or head is None:
         return []
-    embeddings, head = model.base.get_input_embeddings(), model.base.get_output_embeddings()
     shared = {id(p) for p in embeddings.parameters()} & {id(p) for p in head.parameters()}
     return [] if shared else [embeddings, head]
 

@@ -11,6 +11,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.distributed import Processes
+from qlora_fsdp.new_tokens import count_tokens, plain_table
 
 
 class TaskModel(nn.Module):
@@ -37,6 +38,22 @@ class TaskModel(nn.Module):
     def base(self) -> PreTrainedModel:
         """The transformers model inside PEFT's."""
         return cast(PreTrainedModel, self.model.get_base_model())
+
+    @property
+    def embeddings(self) -> nn.Module:
+        """The input embeddings, without trained rows of new tokens."""
+        return plain_table(self.base.get_input_embeddings())
+
+    @property
+    def head(self) -> nn.Module | None:
+        """The output head, without trained rows of new tokens."""
+        head = self.base.get_output_embeddings()
+        return None if head is None else plain_table(head)
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that the embeddings know, new ones included."""
+        return count_tokens(self.base)[0]
 
     @property
     def layers(self) -> list[nn.Module]:

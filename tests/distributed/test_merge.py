@@ -10,17 +10,19 @@ import peft
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qlora_fsdp import merge, merging
 from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.load.files import read_headers
+from tests.helpers.checkpoints import VOCAB
 from tests.helpers.ranks import run_ranks
 from tests.helpers.reference import load_stock
 from tests.helpers.runs import settings, train_all
 
 pytestmark = pytest.mark.distributed
 INPUT_IDS = torch.arange(60).view(2, 30) * 7 % 256
+NEW = f"tokenizer.add_tokens={json.dumps(['cat', *(f'<{number}>' for number in range(7))])}"
 CASES = {
     "llama": ("llama", []),
     "tied, ranks that differ": ("qwen2", ["lora.rank_pattern={q_proj:3}", "lora.use_rslora=true", "quant=int8"]),
@@ -28,6 +30,9 @@ CASES = {
     "head trained": ("llama", ["lora.modules_to_save=[lm_head]"]),
     "tied head trained": ("qwen2", ["lora.modules_to_save=[lm_head]"]),
     "tied embeddings trained": ("qwen2", ["lora.modules_to_save=[embed_tokens]"]),
+    "new tokens": ("llama", [NEW]),
+    "tied, new tokens": ("gemma2", [NEW]),
+    "new tokens, tables trained": ("llama", [NEW, "lora.modules_to_save=[embed_tokens,lm_head]"]),
 }
 
 
@@ -59,14 +64,16 @@ def test_merged_logits_are_those_of_base_and_adapter(adapters, checkpoint, tmp_p
     out = tmp_path / "merged"
     assert merge.main([f"adapter={adapters[case]}", f"out={out}", f"base={base}"]) == 0
     quant = load_config([f"model.path={folder}", *more, *(["quant=none"] if base == "full" else [])]).quant
-    stock = peft.PeftModel.from_pretrained(load_stock(folder, quant), adapters[case])
+    stock = load_stock(folder, quant)
+    stock.resize_token_embeddings(max(VOCAB, len(AutoTokenizer.from_pretrained(adapters[case]))))
+    stock = peft.PeftModel.from_pretrained(stock, adapters[case])
     torch.testing.assert_close(load_merged(out), logits(stock), rtol=0, atol=2e-5)
 
 
 def test_the_report_compares_what_was_trained_with_what_was_merged(adapters, checkpoint, rows: Path, tmp_path, capsys):
     reports = {}
     for base in ("full", "dequantized"):
-        arguments = [f"adapter={adapters['llama']}", f"out={tmp_path / base}", f"base={base}"]
+        arguments = [f"adapter={adapters['new tokens']}", f"out={tmp_path / base}", f"base={base}"]
         report = [f"report_data={rows}", "report_rows=3", f"data.cache_folder={tmp_path}", "training.max_length=64"]
         assert merge.main([*arguments, *report]) == 0
         reports[base] = json.loads(capsys.readouterr().out)

@@ -23,7 +23,7 @@ from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.config.schema import Config, Optimizer, QuantConfig
 from qlora_fsdp.data import epoch_order
 from qlora_fsdp.data.prepare import prepare_data
-from qlora_fsdp.data.tokenizer import byte_tokenizer
+from qlora_fsdp.data.tokenizer import add_tokens, byte_tokenizer
 from tests.helpers.checkpoints import VOCAB
 
 Row = tuple[list[int], list[bool]]  # tokens, and which of them are targets
@@ -32,7 +32,8 @@ Row = tuple[list[int], list[bool]]  # tokens, and which of them are targets
 def stock_losses(argv: Sequence[str], device: str = "cpu", dtype: torch.dtype = torch.float32) -> list[float]:
     """Losses of the same run with stock libraries."""
     config = load_config(argv)
-    model = add_lora(load_stock(Path(config.model.path), config.quant, device, dtype), config)
+    model = load_stock(Path(config.model.path), config.quant, device, dtype)
+    model = add_lora(model, config, token_rows=grow(model, config))
     return train_stock(model, global_batches(config), config)
 
 
@@ -65,7 +66,32 @@ def dequantize_int8(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtyp
     return (codes.double() * scales.double()[:, None] / 127).to(dtype)
 
 
-def add_lora(model: nn.Module, config: Config, task_type: str = "CAUSAL_LM") -> peft.PeftModel:
+@torch.no_grad()
+def grow(model: nn.Module, config: Config) -> dict[str, list[int]] | None:
+    """Resize a model for the new tokens of the settings, each at the mean; PEFT's trainable_token_indices."""
+    tokenizer, wanted = byte_tokenizer(), [*config.tokenizer.add_tokens, *config.tokenizer.add_special_tokens]
+    if not wanted:
+        return None
+    first = len(tokenizer)
+    tokenizer.add_tokens(wanted)
+    tables = {"embed_tokens": model.get_input_embeddings(), "lm_head": model.get_output_embeddings()}
+    means = {name: table.weight.double().mean(0) for name, table in tables.items()}
+    model.resize_token_embeddings(max(VOCAB, len(tokenizer)), mean_resizing=False)
+    tables = {"embed_tokens": model.get_input_embeddings(), "lm_head": model.get_output_embeddings()}
+    for name, table in tables.items():
+        table.weight[first:] = means[name].to(table.weight.dtype)
+    whole, ids = config.lora.modules_to_save or [], list(range(first, len(tokenizer)))
+    is_tied = tables["embed_tokens"].weight is tables["lm_head"].weight
+    names = ["embed_tokens"] if is_tied and not whole else tables
+    return {name: ids for name in names if name not in whole} or None
+
+
+def add_lora(
+    model: nn.Module,
+    config: Config,
+    task_type: str = "CAUSAL_LM",
+    token_rows: dict[str, list[int]] | None = None,
+) -> peft.PeftModel:
     """PEFT on the stock model, A drawn as PEFT does but from the seed that we use.
 
     `lora.Linear` goes over bitsandbytes' layer too, as PEFT's `Linear4bit` rounds in another order.
@@ -82,6 +108,7 @@ def add_lora(model: nn.Module, config: Config, task_type: str = "CAUSAL_LM") -> 
         modules_to_save=wanted.modules_to_save,
         rank_pattern=wanted.rank_pattern,
         alpha_pattern=wanted.alpha_pattern,
+        trainable_token_indices=token_rows,
     )
     settings._register_custom_module({bnb.nn.Linear4bit: lora.Linear, bnb.nn.Linear8bitLt: lora.Linear})
     model.requires_grad_(False)
@@ -97,7 +124,9 @@ def add_lora(model: nn.Module, config: Config, task_type: str = "CAUSAL_LM") -> 
 
 def global_batches(config: Config) -> list[list[Row]]:
     """The rows of every step: the data's own sequences, in the order of the epochs, `global_batch_size` a step."""
-    data = prepare_data(config, byte_tokenizer(), is_main=True, wait=lambda error: error, vocab_size=VOCAB).train
+    tokenizer = byte_tokenizer()
+    vocab_size = max(VOCAB, add_tokens(tokenizer, config.tokenizer).vocab_size)
+    data = prepare_data(config, tokenizer, is_main=True, wait=lambda error: error, vocab_size=vocab_size).train
     size, num_steps = config.training.global_batch_size, config.training.max_steps
     num_epochs = math.ceil(size * num_steps / len(data))
     order = np.concatenate([epoch_order(len(data), config.training.seed, epoch) for epoch in range(num_epochs)])

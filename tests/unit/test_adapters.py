@@ -7,17 +7,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.helpers.checkpoints import quantize_checkpoint
+from tests.helpers.checkpoints import VOCAB, quantize_checkpoint
 from torch import nn
 
 from qlora_fsdp.adapters import apply_adapters, trainable_names
 from qlora_fsdp.build import build_model, find_model
 from qlora_fsdp.config.schema import LoraConfig, ModelConfig, QuantConfig
+from qlora_fsdp.data.tokenizer import AddedTokens
 from qlora_fsdp.errors import AdapterError
 from qlora_fsdp.quantized import QuantizedLinear
 
+DTYPE = torch.bfloat16
 
-def adapt(folder: Path, config: LoraConfig, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+
+def adapt(folder: Path, config: LoraConfig, dtype: torch.dtype = DTYPE) -> nn.Module:
     files = find_model(ModelConfig(path=str(folder)), True, lambda: None)
     built = build_model(files, QuantConfig(), dtype, "eager", keep=config.modules_to_save or [])
     return apply_adapters(built.model, config)
@@ -54,3 +57,30 @@ def test_codes_are_not_trained(checkpoint: Callable[..., Path], tmp_path: Path):
     folder = quantize_checkpoint(checkpoint("llama", torch.float32), tmp_path / "quantized", load_in_4bit=True)
     with pytest.raises(AdapterError, match=r"lora.modules_to_save: model.layers.0.mlp is quantized in the checkpoint"):
         adapt(folder, LoraConfig(modules_to_save=["mlp"], target_modules=["q_proj"]))
+
+
+@pytest.mark.parametrize(
+    ("family", "quant", "lora", "message"),
+    [
+        (
+            "llama",
+            QuantConfig(llm_int8_skip_modules=["none"]),
+            LoraConfig(),
+            "lm_head is quantized, and can't",
+        ),
+        ("bert", QuantConfig(), LoraConfig(), "decoder has a bias, which PEFT's trainable tokens leave out"),
+        (
+            "llama",
+            QuantConfig(),
+            LoraConfig(target_modules=["lm_head"]),
+            "lm_head is in lora.target_modules",
+        ),
+    ],
+)
+def test_tables_that_can_not_have_new_tokens(checkpoint, family: str, quant: QuantConfig, lora: LoraConfig, message):
+    built = build_model(
+        find_model(ModelConfig(path=str(checkpoint(family))), True, lambda: None), quant, DTYPE, "eager"
+    )
+    tokens = AddedTokens(frozenset({VOCAB}), frozenset({VOCAB}), VOCAB + 1)
+    with pytest.raises(AdapterError, match=f"tokenizer.add_tokens: .*{message}"):
+        apply_adapters(built.model, lora, tokens=tokens)

@@ -50,6 +50,8 @@ def test_dry_run_has_no_problem() -> None:
         ("data.path=chats.jsonl", "data.path=chats.jsonl does not exist, seen from"),
         ("data.eval_path=./held_out.csv", "data.eval_path=./held_out.csv does not exist"),
         ("data=default", "data.path=null names no data."),
+        ("tokenizer.add_tokens=[a,b,a]", "names a token twice, or one that tokenizer.add_special_tokens names too: a."),
+        ("tokenizer.add_tokens=['']", "has a token that is empty."),
         ("data.chat_template=chatml2", "is neither a file nor one of alpaca, chatml, llama3."),
         ("task.labels=[a,b]", "task.labels=[a,b] has no effect with task.name=causal_lm."),
         (
@@ -105,6 +107,19 @@ def test_dry_run_has_no_problem() -> None:
 def test_refused(overrides: str, expected: str) -> None:
     parts = [overrides] if "{" in overrides else overrides.split()
     (message,) = complaints(configure(*parts))
+    assert expected in message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["data.path=org/a", "data.mix={org/b:1}"], "data.path=org/a contradicts data.mix={org/b: 1"),
+        (["data.mix={org/a:1,org/b:0}"], "has a weight that is not positive: org/b."),
+        (["data.mix={a.jsonl:1}"], "names a.jsonl, which does not exist, seen from"),
+    ],
+)
+def test_mixes_that_are_refused(overrides: list[str], expected: str) -> None:
+    (message,) = complaints(configure("data=default", *overrides))
     assert expected in message
 
 

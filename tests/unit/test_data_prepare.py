@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -278,3 +279,28 @@ def test_random_rows(run):
     assert tokens.max() < 50 and len(np.unique(tokens)) > 20 and is_target.sum() == 63
     np.testing.assert_array_equal(tokens, prepared.train.rows_of(3)[0][0])
     assert not np.array_equal(tokens, prepared.train.rows_of(4)[0][0])
+
+
+def test_a_mix_has_every_row_and_the_shares_of_its_weights(tmp_path, run):
+    few = write_lines(tmp_path / "few.jsonl", *({"text": f"few {n}"} for n in range(7)))
+    many = write_lines(tmp_path / "many.jsonl", *({"text": f"many {n}"} for n in range(40)))
+    prepared = run(None, mix={str(few): 1, str(many): 3}, max_length=16)
+    counts = Counter(texts(prepared.train))
+    times = [counts[f"few {n}"] for n in range(7)]
+    assert [counts[f"many {n}"] for n in range(40)] == [1] * 40  # the largest for its weight is seen once
+    assert sum(times) == 13 and set(times) == {1, 2}  # a quarter of 53
+    first, second = prepared.report.mix
+    assert (first.num_rows, first.num_used_rows, second.num_used_rows) == (7, 13, 40)
+    assert first.row_share == 13 / 53 and first.token_share + second.token_share == pytest.approx(1)
+    assert f"mix: {few}: 7 rows 1.86 times, 24.5% of the rows" in str(prepared.report)
+    assert texts(run(None, mix={str(few): 1, str(many): 3}, max_length=16).train) == texts(prepared.train)
+
+
+def test_what_a_mix_holds_out_is_not_repeated(tmp_path, run):
+    few = write_lines(tmp_path / "few.jsonl", *({"text": f"few {n}"} for n in range(10)))
+    many = write_lines(tmp_path / "many.jsonl", *({"text": f"many {n}"} for n in range(40)))
+    prepared = run(None, mix={str(few): 2, str(many): 1}, eval_fraction=0.2, packing=False)
+    train, held_out = texts(prepared.train), texts(prepared.eval)
+    assert len(held_out) == 10 and sum(text.startswith("few") for text in held_out) == 2
+    assert not set(train) & set(held_out) and len(set(train)) == 40
+    assert len(train) == 32 + 64

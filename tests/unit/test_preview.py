@@ -48,3 +48,13 @@ def test_colours_and_later_rows(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_mistakes_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     code, _, error = show(tmp_path, capsys, "color=green", "first=0")
     assert code == 2 and "color=green is none of" in error and "rows and first" in error
+
+
+def test_a_mix_shows_rows_and_shares_of_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"text": "another"}\n')
+    mix = f"data.mix={{{tmp_path / 'rows.jsonl'}:1,{other}:1}}"
+    code, out, _ = show(tmp_path, capsys, "rows=1", "data.path=null", mix, "training.max_length=100")
+    assert code == 0
+    assert f"--- {tmp_path / 'rows.jsonl'}, row 1: " in out and f"--- {other}, row 1: 9 tokens" in out
+    assert f"mix: {other}: 1 row 3 times, 50.0% of the rows" in out

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
+from qlora_fsdp.config.check_data import check_data
 from qlora_fsdp.config.check_long_runs import check_checkpoint, check_launch
 from qlora_fsdp.config.check_task import check_task
 from qlora_fsdp.config.command_line import conf_folder, group_options
@@ -82,7 +83,7 @@ _INIT_LORA_WEIGHTS = (True, "gaussian", "orthogonal")
 def check_settings(config: Config) -> list[Problem]:
     """Returns what is wrong with the configuration whatever it runs on."""
     own = (_numbers, _run, _model, _compute, _quant, _lora, _fsdp, _data, _optim, _training, _packages)
-    checks = (*own, check_checkpoint, check_launch, check_task)
+    checks = (*own, check_data, check_checkpoint, check_launch, check_task)
     return [problem for find_problems in checks for problem in find_problems(config)]
 
 
@@ -232,7 +233,7 @@ def _fsdp(config: Config) -> Iterator[Problem]:
 def _data(config: Config) -> Iterator[Problem]:
     data = config.data
     is_random = data.format is DataFormat.random
-    if data.path is None and not is_random:
+    if data.path is None and not data.mix and not is_random:
         fix = "Set data.path to a file, a folder or a hub name, or data=random for a dry run."
         yield problem_with(config, "data.path", "names no data.", fix)
     for key in ("data.path", "data.eval_path"):

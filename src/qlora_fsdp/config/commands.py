@@ -26,7 +26,7 @@ from qlora_fsdp.config.settings import show
 from qlora_fsdp.errors import ConfigError, Problem
 
 SETTINGS_FILE = "qlora_fsdp.yaml"
-SAVED_SECTIONS = ("model", "quant", "task")
+SAVED_SECTIONS = ("model", "tokenizer", "quant", "task")
 
 # Settings that training needs and these commands do not, so that its checks have nothing to say about them.
 WITHOUT_TRAINING = ("training.max_steps=1", "run.overwrite=true")

@@ -178,6 +178,16 @@ class ModelConfig:
 
 
 @dataclass
+class TokenizerConfig:
+    # New tokens, which the tokenizer then never splits. Their rows of embeddings and head are trained, alone (PEFT's
+    # trainable_token_indices), unless lora.modules_to_save names the embeddings or the head; a new row starts at the
+    # mean of the old ones. A token that the tokenizer has already is trained from the row it has.
+    add_tokens: list[str] = field(default_factory=list)
+    # The same, as special tokens: left out when text is decoded with skip_special_tokens.
+    add_special_tokens: list[str] = field(default_factory=list)
+
+
+@dataclass
 class QuantConfig:
     # Quantize linear layers to 4 bits (QLoRA, arXiv:2305.14314).
     load_in_4bit: bool = True
@@ -281,6 +291,9 @@ class KernelsConfig:
 class DataConfig:
     # A .jsonl, .json, .csv or .parquet file, a folder of .txt/.md files or of any of these, or a hub data set's name.
     path: str | None = None
+    # Several of these with their weights, instead of path: {chats.jsonl: 3, code.jsonl: 1} makes three of four rows
+    # chats. An epoch has every row at least once; what is small for its weight is repeated.
+    mix: dict[str, float] = field(default_factory=dict)
     # Subset of a hub data set.
     name: str | None = None
     # Split of a hub data set.
@@ -289,7 +302,7 @@ class DataConfig:
     eval_path: str | None = None
     # Part of the rows held out for evaluation when there is no eval_path. 0: no evaluation.
     eval_fraction: float = 0.0
-    # Use at most this many rows (after shuffling by training.seed). null: all.
+    # Use at most this many rows (after shuffling by training.seed), of a mix of each data set. null: all.
     max_rows: int | None = None
     # Form of the rows. `auto` looks at their keys. `random`: random tokens, for dry runs.
     format: DataFormat = DataFormat.auto
@@ -445,6 +458,7 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
     task: TaskConfig = field(default_factory=TaskConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     quant: QuantConfig = field(default_factory=QuantConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     fsdp: FsdpConfig = field(default_factory=FsdpConfig)

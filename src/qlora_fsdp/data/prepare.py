@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -15,12 +16,13 @@ import numpy as np
 from filelock import FileLock
 from transformers import PreTrainedTokenizerBase
 
-from qlora_fsdp.config.schema import BadRows, Config, DataFormat, TaskName
+from qlora_fsdp.config.schema import BadRows, Config, DataConfig, DataFormat, TaskName
 from qlora_fsdp.data.cache import TokenizedRows, fingerprint, load_entry, write_entry
 from qlora_fsdp.data.check import TOO_LONG
 from qlora_fsdp.data.labels import LabelledRowTokenizer, count_labels, label_width
+from qlora_fsdp.data.mix import MixedRows, count_rows, repeat_rows
 from qlora_fsdp.data.read import Source, find_source, read_rows
-from qlora_fsdp.data.report import DataReport, ReadReport
+from qlora_fsdp.data.report import DataReport, MixPart, ReadReport
 from qlora_fsdp.data.sequences import Indices, RandomRows, Rows, Sequences, make_sequences
 from qlora_fsdp.data.tokenize import FEATURES, RowTokenizer
 from qlora_fsdp.errors import DataError
@@ -105,17 +107,24 @@ def _open(config: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -
         train_rows = RandomRows(data.max_rows or NUM_RANDOM_ROWS, training.max_length, vocab_size, training.seed)
     else:
         loaded = [_load_source(path, config, tokenizer, vocab_size) for path in _paths(config)]
-        train_rows, sources = loaded[0][0], [report for _, report in loaded]
-        eval_rows = loaded[1][0] if len(loaded) > 1 else None
+        sources = [report for _, report in loaded]
+        if data.eval_path is not None:
+            eval_rows = loaded.pop()[0]
+        train_rows = MixedRows(tuple(rows for rows, _ in loaded)) if data.mix else loaded[0][0]
 
-    train_ids = np.arange(len(train_rows.lengths))
+    starts = train_rows.starts if isinstance(train_rows, MixedRows) else [0, len(train_rows.lengths)]
+    train_ids = [np.arange(first, last) for first, last in pairwise(starts)]  # by data set
     evaluation: Sequences | None = None
     if eval_rows is not None:
         evaluation = sequences(eval_rows, np.arange(len(eval_rows.lengths)))
     elif data.eval_fraction > 0:
-        train_ids, eval_ids = _hold_out(len(train_ids), data.eval_fraction, training.seed)
-        evaluation = sequences(train_rows, eval_ids)
-    train = sequences(train_rows, train_ids)
+        held_out = [_hold_out(ids, data.eval_fraction, training.seed) for ids in train_ids]
+        train_ids = [kept for kept, _ in held_out]
+        evaluation = sequences(train_rows, np.concatenate([held for _, held in held_out]))
+    mix: tuple[MixPart, ...] = ()
+    if data.mix:
+        train_ids, mix = _mix(train_rows, train_ids, data.mix, training.seed)
+    train = sequences(train_rows, np.concatenate(train_ids))
     report = DataReport(
         sources=tuple(sources),
         num_sequences=len(train),
@@ -126,16 +135,37 @@ def _open(config: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -
         num_eval_sequences=len(evaluation) if evaluation else 0,
         num_eval_target_tokens=int(evaluation.num_targets.sum()) if evaluation else 0,
         label_counts=count_labels(train.labels_of(np.arange(len(train))), config.task) if train.has_labels else {},
+        mix=mix,
     )
     return PreparedData(train, evaluation, report)
 
 
+def _mix(
+    rows: Rows, parts: list[Indices], weights: dict[str, float], seed: int
+) -> tuple[list[Indices], tuple[MixPart, ...]]:
+    """The rows of an epoch by data set, and what they make up."""
+    counts = count_rows([len(ids) for ids in parts], list(weights.values()))
+    used = [repeat_rows(ids, count, seed, n) for n, (ids, count) in enumerate(zip(parts, counts, strict=True))]
+    num_tokens = [int(rows.lengths[ids].sum()) for ids in used]
+    shares = [
+        MixPart(path, len(ids), count, count / sum(counts), tokens / sum(num_tokens))
+        for path, ids, count, tokens in zip(weights, parts, counts, num_tokens, strict=True)
+    ]
+    return used, tuple(shares)
+
+
+def training_paths(data: DataConfig) -> list[str]:
+    """Where the training data is."""
+    return list(data.mix) or ([] if data.path is None else [data.path])
+
+
 def _paths(config: Config) -> list[str]:
-    if config.data.path is None:
+    paths = training_paths(config.data)
+    if not paths:
         raise DataError(
             "data.path is not set. Set it to a file, a folder or a hub data set, or set data.format=random."
         )
-    return [config.data.path, *([config.data.eval_path] if config.data.eval_path is not None else [])]
+    return [*paths, *([config.data.eval_path] if config.data.eval_path is not None else [])]
 
 
 def _prepare_source(path: str, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -158,7 +188,7 @@ def _tokenize_into(entry: Path, source: Source, config: Config, tokenizer: PreTr
     temporary = Path(mkdtemp(prefix=f"{entry.name}.tmp-", dir=entry.parent))
     try:
         raw = read_rows(source, temporary / "raw.arrow")
-        is_training_data = source.path == data.path
+        is_training_data = source.path in training_paths(data)
         if is_training_data and data.max_rows is not None and data.max_rows < len(raw):
             chosen = np.random.default_rng(config.training.seed).permutation(len(raw))[: data.max_rows]
             raw = raw.select(np.sort(chosen))
@@ -240,7 +270,7 @@ def _is_whole(entry: Path) -> bool:
 
 def _entry_folder(source: Source, config: Config, tokenizer: PreTrainedTokenizerBase) -> Path:
     data = config.data
-    max_rows = data.max_rows if source.path == data.path else None
+    max_rows = data.max_rows if source.path in training_paths(data) else None
     task = [config.task.problem_type.value, config.task.labels] if _has_labels(config) else None
     key = fingerprint(
         tokenizer,
@@ -256,12 +286,13 @@ def _entry_folder(source: Source, config: Config, tokenizer: PreTrainedTokenizer
     return Path(data.cache_folder or DEFAULT_CACHE_FOLDER).expanduser() / key
 
 
-def _hold_out(num_rows: int, fraction: float, seed: int) -> tuple[Indices, Indices]:
+def _hold_out(row_ids: Indices, fraction: float, seed: int) -> tuple[Indices, Indices]:
+    num_rows = len(row_ids)
     num_eval = max(1, math.floor(num_rows * fraction))
     if num_eval >= num_rows:
         raise DataError(
             f"data.eval_fraction={fraction} of {num_rows} usable rows leaves none to train on. Set it lower, or set"
             " data.eval_path."
         )
-    shuffled = np.random.default_rng(seed).permutation(num_rows)
+    shuffled = np.random.default_rng(seed).permutation(row_ids)
     return np.sort(shuffled[num_eval:]), np.sort(shuffled[:num_eval])

@@ -66,6 +66,33 @@ class ReadReport:
 
 
 @dataclass(frozen=True)
+class MixPart:
+    """One data set of a mix, as an epoch has it.
+
+    Attributes:
+        path: as the user gave it.
+        num_rows: token rows to train on, each counted once.
+        num_used_rows: with repetitions.
+        row_share: of all rows of the epoch.
+        token_share: of all tokens.
+    """
+
+    path: str
+    num_rows: int
+    num_used_rows: int
+    row_share: float
+    token_share: float
+
+    def __str__(self) -> str:
+        times = self.num_used_rows / self.num_rows
+        often = "once" if times == 1 else f"{times:.3g} times"
+        return (
+            f"mix: {self.path}: {self.num_rows:,} {_rows(self.num_rows)} {often}, {self.row_share:.1%} of the rows and"
+            f" {self.token_share:.1%} of the tokens"
+        )
+
+
+@dataclass(frozen=True)
 class DataReport:
     """The data of a run. Token counts are of the training part.
 
@@ -79,6 +106,7 @@ class DataReport:
         num_eval_sequences: 0 without evaluation.
         num_eval_target_tokens: likewise.
         label_counts: rows by label; empty without labels.
+        mix: the data sets of a mix; empty without one.
     """
 
     sources: tuple[ReadReport, ...]
@@ -90,10 +118,12 @@ class DataReport:
     num_eval_sequences: int
     num_eval_target_tokens: int
     label_counts: dict[str, int] = field(default_factory=dict)
+    mix: tuple[MixPart, ...] = ()
 
     def __str__(self) -> str:
         lines = [
             *(str(source) for source in self.sources),
+            *(str(part) for part in self.mix),
             f"training: {self.num_rows:,} rows in {self.num_sequences:,} sequences,"
             f" {self.packing_efficiency:.1%} full, {self.num_tokens:,} tokens, {self.num_target_tokens:,} with a loss",
         ]

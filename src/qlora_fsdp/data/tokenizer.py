@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
@@ -9,10 +10,27 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from qlora_fsdp.config.schema import DataConfig, ModelConfig
+from qlora_fsdp.config.schema import DataConfig, ModelConfig, TokenizerConfig
 from qlora_fsdp.errors import CheckpointError, DataError
 
 TEMPLATES = ("chatml", "llama3", "alpaca")
+
+
+@dataclass(frozen=True)
+class AddedTokens:
+    """Tokens to be trained.
+
+    Attributes:
+        ids: of all.
+        fresh: of those that the tokenizer did not have.
+        vocab_size: the tokenizer's largest id + 1.
+        with_head: whether the head gets rows too, not the embeddings alone.
+    """
+
+    ids: frozenset[int] = frozenset()
+    fresh: frozenset[int] = frozenset()
+    vocab_size: int = 0
+    with_head: bool = True
 
 
 def load_tokenizer(model: ModelConfig, data: DataConfig) -> PreTrainedTokenizerBase:
@@ -40,6 +58,22 @@ def load_tokenizer(model: ModelConfig, data: DataConfig) -> PreTrainedTokenizerB
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
     return tokenizer
+
+
+def add_tokens(tokenizer: PreTrainedTokenizerBase, config: TokenizerConfig) -> AddedTokens:
+    """Adds the tokens of the settings to the tokenizer, changed in place. Ids go on where the tokenizer's end."""
+    wanted = [*config.add_tokens, *config.add_special_tokens]
+    if not wanted:
+        return AddedTokens()
+    known = set(tokenizer.get_vocab())
+    tokenizer.add_tokens(list(config.add_tokens))
+    tokenizer.add_tokens(list(config.add_special_tokens), special_tokens=True)
+    vocabulary: dict[str, int] = tokenizer.get_vocab()
+    return AddedTokens(
+        ids=frozenset(vocabulary[token] for token in wanted),
+        fresh=frozenset(vocabulary[token] for token in wanted if token not in known),
+        vocab_size=max(vocabulary.values()) + 1,
+    )
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:

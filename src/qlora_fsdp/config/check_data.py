@@ -1,0 +1,52 @@
+"""Do the settings of a mix, of streaming and of new tokens make sense? Imports no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+from qlora_fsdp.config.schema import Config, DataFormat
+from qlora_fsdp.config.settings import problem_with, show
+from qlora_fsdp.errors import Problem
+
+_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".txt", ".md")
+
+
+def check_data(config: Config) -> Iterator[Problem]:
+    """Yields what is wrong with `data.mix`, `data.streaming` and `tokenizer`."""
+    yield from _mix(config)
+    yield from _tokens(config)
+
+
+def _mix(config: Config) -> Iterator[Problem]:
+    data = config.data
+    if not data.mix:
+        return
+    if data.path is not None:
+        fix = "Set one of them: data.mix has the paths of all its data sets."
+        yield problem_with(config, "data.path", f"contradicts {show('data.mix', data.mix)}.", fix)
+    if data.format is DataFormat.random:
+        yield problem_with(config, "data.mix", "has no effect with data.format=random.", "Set data.format=auto.")
+    bad = [path for path, weight in data.mix.items() if not 0 < weight < math.inf]
+    if bad:
+        fix = "Give each path a weight above 0, or leave it out."
+        yield problem_with(config, "data.mix", f"has a weight that is not positive: {', '.join(bad)}.", fix)
+    for path in data.mix:
+        # As for data.path: what is written as a path, or as a file, is no name of a hub data set.
+        is_local = path.startswith(("/", "./", "../", "~")) or path.endswith(_SUFFIXES)
+        if is_local and not Path(path).expanduser().exists():
+            fix = "Set data.mix={path: weight, ...} with files or folders that do."
+            yield problem_with(config, "data.mix", f"names {path}, which does not exist, seen from {Path.cwd()}.", fix)
+
+
+def _tokens(config: Config) -> Iterator[Problem]:
+    wanted = [*config.tokenizer.add_tokens, *config.tokenizer.add_special_tokens]
+    for key in ("add_tokens", "add_special_tokens"):
+        if any(not token.strip() for token in getattr(config.tokenizer, key)):
+            fix = 'Set tokens of at least one letter, e.g. ["<call>","</call>"].'
+            yield problem_with(config, f"tokenizer.{key}", "has a token that is empty.", fix)
+    twice = sorted({token for token in wanted if wanted.count(token) > 1})
+    if twice:
+        reason = f"names a token twice, or one that tokenizer.add_special_tokens names too: {', '.join(twice)}."
+        yield problem_with(config, "tokenizer.add_tokens", reason, "Name each once.")

@@ -1,0 +1,66 @@
+"""Several data sets as one: rows of each in the shares that their weights say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qlora_fsdp.data.sequences import Indices, Rows
+from qlora_fsdp.data.tokenize import Mask, Tokens
+
+
+@dataclass(frozen=True)
+class MixedRows:
+    """Rows of several data sets, one set after another.
+
+    Attributes:
+        parts: the data sets.
+    """
+
+    parts: tuple[Rows, ...]
+
+    @cached_property
+    def starts(self) -> Indices:
+        """Where the rows of each part begin, and the number of all: int64 [num_parts + 1]."""
+        return np.cumsum([0, *(len(part.num_targets) for part in self.parts)])
+
+    @cached_property
+    def lengths(self) -> NDArray[np.int64]:
+        return np.concatenate([part.lengths for part in self.parts])
+
+    @cached_property
+    def num_targets(self) -> NDArray[np.int32]:
+        return np.concatenate([part.num_targets for part in self.parts])
+
+    @cached_property
+    def labels(self) -> NDArray[np.float32]:
+        return np.concatenate([part.labels for part in self.parts])
+
+    def read(self, row: int) -> tuple[Tokens, Mask]:
+        part, row = self.locate(row)
+        return self.parts[part].read(row)
+
+    def locate(self, row: int) -> tuple[int, int]:
+        """The part that a row is in, and its number there."""
+        part = int(np.searchsorted(self.starts, row, side="right")) - 1
+        return part, row - int(self.starts[part])
+
+
+def count_rows(num_rows: Sequence[int], weights: Sequence[float]) -> list[int]:
+    """Rows of each data set in an epoch: by the weights, and as few as have every row once.
+
+    So the data set that is largest for its weight is seen once, and the others are repeated.
+    """
+    scale = max(number / weight for number, weight in zip(num_rows, weights, strict=True))
+    return [max(number, round(weight * scale)) for number, weight in zip(num_rows, weights, strict=True)]
+
+
+def repeat_rows(row_ids: Indices, count: int, seed: int, part: int) -> Indices:
+    """`count` of the rows of a data set: all of them as often as it goes, and some once more, drawn by the seed."""
+    times, left = divmod(count, len(row_ids))
+    drawn = np.random.default_rng([seed, part]).permutation(row_ids)[:left]
+    return np.concatenate([np.tile(row_ids, times), np.sort(drawn)])
