@@ -1,4 +1,4 @@
-"""`python -m qlora_fsdp.evaluate`: loss and perplexity of a model, with or without an adapter, on data of yours."""
+"""`python -m qlora_fsdp.evaluate`: loss and perplexity of a model, with or without an adapter, or lm-eval's tasks."""
 
 from __future__ import annotations
 
@@ -8,43 +8,69 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from qlora_fsdp.command import log, run_command, write_out
 from qlora_fsdp.config.commands import AdapterSettings
 from qlora_fsdp.config.schema import Config, TaskName
+from qlora_fsdp.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from qlora_fsdp.distributed import Processes
 
 USAGE = """
-Loss and perplexity of a model on data of yours, with an adapter or without. Several processes share model and data.
+Loss and perplexity of a model on data of yours, or its scores on lm-eval's tasks, with an adapter or without. Several
+processes share model and data.
 
 usage: [accelerate launch -m | torchrun ... -m | python -m] qlora_fsdp.evaluate [adapter=DIR] data.path=FILE [...]
+       ... qlora_fsdp.evaluate [adapter=DIR] tasks=NAME,NAME,FILE.yaml [...]
 
   adapter=DIR     the adapter's folder, which also knows its base model. Without one: the base model, model.path=...
   data.path=FILE  rows as for training, all of them; training.max_length and data.* as there
   out=FILE.json   write the figures there too
 
+Tasks of EleutherAI's lm-eval (pip install "qlora-fsdp[lm-eval]"), named as there:
+  tasks=NAMES     tasks, groups, tags, or YAML files of your own, with commas between
+  num_fewshot=N   examples before each question (default: the task's)
+  limit=N         the first N rows of each task (default: all)
+  batch_size=8    requests a process at a time
+  max_length=N    tokens of a request at most (default: as many as the model knows positions)
+  apply_chat_template=true  ask in turns of a conversation (default: false)
+
 examples:
   python -m qlora_fsdp.evaluate adapter=outputs/run/adapter data.path=held_out.jsonl
   torchrun --nproc_per_node 4 -m qlora_fsdp.evaluate model=llama3-70b data.path=held_out.jsonl training.max_length=4096
+  torchrun --nproc_per_node 2 -m qlora_fsdp.evaluate adapter=outputs/run/adapter tasks=arc_easy,hellaswag limit=200
 """
 
 
 @dataclass
 class EvaluateSettings(AdapterSettings):
-    """Settings of `evaluate`.
-
-    Attributes:
-        out: file to write the figures to.
-    """
+    """Settings of `evaluate`, as its --help says."""
 
     out: str | None = None
+    tasks: str | None = None
+    num_fewshot: int | None = None
+    limit: int | None = None
+    batch_size: int = 8
+    max_length: int | None = None
+    apply_chat_template: bool = False
 
 
-def evaluate_on_data(settings: EvaluateSettings, config: Config, processes: Processes) -> None:
+def evaluate_model(settings: EvaluateSettings, config: Config, processes: Processes) -> None:
     """Load, evaluate, and print one line of JSON."""
+    by = evaluate_on_data if settings.tasks is None else evaluate_on_tasks
+    figures = {"adapter": settings.adapter, **by(settings, config, processes)}
+    if not processes.is_main:
+        return
+    print(json.dumps(figures))
+    if settings.out is not None:
+        write_out(settings.out, json.dumps(figures, indent=1) + "\n")
+
+
+def evaluate_on_data(settings: EvaluateSettings, config: Config, processes: Processes) -> dict[str, Any]:
+    """Loss and perplexity, or a classifier's figures."""
     from qlora_fsdp.attention import check_packing
     from qlora_fsdp.data.prepare import prepare_data
     from qlora_fsdp.inference import load_trained
@@ -65,22 +91,65 @@ def evaluate_on_data(settings: EvaluateSettings, config: Config, processes: Proc
     started = time.perf_counter()
     split = split_batches(config.training, processes.num_ranks, len(data.train))
     loss, metrics = evaluate(trained.model, data.train, split, processes)
-    figures: dict[str, Any] = {"adapter": settings.adapter, "data": config.data.path or config.data.mix, "loss": loss}
+    figures: dict[str, Any] = {"data": config.data.path or config.data.mix, "loss": loss}
     if config.task.name is TaskName.causal_lm:
         figures["perplexity"] = math.exp(min(loss, 700.0))
         figures["num_target_tokens"] = data.report.num_target_tokens
     else:
         figures |= metrics | {"num_rows": data.report.num_rows}
-    figures["seconds"] = round(time.perf_counter() - started, 2)
-    if processes.is_main:
-        print(json.dumps(figures))
-        if settings.out is not None:
-            write_out(settings.out, json.dumps(figures, indent=1) + "\n")
+    return figures | {"seconds": round(time.perf_counter() - started, 2)}
+
+
+def evaluate_on_tasks(settings: EvaluateSettings, config: Config, processes: Processes) -> dict[str, Any]:
+    """The metrics of lm-eval's tasks.
+
+    Raises:
+        ConfigError: lm-eval is not installed, a setting makes no sense, or a name is no task.
+        DataError: a task's data can't be loaded.
+    """
+    names = [name.strip() for name in (settings.tasks or "").split(",") if name.strip()]
+    check_tasks(settings, config, names)
+    from qlora_fsdp.harness import evaluate_tasks, find_tasks
+    from qlora_fsdp.inference import load_trained
+
+    manager = find_tasks(names)
+    trained = load_trained(config, settings.adapter, processes, generates=True)
+    started = time.perf_counter()
+    found = evaluate_tasks(trained, processes, manager, names, settings)
+    return {"tasks": found, "seconds": round(time.perf_counter() - started, 2)}
+
+
+def check_tasks(settings: EvaluateSettings, config: Config, names: Sequence[str]) -> None:
+    """Refuse what lm-eval could not do, before it is imported.
+
+    Raises:
+        ConfigError: all that was found.
+    """
+    problems = []
+    if find_spec("lm_eval") is None:
+        fix = 'pip install "qlora-fsdp[lm-eval]"'
+        problems.append(Problem(f"tasks={settings.tasks}", "needs lm-eval, which is not installed.", fix))
+    if config.task.name is not TaskName.causal_lm:
+        reason = "asks for text, which a classifier has none of."
+        problems.append(Problem(f"tasks={settings.tasks}", reason, "Set data.path to rows with labels instead."))
+    if not names:
+        problems.append(Problem("tasks", "names no task.", "Set tasks to what `lm-eval ls tasks` lists."))
+    for name in ("limit", "batch_size", "max_length"):
+        value = getattr(settings, name)
+        if value is not None and value < 1:
+            problems.append(Problem(f"{name}={value}", "must be at least 1.", f"Set {name} higher, or leave it out."))
+    if settings.num_fewshot is not None and settings.num_fewshot < 0:
+        fix = "Set num_fewshot=0 or higher."
+        problems.append(Problem(f"num_fewshot={settings.num_fewshot}", "is below 0.", fix))
+    if problems:
+        raise ConfigError(problems)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code."""
-    return run_command(argv, EvaluateSettings, USAGE, evaluate_on_data)
+    arguments = sys.argv[1:] if argv is None else argv
+    base = ["data=random"] if any(text.startswith("tasks=") for text in arguments) else []  # the tasks have their own
+    return run_command(arguments, EvaluateSettings, USAGE, evaluate_model, *base)
 
 
 if __name__ == "__main__":

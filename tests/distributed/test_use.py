@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import peft
 import pytest
@@ -166,6 +167,64 @@ def test_losses_are_those_of_stock_libraries(used, stock, rows: Path, num_ranks:
     assert figures["num_target_tokens"] == num_targets
     assert figures["loss"] == pytest.approx(loss_sum / num_targets, abs=1e-5)
     assert figures["perplexity"] == pytest.approx(math.exp(figures["loss"]))
+
+
+CHOICES = {"output_type": "multiple_choice", "doc_to_choice": ["old town", "mat", "rain fell over"]}
+TASKS: dict[str, dict[str, Any]] = {  # of every kind of request that lm-eval makes, some by more than one rank
+    "choice": {**CHOICES, "doc_to_target": "{{answer}}", "metric_list": ["acc", "acc_norm"], "num_fewshot": 1},
+    "ending": {"output_type": "loglikelihood", "doc_to_target": " {{ending}}", "metric_list": ["perplexity", "acc"]},
+    "text": {
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": "{{prompt}}",
+        "metric_list": ["word_perplexity", "bits_per_byte"],
+    },
+    "completion": {
+        "output_type": "generate_until",
+        "doc_to_target": "{{completion}}",
+        "generation_kwargs": {"until": ["\n\n\n"], "do_sample": False, "max_gen_toks": NUM_NEW},
+        "metric_list": ["exact_match"],
+    },
+}
+
+
+def run_lm_eval(arguments: list[str]) -> str:
+    Meeting.new_port()
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        assert evaluate.main(arguments) == 0
+    return printed.getvalue()
+
+
+def test_tasks_of_lm_eval_score_as_by_its_own_model(adapters, stock, tmp_path: Path):
+    """Two ranks share three rows, so that one runs out of them. The reference is lm-eval itself on stock libraries."""
+    evaluator, models = pytest.importorskip("lm_eval.evaluator"), pytest.importorskip("lm_eval.models.huggingface")
+    tokenizer, model = AutoTokenizer.from_pretrained(adapters["demo"]), stock("demo")
+    rows = []
+    for number, prompt in enumerate(["the cat sat", "old town and birds sang on", "a " * 40 + "mat"]):
+        completion = greedy(model, tokenizer(prompt)["input_ids"], tokenizer) if number else "nothing of the kind"
+        rows.append({"prompt": prompt, "completion": completion, "answer": number, "ending": "and the town"})
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"data_files": {"test": str(tmp_path / "rows.jsonl")}, "cache_dir": str(tmp_path / "cache")}
+    files = []
+    for name, task in TASKS.items():
+        metrics = [{"metric": metric} for metric in task["metric_list"]]
+        common = {"task": name, "dataset_path": "json", "dataset_kwargs": data, "test_split": "test"}
+        task = {"doc_to_text": "{{prompt}}", "fewshot_split": "test", **common, **task, "metric_list": metrics}
+        files.append(tmp_path / f"{name}.yaml")
+        files[-1].write_text(json.dumps(task))  # JSON is YAML
+    reference = models.HFLM(model, tokenizer=tokenizer, backend="causal", batch_size=2, max_length=64)
+    expected = evaluator.simple_evaluate(reference, tasks=list(map(str, files)), bootstrap_iters=0)["results"]
+    arguments = [f"adapter={adapters['demo']}", f"tasks={','.join(map(str, files))}", "batch_size=2", "max_length=64"]
+    for num_ranks in (1, 2):
+        printed, *others = run_ranks(num_ranks, run_lm_eval, arguments)
+        assert not any(others)
+        found = json.loads(printed)["tasks"]
+        for name, task in TASKS.items():
+            for metric in task["metric_list"]:
+                (key,) = (key for key in expected[name] if key.startswith(f"{metric},"))
+                assert found[name][key] == pytest.approx(expected[name][key], rel=1e-5), f"{name} {metric}"
+    assert found["completion"]["exact_match,none"] == pytest.approx(2 / 3)
 
 
 @pytest.mark.parametrize(
