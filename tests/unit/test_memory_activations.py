@@ -75,6 +75,21 @@ def saved_by_layer(model: CausalLM, index: int) -> dict[int, int]:
     return {key: t.untyped_storage().nbytes() for key, t in found.items() if key not in outside}
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text"])
+def test_a_recomputed_layer_keeps_its_input_alone(family: str):
+    model, _ = make_model(family, Config())
+    own = {param.untyped_storage().data_ptr() for param in model.parameters()}
+
+    def kept(policy: Policy) -> int:
+        set_activation_policy(model.layers, [policy] * len(model.layers))
+        seen: dict[int, Tensor] = {}
+        with saved_tensors_hooks(lambda t: seen.setdefault(t.untyped_storage().data_ptr(), t), lambda t: t):
+            model(batch())
+        return sum(t.untyped_storage().nbytes() for key, t in seen.items() if key not in own)
+
+    assert kept(Policy.full) < 0.2 * kept(Policy.none)
+
+
 # Elsewhere torch's own operations make copies on a CPU that the kernels on a GPU do not: close, and not less.
 EXACT, CLOSE = 0.0, 0.15
 

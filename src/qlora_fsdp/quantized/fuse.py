@@ -10,7 +10,7 @@ from qlora_fsdp.quantized.gate import MAX_RANK
 from qlora_fsdp.quantized.linear import QuantizedLinear
 from qlora_fsdp.quantized.lora import LoraLinear, SharedInput, remake_output
 from qlora_fsdp.quantized.mlp import GatedMlp
-from qlora_fsdp.quantized.prenorm import PRENORM_LAYERS, PreNormLayer
+from qlora_fsdp.quantized.prenorm import join_norms
 
 SAME_INPUT = ("q_proj", "k_proj", "v_proj")
 GATED = ("gate_proj", "up_proj", "down_proj")
@@ -35,8 +35,8 @@ def fuse_layers(model: nn.Module, norms: bool = True) -> int:
     """
     num_groups = 0
     for module in model.modules():
-        if norms and type(module).__name__ in PRENORM_LAYERS:
-            module.forward = PreNormLayer(module)
+        if norms:
+            join_norms(module)
         shared = _lora_children(module, SAME_INPUT)
         if shared is not None:
             group = SharedInput(shared)

@@ -6,7 +6,7 @@ gradient for its weight, which is frozen here.
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -16,19 +16,26 @@ from torch import Tensor, nn
 PRENORM_LAYERS = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}
 
 
-class PreNormLayer:
-    """The forward of such a layer.
+def join_norms(layer: nn.Module) -> None:
+    """Give such a layer the forward of `PreNorm`.
 
-    Args:
-        layer: the module, whose norms are RMSNorms.
+    By a class of its own: transformers recomputes a layer in its class's forward, and would not know an instance's.
     """
+    if type(layer).__name__ in PRENORM_LAYERS:
+        layer.__class__ = _joined(type(layer))
 
-    def __init__(self, layer: nn.Module) -> None:
-        self.layer = layer
 
-    def __call__(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+@cache
+def _joined(kind: Any) -> type[nn.Module]:
+    return type(kind.__name__, (PreNorm, kind), {"__module__": kind.__module__})
+
+
+class PreNorm(nn.Module):
+    """What such a layer computes."""
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         """x_BLD -> y_BLD; the other arguments are the attention's."""
-        layer: Any = self.layer
+        layer: Any = self
         x, residual = norm_and_residual(layer.input_layernorm, hidden_states)
         x, _ = layer.self_attn(hidden_states=x, **kwargs)
         x, residual = norm_and_residual(layer.post_attention_layernorm, residual + x)
