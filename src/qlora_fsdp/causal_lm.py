@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import peft
 from torch import Tensor, nn
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from qlora_fsdp.attention import PACKED_FAMILIES
 from qlora_fsdp.data.batch import IGNORE_INDEX, Batch
 from qlora_fsdp.loss import attach_loss
+from qlora_fsdp.shards import whole
 from qlora_fsdp.task_model import TaskModel
 
 
@@ -17,7 +18,8 @@ class CausalLM(TaskModel):
     """A PEFT-wrapped causal language model with its loss.
 
     For families whose logits are the head of the last hidden state (`PACKED_FAMILIES`, tested) the backbone and the
-    head run apart, and logits are never held whole. Any other family runs its own forward.
+    head run apart, and logits are never held whole. Frozen, both are gathered into one buffer, for the look-up and for
+    the loss: FSDP's hooks would take two. Any other family runs its own forward.
 
     Args:
         model: the wrapped model, on meta or not.
@@ -28,19 +30,25 @@ class CausalLM(TaskModel):
         super().__init__(model)
         config = self.base.config.get_text_config()
         self.splits_head = config.model_type in PACKED_FAMILIES
-        self.backward_needs_head = True
+        embeddings, head = self.base.get_input_embeddings(), self.base.get_output_embeddings()
+        own: list[nn.Module] = []
         if self.splits_head:
-            self.backward_needs_head = attach_loss(
-                self.base.get_output_embeddings(), getattr(config, "final_logit_softcapping", None), liger_loss
-            )
+            if type(embeddings) is nn.Embedding and not embeddings.weight.requires_grad:
+                own.append(embeddings)
+            if not attach_loss(head, getattr(config, "final_logit_softcapping", None), liger_loss):
+                own.append(cast(nn.Module, self.head))
+        self.gathers_itself = own
 
     def forward(self, batch: Batch) -> Tensor:
         """Sum of the cross-entropy over the batch's targets: float32 scalar, not yet divided by their number."""
-        inputs: dict[str, Any] = {
-            "input_ids": batch.input_ids,
-            "position_ids": batch.position_ids,
-            "use_cache": False,
-        }
+        inputs: dict[str, Any] = {"position_ids": batch.position_ids, "use_cache": False}
+        embeddings, head = self.base.get_input_embeddings(), self.base.get_output_embeddings()
+        if embeddings in self.gathers_itself:
+            weight = whole(cast(nn.Embedding, embeddings).weight, batch.input_ids.device)
+            inputs["inputs_embeds"] = nn.functional.embedding(batch.input_ids, weight)
+            del weight
+        else:
+            inputs["input_ids"] = batch.input_ids
         has_several_rows = len(batch.sequence_starts) > len(batch.input_ids) + 1
         if has_several_rows:
             inputs |= {
@@ -51,8 +59,7 @@ class CausalLM(TaskModel):
             }
         if self.splits_head:
             hidden = self.base.get_decoder()(**inputs).last_hidden_state
-            head = self.base.get_output_embeddings()
-            compute = head if self.backward_needs_head else head.forward  # a frozen head gathers itself, in one buffer
+            compute = head.forward if self.head in self.gathers_itself else head  # past FSDP's hooks, or through them
             return compute(hidden, batch.targets)  # type: ignore[no-any-return]
         logits = self.base(**inputs).logits.float()
         return nn.functional.cross_entropy(

@@ -53,7 +53,7 @@ def shard_model(model: TaskModel, config: FsdpConfig, processes: Processes) -> l
         _check_dtypes(unit)
     for end in _end_units(model):
         # A frozen embedding is a look-up, and a frozen head has made its gradient in forward: no second gather.
-        is_done = end is model.embeddings or not model.backward_needs_head
+        is_done = end is model.embeddings or end in model.gathers_itself
         if is_done and not any(p.requires_grad for p in end.parameters()):
             cast(FSDPModule, end).set_unshard_in_backward(False)
     _set_prefetch([layer for layer in layers if isinstance(layer, FSDPModule)], config)
@@ -63,17 +63,17 @@ def shard_model(model: TaskModel, config: FsdpConfig, processes: Processes) -> l
 def reduce_gradients(model: TaskModel, now: bool) -> None:
     """Whether the next backward reduces gradients over ranks, or keeps them for a later one.
 
-    A head that gathers itself (loss.py) has none. FSDP takes that from a unit that reduces; one that keeps must have
-    been gathered.
+    What the model gathers itself has none. FSDP takes that from a unit that reduces; one that keeps must have been
+    gathered.
     """
     if model.reduces_gradients is now:  # telling all modules again takes milliseconds
         return
     model.reduces_gradients = now
     assert isinstance(model, FSDPModule)
     model.set_requires_gradient_sync(now)
-    head = None if model.backward_needs_head else model.head
-    if isinstance(head, FSDPModule):
-        head.set_requires_gradient_sync(True)
+    for end in model.gathers_itself:
+        if isinstance(end, FSDPModule):
+            end.set_requires_gradient_sync(True)
 
 
 def make_mesh(config: FsdpConfig, processes: Processes) -> DeviceMesh:

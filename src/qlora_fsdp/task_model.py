@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast
 
 import peft
@@ -22,12 +23,12 @@ class TaskModel(nn.Module):
 
     Attributes:
         splits_head: embeddings and head are FSDP units of their own.
-        backward_needs_head: whether the head is gathered again for backward.
+        gathers_itself: of these, the ones that the model gathers where it uses them (`shards.whole`), in forward alone.
         reduces_gradients: what `shard.reduce_gradients` was told last.
     """
 
     splits_head = False
-    backward_needs_head = True
+    gathers_itself: Sequence[nn.Module] = ()
     reduces_gradients: bool | None = None
 
     def __init__(self, model: peft.PeftModel) -> None:
