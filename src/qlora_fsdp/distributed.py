@@ -21,6 +21,7 @@ from torch.distributed.rendezvous import rendezvous
 from qlora_fsdp.errors import DeviceError, RankError
 
 PATIENCE = timedelta(days=7)
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,7 @@ def start_processes(timeout_seconds: int, use_cpu: bool | None = None) -> Proces
                 f"Start at most {num_gpus} a node, or make more visible through CUDA_VISIBLE_DEVICES."
             )
         torch.cuda.set_device(local_rank)
+        _let_segments_grow()
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     timeout = timedelta(seconds=timeout_seconds)
     try:
@@ -137,6 +139,16 @@ def start_processes(timeout_seconds: int, use_cpu: bool | None = None) -> Proces
             "everywhere."
         ) from error
     return Processes(rank, num_ranks, local_rank, local_num_ranks, device, store, patient_group)
+
+
+def _let_segments_grow() -> None:
+    """Have torch's allocator map pages to large ranges, and give back any page that is free (expandable segments).
+
+    What is reserved and not in use then stays small, whatever sizes come and go. A user's own settings are left alone.
+    Not through the environment: bitsandbytes starts CUDA when it is imported, and the variables are read then.
+    """
+    if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def stop_processes() -> None:

@@ -14,7 +14,7 @@ from qlora_fsdp.attention import check_packing, choose_attention
 from qlora_fsdp.build import BuiltModel, ModelFiles, build_model, find_model, quant_settings
 from qlora_fsdp.causal_lm import CausalLM
 from qlora_fsdp.classifier import SequenceClassifier
-from qlora_fsdp.config.schema import Config, DataFormat, Kernel, MatmulKind, TaskName
+from qlora_fsdp.config.schema import Activations, Config, DataFormat, Kernel, MatmulKind, TaskName
 from qlora_fsdp.data.prepare import PreparedData, prepare_data
 from qlora_fsdp.data.tokenizer import AddedTokens, add_tokens, byte_tokenizer, load_tokenizer
 from qlora_fsdp.distributed import Processes
@@ -23,7 +23,7 @@ from qlora_fsdp.kernels import use_fused_kernels
 from qlora_fsdp.load.cache import use_cache
 from qlora_fsdp.memory.decide import Decision, Machine, decide
 from qlora_fsdp.memory.measure import PhasePeaks, start_snapshot
-from qlora_fsdp.memory.recompute import set_activation_policy
+from qlora_fsdp.memory.recompute import Relief, set_activation_policy
 from qlora_fsdp.plan import BatchSplit, FlopCounter, Sizes, count_bytes, count_flops, dtype_name, split_batches
 from qlora_fsdp.quantized.fuse import fuse_layers
 from qlora_fsdp.quantized.linear import use_fp8
@@ -131,7 +131,8 @@ def prepare(config: Config, processes: Processes, folder: Path) -> Prepared:
         log.info(f"Data: {line}")
     log.info(f"Steps: {split.num_steps} of {config.training.max_length} tokens a sequence at most")
     flops = count_flops(model, text_config)
-    peaks = PhasePeaks(device)
+    is_auto = config.memory.activations is Activations.auto
+    peaks = PhasePeaks(device, Relief(model.layers, memory.policies) if is_auto else None)
     return Prepared(
         built, base, model, dtype, num_shards, sizes, flops, tokenizer, tokens, data, split, machine, memory, peaks
     )

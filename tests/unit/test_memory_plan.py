@@ -17,10 +17,11 @@ from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.config.schema import Activations
 from qlora_fsdp.errors import ConfigError, MemoryShortage
 from qlora_fsdp.memory.activations import Policy
-from qlora_fsdp.memory.choose import choose
+from qlora_fsdp.memory.choose import choose, next_smaller
 from qlora_fsdp.memory.decide import Machine, decide
 from qlora_fsdp.memory.gpus import find_gpu, known_gpus, parse_hardware
 from qlora_fsdp.memory.host import available_bytes
+from qlora_fsdp.memory.measure import SHORT_IN_A_ROW, PhasePeaks
 from qlora_fsdp.memory.plan import GIB, MemoryPlan, make_plan
 from qlora_fsdp.memory.shape import model_shape
 from qlora_fsdp.memory.speed import tokens_per_second
@@ -61,6 +62,27 @@ def test_parameters_are_those_of_the_model(model: str, quant: str):
         plan = uniform(Workload(shape, config, num_ranks, num_ranks, 1))
         parts = plan.phases["load"]
         assert sum(parts.values()) - parts["workspace"] == expected
+
+
+# GiB that tensors took in backward on H200s, layers fused (docs/benchmarks.md).
+MEASURED_BACKWARD = [
+    (1, "llama3-8b", 1024, 8, "keep", (), 33.44),
+    (1, "llama3-8b", 4096, 1, "recompute", ("fsdp=offload",), 1.81),
+    (1, "llama3-8b", 4096, 4, "recompute", (), 12.49),
+    (1, "llama3-8b", 8192, 1, "recompute_half", (), 20.98),
+    (1, "llama3-8b", 8192, 2, "offload", (), 8.89),
+    (2, "llama3-8b", 4096, 4, "keep", (), 58.04),
+    (2, "llama3-8b", 1024, 4, "recompute_half", ("training.global_batch_size=16",), 10.90),
+    (2, "llama3-8b", 8192, 1, "recompute", ("fsdp=offload",), 3.55),
+    (2, "llama3-70b", 1024, 1, "recompute", (), 22.42),
+]
+
+
+@pytest.mark.parametrize(("num_ranks", "model", "length", "size", "memory", "more", "backward"), MEASURED_BACKWARD)
+def test_backward_is_what_was_measured(num_ranks, model, length, size, memory, more, backward):
+    settings = (f"training.max_length={length}", f"training.micro_batch_size={size}", f"memory={memory}", *more)
+    plan = choose(workload(f"model={model}", *settings, num_ranks=num_ranks), 140 * GIB, H200).plan
+    assert plan.tensors("backward") / GIB == pytest.approx(backward, abs=0.1)
 
 
 # GiB that tensors took on H200s (docs/benchmarks.md): of the load, where it was measured, and of the steps. Layers were
@@ -107,6 +129,32 @@ def test_auto_fills_the_card_and_no_more():
     assert list(mixed) == sorted(mixed, key=[Policy.full, Policy.selective, Policy.none].index), (
         "recomputed layers come first"
     )
+
+
+def test_short_memory_is_relieved_step_by_step(monkeypatch: pytest.MonkeyPatch):
+    """Several micro-batches in a row that had to look for memory: another eighth of the layers keeps less."""
+    policies: tuple[Policy, ...] | None = (Policy.full,) * 3 + (Policy.none,) * 13
+    steps = []
+    while policies is not None:
+        steps.append(policies)
+        policies = next_smaller(policies)
+    assert steps[1] == (Policy.full,) * 3 + (Policy.selective,) * 2 + (Policy.none,) * 11
+    assert steps[-1] == (Policy.offload,) * 16
+
+    num_retries = 0
+    stats = {name: {"all": {"peak": 0}} for name in ("allocated_bytes", "reserved_bytes")}
+    monkeypatch.setattr(
+        torch.cuda, "memory_stats_as_nested_dict", lambda _: {**stats, "num_alloc_retries": num_retries}
+    )
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: None)
+    relieved = []
+    peaks = PhasePeaks(torch.device("cuda"), lambda: relieved.append(micro))
+    short = [0, 1, 5, 6, 8, 9, 10]
+    for micro in range(12):
+        peaks.enter("forward")
+        num_retries += micro in short
+        peaks.enter("backward")
+    assert SHORT_IN_A_ROW == 3 and relieved == [11]
 
 
 def test_micro_batch_is_chosen_with_the_policy():

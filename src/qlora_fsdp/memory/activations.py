@@ -20,7 +20,8 @@ class Policy(Enum):
     Attributes:
         none: they are kept.
         selective: but for the norms' outputs, which the layers that got them make again (quantized/fuse.py).
-        full: the layer's input is kept, the rest is computed again in backward.
+        full: the layer's input is kept, with the low-rank products of its adapters, which are small; the rest is
+            computed again in backward.
         offload: as full, with the input in host memory.
     """
 
@@ -85,10 +86,11 @@ def host_bytes(work: Workload, policies: Sequence[Policy]) -> int:
 
 
 def backward_bytes(work: Workload, policy: Policy) -> int:
-    """What the backward of one layer takes beyond what was saved, at its peak: that of the MLP's last product.
+    """What the backward of one layer takes beyond what was saved, at its peak: in the MLP.
 
     Everything that was not saved, but for the norms' outputs, is there again, with the gradients of the layer's output
-    and of `product`, and one dequantized weight.
+    and of `product`, and one dequantized weight. A fused MLP saves nothing of its last product, whose backward comes
+    before the layer is computed again: then the gradient of `product` waits, beside `product` itself and the input.
     """
     table, saved = layer_tensors(work), _saved(work, policy)
     remade = NORM_OUTPUTS if _remakes_norms(work) and policy is not Policy.none else frozenset()
@@ -96,12 +98,14 @@ def backward_bytes(work: Workload, policy: Policy) -> int:
         size for name, size in saved.items() if name not in remade
     )
     item, shape = work.compute_bytes, work.shape
-    gradients = (shape.hidden_size + shape.intermediate_size) * item
-    if "glu" not in work.fused and not fuses_mlp(
-        work
-    ):  # of the activation and of `up`, where Liger's writes over its inputs
-        gradients += 2 * shape.intermediate_size * item
-    return round(work.num_tokens * (again + gradients)) + dequantized_bytes(work)
+    hidden, inner, weight = shape.hidden_size * item, shape.intermediate_size * item, dequantized_bytes(work)
+    is_fused, recomputes = fuses_mlp(work), policy in (Policy.full, Policy.offload)
+    if is_fused and recomputes:
+        return round(work.num_tokens * (again + 2 * hidden + inner)) + max(weight, work.num_tokens * inner)
+    gradients = hidden + inner
+    if "glu" not in work.fused and not is_fused:  # of the activation and of `up`, where Liger's writes over its inputs
+        gradients += 2 * inner
+    return round(work.num_tokens * (again + gradients)) + weight
 
 
 def forward_bytes(work: Workload, policy: Policy) -> int:
@@ -144,11 +148,22 @@ def _remakes_norms(work: Workload) -> bool:
     return is_quantized and keeps_own_input and not config.lora.lora_dropout and not config.lora.use_dora
 
 
+def _kept_low_rank(work: Workload) -> int:
+    """Low-rank products that quantized/lora.py keeps in spite of checkpointing, to save it the last large product."""
+    config = work.config
+    if config.lora.lora_dropout or config.lora.use_dora:
+        return 0
+    in_gate = ("mlp.gate_proj", "mlp.up_proj") if fuses_mlp(work) else ()
+    names = [f"model.layers.0.{linear.name}" for linear in work.shape.linears if linear.name not in in_gate]
+    ranks = [adapter_rank(name, config.lora) for name in names if is_quantized(name, config.quant)]
+    return sum(ranks) * work.compute_bytes
+
+
 def _saved(work: Workload, policy: Policy) -> dict[str, float]:
     """What backward finds on the GPU."""
     if policy is Policy.offload:
-        return {}
+        return {"low_rank": _kept_low_rank(work)}
     if policy is Policy.full:  # the checkpoint keeps the input as it is, not a norm's copy of it
-        return {"input": work.shape.hidden_size * work.compute_bytes}
+        return {"input": work.shape.hidden_size * work.compute_bytes, "low_rank": _kept_low_rank(work)}
     remade = NORM_OUTPUTS if _remakes_norms(work) and policy is Policy.selective else frozenset()
     return {name: size for name, size in layer_tensors(work).items() if name not in remade}

@@ -15,6 +15,7 @@ from qlora_fsdp.memory.workload import Workload
 
 AUTO = "auto"  # of training.micro_batch_size
 MARGIN = 0.05  # of the free memory, left free
+ROOM = 0.02  # of the target, that auto leaves where it has a choice: plans are not exact
 LADDER = (Policy.none, Policy.selective, Policy.full, Policy.offload)  # from the fastest to the smallest
 _FATES = {
     Policy.none: "kept",
@@ -33,7 +34,7 @@ class Choice:
 
 
 def choose(work: Workload, target: float, gpu: Gpu) -> Choice:
-    """The fastest plan that needs at most `target` bytes a GPU; the smallest where none does.
+    """The fastest plan that needs at most `target` bytes a GPU, with some room; the smallest where none does.
 
     Args:
         work: its micro-batch counts where `training.micro_batch_size` is a number.
@@ -67,6 +68,16 @@ def fixed_policies(config: Config, num_layers: int) -> tuple[Policy, ...] | None
     return (Policy(memory.activations.value),) * num_layers
 
 
+def next_smaller(policies: Sequence[Policy]) -> tuple[Policy, ...] | None:
+    """The policies with an eighth of the layers, the first of those with the fastest, a step down; None at the end."""
+    fastest = next(policy for policy in LADDER if policy in policies)
+    if fastest is LADDER[-1]:
+        return None
+    smaller = LADDER[LADDER.index(fastest) + 1]
+    some = [index for index, policy in enumerate(policies) if policy is fastest][: -(len(policies) // -8)]
+    return tuple(smaller if index in some else policy for index, policy in enumerate(policies))
+
+
 def describe_policies(policies: Sequence[Policy]) -> str:
     """`of 12 layers recomputed, of 20 kept`, in the order of the layers; of alternating ones the counts."""
     runs = [(policy, len(list(group))) for policy, group in groupby(policies)]
@@ -78,13 +89,13 @@ def describe_policies(policies: Sequence[Policy]) -> str:
 
 def _choose_policies(work: Workload, target: float) -> Choice:
     fixed = fixed_policies(work.config, work.shape.num_layers)
-    plan = None
-    for policies in [fixed] if fixed is not None else _from_fast_to_small(work, target):
+    plan, target_with_room = None, target * (1 - ROOM)
+    for policies in [fixed] if fixed is not None else _from_fast_to_small(work, target_with_room):
         plan = make_plan(work, policies)
-        if plan.needed <= target:
+        if plan.needed <= target_with_room:
             return Choice(plan, True)
     assert plan is not None
-    return Choice(plan, False)
+    return Choice(plan, plan.needed <= target)
 
 
 def _from_fast_to_small(work: Workload, target: float) -> Iterator[tuple[Policy, ...]]:

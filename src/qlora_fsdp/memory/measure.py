@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from qlora_fsdp.memory.plan import GIB, PHASES, MemoryPlan
 from qlora_fsdp.memory.suggest import largest_savings
 
 SNAPSHOT_ENTRIES = 200_000  # allocations that a snapshot goes back
+SHORT_IN_A_ROW = 3  # micro-batches, each of which found memory only after the allocator had given back what it keeps
 log = logging.getLogger("qlora_fsdp")
 
 
@@ -26,12 +28,18 @@ class PhasePeaks:
         allocated: most bytes that tensors held, by phase.
         reserved: most bytes that the allocator held, by phase.
         now: the phase that runs.
+        relieve: called before a forward, when memory was short in several micro-batches: each time the allocator waits
+            for the GPU, and ever smaller gaps between tensors might in the end not do.
     """
 
     device: torch.device
+    relieve: Callable[[], None] | None = None
     allocated: dict[str, int] = field(default_factory=dict)
     reserved: dict[str, int] = field(default_factory=dict)
     now: str = PHASES[0]
+    _num_retries: int = 0
+    _num_retries_before: int = 0  # the last forward
+    _num_short: int = 0  # micro-batches in a row
 
     def enter(self, phase: str) -> None:
         """Record the phase that ends, and begin another. Asks the allocator alone: nothing waits for the GPU."""
@@ -39,11 +47,18 @@ class PhasePeaks:
         self.now = phase
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
+        if phase == "forward" and self.relieve is not None:
+            self._num_short = self._num_short + 1 if self._num_retries > self._num_retries_before else 0
+            self._num_retries_before = self._num_retries
+            if self._num_short == SHORT_IN_A_ROW:
+                self._num_short = 0
+                self.relieve()
 
     def record(self) -> None:
         """Record the phase that runs, up to now."""
         if self.device.type == "cuda":
             stats = torch.cuda.memory_stats_as_nested_dict(self.device)
+            self._num_retries = int(stats["num_alloc_retries"])
             for peaks, key in ((self.allocated, "allocated_bytes"), (self.reserved, "reserved_bytes")):
                 peaks[self.now] = max(peaks.get(self.now, 0), int(stats[key]["all"]["peak"]))
 

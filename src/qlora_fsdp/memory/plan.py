@@ -3,7 +3,7 @@
 What is allocated when follows FSDP2 (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, 2.11 to 2.13): a group
 is gathered into one flat buffer, which is copied out into its parameters. In forward the flat buffer lives until the
 next group has been gathered; in backward it goes at once, but the next layer's is there already. A single rank copies
-its shard and has no flat buffer. A frozen head is gathered into one buffer (loss.py).
+its shard and has no flat buffer. Frozen embeddings and a frozen head are gathered into one buffer (causal_lm.py).
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ LOAD_STAGING = 80 * MIB  # pieces of weights on their way
 WORKSPACE = 64 * MIB  # cuBLAS, in torch's own pool: one for each of forward's and backward's threads
 CUDA_CONTEXT = 600 * MIB  # driver, kernels' code; outside torch's pool
 NCCL = 800 * MIB
-FRAGMENTATION = 0.03  # of what comes and goes in a step: what torch's allocator holds beyond the tensors
+# What torch's allocator holds beyond the tensors when it must (expandable segments): of what comes and goes in a step,
+# and the last pages of its ranges, one a stream and kind.
+FRAGMENTATION, LAST_PAGES = 0.03, 128 * MIB
 PINNED_RING = 12 * 32 * MIB  # load/stream.py
 HOST_BASE = 2 * GIB  # a rank's Python and libraries
 
@@ -71,7 +73,7 @@ class MemoryPlan:
         """What torch's allocator holds beyond the tensors."""
         parts = self.phases[self.peak_phase]
         transient = sum(parts.get(name, 0) for name in ("gathered", "dequantized", "activations", "loss"))
-        return round(FRAGMENTATION * transient)
+        return round(FRAGMENTATION * transient) + (LAST_PAGES if self.work.is_cuda else 0)
 
     @property
     def libraries(self) -> int:
@@ -143,19 +145,22 @@ class _Model:
         """A gathered unit, with so many flat buffers of its size."""
         return unit_bytes * (1 + (num_flat if self.work.num_shards > 1 else 0))
 
-    def gathered_head(self) -> int:
-        """The head while the loss is computed; a frozen one in one buffer, beside the last layer's flat buffer."""
-        head, shards = self.unit("head"), self.work.num_shards
-        if any(tensor.part != "embeddings" for tensor in self.ends["head"]):
-            return self.gathered(head, 1)
-        return (head if shards > 1 or self.is_offloaded else 0) + (self.layer.total if shards > 1 else 0)
+    def gathered_end(self, name: str) -> int:
+        """Embeddings or head while they are used; frozen, they are gathered into one buffer."""
+        if not self.is_frozen(name):
+            return self.gathered(self.unit(name), 1)
+        return self.unit(name) if self.work.num_shards > 1 or self.is_offloaded else 0
+
+    def is_frozen(self, name: str) -> bool:
+        return all(tensor.part == "embeddings" for tensor in self.ends[name])
 
     @property
     def kept(self) -> int:
         """What stays gathered from its first use to the end of backward."""
         root = self.unit("root")
         if self.work.config.fsdp.sharding_strategy is ShardingStrategy.SHARD_GRAD_OP:
-            return root + self.unit("embeddings") + len(self.layers) * self.layer.total
+            embeddings = 0 if self.is_frozen("embeddings") else self.unit("embeddings")
+            return root + embeddings + len(self.layers) * self.layer.total
         return root
 
 
@@ -165,7 +170,7 @@ def _forward_moments(work: Workload, model: _Model, policies: Sequence[Policy]) 
     saved = sum(activations.saved_bytes(work, policy) for policy in policies) + _offload_slots(work, policies)
     hidden = work.num_tokens * work.shape.hidden_size * work.compute_bytes
     dequantized = activations.dequantized_bytes(work)
-    yield {"gathered": model.kept + model.gathered(model.unit("embeddings"), 1), "workspace": WORKSPACE}
+    yield {"gathered": model.kept + model.gathered_end("embeddings"), "activations": hidden, "workspace": WORKSPACE}
     yield {
         "activations": saved + activations.forward_bytes(work, policies[-1]) - dequantized,
         "gathered": model.kept + model.gathered(layer, max(1, fsdp.forward_prefetch)),
@@ -174,7 +179,8 @@ def _forward_moments(work: Workload, model: _Model, policies: Sequence[Policy]) 
     }
     yield {
         "activations": saved + hidden,
-        "gathered": model.kept + model.gathered_head(),
+        # the last layer's flat buffer is still there
+        "gathered": model.kept + model.gathered_end("head") + (layer if work.num_shards > 1 else 0),
         "loss": loss_bytes(work),
         "workspace": WORKSPACE,
     }
