@@ -17,9 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from qlora_fsdp.data.batch import IGNORE_INDEX
 from qlora_fsdp.new_tokens import TokenRows, join_columns, plain_table
 from qlora_fsdp.shards import whole
-
-LOGITS_BYTES = 256 * 2**20  # fp32 logits of a chunk, at most
-MIN_CHUNK = 256  # tokens; chunks are multiples of it, which matrix kernels like
+from qlora_fsdp.sizes import LOGITS_BYTES, MIN_CHUNK
 
 
 def attach_loss(head: nn.Module, softcap: float | None = None, liger: bool = False) -> bool:

@@ -26,7 +26,7 @@ from qlora_fsdp.memory.plan import GIB
 from qlora_fsdp.memory.report import as_json, changes_table, table
 from qlora_fsdp.memory.shape import FAMILIES, ModelShape, model_shape
 from qlora_fsdp.memory.speed import load_seconds, tokens_per_second
-from qlora_fsdp.memory.suggest import enough_gpus, smaller_runs
+from qlora_fsdp.memory.suggest import cheapest_changes
 from qlora_fsdp.memory.workload import FUSED_KERNELS, Workload
 
 DOES_NOT_FIT = 3  # exit code
@@ -68,12 +68,10 @@ def preflight(argv: Sequence[str], file: Path) -> int:
     choice = choose(work, target, hardware.gpu)
     lines, figures = _describe(choice, hardware, target)
     if not choice.fits:
-        changes = smaller_runs(work, target, hardware.gpu)
-        gpus = enough_gpus(work, target, hardware.gpu)
-        cheapest = [*changes[:3], *([gpus] if gpus else [])]
+        cheapest = cheapest_changes(work, target, hardware.gpu)
         missing = (choice.plan.needed - target) / GIB
         lines += [f"Does not fit: {missing:.2f} GiB too much a GPU.", "The cheapest changes that make it fit:"]
-        lines += [changes_table(cheapest, len(cheapest)) or "  none found"]
+        lines += [changes_table(cheapest) or "  none found"]
         figures["changes"] = [
             {"change": change.text, "needed_gib": change.plan.needed / GIB, "tokens_per_second": change.speed}
             for change in cheapest
@@ -130,7 +128,8 @@ def _split(argv: Sequence[str]) -> tuple[Hardware, list[str]]:
 
 def _check(config: Config, hardware: Hardware) -> None:
     """What is wrong with the settings, but for what a run needs and a plan does not: data and a folder to write to."""
-    world = World(hardware.count, 0, hardware.local_count, 0, device_type="cuda")
+    has_fp8 = hardware.gpu.fp8_tflops > 0
+    world = World(hardware.count, 0, hardware.local_count, 0, device_type="cuda", has_fp8=has_fp8)
     ignored = ("data.", "run.", "tracking.", "model.path", "model.tokenizer_path", "training.max_steps=null")
     problems = [p for p in [*check_settings(config), *check_world(config, world)] if not p.setting.startswith(ignored)]
     if problems:

@@ -18,9 +18,8 @@ from torch import Tensor
 
 from qlora_fsdp.errors import CheckpointError
 from qlora_fsdp.load.files import StoredTensor
+from qlora_fsdp.sizes import NUM_BUFFERS, PIECE_BYTES
 
-PIECE_BYTES = 32 * 2**20
-NUM_BUFFERS = 12
 MAX_READERS = 8
 
 

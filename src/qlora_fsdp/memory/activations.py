@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import Enum
 
+from qlora_fsdp.config.schema import MatmulKind
 from qlora_fsdp.memory.parameters import adapter_rank, is_quantized
 from qlora_fsdp.memory.workload import Workload
 
@@ -100,9 +101,11 @@ def backward_bytes(work: Workload, policy: Policy) -> int:
     item, shape = work.compute_bytes, work.shape
     hidden, inner, weight = shape.hidden_size * item, shape.intermediate_size * item, dequantized_bytes(work)
     is_fused, recomputes = fuses_mlp(work), policy in (Policy.full, Policy.offload)
+    in_fp8 = shape.intermediate_size * (2 if is_fused else 1) if _is_fp8(work) else 0  # copy of a gradient, in bytes
     if is_fused and recomputes:
-        return round(work.num_tokens * (again + 2 * hidden + inner)) + max(weight, work.num_tokens * inner)
-    gradients = hidden + inner
+        in_mlp = max(weight + work.num_tokens * in_fp8, work.num_tokens * inner)
+        return round(work.num_tokens * (again + 2 * hidden + inner)) + in_mlp
+    gradients = hidden + inner + in_fp8
     if "glu" not in work.fused and not is_fused:  # of the activation and of `up`, where Liger's writes over its inputs
         gradients += 2 * inner
     return round(work.num_tokens * (again + gradients)) + weight
@@ -111,20 +114,24 @@ def backward_bytes(work: Workload, policy: Policy) -> int:
 def forward_bytes(work: Workload, policy: Policy) -> int:
     """What the forward of one layer takes beyond what it saves, at its peak: in the MLP."""
     item, shape = work.compute_bytes, work.shape
-    alive = 2 * shape.hidden_size * item
+    alive = 2 * shape.hidden_size * item + (shape.intermediate_size if _is_fp8(work) else 0)
     if policy not in (Policy.none, Policy.selective):
         alive += 3 * shape.intermediate_size * item
+    elif fuses_mlp(work):  # does not save `product`
+        alive += shape.intermediate_size * item
     return work.num_tokens * alive + dequantized_bytes(work)
 
 
 def dequantized_bytes(work: Workload) -> int:
-    """The largest dequantized weight of a layer; there is one at a time."""
-    quant = work.config.quant
+    """The largest dequantized weight of a layer; there is one at a time (in fp8 those of gate and up are one)."""
+    quant, shape = work.config.quant, work.shape
     sizes = [
         linear.out_features * linear.in_features
-        for linear in work.shape.linears
+        for linear in shape.linears
         if is_quantized(f"model.layers.0.{linear.name}", quant)
     ]
+    if _is_fp8(work):
+        return max(sizes, default=0) * (2 if fuses_mlp(work) else 1)
     return max(sizes, default=0) * work.compute_bytes
 
 
@@ -138,6 +145,10 @@ def fuses_mlp(work: Workload) -> bool:
     has_bias = any(linear.has_bias for linear in shape.linears if linear.name in ("mlp.gate_proj", "mlp.up_proj"))
     quantized = all(is_quantized(name, config.quant) for name in names)
     return quantized and not has_bias and all(0 < rank <= MAX_FUSED_RANK for rank in ranks)
+
+
+def _is_fp8(work: Workload) -> bool:
+    return work.config.compute.matmul is MatmulKind.fp8
 
 
 def _remakes_norms(work: Workload) -> bool:

@@ -18,7 +18,7 @@ from qlora_fsdp.memory.gpus import Gpu
 from qlora_fsdp.memory.plan import GIB, MemoryPlan
 from qlora_fsdp.memory.report import changes_table, summary_line
 from qlora_fsdp.memory.shape import model_shape
-from qlora_fsdp.memory.suggest import enough_gpus, smaller_runs
+from qlora_fsdp.memory.suggest import cheapest_changes, enough_gpus
 from qlora_fsdp.memory.workload import Workload
 
 
@@ -101,10 +101,8 @@ def decide(
         lines.append(summary_line(plan))
     lines.append(_reason(plan, machine))
     if not choice.fits and machine.is_cuda:
-        changes = smaller_runs(work, machine.target, machine.gpu)
-        gpus = enough_gpus(work, machine.target, machine.gpu)
-        cheapest = [*changes[:3], *([gpus] if gpus else [])]
-        lines.append("This may not fit. What would, by the plan:\n" + changes_table(cheapest, len(cheapest)))
+        cheapest = cheapest_changes(work, machine.target, machine.gpu)
+        lines.append("This may not fit. What would, by the plan:\n" + changes_table(cheapest))
     return Decision(plan, plan.policies, plan.work.micro_batch_size, tuple(lines))
 
 

@@ -24,6 +24,7 @@ class Gpu:
     contains: str
     gib: float
     tflops: float
+    fp8_tflops: float
     memory_gb_s: float
     link_gb_s: float
     host_gb_s: float

@@ -13,8 +13,8 @@ from typing import Any
 
 from qlora_fsdp.config.schema import LoraConfig, Optimizer, QuantConfig, QuantStorage
 from qlora_fsdp.memory.shape import Linear, ModelShape
+from qlora_fsdp.sizes import BLOCKSIZE, NESTED_BLOCKSIZE
 
-BLOCKSIZE, NESTED_BLOCKSIZE = 64, 256  # of bitsandbytes' 4-bit formats
 MIN_8BIT_ELEMENTS = 4096  # bitsandbytes keeps fp32 state for smaller tensors
 EMBEDDINGS, HEAD = "model.embed_tokens", "lm_head"
 

@@ -24,6 +24,7 @@ from qlora_fsdp.memory.parameters import (
     sum_bytes,
 )
 from qlora_fsdp.memory.workload import Workload
+from qlora_fsdp.sizes import LOGITS_BYTES, MIN_CHUNK, NUM_BUFFERS, PIECE_BYTES
 
 GIB, MIB = 2**30, 2**20
 PHASES = ("load", "forward", "backward", "step")
@@ -36,7 +37,6 @@ NCCL = 800 * MIB
 # What torch's allocator holds beyond the tensors when it must (expandable segments): of what comes and goes in a step,
 # and the last pages of its ranges, one a stream and kind.
 FRAGMENTATION, LAST_PAGES = 0.03, 128 * MIB
-PINNED_RING = 12 * 32 * MIB  # load/stream.py
 HOST_BASE = 2 * GIB  # a rank's Python and libraries
 
 Parts = dict[str, int]  # bytes by part
@@ -217,7 +217,7 @@ def loss_bytes(work: Workload) -> int:
         chunk = _next_power_of_two(math.ceil(tokens / num_chunks))
         logits = min(tokens, chunk) * shape.vocab_size * item
     else:  # fp32 logits, and two temporaries of logsumexp beside them
-        chunk = max(256, 256 * MIB // (4 * shape.vocab_size) // 256 * 256)
+        chunk = max(MIN_CHUNK, LOGITS_BYTES // (4 * shape.vocab_size) // MIN_CHUNK * MIN_CHUNK)
         logits = min(tokens, chunk) * shape.vocab_size * (16 if shape.has_softcap else 12)
     return 2 * hidden + logits
 
@@ -229,8 +229,8 @@ def _offload_slots(work: Workload, policies: Sequence[Policy]) -> int:
 
 def _host(work: Workload, model: _Model, policies: Sequence[Policy]) -> tuple[Parts, int]:
     """Host memory by part, and how much of it is pinned."""
-    parts = {"libraries": HOST_BASE, "reading": PINNED_RING}
-    pinned = PINNED_RING
+    pinned = NUM_BUFFERS * PIECE_BYTES
+    parts = {"libraries": HOST_BASE, "reading": pinned}
     if model.is_offloaded:  # each shard is pinned by itself, and torch rounds pinned blocks up to a power of two
         parts["parameters"] = sum(_pinned(tensor, work.num_shards) for tensor in model.tensors)
         parts["training"] = model.shard.adapters + model.optimizer

@@ -49,12 +49,11 @@ def summary_line(plan: MemoryPlan) -> str:
     return f"GiB a GPU: {phases}; in {plan.peak_phase} {largest}; {_gib(plan.needed)} with all overhead"
 
 
-def changes_table(changes: Sequence[Change], count: int = 3) -> str:
+def changes_table(changes: Sequence[Change]) -> str:
     """A line a change: what to type, GiB needed and speed."""
-    width = max((len(change.text) for change in changes[:count]), default=0)
+    width = max((len(change.text) for change in changes), default=0)
     return "\n".join(
-        f"  {change.text:<{width}}  {_gib(change.plan.needed)} GiB, {change.speed:,.0f} tokens/s"
-        for change in changes[:count]
+        f"  {change.text:<{width}}  {_gib(change.plan.needed)} GiB, {change.speed:,.0f} tokens/s" for change in changes
     )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from qlora_fsdp.config.schema import MatmulKind
 from qlora_fsdp.memory.activations import Policy, layer_tensors
 from qlora_fsdp.memory.gpus import Gpu
 from qlora_fsdp.memory.parameters import ParameterBytes, adapter_rank, sum_bytes
@@ -14,6 +15,7 @@ from qlora_fsdp.memory.parameters import layer_tensors as layer_parameters
 from qlora_fsdp.memory.workload import Workload
 
 MATMUL = 0.60  # of the datasheet's FLOP/s, attention included
+MATMUL_FP8 = 0.50  # of the fp8 rate, with the time to quantize inputs
 PASSES, PASSES_UNFUSED = 3.0, 7.0  # times that what a layer saves goes through memory in forward; twice in backward
 LAUNCH_SECONDS = 0.8e-3  # Python and launches of a layer's forward; twice that in backward
 DISK_GB_S = 2.0  # of a host
@@ -50,8 +52,9 @@ def _layer_seconds(work: Workload, policy: Policy, gpu: Gpu) -> float:
     ranks = (adapter_rank(f"model.layers.0.{linear.name}", work.config.lora) for linear in shape.linears)
     adapters = sum(r * (li.in_features + li.out_features) for r, li in zip(ranks, shape.linears, strict=True))
     dense, attention = 2.0 * shape.layer_weights * tokens, 2.0 * tokens * length * shape.query_size
-    forward = (dense + attention + 2 * adapters * tokens) / rate
-    backward = (dense + 2.5 * attention + 4 * adapters * tokens) / rate
+    dense_seconds = dense / _dense_rate(work, gpu)
+    forward = dense_seconds + (attention + 2 * adapters * tokens) / rate
+    backward = dense_seconds + (2.5 * attention + 4 * adapters * tokens) / rate
     passes = PASSES if "rms_norm" in work.fused else PASSES_UNFUSED
     traffic = passes * tokens * sum(layer_tensors(work).values()) / memory
     dequantize = shape.layer_weights * (work.compute_bytes + 0.5) / memory
@@ -60,12 +63,19 @@ def _layer_seconds(work: Workload, policy: Policy, gpu: Gpu) -> float:
     if policy is Policy.selective:  # two norms: a read and a write each
         backward += 4 * tokens * shape.hidden_size * work.compute_bytes / memory
     if policy in (Policy.full, Policy.offload):
-        last = 2.0 * shape.hidden_size * shape.intermediate_size * tokens / rate  # not made again (design.md)
+        # the last product is not made again (design.md)
+        last = dense_seconds * shape.hidden_size * shape.intermediate_size / shape.layer_weights
         backward += max(forward - last, LAUNCH_SECONDS)
     transfer = _transfer_seconds(work, _layer(work).total, gpu)
     if policy is Policy.offload:
         transfer += tokens * shape.hidden_size * work.compute_bytes / (gpu.host_gb_s * 1e9)
     return max(forward, transfer, LAUNCH_SECONDS) + max(backward, transfer, 2 * LAUNCH_SECONDS)
+
+
+def _dense_rate(work: Workload, gpu: Gpu) -> float:
+    """FLOP/s of products with the base."""
+    is_fp8 = work.config.compute.matmul is MatmulKind.fp8
+    return 1e12 * (gpu.fp8_tflops * MATMUL_FP8 if is_fp8 and gpu.fp8_tflops else gpu.tflops * MATMUL)
 
 
 def _ends_seconds(work: Workload, gpu: Gpu) -> float:

@@ -18,6 +18,7 @@ from qlora_fsdp.memory.workload import Workload
 
 MAX_RANKS = 1024
 MAX_TOGETHER = 3  # changes
+MAX_SHOWN = 3
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,12 @@ def smaller_runs(work: Workload, target: float, gpu: Gpu) -> list[Change]:
         if fitting:
             return sorted(fitting, key=lambda change: -change.speed)
     return []
+
+
+def cheapest_changes(work: Workload, target: float, gpu: Gpu) -> list[Change]:
+    """The fastest few of `smaller_runs`, and the number of GPUs that would do: what a user is shown."""
+    gpus = enough_gpus(work, target, gpu)
+    return [*smaller_runs(work, target, gpu)[:MAX_SHOWN], *([gpus] if gpus else [])]
 
 
 def largest_savings(plan: MemoryPlan, gpu: Gpu) -> list[Change]:

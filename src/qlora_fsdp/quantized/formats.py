@@ -26,7 +26,8 @@ import bitsandbytes.functional as bnb
 import torch
 from torch import Tensor
 
-NESTED_BLOCKSIZE = 256
+from qlora_fsdp.sizes import BLOCKSIZE, NESTED_BLOCKSIZE
+
 INT8_DEQUANT_FACTOR = 1.0 / 127.0
 STORAGE_DTYPES = {
     "uint8": torch.uint8,
@@ -54,7 +55,7 @@ class Format:
 
     quant_type: Literal["nf4", "fp4", "int8"]
     double_quant: bool = False
-    blocksize: int = 64
+    blocksize: int = BLOCKSIZE
     storage: torch.dtype = torch.bfloat16
 
     @property

@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qlora_fsdp.quantized.formats import NESTED_BLOCKSIZE, Format, code_book, dynamic_map
+from qlora_fsdp.quantized.formats import Format, code_book, dynamic_map
+from qlora_fsdp.sizes import NESTED_BLOCKSIZE
 
 
 @triton.jit

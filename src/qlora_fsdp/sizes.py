@@ -1,0 +1,13 @@
+"""Sizes that both the code and the plan of its memory go by. Imports nothing, so that the plan needs no torch."""
+
+# The loss (loss.py): fp32 logits of a chunk, at most; and tokens that chunks are multiples of, as matrix kernels like.
+LOGITS_BYTES = 256 * 2**20
+MIN_CHUNK = 256
+
+# Reading (load/stream.py): pieces of files, and host buffers for them.
+PIECE_BYTES = 32 * 2**20
+NUM_BUFFERS = 12
+
+# bitsandbytes' 4-bit formats: weights that share a scale, and scales that share one.
+BLOCKSIZE = 64
+NESTED_BLOCKSIZE = 256
