@@ -3,28 +3,33 @@ r"""Predicted beside measured memory, and speed, of many short runs on one host 
 
     python benchmarks/memory.py --set calibrate --out memory.json
 
-Runs that need fewer GPUs than there are go side by side, and one process makes all runs of its GPUs, so that most of
-the time is spent in steps. Weights and data are random (`model.weights=random`). A cap is torch's
-`set_per_process_memory_fraction`. Prints a row a run and writes JSON.
+Runs that need fewer GPUs than there are go side by side, and the same processes make one run after another, so that
+most of the time is spent in steps. Weights and data are random (`model.weights=random`). Prints a row a run and writes
+JSON. Sets: `calibrate`, the plan against the measurement; `fit`, what must fit; `auto`, what auto chooses beside the
+fastest policies by hand that fit. `memory.target_gib` holds torch's allocator to the target, less what CUDA and NCCL
+take.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import gc
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-STEPS = 4
 FIRST_PORT = 29_700
+PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,8 @@ class Case:
         shape: of conf/model, behind `llama3-`.
         length: tokens a sequence.
         policy: of memory.activations.
-        cap_gib: most that torch's allocator may take of each GPU.
+        target_gib: of memory.target_gib.
+        steps: optimizer steps.
     """
 
     shape: str
@@ -44,56 +50,62 @@ class Case:
     micro_batch_size: int
     policy: str
     overrides: tuple[str, ...] = ()
-    cap_gib: float | None = None
+    target_gib: float | None = None
+    steps: int = 4
 
     @property
     def name(self) -> str:
-        cap = f" cap {self.cap_gib:g}" if self.cap_gib else ""
+        target = f" in {self.target_gib:g} GiB" if self.target_gib else ""
         more = " " + " ".join(self.overrides) if self.overrides else ""
-        return f"{self.shape} {self.num_gpus} GPU {self.length} x {self.micro_batch_size} {self.policy}{more}{cap}"
+        return f"{self.shape} {self.num_gpus} GPU {self.length} x {self.micro_batch_size} {self.policy}{more}{target}"
 
     def arguments(self, folder: Path) -> list[str]:
         """Of qlora_fsdp.train."""
         return [
-            *("experiment=dry_run", f"model=llama3-{self.shape}", "data.max_rows=64", f"training.max_steps={STEPS}"),
-            *(f"training.max_length={self.length}", f"training.micro_batch_size={self.micro_batch_size}"),
-            *(f"memory.activations={self.policy}", f"run.folder={folder}", "run.overwrite=true"),
-            *(f"data.cache_folder={folder}/cache", *self.overrides),
+            *("experiment=dry_run", f"model=llama3-{self.shape}", "data.max_rows=64"),
+            *(f"training.max_steps={self.steps}", f"training.max_length={self.length}"),
+            f"training.micro_batch_size={self.micro_batch_size}",
+            *(f"memory.activations={self.policy}", f"memory.target_gib={self.target_gib or 'null'}"),
+            *(f"run.folder={folder}", "run.overwrite=true", f"data.cache_folder={folder}/cache", *self.overrides),
         ]
 
 
 OFFLOAD = ("fsdp=offload",)
 ACCUMULATE = ("training.global_batch_size=16",)
 SETS = {
-    # The plan against the measurement: sizes, ranks, lengths, policies, offload.
-    "calibrate": [
+    "calibrate": [  # sizes, ranks, lengths, policies, offload
         Case("8b", 1, 1024, 8, "none"),
+        Case("8b", 1, 4096, 4, "selective"),
         Case("8b", 1, 4096, 4, "full"),
         Case("8b", 1, 8192, 1, "every_k"),
         Case("8b", 1, 8192, 2, "offload"),
         Case("8b", 1, 4096, 1, "full", OFFLOAD),
+        Case("8b", 1, 4096, 4, "full", ("compute=fp8",)),
         Case("8b", 2, 4096, 4, "none"),
         Case("8b", 2, 8192, 1, "full", OFFLOAD),
         Case("8b", 2, 1024, 4, "every_k", ACCUMULATE),
         Case("70b", 2, 1024, 1, "full"),
+        Case("70b", 2, 4096, 1, "none"),
+        Case("70b", 2, 8192, 1, "offload", OFFLOAD),
         Case("70b", 4, 4096, 1, "none"),
         Case("70b", 4, 8192, 1, "full"),
         Case("70b", 4, 4096, 1, "offload", OFFLOAD),
         Case("70b", 4, 1024, 2, "full", ACCUMULATE),
         Case("8b", 4, 4096, 2, "none", ("quant=int8",)),
     ],
-    # What must fit.
     "fit": [
-        Case("8b", 1, 2048, 1, "full", (), 10),
-        Case("70b", 2, 2048, 1, "offload", ("optim=adamw_8bit",), 24),
-        Case("70b", 2, 2048, 1, "offload", OFFLOAD, 12),
-        Case("70b", 4, 8192, 1, "full", (), 40),
+        Case("8b", 1, 2048, 1, "auto", (), 10, 10),
+        Case("70b", 2, 2048, 1, "auto", ("optim=adamw_8bit",), 24, 10),
+        Case("70b", 2, 2048, 1, "auto", (), 24, 10),
+        Case("70b", 2, 2048, 1, "auto", OFFLOAD, 12, 10),
+        Case("70b", 4, 8192, 1, "auto", (), 40),
     ],
-    # auto against every policy by hand, at four sizes of GPU.
+    # By hand only what may be the fastest that fits: the next larger policy does not fit, by far.
     "auto": [
-        Case("8b", 1, 4096, 4, policy, (f"memory.target_gib={target}",))
-        for target in (24, 40, 80, 139)
-        for policy in ("auto", "none", "every_k", "full", "offload")
+        *(Case("8b", 1, 4096, 4, "auto", (), target, 8) for target in (24, 40, 80, 139)),
+        Case("8b", 1, 4096, 4, "full", (), 24, 8),
+        Case("8b", 1, 4096, 4, "every_k", (), 40, 8),
+        Case("8b", 1, 4096, 4, "none", (), 80, 8),
     ],
 }
 
@@ -103,7 +115,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--set", choices=SETS, default="calibrate")
     parser.add_argument("--only", default="", help="part of the names of the cases to run")
-    parser.add_argument("--num-gpus", type=int, default=4, help="of this host")
+    parser.add_argument("--num-gpus", type=int, default=2, help="of this host; cases that need more are left out")
     parser.add_argument("--out", type=Path, default=Path("memory.json"))
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -120,44 +132,63 @@ def main() -> None:
 
 
 def run_side_by_side(cases: list[Case], num_gpus: int, folder: Path) -> list[dict[str, Any]]:
-    """Runs of equal size, on as many groups of GPUs as there are; a row a case."""
+    """Runs of equal size, on as many groups of GPUs as there are; a row a case, in the order of the cases."""
     size = cases[0].num_gpus
-    lanes = min(num_gpus // size, len(cases))
-    processes, files = [], []
-    for lane in range(lanes):
-        work = folder / f"{size}-{lane}"
-        work.mkdir()
-        (work / "cases.json").write_text(json.dumps([asdict(case) for case in cases[lane::lanes]]))
-        files.append(work / "rows.jsonl")
-        for rank in range(size):
-            environment = os.environ | {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(size),
-                "LOCAL_WORLD_SIZE": str(size),
-                "MASTER_ADDR": "127.0.0.1",
-                "FIRST_PORT": str(FIRST_PORT + 100 * size + 20 * lane),
-                "CUDA_VISIBLE_DEVICES": ",".join(str(lane * size + gpu) for gpu in range(size)),
-                "OMP_NUM_THREADS": "4",
-            }
-            with (work / f"rank{rank}.log").open("w") as log:
-                command = [sys.executable, str(Path(__file__).resolve()), "--worker", str(work)]
-                processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
-    for process in processes:
-        process.wait()
-    rows = [json.loads(line) for file in files if file.exists() for line in file.read_text().splitlines()]
-    done = {row["name"] for row in rows}
-    for lane, file in enumerate(files):
-        for case in cases[lane::lanes]:
-            if case.name not in done:
-                rows.append({"name": case.name, "failed": (file.parent / "rank0.log").read_text()[-600:]})
-    for row in rows:
-        print(json.dumps({key: row.get(key) for key in ("name", "seconds", "failed")}), flush=True)
+    num_lanes = min(num_gpus // size, len(cases))
+    lanes = range(num_lanes)
+    with ThreadPoolExecutor(num_lanes) as pool:
+        done = list(pool.map(lambda lane: run_lane(cases[lane::num_lanes], lane, folder / f"{size}-{lane}"), lanes))
+    found = {row["name"]: row for rows in done for row in rows}
+    return [found[case.name] for case in cases]
+
+
+def run_lane(cases: list[Case], lane: int, folder: Path) -> list[dict[str, Any]]:
+    """Runs one after another on one group of GPUs; a rank that ends a run for all is started again for the next."""
+    size, rows, attempt = cases[0].num_gpus, list[dict[str, Any]](), 0
+    while cases:
+        work = folder / str(attempt)
+        work.mkdir(parents=True)
+        (work / "cases.json").write_text(json.dumps([asdict(case) for case in cases]))
+        port = FIRST_PORT + 200 * size + 40 * lane + 10 * attempt
+        processes = [start_worker(work, lane, rank, size, port) for rank in range(size)]
+        while any(process.poll() is None for process in processes) and not any(process.poll() for process in processes):
+            time.sleep(0.2)
+        time.sleep(0 if size == 1 else 5)  # for the other ranks to say what they saw
+        for process in processes:
+            process.kill()
+            process.wait()
+        file = work / "rows.jsonl"
+        new = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        cases = cases[len(new) :]
+        if cases:
+            new.append({"name": cases[0].name, "failed": (work / "rank0.log").read_text()[-600:]})
+        for row in new:
+            print(json.dumps({key: row.get(key) for key in ("name", "seconds", "failed")}), flush=True)
+        rows, cases, attempt = [*rows, *new], cases[1:], attempt + 1
     return rows
 
 
+def start_worker(work: Path, lane: int, rank: int, size: int, port: int) -> subprocess.Popen[bytes]:
+    """A rank of a lane, as torchrun would describe it."""
+    environment = os.environ | {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "FIRST_PORT": str(port),
+        "CUDA_VISIBLE_DEVICES": ",".join(str(lane * size + gpu) for gpu in range(size)),
+        "OMP_NUM_THREADS": "4",
+    }
+    command = [sys.executable, str(Path(__file__).resolve()), "--worker", str(work)]
+    with (work / f"rank{rank}.log").open("w") as log:
+        return subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+
+
 def run_worker(folder: Path) -> None:
-    """One rank: all cases of its lane, in one process."""
+    """One rank: all cases of its lane, in one process, which does not outlive its parent."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
     import torch
 
     from qlora_fsdp.config.compose import load_config
@@ -174,8 +205,7 @@ def run_worker(folder: Path) -> None:
             device = int(os.environ["LOCAL_RANK"])
             row["left_gib"] = torch.cuda.memory_allocated(device) / 2**30  # of the case before: should be 0
             torch.cuda.reset_peak_memory_stats(device)
-            total = torch.cuda.mem_get_info(device)[1]
-            torch.cuda.set_per_process_memory_fraction((case.cap_gib or 1e9) * 2**30 / total if case.cap_gib else 1.0)
+            torch.cuda.set_per_process_memory_fraction(1.0, device)
         try:
             row |= run(load_config(case.arguments(folder / "run")), World.from_environment(os.environ))
         except UserError as error:
@@ -214,7 +244,8 @@ def print_table(rows: list[dict[str, Any]]) -> None:
         cells += [f"{worst:+.2f}", f"{reserved:.2f} ({reserved - tensors_peak:+.2f})"]
         cells += [f"{plan['libraries_gib']:.2f}/{found['outside_gib']:.2f}", host]
         cells += [f"{row.get('tokens_per_second_per_gpu') or float('nan'):,.0f}"]
-        print(f"{row['name']:<{width}}" + "".join(f"{cell:>16}" for cell in cells) + ("  FAILED" * ("failed" in row)))
+        what = "FAILED" if "failed" in row else plan["activations"]
+        print(f"{row['name']:<{width}}" + "".join(f"{cell:>16}" for cell in cells) + f"  {what}")
 
 
 if __name__ == "__main__":
