@@ -27,8 +27,9 @@ from qlora_fsdp.load.assign import assign_quantized
 from qlora_fsdp.load.files import INDEX_NAME, fingerprint, read_headers
 from qlora_fsdp.load.fill import Assignment, fill_from_files
 from qlora_fsdp.quantized import Format, QuantizedLinear
-from qlora_fsdp.quantized.formats import NESTED_BLOCKSIZE, code_book, dynamic_map
+from qlora_fsdp.quantized.formats import code_book, dynamic_map
 from qlora_fsdp.run_folder import log
+from qlora_fsdp.sizes import NESTED_BLOCKSIZE
 
 DEFAULT_FOLDER = "~/.cache/qlora_fsdp/quantized"
 CACHE_VERSION = 1  # raise it when the same settings give other bytes
