@@ -29,7 +29,7 @@ from qlora_fsdp.errors import AdapterError
 from qlora_fsdp.multimodal import find_decoder
 from qlora_fsdp.new_tokens import ADAPTER as ADAPTER
 from qlora_fsdp.new_tokens import fill_copy, grow_copy, initialize_rows, token_rows, use_token_rows
-from qlora_fsdp.quantized import QuantizedLinear
+from qlora_fsdp.quantized import QuantizedLayer, QuantizedLinear
 from qlora_fsdp.quantized.lora import LoraLinear
 from qlora_fsdp.shards import gather_rows, local_rows, local_tensor, shard_group
 
@@ -84,7 +84,7 @@ def apply_adapters(
                 "Take it out, or train it in full with lora.modules_to_save."
             )
         if isinstance(module, ModulesToSaveWrapper):
-            if any(isinstance(child, QuantizedLinear) for child in module.modules()):
+            if any(isinstance(child, QuantizedLayer) for child in module.modules()):
                 raise AdapterError(
                     f"lora.modules_to_save: {name} is quantized in the checkpoint, and codes can't be trained. "
                     "Take it out, or set model.path to the model in full precision."

@@ -25,14 +25,15 @@ from transformers import (
 from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from qlora_fsdp.config.schema import ModelConfig, QuantConfig, TaskConfig, TaskName, Weights
+from qlora_fsdp.config.check_settings import int8_embeddings_problem
+from qlora_fsdp.config.schema import EmbeddingStorage, ModelConfig, QuantConfig, TaskConfig, TaskName, Weights
 from qlora_fsdp.errors import CheckpointError, ConfigError, Problem
 from qlora_fsdp.head import describe_task, find_head, find_new, is_outside_backbone
 from qlora_fsdp.load.assign import assign, map_keys, stored_formats
 from qlora_fsdp.load.files import StoredTensor, list_some, read_headers
 from qlora_fsdp.load.fill import Assignment
 from qlora_fsdp.multimodal import find_decoder
-from qlora_fsdp.quantized import Format, QuantizedLinear, parse_storage
+from qlora_fsdp.quantized import Format, QuantizedEmbedding, QuantizedLinear, parse_storage
 
 
 @dataclass
@@ -218,6 +219,8 @@ def build_model(
         format = choose_format(quant)
         if format is not None:
             _swap_chosen_linears(model, format, quant, dtype, [*(keep or []), *head])
+    if quant.embeddings is EmbeddingStorage.int8:
+        _swap_ends(model, parse_storage(quant.bnb_4bit_quant_storage.value), dtype, new_head=bool(head))
     model.requires_grad_(False)
     is_optional = partial(is_outside_backbone, model=model) if classifies else lambda name: False
     assignments = assign(model, keys, not files.tensors, new, is_optional)
@@ -300,6 +303,21 @@ def _check_stored(model: nn.Module, formats: dict[str, Format]) -> None:
             f"{len(problems)} quantized layers of the checkpoint can't be split by rows, because blocks cross rows. "
             f"Set model.path to the model in full precision, and quant=int8:\n{list_some(problems)}"
         )
+
+
+def _swap_ends(model: PreTrainedModel, storage: torch.dtype, dtype: torch.dtype, new_head: bool) -> None:
+    """int8 for the embeddings and, unless it is new, the head."""
+    embeddings, head = model.get_input_embeddings(), None if new_head else model.get_output_embeddings()
+    names = {id(module): name for name, module in model.named_modules()}
+    is_tied = head is not None and head.weight is embeddings.weight
+    if is_tied or type(embeddings) is not nn.Embedding:
+        raise ConfigError([int8_embeddings_problem(is_tied, type(embeddings).__name__)])
+    format = Format("int8", storage=storage)
+    rows, columns = embeddings.weight.shape
+    model.set_submodule(names[id(embeddings)], QuantizedEmbedding(rows, columns, format, dtype))
+    if type(head) is nn.Linear:
+        quantized = QuantizedLinear(head.in_features, head.out_features, head.bias is not None, format, dtype)
+        model.set_submodule(names[id(head)], quantized)
 
 
 def _swap_linears(model: nn.Module, choose: Callable[[str, nn.Linear], Format | None], dtype: torch.dtype) -> None:

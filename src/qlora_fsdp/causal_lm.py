@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from qlora_fsdp.attention import PACKED_FAMILIES
 from qlora_fsdp.data.batch import IGNORE_INDEX, Batch
 from qlora_fsdp.loss import attach_loss
+from qlora_fsdp.quantized import QuantizedEmbedding
 from qlora_fsdp.shards import whole
 from qlora_fsdp.task_model import TaskModel
 
@@ -33,7 +34,8 @@ class CausalLM(TaskModel):
         embeddings, head = self.base.get_input_embeddings(), self.base.get_output_embeddings()
         own: list[nn.Module] = []
         if self.splits_head:
-            if type(embeddings) is nn.Embedding and not embeddings.weight.requires_grad:
+            is_plain = type(embeddings) is nn.Embedding and not embeddings.weight.requires_grad
+            if is_plain or isinstance(embeddings, QuantizedEmbedding):
                 own.append(embeddings)
             if not attach_loss(head, getattr(config, "final_logit_softcapping", None), liger_loss):
                 own.append(cast(nn.Module, self.head))
@@ -44,9 +46,7 @@ class CausalLM(TaskModel):
         inputs: dict[str, Any] = {"position_ids": batch.position_ids, "use_cache": False}
         embeddings, head = self.base.get_input_embeddings(), self.base.get_output_embeddings()
         if embeddings in self.gathers_itself:
-            weight = whole(cast(nn.Embedding, embeddings).weight, batch.input_ids.device)
-            inputs["inputs_embeds"] = nn.functional.embedding(batch.input_ids, weight)
-            del weight
+            inputs["inputs_embeds"] = _look_up(embeddings, batch.input_ids)
         else:
             inputs["input_ids"] = batch.input_ids
         has_several_rows = len(batch.sequence_starts) > len(batch.input_ids) + 1
@@ -69,3 +69,10 @@ class CausalLM(TaskModel):
     def may_get_zero_gradient(self, name: str) -> bool:
         """Rows of new tokens, where none is in the batch."""
         return ".trainable_tokens_delta." in name
+
+
+def _look_up(embeddings: nn.Module, ids: Tensor) -> Tensor:
+    """x_BLD of ids_BL, from the whole table, which is there for just that."""
+    if isinstance(embeddings, QuantizedEmbedding):
+        return embeddings.look_up(ids, *(whole(part, ids.device) for part in embeddings.parts()))
+    return nn.functional.embedding(ids, whole(cast(nn.Embedding, embeddings).weight, ids.device))

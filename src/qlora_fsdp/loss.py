@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from qlora_fsdp.data.batch import IGNORE_INDEX
 from qlora_fsdp.new_tokens import TokenRows, join_columns, plain_table
-from qlora_fsdp.shards import whole
+from qlora_fsdp.quantized import QuantizedLinear
+from qlora_fsdp.shards import whole, whole_weight
 from qlora_fsdp.sizes import LOGITS_BYTES, MIN_CHUNK
 
 
@@ -47,7 +48,8 @@ class _HeadLoss:
             liger,
             head.forward,
         )
-        self.is_frozen_linear = type(self.head) is nn.Linear and not self.head.weight.requires_grad
+        is_int8 = type(self.head) is QuantizedLinear and self.head.format.quant_type == "int8"
+        self.is_frozen_linear = is_int8 or (type(self.head) is nn.Linear and not self.head.weight.requires_grad)
         self.new = cast(TokenRows, head.token_adapter) if self.head is not head else None  # rows of new tokens
         self.vocab_size = next(m.out_features for m in head.modules() if isinstance(m, nn.Linear))
 
@@ -62,7 +64,7 @@ class _HeadLoss:
             return self.logits(hidden_BLD)  # type: ignore[no-any-return]
         hidden, targets = hidden_BLD.flatten(0, 1), targets_BL.flatten()
         if self.is_frozen_linear:  # maybe in shards: called past FSDP, so that the head is gathered into one buffer
-            weight = whole(self.head.weight, hidden.device)
+            weight = whole_weight(self.head, hidden.device)
             bias = None if self.head.bias is None else whole(self.head.bias, hidden.device)
             if self.liger and self.new is None:
                 return _liger_loss(hidden, weight, bias, targets, self.softcap)

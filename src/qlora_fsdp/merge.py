@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from qlora_fsdp.command import log, run_command
 from qlora_fsdp.config.commands import AdapterSettings
-from qlora_fsdp.config.schema import Config, DataFormat, TaskName, TokenizerConfig
+from qlora_fsdp.config.schema import Config, DataFormat, EmbeddingStorage, TaskName, TokenizerConfig
 from qlora_fsdp.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -90,6 +90,7 @@ def compare(settings: MergeSettings, config: Config, processes: Processes) -> di
     if (Path(settings.out or "").expanduser() / "tokenizer_config.json").is_file():  # with new tokens in it
         config.model.tokenizer_path, config.tokenizer = None, TokenizerConfig()
     config.model.path, config.quant.load_in_4bit, config.quant.load_in_8bit = settings.out, False, False
+    config.quant.embeddings = EmbeddingStorage.none
     merged = _log_probabilities(config, None, settings, processes)
     divergences, losses = [], []
     for (old, targets), (new, _) in zip(trained, merged, strict=True):

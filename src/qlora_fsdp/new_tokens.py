@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from qlora_fsdp.config.schema import LoraConfig
 from qlora_fsdp.data.tokenizer import AddedTokens
 from qlora_fsdp.errors import AdapterError
-from qlora_fsdp.quantized import QuantizedLinear
+from qlora_fsdp.quantized import QuantizedLayer
 from qlora_fsdp.shards import gather_rows, local_rows, local_tensor, shard_group
 
 ADAPTER = "default"
@@ -51,7 +51,7 @@ def token_rows(model: PreTrainedModel, tokens: AddedTokens, lora: LoraConfig) ->
     is_tied = len(rows) == 2 and getattr(head, "weight", None) is embeddings.weight
     for name, table in rows.items():
         reason, fix = None, f"Add it to lora.modules_to_save, which trains {name} as a whole."
-        if isinstance(table, QuantizedLinear):
+        if isinstance(table, QuantizedLayer):
             reason, fix = "is quantized", f"Add {name} to quant.llm_int8_skip_modules."
         elif isinstance(table, nn.Linear) and table.bias is not None:
             reason = "has a bias, which PEFT's trainable tokens leave out"

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from qlora_fsdp.config.schema import TrainingConfig
-from qlora_fsdp.quantized import QuantizedLinear
+from qlora_fsdp.quantized import QuantizedLayer, QuantizedLinear
 from qlora_fsdp.shards import rows_of_rank
 
 
@@ -108,7 +108,7 @@ def count_bytes(model: nn.Module, shard_rank: int, num_shards: int) -> Sizes:
         trainable += param.numel() if param.requires_grad else 0
     seen: set[int] = set()  # tied weights count once
     for module in model.modules():
-        if isinstance(module, QuantizedLinear):
+        if isinstance(module, QuantizedLayer):
             base += module.in_features * module.out_features
             base += 0 if module.bias is None else module.bias.numel()
         else:

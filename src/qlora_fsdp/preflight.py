@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from qlora_fsdp.config.check_settings import check_settings
+from qlora_fsdp.config.check_settings import check_settings, int8_embeddings_problem
 from qlora_fsdp.config.compose import load_config
-from qlora_fsdp.config.schema import Config, Kernel, Weights
+from qlora_fsdp.config.schema import Config, EmbeddingStorage, Kernel, Weights
 from qlora_fsdp.config.validate import check_world
 from qlora_fsdp.config.world import World
 from qlora_fsdp.errors import CheckpointError, ConfigError, Problem, UserError, print_error
@@ -55,9 +55,11 @@ def preflight(argv: Sequence[str], file: Path) -> int:
     hardware, overrides = _split(argv)
     config = load_config(overrides)
     _check(config, hardware)
-    size = config.training.micro_batch_size
+    size, shape = config.training.micro_batch_size, read_shape(config)
+    if config.quant.embeddings is EmbeddingStorage.int8 and shape.is_tied:
+        raise ConfigError([int8_embeddings_problem(is_tied=True)])
     work = Workload(
-        read_shape(config),
+        shape,
         config,
         hardware.count,
         hardware.local_count,

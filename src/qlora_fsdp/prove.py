@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from qlora_fsdp.distributed import Processes
 from qlora_fsdp.errors import ProofError
-from qlora_fsdp.quantized import QuantizedLinear
+from qlora_fsdp.quantized import QuantizedLayer
 from qlora_fsdp.shards import gather_rows, local_tensor, rows_of_rank, shard_group
 
 
@@ -81,7 +81,7 @@ def prove_shards(model: nn.Module, units: Sequence[FSDPModule], processes: Proce
     return Proof(num_tensors, num_bytes, num_local_bytes)
 
 
-def _own_quantized_parts(unit: nn.Module) -> Mapping[tuple[QuantizedLinear, str], Tensor]:
+def _own_quantized_parts(unit: nn.Module) -> Mapping[tuple[QuantizedLayer, str], Tensor]:
     """The codes and scales that this unit gathers, and not a unit inside it."""
     inner = {
         id(layer)
@@ -89,7 +89,7 @@ def _own_quantized_parts(unit: nn.Module) -> Mapping[tuple[QuantizedLinear, str]
         if isinstance(child, FSDPModule) and child is not unit
         for layer in child.modules()
     }
-    layers = [m for m in unit.modules() if isinstance(m, QuantizedLinear) and id(m) not in inner]
+    layers = [m for m in unit.modules() if isinstance(m, QuantizedLayer) and id(m) not in inner]
     return {(layer, name): part for layer in layers for name, part in zip(layer.part_names, layer.parts(), strict=True)}
 
 

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from qlora_fsdp.config.schema import FsdpConfig, ShardingStrategy
 from qlora_fsdp.distributed import Processes
-from qlora_fsdp.quantized import QuantizedLinear
+from qlora_fsdp.quantized import QuantizedLayer
 from qlora_fsdp.task_model import TaskModel
 
 
@@ -132,7 +132,7 @@ def _check_dtypes(unit: nn.Module) -> None:
         for layer in child.modules()
     }
     own = [module for module in unit.modules() if id(module) not in inner]
-    storages = {layer.format.storage for layer in own if isinstance(layer, QuantizedLinear)}
+    storages = {layer.format.storage for layer in own if isinstance(layer, QuantizedLayer)}
     dtypes = {param.dtype for module in own for param in module.parameters(recurse=False)}
     if storages & {torch.bfloat16, torch.float16}:
         assert len(dtypes) > 1, f"{type(unit).__name__} would gather codes as {dtypes}"

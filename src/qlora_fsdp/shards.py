@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
+
+from qlora_fsdp.quantized import QuantizedLinear
+from qlora_fsdp.sizes import PIECE_BYTES
 
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the newer name, torch >= 2.13
 
@@ -59,6 +64,31 @@ def gather_rows(local: Tensor, num_rows: int, group: dist.ProcessGroup | None) -
     gathered = local.new_empty(chunk * num_ranks, *local.shape[1:])
     _all_gather(gathered.flatten().view(torch.uint8), padded.flatten().view(torch.uint8), group=group)
     return gathered[:num_rows]
+
+
+def whole_weight(layer: nn.Module, device: torch.device) -> Tensor:
+    """The weight of a linear layer on `device`: as `whole`, or of a `QuantizedLinear` in int8 dequantized.
+
+    Codes are gathered a piece at a time, so that there is one buffer of the weight's size and no other.
+    """
+    if not isinstance(layer, QuantizedLinear):
+        return whole(cast(nn.Linear, layer).weight, device)
+    num_rows, columns, format = layer.out_features, layer.in_features, layer.format
+    held, group = [local_tensor(part) for part in (layer.codes, layer.scales)], shard_group(layer.codes)
+    num_ranks = 1 if group is None else dist.get_world_size(group)
+    chunk, piece = -(num_rows // -num_ranks), max(1, PIECE_BYTES // columns)
+    out = torch.empty(num_rows, columns, dtype=layer.compute_dtype, device=device)
+    for start in range(0, chunk, piece):
+        size = min(piece, chunk - start)
+        mine = [part[start : start + size].to(device, non_blocking=True) for part in held]
+        codes, scales = mine if num_ranks == 1 else [gather_rows(part, num_ranks * size, group) for part in mine]
+        for rank in range(num_ranks):
+            first = rank * chunk + start
+            rows = slice(rank * size, rank * size + max(0, min(size, num_rows - first)))
+            parts = {"codes": codes[rows], "scales": scales[rows]}
+            if len(parts["scales"]):
+                out[first : first + size] = format.dequantize(parts, len(parts["scales"]), columns, layer.compute_dtype)
+    return out
 
 
 def whole(param: Tensor, device: torch.device) -> Tensor:

@@ -79,6 +79,8 @@ def test_own_model_and_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     named = run_preflight(tmp_path, "model=llama3-8b", "hardware=8xh200")[1]
     assert code == 0 and figures["num_tokens"] == 4e6 and figures["plan"] == named["plan"]
     assert figures["hours"] == pytest.approx(4e6 / figures["tokens_per_second"] / 3600)
+    in_fp8 = run_preflight(tmp_path, "model=llama3-8b", "hardware=8xh200", "compute=fp8")[1]
+    assert 1.2 < in_fp8["tokens_per_second"] / named["tokens_per_second"] < 2
 
 
 @pytest.mark.parametrize(
@@ -91,6 +93,8 @@ def test_own_model_and_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
         (["hardware=3xh200", "model=llama3-8b", "training.global_batch_size=4"], "Set training.global_batch_size=3"),
         (["hardware=1xh200", "model=llama3-8b", "training.micro_batch_size=auto"], "needs a global batch to divide"),
         (["hardware=1xh200", "model=llama3-8b", "fsdp=offload", "optim=adamw_8bit"], "optim.name=adamw_8bit keeps"),
+        (["hardware=1xh200", "model=gemma3-27b", "quant.embeddings=int8"], "whose head shares its weight"),
+        (["hardware=1xa100-80g", "model=llama3-8b", "compute=fp8"], "compute.matmul=fp8 can't be used"),
         (["hardware=1xh200", "model.weights=random", "model.config={model_type: bert}"], "the memory plan knows"),
         (["hardware=1xh200", "model.weights=random", "model.config={model_type: llama}"], "has no 'hidden_size'"),
     ],

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from qlora_fsdp.config.compose import load_config
-from qlora_fsdp.config.schema import Config, Optimizer, QuantConfig
+from qlora_fsdp.config.schema import Config, EmbeddingStorage, Optimizer, QuantConfig
 from qlora_fsdp.data import epoch_order
 from qlora_fsdp.data.prepare import prepare_data
 from qlora_fsdp.data.tokenizer import add_tokens, byte_tokenizer
@@ -53,11 +53,13 @@ def load_stock(folder: Path, quant: QuantConfig, device: str = "cpu", dtype: tor
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, attn_implementation="eager", device_map={"": device}, **options
     )
+    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+    in_int8 = ends if quant.embeddings is EmbeddingStorage.int8 else []
     if quant.load_in_8bit and not _is_quantized(folder):
-        for layer in model.modules():
-            if type(layer) is nn.Linear and layer is not model.get_output_embeddings():
-                codes, scales, _ = bnb.functional.int8_vectorwise_quant(layer.weight.data.half())
-                layer.weight.data = dequantize_int8(codes, scales, dtype)
+        in_int8 += [layer for layer in model.modules() if type(layer) is nn.Linear and layer not in ends]
+    for layer in in_int8:
+        codes, scales, _ = bnb.functional.int8_vectorwise_quant(layer.weight.data.half())
+        layer.weight.data = dequantize_int8(codes, scales, dtype)
     return model
 
 

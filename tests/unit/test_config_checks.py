@@ -77,6 +77,10 @@ def test_dry_run_has_no_problem() -> None:
             "training.precision=bfloat16 quant.bnb_4bit_compute_dtype=float32",
             "quant.bnb_4bit_compute_dtype=float32 contradicts training.precision=bfloat16",
         ),
+        (
+            "quant.embeddings=int8 lora.modules_to_save=[lm_head]",
+            "quant.embeddings=int8 keeps codes, which can't be trained, and lora.modules_to_save has lm_head",
+        ),
         ("compute=fp8 quant=int8", "compute.matmul=fp8 works on 4-bit weights alone"),
         ("compute=fp8 training.precision=float32", "compute.matmul=fp8 gives bfloat16"),
         ("lora.init_lora_weights=pissa", "lora.init_lora_weights=pissa starts from the base weights"),

@@ -48,7 +48,9 @@ def uniform(work: Workload, policy: Policy = Policy.full) -> MemoryPlan:
 @pytest.mark.parametrize("model", ["llama3-8b", "qwen2.5-72b", "qwen3-32b", "gemma3-27b", "phi4"])
 def test_parameters_are_those_of_the_model(model: str, quant: str):
     """Bytes of all parameters and of a shard, and the count of the base's, against the model on meta."""
-    config = load_config([f"model={model}", f"quant={quant}", "lora.rank_pattern={down_proj: 24}"])
+    embeddings = "int8" if model in ("llama3-8b", "phi4") else "none"
+    more = [f"quant.embeddings={embeddings}", "lora.rank_pattern={down_proj: 24}"]
+    config = load_config([f"model={model}", f"quant={quant}", *more])
     values = dict(config.model.config) | {"num_hidden_layers": 2}
     config.model.config = values
     shape = model_shape(values)

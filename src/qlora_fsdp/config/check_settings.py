@@ -22,6 +22,7 @@ from qlora_fsdp.config.schema import (
     Config,
     DataFormat,
     Dtype,
+    EmbeddingStorage,
     MatmulKind,
     Optimizer,
     QuantStorage,
@@ -82,7 +83,7 @@ _INIT_LORA_WEIGHTS = (True, "gaussian", "orthogonal")
 
 def check_settings(config: Config) -> list[Problem]:
     """Returns what is wrong with the configuration whatever it runs on."""
-    own = (_numbers, _run, _model, _compute, _quant, _lora, _fsdp, _data, _optim, _training, _packages)
+    own = (_numbers, _run, _model, _compute, _quant, _embeddings, _lora, _fsdp, _data, _optim, _training, _packages)
     checks = (*own, check_data, check_checkpoint, check_launch, check_task)
     return [problem for find_problems in checks for problem in find_problems(config)]
 
@@ -181,6 +182,21 @@ def _quant(config: Config) -> Iterator[Problem]:
         reason += "transformers ask, and that is bfloat16 or float32 here."
         fix = "Set quant.bnb_4bit_quant_storage=auto."
         yield problem_with(config, "quant.bnb_4bit_quant_storage", reason, fix)
+
+
+def int8_embeddings_problem(is_tied: bool, kind: str = "Embedding") -> Problem:
+    """Why `quant.embeddings=int8` can't be used with a model, whose shape must be known for that."""
+    reason = f"can't store embeddings of the class {kind}."
+    if is_tied:
+        reason = "can't be used with this model, whose head shares its weight with the embeddings."
+    return Problem("quant.embeddings=int8", reason, "Set quant.embeddings=none.")
+
+
+def _embeddings(config: Config) -> Iterator[Problem]:
+    trained = {"embed_tokens", "lm_head"} & {name.rpartition(".")[2] for name in config.lora.modules_to_save or []}
+    if config.quant.embeddings is EmbeddingStorage.int8 and trained:
+        reason = f"keeps codes, which can't be trained, and lora.modules_to_save has {', '.join(sorted(trained))}."
+        yield problem_with(config, "quant.embeddings", reason, "Set quant.embeddings=none.")
 
 
 def _lora(config: Config) -> Iterator[Problem]:

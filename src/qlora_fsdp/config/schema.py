@@ -40,6 +40,11 @@ class QuantType4bit(Enum):
     fp4 = "fp4"
 
 
+class EmbeddingStorage(Enum):
+    none = "none"
+    int8 = "int8"
+
+
 class QuantStorage(Enum):
     auto = "auto"
     uint8 = "uint8"
@@ -201,6 +206,9 @@ class QuantConfig:
     bnb_4bit_quant_storage: QuantStorage = QuantStorage.auto
     # dtype of the matrix products. `auto`: training.precision.
     bnb_4bit_compute_dtype: Dtype = Dtype.auto
+    # How frozen input embeddings and a frozen output head are stored. none: in training.precision. int8: codes with one
+    # fp32 scale a row, half the memory.
+    embeddings: EmbeddingStorage = EmbeddingStorage.none
     # Linear layers to leave unquantized, by name or end of name. null: the output head, as in transformers.
     llm_int8_skip_modules: list[str] | None = None
 

@@ -20,7 +20,7 @@ from qlora_fsdp.config.schema import QuantConfig
 from qlora_fsdp.errors import CheckpointError
 from qlora_fsdp.load.files import StoredTensor, list_some
 from qlora_fsdp.load.fill import Assignment
-from qlora_fsdp.quantized import Format, QuantizedLinear, parse_storage
+from qlora_fsdp.quantized import Format, QuantizedLayer, parse_storage
 
 PART_OF_SUFFIX = {"absmax": "scales", "nested_absmax": "nested_scales"}
 QUANT_STATE = re.compile(r"^(.+\.weight)\.(?:(?:nested_)?absmax|(?:nested_)?quant_map|quant_state\.bitsandbytes__\w+)$")
@@ -108,7 +108,7 @@ def assign(
     slots: dict[str, tuple[nn.Module, str]] = {}
     for module_name, module in model.named_modules():
         prefix = f"{module_name}." if module_name else ""
-        if isinstance(module, QuantizedLinear):
+        if isinstance(module, QuantizedLayer):
             slots[f"{prefix}weight"] = (module, "weight")
             names_of[id(module)] = [f"{prefix}weight"]
             if module.bias is not None:
@@ -124,7 +124,7 @@ def assign(
         return [
             Assignment(names[0], *slots[names[0]])
             for names in names_of.values()
-            if slots[names[0]][1] in slots[names[0]][0]._parameters or isinstance(slots[names[0]][0], QuantizedLinear)
+            if slots[names[0]][1] in slots[names[0]][0]._parameters or isinstance(slots[names[0]][0], QuantizedLayer)
         ]
     assignments, missing, misshaped, used = [], [], [], set[str]()
     for names in names_of.values():
@@ -138,7 +138,7 @@ def assign(
             continue
         used.update(n for n in names if n in keys)
         module, attribute = slots[name]
-        if isinstance(module, QuantizedLinear) and attribute == "weight":
+        if isinstance(module, QuantizedLayer) and attribute == "weight":
             assignment, problem = assign_quantized(name, module, keys, used, missing)
         else:
             assignment = Assignment(name, module, attribute, keys[name])
@@ -160,7 +160,7 @@ def assign(
 
 
 def assign_quantized(
-    name: str, layer: QuantizedLinear, keys: dict[str, StoredTensor], used: set[str], missing: list[str]
+    name: str, layer: QuantizedLayer, keys: dict[str, StoredTensor], used: set[str], missing: list[str]
 ) -> tuple[Assignment, str | None]:
     """What fills a quantized layer: its weight, or codes and scales that bitsandbytes made; and what is wrong with it.
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from qlora_fsdp.load.files import StoredTensor
 from qlora_fsdp.load.stream import Request, run_requests
-from qlora_fsdp.quantized import QuantizedLinear
+from qlora_fsdp.quantized import QuantizedLayer
 from qlora_fsdp.shards import gather_rows, local_rows, local_tensor, shard_group
 
 RANDOM_ROWS = 256  # rows that share a random generator
@@ -27,7 +27,7 @@ class Assignment:
 
     Attributes:
         name: its name in the model, e.g. `model.layers.0.self_attn.q_proj.weight`.
-        module: the module that holds it; for `weight` of a `QuantizedLinear` its parts are filled.
+        module: the module that holds it; for `weight` of a `QuantizedLayer` its parts are filled.
         attribute: the parameter's (or buffer's) name in the module.
         stored: the checkpoint's tensor, in full precision or int8/packed codes; None for random weights.
         stored_parts: of a weight already quantized: tensor of each part (`scales`, `nested_scales`).
@@ -52,7 +52,7 @@ class Assignment:
 
     @property
     def is_quantized(self) -> bool:
-        return isinstance(self.module, QuantizedLinear) and self.attribute == "weight"
+        return isinstance(self.module, QuantizedLayer) and self.attribute == "weight"
 
     def num_bytes(self, dtype: torch.dtype) -> int:
         """Bytes to read for the whole weight; of a made-up one, what it would take in `dtype`."""
@@ -63,7 +63,7 @@ class Assignment:
     @property
     def num_elements(self) -> int:
         if self.is_quantized:
-            assert isinstance(self.module, QuantizedLinear)
+            assert isinstance(self.module, QuantizedLayer)
             return self.module.out_features * self.module.in_features
         return self.parameter.numel()
 
@@ -107,7 +107,7 @@ def fill_randomly(
         first, last = local_rows(assignment.parameter)
         if assignment.is_quantized:
             layer = assignment.module
-            assert isinstance(layer, QuantizedLinear)
+            assert isinstance(layer, QuantizedLayer)
             sink = _Quantizer(layer, device)
             for start, rows in _random_rows(assignment.name, first, last, layer.in_features, std, seed, device, dtype):
                 sink.put(rows, start - first)
@@ -139,7 +139,7 @@ def _random_rows(
 class _Quantizer:
     """Takes a layer's rows as they come, in full precision, and fills its parts."""
 
-    def __init__(self, layer: QuantizedLinear, device: torch.device) -> None:
+    def __init__(self, layer: QuantizedLayer, device: torch.device) -> None:
         self.layer, self.device = layer, device
         self.codes = local_tensor(layer.codes)
         self.absmax: list[Tensor] = []
@@ -167,7 +167,7 @@ class _Quantizer:
 
 def _quantize_request(assignment: Assignment, device: torch.device, dtype: torch.dtype) -> Request:
     layer, stored = assignment.module, assignment.stored
-    assert isinstance(layer, QuantizedLinear) and stored is not None
+    assert isinstance(layer, QuantizedLayer) and stored is not None
     sink: list[_Quantizer] = []  # made at the first piece, so that few layers hold buffers at a time
 
     def quantizer() -> _Quantizer:
@@ -209,7 +209,7 @@ def _fill_scalar(param: Tensor, rows: Tensor, dtype: torch.dtype) -> None:
 def _prequantized_requests(assignment: Assignment) -> list[Request]:
     """Requests for codes and scales that are already bitsandbytes' own: flat there, rows here."""
     layer = assignment.module
-    assert isinstance(layer, QuantizedLinear) and assignment.stored is not None
+    assert isinstance(layer, QuantizedLayer) and assignment.stored is not None
     format = layer.format
     num_blocks = layer.in_features // format.blocksize
     code_bytes = layer.in_features // 2 if format.is_4bit else layer.in_features

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
-from qlora_fsdp.config.schema import LoraConfig, Optimizer, QuantConfig, QuantStorage
+from qlora_fsdp.config.schema import EmbeddingStorage, LoraConfig, Optimizer, QuantConfig, QuantStorage
 from qlora_fsdp.memory.shape import Linear, ModelShape
 from qlora_fsdp.sizes import BLOCKSIZE, NESTED_BLOCKSIZE
 
@@ -83,10 +83,12 @@ def end_tensors(
     shape: ModelShape, quant: QuantConfig, lora: LoraConfig, compute_bytes: int
 ) -> dict[str, tuple[Tensor, ...]]:
     """The other parameters, by FSDP unit: `embeddings`, `head`, and `root`, which gets the two where they are tied."""
-    table = Tensor("embeddings", shape.vocab_size, shape.hidden_size * compute_bytes)
+    table = [Tensor("embeddings", shape.vocab_size, shape.hidden_size * compute_bytes)]
+    if quant.embeddings is EmbeddingStorage.int8:
+        table = [Tensor("embeddings", shape.vocab_size, size) for size in (_padded(shape.hidden_size, quant), 4)]
     trained = Tensor("adapters", shape.vocab_size, shape.hidden_size * 4)
     head_linear = Linear(HEAD, shape.vocab_size, shape.hidden_size)
-    embeddings, head = [table], [] if shape.is_tied else [table]
+    embeddings, head = [*table], [] if shape.is_tied else [*table]
     if not shape.is_tied and quant.llm_int8_skip_modules is not None and is_quantized(HEAD, quant):
         head = list(_linear_tensors(head_linear, True, quant, compute_bytes))
     for tensors, name in ((embeddings, EMBEDDINGS), (head, HEAD)):

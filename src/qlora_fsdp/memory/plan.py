@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from qlora_fsdp.config.schema import ShardingStrategy
+from qlora_fsdp.config.schema import EmbeddingStorage, ShardingStrategy
 from qlora_fsdp.memory import activations
 from qlora_fsdp.memory.activations import OFFLOAD_SLOTS, Policy
 from qlora_fsdp.memory.parameters import (
@@ -149,6 +149,8 @@ class _Model:
         """Embeddings or head while they are used; frozen, they are gathered into one buffer."""
         if not self.is_frozen(name):
             return self.gathered(self.unit(name), 1)
+        if name == "head" and self.work.config.quant.embeddings is EmbeddingStorage.int8:  # dequantized, in pieces
+            return self.work.shape.vocab_size * self.work.shape.hidden_size * self.work.compute_bytes + 2 * PIECE_BYTES
         return self.unit(name) if self.work.num_shards > 1 or self.is_offloaded else 0
 
     def is_frozen(self, name: str) -> bool:

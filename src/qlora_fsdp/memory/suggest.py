@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
-from qlora_fsdp.config.schema import Activations, Config, Optimizer, ShardingStrategy
+from qlora_fsdp.config.schema import Activations, Config, EmbeddingStorage, Optimizer, ShardingStrategy
 from qlora_fsdp.config.settings import show
 from qlora_fsdp.memory.activations import Policy
 from qlora_fsdp.memory.choose import AUTO, LADDER, choose, fixed_policies
@@ -101,6 +101,9 @@ def _candidates(work: Workload, policies: Sequence[Policy]) -> Iterator[_Values]
         yield (("optim", "name", Optimizer.adamw_8bit),)
     if config.quant.load_in_8bit or not config.quant.load_in_4bit:
         yield (("quant", "load_in_4bit", True), ("quant", "load_in_8bit", False))
+    trains_ends = {"embed_tokens", "lm_head"} & {name.rpartition(".")[2] for name in config.lora.modules_to_save or []}
+    if config.quant.embeddings is EmbeddingStorage.none and not work.shape.is_tied and not trains_ends:
+        yield (("quant", "embeddings", EmbeddingStorage.int8),)
     if config.training.micro_batch_size != AUTO:
         while size % 2 == 0:
             size //= 2
