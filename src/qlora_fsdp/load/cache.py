@@ -26,7 +26,7 @@ from qlora_fsdp.errors import CheckpointError
 from qlora_fsdp.load.assign import assign_quantized
 from qlora_fsdp.load.files import INDEX_NAME, fingerprint, read_headers
 from qlora_fsdp.load.fill import Assignment, fill_from_files
-from qlora_fsdp.quantized import Format, QuantizedLinear
+from qlora_fsdp.quantized import Format, QuantizedLayer, QuantizedLinear
 from qlora_fsdp.quantized.formats import code_book, dynamic_map
 from qlora_fsdp.run_folder import log
 from qlora_fsdp.sizes import NESTED_BLOCKSIZE
@@ -184,6 +184,6 @@ def _describe(format: Format) -> list[object]:
     return [format.quant_type, format.double_quant, format.blocksize]
 
 
-def _layer(assignment: Assignment) -> QuantizedLinear:
-    assert isinstance(assignment.module, QuantizedLinear)
+def _layer(assignment: Assignment) -> QuantizedLayer:
+    assert isinstance(assignment.module, QuantizedLayer)
     return assignment.module
