@@ -193,9 +193,14 @@ def int8_embeddings_problem(is_tied: bool, kind: str = "Embedding") -> Problem:
 
 
 def _embeddings(config: Config) -> Iterator[Problem]:
+    if config.quant.embeddings is not EmbeddingStorage.int8:
+        return
     trained = {"embed_tokens", "lm_head"} & {name.rpartition(".")[2] for name in config.lora.modules_to_save or []}
-    if config.quant.embeddings is EmbeddingStorage.int8 and trained:
-        reason = f"keeps codes, which can't be trained, and lora.modules_to_save has {', '.join(sorted(trained))}."
+    cause = f"lora.modules_to_save has {', '.join(sorted(trained))}" if trained else None
+    if config.tokenizer.add_tokens or config.tokenizer.add_special_tokens:
+        cause = "tokenizer adds tokens, whose rows are trained"
+    if cause is not None:
+        reason = f"keeps codes, which can't be trained, and {cause}."
         yield problem_with(config, "quant.embeddings", reason, "Set quant.embeddings=none.")
 
 
