@@ -113,8 +113,9 @@ def check_gpus() -> Iterator[Finding]:
             yield Finding("yellow", what, found, "Other processes hold its memory: see nvidia-smi.")
         else:
             yield Finding("green", what, found)
-        yield _check_bytes(f"GPU {index} bytes", torch.device("cuda", index))
-        yield _check_kernels(f"GPU {index} bnb", torch.device("cuda", index))
+        with torch.cuda.device(index):  # kernels start on the current one
+            checks = [_check_bytes(f"GPU {index} bytes", "cuda"), _check_kernels(f"GPU {index} bnb", "cuda")]
+        yield from checks
     pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
     without = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
     if without:

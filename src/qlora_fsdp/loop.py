@@ -139,13 +139,15 @@ def train(
                 model, batches, split.num_micro_batches(len(indices)), max(1, num_targets), flops, peaks, report
             )
             peaks.enter("step")
-            outcome = measure_step(params, config.optim.max_grad_norm, local_loss, saver.asks(), bad_steps.limit())
+            outcome = measure_step(params, config.optim.max_grad_norm, local_loss, bad_steps.limit())
             if step < GRADIENT_CHECK_STEPS and not outcome.is_bad.item():
                 _stop_on_bad_gradients(model, step, not result.losses, processes)
             optimizer.found_inf = outcome.is_bad  # type: ignore[attr-defined]  # torch's name: then nothing is changed
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            loss, norm, is_asked = outcome.wait()  # for backward; the optimizer may still run
+            # The hosts meet before they wait for their GPUs: one that does not come is noticed here, and named.
+            is_asked = processes.sum([saver.asks()])[0] > 0
+            loss, norm = outcome.wait()  # for backward; the optimizer may still run
             is_good = bad_steps.check(step, loss, norm, indices, micro_losses)
             ended = time.perf_counter()
             seconds, started = ended - started, ended

@@ -133,38 +133,29 @@ class StepOutcome:
 
     Attributes:
         is_bad: float32 scalar on the device: 1 where the gradient must not be used.
-        wait: waits until the figures are known, and no longer: (loss, gradient norm before clipping, whether any rank
-            asks for a checkpoint), the same on every rank.
+        wait: waits until the figures are known, and no longer: the loss, and the gradient norm before clipping, the
+            same on every rank.
     """
 
     is_bad: Tensor
-    wait: Callable[[], tuple[float, float, bool]]
+    wait: Callable[[], list[float]]
 
 
 @torch.no_grad()
-def measure_step(
-    params: Sequence[nn.Parameter], max_norm: float, local_loss: Tensor, asks: bool, limit: float
-) -> StepOutcome:
+def measure_step(params: Sequence[nn.Parameter], max_norm: float, local_loss: Tensor, limit: float) -> StepOutcome:
     """Clip the gradients, and judge the step on the device, so that the host can give it more work meanwhile.
 
     Args:
         params: trainable, sharded, after backward.
         max_norm: as for `clip_gradients`.
         local_loss: this rank's part of the loss, a scalar on the device.
-        asks: whether this rank asks for a checkpoint.
         limit: a gradient norm above it is as bad as one that is not finite.
     """
     norm = clip_gradients(params, max_norm).to(local_loss.device, torch.float64)
-    totals = torch.stack([local_loss.double(), local_loss.new_full((), float(asks), dtype=torch.float64)])
-    dist.all_reduce(totals)
-    is_good = totals[0].isfinite() & norm.isfinite() & (norm <= limit)
-    read = _start_reading(torch.stack([totals[0], norm, totals[1]]))
-
-    def wait() -> tuple[float, float, bool]:
-        loss, gradient_norm, num_asking = read()
-        return loss, gradient_norm, num_asking > 0
-
-    return StepOutcome((~is_good).float(), wait)
+    loss = local_loss.double()
+    dist.all_reduce(loss)
+    is_good = loss.isfinite() & norm.isfinite() & (norm <= limit)
+    return StepOutcome((~is_good).float(), _start_reading(torch.stack([loss, norm])))
 
 
 @torch.no_grad()

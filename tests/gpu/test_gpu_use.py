@@ -19,7 +19,8 @@ DEMO = Path(__file__).parents[2] / "demo" / "base"
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_doctor() -> None:
     findings = {finding.what: finding for finding in doctor.check_gpus()}
-    assert {"GPU 0", "GPU 0 bytes", "GPU 0 bnb"} <= findings.keys()
+    for index in range(torch.cuda.device_count()):
+        assert {f"GPU {index}", f"GPU {index} bytes", f"GPU {index} bnb"} <= findings.keys()
     assert all(finding.level != "red" for finding in findings.values()), findings
 
 

@@ -22,7 +22,8 @@ def join_norms(layer: nn.Module) -> None:
     By a class of its own: transformers recomputes a layer in its class's forward, and would not know an instance's.
     """
     if type(layer).__name__ in PRENORM_LAYERS:
-        layer.__class__ = _joined(type(layer))
+        kind: Any = type(layer)
+        layer.__class__ = _joined(kind)
 
 
 @cache
