@@ -17,6 +17,17 @@ from tests.helpers.blocks import CHECKPOINTS, write_blocks
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.runs import write_rows
 
+torch.set_num_threads(1)  # models are tiny, and ranks or another worker compute beside this process
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """For several workers (`make test`): a file is one's, and GPUs too; the many short unit tests come last."""
+    items.sort(key=lambda item: "unit" in item.path.parts)
+    if config.pluginmanager.hasplugin("xdist"):
+        for item in items:
+            item.add_marker(pytest.mark.xdist_group("gpu" if "gpu" in item.path.parts else item.path.stem))
+
 
 @pytest.fixture(scope="session")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
