@@ -30,6 +30,8 @@ from qlora_fsdp.distributed import Processes
 from qlora_fsdp.optim import LocalAdamW8bit
 from qlora_fsdp.shards import local_tensor
 
+SLAB_BYTES = 64 * 2**20
+ALIGNMENT = 64  # bytes
 WriteAdapter = Callable[[Path, dict[str, Tensor]], None]
 
 # Of `load(no_dist=True)`, which rank 0 calls by itself on purpose.
@@ -52,10 +54,14 @@ class Snapshot:
 
 
 class HostCopy:
-    """Host memory for snapshots, pinned where there is a GPU, and the same for every one: there is one at a time."""
+    """Host memory for snapshots, pinned where there is a GPU, and the same for every one: there is one at a time.
+
+    Thousands of small tensors share a few slabs: pinning each would take longer than copying it.
+    """
 
     def __init__(self) -> None:
         self.buffers: dict[str, Tensor] = {}
+        self.slab = torch.empty(0, dtype=torch.uint8)  # what is left of the newest
 
     @torch.no_grad()
     def take(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Snapshot:
@@ -67,7 +73,7 @@ class HostCopy:
             own_state = {}
             for index, tensors in optimizer.inner.state_dict()["state"].items():
                 own_state[index] = {
-                    key: self._copy(f"{index}.{key}", value) if isinstance(value, Tensor) else value
+                    key: value.to("cpu", copy=True) if isinstance(value, Tensor) else value
                     for key, value in tensors.items()
                 }
         if torch.cuda.is_available():
@@ -75,11 +81,13 @@ class HostCopy:
         return Snapshot(state, values, own_state)
 
     def _copy(self, name: str, source: Tensor) -> Tensor:
-        target = self.buffers.get(name)
-        if target is None or target.shape != source.shape:
-            target = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
-            self.buffers[name] = target
-        return target.copy_(source, non_blocking=True)
+        if name not in self.buffers:
+            num_bytes = source.numel() * source.itemsize
+            if num_bytes > len(self.slab):
+                self.slab = torch.empty(max(num_bytes, SLAB_BYTES), dtype=torch.uint8, pin_memory=source.is_cuda)
+            self.buffers[name] = self.slab[:num_bytes].view(source.dtype).view(source.shape)
+            self.slab = self.slab[-(num_bytes // -ALIGNMENT) * ALIGNMENT :]
+        return self.buffers[name].copy_(source, non_blocking=True)
 
 
 class _FromSnapshot(DefaultSavePlanner):

@@ -99,7 +99,8 @@ class TensorBoardTracker:
         from torch.utils.tensorboard import SummaryWriter
 
         # Of a run that goes on, TensorBoard forgets what came after the checkpoint.
-        self.writer: Any = SummaryWriter(str(folder / TENSORBOARD_FOLDER), purge_step=first_step or None)
+        purge = first_step + 1 if first_step else None
+        self.writer: Any = SummaryWriter(str(folder / TENSORBOARD_FOLDER), purge_step=purge)
         log.info(f"TensorBoard: tensorboard --logdir {folder / TENSORBOARD_FOLDER}")
 
     def log(self, figures: dict[str, float], step: int) -> None:

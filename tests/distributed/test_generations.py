@@ -1,0 +1,46 @@
+"""tracking.num_generations: what the sharded model writes at evaluations is what transformers and PEFT write."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.helpers.ranks import run_ranks
+from tests.helpers.runs import settings, train_all
+
+pytestmark = pytest.mark.distributed
+NUM_TOKENS = 8
+
+
+def test_completions_are_those_of_stock_generate(checkpoint: Callable[..., Path], rows: Path, tmp_path: Path):
+    model, folder = checkpoint("llama", torch.float32), tmp_path / "run"
+    argv = settings(model, rows, "quant=none", "training.precision=float32", "training.max_steps=6")
+    argv += ["data.eval_fraction=0.1", "training.eval_every_steps=3", "training.learning_rate=0.02"]
+    argv += ["tracking.num_generations=3", f"tracking.generation_tokens={NUM_TOKENS}", f"run.folder={folder}"]
+    run_ranks(2, train_all, {"run": argv})
+    lines = [json.loads(line) for line in (folder / "generations.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0] * 3 + [3] * 3 + [6] * 3
+    expected = {tuple(json.loads(row).values()) for row in rows.read_text().splitlines()}
+    assert all((line["prompt"], line["reference"]) in expected for line in lines)
+
+    stock = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    assert [line["completion"] for line in lines[:3]] == [complete(stock, line["prompt"]) for line in lines[:3]]
+    trained = peft.PeftModel.from_pretrained(stock, folder / "adapter")
+    assert [line["completion"] for line in lines[6:]] == [complete(trained, line["prompt"]) for line in lines[6:]]
+    assert lines[0]["completion"] != lines[6]["completion"]
+    page = (folder / "report.html").read_text()
+    assert "<h2>Generations</h2>" in page and "<th>step 0</th><th>step 6</th>" in page
+
+
+def complete(model: torch.nn.Module, prompt: str) -> str:
+    """By transformers' own greedy search, with its cache."""
+    ids = torch.tensor([[256, *prompt.encode()]])
+    output = model.generate(input_ids=ids, do_sample=False, max_new_tokens=NUM_TOKENS, eos_token_id=257)
+    tokens = [token for token in output[0, ids.shape[1] :].tolist() if token < 256]
+    return bytes(tokens).decode(errors="replace")

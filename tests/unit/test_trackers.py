@@ -1,0 +1,87 @@
+"""W&B and TensorBoard show one run for one run folder, however often the run is started."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from qlora_fsdp.config.compose import load_config
+from qlora_fsdp.journal import Journal
+
+ROW = {"prompt": "<b>", "completion": "c", "reference": "r"}
+
+
+class Wandb:
+    """What W&B is told."""
+
+    def __init__(self) -> None:
+        self.started: list[dict[str, Any]] = []
+        self.logged: list[tuple[int, dict[str, Any]]] = []
+        self.uploaded: list[list[str]] = []
+
+    def init(self, **options: Any) -> Any:
+        self.started.append(options)
+        return SimpleNamespace(
+            id=options["id"],
+            summary={},
+            log=lambda figures, step: self.logged.append((step, figures)),
+            log_artifact=lambda artifact: self.uploaded.append(artifact.folders),
+            finish=lambda exit_code: None,
+        )
+
+    def Table(self, columns: list[str], data: list[list[Any]]) -> list[dict[str, Any]]:  # W&B's name
+        return [dict(zip(columns, row, strict=True)) for row in data]
+
+    def Artifact(self, name: str, type: str) -> Any:
+        folders: list[str] = []
+        return SimpleNamespace(folders=folders, add_dir=folders.append)
+
+
+@pytest.fixture
+def wandb(monkeypatch: pytest.MonkeyPatch) -> Wandb:
+    found = Wandb()
+    monkeypatch.setitem(sys.modules, "wandb", found)
+    return found
+
+
+def test_run_that_goes_on_is_the_same_run_in_wandb(tmp_path: Path, wandb: Wandb):
+    config = load_config(["tracking.wandb=offline", "run.name=mine"])
+    for first_step in (0, 7, 9, 0):
+        Journal(tmp_path, config, 10, is_main=True, first_step=first_step).close({})
+    ids = [options["id"] for options in wandb.started]
+    assert ids[0] == ids[1] == ids[2] != ids[3]
+    assert all(options["resume"] == "allow" and options["name"] == "mine" for options in wandb.started)
+    assert wandb.uploaded == []
+
+
+def test_wandb_gets_generations_and_on_request_the_adapter(tmp_path: Path, wandb: Wandb):
+    journal = Journal(tmp_path, load_config(["tracking.wandb=offline", "tracking.log_adapter=true"]), 10, is_main=True)
+    journal.evaluation(4, 1.5, {}, 0.1)
+    journal.generations(4, [ROW])
+    journal.checkpoint(2, tmp_path, 0.1, 3.0)  # it was written while steps 3 and 4 were done
+    journal.close({"status": "finished"})
+    assert [step for step, _ in wandb.logged] == [4, 4, 4], "W&B takes nothing for a step that is past"
+    assert wandb.logged[1][1] == {"generations": [{"step": 4, **ROW}]}
+    assert wandb.uploaded == [[str(tmp_path / "adapter")]]
+
+
+def test_tensorboard_has_one_curve_of_a_run_that_went_on(tmp_path: Path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = load_config(["tracking=tensorboard"])
+    first = Journal(tmp_path, config, 10, is_main=True)
+    for step in (1, 2, 3):
+        first.evaluation(step, 10.0 + step, {}, 0.1)
+    first.generations(3, [ROW])
+    first.close({})
+    second = Journal(tmp_path, config, 10, is_main=True, first_step=2)
+    second.evaluation(3, 20.0, {}, 0.1)
+    second.close({})
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("eval_loss")] == [(1, 11.0), (2, 12.0), (3, 20.0)]
+    assert "generation 1/text_summary" in events.Tags()["tensors"]
