@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types format clean
+.PHONY: help setup demo test versions lint types format clean
 
 help:  ## Show the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -25,6 +25,9 @@ demo: $(STAMP)  ## Fine-tune a small model in 4 bits with two processes on the C
 
 test: $(STAMP)  ## Run the tests, two files at a time (some of them: make test ARGS="-k config")
 	@$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup --no-loadscope-reorder --durations 25 $(ARGS)
+
+versions: $(STAMP)  ## Test the oldest and newest supported versions, in environments of their own (gigabytes)
+	@$(BIN)/python scripts/check_versions.py
 
 lint: $(STAMP)  ## Check style
 	@$(BIN)/ruff check .

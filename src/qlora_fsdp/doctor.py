@@ -36,14 +36,7 @@ usage: [torchrun ... -m | accelerate launch -m | python -m] qlora_fsdp.doctor [-
 With N processes it also measures all-reduce and all-gather between them. The exit code is 1 if anything is red.
 """
 
-# Oldest version that works, and the newest that was tested.
-TESTED = {
-    "torch": ("2.11", "2.13.0"),
-    "transformers": ("5.23", "5.23.0"),
-    "peft": ("0.21", "0.21.2"),
-    "accelerate": ("1.15", "1.15.0"),
-    "bitsandbytes": ("0.50", "0.50.2"),
-}
+VERSIONS = Path(__file__).parent / "versions.json"  # combinations that passed scripts/check_versions.py
 GIB = 2**30
 DISK_BYTES = 256 * 2**20
 EXCHANGED_BYTES = {"cuda": 256 * 2**20, "cpu": 16 * 2**20}
@@ -67,22 +60,30 @@ class Finding:
 
 
 def check_versions() -> Iterator[Finding]:
-    """Packages against the oldest version that works and the newest tested; Python."""
-    python = platform.python_version()
-    ok = sys.version_info >= (3, 10)
-    yield Finding("green" if ok else "red", "Python", python, "" if ok else "Install Python 3.10 or newer.")
-    for package, (oldest, newest) in TESTED.items():
+    """Python and packages against the combinations that were tested, from the oldest to the newest."""
+    combinations = [entry["versions"] for entry in json.loads(VERSIONS.read_text(encoding="utf-8"))["tested"]]
+    installed = {}
+    for package in combinations[0]:
+        tested = sorted((combination[package] for combination in combinations), key=_numbers)
+        oldest, newest = tested[0].rpartition(".")[0], tested[-1]
+        install = "Install Python" if package == "python" else f"pip install '{package}>={oldest}'"
+        what = "Python" if package == "python" else package
         try:
-            found = version(package)
+            found = platform.python_version() if package == "python" else version(package)
         except PackageNotFoundError:
-            yield Finding("red", package, "not installed", f"pip install '{package}>={oldest}'")
+            yield Finding("red", what, "not installed", install)
             continue
-        if _numbers(found) < _numbers(oldest):
-            yield Finding("red", package, found, f"Too old: pip install '{package}>={oldest}'")
-        elif _numbers(found)[:2] > _numbers(newest)[:2]:
-            yield Finding("yellow", package, found, f"Newer than what is tested ({newest}); if it fails, try that.")
+        installed[package] = _numbers(found)[:2]
+        if installed[package] < _numbers(oldest):
+            yield Finding("red", what, found, f"Too old: {install}{f' {oldest} or newer' * (package == 'python')}")
+        elif installed[package] > _numbers(newest)[:2] and package != "python":
+            yield Finding("yellow", what, found, f"Newer than what is tested ({newest}); if it fails, try that.")
         else:
-            yield Finding("green", package, found)
+            yield Finding("green", what, found)
+    installed.pop("python")
+    same = [c for c in combinations if all(_numbers(c[package])[:2] == found for package, found in installed.items())]
+    shown = "; ".join(", ".join(f"{package} {found}" for package, found in c.items()) for c in combinations)
+    yield Finding("green", "combination", "tested together" if same else f"between those tested together: {shown}")
 
 
 def check_gpus() -> Iterator[Finding]:

@@ -82,6 +82,7 @@ def test_compress_statistics_is_gone_from_a_sharded_weight(mesh: DeviceMesh) -> 
         peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="FSDP2 shards no integers yet: another of these messages")
 def test_cb_is_gone_from_a_sharded_int8_weight(mesh: DeviceMesh) -> None:
     theirs = bnb.nn.Linear8bitLt(64, 64, bias=False, has_fp16_weights=False).to("cpu")
     with pytest.raises(AttributeError, match="object has no attribute 'CB'"):
