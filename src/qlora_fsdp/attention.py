@@ -7,6 +7,7 @@ where rows start; everything else gets a block-diagonal mask from transformers, 
 from __future__ import annotations
 
 import inspect
+from importlib.util import find_spec
 from typing import Any, cast
 
 import torch
@@ -57,6 +58,10 @@ def _why_no_varlen(config: PretrainedConfig, device: torch.device, dtype: torch.
         return "it needs a GPU"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"it computes in bfloat16 or float16, not {dtype}"
+    if find_spec("torch.nn.attention.varlen") is None:
+        return "this torch has none"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "it needs a GPU of compute capability 8.0 or newer"
     if getattr(config, "attn_logit_softcapping", None):
         return "it can't cap attention logits, as this model does"
     heads = getattr(config, "num_attention_heads", 0) or 1

@@ -18,6 +18,7 @@ from qlora_fsdp.config.schema import Activations, Config, DataFormat, Kernel, Ma
 from qlora_fsdp.data.prepare import PreparedData, prepare_data
 from qlora_fsdp.data.tokenizer import AddedTokens, add_tokens, byte_tokenizer, load_tokenizer
 from qlora_fsdp.distributed import Processes
+from qlora_fsdp.fallbacks import replace_missing
 from qlora_fsdp.hardware import choose_dtype, find_machine, hold_to
 from qlora_fsdp.kernels import use_fused_kernels
 from qlora_fsdp.load.cache import use_cache
@@ -61,6 +62,7 @@ def prepare(config: Config, processes: Processes, folder: Path) -> Prepared:
     """
     device, dtype = processes.device, choose_dtype(config.training.precision, processes.device)
     log.info(f"Run {config.run.name}: {processes.num_ranks} ranks on {device.type}, {dtype_name(dtype)}, in {folder}")
+    missing = replace_missing(config, device)
     files = find_model(config.model, processes.is_local_main, lambda: processes.wait(patiently=True))
     text_config = files.config.get_text_config()
     tokenizer = _find_tokenizer(config, files)
@@ -106,7 +108,7 @@ def prepare(config: Config, processes: Processes, folder: Path) -> Prepared:
         start_snapshot(device)
     num_shards = count_shards(config.fsdp, processes)
     sizes = count_bytes(model, processes.rank % num_shards, num_shards)
-    for note in built.notes:
+    for note in (*missing, *built.notes):
         log.info(f"Note: {note}")
     log.info(
         f"Model: {built.model.name_or_path}, {_count(sizes.num_base)} parameters, {kind_of(built)}, "

@@ -1,0 +1,74 @@
+"""GPU hosts that lack a library: simulated, since only the decisions are looked at."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from bitsandbytes import cextension
+
+from qlora_fsdp import attention, fallbacks
+from qlora_fsdp.config.compose import load_config
+from qlora_fsdp.errors import ConfigError, DeviceError
+
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def without(monkeypatch: pytest.MonkeyPatch):
+    """`without(module)`: as if it were not installed."""
+
+    def hide(*names: str) -> None:
+        find = fallbacks.find_spec
+        hidden = lambda name: None if name in names else find(name)  # noqa: E731
+        monkeypatch.setattr(fallbacks, "find_spec", hidden)
+        monkeypatch.setattr(attention, "find_spec", hidden)
+
+    return hide
+
+
+def settings(*more: str):
+    return load_config(["model=tiny", "data=random", *more])
+
+
+def test_a_cpu_and_a_whole_gpu_host_lack_nothing(without):
+    config = settings()
+    assert fallbacks.replace_missing(config, GPU) == [] and config.kernels.fuse_layers
+    without("triton", "liger_kernel")
+    assert fallbacks.replace_missing(config, torch.device("cpu")) == [] and config.kernels.fuse_layers
+
+
+def test_without_triton_and_liger_a_run_goes_on_and_says_so(without):
+    without("triton", "liger_kernel")
+    config = settings()
+    triton, liger = fallbacks.replace_missing(config, GPU)
+    assert not config.kernels.fuse_layers
+    assert "Triton is not installed" in triton and "pip install qlora-fsdp[gpu]" in liger
+
+
+def test_fp8_without_triton_is_refused(without):
+    without("triton")
+    with pytest.raises(ConfigError, match=r"compute\.matmul=fp8 needs Triton"):
+        fallbacks.replace_missing(settings("compute=fp8"), GPU)
+
+
+def test_bitsandbytes_without_a_library_for_this_cuda_is_refused_unless_nothing_is_quantized(monkeypatch):
+    monkeypatch.setattr(cextension, "lib", cextension.ErrorHandlerMockBNBNativeLibrary("libcudart.so.99: not found"))
+    for quant in ("quant=nf4", "quant=int8"):
+        with pytest.raises(DeviceError, match=r"can't use this GPU(.|\n)*quant=none(.|\n)*libcudart\.so\.99"):
+            fallbacks.replace_missing(settings(quant), GPU)
+    assert fallbacks.replace_missing(settings("quant=none"), GPU) == []
+
+
+def test_without_varlen_attention_auto_takes_another_and_varlen_is_refused(without, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    text = load_config(["model=llama3-8b", "data=random"]).model.config
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(**text)
+    assert attention.choose_attention("auto", config, GPU, torch.bfloat16) == attention.VARLEN
+    without("torch.nn.attention.varlen")
+    assert attention.choose_attention("auto", config, GPU, torch.bfloat16) == "sdpa"
+    with pytest.raises(ConfigError, match="this torch has none"):
+        attention.choose_attention("varlen", config, GPU, torch.bfloat16)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
+    assert attention.choose_attention("auto", config, GPU, torch.float16) == "sdpa"
