@@ -1,0 +1,123 @@
+"""docs/errors.md: its messages are in the sources, its tests exist; and those messages that no other test provokes."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from qlora_fsdp import evaluate, train
+from qlora_fsdp.build import build_model, find_model
+from qlora_fsdp.config.schema import ModelConfig, QuantConfig
+from qlora_fsdp.distributed import start_processes
+from qlora_fsdp.errors import CheckpointError, ConfigError, RankError, TrainingError
+from qlora_fsdp.loop import _stop_on_bad_gradients
+from qlora_fsdp.merging import Merge, merge_files
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
+ROWS = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in PAGE.splitlines() if line.startswith("| `")]
+OWN = [row[0].strip("| ") for row in ROWS if row[0] in PAGE.partition("### Settings and launch")[2]]
+SIZES = {"vocab_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+def words_of(node: ast.AST) -> str:
+    """The text that a call or string makes, with … for what is filled in."""
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, str) else ""
+    if isinstance(node, ast.FormattedValue):
+        return "…" + words_of(node.value)
+    return (
+        " ".join(words_of(child) for child in ast.iter_child_nodes(node))
+        if not isinstance(node, ast.JoinedStr)
+        else ("".join(words_of(value) for value in node.values))
+    )
+
+
+@pytest.fixture(scope="module")
+def sources() -> str:
+    trees = [ast.parse(file.read_text(encoding="utf-8")) for file in (ROOT / "src").rglob("*.py")]
+    strings = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.JoinedStr | ast.Constant)]
+    return "\n".join(re.sub(r"\s+", " ", words_of(node)) for node in strings)
+
+
+@pytest.mark.parametrize("row", OWN)
+def test_own_messages_are_in_the_sources(sources: str, row: str):
+    messages = re.findall(r"`([^`]+)`", row)
+    assert messages
+    for message in messages:
+        parts = [part.strip() for part in re.split(r"…|\S+=\S+|\bnan\b| x |SIGTERM|pissa", message)]
+        for part in parts:
+            assert part in sources, f"{part!r} of {message!r}"
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0][:40])
+def test_the_tests_that_provoke_them_exist(row: list[str]):
+    written = "\n".join(file.read_text(encoding="utf-8") for file in (ROOT / "tests").rglob("test_*.py"))
+    names, links = re.findall(r"`(test_\w+)", row[-1]), re.findall(r"\]\(([^)]+)\)", row[-1])
+    assert names or links, "no test is named"
+    assert all(f"def {name}" in written for name in names), names
+    assert all((ROOT / "docs" / link).exists() for link in links), links
+
+
+def test_a_sweep_among_the_ranks_of_a_job(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setenv("RANK", "0")
+    assert train.main(["-m", "lora.r=8,16", "model=tiny", "data=random"]) == 2
+    assert "this process is already one of a job" in capsys.readouterr().err
+
+
+def test_processes_that_do_not_meet(monkeypatch: pytest.MonkeyPatch):
+    ranks = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in ranks.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RankError, match="the 2 processes did not meet at MASTER_ADDR="):
+        start_processes(1, use_cpu=True)
+
+
+def build(folder: Path, quant: QuantConfig) -> None:
+    files = find_model(ModelConfig(path=str(folder)), is_main=True, wait=lambda: None)
+    build_model(files, quant, torch.float32, "sdpa")
+
+
+def test_a_layout_that_is_split_or_merged(tmp_path: Path):
+    config = AutoConfig.for_model("mixtral", hidden_size=64, num_local_experts=2, num_key_value_heads=2, **SIZES)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match="transformers would split or merge these tensors"):
+        build(tmp_path, QuantConfig())
+
+
+def test_blocks_that_cross_rows(tmp_path: Path):
+    config = AutoConfig.for_model("llama", hidden_size=96, num_key_value_heads=2, **SIZES)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"(?s)can't quantize 6 layers.*cross rows.*quant=int8"):
+        build(tmp_path, QuantConfig())
+
+
+def test_a_quantized_base_can_not_be_merged_in_full(tmp_path: Path):
+    built, files = (
+        SimpleNamespace(assignments=[SimpleNamespace(stored_parts={"codes": 0})]),
+        SimpleNamespace(folder=tmp_path),
+    )
+    merge = Merge(built, None, files, tmp_path, tmp_path, False, None, torch.float32, torch.device("cpu"))
+    with pytest.raises(CheckpointError, match="is quantized and has no full-precision weights to merge onto"):
+        merge_files(merge)
+
+
+def test_trained_parameters_without_a_gradient():
+    model = SimpleNamespace(model=nn.Linear(2, 2), may_get_zero_gradient=lambda name: False)
+    processes = SimpleNamespace(sum=lambda values: values)
+    with pytest.raises(TrainingError, match=r"(?s)2 parameters that should be trained got no usable gradient.*bias"):
+        _stop_on_bad_gradients(model, 0, True, processes)
+
+
+def test_tasks_that_can_not_be_evaluated(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr(evaluate, "find_spec", lambda name: None)
+    assert evaluate.main(["model=tiny", "tasks=arc_easy", "limit=0"]) == 2
+    message = capsys.readouterr().err
+    assert "tasks=arc_easy needs lm-eval, which is not installed" in message and "limit=0 must be at least 1" in message
