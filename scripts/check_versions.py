@@ -1,6 +1,6 @@
 """Test the oldest and the newest supported versions together, and write the table that `doctor` reads.
 
-usage: python scripts/check_versions.py [--folder DIR] [--python oldest=python3.10 newest=python3.12] [oldest] [newest]
+usage: python scripts/check_versions.py [--folder DIR] [--python oldest=python3.10] [oldest] [newest]
 
 `oldest` is every lower bound of pyproject.toml, `newest` constraints.txt. Each gets a virtual environment in DIR, made
 once (gigabytes: a torch of its own), and runs a short set of tests there: bytes and losses against stock libraries, in
@@ -84,7 +84,7 @@ def main() -> int:
     """Test each combination. The exit code: 1 if one broke."""
     parser = argparse.ArgumentParser(usage=(__doc__ or "").partition("usage: ")[2])
     parser.add_argument("--folder", type=Path, default=ROOT / ".versions")
-    parser.add_argument("--python", nargs="+", default=[], metavar="NAME=PYTHON")
+    parser.add_argument("--python", action="append", default=[], metavar="NAME=PYTHON")
     parser.add_argument("names", nargs="*", default=[])
     options = parser.parse_args()
     pythons = {"oldest": "python3.10", "newest": "python3"} | dict(text.split("=", 1) for text in options.python)
