@@ -16,22 +16,26 @@ from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.config.world import World
 from tests.helpers.ranks import Meeting, once, run_ranks
 
-POLICIES = ("none", "selective", "full", "offload")
+POLICIES = ("none", "selective", "full", "offload", "auto")
+TARGET_GIB = 6  # of auto, which has to mix policies to fit
 MODEL = ["model=llama3-8b", "model.weights=random", "model.config.num_hidden_layers=6", "data=random"]
 STEPS = ["data.max_rows=16", "training.max_steps=3", "training.max_length=2048", "training.micro_batch_size=4"]
 
 
 def run_policies(folder: Path) -> dict[str, dict[str, Any]]:
-    """Summary and losses of a run under each policy."""
+    """Summary and losses of a run under each policy, and whether torch's segments grow."""
     found = {}
     for policy in POLICIES:
         Meeting.new_port()
         run_folder = folder / policy
         arguments = [*MODEL, *STEPS, f"memory.activations={policy}", f"run.folder={run_folder}"]
+        arguments += [f"memory.target_gib={TARGET_GIB}"] if policy == "auto" else []
+        torch.cuda.set_per_process_memory_fraction(1.0)
         summary = pipeline.run(load_config(arguments), World.from_environment(os.environ))
         lines = (run_folder / "metrics.jsonl").read_text().splitlines()
         losses = [figures["loss"] for figures in map(json.loads, lines) if "loss" in figures]
-        found[policy] = {"memory": summary["memory"], "losses": losses}
+        grows = any(segment["is_expandable"] for segment in torch.cuda.memory_snapshot())
+        found[policy] = {"memory": summary["memory"], "losses": losses, "grows": grows}
         gc.collect()
         torch.cuda.empty_cache()
     return found
@@ -57,3 +61,11 @@ def test_plan_is_what_is_allocated(runs: dict[str, dict[str, Any]], policy: str,
 def test_policies_change_no_loss(runs: dict[str, dict[str, Any]]):
     for policy in POLICIES[1:]:
         assert runs[policy]["losses"] == pytest.approx(runs["none"]["losses"], abs=1e-3), policy
+
+
+def test_auto_keeps_to_its_target(runs: dict[str, dict[str, Any]]):
+    """With several policies, and no gaps that grow: what is reserved stays within the target too."""
+    memory = runs["auto"]["memory"]
+    assert "recomputed" in memory["predicted"]["activations"] and "kept" in memory["predicted"]["activations"]
+    assert max(memory["measured"]["reserved_gib"].values()) <= TARGET_GIB
+    assert runs["auto"]["grows"], "expandable segments are on"

@@ -37,9 +37,9 @@ class PhasePeaks:
     allocated: dict[str, int] = field(default_factory=dict)
     reserved: dict[str, int] = field(default_factory=dict)
     now: str = PHASES[0]
-    _num_retries: int = 0
-    _num_retries_before: int = 0  # the last forward
-    _num_short: int = 0  # micro-batches in a row
+    _num_retries: int = field(default=0, init=False)
+    _num_retries_before: int = field(default=0, init=False)  # the last forward
+    _num_short: int = field(default=0, init=False)  # micro-batches in a row
 
     def enter(self, phase: str) -> None:
         """Record the phase that ends, and begin another. Asks the allocator alone: nothing waits for the GPU."""
