@@ -53,7 +53,6 @@ OTHER_NUMBERS = {
     "nf4 without double quantization": (2, "llama", ["quant.bnb_4bit_use_double_quant=false"]),
     "int8": (2, "llama", ["quant=int8"]),
     "int8 embeddings and head": (2, "llama", ["quant.embeddings=int8"]),
-    "int8 embeddings, offloaded": (2, "llama", ["quant.embeddings=int8", "fsdp.cpu_offload=true"]),
     "not quantized": (2, "llama", ["quant=none"]),
     "rslora": (2, "llama", ["lora.use_rslora=true"]),
     "dora": (2, "llama", ["lora.use_dora=true"]),

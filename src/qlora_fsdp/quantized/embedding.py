@@ -62,7 +62,7 @@ class QuantizedEmbedding(nn.Embedding):
     def look_up(self, ids: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
         """As `forward`, of parts that somebody else has gathered."""
         index = ids.flatten()
-        rows = {"codes": codes[index], "scales": scales[index]}
+        rows = {"codes": codes.view(torch.uint8)[index], "scales": scales[index]}  # bytes: no value is read
         found = self.format.dequantize(rows, len(index), self.embedding_dim, self.compute_dtype)
         return found.view(*ids.shape, self.embedding_dim)
 
