@@ -87,6 +87,17 @@ def test_report_of_one_run_has_its_settings(runs: Path):
     assert "lora.r=4" in text and "run.name=&lt;b&gt;&amp;" in text and "Environment" in text
 
 
+def test_report_of_one_run_has_memory_by_phase_against_the_plan(runs: Path):
+    planned = {"tensors_gib": {"load": 9.5, "forward": 19.25}, "libraries_gib": 1.75, "needed_gib": 23.5}
+    measured = {"tensors_gib": {"load": 9.46, "proof": 10.1, "forward": 19.75}, "reserved_gib": {"forward": 21.4}}
+    memory = {"predicted": planned, "measured": measured | {"outside_gib": 1.5}}
+    (runs / "r16" / "summary.json").write_text(json.dumps({"status": "finished", "memory": memory}))
+    assert report([str(runs / "r16")]) == 0
+    text = re.sub(r"</?t[dr]>", " ", (runs / "r16" / "report.html").read_text())
+    for cells in ("load   9.50   9.46", "forward   19.25   19.75   21.40", "proof     10.10", "needed in all   23.50"):
+        assert re.search(r"\s+".join(map(re.escape, cells.split())), text), cells
+
+
 def test_without_runs_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert (report([str(tmp_path)]), status([str(tmp_path)])) == (2, 2)
     assert capsys.readouterr().err.count("No run is in") == 2
