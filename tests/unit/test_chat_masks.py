@@ -15,6 +15,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.config.schema import BadRows, DataConfig, DataFormat, LossOn, ModelConfig
+from qlora_fsdp.data.check import BadRow, check_row
 from qlora_fsdp.data.tokenize import RowTokenizer
 from qlora_fsdp.data.tokenizer import load_tokenizer
 
@@ -107,15 +108,17 @@ def test_messages_are_left_out_by_generation_marks_too(template: str):
     assert text.count("⟦") == 1 and "⟦Hello!" in text and "Ciao, é." in text.partition("⟧")[2]
 
 
-def test_tools_their_calls_and_their_answers():
-    tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
+@pytest.mark.parametrize("is_text", [False, True])  # as a list, and as data sets with fixed columns have it
+def test_tools_their_calls_and_their_answers(is_text: bool):
+    tool: Any = {"type": "function", "function": {"name": "add", "parameters": {}}}
     messages = [
         {"role": "user", "content": "1+2?"},
         {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1, "b": 2}}}]},
         {"role": "tool", "content": "3"},
         {"role": "assistant", "content": "It is 3."},
     ]
-    assert marked({"messages": messages, "tools": [tool]}, "qwen2.5") == (
+    tools = json.dumps([tool]) if is_text else [tool]
+    assert marked({"messages": messages, "tools": tools}, "qwen2.5") == (
         '<|im_start|>system\nYou are a helpful assistant.\n\n# Tools\n<tools>\n{"type": "function", "function": '
         '{"name": "add", "parameters": {}}}\n</tools><|im_end|>\n<|im_start|>user\n1+2?<|im_end|>\n'
         '<|im_start|>assistant\n⟦<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
@@ -123,6 +126,21 @@ def test_tools_their_calls_and_their_answers():
         "<|im_start|>user\n<tool_response>\n3\n</tool_response><|im_end|>\n"
         "<|im_start|>assistant\n⟦It is 3.<|im_end|>\n⟧"
     )
+
+
+@pytest.mark.parametrize(
+    ("tools", "kind", "detail"),
+    [
+        ("add, subtract", "not JSON", "tools is text that is no JSON"),
+        ({"name": "add"}, "wrong types", "tools is dict, not a list of JSON schemas"),
+        ([{"name": "add"}, {"function": "add"}], "wrong types", "tool 2 is not an object with a name"),
+    ],
+)
+def test_tools_that_are_none(tools: Any, kind: str, detail: str):
+    row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "tools": tools}
+    with pytest.raises(BadRow) as caught:
+        check_row(json.dumps(row).encode(), DataFormat.auto)
+    assert caught.value.kind == kind and detail in caught.value.detail
 
 
 def test_thoughts_of_earlier_answers_are_dropped_as_the_template_does():

@@ -69,7 +69,7 @@ def check_row(raw: bytes, data_format: DataFormat) -> tuple[DataFormat, dict[str
         form, row = DataFormat.messages, {**row, "messages": _from_sharegpt(row["conversations"], row.get("system"))}
     if form is DataFormat.messages:
         _check_messages(row["messages"])
-        return form, row
+        return form, {**row, "tools": _read_tools(row.get("tools"))}
     for key in REQUIRED_KEYS[form]:
         if not isinstance(row[key], str):
             raise BadRow(WRONG_TYPES, f"{key} is {_type_name(row[key])}, not text")
@@ -148,6 +148,24 @@ def _check_messages(messages: Any) -> None:
         for key in TRAIN_KEYS:
             if message.get(key, True) not in (True, False, None):  # 0 and 1 are among these
                 raise BadRow(WRONG_TYPES, f"{key} of message {number} is {message[key]!r}, neither 0 nor 1")
+
+
+def _read_tools(tools: Any) -> list[dict[str, Any]] | None:
+    """The tools of a conversation: a list of JSON schemas, or, as data sets with fixed columns have it, its text."""
+    if isinstance(tools, str) and tools.strip():
+        try:
+            tools = json.loads(tools)
+        except ValueError as error:
+            raise BadRow(NOT_JSON, f"tools is text that is no JSON: {error}") from error
+    if not tools:
+        return None
+    if not isinstance(tools, list):
+        raise BadRow(WRONG_TYPES, f"tools is {_type_name(tools)}, not a list of JSON schemas")
+    for number, tool in enumerate(tools, start=1):
+        function = tool.get("function", tool) if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise BadRow(WRONG_TYPES, f"tool {number} is not an object with a name, or with a function that has one")
+    return tools
 
 
 def _type_name(value: Any) -> str:

@@ -55,7 +55,7 @@ def format_row(
         DataError: there is no chat template.
     """
     if form is DataFormat.messages:
-        return _format_messages(row["messages"], row.get("tools") or None, loss_on, tokenizer)
+        return _format_messages(row["messages"], row.get("tools"), loss_on, tokenizer)
     if form is DataFormat.text:
         return FormattedRow(row["text"], ((0, len(row["text"])),), may_split=True)
     if form is DataFormat.prompt_completion:
