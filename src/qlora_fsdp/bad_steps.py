@@ -17,7 +17,7 @@ from torch import Tensor
 
 from qlora_fsdp.config.schema import OnBadStep, TrainingConfig
 from qlora_fsdp.data.batch import micro_batch_indices
-from qlora_fsdp.data.sequences import Indices, Sequences
+from qlora_fsdp.data.sequences import Indices, TrainingData
 from qlora_fsdp.distributed import Processes
 from qlora_fsdp.errors import TrainingError
 from qlora_fsdp.files import write_json
@@ -48,7 +48,7 @@ class BadSteps:
         self,
         config: TrainingConfig,
         folder: Path,
-        data: Sequences,
+        data: TrainingData,
         split: BatchSplit,
         decode: Callable[[Sequence[int]], str],
         norms: Sequence[float],

@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,9 +21,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from qlora_fsdp.bad_steps import BadSteps
 from qlora_fsdp.config.schema import Config
-from qlora_fsdp.data.batch import Batch, collate, epoch_order, micro_batch_indices
+from qlora_fsdp.data.batch import Batch, collate, micro_batch_indices
 from qlora_fsdp.data.prefetch import prefetch
-from qlora_fsdp.data.sequences import Indices, Sequences
+from qlora_fsdp.data.sequences import Indices, Sequences, TrainingData
 from qlora_fsdp.distributed import Processes
 from qlora_fsdp.errors import TrainingError
 from qlora_fsdp.generations import Generations
@@ -67,7 +67,7 @@ class TrainResult:
 def train(
     model: TaskModel,
     optimizer: torch.optim.Optimizer,
-    train_data: Sequences,
+    train_data: TrainingData,
     eval_data: Sequences | None,
     config: Config,
     split: BatchSplit,
@@ -133,8 +133,8 @@ def train(
             learning_rate = learning_rate_at(step, split.num_steps, config.training.learning_rate, config.optim)
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate
-            indices = _global_batch(len(train_data), config.training.seed, step, split)
-            num_targets, num_tokens = train_data.num_target_tokens(indices), int(train_data.lengths[indices].sum())
+            indices = _global_batch(train_data, config.training.seed, step, split)
+            num_targets, num_tokens = train_data.num_target_tokens(indices), int(train_data.lengths_of(indices).sum())
             local_loss, micro_losses, local_flops = _run_micro_batches(
                 model, batches, split.num_micro_batches(len(indices)), max(1, num_targets), flops, peaks, report
             )
@@ -257,20 +257,10 @@ def evaluate(
     return loss, model.take_metrics(processes)
 
 
-def _global_batch(num_sequences: int, seed: int, step: int, split: BatchSplit) -> Indices:
-    """Sequences of a step: the next `global_batch_size` of one epoch's order after another's."""
+def _global_batch(data: TrainingData, seed: int, step: int, split: BatchSplit) -> Indices:
+    """Sequences of a step: the next `global_batch_size`; the last step of a run may have fewer."""
     first = step * split.global_batch_size
-    last = min(first + split.global_batch_size, split.num_sequences)
-    parts = []
-    while first < last:
-        epoch, offset = divmod(first, num_sequences)
-        order = _epoch_order(num_sequences, seed, epoch)
-        parts.append(order[offset : offset + last - first])
-        first += len(parts[-1])
-    return np.concatenate(parts)
-
-
-_epoch_order = lru_cache(maxsize=2)(epoch_order)  # steps ask for it again and again
+    return data.order(first, min(first + split.global_batch_size, split.num_sequences), seed)
 
 
 def _seed_dropout(seed: int, step: int, rank: int) -> None:
@@ -278,13 +268,13 @@ def _seed_dropout(seed: int, step: int, rank: int) -> None:
     torch.manual_seed(int(np.random.SeedSequence([seed, step, rank]).generate_state(1, np.uint64)[0]))
 
 
-def _batches(data: Sequences, config: Config, split: BatchSplit, rank: int, first_step: int) -> Iterator[Batch]:
+def _batches(data: TrainingData, config: Config, split: BatchSplit, rank: int, first_step: int) -> Iterator[Batch]:
     for step in range(first_step, split.num_steps):
-        indices = _global_batch(len(data), config.training.seed, step, split)
+        indices = _global_batch(data, config.training.seed, step, split)
         yield from _micro_batches(data, indices, split, rank)
 
 
-def _micro_batches(data: Sequences, indices: Indices, split: BatchSplit, rank: int) -> Iterator[Batch]:
+def _micro_batches(data: TrainingData, indices: Indices, split: BatchSplit, rank: int) -> Iterator[Batch]:
     size = split.micro_batch_size
     for micro in micro_batch_indices(indices, rank=rank, num_ranks=split.num_ranks, micro_batch_size=size):
         yield collate(data, micro, pad_to=None, micro_batch_size=size)

@@ -15,6 +15,7 @@ from qlora_fsdp.build import BuiltModel, ModelFiles, build_model, find_model, qu
 from qlora_fsdp.causal_lm import CausalLM
 from qlora_fsdp.classifier import SequenceClassifier
 from qlora_fsdp.config.schema import Activations, Config, DataFormat, Kernel, MatmulKind, TaskName
+from qlora_fsdp.data.open_stream import StreamedData, open_stream
 from qlora_fsdp.data.prepare import PreparedData, prepare_data
 from qlora_fsdp.data.tokenizer import AddedTokens, add_tokens, byte_tokenizer, load_tokenizer
 from qlora_fsdp.distributed import Processes
@@ -47,15 +48,21 @@ class Prepared:
     flops: FlopCounter
     tokenizer: PreTrainedTokenizerBase
     tokens: AddedTokens
-    data: PreparedData
+    data: PreparedData | StreamedData
     split: BatchSplit
     machine: Machine
     memory: Decision
     peaks: PhasePeaks
 
 
-def prepare(config: Config, processes: Processes, folder: Path) -> Prepared:
+def prepare(config: Config, processes: Processes, folder: Path, first_step: int = 0) -> Prepared:
     """Everything that can be found out before anything large exists.
+
+    Args:
+        config: of the run.
+        processes: all ranks take part.
+        folder: the run folder.
+        first_step: optimizer steps that a checkpoint has done already.
 
     Raises:
         UserError: the model, the data, the settings or the hardware do not go together.
@@ -118,17 +125,22 @@ def prepare(config: Config, processes: Processes, folder: Path) -> Prepared:
     )
     for line in memory.lines:
         log.info(f"Memory: {line}")
-    data = prepare_data(
-        config,
-        tokenizer,
-        is_main=processes.is_local_main,
-        wait=processes.first_error,
-        vocab_size=model.vocab_size,
-    )
+    training = replace(config.training, micro_batch_size=memory.micro_batch_size)
+    data: PreparedData | StreamedData
+    if config.data.streaming:
+        split = split_batches(training, processes.num_ranks, 0)  # training.max_steps tells the end
+        data = open_stream(config, tokenizer, split, processes, folder, first_step, model.vocab_size)
+    else:
+        data = prepare_data(
+            config,
+            tokenizer,
+            is_main=processes.is_local_main,
+            wait=processes.first_error,
+            vocab_size=model.vocab_size,
+        )
+        split = split_batches(training, processes.num_ranks, len(data.train))
     if isinstance(model, SequenceClassifier):
         model.weigh_classes(data.train.labels_of(np.arange(len(data.train))))
-    training = replace(config.training, micro_batch_size=memory.micro_batch_size)
-    split = split_batches(training, processes.num_ranks, len(data.train))
     for line in str(data.report).splitlines():
         log.info(f"Data: {line}")
     log.info(f"Steps: {split.num_steps} of {config.training.max_length} tokens a sequence at most")

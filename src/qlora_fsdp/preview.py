@@ -6,6 +6,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from qlora_fsdp.command import run_command
@@ -58,14 +60,22 @@ def preview(settings: PreviewSettings, config: Config, processes: Processes) -> 
         problems.append(Problem(f"color={settings.color}", "is none of auto, always, never.", "Set color=auto."))
     if problems:
         raise ConfigError(problems)
-    from qlora_fsdp.data.prepare import prepare_data
+    from qlora_fsdp.data.open_stream import open_stream
+    from qlora_fsdp.data.prepare import PreparedData, prepare_data
     from qlora_fsdp.data.tokenizer import add_tokens, load_tokenizer
+    from qlora_fsdp.plan import BatchSplit
 
     tokenizer = load_tokenizer(config.model, config.data)
     add_tokens(tokenizer, config.tokenizer)
-    data = prepare_data(
-        config, tokenizer, is_main=processes.is_main, wait=lambda error: error, vocab_size=len(tokenizer)
-    )
+    if config.data.streaming:
+        with TemporaryDirectory() as folder:
+            one = BatchSplit(1, 1, 1, 1, 1)
+            streamed = open_stream(config, tokenizer, one, processes, Path(folder), 0, len(tokenizer))
+            data = PreparedData(streamed.train.first_window.sequences, streamed.eval, streamed.report)
+    else:
+        data = prepare_data(
+            config, tokenizer, is_main=processes.is_main, wait=lambda error: error, vocab_size=len(tokenizer)
+        )
     colored = settings.color == "always" or (settings.color == "auto" and sys.stdout.isatty())
     for line in (*_rows(data.train, tokenizer, settings, config, colored), *_figures(data, config)):
         print(line)
@@ -80,7 +90,7 @@ def _rows(
     from qlora_fsdp.data.mix import MixedRows
 
     starts = data.rows.starts.tolist() if isinstance(data.rows, MixedRows) else [0, len(data.rows.num_targets)]
-    names = [f"{path}, " for path in config.data.mix] or [""]
+    names = [f"{path}, " for path in config.data.mix] if isinstance(data.rows, MixedRows) else [""]
     used, labels = np.unique(data.row_ids), data.rows.labels  # each once, however often it is repeated
     order = [
         (row, f"{name}row {row - first + 1}")

@@ -11,7 +11,7 @@ from qlora_fsdp.checkpoint import ANOTHER, Checkpoint, checkpoint_folders, read_
 from qlora_fsdp.config.identity import find_changes, is_harmless, plain_settings
 from qlora_fsdp.config.schema import Config, Optimizer
 from qlora_fsdp.config.settings import show
-from qlora_fsdp.data.sequences import Sequences
+from qlora_fsdp.data.sequences import TrainingData
 from qlora_fsdp.distributed import Processes
 from qlora_fsdp.errors import ConfigError, Problem, ResumeError
 from qlora_fsdp.load.files import fingerprint
@@ -96,19 +96,13 @@ def check_changes(checkpoint: Checkpoint, config: Config, num_ranks: int) -> lis
     return changes
 
 
-def describe_data(data: Sequences) -> dict[str, int]:
-    """Counts that tell training data from other data."""
-    tokens, targets = int(data.lengths.sum()), int(data.num_targets.sum())
-    return {"num_sequences": len(data), "num_tokens": tokens, "num_target_tokens": targets}
-
-
-def check_data(checkpoint: Checkpoint, data: Sequences, config: Config) -> None:
+def check_data(checkpoint: Checkpoint, data: TrainingData, config: Config) -> None:
     """Refuse data that changed under the same settings: rows would be seen twice or skipped.
 
     Raises:
         ResumeError: it did, and no changed `data` or `training` setting that is allowed explains it.
     """
-    found = describe_data(data)
+    found = data.describe()
     is_allowed = any(key.startswith(("data.", "training.")) for key in config.checkpoint.allow_changes)
     if found != checkpoint.data and not is_allowed:
         counts = ", ".join(f"{name} is {found[name]}, was {checkpoint.data.get(name)}" for name in found)

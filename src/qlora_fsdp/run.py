@@ -42,7 +42,6 @@ from qlora_fsdp.resume import (
     check_base,
     check_changes,
     check_data,
-    describe_data,
     find_checkpoint,
     is_own,
     remove_later_checkpoints,
@@ -99,7 +98,7 @@ def _run(
     summary: dict[str, Any],
 ) -> None:
     started = time.perf_counter()
-    prepared = prepare(config, processes, folder)
+    prepared = prepare(config, processes, folder, 0 if checkpoint is None else checkpoint.step)
     if checkpoint is not None:
         check_data(checkpoint, prepared.data.train, config)
         check_base(checkpoint, prepared.base, config)
@@ -198,7 +197,7 @@ def _train(
         done.num_steps,
         processes.num_ranks,
         settings_of(config, processes.num_ranks),
-        describe_data(data.train),
+        data.train.describe(),
         prepared.base,
         done.eval_losses,
     )

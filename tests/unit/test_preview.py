@@ -58,3 +58,9 @@ def test_a_mix_shows_rows_and_shares_of_each(tmp_path: Path, capsys: pytest.Capt
     assert code == 0
     assert f"--- {tmp_path / 'rows.jsonl'}, row 1: " in out and f"--- {other}, row 1: 9 tokens" in out
     assert f"mix: {other}: 1 row 3 times, 50.0% of the rows" in out
+
+
+def test_of_a_stream_the_first_rows_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    code, out, _ = show(tmp_path, capsys, "data.streaming=true", "data.buffer_rows=2", "training.max_length=100")
+    assert code == 0
+    assert "--- row 2: 7 tokens" in out and "--- row 3" not in out and "streaming, 2 rows at a time" in out

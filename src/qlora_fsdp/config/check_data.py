@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
-from qlora_fsdp.config.schema import Config, DataFormat
+from qlora_fsdp.config.schema import Config, DataFormat, TaskName
 from qlora_fsdp.config.settings import problem_with, show
 from qlora_fsdp.errors import Problem
 
@@ -16,6 +16,7 @@ _SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".txt", ".md")
 def check_data(config: Config) -> Iterator[Problem]:
     """Yields what is wrong with `data.mix`, `data.streaming` and `tokenizer`."""
     yield from _mix(config)
+    yield from _streaming(config)
     yield from _tokens(config)
 
 
@@ -38,6 +39,26 @@ def _mix(config: Config) -> Iterator[Problem]:
         if is_local and not Path(path).expanduser().exists():
             fix = "Set data.mix={path: weight, ...} with files or folders that do."
             yield problem_with(config, "data.mix", f"names {path}, which does not exist, seen from {Path.cwd()}.", fix)
+
+
+def _streaming(config: Config) -> Iterator[Problem]:
+    data = config.data
+    if not data.streaming:
+        return
+    if config.training.max_steps is None:
+        reason = "needs an end: how many rows there are is not known beforehand, so training.num_epochs tells none."
+        yield problem_with(config, "data.streaming", reason, "Set training.max_steps=1000.")
+    if data.eval_fraction > 0:
+        reason = "can't be held out of data that is streamed."
+        yield problem_with(config, "data.eval_fraction", reason, "Set data.eval_path to held-out data.")
+    if data.max_rows is not None:
+        reason = "is drawn from all rows, and with data.streaming=true these are not there."
+        yield problem_with(config, "data.max_rows", reason, "Leave it out: training.max_steps tells the end.")
+    if data.format is DataFormat.random:
+        yield problem_with(config, "data.streaming", "has no effect with data.format=random.", "Leave it out.")
+    if config.task.name is not TaskName.causal_lm:
+        reason = f"can't be used with {show('task.name', config.task.name)}: labels are counted beforehand."
+        yield problem_with(config, "data.streaming", reason, "Set data.streaming=false.")
 
 
 def _tokens(config: Config) -> Iterator[Problem]:

@@ -45,6 +45,7 @@ _BOUNDS: dict[str, tuple[float, bool, float]] = {
     "memory.target_gib": (0, False, math.inf),
     "data.eval_fraction": (0, True, 1),
     "data.max_rows": (1, True, math.inf),
+    "data.buffer_rows": (1, True, math.inf),
     "data.num_proc": (1, True, math.inf),
     "optim.weight_decay": (0, True, math.inf),
     "optim.eps": (0, False, math.inf),

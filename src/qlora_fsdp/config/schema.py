@@ -321,6 +321,11 @@ class DataConfig:
     # What to do with an unusable row: stop and list them, leave them out, or cut rows longer than training.max_length
     # (other bad rows are left out).
     bad_rows: BadRows = BadRows.truncate
+    # Read the rows while training, for data that is larger than the disk, in the order of the files. training.max_steps
+    # tells the end, and evaluation needs data.eval_path. Every rank reads and tokenizes all rows.
+    streaming: bool = False
+    # With streaming: rows that are tokenized, packed together and shuffled at a time, ahead of the training.
+    buffer_rows: int = 10000
     # Processes that tokenize. null: one a CPU core this rank may use, at most 8.
     num_proc: int | None = None
     # Where tokenized data is kept. null: ~/.cache/qlora_fsdp/data

@@ -1,13 +1,14 @@
 """Data, a stage a file: read → check → format → tokenize → cache → sequences (pack) → batch → prefetch.
 
-`prepare_data` runs the stages up to the cache once a node, and every rank maps the result into memory.
+`prepare_data` runs the stages up to the cache once a node, and every rank maps the result into memory. With
+data.streaming, `open_stream` has them run while the model is trained, with no cache.
 """
 
-from qlora_fsdp.data.batch import Batch, collate, epoch_order, micro_batch_indices
+from qlora_fsdp.data.batch import Batch, collate, micro_batch_indices
 from qlora_fsdp.data.prefetch import prefetch
 from qlora_fsdp.data.prepare import PreparedData, prepare_data
 from qlora_fsdp.data.report import DataReport
-from qlora_fsdp.data.sequences import Sequences
+from qlora_fsdp.data.sequences import Sequences, epoch_order
 from qlora_fsdp.data.tokenizer import load_tokenizer
 
 __all__ = [

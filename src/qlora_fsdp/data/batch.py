@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from qlora_fsdp.data.sequences import Indices, Sequences
+from qlora_fsdp.data.sequences import Indices, TrainingData
 
 IGNORE_INDEX = -100  # as in torch.nn.functional.cross_entropy
 LENGTH_MULTIPLE = 8  # matrix products run faster on such lengths
@@ -58,11 +58,6 @@ class Batch:
         return replace(self, **tensors)
 
 
-def epoch_order(num_sequences: int, seed: int, epoch: int) -> Indices:
-    """The order of sequences in an epoch, [num_sequences]."""
-    return np.random.default_rng([seed, epoch]).permutation(num_sequences)
-
-
 def micro_batch_indices(global_indices: Indices, *, rank: int, num_ranks: int, micro_batch_size: int) -> list[Indices]:
     """This rank's micro-batches of a global batch.
 
@@ -74,7 +69,7 @@ def micro_batch_indices(global_indices: Indices, *, rank: int, num_ranks: int, m
     return [global_indices[start : start + micro_batch_size] for start in starts]
 
 
-def collate(sequences: Sequences, indices: Indices, *, pad_to: int | None, micro_batch_size: int) -> Batch:
+def collate(sequences: TrainingData, indices: Indices, *, pad_to: int | None, micro_batch_size: int) -> Batch:
     """Makes the tensors of a micro-batch, on the CPU.
 
     Args:
@@ -117,14 +112,15 @@ def collate(sequences: Sequences, indices: Indices, *, pad_to: int | None, micro
     )
 
 
-def _labels(sequences: Sequences, indices: Indices, micro_batch_size: int) -> torch.Tensor:
-    labels = torch.full((micro_batch_size, sequences.rows.labels.shape[1]), torch.nan)
-    labels[: len(indices)] = torch.from_numpy(sequences.labels_of(indices))
+def _labels(sequences: TrainingData, indices: Indices, micro_batch_size: int) -> torch.Tensor:
+    found = torch.from_numpy(sequences.labels_of(indices))
+    labels = torch.full((micro_batch_size, found.shape[1]), torch.nan)
+    labels[: len(indices)] = found
     return labels
 
 
-def _padded_length(sequences: Sequences, indices: NDArray[np.int64]) -> int:
+def _padded_length(sequences: TrainingData, indices: NDArray[np.int64]) -> int:
     if sequences.is_packed:
         return sequences.max_length
-    longest = int(sequences.lengths[indices].max(initial=1))
+    longest = int(sequences.lengths_of(indices).max(initial=1))
     return min(-(-longest // LENGTH_MULTIPLE) * LENGTH_MULTIPLE, sequences.max_length)

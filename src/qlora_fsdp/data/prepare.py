@@ -194,7 +194,7 @@ def _tokenize_into(entry: Path, source: Source, config: Config, tokenizer: PreTr
             raw = raw.select(np.sort(chosen))
         num_proc = data.num_proc or min(MAX_PROCESSES, len(os.sched_getaffinity(0)))
         tokenized = raw.map(
-            _row_tokenizer(config, tokenizer),
+            row_tokenizer(config, tokenizer),
             batched=True,
             batch_size=ROWS_A_BATCH,
             remove_columns=raw.column_names,
@@ -214,9 +214,10 @@ def _tokenize_into(entry: Path, source: Source, config: Config, tokenizer: PreTr
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _row_tokenizer(
+def row_tokenizer(
     config: Config, tokenizer: PreTrainedTokenizerBase
 ) -> Callable[[dict[str, list[Any]]], dict[str, list[Any]]]:
+    """What makes token rows of raw ones."""
     data, max_length = config.data, config.training.max_length
     if _has_labels(config):
         return LabelledRowTokenizer(tokenizer, config.task, max_length, data.bad_rows)

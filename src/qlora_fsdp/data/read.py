@@ -42,7 +42,7 @@ class Source:
     path: str
     files: tuple[Path, ...]
     identity: list[Any]
-    hub: datasets.Dataset | None = None
+    hub: datasets.Dataset | datasets.IterableDataset | None = None
 
 
 def find_source(path: str, data: DataConfig) -> Source:
@@ -78,7 +78,7 @@ def read_rows(source: Source, file: Path) -> datasets.Dataset:
     Raises:
         DataError: a file can't be read at all.
     """
-    rows = _iterate(source)
+    rows = iterate_rows(source)
     schema = pa.schema([("place", pa.string()), ("row", pa.large_binary())])
     with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
         while batch := list(islice(rows, ROWS_A_BATCH)):
@@ -92,17 +92,23 @@ def _find_on_hub(path: str, data: DataConfig) -> Source:
     if looks_local or path.count("/") > 1:
         raise DataError(f"data.path={path} does not exist. Set data.path to {_known_suffixes()} or a folder of these.")
     try:
-        hub = datasets.load_dataset(path, data.name, split=data.split)
+        hub = datasets.load_dataset(path, data.name, split=data.split, streaming=data.streaming)
     except Exception as error:  # `datasets` and the hub client raise many unrelated types
         reason = " ".join(str(error).split())
         raise DataError(
             f"data.path={path} is no local file or folder, and can't be loaded from the hub (data.name={data.name},"
             f" data.split={data.split}): {reason} Check the name, or download it and set data.path to the folder."
         ) from error
-    return Source(path, (), ["hub", path, data.name, data.split, hub._fingerprint], hub)
+    state = getattr(hub, "_fingerprint", None)  # none of a stream
+    return Source(path, (), ["hub", path, data.name, data.split, state], hub)
 
 
-def _iterate(source: Source) -> Iterator[RawRow]:
+def iterate_rows(source: Source) -> Iterator[RawRow]:
+    """The raw rows of a source, one after another.
+
+    Raises:
+        DataError: a file can't be read at all.
+    """
     if source.hub is not None:
         for number, row in enumerate(source.hub, start=1):
             yield f"{source.path} row {number}", _dump(row)

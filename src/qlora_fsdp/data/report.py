@@ -107,6 +107,7 @@ class DataReport:
         num_eval_target_tokens: likewise.
         label_counts: rows by label; empty without labels.
         mix: the data sets of a mix; empty without one.
+        streamed_rows: rows that are read at a time, of which the counts are; 0: all data is there.
     """
 
     sources: tuple[ReadReport, ...]
@@ -119,11 +120,13 @@ class DataReport:
     num_eval_target_tokens: int
     label_counts: dict[str, int] = field(default_factory=dict)
     mix: tuple[MixPart, ...] = ()
+    streamed_rows: int = 0
 
     def __str__(self) -> str:
         lines = [
             *(str(source) for source in self.sources),
             *(str(part) for part in self.mix),
+            *([f"streaming, {self.streamed_rows:,} rows at a time, of which the first:"] if self.streamed_rows else []),
             f"training: {self.num_rows:,} rows in {self.num_sequences:,} sequences,"
             f" {self.packing_efficiency:.1%} full, {self.num_tokens:,} tokens, {self.num_target_tokens:,} with a loss",
         ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -28,6 +28,36 @@ class Rows(Protocol):
     def labels(self) -> NDArray[np.float32]: ...
 
     def read(self, row: int) -> tuple[Tokens, Mask]: ...
+
+
+class TrainingData(Protocol):
+    """What the loop asks of data: `Sequences`, or `stream.StreamedSequences`."""
+
+    @property
+    def max_length(self) -> int: ...
+
+    @property
+    def pad_token_id(self) -> int: ...
+
+    @property
+    def is_packed(self) -> bool: ...
+
+    @property
+    def has_labels(self) -> bool: ...
+
+    def __len__(self) -> int: ...
+
+    def order(self, first: int, last: int, seed: int) -> Indices: ...
+
+    def lengths_of(self, indices: Indices) -> NDArray[np.int64]: ...
+
+    def num_target_tokens(self, indices: Indices) -> int: ...
+
+    def labels_of(self, indices: Indices) -> NDArray[np.float32]: ...
+
+    def rows_of(self, sequence: int) -> list[tuple[Tokens, Mask]]: ...
+
+    def describe(self) -> dict[str, int]: ...
 
 
 @dataclass(frozen=True)
@@ -104,6 +134,24 @@ class Sequences:
         assert not self.is_packed
         return self.rows.labels[self.row_ids[indices]]
 
+    def describe(self) -> dict[str, int]:
+        """Counts that tell this data from other data."""
+        tokens, targets = int(self.lengths.sum()), int(self.num_targets.sum())
+        return {"num_sequences": len(self), "num_tokens": tokens, "num_target_tokens": targets}
+
+    def order(self, first: int, last: int, seed: int) -> Indices:
+        """The sequences first to last of a run: one epoch's order after another's."""
+        parts = []
+        while first < last:
+            epoch, offset = divmod(first, len(self))
+            parts.append(_epoch_order(len(self), seed, epoch)[offset : offset + last - first])
+            first += len(parts[-1])
+        return np.concatenate(parts)
+
+    def lengths_of(self, indices: Indices) -> NDArray[np.int64]:
+        """Tokens of sequences, [len(indices)]."""
+        return self.lengths[indices]
+
     def num_target_tokens(self, indices: Indices) -> int:
         """Positions with a target in these sequences: the weight of their mean loss."""
         return int(self.num_targets[indices].sum())
@@ -112,6 +160,14 @@ class Sequences:
         """The rows of a sequence: tokens, and which of them are trained on."""
         row_ids = self.row_ids[self.starts[sequence] : self.starts[sequence + 1]]
         return [self.rows.read(int(row)) for row in row_ids]
+
+
+def epoch_order(num_sequences: int, seed: int, epoch: int) -> Indices:
+    """The order of sequences in an epoch, [num_sequences]."""
+    return np.random.default_rng([seed, epoch]).permutation(num_sequences)
+
+
+_epoch_order = lru_cache(maxsize=2)(epoch_order)  # steps ask for it again and again
 
 
 def make_sequences(
