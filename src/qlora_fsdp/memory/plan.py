@@ -33,7 +33,8 @@ PHASES = ("load", "forward", "backward", "step")
 LOAD_STAGING = 80 * MIB  # pieces of weights on their way
 WORKSPACE = 64 * MIB  # cuBLAS, in torch's own pool: one for each of forward's and backward's threads
 CUDA_CONTEXT = 600 * MIB  # driver, kernels' code; outside torch's pool
-NCCL = 800 * MIB
+NCCL = 1000 * MIB
+NCCL_ALONE = 700 * MIB  # of a run of one rank
 # What torch's allocator holds beyond the tensors when it must (expandable segments): of what comes and goes in a step,
 # and the last pages of its ranges, one a stream and kind.
 FRAGMENTATION, LAST_PAGES = 0.03, 128 * MIB
@@ -80,7 +81,7 @@ class MemoryPlan:
         """GPU memory outside torch's allocator."""
         if not self.work.is_cuda:
             return 0
-        return CUDA_CONTEXT + (NCCL if self.work.num_ranks > 1 else 0)
+        return CUDA_CONTEXT + (NCCL if self.work.num_ranks > 1 else NCCL_ALONE)
 
     @property
     def needed(self) -> int:
