@@ -77,6 +77,8 @@ def run(config: Config, world: World) -> dict[str, Any]:
             verify_files(checkpoint, processes)
             summary["resume_seconds"] = time.perf_counter() - started
         _run(config, processes, watch, folder, checkpoint, summary)
+        processes.wait(patiently=True)  # rank 0 writes its report: a rank that ended before would look lost
+        watch.stop()
     except BaseException as error:
         reason = watch.explain(error)
         if reason is error:
