@@ -88,7 +88,7 @@ class Launch:
     def summary(self) -> dict[str, Any]:
         return dict(json.loads((self.run_folder / "summary.json").read_text()))
 
-    def wait_for(self, condition: Callable[[], bool], what: str, seconds: float = 90) -> None:
+    def wait_for(self, condition: Callable[[], bool], what: str, seconds: float = 240) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
             if time.monotonic() > deadline or (self.process.poll() is not None and not condition()):
@@ -100,7 +100,7 @@ class Launch:
         file = self.run_folder / "metrics.jsonl"
         self.wait_for(lambda: file.exists() and file.read_text().count("\n") >= num_steps, f"{num_steps} steps")
 
-    def finish(self, seconds: float = 60) -> int:
+    def finish(self, seconds: float = 180) -> int:
         """Wait for the end; the exit code."""
         self.wait_for(lambda: self.process.poll() is not None, "an end", seconds)
         assert self.process.returncode is not None

@@ -39,7 +39,7 @@ def kill(folder: Path, launcher: str, victim: int) -> Ended:
     launch.wait_for_steps()
     process = launch.rank(victim)
     process.kill()
-    return Ended(launch.finish(60), launch, process.pid)
+    return Ended(launch.finish(180), launch, process.pid)
 
 
 def freeze(folder: Path) -> Ended:
@@ -56,7 +56,7 @@ def interrupt(folder: Path, launcher: str, number: signal.Signals) -> Ended:
     launch = Launch(folder, launcher, *LONG_RUN)
     launch.wait_for_steps()
     launch.process.send_signal(number)
-    return Ended(launch.finish(40), launch)
+    return Ended(launch.finish(120), launch)
 
 
 def fail_on_rank_1(folder: Path, model: Path, rows: Path, is_there: bool) -> Ended:
@@ -67,7 +67,7 @@ def fail_on_rank_1(folder: Path, model: Path, rows: Path, is_there: bool) -> End
         (folder / "model1" / "model-00001-of-00003.safetensors").write_bytes(b"")
     data = ["model.tokenizer_path=bytes", f"data.path={rows}", f"data.cache_folder={rows.parent}"]
     launch = Launch(folder, "torchrun", f"model.path={folder}/model${{oc.env:RANK}}", *data)
-    return Ended(launch.finish(60), launch)
+    return Ended(launch.finish(180), launch)
 
 
 def fill_disk(folder: Path, model: Path) -> Ended:
@@ -76,7 +76,7 @@ def fill_disk(folder: Path, model: Path) -> Ended:
 
     data = ["model.tokenizer_path=bytes", "data=random", "training.max_length=32", "training.max_steps=1"]
     launch = Launch(folder, "python", f"model.path={model}", "lora.r=64", *data, preexec=limit_files)
-    return Ended(launch.finish(60), launch)
+    return Ended(launch.finish(180), launch)
 
 
 @pytest.fixture(scope="module")
