@@ -11,12 +11,13 @@ import hashlib
 import json
 import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from bitsandbytes.functional import QuantState
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
@@ -64,9 +65,7 @@ def use_cache(
     if processes.is_local_main:
         try:
             entry.parent.mkdir(parents=True, exist_ok=True)
-            with FileLock(
-                entry.with_suffix(".lock")
-            ):  # other runs, and nodes that share the folder, wait for the first
+            with _alone(entry):
                 _make(entry, chosen, dtype, device)
         except (OSError, SafetensorError) as failure:
             error = str(failure)
@@ -84,6 +83,21 @@ def use_cache(
         raise CheckpointError(f"{entry} is damaged: {problems[0]}. Remove it.")
     log.info(f"Quantized weights come from {entry}")
     return [found[a.name][0] if a.name in found else a for a in assignments]
+
+
+@contextmanager
+def _alone(entry: Path) -> Iterator[None]:
+    """Other runs, and nodes that share the folder, wait for the first."""
+    lock = FileLock(entry.with_suffix(".lock"))
+    with suppress(Timeout):
+        lock.acquire(timeout=0)
+    if not lock.is_locked:
+        log.info(f"Waiting for the run that writes quantized weights to {entry}")
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _make(entry: Path, chosen: Sequence[Assignment], dtype: torch.dtype, device: torch.device) -> None:
