@@ -101,7 +101,9 @@ def use_token_rows(wrapper: TrainableTokensWrapper) -> None:
     slots = torch.full((max(num_rows, ids[-1] + 1),), -1)
     slots[ids] = torch.arange(len(ids))
     layer.register_buffer("slots", slots, persistent=False)
-    layer.register_buffer("replaced", torch.tensor([i for i in ids if i < num_rows]), persistent=False)
+    layer.register_buffer(
+        "replaced", torch.tensor([i for i in ids if i < num_rows], dtype=torch.int64), persistent=False
+    )
     layer.trainable_tokens_original.clear()  # for unmerging, which never happens here
     if layer.tied_adapter is None:
         layer.trainable_tokens_delta[ADAPTER] = nn.Parameter(layer.rows.detach().float())
