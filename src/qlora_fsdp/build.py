@@ -69,6 +69,16 @@ class BuiltModel:
     notes: list[str] = field(default_factory=list)
     head: list[str] = field(default_factory=list)
 
+    @property
+    def kind(self) -> str:
+        """`nf4`, `fp4`, `int8`, or that nothing is quantized."""
+        return self.format.quant_type if self.format else "unquantized"
+
+    @property
+    def std(self) -> float:
+        """Of weights that are made up."""
+        return float(getattr(self.model.config, "initializer_range", 0.02))
+
 
 def find_model(config: ModelConfig, is_main: bool, wait: Callable[[], None]) -> ModelFiles:
     """Locate the model, downloading it on a node's main process where `path` is a hub name.

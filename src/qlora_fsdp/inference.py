@@ -27,7 +27,7 @@ from qlora_fsdp.data.tokenizer import AddedTokens, add_tokens, load_tokenizer
 from qlora_fsdp.distributed import Processes
 from qlora_fsdp.errors import AdapterError, DataError
 from qlora_fsdp.hardware import choose_dtype
-from qlora_fsdp.load.fill import fill_from_files, fill_randomly
+from qlora_fsdp.load.fill import fill
 from qlora_fsdp.plan import dtype_name
 from qlora_fsdp.prove import prove_shards
 from qlora_fsdp.shard import place_model, shard_model
@@ -104,10 +104,7 @@ def load_trained(config: Config, adapter: str | None, processes: Processes, gene
         place_model(model, torch.device("cpu") if config.fsdp.cpu_offload else device, device)
     else:
         _place_whole(model, device)
-    std = getattr(trained.files.config, "initializer_range", 0.02)
-    made_up = [a for a in built.assignments if a.stored is None]
-    fill_randomly(made_up, device, dtype, std, config.training.seed, lambda _: None)
-    fill_from_files([a for a in built.assignments if a.stored is not None], device, dtype, lambda _: None)
+    fill(built.assignments, device, dtype, built.std, config.training.seed)
     initialize_adapters(model.model, True, config.training.seed, trained.tokens)
     if adapter is not None:
         load_adapter(model.model, Path(adapter).expanduser())
@@ -116,7 +113,7 @@ def load_trained(config: Config, adapter: str | None, processes: Processes, gene
         prove_shards(model, units, processes, processes.num_ranks)
         _start_at_the_root(model, device)
     log.info(
-        f"Model: {built.model.name_or_path}, {built.format.quant_type if built.format else 'unquantized'}, "
+        f"Model: {built.model.name_or_path}, {built.kind}, "
         f"{dtype_name(dtype)}, adapter: {adapter or 'none'}, {processes.num_ranks} ranks on {device.type}"
     )
     return trained

@@ -118,7 +118,7 @@ def prepare(config: Config, processes: Processes, folder: Path, first_step: int 
     for note in (*missing, *built.notes):
         log.info(f"Note: {note}")
     log.info(
-        f"Model: {built.model.name_or_path}, {_count(sizes.num_base)} parameters, {kind_of(built)}, "
+        f"Model: {built.model.name_or_path}, {_count(sizes.num_base)} parameters, {built.kind}, "
         f"{attention} attention, Liger kernels: {', '.join(fused) or 'none'}; {num_groups} groups of layers fused"
         f"{f', {num_fp8} layers in fp8' if num_fp8 else ''}; "
         f"training {_count(sizes.num_trainable)} in {len(trainable_names(model))} tensors"
@@ -166,11 +166,6 @@ def _find_tokenizer(config: Config, files: ModelFiles) -> PreTrainedTokenizerBas
         return byte_tokenizer()
     path = str(files.folder) if files.folder is not None else config.model.path
     return load_tokenizer(replace(config.model, path=path), config.data)
-
-
-def kind_of(built: BuiltModel) -> str:
-    """`nf4`, `fp4`, `int8`, or that nothing is quantized."""
-    return built.format.quant_type if built.format else "unquantized"
 
 
 def _count(number: int) -> str:

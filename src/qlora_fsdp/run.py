@@ -30,12 +30,12 @@ from qlora_fsdp.files import write_json
 from qlora_fsdp.generations import Generations
 from qlora_fsdp.hardware import host_rss_gib, host_rss_now_gib
 from qlora_fsdp.journal import Journal
-from qlora_fsdp.load.fill import fill_from_files, fill_randomly
+from qlora_fsdp.load.fill import fill
 from qlora_fsdp.loop import TrainResult, describe, train
 from qlora_fsdp.memory.measure import explain_shortage
 from qlora_fsdp.memory.report import as_json
 from qlora_fsdp.optim import make_optimizer
-from qlora_fsdp.prepare import Prepared, kind_of, prepare
+from qlora_fsdp.prepare import Prepared, prepare
 from qlora_fsdp.prove import prove_shards
 from qlora_fsdp.report.write import write_report
 from qlora_fsdp.resume import (
@@ -158,10 +158,7 @@ def _load(prepared: Prepared, config: Config, processes: Processes) -> int:
     total = sum(a.num_bytes(dtype) for a in assignments) // prepared.num_shards
     shows = processes.is_main and sys.stderr.isatty()
     with tqdm(total=total, unit="B", unit_scale=True, desc="Loading", disable=not shows, leave=False) as bar:
-        std = getattr(prepared.built.model.config, "initializer_range", 0.02)
-        made_up = [a for a in assignments if a.stored is None]  # all, or a new head
-        fill_randomly(made_up, processes.device, dtype, std, config.training.seed, bar.update)
-        fill_from_files([a for a in assignments if a.stored is not None], processes.device, dtype, bar.update)
+        fill(assignments, processes.device, dtype, prepared.built.std, config.training.seed, bar.update)
     return total
 
 
@@ -188,7 +185,7 @@ def _train(
     if processes.is_main:
         with writing(folder):
             remove_later_checkpoints(checkpoint, folder / "checkpoints")
-    card = f"LoRA r={config.lora.r} on {kind_of(prepared.built)} weights, {split.num_steps} steps"
+    card = f"LoRA r={config.lora.r} on {prepared.built.kind} weights, {split.num_steps} steps"
     settings = saved_settings(config)
 
     def write_adapter_to(target: Path, state: dict[str, Tensor]) -> None:

@@ -68,6 +68,22 @@ class Assignment:
         return self.parameter.numel()
 
 
+def fill(
+    assignments: Sequence[Assignment],
+    device: torch.device,
+    dtype: torch.dtype,
+    std: float,
+    seed: int,
+    on_progress: Callable[[int], None] = lambda num_bytes: None,
+) -> None:
+    """Fill every assignment's shard: from the checkpoint's files, or randomly where they have nothing (a new head).
+
+    Arguments as of `fill_from_files` and `fill_randomly`.
+    """
+    fill_randomly([a for a in assignments if a.stored is None], device, dtype, std, seed, on_progress)
+    fill_from_files([a for a in assignments if a.stored is not None], device, dtype, on_progress)
+
+
 def fill_from_files(
     assignments: Sequence[Assignment], device: torch.device, dtype: torch.dtype, on_progress: Callable[[int], None]
 ) -> None:
