@@ -38,6 +38,9 @@ NCCL_ALONE = 700 * MIB  # of a run of one rank
 # What torch's allocator holds beyond the tensors when it must (expandable segments): of what comes and goes in a step,
 # and the last pages of its ranges, one a stream and kind.
 FRAGMENTATION, LAST_PAGES = 0.03, 128 * MIB
+STREAMED = (
+    0.75  # of what is gathered, where parameters come from the host: copies of several streams (70B: over 1.1 GiB)
+)
 HOST_BASE = 2 * GIB  # a rank's Python and libraries
 
 Parts = dict[str, int]  # bytes by part
@@ -74,7 +77,8 @@ class MemoryPlan:
         """What torch's allocator holds beyond the tensors."""
         parts = self.phases[self.peak_phase]
         transient = sum(parts.get(name, 0) for name in ("gathered", "dequantized", "activations", "loss"))
-        return round(FRAGMENTATION * transient) + (LAST_PAGES if self.work.is_cuda else 0)
+        streamed = STREAMED * parts.get("gathered", 0) if self.work.config.fsdp.cpu_offload else 0
+        return round(FRAGMENTATION * transient + streamed) + (LAST_PAGES if self.work.is_cuda else 0)
 
     @property
     def libraries(self) -> int:
