@@ -20,13 +20,9 @@ from tests.helpers.runs import write_rows
 torch.set_num_threads(1)  # models are tiny, and ranks or another worker compute beside this process
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """For several workers (`make test`): a file is one's, and GPUs too; the many short unit tests come last."""
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The long files first, for several workers (`make test WORKERS=2`); the many short unit tests come last."""
     items.sort(key=lambda item: "unit" in item.path.parts)
-    if config.pluginmanager.hasplugin("xdist"):
-        for item in items:
-            item.add_marker(pytest.mark.xdist_group("gpu" if "gpu" in item.path.parts else item.path.stem))
 
 
 @pytest.fixture(scope="session")

@@ -95,16 +95,30 @@ def save_adapter(
         shutil.rmtree(temporary, ignore_errors=True)
         try:
             with writing(folder.parent):
-                write_adapter(model, state, temporary, tokenizer, card, settings)
+                write_adapter(model, state, adapter_keys(model), temporary, tokenizer, card, settings)
                 replace_folder(temporary, folder)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
     processes.wait()
 
 
+def adapter_keys(model: peft.PeftModel) -> dict[str, str]:
+    """Keys of adapter_model.safetensors, each with the name of the trained parameter that it is of.
+
+    Not while a step runs: PEFT asks modules for their state, upon which FSDP puts them back into shards.
+    """
+    marks = {
+        name: torch.empty(param.shape, device="meta") for name, param in model.named_parameters() if param.requires_grad
+    }
+    names = {id(mark): name for name, mark in marks.items()}
+    tensors = peft.get_peft_model_state_dict(model, state_dict=marks, save_embedding_layers=False)
+    return {key: names[id(tensor)] for key, tensor in tensors.items()}
+
+
 def write_adapter(
     model: peft.PeftModel,
     state: dict[str, Tensor],
+    keys: dict[str, str],
     folder: Path,
     tokenizer: PreTrainedTokenizerBase | None,
     card: str,
@@ -115,15 +129,19 @@ def write_adapter(
     Args:
         model: PEFT's model.
         state: its trainable parameters, whole, as `gather_trainable` gives them.
+        keys: of `adapter_keys`. The model may be in a step: nothing here asks its modules.
         folder: made here.
         tokenizer: saved along; None for none.
         card: one line for the model card.
         settings: the text of SETTINGS_FILE.
     """
     config = model.peft_config[ADAPTER]
-    tensors = peft.get_peft_model_state_dict(model, state_dict=state, save_embedding_layers=False)
     folder.mkdir(parents=True)
-    save_file({k: v.contiguous() for k, v in tensors.items()}, folder / "adapter_model.safetensors", {"format": "pt"})
+    save_file(
+        {key: state[name].contiguous() for key, name in keys.items()},
+        folder / "adapter_model.safetensors",
+        {"format": "pt"},
+    )
     saved = copy(config)  # training may go on meanwhile
     saved.inference_mode = True
     saved.save_pretrained(str(folder))

@@ -25,7 +25,7 @@ from qlora_fsdp.config.validate import check
 from qlora_fsdp.config.world import World
 from qlora_fsdp.distributed import Processes, start_processes, stop_processes
 from qlora_fsdp.errors import Interrupted, UserError
-from qlora_fsdp.export import save_adapter, write_adapter
+from qlora_fsdp.export import adapter_keys, save_adapter, write_adapter
 from qlora_fsdp.files import write_json
 from qlora_fsdp.generations import Generations
 from qlora_fsdp.hardware import host_rss_gib, host_rss_now_gib
@@ -188,8 +188,10 @@ def _train(
     card = f"LoRA r={config.lora.r} on {prepared.built.kind} weights, {split.num_steps} steps"
     settings = saved_settings(config)
 
+    keys = adapter_keys(model.model)
+
     def write_adapter_to(target: Path, state: dict[str, Tensor]) -> None:
-        write_adapter(model.model, state, target, prepared.tokenizer, card, settings)
+        write_adapter(model.model, state, keys, target, prepared.tokenizer, card, settings)
 
     content = Checkpoint(
         folder / "checkpoints",
