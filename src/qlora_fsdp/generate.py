@@ -119,22 +119,17 @@ def run_generate(
     **options: Any,
 ) -> Tensor:
     """transformers' `generate`: prompt and completion, int64 [num_rows, length], on the CPU."""
-    import torch
-    from torch.distributed.fsdp import FSDPModule
-
     from qlora_fsdp.inference import generation_config
+    from qlora_fsdp.shard import computing_inside
 
-    model, samples = trained.model, settings.temperature > 0
+    samples = settings.temperature > 0
     base: Any = trained.model.base
     sampling = {"temperature": settings.temperature, "top_p": settings.top_p, "top_k": 0} if samples else {}
     generation = generation_config(trained)
     generation.update(do_sample=samples, max_new_tokens=settings.max_new_tokens, use_cache=True, **sampling)
     if not samples:  # the checkpoint's own, which are for sampling
         generation.update(temperature=None, top_p=None, top_k=None)
-    is_sharded = isinstance(model, FSDPModule)
-    if isinstance(model, FSDPModule):
-        model.unshard()  # what belongs to no layer; each layer gathers itself
-    with torch.inference_mode(not is_sharded), torch.no_grad():
+    with computing_inside(trained.model) as is_sharded:
         output: Tensor = base.generate(
             input_ids.to(processes.device),
             attention_mask=attention_mask.to(processes.device),
@@ -142,8 +137,6 @@ def run_generate(
             synced_gpus=is_sharded,
             **options,
         )
-    if isinstance(model, FSDPModule):
-        model.reshard()
     return output.cpu()
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import FSDPModule
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from qlora_fsdp.config.schema import TrackingConfig
 from qlora_fsdp.data.sequences import Sequences
 from qlora_fsdp.distributed import Processes
+from qlora_fsdp.shard import computing_inside
 from qlora_fsdp.task_model import TaskModel
 
 
@@ -50,7 +50,6 @@ class Generations:
             pad_token_id=tokenizer.pad_token_id,
         )
 
-    @torch.no_grad()
     def complete(self, model: TaskModel) -> list[dict[str, Any]]:
         """Prompt, completion and reference of each row, as text; every rank calls this.
 
@@ -61,24 +60,20 @@ class Generations:
             return []
         was_training, base = model.training, model.base
         model.eval()
-        if isinstance(model, FSDPModule):
-            model.unshard()  # what belongs to no layer; each layer gathers itself
         mine: dict[int, str] = {}
         rank, num_ranks = self.processes.rank, self.processes.num_ranks
-        for start in range(0, len(self.rows), num_ranks):
-            number = min(
-                start + rank, len(self.rows) - 1
-            )  # a rank without a prompt of its own takes part in the passes
-            prompt = torch.tensor([self.rows[number][0]], device=self.processes.device)
-            output = base.generate(  # type: ignore[operator]
-                prompt,
-                attention_mask=torch.ones_like(prompt),
-                generation_config=self.settings,
-                synced_gpus=num_ranks > 1,
-            )
-            mine[number] = self._text(output[0, prompt.shape[1] :].tolist())
-        if isinstance(model, FSDPModule):
-            model.reshard()
+        with computing_inside(model):
+            for start in range(0, len(self.rows), num_ranks):
+                # A rank without a prompt of its own takes part in the passes.
+                number = min(start + rank, len(self.rows) - 1)
+                prompt = torch.tensor([self.rows[number][0]], device=self.processes.device)
+                output = base.generate(  # type: ignore[operator]
+                    prompt,
+                    attention_mask=torch.ones_like(prompt),
+                    generation_config=self.settings,
+                    synced_gpus=num_ranks > 1,
+                )
+                mine[number] = self._text(output[0, prompt.shape[1] :].tolist())
         model.train(was_training)
         texts: dict[int, str] = {}
         for part in self.processes.gather(mine):

@@ -24,6 +24,7 @@ from qlora_fsdp.config.settings import show
 from qlora_fsdp.distributed import Processes
 from qlora_fsdp.errors import ConfigError, DataError, Problem
 from qlora_fsdp.inference import Trained, generation_config
+from qlora_fsdp.shard import computing_inside
 
 if TYPE_CHECKING:
     from qlora_fsdp.evaluate import EvaluateSettings
@@ -79,14 +80,8 @@ class ModelInStep:
         return int(self.processes.max([kind])[0])
 
     def _compute(self, compute: Callable[[], Any]) -> Any:
-        model = self.trained.model
-        if isinstance(model, FSDPModule):
-            model.unshard()  # what belongs to no layer; each layer gathers itself
-        with torch.inference_mode(not self.is_sharded), torch.no_grad():
-            output = compute()
-        if isinstance(model, FSDPModule):
-            model.reshard()
-        return output
+        with computing_inside(self.trained.model):
+            return compute()
 
 
 class SharedLM(HFLM):  # type: ignore[misc]

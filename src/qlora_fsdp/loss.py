@@ -42,12 +42,8 @@ def attach_loss(head: nn.Module, softcap: float | None = None, liger: bool = Fal
 
 class _HeadLoss:
     def __init__(self, head: nn.Module, softcap: float | None, liger: bool) -> None:
-        self.head, self.softcap, self.liger, self.logits = (
-            cast(nn.Linear, plain_table(head)),
-            softcap,
-            liger,
-            head.forward,
-        )
+        self.head, self.logits = cast(nn.Linear, plain_table(head)), head.forward
+        self.softcap, self.liger = softcap, liger
         is_int8 = type(self.head) is QuantizedLinear and self.head.format.quant_type == "int8"
         self.is_frozen_linear = is_int8 or (type(self.head) is nn.Linear and not self.head.weight.requires_grad)
         self.new = cast(TokenRows, head.token_adapter) if self.head is not head else None  # rows of new tokens

@@ -219,7 +219,7 @@ def _base_weight(assignment: Assignment, merge: Merge) -> Tensor:
     layer = QuantizedLinear(
         module.in_features, module.out_features, False, module.format, module.compute_dtype, merge.device
     )
-    fill_from_files([replace(assignment, module=layer)], merge.device, merge.dtype, lambda _: None)
+    fill_from_files([replace(assignment, module=layer)], merge.device, merge.dtype)
     return layer.weight.detach().cpu()
 
 

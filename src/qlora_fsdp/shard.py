@@ -7,7 +7,8 @@ codes that look like NaN would change (pytorch#159333, bitsandbytes#1945). `prov
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import cast
 
@@ -74,6 +75,21 @@ def reduce_gradients(model: TaskModel, now: bool) -> None:
     for end in model.gathers_itself:
         if isinstance(end, FSDPModule):
             end.set_requires_gradient_sync(True)
+
+
+@contextmanager
+def computing_inside(model: nn.Module) -> Iterator[bool]:
+    """For passes without gradients that do not begin at FSDP's root, as transformers' `generate`.
+
+    What belongs to no layer is gathered meanwhile; each layer gathers itself. Yields whether the model is sharded.
+    """
+    is_sharded = isinstance(model, FSDPModule)
+    if isinstance(model, FSDPModule):
+        model.unshard()
+    with torch.inference_mode(not is_sharded), torch.no_grad():
+        yield is_sharded
+    if isinstance(model, FSDPModule):
+        model.reshard()
 
 
 def make_mesh(config: FsdpConfig, processes: Processes) -> DeviceMesh:

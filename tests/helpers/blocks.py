@@ -94,7 +94,7 @@ def load_blocks(
                 assignments.append(Assignment(key, module, attribute, stored[key]))
     units = shard_model(model, FsdpConfig(cpu_offload=cpu_offload), processes)
     place_model(model, torch.device("cpu") if cpu_offload else processes.device, processes.device)
-    fill_from_files(assignments, processes.device, dtype, lambda _: None)
+    fill_from_files(assignments, processes.device, dtype)
     return model, units
 
 

@@ -69,7 +69,7 @@ def use_cache(
                 _make(entry, chosen, dtype, device)
         except (OSError, SafetensorError) as failure:
             error = str(failure)
-    error = next((each for each in processes.gather(error, patiently=True) if each is not None), None)
+    error = processes.first_error(error)
     if error is not None:
         log.warning(
             f"No cache of quantized weights: model.cache_folder={entry.parent} can't be used: {error}. Weights are "
@@ -136,7 +136,7 @@ def _write(folder: Path, chosen: Sequence[Assignment], dtype: torch.dtype, devic
             like = _layer(a)
             layers.append(QuantizedLinear(like.in_features, like.out_features, False, like.format, dtype, device))
         parts = [replace(a, module=layer) for a, layer in zip(group, layers, strict=True)]
-        fill_from_files(parts, device, dtype, lambda _: None)
+        fill_from_files(parts, device, dtype)
         tensors: dict[str, Tensor] = {}
         for a, layer in zip(group, layers, strict=True):
             tensors |= _as_bitsandbytes(a.name, layer, dtype)

@@ -19,6 +19,11 @@ from qlora_fsdp.quantized import QuantizedLayer
 from qlora_fsdp.shards import gather_rows, local_rows, local_tensor, shard_group
 
 RANDOM_ROWS = 256  # rows that share a random generator
+Progress = Callable[[int], None]  # called with the bytes read
+
+
+def ignore_progress(num_bytes: int) -> None:
+    """For who shows none."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +79,7 @@ def fill(
     dtype: torch.dtype,
     std: float,
     seed: int,
-    on_progress: Callable[[int], None] = lambda num_bytes: None,
+    on_progress: Progress = ignore_progress,
 ) -> None:
     """Fill every assignment's shard: from the checkpoint's files, or randomly where they have nothing (a new head).
 
@@ -85,7 +90,10 @@ def fill(
 
 
 def fill_from_files(
-    assignments: Sequence[Assignment], device: torch.device, dtype: torch.dtype, on_progress: Callable[[int], None]
+    assignments: Sequence[Assignment],
+    device: torch.device,
+    dtype: torch.dtype,
+    on_progress: Progress = ignore_progress,
 ) -> None:
     """Fill every assignment's shard from the checkpoint's files.
 
@@ -113,7 +121,7 @@ def fill_randomly(
     dtype: torch.dtype,
     std: float,
     seed: int,
-    on_progress: Callable[[int], None],
+    on_progress: Progress = ignore_progress,
 ) -> None:
     """Fill every shard with random weights, the same for a seed whatever the number of ranks.
 

@@ -38,9 +38,8 @@ NCCL_ALONE = 700 * MIB  # of a run of one rank
 # What torch's allocator holds beyond the tensors when it must (expandable segments): of what comes and goes in a step,
 # and the last pages of its ranges, one a stream and kind.
 FRAGMENTATION, LAST_PAGES = 0.03, 128 * MIB
-STREAMED = (
-    0.75  # of what is gathered, where parameters come from the host: copies of several streams (70B: over 1.1 GiB)
-)
+# The same of what is gathered, where parameters come from the host through several streams (70B: over 1.1 GiB).
+STREAMED = 0.75
 HOST_BASE = 2 * GIB  # a rank's Python and libraries
 
 Parts = dict[str, int]  # bytes by part

@@ -32,9 +32,8 @@ def set_activation_policy(layers: Sequence[nn.Module], policies: Sequence[Policy
     recompute = partial(checkpoint, use_reentrant=False)
     offload = InputOffload()
     for layer, policy in zip(layers, policies, strict=True):
-        if policy is not Policy.none and not getattr(layer, "remakes_norms", False):
+        if policy is not Policy.none:
             remake_norms(layer)
-            layer.remakes_norms = True  # type: ignore[assignment]
         layer.gradient_checkpointing = policy in (Policy.full, Policy.offload)  # type: ignore[assignment]
         if policy is Policy.full:
             layer._gradient_checkpointing_func = recompute  # type: ignore[assignment]

@@ -117,6 +117,8 @@ def add_low_rank(x: Tensor, h_NR: Tensor, parts: Sequence[LoraPart]) -> tuple[Te
 
 def remake_output(norm: nn.Module) -> None:
     """Let the layers that get this norm's output keep its input instead, which is kept anyway, and make it again."""
+    if getattr(norm, "is_remade", False):
+        return
     make = norm.forward
 
     def forward(x: Tensor) -> Tensor:
