@@ -90,7 +90,9 @@ def evaluate_on_data(settings: EvaluateSettings, config: Config, processes: Proc
         log.info(f"Data: {line}")
     started = time.perf_counter()
     split = split_batches(config.training, processes.num_ranks, len(data.train))
-    loss, metrics = evaluate(trained.model, data.train, split, processes)
+    found = evaluate(trained.model, data.train, split, processes)
+    assert found is not None  # nothing stops it
+    loss, metrics = found
     figures: dict[str, Any] = {"data": config.data.path or config.data.mix, "loss": loss}
     if config.task.name is TaskName.causal_lm:
         figures["perplexity"] = math.exp(min(loss, 700.0))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -116,7 +117,10 @@ def train(
         if eval_data is not None:
             peaks.enter("evaluation")
             started = time.perf_counter()
-            loss, result.eval_metrics = evaluate(model, eval_data, split, processes)
+            found = evaluate(model, eval_data, split, processes, saver.is_signalled)
+            if found is None:
+                saver.stop(step)
+            loss, result.eval_metrics = found
             result.eval_losses.append((step, loss))
             journal.evaluation(step, loss, result.eval_metrics, time.perf_counter() - started)
             journal.generations(step, generations.complete(model))
@@ -241,18 +245,31 @@ def _run_micro_batches(
 
 @torch.no_grad()
 def evaluate(
-    model: TaskModel, data: Sequences, split: BatchSplit, processes: Processes
-) -> tuple[float, dict[str, float]]:
-    """Mean loss over all targets of `data`, shared among ranks, and the task's other figures."""
+    model: TaskModel,
+    data: Sequences,
+    split: BatchSplit,
+    processes: Processes,
+    is_stopped: Callable[[], bool] = lambda: False,
+) -> tuple[float, dict[str, float]] | None:
+    """Mean loss over all targets of `data`, shared among ranks, and the task's other figures.
+
+    None if `is_stopped` said so, the same on every rank, before a micro-batch.
+    """
     was_training = model.training
     model.eval()
     everything = np.arange(len(data))
     loss_sum = torch.zeros((), dtype=torch.float32, device=processes.device)
-    for batch in prefetch(_micro_batches(data, everything, split, processes.rank)):
-        loss_sum += model(batch.to(processes.device))
+    stopped = False
+    with closing(prefetch(_micro_batches(data, everything, split, processes.rank))) as batches:
+        for batch in batches:
+            if stopped := is_stopped():
+                break
+            loss_sum += model(batch.to(processes.device))
     model.train(was_training)
     if isinstance(model, FSDPModule):
         model.reshard()  # no backward does it: what the root holds would be saved from memory that FSDP has freed
+    if stopped:
+        return None
     loss = processes.sum([loss_sum.item()])[0] / max(1, data.num_target_tokens(everything))
     return loss, model.take_metrics(processes)
 

@@ -24,7 +24,7 @@ from qlora_fsdp.config.schema import Config
 from qlora_fsdp.config.validate import check
 from qlora_fsdp.config.world import World
 from qlora_fsdp.distributed import Processes, start_processes, stop_processes
-from qlora_fsdp.errors import Interrupted, UserError
+from qlora_fsdp.errors import UserError
 from qlora_fsdp.export import adapter_keys, save_adapter, write_adapter
 from qlora_fsdp.files import write_json
 from qlora_fsdp.generations import Generations
@@ -250,7 +250,7 @@ def _write_report(folder: Path) -> None:
 
 
 def _record_failure(folder: Path, summary: dict[str, Any], error: BaseException) -> None:
-    status = "interrupted" if isinstance(error, Interrupted) else "failed"
+    status = "interrupted" if getattr(error, "exit_code", 1) > 128 else "failed"  # by a signal, to whichever rank
     text = str(error) if isinstance(error, UserError) else repr(error)
     with suppress(OSError):  # the folder may be what failed
         write_json(folder / "summary.json", summary | {"status": status, "error": text})

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn, optim
 
@@ -120,9 +120,26 @@ class Saver:
         Raises:
             Interrupted: a rank got a signal; the checkpoint has been written, if that was possible.
         """
+        if asked and self.is_signalled():
+            self.stop(step)
         self._start(step)
-        if asked:
-            self._stop_on_signal(step)
+
+    def is_signalled(self) -> bool:
+        """Whether any rank got a signal to stop; every rank calls this."""
+        return self.processes.sum([self.watch.asked is not None])[0] > 0
+
+    def stop(self, step: int) -> NoReturn:
+        """End the run after so many steps, because a rank `is_signalled`; every rank calls this.
+
+        Raises:
+            Interrupted: always; there is a checkpoint of this step, if that was possible.
+        """
+        asked = self.processes.gather(self.watch.asked)
+        number = next(number for number in asked if number is not None)
+        if self.save(step):
+            raise Interrupted(number, f"Step {step} is saved: the same command goes on from there.")
+        reason = f"Step {step} could not be saved." if step > 0 else "Before the first step there is nothing to save."
+        raise Interrupted(number, reason)
 
     def save(self, step: int) -> bool:
         """Save now, after so many steps; whether a checkpoint of this step is there."""
@@ -223,15 +240,6 @@ class Saver:
             remove_checkpoints(folder, keep)
         except OSError as error:
             log.error(f"Old checkpoints can't be removed: {error}.")
-
-    def _stop_on_signal(self, step: int) -> None:
-        number = next((number for number in self.processes.gather(self.watch.asked) if number is not None), None)
-        if number is None:
-            return
-        error = self._wait()
-        if error is None:
-            raise Interrupted(number, f"Step {step} is saved: the same command goes on from there.")
-        raise Interrupted(number, f"Step {step} could not be saved: {error}.")
 
 
 def _step_folder(folder: Path, step: int) -> Path:

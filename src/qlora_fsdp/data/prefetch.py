@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 
 import torch
 
 from qlora_fsdp.data.batch import Batch
 
 
-def prefetch(batches: Iterable[Batch], num_ahead: int = 2) -> Iterator[Batch]:
+def prefetch(batches: Iterable[Batch], num_ahead: int = 2) -> Generator[Batch, None, None]:
     """Yields `batches`, made ahead in a thread, in page-locked memory where there is a GPU.
 
     An error in the thread is raised here, in its place. Closing the iterator ends the thread.
