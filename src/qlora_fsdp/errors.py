@@ -9,6 +9,7 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 
@@ -114,4 +115,5 @@ class Interrupted(UserError):
 
 def print_error(error: UserError) -> None:
     """Show an error to the user, below whatever progress line is there."""
-    print(f"\nError: {error}", file=sys.stderr, flush=True)
+    with suppress(OSError):  # a file on a full disk
+        print(f"\nError: {error}", file=sys.stderr, flush=True)

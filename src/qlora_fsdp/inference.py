@@ -27,9 +27,11 @@ from qlora_fsdp.data.tokenizer import AddedTokens, add_tokens, load_tokenizer
 from qlora_fsdp.distributed import Processes
 from qlora_fsdp.errors import AdapterError, DataError
 from qlora_fsdp.hardware import choose_dtype
+from qlora_fsdp.load.cache import use_cache
 from qlora_fsdp.load.fill import fill
 from qlora_fsdp.plan import dtype_name
 from qlora_fsdp.prove import prove_shards
+from qlora_fsdp.resume import describe_base
 from qlora_fsdp.shard import place_model, shard_model
 from qlora_fsdp.shards import local_rows, local_tensor
 from qlora_fsdp.task_model import TaskModel
@@ -99,12 +101,16 @@ def load_trained(config: Config, adapter: str | None, processes: Processes, gene
     """
     trained = build_trained(config, adapter, processes, generates)
     model, built, dtype, device = trained.model, trained.built, trained.dtype, processes.device
+    assignments = built.assignments
+    if config.model.cache_quantized:  # an adapter's settings may come from another machine: nothing is written
+        base = describe_base(assignments, processes)
+        assignments = use_cache(assignments, base, config.model.cache_folder, dtype, processes, writes=False)
     units = shard_model(model, config.fsdp, processes) if processes.num_ranks > 1 else []
     if units:
         place_model(model, torch.device("cpu") if config.fsdp.cpu_offload else device, device)
     else:
         _place_whole(model, device)
-    fill(built.assignments, device, dtype, built.std, config.training.seed)
+    fill(assignments, device, dtype, built.std, config.training.seed)
     initialize_adapters(model.model, True, config.training.seed, trained.tokens)
     if adapter is not None:
         load_adapter(model.model, Path(adapter).expanduser())

@@ -82,11 +82,9 @@ class Journal:
             print("\r\033[K" if self.is_terminal else "", end="")
             log.info(f"Checkpoint: {folder}, written in {write_seconds:.1f} s; training waited {stall_seconds:.2f} s")
 
-    def good_norms(self, at_most: int) -> list[float]:
-        """Gradient norms of the last steps before this start whose gradient was used; for rank 0."""
-        lines = list(read_metrics(self.folder))
-        norms = [line["grad_norm"] for line in lines if "grad_norm" in line and not line.get("skipped")]
-        return norms[-at_most:]
+    def good_steps(self, at_most: int) -> list[dict[str, Any]]:
+        """The last steps before this start whose gradient was used; for rank 0."""
+        return [line for line in read_metrics(self.folder) if "loss" in line and not line.get("skipped")][-at_most:]
 
     def close(self, summary: dict[str, Any]) -> None:
         """Finish: the summary's figures and the adapter also go to the trackers."""

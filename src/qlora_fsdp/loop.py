@@ -49,6 +49,7 @@ class TrainResult:
     Attributes:
         num_steps: optimizer steps done, those before a resumption included.
         losses: mean loss of each step that was taken here.
+        last_loss: of the last step that was taken, also before a resumption.
         eval_losses: (step, loss) of each evaluation.
         eval_metrics: the task's other figures in the last evaluation.
         first_step_seconds: of the first step, compilation and allocation included.
@@ -58,6 +59,7 @@ class TrainResult:
 
     num_steps: int = 0
     losses: list[float] = field(default_factory=list)
+    last_loss: float | None = None
     eval_losses: list[tuple[int, float]] = field(default_factory=list)
     eval_metrics: dict[str, float] = field(default_factory=dict)
     first_step_seconds: float | None = None
@@ -156,7 +158,9 @@ def train(
             ended = time.perf_counter()
             seconds, started = ended - started, ended
             result.num_steps, result.first_step_seconds = step + 1, result.first_step_seconds or seconds
-            result.losses += [loss] if is_good else []
+            if is_good:
+                result.losses.append(loss)
+                result.last_loss = loss
             speed = num_tokens / seconds
             if step > first_step:
                 speeds.append(speed / processes.num_ranks)
@@ -311,7 +315,7 @@ def describe(result: TrainResult) -> dict[str, Any]:
     """The result's lines in summary.json."""
     return {
         "steps": result.num_steps,
-        "final_loss": result.losses[-1] if result.losses else None,
+        "final_loss": result.last_loss,
         "initial_eval_loss": result.eval_losses[0][1] if result.eval_losses else None,
         "eval_loss": result.eval_losses[-1][1] if result.eval_losses else None,
         **({"eval_metrics": result.eval_metrics} if result.eval_metrics else {}),

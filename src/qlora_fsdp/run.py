@@ -204,14 +204,15 @@ def _train(
     )
     journal = Journal(folder, config, split.num_steps, processes.is_main, done.num_steps)
     saver = Saver(config.checkpoint, content, model.model, optimizer, write_adapter_to, processes, watch, journal)
-    norms = processes.share(journal.good_norms(NUM_NORMS) if processes.is_main else None)
+    before = processes.share(journal.good_steps(NUM_NORMS) if processes.is_main else None)
+    done.last_loss = before[-1]["loss"] if before else None
     bad_steps = BadSteps(
         config.training,
         folder,
         data.train,
         split,
         lambda tokens: str(prepared.tokenizer.decode(list(tokens))),
-        norms,
+        [line["grad_norm"] for line in before],
         saver,
         processes,
     )

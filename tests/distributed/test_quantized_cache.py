@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -9,8 +11,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from qlora_fsdp import evaluate
 from tests.helpers.checkpoints import quantize_checkpoint
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import Meeting, run_ranks
 from tests.helpers.runs import gathered_parts, settings, train_all
 
 pytestmark = pytest.mark.distributed
@@ -20,6 +23,19 @@ QUANT = {
     "int8": ["quant=int8"],
     "tied": [],
 }
+
+
+def evaluate_twice(run: Path, rows: Path, cache: Path) -> list[tuple[float, str]]:
+    """The loss and what was said, from the cache and from another folder, where nothing is."""
+    results = []
+    for folder in (cache, cache / "empty"):
+        Meeting.new_port()
+        out, said = run / "loss.json", io.StringIO()
+        own = [f"adapter={run / 'adapter'}", f"model.cache_folder={folder}", f"out={out}", "training.max_length=64"]
+        with contextlib.redirect_stderr(said):
+            assert evaluate.main([*own, f"data.path={rows}", f"data.cache_folder={rows.parent / 'cache'}"]) == 0
+        results.append((json.loads(out.read_text())["loss"], said.getvalue()))
+    return results
 
 
 def log_of(folder: Path) -> str:
@@ -46,6 +62,11 @@ def test_later_runs_read_the_bytes_of_the_first(checkpoint: Callable[..., Path],
         assert all("Quantized weights come from" in text for text in logs)
     entries = [path for path in cache.iterdir() if path.is_dir()]
     assert len(entries) == len(QUANT)
+
+    # Evaluation reads what training wrote, and writes nothing.
+    (loss, said), (expected, warned) = run_ranks(2, evaluate_twice, tmp_path / "nf4-double-first", rows, cache)[0]
+    assert loss == expected and "Quantized weights come from" in said
+    assert "training with these settings has not written" in warned and not (cache / "empty").exists()
 
     # Another number of ranks; a file that lost its end is noticed, and a value that another process changed.
     first = entries[0] / "quantized-00001.safetensors"

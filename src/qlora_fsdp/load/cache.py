@@ -39,7 +39,12 @@ FILE_BYTES = 2 * 2**30  # of quantized weights a file, which are in host memory 
 
 
 def use_cache(
-    assignments: Sequence[Assignment], base: str | None, folder: str | None, dtype: torch.dtype, processes: Processes
+    assignments: Sequence[Assignment],
+    base: str | None,
+    folder: str | None,
+    dtype: torch.dtype,
+    processes: Processes,
+    writes: bool = True,
 ) -> list[Assignment]:
     """Let the weights that are to be quantized come from the cache, which is made first if need be.
 
@@ -49,9 +54,10 @@ def use_cache(
         folder: model.cache_folder.
         dtype: the model's dtype, to which weights are cast before they are quantized.
         processes: all ranks take part; the first one of a node writes.
+        writes: make an entry that is missing or damaged.
 
     Returns:
-        The assignments, with the same bytes to come. If the cache can't be written, they are as they were.
+        The assignments, with the same bytes to come. If the cache can't be used, they are as they were.
     """
     chosen = [a for a in assignments if a.is_quantized and a.stored is not None and not a.stored_parts]
     if not chosen:
@@ -64,9 +70,14 @@ def use_cache(
     error = None
     if processes.is_local_main:
         try:
-            entry.parent.mkdir(parents=True, exist_ok=True)
-            with _alone(entry):
-                _make(entry, chosen, dtype, device)
+            if writes:
+                entry.parent.mkdir(parents=True, exist_ok=True)
+                with _alone(entry):
+                    _make(entry, chosen, dtype, device)
+            elif entry.is_dir():
+                error = _find_damage(entry)
+            else:
+                error = f"training with these settings has not written {entry.name} there"
         except (OSError, SafetensorError) as failure:
             error = str(failure)
     error = processes.first_error(error)
