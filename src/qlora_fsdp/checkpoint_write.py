@@ -29,8 +29,8 @@ from qlora_fsdp.checkpoint import MANIFEST, Checkpoint, digest_file, digest_mani
 from qlora_fsdp.distributed import Processes
 from qlora_fsdp.optim import LocalAdamW8bit
 from qlora_fsdp.shards import local_tensor
+from qlora_fsdp.sizes import SLAB_BYTES
 
-SLAB_BYTES = 64 * 2**20
 ALIGNMENT = 64  # bytes
 WriteAdapter = Callable[[Path, dict[str, Tensor]], None]
 

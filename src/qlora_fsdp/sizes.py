@@ -11,3 +11,6 @@ NUM_BUFFERS = 12
 # bitsandbytes' 4-bit formats: weights that share a scale, and scales that share one.
 BLOCKSIZE = 64
 NESTED_BLOCKSIZE = 256
+
+# The copy of the trained state that a checkpoint is written from (checkpoint_write.py): slabs of host memory.
+SLAB_BYTES = 64 * 2**20

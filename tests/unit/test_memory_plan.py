@@ -28,6 +28,7 @@ from qlora_fsdp.memory.speed import tokens_per_second
 from qlora_fsdp.memory.suggest import enough_gpus, largest_savings, smaller_runs
 from qlora_fsdp.memory.workload import FUSED_KERNELS, Workload
 from qlora_fsdp.plan import count_bytes
+from qlora_fsdp.sizes import SLAB_BYTES
 
 H200 = known_gpus()["h200"]
 WITHOUT_LIGER_LOSS = FUSED_KERNELS - {"cross_entropy"}
@@ -229,11 +230,21 @@ def test_target_smaller_than_the_weights():
 
 def test_host_memory_is_checked():
     with pytest.raises(
-        MemoryShortage, match=r"The 2 ranks of a host need 4\d\.\d GiB.*4\d\.\d GiB of it pinned"
+        MemoryShortage, match=r"The 2 ranks of a host need 5\d\.\d GiB.*4\d\.\d GiB of it pinned"
     ) as found:
         decide_for(machine(100, host_gib=20), "fsdp=offload")
     assert "30.0 GiB" not in str(found.value) and "20.0 GiB can be had" in str(found.value)
     assert decide_for(machine(100, host_gib=20)).policies == (Policy.none,) * 80
+
+
+def test_host_memory_has_the_copy_of_a_checkpoint():
+    """Of fp32 adapters and their two moments, split; and rank 0's whole adapter. The copy is pinned."""
+    alone, split = (uniform(workload("model=llama3-70b", num_ranks=n), Policy.none) for n in (1, 4))
+    adapters = 4 * 207_093_760  # r=16 on all linear layers of Llama 3 70B
+    for plan, num_ranks in ((alone, 1), (split, 4)):
+        copied = plan.host["checkpoint"] - adapters / num_ranks
+        assert 0 <= copied - 3 * adapters / num_ranks < SLAB_BYTES
+        assert plan.pinned == plan.host["reading"] + copied
 
 
 def test_models_without_a_plan():

@@ -24,7 +24,7 @@ from qlora_fsdp.memory.parameters import (
     sum_bytes,
 )
 from qlora_fsdp.memory.workload import Workload
-from qlora_fsdp.sizes import LOGITS_BYTES, MIN_CHUNK, NUM_BUFFERS, PIECE_BYTES
+from qlora_fsdp.sizes import LOGITS_BYTES, MIN_CHUNK, NUM_BUFFERS, PIECE_BYTES, SLAB_BYTES
 
 GIB, MIB = 2**30, 2**20
 PHASES = ("load", "forward", "backward", "step")
@@ -236,7 +236,10 @@ def _offload_slots(work: Workload, policies: Sequence[Policy]) -> int:
 def _host(work: Workload, model: _Model, policies: Sequence[Policy]) -> tuple[Parts, int]:
     """Host memory by part, and how much of it is pinned."""
     pinned = NUM_BUFFERS * PIECE_BYTES
-    parts = {"libraries": HOST_BASE, "reading": pinned}
+    copied = math.ceil((model.shard.adapters + model.optimizer) / SLAB_BYTES) * SLAB_BYTES
+    # A signal has it written also where no checkpoints were asked for. Rank 0 puts the whole adapter together.
+    parts = {"libraries": HOST_BASE, "reading": pinned, "checkpoint": copied + model.trained // work.local_num_ranks}
+    pinned += 0 if model.is_offloaded else copied
     if model.is_offloaded:  # each shard is pinned by itself, and torch rounds pinned blocks up to a power of two
         parts["parameters"] = sum(_pinned(tensor, work.num_shards) for tensor in model.tensors)
         parts["training"] = model.shard.adapters + model.optimizer
