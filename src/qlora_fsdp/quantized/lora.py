@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qlora_fsdp.quantized.linear import QuantizedLinear, unflatten
+from qlora_fsdp.quantized.matmul import Addend
 
 
 class LoraLinear(lora.Linear):
@@ -27,18 +28,27 @@ class LoraLinear(lora.Linear):
 
     Attributes:
         group: the layers that get the same input, this one among them; None: it is computed alone.
+        residual: what the next output is added to; only of a layer without a group.
     """
 
     group: SharedInput | None = None
+    residual: Tensor | None = None
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """x_BI -> y_BO: base(x) + scaling * B(A(dropout(x))), in the dtype of x."""
+        part = quantized_part(self)
+        if part is not None and self.group is not None:
+            return self.group.output(self, part, x)
+        residual, self.residual = self.residual, None
+        if part is not None:
+            return lora_group(x, [part], residual)[0]
+        y = self._forward_plain(x, *args, **kwargs)
+        return y if residual is None else residual + y
+
+    def _forward_plain(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         (name,) = self.active_adapters
         if args or kwargs or self.merged or self.disable_adapters or name in self.lora_variant:
             return super().forward(x, *args, **kwargs)
-        part = quantized_part(self)
-        if part is not None:
-            return lora_group(x, [part])[0] if self.group is None else self.group.output(self, part, x)
         lora_a, lora_b = cast(nn.Linear, self.lora_A[name]).weight, cast(nn.Linear, self.lora_B[name]).weight
         low_rank = F.linear(F.linear(self.lora_dropout[name](x), lora_a.to(x.dtype)), lora_b.to(x.dtype))
         return self.base_layer(x) + low_rank * self.scaling[name]  # type: ignore[no-any-return]
@@ -99,20 +109,33 @@ class SharedInput:
         return y
 
 
-def lora_group(x: Tensor, parts: Sequence[LoraPart]) -> tuple[Tensor, ...]:
+def lora_group(x: Tensor, parts: Sequence[LoraPart], residual: Tensor | None = None) -> tuple[Tensor, ...]:
     """y = x W^T + b + s (x A^T) B^T of each part, in two steps that save what backward needs before the large products.
+
+    A residual is added where there is one part.
 
     torch.utils.checkpoint ends a recomputation at the last saved tensor. A transformer layer's last product
     (`down_proj`, a quarter of its work) comes after that, and so is not made again.
     """
-    h_NR, x_again = _LowRank.apply(x, *origin_of(x), *(p.lora_a.weight for p in parts))  # type: ignore[no-untyped-call]
-    return add_low_rank(x_again if x.requires_grad else x, h_NR, parts)
+    h_NR = _LowRank.apply(x.detach(), *origin_of(x), *(p.lora_a.weight for p in parts))  # type: ignore[no-untyped-call]
+    return add_low_rank(x, h_NR, parts, residual)
 
 
-def add_low_rank(x: Tensor, h_NR: Tensor, parts: Sequence[LoraPart]) -> tuple[Tensor, ...]:
-    """y = x W^T + b + s h B^T of each part."""
+def add_low_rank(
+    x: Tensor, h_NR: Tensor, parts: Sequence[LoraPart], residual: Tensor | None = None, h_is_of_x: bool = True
+) -> tuple[Tensor, ...]:
+    """y = x W^T + b + s h B^T of each part.
+
+    Args:
+        x: [..., I].
+        h_NR: x A^T of all parts.
+        parts: layers and adapters.
+        residual: [..., O], added to the output of the only part.
+        h_is_of_x: the gradient of x takes that of h in; otherwise whoever made h does that.
+    """
     biases = [part.layer.bias for part in parts]
-    return _AddLowRank.apply(x, h_NR, parts, *(p.lora_b.weight for p in parts), *biases)  # type: ignore[no-any-return,no-untyped-call]
+    lora_b = [part.lora_b.weight for part in parts]
+    return _AddLowRank.apply(x, h_NR, residual, parts, h_is_of_x, *lora_b, *biases)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def remake_output(norm: nn.Module) -> None:
@@ -143,41 +166,43 @@ def remade(kept: Tensor, make: Callable[[Tensor], Tensor] | None) -> Tensor:
 
 
 class _LowRank(torch.autograd.Function):
-    """h = x A^T, and x once more: its gradient from the large products comes back here and is added to in place."""
+    """h = x A^T. The gradient of x by way of h is that of `_AddLowRank`."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, origin: Tensor | None, make: Callable[[Tensor], Tensor] | None, *lora_a: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Tensor:
         x_NI = x.reshape(-1, x.shape[-1])
-        ctx.save_for_backward(x_NI if origin is None else origin, *lora_a)
-        ctx.make = make
-        return x_NI @ join(lora_a, x.dtype).t(), x.view_as(x)
+        ctx.save_for_backward(x_NI if origin is None else origin)
+        ctx.make, ctx.ranks = make, [a.shape[0] for a in lora_a]
+        return x_NI @ join(lora_a, x.dtype).t()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad_h_NR, grad_x = grads
-        kept, *lora_a = ctx.saved_tensors  # once: recomputation hands them out for one access alone
-        x_NI = remade(kept, ctx.make)
-        if ctx.needs_input_grad[0]:
-            grad_x.view(x_NI.shape).addmm_(grad_h_NR, join(lora_a, x_NI.dtype))
-        grad_a = mm_fp32(grad_h_NR.t(), x_NI).split([a.shape[0] for a in lora_a])
-        return (grad_x if ctx.needs_input_grad[0] else None, None, None, *grad_a)
+        (kept,) = ctx.saved_tensors
+        return (None, None, None, *mm_fp32(grads[0].t(), remade(kept, ctx.make)).split(ctx.ranks))
 
 
 class _AddLowRank(torch.autograd.Function):
-    """y = x W^T + b + s h B^T. Keeps h alone, which is small; W and B are read from their layers in backward."""
+    """y = x W^T + b + s h B^T. Keeps h alone, which is small; W, A and B are read from their layers in backward."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, h_NR: Tensor, parts: Sequence[LoraPart], *weights: Tensor | None
+        ctx: Any,
+        x: Tensor,
+        h_NR: Tensor,
+        residual: Tensor | None,
+        parts: Sequence[LoraPart],
+        h_is_of_x: bool,
+        *weights: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        layers = [part.layer for part in parts]
-        outputs = layers[0].matmul.outputs(x.reshape(-1, x.shape[-1]), layers)
-        for y_NO, h, part in zip(outputs, _split_ranks(h_NR, parts), parts, strict=True):
-            y_NO.addmm_(h, part.lora_b.weight.to(x.dtype).t(), alpha=part.scaling)
+        assert residual is None or len(parts) == 1
+        residual_NO = None if residual is None else residual.reshape(-1, residual.shape[-1])
+        layers, ranks = [part.layer for part in parts], _split_ranks(h_NR, parts)
+        addends = [Addend(h, _b(p, x.dtype).t(), residual_NO) for h, p in zip(ranks, parts, strict=True)]
+        outputs = layers[0].matmul.outputs(x.reshape(-1, x.shape[-1]), layers, addends)
         # Not save_for_backward: that would be the last saved tensor, and the products before it made again.
-        ctx.h_NR, ctx.parts, ctx.shape = h_NR.detach(), parts, x.shape
+        ctx.h_NR, ctx.parts, ctx.shape, ctx.h_is_of_x = h_NR.detach(), parts, x.shape, h_is_of_x
         return tuple(unflatten(y, x) for y in outputs)
 
     @staticmethod
@@ -185,16 +210,26 @@ class _AddLowRank(torch.autograd.Function):
         parts: Sequence[LoraPart] = ctx.parts
         layers = [part.layer for part in parts]
         grads_NO = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
-        grads_h = [g @ (p.lora_b.weight * p.scaling).to(g.dtype) for g, p in zip(grads_NO, parts, strict=True)]
+        grads_h = [g @ _b(p, g.dtype) for g, p in zip(grads_NO, parts, strict=True)]
+        grad_h_NR = grads_h[0] if len(parts) == 1 else torch.cat(grads_h, 1)
         grads_b = [
             mm_fp32(grad.t(), h).mul_(part.scaling)
             for grad, h, part in zip(grads_NO, _split_ranks(ctx.h_NR, parts), parts, strict=True)
         ]
-        needs_bias = ctx.needs_input_grad[3 + len(parts) :]
+        needs_bias = ctx.needs_input_grad[5 + len(parts) :]
         grads_bias = [g.sum(0) if needed else None for g, needed in zip(grads_NO, needs_bias, strict=True)]
-        grad_x = layers[0].matmul.input_grad(grads_NO, layers).view(ctx.shape) if ctx.needs_input_grad[0] else None
-        grad_h_NR = grads_h[0] if len(parts) == 1 else torch.cat(grads_h, 1)
-        return (grad_x, grad_h_NR, None, *grads_b, *grads_bias)
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            a_RI = join([part.lora_a.weight for part in parts], grad_h_NR.dtype)
+            addend = Addend(grad_h_NR, a_RI) if ctx.h_is_of_x else None
+            grad_x = layers[0].matmul.input_grad(grads_NO, layers, addend).view(ctx.shape)
+        grad_residual = grads[0] if ctx.needs_input_grad[2] else None
+        return (grad_x, grad_h_NR, grad_residual, None, None, *grads_b, *grads_bias)
+
+
+def _b(part: LoraPart, dtype: torch.dtype) -> Tensor:
+    """The scaled B [O, R] of an adapter."""
+    return (part.lora_b.weight * part.scaling).to(dtype)
 
 
 def join(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

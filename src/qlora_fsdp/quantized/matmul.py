@@ -2,12 +2,13 @@
 
 A `Matmul` takes the layers that share an input together, so that what is done to the input is done once.
 
-Shapes: x_NI, W_OI, y_NO, with O summed over the layers of a group.
+Shapes: x_NI, W_OI, y_NO, with O summed over the layers of a group; h_NR, b_RO of an adapter of rank R.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -21,25 +22,58 @@ FP8_MAX_BLOCKSIZE = 256  # larger tiles would not fit a multiprocessor when they
 FP8_MULTIPLE = 16  # of every dimension of an fp8 product but the first
 
 
+@dataclass(frozen=True)
+class Addend:
+    """What is added to a large product: h b, and a residual."""
+
+    h_NR: Tensor
+    b_RO: Tensor
+    residual_NO: Tensor | None = None
+
+    def alone(self, bias: Tensor | None = None) -> Tensor:
+        """h b + residual + bias, a new tensor [N, O]."""
+        if self.residual_NO is None:
+            return self.h_NR @ self.b_RO if bias is None else torch.addmm(bias, self.h_NR, self.b_RO)
+        y_NO = torch.addmm(self.residual_NO, self.h_NR, self.b_RO)
+        return y_NO if bias is None else y_NO.add_(bias)
+
+    def add_to(self, y_NO: Tensor) -> Tensor:
+        """y + h b + residual, in place."""
+        y_NO.addmm_(self.h_NR, self.b_RO)
+        return y_NO if self.residual_NO is None else y_NO.add_(self.residual_NO)
+
+
 class Matmul(Protocol):
     """Products of a group of layers that share an input. None of them keeps anything."""
 
-    def outputs(self, x_NI: Tensor, layers: Sequence[QuantizedLinear]) -> list[Tensor]:
-        """x W^T + b of each layer, each contiguous."""
+    def outputs(
+        self, x_NI: Tensor, layers: Sequence[QuantizedLinear], addends: Sequence[Addend] | None = None
+    ) -> list[Tensor]:
+        """x W^T + b of each layer, and its addend; each contiguous."""
 
     def joint_output(self, x_NI: Tensor, layers: Sequence[QuantizedLinear]) -> Tensor:
         """x W^T of all layers side by side [N, O], without bias."""
 
-    def input_grad(self, grads: Sequence[Tensor], layers: Sequence[QuantizedLinear]) -> Tensor:
-        """The sum over layers of grad W [N, I], a new tensor."""
+    def input_grad(
+        self, grads: Sequence[Tensor], layers: Sequence[QuantizedLinear], addend: Addend | None = None
+    ) -> Tensor:
+        """The sum over layers of grad W, and the addend [N, I]; a new tensor."""
 
 
 class DequantizedMatmul:
-    """A weight at a time is dequantized, used and dropped."""
+    """A weight at a time is dequantized, used and dropped.
 
-    def outputs(self, x_NI: Tensor, layers: Sequence[QuantizedLinear]) -> list[Tensor]:
-        """x W^T + b of each layer."""
-        return [torch.nn.functional.linear(x_NI, layer.weight, layer.bias) for layer in layers]
+    The addend comes first, and the large product is added to it while it is made: half the traffic of the other order.
+    """
+
+    def outputs(
+        self, x_NI: Tensor, layers: Sequence[QuantizedLinear], addends: Sequence[Addend] | None = None
+    ) -> list[Tensor]:
+        """x W^T + b of each layer, and its addend."""
+        if addends is None:
+            return [torch.nn.functional.linear(x_NI, layer.weight, layer.bias) for layer in layers]
+        outputs = [addend.alone(layer.bias) for addend, layer in zip(addends, layers, strict=True)]
+        return [y_NO.addmm_(x_NI, layer.weight.t()) for y_NO, layer in zip(outputs, layers, strict=True)]
 
     def joint_output(self, x_NI: Tensor, layers: Sequence[QuantizedLinear]) -> Tensor:
         """x W^T of all layers side by side."""
@@ -48,11 +82,14 @@ class DequantizedMatmul:
             torch.mm(x_NI, layer.weight.t(), out=part)
         return y_NO
 
-    def input_grad(self, grads: Sequence[Tensor], layers: Sequence[QuantizedLinear]) -> Tensor:
-        """The sum over layers of grad W."""
-        total = grads[0] @ layers[0].weight
-        for grad, layer in zip(grads[1:], layers[1:], strict=True):
-            total.addmm_(grad, layer.weight)
+    def input_grad(
+        self, grads: Sequence[Tensor], layers: Sequence[QuantizedLinear], addend: Addend | None = None
+    ) -> Tensor:
+        """The sum over layers of grad W, and the addend."""
+        total = None if addend is None else addend.alone()
+        for grad, layer in zip(grads, layers, strict=True):
+            total = grad @ layer.weight if total is None else total.addmm_(grad, layer.weight)
+        assert total is not None
         return total
 
 
@@ -64,8 +101,10 @@ class Fp8Matmul:
     them, 4 bytes a row and a few hundred more.
     """
 
-    def outputs(self, x_NI: Tensor, layers: Sequence[QuantizedLinear]) -> list[Tensor]:
-        """x W^T + b of each layer."""
+    def outputs(
+        self, x_NI: Tensor, layers: Sequence[QuantizedLinear], addends: Sequence[Addend] | None = None
+    ) -> list[Tensor]:
+        """x W^T + b of each layer, and its addend."""
         from qlora_fsdp.quantized.triton_dequantize import quantize_rows
 
         x8, scales = quantize_rows(x_NI)
@@ -73,6 +112,8 @@ class Fp8Matmul:
         for layer in layers:
             y_NO = _scaled_mm(x8, scales, *_weight_fp8([layer], "row"), x_NI.dtype)
             outputs.append(y_NO if layer.bias is None else y_NO.add_(layer.bias))
+        if addends is not None:
+            outputs = [addend.add_to(y_NO) for addend, y_NO in zip(addends, outputs, strict=True)]
         return outputs
 
     def joint_output(self, x_NI: Tensor, layers: Sequence[QuantizedLinear]) -> Tensor:
@@ -81,11 +122,14 @@ class Fp8Matmul:
 
         return _scaled_mm(*quantize_rows(x_NI), *_weight_fp8(layers, "row"), x_NI.dtype)
 
-    def input_grad(self, grads: Sequence[Tensor], layers: Sequence[QuantizedLinear]) -> Tensor:
-        """The sum over layers of grad W."""
+    def input_grad(
+        self, grads: Sequence[Tensor], layers: Sequence[QuantizedLinear], addend: Addend | None = None
+    ) -> Tensor:
+        """The sum over layers of grad W, and the addend."""
         from qlora_fsdp.quantized.triton_dequantize import quantize_rows
 
-        return _scaled_mm(*quantize_rows(_side_by_side(grads)), *_weight_fp8(layers, "column"), grads[0].dtype)
+        total = _scaled_mm(*quantize_rows(_side_by_side(grads)), *_weight_fp8(layers, "column"), grads[0].dtype)
+        return total if addend is None else addend.add_to(total)
 
 
 def _scaled_mm(a_NK: Tensor, a_scales: Tensor, b_MK: Tensor, b_scales: Tensor, dtype: torch.dtype) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from qlora_fsdp.quantized.gate import gate_backward, gate_forward
 from qlora_fsdp.quantized.lora import LoraPart, add_low_rank, join, mm_fp32, origin_of, quantized_part, remade
+from qlora_fsdp.quantized.matmul import Addend
 
 
 class GatedMlp:
@@ -27,15 +28,16 @@ class GatedMlp:
     def __init__(self, mlp: nn.Module, activation: str) -> None:
         self.mlp, self.activation, self.plain = mlp, activation, mlp.forward
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x_BI -> y_BI."""
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """x_BI -> y_BI, which is added to the residual."""
         names = ("gate_proj", "up_proj", "down_proj")
         gate, up, down = (quantized_part(cast(nn.Module, getattr(self.mlp, name))) for name in names)
         if gate is None or up is None or down is None:
-            return self.plain(x)  # type: ignore[no-any-return]
+            y: Tensor = self.plain(x)
+            return y if residual is None else residual + y
         weights = [p.weight for p in (gate.lora_a, up.lora_a, gate.lora_b, up.lora_b, down.lora_a)]
         act, h_down = _Gate.apply(x, *origin_of(x), (gate, up), self.activation, *weights)  # type: ignore[no-untyped-call]
-        return add_low_rank(act, h_down, [down])[0]
+        return add_low_rank(act, h_down, [down], residual, h_is_of_x=False)[0]
 
 
 class _Gate(torch.autograd.Function):
@@ -75,8 +77,8 @@ class _Gate(torch.autograd.Function):
         del grad_act, grads
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = parts[0].layer.matmul.input_grad(grads_NO, [part.layer for part in parts])
-            grad_x = grad_x.addmm_(grad_h, join(weights[:2], grad_x.dtype)).view(ctx.shape)
+            addend = Addend(grad_h, join(weights[:2], grad_h.dtype))
+            grad_x = parts[0].layer.matmul.input_grad(grads_NO, [p.layer for p in parts], addend).view(ctx.shape)
         x_NI = remade(kept, ctx.make)
         grads_a = mm_fp32(grad_h.t(), x_NI).split(ranks)
         return (grad_x, None, None, None, None, *grads_a, *grads_b, grad_a_down)

@@ -23,7 +23,7 @@ class Tiles:
 
 
 FORWARD = Tiles(rows=64, columns=128, num_warps=4, num_stages=3, min_programs=512)
-BACKWARD = Tiles(rows=64, columns=64, num_warps=4, num_stages=3, min_programs=512)
+BACKWARD = Tiles(rows=64, columns=64, num_warps=4, num_stages=3, min_programs=1024)
 
 
 @triton.jit
@@ -41,6 +41,13 @@ def _activate(gate, ACTIVATION: tl.constexpr):
             1.0 + 3.0 * 0.044715 * gate * gate
         )
     return value, slope
+
+
+@triton.jit
+def _low_rank(h, b):
+    # Rounded as a layer's output is, so that it goes from the product's layout to the loaded tile's in half the bytes:
+    # a third faster than to add to the tile in the product.
+    return tl.dot(h, b, input_precision="ieee").to(h.dtype).to(tl.float32)
 
 
 @triton.jit
@@ -88,15 +95,13 @@ def _gate_forward_kernel(
             mask=(ranks < rank_gate)[:, None] & is_column[None, :],
             other=0.0,
         )
-        gate = tl.load(gate_up + places, mask=is_both, other=0.0).to(tl.float32)
-        gate = tl.dot(h_gate, b, gate, input_precision="ieee")
+        gate = tl.load(gate_up + places, mask=is_both, other=0.0).to(tl.float32) + _low_rank(h_gate, b)
         b = tl.load(
             b_up + ranks[:, None] + columns[None, :] * rank_up,
             mask=(ranks < rank_up)[:, None] & is_column[None, :],
             other=0.0,
         )
-        up = tl.load(gate_up + places + width, mask=is_both, other=0.0).to(tl.float32)
-        up = tl.dot(h_up, b, up, input_precision="ieee")
+        up = tl.load(gate_up + places + width, mask=is_both, other=0.0).to(tl.float32) + _low_rank(h_up, b)
         value, _slope = _activate(gate, ACTIVATION)
         product = (value * up).to(act.dtype.element_ty)
         tl.store(act + rows[:, None] * width + columns[None, :], product, mask=is_both)
@@ -109,15 +114,6 @@ def _gate_forward_kernel(
     part = h_down + (tl.program_id(1).to(tl.int64) * num_rows + first_row) * rank_down
     places = part + rows[:, None] * rank_down + ranks_down[None, :]
     tl.store(places, total, mask=is_row[:, None] & (ranks_down < rank_down)[None, :])
-
-
-@triton.jit
-def _load(row_starts, first_column, is_row, width, COLUMNS: tl.constexpr, IS_WHOLE: tl.constexpr):
-    # Called for the next tile before a tile is computed, so that the memory does not rest meanwhile: a fifth faster
-    # where three large tensors are read, and no faster in forward, where two are.
-    columns = first_column + tl.arange(0, COLUMNS)
-    mask = IS_WHOLE | (is_row[:, None] & (columns < width)[None, :])
-    return tl.load(row_starts + columns[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
@@ -166,18 +162,13 @@ def _gate_backward_kernel(
     first = tl.program_id(1) * columns_a_split
     last = tl.minimum(first + columns_a_split, width)
     gate_rows, grad_rows = gate_up + rows[:, None] * (2 * width), grad_act + rows[:, None] * width
-    next_gate = _load(gate_rows, first, is_row, width, COLUMNS, IS_WHOLE)
-    next_up = _load(gate_rows + width, first, is_row, width, COLUMNS, IS_WHOLE)
-    next_grad = _load(grad_rows, first, is_row, width, COLUMNS, IS_WHOLE)
     for start in range(first, last, COLUMNS):
         columns = start + tl.arange(0, COLUMNS)
         is_column = columns < width
         is_both = IS_WHOLE | (is_row[:, None] & is_column[None, :])
-        gate, up, grad = next_gate.to(tl.float32), next_up.to(tl.float32), next_grad.to(tl.float32)
-        following = tl.where(start + COLUMNS < last, start + COLUMNS, start)
-        next_gate = _load(gate_rows, following, is_row, width, COLUMNS, IS_WHOLE)
-        next_up = _load(gate_rows + width, following, is_row, width, COLUMNS, IS_WHOLE)
-        next_grad = _load(grad_rows, following, is_row, width, COLUMNS, IS_WHOLE)
+        gate = tl.load(gate_rows + columns[None, :], mask=is_both, other=0.0).to(tl.float32)
+        up = tl.load(gate_rows + width + columns[None, :], mask=is_both, other=0.0).to(tl.float32)
+        grad = tl.load(grad_rows + columns[None, :], mask=is_both, other=0.0).to(tl.float32)
         bg = tl.load(
             b_gate + ranks[:, None] + columns[None, :] * rank_gate,
             mask=(ranks < rank_gate)[:, None] & is_column[None, :],
@@ -193,9 +184,9 @@ def _gate_backward_kernel(
             mask=(ranks_down < rank_down)[:, None] & is_column[None, :],
             other=0.0,
         )
-        gate = tl.dot(h_gate, bg, gate, input_precision="ieee")
-        up = tl.dot(h_up, bu, up, input_precision="ieee")
-        grad = tl.dot(g_down, a, grad, input_precision="ieee")
+        gate += _low_rank(h_gate, bg)
+        up += _low_rank(h_up, bu)
+        grad += _low_rank(g_down, a)
         value, slope = _activate(gate, ACTIVATION)
         tl.store(grad_rows + columns[None, :], (value * up).to(gate_up.dtype.element_ty), mask=is_both)
         grad_gate = (grad * up * slope).to(gate_up.dtype.element_ty)
