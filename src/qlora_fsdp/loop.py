@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
 from qlora_fsdp.bad_steps import BadSteps
 from qlora_fsdp.config.schema import Config
@@ -35,7 +34,7 @@ from qlora_fsdp.memory.measure import PhasePeaks
 from qlora_fsdp.optim import learning_rate_at, measure_step
 from qlora_fsdp.plan import BatchSplit, FlopCounter
 from qlora_fsdp.saver import Saver
-from qlora_fsdp.shard import reduce_gradients
+from qlora_fsdp.shard import free_gathered, reduce_gradients
 from qlora_fsdp.task_model import TaskModel
 
 GRADIENT_CHECK_STEPS = 2  # after the second step LoRA's A has a gradient too
@@ -270,8 +269,7 @@ def evaluate(
                 break
             loss_sum += model(batch.to(processes.device))
     model.train(was_training)
-    if isinstance(model, FSDPModule):
-        model.reshard()  # no backward does it: what the root holds would be saved from memory that FSDP has freed
+    free_gathered(model)
     if stopped:
         return None
     loss = processes.sum([loss_sum.item()])[0] / max(1, data.num_target_tokens(everything))

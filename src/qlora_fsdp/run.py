@@ -105,7 +105,7 @@ def _run(
         check_data(checkpoint, prepared.data.train, config)
         check_base(checkpoint, prepared.base, config)
     try:
-        units = shard_model(prepared.model, config.fsdp, processes)
+        units = shard_model(prepared.model, config.fsdp, processes, prepared.memory.reshard_after_forward)
         summary |= _load_and_prove(prepared, units, config, processes)
         summary["setup_seconds"] = time.perf_counter() - started
         result = _train(prepared, config, processes, watch, folder, checkpoint, summary)

@@ -23,13 +23,16 @@ from qlora_fsdp.quantized import QuantizedLayer
 from qlora_fsdp.task_model import TaskModel
 
 
-def shard_model(model: TaskModel, config: FsdpConfig, processes: Processes) -> list[FSDPModule]:
+def shard_model(
+    model: TaskModel, config: FsdpConfig, processes: Processes, reshard_after_forward: bool = True
+) -> list[FSDPModule]:
     """Make every parameter a DTensor over the mesh; the FSDP units, the root last.
 
     Args:
         model: on meta, with adapters.
         config: strategy, prefetch and offload.
         processes: all ranks take part.
+        reshard_after_forward: free layers after their forward, and gather them again for backward.
     """
     cuda = processes.device.type == "cuda"
     offload = CPUOffloadPolicy(pin_memory=cuda) if config.cpu_offload else OffloadPolicy()
@@ -39,10 +42,9 @@ def shard_model(model: TaskModel, config: FsdpConfig, processes: Processes) -> l
         mp_policy=MixedPrecisionPolicy(param_dtype=None, reduce_dtype=torch.float32, cast_forward_inputs=False),
         offload_policy=offload,
     )
-    reshard = config.sharding_strategy is not ShardingStrategy.SHARD_GRAD_OP
     layers = model.layers
     for module in [*layers, *_end_units(model)]:
-        shard(module, reshard_after_forward=reshard)
+        shard(module, reshard_after_forward=reshard_after_forward)
     root: FSDPModule = shard(model, reshard_after_forward=False)  # the model itself, of another class now
     inner = [module for module in model.modules() if isinstance(module, FSDPModule) and module is not root]
     units = [*inner, root]
@@ -88,8 +90,17 @@ def computing_inside(model: nn.Module) -> Iterator[bool]:
         model.unshard()
     with torch.inference_mode(not is_sharded), torch.no_grad():
         yield is_sharded
-    if isinstance(model, FSDPModule):
-        model.reshard()
+    free_gathered(model)
+
+
+def free_gathered(model: nn.Module) -> None:
+    """After passes without a backward, which is what frees the root, and layers that stay gathered.
+
+    While a unit is gathered its Parameters are others than the optimizer's, in memory that FSDP may free.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def make_mesh(config: FsdpConfig, processes: Processes) -> DeviceMesh:

@@ -27,8 +27,13 @@ NUM_STEPS, STEP = 6, 4  # checkpoints after 2 and 4
 
 # Settings whose runs must go on bit for bit, on 2 ranks.
 EXACT = {
-    "dropout, accumulation, evaluation": [
-        *("lora.lora_dropout=0.3", "training.global_batch_size=8", "training.max_length=128"),
+    "dropout, accumulation, evaluation, layers stay gathered": [
+        *(
+            "fsdp.reshard_after_forward=false",
+            "lora.lora_dropout=0.3",
+            "training.global_batch_size=8",
+            "training.max_length=128",
+        ),
         *("data.eval_fraction=0.1", "training.eval_every_steps=2", "optim.lr_scheduler_type=cosine"),
     ],
     "padded, second epoch": ["training.packing=false", "data.max_rows=18"],

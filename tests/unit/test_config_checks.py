@@ -94,6 +94,7 @@ def test_dry_run_has_no_problem() -> None:
         ("fsdp=no_shard fsdp.cpu_offload=true", "fsdp.cpu_offload=true needs shards to offload"),
         ("fsdp=offload optim=adamw_8bit", "optim.name=adamw_8bit keeps its state on the GPU"),
         ("fsdp.hybrid_shard_size=4", "has no effect with fsdp.sharding_strategy=FULL_SHARD."),
+        ("fsdp=shard_grad_op fsdp.reshard_after_forward=true", "fsdp.reshard_after_forward=true contradicts"),
         ("fsdp=hybrid_shard fsdp.hybrid_shard_size=3", "does not divide 8 ranks. Set fsdp.hybrid_shard_size=4."),
         ("memory=recompute_half memory.every_k=1", "memory.every_k=1 must be at least 2"),
         ("memory.every_k=3", "memory.every_k=3 has no effect with memory.activations=auto."),
@@ -272,7 +273,7 @@ class TestLaunchEnvironment:
                 {"fsdp_version": 2, "fsdp_reshard_after_forward": False},
                 [],
                 ["fsdp=shard_grad_op"],
-                "FSDP_RESHARD_AFTER_FORWARD=false fsdp.sharding_strategy=FULL_SHARD",
+                "FSDP_RESHARD_AFTER_FORWARD=false fsdp.reshard_after_forward=null",
             ),
             (
                 {"fsdp_activation_checkpointing": True},

@@ -17,7 +17,7 @@ from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.config.schema import Activations
 from qlora_fsdp.errors import ConfigError, MemoryShortage
 from qlora_fsdp.memory.activations import Policy
-from qlora_fsdp.memory.choose import choose, next_smaller
+from qlora_fsdp.memory.choose import ROOM, choose, next_smaller
 from qlora_fsdp.memory.decide import Machine, decide
 from qlora_fsdp.memory.gpus import find_gpu, known_gpus, parse_hardware
 from qlora_fsdp.memory.host import available_bytes
@@ -84,6 +84,7 @@ MEASURED_BACKWARD = [
 @pytest.mark.parametrize(("num_ranks", "model", "length", "size", "memory", "more", "backward"), MEASURED_BACKWARD)
 def test_backward_is_what_was_measured(num_ranks, model, length, size, memory, more, backward):
     settings = (f"training.max_length={length}", f"training.micro_batch_size={size}", f"memory={memory}", *more)
+    settings += ("fsdp.reshard_after_forward=true",)
     plan = choose(workload(f"model={model}", *settings, num_ranks=num_ranks), 140 * GIB, H200).plan
     assert plan.tensors("backward") / GIB == pytest.approx(backward, abs=0.1)
 
@@ -132,6 +133,19 @@ def test_auto_fills_the_card_and_no_more():
     assert list(mixed) == sorted(mixed, key=[Policy.full, Policy.selective, Policy.none].index), (
         "recomputed layers come first"
     )
+
+
+def test_layers_stay_gathered_where_there_is_room():
+    """For 8B they take 4 GiB more; where that would cost recomputation, the second gather is the cheaper."""
+    settings = ("model=llama3-8b", "training.max_length=4096", "training.micro_batch_size=4")
+    work = workload(*settings, num_ranks=2)
+    assert not choose(work, 80 * GIB, H200).plan.work.reshards
+    kept = choose(workload(*settings, "fsdp.reshard_after_forward=true", num_ranks=2), 80 * GIB, H200).plan
+    assert 3 < (choose(work, 80 * GIB, H200).plan.needed - kept.needed) / GIB < 5
+    short = choose(work, kept.needed / (1 - ROOM) + GIB, H200).plan
+    assert short.work.reshards and set(short.policies) == {Policy.none}
+    for more, reshards in (("fsdp.reshard_after_forward=false", False), ("fsdp=shard_grad_op", False)):
+        assert choose(workload(*settings, more, num_ranks=2), 24 * GIB, H200).plan.work.reshards is reshards
 
 
 def test_short_memory_is_relieved_step_by_step(monkeypatch: pytest.MonkeyPatch):

@@ -40,9 +40,10 @@ def _fsdp(config: Config, environ: Mapping[str, str]) -> Iterator[Problem]:
         yield _contradiction(config, environ, "FSDP_SHARDING_STRATEGY", "fsdp.sharding_strategy", f"fsdp={option}")
 
     reshards = fsdp.sharding_strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
+    reshards = reshards and fsdp.reshard_after_forward is not False
     if environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "false" and reshards and strategy == "FULL_SHARD":
-        name = "FSDP_RESHARD_AFTER_FORWARD"
-        yield _contradiction(config, environ, name, "fsdp.sharding_strategy", "fsdp=shard_grad_op")
+        name, key = "FSDP_RESHARD_AFTER_FORWARD", "fsdp.reshard_after_forward"
+        yield _contradiction(config, environ, name, key, f"{key}=false")
 
     if _is_true(environ, "FSDP_ACTIVATION_CHECKPOINTING") and config.memory.activations is Activations.none:
         name = "FSDP_ACTIVATION_CHECKPOINTING"

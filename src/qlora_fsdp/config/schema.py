@@ -241,9 +241,13 @@ class LoraConfig:
 
 @dataclass
 class FsdpConfig:
-    # FULL_SHARD: gather a layer for forward and again for backward. SHARD_GRAD_OP: keep it between. HYBRID_SHARD: shard
-    # within groups of hybrid_shard_size, replicate between them. NO_SHARD: every rank holds all.
+    # FULL_SHARD: every rank holds a part of each layer. SHARD_GRAD_OP: the same, with layers that stay gathered between
+    # forward and backward. HYBRID_SHARD: shard within groups of hybrid_shard_size, replicate between them. NO_SHARD:
+    # every rank holds all.
     sharding_strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD
+    # Free a layer after its forward, and gather it again for backward. null: unless the memory plan has room to keep
+    # all layers gathered.
+    reshard_after_forward: bool | None = None
     # Ranks a shard group under HYBRID_SHARD. null: the ranks of one node.
     hybrid_shard_size: int | None = None
     # Keep shards (and optimizer state) in host memory; layers come to the GPU to be used.

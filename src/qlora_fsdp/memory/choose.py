@@ -1,4 +1,4 @@
-"""Choose activation policies, and the micro-batch, that use a GPU's memory for the best predicted speed."""
+"""Choose activation policies, the micro-batch and whether layers stay gathered, for the best predicted speed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,11 @@ def choose(work: Workload, target: float, gpu: Gpu) -> Choice:
         target: bytes, libraries included.
         gpu: for the rates.
     """
-    choices = [_choose_policies(replace(work, micro_batch_size=size), target) for size in micro_batch_sizes(work)]
+    choices = [
+        _choose_policies(replace(each, micro_batch_size=size), target)
+        for size in micro_batch_sizes(work)
+        for each in _ways_to_reshard(work)
+    ]
     fitting = [choice for choice in choices if choice.fits]
     if not fitting:
         return min(choices, key=lambda choice: choice.plan.needed)
@@ -56,6 +60,15 @@ def micro_batch_sizes(work: Workload) -> list[int]:
     assert training.global_batch_size is not None
     part = training.global_batch_size // work.num_ranks
     return [size for size in (2**power for power in range(part.bit_length())) if part % size == 0]
+
+
+def _ways_to_reshard(work: Workload) -> Iterator[Workload]:
+    """With layers that stay gathered between forward and backward, and with layers that don't; or as it is set."""
+    fsdp = work.config.fsdp
+    is_open = fsdp.reshard_after_forward is None and work.reshards
+    if is_open and work.num_shards > 1 and work.is_cuda and not fsdp.cpu_offload:
+        yield replace(work, config=replace(work.config, fsdp=replace(fsdp, reshard_after_forward=False)))
+    yield work
 
 
 def fixed_policies(config: Config, num_layers: int) -> tuple[Policy, ...] | None:

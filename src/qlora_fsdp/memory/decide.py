@@ -19,7 +19,7 @@ from qlora_fsdp.memory.plan import GIB, MemoryPlan
 from qlora_fsdp.memory.report import changes_table, summary_line
 from qlora_fsdp.memory.shape import model_shape
 from qlora_fsdp.memory.suggest import cheapest_changes, enough_gpus
-from qlora_fsdp.memory.workload import Workload
+from qlora_fsdp.memory.workload import Workload, reshards
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,14 @@ class Decision:
         plan: None for a model that the plan does not know.
         policies: one a layer.
         micro_batch_size: sequences a rank a forward pass.
+        reshard_after_forward: layers are freed after their forward.
         lines: to tell the user.
     """
 
     plan: MemoryPlan | None
     policies: tuple[Policy, ...]
     micro_batch_size: int
+    reshard_after_forward: bool
     lines: tuple[str, ...]
 
 
@@ -103,7 +105,7 @@ def decide(
     if not choice.fits and machine.is_cuda:
         cheapest = cheapest_changes(work, machine.target, machine.gpu)
         lines.append("This may not fit. What would, by the plan:\n" + changes_table(cheapest))
-    return Decision(plan, plan.policies, plan.work.micro_batch_size, tuple(lines))
+    return Decision(plan, plan.policies, plan.work.micro_batch_size, plan.work.reshards, tuple(lines))
 
 
 def _without_plan(config: Config, model_type: str, num_layers: int) -> Decision:
@@ -115,7 +117,7 @@ def _without_plan(config: Config, model_type: str, num_layers: int) -> Decision:
         )
     policies = fixed_policies(config, num_layers) or (Policy.full,) * num_layers
     line = f"no plan for model_type={model_type}; activations {describe_policies(policies)}"
-    return Decision(None, policies, size, (line,))
+    return Decision(None, policies, size, reshards(config.fsdp), (line,))
 
 
 def _reason(plan: MemoryPlan, machine: Machine) -> str:
@@ -129,9 +131,10 @@ def _reason(plan: MemoryPlan, machine: Machine) -> str:
         )
         if is_auto
     ]
+    stays = ", layers gathered once a pass" if work.num_shards > 1 and not work.reshards else ""
     setting = show("memory.target_gib", config.memory.target_gib)
     target = f"{machine.target / GIB:.1f} GiB ({setting if config.memory.target_gib else 'free memory less 5 %'})"
-    what = f"micro-batch {work.micro_batch_size}, activations {describe_policies(plan.policies)}"
+    what = f"micro-batch {work.micro_batch_size}, activations {describe_policies(plan.policies)}{stays}"
     by = f"auto chose {' and '.join(chosen)} for the best speed within {target}" if chosen else f"as set; {target}"
     return f"{what} ({by})"
 

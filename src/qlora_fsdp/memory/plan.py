@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from qlora_fsdp.config.schema import EmbeddingStorage, ShardingStrategy
+from qlora_fsdp.config.schema import EmbeddingStorage
 from qlora_fsdp.memory import activations
 from qlora_fsdp.memory.activations import OFFLOAD_SLOTS, Policy
 from qlora_fsdp.memory.parameters import (
@@ -164,7 +164,7 @@ class _Model:
     def kept(self) -> int:
         """What stays gathered from its first use to the end of backward."""
         root = self.unit("root")
-        if self.work.config.fsdp.sharding_strategy is ShardingStrategy.SHARD_GRAD_OP:
+        if not self.work.reshards:
             embeddings = 0 if self.is_frozen("embeddings") else self.unit("embeddings")
             return root + embeddings + len(self.layers) * self.layer.total
         return root

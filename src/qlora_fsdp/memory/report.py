@@ -67,6 +67,7 @@ def as_json(plan: MemoryPlan) -> dict[str, Any]:
         "needed_gib": round(plan.needed / GIB, 3),
         "activations": describe_policies(plan.policies),
         "micro_batch_size": plan.work.micro_batch_size,
+        "reshard_after_forward": plan.work.reshards,
         "host_gib_a_rank": _gib_values(plan.host),
         "pinned_gib_a_rank": round(plan.pinned / GIB, 3),
     }

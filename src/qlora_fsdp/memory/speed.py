@@ -69,7 +69,8 @@ def _layer_seconds(work: Workload, policy: Policy, gpu: Gpu) -> float:
     transfer = _transfer_seconds(work, _layer(work).total, gpu)
     if policy is Policy.offload:
         transfer += tokens * shape.hidden_size * work.compute_bytes / (gpu.host_gb_s * 1e9)
-    return max(forward, transfer, LAUNCH_SECONDS) + max(backward, transfer, 2 * LAUNCH_SECONDS)
+    back = transfer if work.reshards or policy is Policy.offload else 0.0
+    return max(forward, transfer, LAUNCH_SECONDS) + max(backward, back, 2 * LAUNCH_SECONDS)
 
 
 def _dense_rate(work: Workload, gpu: Gpu) -> float:
