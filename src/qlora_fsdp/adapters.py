@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from qlora_fsdp.config.schema import LoraConfig
+from qlora_fsdp.config.schema import LoraConfig, TaskName
 from qlora_fsdp.data.tokenizer import AddedTokens
 from qlora_fsdp.errors import AdapterError
 from qlora_fsdp.multimodal import find_decoder
@@ -34,17 +34,25 @@ from qlora_fsdp.quantized.lora import LoraLinear
 from qlora_fsdp.shards import gather_rows, local_rows, local_tensor, shard_group
 
 NO_TOKENS = AddedTokens()
+PEFT_TASKS = {
+    TaskName.causal_lm: "CAUSAL_LM",
+    TaskName.sequence_classification: "SEQ_CLS",
+    TaskName.token_classification: "TOKEN_CLS",
+}
 
 
 def apply_adapters(
-    model: PreTrainedModel, config: LoraConfig, task_type: str = "CAUSAL_LM", tokens: AddedTokens = NO_TOKENS
+    model: PreTrainedModel,
+    config: LoraConfig,
+    task: TaskName = TaskName.causal_lm,
+    tokens: AddedTokens = NO_TOKENS,
 ) -> peft.PeftModel:
     """Wrap the (meta) model in PEFT's; exactly the adapters and `modules_to_save` require gradients, all in fp32.
 
     Args:
         model: changed in place.
         config: what is adapted.
-        task_type: PEFT's name of the task.
+        task: what is learned.
         tokens: get rows of embeddings and head that are trained.
 
     Raises:
@@ -65,7 +73,7 @@ def apply_adapters(
         alpha_pattern=dict(config.alpha_pattern),
         trainable_token_indices=token_rows(model, tokens, config) or None,
         init_lora_weights=True,  # of tensors on meta: `initialize_adapters` does what lora.init_lora_weights says
-        task_type=task_type,
+        task_type=PEFT_TASKS[task],
     )
     settings._register_custom_module({nn.Linear: LoraLinear})
     tables = [model.get_input_embeddings(), model.get_output_embeddings()]

@@ -19,6 +19,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     PretrainedConfig,
     PreTrainedModel,
 )
@@ -34,6 +35,12 @@ from qlora_fsdp.load.files import StoredTensor, list_some, read_headers
 from qlora_fsdp.load.fill import Assignment
 from qlora_fsdp.multimodal import find_decoder
 from qlora_fsdp.quantized import Format, QuantizedEmbedding, QuantizedLinear, parse_storage
+
+AUTO_CLASSES: dict[TaskName, Any] = {
+    TaskName.causal_lm: AutoModelForCausalLM,
+    TaskName.sequence_classification: AutoModelForSequenceClassification,
+    TaskName.token_classification: AutoModelForTokenClassification,
+}
 
 
 @dataclass
@@ -190,9 +197,9 @@ def build_model(
             f"model.path={files.folder} is quantized with {stored_quant['quant_method']}; only full precision and "
             "bitsandbytes can be trained here. Set model.path to the model in full precision."
         )
-    classifies = task is not None and task.name is TaskName.sequence_classification
-    auto_class: Any = AutoModelForSequenceClassification if classifies else AutoModelForCausalLM
-    if task is not None and classifies:
+    task = task or TaskConfig()
+    classifies, auto_class = task.name is not TaskName.causal_lm, AUTO_CLASSES[task.name]
+    if classifies:
         describe_task(config, task, pad_token_id)
     try:
         with init_empty_weights(include_buffers=False):

@@ -41,7 +41,7 @@ class ChatSettings(GenerateSettings):
 def chat(settings: ChatSettings, config: Config, processes: Processes) -> None:
     """Read turns from the terminal until it ends; every rank of a sharded model hears what rank 0 reads."""
     settings.prompt = ""  # there is none beforehand
-    check_generation(settings)
+    check_generation(settings, config)
     from qlora_fsdp.inference import load_trained
 
     trained = load_trained(config, settings.adapter, processes, generates=True)
@@ -49,7 +49,7 @@ def chat(settings: ChatSettings, config: Config, processes: Processes) -> None:
         print("/reset, /system TEXT, /exit")
     conversation = Conversation(settings.system)
     while True:
-        line = processes.share(_read_line() if processes.is_main else None)
+        line = processes.share(_read_line() if processes.is_main else None, patiently=True)
         if line is None or line.strip() == "/exit":
             return
         if not line.strip() or conversation.obeys(line):
@@ -114,7 +114,7 @@ def _reply(trained: Any, messages: list[dict[str, str]], settings: ChatSettings,
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code."""
-    return run_command(argv, ChatSettings, USAGE, chat, "data=random")
+    return run_command(argv, ChatSettings, USAGE, chat, needs_data=False)
 
 
 if __name__ == "__main__":

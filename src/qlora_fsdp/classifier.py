@@ -1,4 +1,4 @@
-"""A classifier of whole rows, or a regression, with its loss and its figures."""
+"""A classifier of whole rows or of tokens, or a regression, with its loss and its figures."""
 
 from __future__ import annotations
 
@@ -11,20 +11,26 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from qlora_fsdp.config.schema import ProblemType, TaskConfig
+from qlora_fsdp.config.schema import ProblemType, TaskConfig, TaskName
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.data.labels import count_labels
 from qlora_fsdp.distributed import Processes
-from qlora_fsdp.metrics import classification_metrics, multi_label_metrics, regression_metrics
+from qlora_fsdp.metrics import (
+    classification_metrics,
+    entity_metrics,
+    multi_label_metrics,
+    name_entities,
+    regression_metrics,
+)
 from qlora_fsdp.task_model import TaskModel
 
 
-class SequenceClassifier(TaskModel):
-    """A PEFT-wrapped model for sequence classification, with transformers' own pooling and head.
+class Classifier(TaskModel):
+    """A PEFT-wrapped model for sequence or token classification, with transformers' own pooling and head.
 
-    The loss of a row is its cross-entropy; with several labels a row, the mean of their binary cross-entropies; of
-    numbers, the mean of their squared errors. Rows count alike whatever the batch, so that the same data gives the same
-    loss at any split: with class weights, too, the sum is divided by the number of rows.
+    The loss of a row, or of a labelled token, is its cross-entropy; with several labels a row, the mean of their binary
+    cross-entropies; of numbers, the mean of their squared errors. All count alike whatever the batch, so that the same
+    data gives the same loss at any split: with class weights, too, the sum is divided by their number.
 
     Args:
         model: the wrapped model, on meta or not.
@@ -37,46 +43,56 @@ class SequenceClassifier(TaskModel):
         super().__init__(model)
         self.task = task
         self.register_buffer("class_weights", None, persistent=False)
-        self._seen: list[tuple[Tensor, Tensor]] = []
+        self._seen: list[tuple[Tensor, Tensor, Tensor]] = []  # logits, labels, and which of them begin a row
 
     def weigh_classes(self, labels: NDArray[np.float32]) -> None:
-        """Take the class weights of the settings, or balance them by the training data's labels [num_rows, W]."""
+        """Take the class weights of the settings, or balance them by the training data's labels [num_labels, W]."""
         self.class_weights = _class_weights(self.task, labels)
 
     def forward(self, batch: Batch) -> Tensor:
-        """Sum of the losses of the batch's rows: float32 scalar, not yet divided by their number."""
-        assert batch.labels is not None
+        """Sum of the losses of the batch's labels: float32 scalar, not yet divided by their number."""
+        assert batch.labels is not None and batch.label_positions is not None
         # Positions count from 0 again where padding begins. A sequence that is padding alone attends to itself: a row
         # of the mask without a 1 would give NaN.
         columns = torch.arange(batch.input_ids.shape[1], device=batch.input_ids.device)
         attention_mask = (batch.position_ids == columns).long()
         # Positions are left to the model: RoBERTa's begin at 2.
         output = self.base(input_ids=batch.input_ids, attention_mask=attention_mask)
-        is_row = ~batch.labels.isnan().any(1)
-        logits, labels = output.logits.float(), batch.labels
+        logits_NK, labels_NW = output.logits.float().flatten(0, -2)[batch.label_positions], batch.labels
         if not self.training:
-            self._seen.append((logits[is_row].cpu(), labels[is_row].cpu()))
-        return self._losses(logits, labels.nan_to_num()).masked_fill(~is_row, 0.0).sum()
+            rows = batch.label_positions
+            if self.task.name is TaskName.token_classification:
+                rows = rows // batch.input_ids.shape[1]
+            is_first = torch.ones_like(rows, dtype=torch.bool)
+            is_first[1:] = rows[1:] != rows[:-1]
+            self._seen.append((logits_NK.cpu(), labels_NW.cpu(), is_first.cpu()))
+        return self._losses(logits_NK, labels_NW).sum()
 
-    def _losses(self, logits_BK: Tensor, labels_BW: Tensor) -> Tensor:
-        """The loss of each row, float32 [B]: K outputs, W numbers a row."""
+    def _losses(self, logits_NK: Tensor, labels_NW: Tensor) -> Tensor:
+        """The loss of each label, float32 [N]: K outputs, W numbers a label."""
         if self.task.problem_type is ProblemType.single_label_classification:
-            return F.cross_entropy(logits_BK, labels_BW[:, 0].long(), self.class_weights, reduction="none")
+            return F.cross_entropy(logits_NK, labels_NW[:, 0].long(), self.class_weights, reduction="none")
         if self.task.problem_type is ProblemType.multi_label_classification:
-            losses_BK = F.binary_cross_entropy_with_logits(
-                logits_BK, labels_BW, pos_weight=self.class_weights, reduction="none"
+            losses_NK = F.binary_cross_entropy_with_logits(
+                logits_NK, labels_NW, pos_weight=self.class_weights, reduction="none"
             )
-            return losses_BK.mean(1)
-        return F.mse_loss(logits_BK, labels_BW, reduction="none").mean(1)
+            return losses_NK.mean(1)
+        return F.mse_loss(logits_NK, labels_NW, reduction="none").mean(1)
 
     def take_metrics(self, processes: Processes) -> dict[str, float]:
-        """Accuracy, F1 and AUC (of numbers: mean absolute error, R2 and Pearson's r) of the rows seen since."""
+        """Accuracy, F1 and AUC of the rows seen since.
+
+        Of numbers: mean absolute error, R2 and Pearson's r. Of words in and outside entities (labels such as B-city,
+        I-city and O): accuracy, and precision, recall and F1 of whole entities.
+        """
         seen, self._seen = self._seen, []
         mine = [torch.cat(tensors).numpy() for tensors in zip(*seen, strict=True)] if seen else []
         parts = [part for part in processes.gather(mine) if part]
         if not parts:
             return {}
-        logits, labels = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+        logits, labels, is_first = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+        if self.task.name is TaskName.token_classification and name_entities(self.task.labels or []):
+            return entity_metrics(logits, labels[:, 0].astype(np.int64), is_first, self.task.labels or [])
         if self.task.problem_type is ProblemType.single_label_classification:
             return classification_metrics(logits, labels[:, 0].astype(np.int64))
         if self.task.problem_type is ProblemType.multi_label_classification:

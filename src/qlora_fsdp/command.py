@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -12,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 from qlora_fsdp.config.check_settings import check_settings
 from qlora_fsdp.config.commands import AdapterSettings, load_command
 from qlora_fsdp.config.schema import Config
-from qlora_fsdp.errors import ConfigError, RunFolderError, UserError, print_error
+from qlora_fsdp.errors import ConfigError, MemoryShortage, RankError, RunFolderError, UserError, print_error
 from qlora_fsdp.files import write_atomically
 
 if TYPE_CHECKING:
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("qlora_fsdp")
 Settings = TypeVar("Settings", bound=AdapterSettings)
+
+FIRST_RANK_SECONDS = 3.0  # for a node's first rank to say what this one would
 
 
 def write_out(out: str, text: str) -> None:
@@ -39,40 +43,74 @@ def run_command(
     kind: type[Settings],
     usage: str,
     body: Callable[[Settings, Config, Processes], None],
-    *base: str,
+    needs_data: bool = True,
 ) -> int:
-    """Parse, check, and run `body` on every process.
+    """Parse, check, and run `body` on every process; where it fails on one, all end with that error.
 
     Args:
         argv: the arguments; None: this process's own.
         kind: dataclass of the command's own settings.
         usage: what --help prints.
         body: the command.
-        base: settings of the run where nothing else is typed.
+        needs_data: data.path must be set.
 
     Returns:
         The exit code: 0, or that of the `UserError` that has been printed.
     """
     rank = os.environ.get("RANK", "0")
     try:
-        settings, config = load_command(sys.argv[1:] if argv is None else argv, kind, usage, *base)
-        problems = check_settings(config)
+        settings, config = load_command(sys.argv[1:] if argv is None else argv, kind, usage)
+        problems = [p for p in check_settings(config) if needs_data or p.setting != "data.path=null"]
         if problems:
             raise ConfigError(problems)
-        from qlora_fsdp.distributed import start_processes, stop_processes  # torch is imported only from here on
+        import torch  # only from here on
+
+        from qlora_fsdp.distributed import start_processes, stop_processes
+        from qlora_fsdp.watch import Watch
 
         log.handlers[:] = [logging.StreamHandler(sys.stderr) if rank == "0" else logging.NullHandler()]
         log.setLevel(logging.INFO)
         log.propagate = False
         processes = start_processes(config.distributed.timeout_seconds)
+        watch = Watch(processes) if processes.num_ranks > 1 else None
         try:
-            body(settings, config, processes)
+            try:
+                body(settings, config, processes)
+                processes.wait(patiently=True)  # rank 0 may still write: a rank that ended before would look lost
+            except torch.OutOfMemoryError as error:
+                raise MemoryShortage(
+                    f"{processes.device} is out of memory: {str(error).partition('. ')[0]}. Start more processes "
+                    "(torchrun --nproc_per_node), which share the model, or set a smaller batch or length."
+                ) from error
+        except BaseException as error:
+            reason = error if watch is None else watch.explain(error)
+            if reason is error:
+                raise
+            raise reason from error
         finally:
             stop_processes()
+            if watch is not None:
+                watch.stop()
     except UserError as error:
-        if rank == "0":
-            print_error(error)
+        show_error(error)
         return error.exit_code
     except KeyboardInterrupt:
         return 130
     return 0
+
+
+def show_error(error: UserError) -> None:
+    """Print what ends this process, unless it has been, and leave the reason to torchrun for the end of its report."""
+    if not error.is_shown:
+        # The processes have not met. A node's first rank finds the same, as a rule, and its end ends the others.
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print_error(error)
+        else:
+            time.sleep(FIRST_RANK_SECONDS)
+            print_error(RankError(f"rank {os.environ.get('RANK')}: {error}"))
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file is not None:
+        message = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        Path(file).write_text(
+            json.dumps({"message": {"message": message, "extraInfo": {"timestamp": int(time.time())}}})
+        )

@@ -67,10 +67,10 @@ class Processes:
         """A barrier over all processes; it never touches a GPU. Patiently: without distributed.timeout_seconds."""
         dist.all_reduce(torch.zeros(1), group=self.patient_group if patiently else self.group)
 
-    def share(self, value: Any) -> Any:
-        """Rank 0's value, on every rank."""
-        values = [value]
-        dist.broadcast_object_list(values, src=0, device=torch.device("cpu"), group=self.group)
+    def share(self, value: Any, patiently: bool = False) -> Any:
+        """Rank 0's value, on every rank. Patiently: without distributed.timeout_seconds."""
+        values, group = [value], self.patient_group if patiently else self.group
+        dist.broadcast_object_list(values, src=0, device=torch.device("cpu"), group=group)
         return values[0]
 
     def gather(self, value: Any, patiently: bool = False) -> list[Any]:

@@ -150,8 +150,8 @@ def check_tasks(settings: EvaluateSettings, config: Config, names: Sequence[str]
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code."""
     arguments = sys.argv[1:] if argv is None else argv
-    base = ["data=random"] if any(text.startswith("tasks=") for text in arguments) else []  # the tasks have their own
-    return run_command(arguments, EvaluateSettings, USAGE, evaluate_model, *base)
+    has_own = any(text.startswith("tasks=") for text in arguments)  # lm-eval's tasks bring their data
+    return run_command(arguments, EvaluateSettings, USAGE, evaluate_model, needs_data=not has_own)
 
 
 if __name__ == "__main__":

@@ -45,13 +45,14 @@ model = PeftModel.from_pretrained(model, "path/to/this/folder")"""
 
 CLASSIFIER_USAGE = """\
 from peft import PeftModel
-from transformers import AutoConfig, AutoModelForSequenceClassification
+from transformers import AutoConfig, {auto_class}
 
 folder = "path/to/this/folder"
 config = AutoConfig.from_pretrained(folder)  # has the labels; the head is in the adapter
-model = AutoModelForSequenceClassification.from_pretrained("{base}", config=config){resize}
+model = {auto_class}.from_pretrained("{base}", config=config){resize}
 model = PeftModel.from_pretrained(model, folder)"""
 
+CLASSIFIERS = {"SEQ_CLS": "AutoModelForSequenceClassification", "TOKEN_CLS": "AutoModelForTokenClassification"}
 RESIZE = "\nmodel.resize_token_embeddings({num_tokens})  # as many as the tokenizer in this folder has"
 
 
@@ -147,13 +148,13 @@ def write_adapter(
     saved.save_pretrained(str(folder))
     if tokenizer is not None:
         tokenizer.save_pretrained(str(folder))
-    classifies, base_model = config.task_type == "SEQ_CLS", cast(PreTrainedModel, model.get_base_model())
-    if classifies:
+    auto_class, base_model = CLASSIFIERS.get(str(config.task_type)), cast(PreTrainedModel, model.get_base_model())
+    if auto_class is not None:
         base_model.config.save_pretrained(folder)  # label names, and how many outputs the head has
     base = config.base_model_name_or_path or "the base model"
     num_tokens, num_rows = count_tokens(base_model)
     resize = RESIZE.format(num_tokens=num_tokens) if num_tokens > num_rows else ""
-    usage = (CLASSIFIER_USAGE if classifies else USAGE).format(base=base, resize=resize)
+    usage = (CLASSIFIER_USAGE if auto_class else USAGE).format(base=base, resize=resize, auto_class=auto_class)
     (folder / "README.md").write_text(CARD.format(base=base, version=__version__, card=card, usage=usage))
     (folder / SETTINGS_FILE).write_text(settings, encoding="utf-8")
 

@@ -27,8 +27,7 @@ def replace_missing(config: Config, device: torch.device) -> list[str]:
     """
     if device.type != "cuda":
         return []
-    if config.quant.load_in_4bit or config.quant.load_in_8bit:
-        check_bitsandbytes()
+    check_bitsandbytes(config, device)
     notes = []
     if find_spec("triton") is None:
         if config.compute.matmul is MatmulKind.fp8:
@@ -43,12 +42,16 @@ def replace_missing(config: Config, device: torch.device) -> list[str]:
     return notes
 
 
-def check_bitsandbytes() -> None:
+def check_bitsandbytes(config: Config, device: torch.device) -> None:
     """Refuse a bitsandbytes whose library for this CUDA could not be loaded; it would fail in the middle of loading.
+
+    On a CPU, or where nothing is quantized, none is needed.
 
     Raises:
         DeviceError: with its own reason.
     """
+    if device.type != "cuda" or not (config.quant.load_in_4bit or config.quant.load_in_8bit):
+        return
     library = cextension.lib
     if isinstance(library, cextension.ErrorHandlerMockBNBNativeLibrary):
         raise DeviceError(

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from qlora_fsdp.command import log, run_command, write_out
 from qlora_fsdp.config.commands import AdapterSettings
-from qlora_fsdp.config.schema import Config
+from qlora_fsdp.config.schema import Config, TaskName
+from qlora_fsdp.config.settings import show
 from qlora_fsdp.errors import ConfigError, DataError, Problem
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class GenerateSettings(AdapterSettings):
 
 def generate_completions(settings: GenerateSettings, config: Config, processes: Processes) -> None:
     """Load, complete every prompt, and print or write the rows in their order."""
-    check_generation(settings)
+    check_generation(settings, config)
     rows = _read_rows(settings)
     from qlora_fsdp.inference import load_trained
 
@@ -140,13 +141,16 @@ def run_generate(
     return output.cpu()
 
 
-def check_generation(settings: GenerateSettings) -> None:
-    """Refuse numbers that make no sense, and prompts that are missing or given twice.
+def check_generation(settings: GenerateSettings, config: Config) -> None:
+    """Refuse a classifier, numbers that make no sense, and prompts that are missing or given twice.
 
     Raises:
         ConfigError: all that were found.
     """
     problems = []
+    if config.task.name is not TaskName.causal_lm:
+        fix = "Set adapter to one of a model that does, or use qlora_fsdp.evaluate."
+        problems.append(Problem(show("task.name", config.task.name), "writes no text.", fix))
     if settings.max_new_tokens < 1 or settings.batch_size < 1:
         name = "max_new_tokens" if settings.max_new_tokens < 1 else "batch_size"
         problems.append(Problem(f"{name}={getattr(settings, name)}", "must be at least 1.", f"Set {name} higher."))
@@ -195,7 +199,7 @@ def _tokens(trained: Trained, row: dict[str, Any], number: int) -> list[int]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code."""
-    return run_command(argv, GenerateSettings, USAGE, generate_completions, "data=random")
+    return run_command(argv, GenerateSettings, USAGE, generate_completions, needs_data=False)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import PretrainedConfig, PreTrainedModel
 
-from qlora_fsdp.config.schema import TaskConfig
+from qlora_fsdp.config.schema import TaskConfig, TaskName
 from qlora_fsdp.data.labels import num_outputs
 from qlora_fsdp.load.files import StoredTensor
 
@@ -16,14 +16,15 @@ def describe_task(config: PretrainedConfig, task: TaskConfig, pad_token_id: int 
 
     Args:
         config: changed in place.
-        task: of sequence classification.
+        task: of a classifier.
         pad_token_id: models that look at the last token tell padding by it.
     """
     config.num_labels = num_outputs(task)
     if task.labels:
         config.id2label = dict(enumerate(task.labels))
         config.label2id = {name: index for index, name in enumerate(task.labels)}
-    config.problem_type = task.problem_type.value
+    if task.name is TaskName.sequence_classification:
+        config.problem_type = task.problem_type.value
     if pad_token_id is not None:
         config.pad_token_id = pad_token_id
 

@@ -19,13 +19,14 @@ from qlora_fsdp.adapters import ADAPTER, apply_adapters, initialize_adapters
 from qlora_fsdp.attention import choose_attention
 from qlora_fsdp.build import BuiltModel, ModelFiles, build_model, find_model
 from qlora_fsdp.causal_lm import CausalLM
-from qlora_fsdp.classifier import SequenceClassifier
+from qlora_fsdp.classifier import Classifier
 from qlora_fsdp.command import log
 from qlora_fsdp.config.schema import Config, DataConfig, LoraConfig, TaskName
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.data.tokenizer import AddedTokens, add_tokens, load_tokenizer
 from qlora_fsdp.distributed import Processes
 from qlora_fsdp.errors import AdapterError, DataError
+from qlora_fsdp.fallbacks import check_bitsandbytes
 from qlora_fsdp.hardware import choose_dtype
 from qlora_fsdp.load.cache import use_cache
 from qlora_fsdp.load.fill import fill
@@ -64,6 +65,7 @@ def build_trained(config: Config, adapter: str | None, processes: Processes, gen
         AdapterError: the adapter is none of LoRA.
     """
     device, dtype = processes.device, choose_dtype(config.training.precision, processes.device)
+    check_bitsandbytes(config, device)
     folder = None if adapter is None else Path(adapter).expanduser()
     lora = NO_ADAPTER if folder is None else read_lora(folder)
     files = find_model(config.model, processes.is_local_main, lambda: processes.wait(patiently=True))
@@ -89,7 +91,8 @@ def build_trained(config: Config, adapter: str | None, processes: Processes, gen
     if predicts_tokens:
         model = CausalLM(apply_adapters(built.model, lora, tokens=tokens))
     else:
-        model = SequenceClassifier(apply_adapters(built.model, lora, "SEQ_CLS", tokens), config.task)
+        lora = replace(lora, modules_to_save=[*(lora.modules_to_save or []), *built.head])
+        model = Classifier(apply_adapters(built.model, lora, config.task.name, tokens), config.task)
     return Trained(model, tokenizer, tokens, files, built, dtype)
 
 
@@ -177,7 +180,7 @@ def _names(modules_to_save: Any, task_type: Any) -> list[str] | None:
     """PEFT adds the usual names of a classifier's head, whether the model has them or not, and does so again."""
     if modules_to_save is None:
         return None
-    usual = {"score", "classifier"} if str(task_type).endswith("SEQ_CLS") else set()
+    usual = {"score", "classifier"} if str(task_type).endswith(("SEQ_CLS", "TOKEN_CLS")) else set()
     return sorted(set(modules_to_save) - usual) or None
 
 
@@ -229,9 +232,9 @@ def _start_at_the_root(model: TaskModel, device: torch.device) -> None:
     """One pass through FSDP's root: the first must start there, and `generate` starts inside."""
     ones = torch.ones((1, 8), dtype=torch.int64)
     starts = torch.tensor([0, 8], dtype=torch.int32)
-    labels = torch.full((1, 1), torch.nan)
-    model(Batch(ones, ones, torch.arange(8)[None], starts, 8, 8, labels).to(device))
-    if isinstance(model, SequenceClassifier):
+    labels, label_positions = torch.zeros((0, 1)), torch.zeros(0, dtype=torch.int64)
+    model(Batch(ones, ones, torch.arange(8)[None], starts, 8, 8, labels, label_positions).to(device))
+    if isinstance(model, Classifier):
         model._seen.clear()
 
 

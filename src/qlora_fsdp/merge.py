@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from qlora_fsdp.command import log, run_command
 from qlora_fsdp.config.commands import AdapterSettings
-from qlora_fsdp.config.schema import Config, DataFormat, EmbeddingStorage, TaskName, TokenizerConfig
+from qlora_fsdp.config.schema import Config, EmbeddingStorage, TaskName, TokenizerConfig
 from qlora_fsdp.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def merge(settings: MergeSettings, config: Config, processes: Processes) -> None
     )
     log.info(f"Merged: {out}")
     if settings.report_data is not None:
-        config.data.path, config.data.format, config.data.max_rows = settings.report_data, DataFormat.auto, None
+        config.data.path, config.data.mix, config.data.max_rows = settings.report_data, {}, None
         report = compare(settings, config, processes)
         (Path(out).expanduser() / "merge_report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         print(json.dumps(report))
@@ -161,7 +161,7 @@ def _check(settings: MergeSettings, config: Config, processes: Processes) -> Non
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code."""
-    return run_command(argv, MergeSettings, USAGE, merge, "data=random")
+    return run_command(argv, MergeSettings, USAGE, merge, needs_data=False)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ from qlora_fsdp.quantized.lora import LoraLinear
 
 ROWS_A_TIME = 1024  # of a weight, in float32
 EXTRA_NAME = "model-adapter.safetensors"
+BASE_NAME = "model-base.safetensors"
 RECORD_NAME = "merge.json"
 BLOCKSIZE = 64
 
@@ -136,11 +137,14 @@ def _write_weights(merge: Merge, changes: dict[str, dict[str, Tensor]]) -> bool:
     """Write every file that is not there yet, and the index; whether tied weights were written apart."""
     assignments = {a.stored.key: a for a in merge.built.assignments if a.stored is not None}
     parts = {part.key for a in assignments.values() for part in a.stored_parts.values()}
+    parts |= {key for a in assignments.values() for key in a.copies}  # a tied table is written once
     by_file: dict[str, list[StoredTensor]] = {}
     for stored in merge.files.tensors.values():
         if not _is_state(stored.key) and stored.key not in parts:
             by_file.setdefault(stored.file.name, []).append(stored)
     extra = _find_extra(merge, changes)
+    if extra and SINGLE_NAME in by_file:  # transformers takes a file of that name for the whole model
+        by_file[BASE_NAME] = by_file.pop(SINGLE_NAME)
     weight_map: dict[str, str] = {}
     for name, tensors in tqdm(by_file.items(), desc="Merging", unit="file", disable=None):
         target = merge.out / name

@@ -1,6 +1,8 @@
-"""Figures of classifiers: plain numpy, the definitions of scikit-learn's functions of these names."""
+"""Figures of classifiers: plain numpy, by the definitions of scikit-learn, for entities of seqeval."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +33,50 @@ def multi_label_metrics(logits_NK: Floats, truth_NK: Bools) -> dict[str, float]:
         "accuracy": float((chosen_NK == truth_NK).all(1).mean()),
         "f1": float(_f1(truth_NK, chosen_NK).mean()),
     } | _mean_auc(logits_NK, truth_NK)
+
+
+def name_entities(names: Sequence[str]) -> bool:
+    """Whether labels mark entities: B-city begins one, I-city goes on, O is outside (also E- for ends, S- alone)."""
+    return (
+        "O" in names and len(names) > 1 and all(name == "O" or name[:2] in ("B-", "I-", "E-", "S-") for name in names)
+    )
+
+
+def entity_metrics(
+    logits_NK: Floats, labels_N: NDArray[np.int64], is_first_N: Bools, names: Sequence[str]
+) -> dict[str, float]:
+    """Accuracy of single words, and precision, recall and F1 of entities that are right from first to last word.
+
+    Args:
+        logits_NK: of the words, one row after another.
+        labels_N: indices of their labels.
+        is_first_N: whether a word is the first of its row.
+        names: of the labels.
+    """
+    predicted_N = logits_NK.argmax(1)
+    true, found = (_entities([names[index] for index in tags], is_first_N) for tags in (labels_N, predicted_N))
+    num_right = len(true & found)
+    return {
+        "accuracy": float((predicted_N == labels_N).mean()),
+        "precision": num_right / max(1, len(found)),
+        "recall": num_right / max(1, len(true)),
+        "f1": 2 * num_right / max(1, len(true) + len(found)),
+    }
+
+
+def _entities(tags: Sequence[str], is_first: Bools) -> set[tuple[int, int, str]]:
+    """First word, word behind the last, and kind of each. An I- that continues nothing begins one, as in conlleval."""
+    entities, start, kind, before = set(), 0, "", "O"
+    for position, tag in enumerate([*tags, "O"]):
+        mark, _, its_kind = tag.partition("-")
+        starts_row = position == len(tags) or bool(is_first[position])
+        begins = mark in ("B", "S") or before in ("O", "E", "S") or its_kind != kind or starts_row
+        if before != "O" and (mark == "O" or begins):
+            entities.add((start, position, kind))
+        if mark != "O" and begins:
+            start = position
+        kind, before = its_kind, mark
+    return entities
 
 
 def regression_metrics(predicted_NK: Floats, truth_NK: Floats) -> dict[str, float]:

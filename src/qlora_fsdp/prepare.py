@@ -13,7 +13,7 @@ from qlora_fsdp.adapters import apply_adapters, trainable_names
 from qlora_fsdp.attention import check_packing, choose_attention
 from qlora_fsdp.build import BuiltModel, ModelFiles, build_model, find_model, quant_settings
 from qlora_fsdp.causal_lm import CausalLM
-from qlora_fsdp.classifier import SequenceClassifier
+from qlora_fsdp.classifier import Classifier
 from qlora_fsdp.config.schema import Activations, Config, DataFormat, Kernel, MatmulKind, TaskName
 from qlora_fsdp.data.open_stream import StreamedData, open_stream
 from qlora_fsdp.data.prepare import PreparedData, prepare_data
@@ -139,7 +139,7 @@ def prepare(config: Config, processes: Processes, folder: Path, first_step: int 
             vocab_size=model.vocab_size,
         )
         split = split_batches(training, processes.num_ranks, len(data.train))
-    if isinstance(model, SequenceClassifier):
+    if isinstance(model, Classifier):
         model.weigh_classes(data.train.labels_of(np.arange(len(data.train))))
     for line in str(data.report).splitlines():
         log.info(f"Data: {line}")
@@ -157,7 +157,7 @@ def _add_adapters(built: BuiltModel, config: Config, tokens: AddedTokens, liger_
     if config.task.name is TaskName.causal_lm:
         return CausalLM(apply_adapters(built.model, config.lora, tokens=tokens), liger_loss)
     lora = replace(config.lora, modules_to_save=[*(config.lora.modules_to_save or []), *built.head])
-    return SequenceClassifier(apply_adapters(built.model, lora, "SEQ_CLS", tokens), config.task)
+    return Classifier(apply_adapters(built.model, lora, config.task.name, tokens), config.task)
 
 
 def _find_tokenizer(config: Config, files: ModelFiles) -> PreTrainedTokenizerBase:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from qlora_fsdp.command import run_command
 from qlora_fsdp.config.commands import AdapterSettings
-from qlora_fsdp.config.schema import Config, TaskName
+from qlora_fsdp.config.schema import Config
 from qlora_fsdp.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -87,11 +87,12 @@ def _rows(
     """The rows in the order of the file, of a mix of each data set, with a line about each."""
     import numpy as np
 
+    from qlora_fsdp.data.labels import name_labels
     from qlora_fsdp.data.mix import MixedRows
 
     starts = data.rows.starts.tolist() if isinstance(data.rows, MixedRows) else [0, len(data.rows.num_targets)]
     names = [f"{path}, " for path in config.data.mix] if isinstance(data.rows, MixedRows) else [""]
-    used, labels = np.unique(data.row_ids), data.rows.labels  # each once, however often it is repeated
+    used = np.unique(data.row_ids)  # each once, however often it is repeated
     order = [
         (row, f"{name}row {row - first + 1}")
         for name, (first, last) in zip(names, pairwise(starts), strict=True)
@@ -99,8 +100,9 @@ def _rows(
     ]
     for row, place in order:
         tokens, is_target = data.rows.read(row)
-        if config.task.name is TaskName.sequence_classification:
-            about = f"{len(tokens)} tokens, label {labels[row].tolist()}"
+        if data.has_labels:
+            labels = data.labels_of(np.flatnonzero(data.row_ids == row)[:1])
+            about = f"{len(tokens)} tokens, labels: {name_labels(labels, config.task)}"
         else:
             about = f"{len(tokens)} tokens, {int(is_target.sum())} trained on"
         yield f"--- {place}: {about}"

@@ -5,22 +5,18 @@ config -> processes -> build (meta) -> adapt -> shard -> load -> prove -> data -
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
-import time
 from collections.abc import Sequence
-from pathlib import Path
 
+from qlora_fsdp.command import show_error
 from qlora_fsdp.config.check_settings import check_settings
 from qlora_fsdp.config.command_line import parse_arguments
 from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.config.launch_environment import check_launch_environment
 from qlora_fsdp.config.world import World
-from qlora_fsdp.errors import ConfigError, RankError, UserError, print_error
-
-FIRST_RANK_SECONDS = 3.0  # for a node's first rank to say what this one would
+from qlora_fsdp.errors import ConfigError, UserError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,28 +41,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         run(config, world)
     except UserError as error:
-        if not error.is_shown:
-            # The processes have not met. A node's first rank finds the same, as a rule, and its end ends the others.
-            if os.environ.get("LOCAL_RANK", "0") == "0":
-                print_error(error)
-            else:
-                time.sleep(FIRST_RANK_SECONDS)
-                print_error(RankError(f"rank {os.environ.get('RANK')}: {error}"))
-        _tell_launcher(error)
+        show_error(error)
         return error.exit_code
     except KeyboardInterrupt:  # while the libraries are imported; later, run() tells all ranks
         return 128 + signal.SIGINT
     return 0
-
-
-def _tell_launcher(error: UserError) -> None:
-    """Let torchrun's report of the failed processes end with the reason, not with a link to its documentation."""
-    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if file is not None:
-        message = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        Path(file).write_text(
-            json.dumps({"message": {"message": message, "extraInfo": {"timestamp": int(time.time())}}})
-        )
 
 
 if __name__ == "__main__":

@@ -13,17 +13,21 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
+from qlora_fsdp import evaluate, generate, merge
+from qlora_fsdp.build import AUTO_CLASSES
 from qlora_fsdp.config.compose import load_config
-from qlora_fsdp.config.schema import ProblemType
+from qlora_fsdp.config.schema import ProblemType, TaskName
 from qlora_fsdp.data.tokenizer import byte_tokenizer
 from qlora_fsdp.distributed import Processes
 from qlora_fsdp.task_model import TaskModel
 from tests.helpers.classification import (
     LABELS,
+    WORD_LABELS,
     load_stock_classifier,
     make_encoder,
     stock_classifier_losses,
     write_labelled_rows,
+    write_labelled_words,
 )
 from tests.helpers.ranks import once, run_ranks
 from tests.helpers.runs import settings, train_all
@@ -32,6 +36,7 @@ pytestmark = pytest.mark.distributed
 TEXTS = ["rain fell over the old town", "birds"]
 NUM_STEPS = 5
 SINGLE, MULTI, REGRESSION = ProblemType
+WORDS = TaskName.token_classification
 
 # Case: family, what its checkpoint has besides the backbone, the kind of labels, other settings.
 CASES = {
@@ -40,12 +45,15 @@ CASES = {
     "longformer int8": ("longformer", "head", SINGLE, ["quant=int8"]),
     "several labels": ("bert", "head", MULTI, ["quant=int8"]),
     "numbers": ("llama", "head", REGRESSION, ["quant=int8", "task.labels=[length,constant]"]),
+    "llama, words": ("llama", "head for words", WORDS, []),
+    "bert, words": ("bert", "head for words", WORDS, ["quant=int8", "task.class_weights=[0.5,2,1]"]),
+    "bert, words, new head": ("bert", "masked lm", WORDS, ["task.class_weights=balanced"]),
     "llama, new head": ("llama", "no head", SINGLE, ["quant=int8"]),
     "bert, new head": ("bert", "no head", SINGLE, []),
     "bert, new head and pooler": ("bert", "masked lm", SINGLE, ["task.class_weights=balanced"]),
     "longformer, new head": ("longformer", "no head", SINGLE, ["lora.use_rslora=true"]),
 }
-WITH_HEAD = [case for case, (_, kind, _, _) in CASES.items() if kind == "head"]
+WITH_HEAD = [case for case, (_, kind, _, _) in CASES.items() if kind.startswith("head")]
 
 
 def trained_logits(model: TaskModel, processes: Processes) -> Tensor:
@@ -75,12 +83,15 @@ def argv(folder: Path) -> Callable[[str, int], list[str]]:
         if not checkpoint.exists():
             make_encoder(family, kind, checkpoint, num_labels)
         if not rows.exists():
-            write_labelled_rows(rows, form)
+            write_labelled_words(rows) if form is WORDS else write_labelled_rows(rows, form)
         return [
             *settings(checkpoint, rows, packing=False),
-            "task=sequence_classification",
-            f"task.problem_type={form.value}",
-            f"task.labels=[{','.join(LABELS)}]",
+            *(
+                ["task=token_classification"]
+                if form is WORDS
+                else ["task=sequence_classification", f"task.problem_type={form.value}"]
+            ),
+            f"task.labels=[{','.join(WORD_LABELS if form is WORDS else LABELS)}]",
             f"training.max_steps={NUM_STEPS}",
             f"training.micro_batch_size={4 // num_ranks}",
             f"run.folder={folder / case.replace(' ', '_').replace(',', '')}-{num_ranks}",
@@ -141,16 +152,40 @@ def test_stock_peft_loads_the_head_that_was_trained(runs, argv, case: str):
     torch.testing.assert_close(ours, stock, rtol=0, atol=1e-5)
 
 
-def test_figures_of_evaluation_do_not_depend_on_the_ranks(runs, argv):
+@pytest.mark.parametrize("case", ["llama, words", "bert, new head"])
+def test_the_commands_know_classifiers_and_merged_ones_need_no_adapter(runs, argv, tmp_path: Path, capsys, case: str):
+    config = load_config([*argv(case, 2)])
+    ours, adapter = runs(2)[0][case].inspected, f"adapter={Path(config.run.folder) / 'adapter'}"
+    assert evaluate.main([adapter, f"data.path={config.data.path}", f"data.cache_folder={tmp_path}"]) == 0
+    summary = json.loads((Path(config.run.folder) / "summary.json").read_text())
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["loss"] == pytest.approx(summary["eval_loss"], abs=1e-5)
+    assert {name: figures[name] for name in summary["eval_metrics"]} == pytest.approx(summary["eval_metrics"])
+    assert merge.main([adapter, f"out={tmp_path / 'merged'}", "base=dequantized"]) == 0
+    auto_class = AUTO_CLASSES[config.task.name]
+    model = auto_class.from_pretrained(tmp_path / "merged", dtype=torch.float32, attn_implementation="eager").eval()
+    batch = AutoTokenizer.from_pretrained(tmp_path / "merged")(TEXTS, return_tensors="pt", padding=True)
+    with torch.no_grad():
+        stock = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    torch.testing.assert_close(ours, stock, rtol=0, atol=1e-5)
+    assert generate.main([adapter, "prompt=rain"]) == 2
+    assert f"task.name={config.task.name.value} writes no text." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("case", "names"),
+    [("bert", {"accuracy", "f1", "auc"}), ("bert, words", {"accuracy", "precision", "recall", "f1"})],
+)
+def test_figures_of_evaluation_do_not_depend_on_the_ranks(runs, argv, case: str, names: set[str]):
     runs(1), runs(2)
 
     def read(num_ranks: int) -> dict[str, float]:
-        folder = Path(load_config(argv("bert", num_ranks)).run.folder)
+        folder = Path(load_config(argv(case, num_ranks)).run.folder)
         summary = json.loads((folder / "summary.json").read_text())
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         assert lines[-1]["eval_accuracy"] == summary["eval_metrics"]["accuracy"]
         assert summary["eval_loss"] < summary["initial_eval_loss"]
         return dict(summary["eval_metrics"])
 
-    assert set(read(1)) == {"accuracy", "f1", "auc"}
+    assert set(read(1)) == names
     assert read(2) == pytest.approx(read(1), abs=1e-6)

@@ -9,13 +9,14 @@ from pathlib import Path
 import peft
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qlora_fsdp import merge, merging
 from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.load.files import read_headers
-from tests.helpers.checkpoints import VOCAB
+from tests.helpers.checkpoints import VOCAB, make_checkpoint
 from tests.helpers.ranks import run_ranks
 from tests.helpers.reference import load_stock
 from tests.helpers.runs import settings, train_all
@@ -23,6 +24,7 @@ from tests.helpers.runs import settings, train_all
 pytestmark = pytest.mark.distributed
 INPUT_IDS = torch.arange(60).view(2, 30) * 7 % 256
 NEW = f"tokenizer.add_tokens={json.dumps(['cat', *(f'<{number}>' for number in range(7))])}"
+ONE_FILE = "qwen2 in one file"
 CASES = {
     "llama": ("llama", []),
     "tied, ranks that differ": ("qwen2", ["lora.rank_pattern={q_proj:3}", "lora.use_rslora=true", "quant=int8"]),
@@ -30,6 +32,8 @@ CASES = {
     "head trained": ("llama", ["lora.modules_to_save=[lm_head]"]),
     "tied head trained": ("qwen2", ["lora.modules_to_save=[lm_head]"]),
     "tied embeddings trained": ("qwen2", ["lora.modules_to_save=[embed_tokens]"]),
+    "tied head trained, both tables in the one file": (ONE_FILE, ["lora.modules_to_save=[lm_head]"]),
+    "tied, new tokens, both tables in the one file": (ONE_FILE, [NEW]),
     "new tokens": ("llama", [NEW]),
     "tied, new tokens": ("gemma2", [NEW]),
     "new tokens, tables trained": ("llama", [NEW, "lora.modules_to_save=[embed_tokens,lm_head]"]),
@@ -37,12 +41,21 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def adapters(checkpoint: Callable[..., Path], rows: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def bases(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = make_checkpoint("qwen2", tmp_path_factory.mktemp("bases") / "one", torch.float32, max_shard_size="1GB")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return {ONE_FILE: folder} | {family: checkpoint(family, torch.float32) for family in ("llama", "qwen2", "gemma2")}
+
+
+@pytest.fixture(scope="module")
+def adapters(bases: dict[str, Path], rows: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("trained")
     cases = {}
     for index, (case, (family, more)) in enumerate(CASES.items()):
         few = ["training.max_steps=3", "training.learning_rate=1e-2", f"run.folder={folder / str(index)}"]
-        cases[case] = settings(checkpoint(family, torch.float32), rows, *few, *more)
+        cases[case] = settings(bases[family], rows, *few, *more)
     run_ranks(2, train_all, cases)
     return {case: folder / str(index) / "adapter" for index, case in enumerate(CASES)}
 
@@ -58,9 +71,9 @@ def load_merged(folder: Path) -> Tensor:
 
 @pytest.mark.parametrize("base", ["full", "dequantized"])
 @pytest.mark.parametrize("case", CASES)
-def test_merged_logits_are_those_of_base_and_adapter(adapters, checkpoint, tmp_path: Path, case: str, base: str):
+def test_merged_logits_are_those_of_base_and_adapter(adapters, bases, tmp_path: Path, case: str, base: str):
     family, more = CASES[case]
-    folder = checkpoint(family, torch.float32)
+    folder = bases[family]
     out = tmp_path / "merged"
     assert merge.main([f"adapter={adapters[case]}", f"out={out}", f"base={base}"]) == 0
     quant = load_config([f"model.path={folder}", *more, *(["quant=none"] if base == "full" else [])]).quant
@@ -68,9 +81,11 @@ def test_merged_logits_are_those_of_base_and_adapter(adapters, checkpoint, tmp_p
     stock.resize_token_embeddings(max(VOCAB, len(AutoTokenizer.from_pretrained(adapters[case]))))
     stock = peft.PeftModel.from_pretrained(stock, adapters[case])
     torch.testing.assert_close(load_merged(out), logits(stock), rtol=0, atol=2e-5)
+    keys = [key for file in out.glob("*.safetensors") for key in load_file(file)]
+    assert len(keys) == len(set(keys))  # programs that read all files find each weight once
 
 
-def test_the_report_compares_what_was_trained_with_what_was_merged(adapters, checkpoint, rows: Path, tmp_path, capsys):
+def test_the_report_compares_what_was_trained_with_what_was_merged(adapters, rows: Path, tmp_path, capsys):
     reports = {}
     for base in ("full", "dequantized"):
         arguments = [f"adapter={adapters['new tokens']}", f"out={tmp_path / base}", f"base={base}"]

@@ -6,8 +6,10 @@ import contextlib
 import io
 import json
 import math
+import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from transformers import AutoTokenizer
 
 from qlora_fsdp import chat, evaluate, generate
 from qlora_fsdp.config.compose import load_config
+from qlora_fsdp.errors import DataError
 from tests.helpers.checkpoints import VOCAB
 from tests.helpers.ranks import Meeting, once, run_ranks
 from tests.helpers.reference import load_stock
@@ -225,6 +228,23 @@ def test_tasks_of_lm_eval_score_as_by_its_own_model(adapters, stock, tmp_path: P
                 (key,) = (key for key in expected[name] if key.startswith(f"{metric},"))
                 assert found[name][key] == pytest.approx(expected[name][key], rel=1e-5), f"{name} {metric}"
     assert found["completion"]["exact_match,none"] == pytest.approx(2 / 3)
+
+
+def fail_alone(adapter: Path) -> tuple[int, str]:
+    """The exit code and the messages of this rank, where rank 1 alone can't read the prompts."""
+    Meeting.new_port()
+    if os.environ["RANK"] == "1":
+        generate._read_rows = lambda settings: (_ for _ in ()).throw(DataError("prompts=a.jsonl can't be read here."))
+    printed = io.StringIO()
+    with contextlib.redirect_stderr(printed):
+        return generate.main([f"adapter={adapter}", "prompt=rain"]), printed.getvalue()
+
+
+def test_an_error_of_one_rank_ends_all_with_it_told_once(adapters):
+    started = time.monotonic()
+    codes, messages = zip(*run_ranks(2, fail_alone, adapters["qwen2"]), strict=True)
+    assert codes == (2, 2) and time.monotonic() - started < 60
+    assert "".join(messages).count("rank 1: prompts=a.jsonl can't be read here.") == 1
 
 
 @pytest.mark.parametrize(

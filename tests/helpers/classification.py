@@ -18,11 +18,12 @@ from transformers import (
     AutoModel,
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     BitsAndBytesConfig,
 )
 
 from qlora_fsdp.config.compose import load_config
-from qlora_fsdp.config.schema import Config, ProblemType
+from qlora_fsdp.config.schema import Config, ProblemType, TaskName
 from qlora_fsdp.data import epoch_order
 from qlora_fsdp.data.prepare import prepare_data
 from qlora_fsdp.data.tokenizer import byte_tokenizer
@@ -31,14 +32,21 @@ from tests.helpers.checkpoints import SHAPE, VOCAB
 from tests.helpers.reference import add_lora, dequantize_int8
 
 LABELS = ["rain", "birds", "town"]
+WORD_LABELS = ["O", "B-town", "I-town"]
+BEGIN, SPACE = 256, 32  # tokens before the first byte of a word
 HEADS = ("score", "classifier")
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 FAMILIES = {
-    "llama": {},
+    "llama": {"classifier_dropout": 0.0},
     "bert": NO_DROPOUT,
     "longformer": {**NO_DROPOUT, "attention_window": 8, "max_position_embeddings": 400},
 }
-CLASSES = {"head": AutoModelForSequenceClassification, "no head": AutoModel, "masked lm": AutoModelForMaskedLM}
+CLASSES = {
+    "head": AutoModelForSequenceClassification,
+    "head for words": AutoModelForTokenClassification,
+    "no head": AutoModel,
+    "masked lm": AutoModelForMaskedLM,
+}
 
 
 def make_encoder(family: str, kind: str, folder: Path, num_labels: int = 3) -> Path:
@@ -68,6 +76,22 @@ def write_labelled_rows(file: Path, form: ProblemType, num_rows: int = 60) -> Pa
     return file
 
 
+def write_labelled_words(file: Path, num_rows: int = 60) -> Path:
+    """Rows of words in which "town" and the words "old" behind it are marked, by name or by index."""
+    rng = random.Random(0)
+    rows = []
+    for number in range(num_rows):
+        words = rng.choices(["town", "town", "old", "old", "rain", "sat"], k=rng.randint(1, 9))
+        tags = ["O"] * len(words)
+        for i, word in enumerate(words):
+            is_inside = word == "old" and i > 0 and tags[i - 1] != "O"
+            tags[i] = "B-town" if word == "town" else "I-town" if is_inside else "O"
+        indices = [WORD_LABELS.index(tag) for tag in tags]
+        rows.append({"tokens": words, **({"labels": tags} if number % 2 else {"ner_tags": indices})})
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
 def load_stock_classifier(folder: Path, config: Config, heads: Sequence[str] = HEADS) -> nn.Module:
     """`from_pretrained` with a BitsAndBytesConfig; for int8 the layers hold the dequantized weights.
 
@@ -84,7 +108,8 @@ def load_stock_classifier(folder: Path, config: Config, heads: Sequence[str] = H
             bnb_4bit_compute_dtype=torch.float32,
             llm_int8_skip_modules=list(heads),
         )
-    model = AutoModelForSequenceClassification.from_pretrained(
+    labels_words = config.task.name is TaskName.token_classification
+    model = CLASSES["head for words" if labels_words else "head"].from_pretrained(
         folder, config=hf_config, dtype=torch.float32, attn_implementation="eager", device_map={"": "cpu"}, **options
     )
     if config.quant.load_in_8bit:
@@ -98,15 +123,22 @@ def load_stock_classifier(folder: Path, config: Config, heads: Sequence[str] = H
 def stock_classifier_losses(argv: Sequence[str]) -> list[float]:
     """Losses of the same run with stock libraries, a row at a time, unpadded; the checkpoint has the head."""
     config = load_config(argv)
-    model = add_lora(load_stock_classifier(Path(config.model.path), config), config, "SEQ_CLS").train()
+    labels_words = config.task.name is TaskName.token_classification
+    task_type = "TOKEN_CLS" if labels_words else "SEQ_CLS"
+    if labels_words:  # PEFT leaves the head out of all-linear by itself for sequences alone
+        config.lora.modules_to_save = list(HEADS)
+    model = add_lora(load_stock_classifier(Path(config.model.path), config), config, task_type).train()
     params = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(params, lr=config.training.learning_rate, weight_decay=0.0)
     losses = []
     for rows in _global_batches(config):
-        loss_sum = 0.0
+        loss_sum, num_labels = 0.0, sum(len(labels) for _, labels in rows)
         for tokens, labels in rows:
-            logits = model(input_ids=torch.tensor([tokens])).logits[0]
-            loss = _loss(logits, torch.from_numpy(labels), config) / len(rows)
+            logits = model(input_ids=torch.tensor([tokens])).logits
+            if labels_words:
+                logits = logits[0, [i + 1 for i, before in enumerate(tokens[:-1]) if before in (BEGIN, SPACE)]]
+            losses_of_row = [_loss(*pair, config) for pair in zip(logits, torch.from_numpy(labels), strict=True)]
+            loss = sum(losses_of_row) / num_labels
             loss.backward()
             loss_sum += loss.item()
         torch.nn.utils.clip_grad_norm_(params, config.optim.max_grad_norm)
@@ -132,6 +164,5 @@ def _global_batches(config: Config) -> list[list[tuple[list[int], np.ndarray]]]:
     size, num_steps = config.training.global_batch_size, config.training.max_steps
     epochs = range(math.ceil(size * num_steps / len(data)))
     order = np.concatenate([epoch_order(len(data), config.training.seed, epoch) for epoch in epochs])
-    labels = data.labels_of(order)
-    rows = [(data.rows_of(int(i))[0][0].tolist(), label) for i, label in zip(order, labels, strict=True)]
+    rows = [(data.rows_of(i)[0][0].tolist(), data.labels_of(order[n : n + 1])) for n, i in enumerate(order.tolist())]
     return [rows[step * size :][:size] for step in range(num_steps)]

@@ -69,6 +69,10 @@ def test_dry_run_has_no_problem() -> None:
             f"{CLASSIFY} task.problem_type=regression task.class_weights=balanced",
             "task.class_weights=balanced has no effect on a regression.",
         ),
+        (
+            "task=token_classification data=default data.path=org/name task.labels=[a] task.problem_type=regression",
+            "task.problem_type=regression can't be used with task.name=token_classification: a word has one label.",
+        ),
         ("training.eval_every_steps=5", "training.eval_every_steps=5 has no data to evaluate on."),
         ("training.max_steps=null", "training.max_steps=null sets no end"),
         ("training.precision=float16", "training.precision=float16 needs loss scaling"),

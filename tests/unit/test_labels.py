@@ -10,18 +10,27 @@ import pytest
 
 from qlora_fsdp.config.schema import BadRows, Config, DataConfig, ProblemType, TaskConfig, TaskName, TrainingConfig
 from qlora_fsdp.data import PreparedData, collate, prepare_data
+from qlora_fsdp.data.labels import label_first_tokens
 from qlora_fsdp.data.tokenizer import byte_tokenizer
 from qlora_fsdp.errors import DataError
-from qlora_fsdp.metrics import classification_metrics, multi_label_metrics, regression_metrics
+from qlora_fsdp.metrics import (
+    classification_metrics,
+    entity_metrics,
+    multi_label_metrics,
+    name_entities,
+    regression_metrics,
+)
 
 SINGLE, MULTI, REGRESSION = ProblemType
 
 
-def prepare(folder: Path, rows: list[object], form: ProblemType, labels: list[str] | None) -> PreparedData:
+def prepare(
+    folder: Path, rows: list[object], form: ProblemType, labels: list[str] | None, name: str = "sequence_classification"
+) -> PreparedData:
     file = folder / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = Config(
-        task=TaskConfig(TaskName.sequence_classification, form, labels),
+        task=TaskConfig(TaskName[name], form, labels),
         data=DataConfig(path=str(file), cache_folder=str(folder / "cache"), bad_rows=BadRows.truncate),
         training=TrainingConfig(max_length=16, packing=False),
     )
@@ -40,9 +49,9 @@ def prepare(folder: Path, rows: list[object], form: ProblemType, labels: list[st
 def test_labels_reach_the_batch(tmp_path: Path, form: ProblemType, labels: list[str] | None, values, expected):
     data = prepare(tmp_path, [{"text": "abc", "label": value} for value in values], form, labels).train
     batch = collate(data, np.arange(3), pad_to=None, micro_batch_size=4)
-    assert batch.labels is not None
-    np.testing.assert_array_equal(batch.labels[:3], np.array(expected, np.float32))
-    assert batch.labels[3].isnan().all()  # padding alone: no loss
+    assert batch.labels is not None and batch.label_positions is not None
+    np.testing.assert_array_equal(batch.labels, np.array(expected, np.float32))
+    assert batch.label_positions.tolist() == [0, 1, 2]  # the fourth sequence is padding alone: no loss
     assert data.num_target_tokens(np.arange(3)) == 3
     assert batch.input_ids[0].tolist() == [256, *b"abc", 258, 258, 258, 258]
 
@@ -71,6 +80,68 @@ def test_rows_that_can_not_be_used_are_named(tmp_path: Path):
         assert part in report
     with pytest.raises(DataError, match=r"no usable row(.|\n)*task.labels"):
         prepare(tmp_path, rows[2:], SINGLE, ["no", "yes"])
+
+
+def test_words_give_their_first_token_a_label(tmp_path: Path):
+    names = ["O", "B-x", "I-x"]
+    rows = [
+        {"tokens": ["New", "York", "is", "é"], "ner_tags": [1, "I-x", -100, 0]},
+        {"tokens": ["a", "", "b"], "labels": ["O", "B-x", None]},
+        {"tokens": ["long"] * 9, "tags": [0] * 9},
+        {"tokens": ["a", "b"], "labels": [0]},
+        {"tokens": ["a"], "labels": ["Z"]},
+        {"tokens": ["a"], "labels": [-100]},
+        {"tokens": [" "], "labels": [0]},
+        {"tokens": "a b", "labels": [0, 0]},
+        {"text": "a", "labels": [0]},
+        {"tokens": ["a"], "label": [0]},
+    ]
+    data = prepare(tmp_path, rows, SINGLE, names, "token_classification")
+    batch = collate(data.train, np.arange(3), pad_to=16, micro_batch_size=4)
+    assert batch.labels is not None and batch.label_positions is not None
+    assert batch.input_ids[0].tolist() == [256, *"New York is é".encode(), 258]
+    # Bytes 1, 5 and 13 of row 0, byte 1 of row 1, and of row 2 what is left of it: three words.
+    assert batch.label_positions.tolist() == [1, 5, 13, 16 + 1, 32 + 1, 32 + 6, 32 + 11]
+    assert batch.labels.tolist() == [[1], [2], [0], [0], [0], [0], [0]]
+    assert data.train.num_target_tokens(np.arange(3)) == 7
+    np.testing.assert_array_equal(data.train.labels_of(np.array([1, 0])), [[0], [1], [2], [0]])
+    report = str(data.report)
+    for part in (
+        "1 row cut (longer than training.max_length): rows.jsonl:3 (45 tokens)",
+        "rows.jsonl:4 (labels has 1, not a list of one label for each of the 2 tokens)",
+        "rows.jsonl:5 ('Z' is neither one of task.labels",
+        "1 row left out (no target token): rows.jsonl:6 (no word has a label)",
+        "1 row left out (empty): rows.jsonl:7 (tokens is empty)",
+        "1 row left out (wrong types): rows.jsonl:8 (tokens is not a list of words)",
+        "rows.jsonl:9 (no tokens (keys: text, labels))",
+        "rows.jsonl:10 (no labels or ner_tags or tags (keys: tokens, label))",
+        "labels: O 5, B-x 1, I-x 1",
+    ):
+        assert part in report
+
+
+def test_a_token_of_two_words_has_the_label_of_the_first():
+    offsets = [
+        (0, 0),
+        (0, 1),
+        (1, 4),
+        (4, 6),
+        (0, 0),
+    ]  # "a bc de": the second token is " bc", the third " de" cut short
+    assert label_first_tokens(["a", "bc", "de"], [0, 1, 2], offsets) == ([False, True, True, True, False], [0, 1, 2])
+    assert label_first_tokens(["a", "bc"], [0, 1], [(0, 4)]) == ([True], [0])
+
+
+def test_figures_of_entities_are_those_of_seqeval():
+    names = ["O", "B-x", "I-x", "B-y", "I-y"]
+    truth = ["B-x", "I-x", "O", "B-y", "I-y", "B-x"]  # rows of five words and one
+    found = ["B-x", "I-x", "I-x", "I-y", "I-y", "I-x"]  # the first x is too long; I- alone begins an entity
+    logits = np.eye(5)[[names.index(tag) for tag in found]]
+    labels, is_first = np.array([names.index(tag) for tag in truth]), np.array([1, 0, 0, 0, 0, 1], bool)
+    # Two of three entities are right: seqeval 1.2.2 gives these figures.
+    expected = {"accuracy": 3 / 6, "precision": 2 / 3, "recall": 2 / 3, "f1": 2 / 3}
+    assert entity_metrics(logits, labels, is_first, names) == pytest.approx(expected)
+    assert name_entities(names) and not name_entities(["O", "NN", "VB"]) and not name_entities(["yes", "no"])
 
 
 def test_figures_of_one_label_a_row():

@@ -287,7 +287,7 @@ def _data(config: Config) -> Iterator[Problem]:
         fix = "Set data.eval_path, or data.eval_fraction=0.05."
         yield problem_with(config, "tracking.num_generations", "has no held-out rows to complete.", fix)
     if config.tracking.num_generations > 0 and config.task.name is not TaskName.causal_lm:
-        reason = "needs a model that writes, and task.name is sequence_classification."
+        reason = f"needs a model that writes, and task.name is {config.task.name.value}."
         yield problem_with(config, "tracking.num_generations", reason, "Set it to 0.")
 
 

@@ -17,17 +17,22 @@ def check_task(config: Config) -> Iterator[Problem]:
     if task.name is TaskName.causal_lm:
         for key in ("task.problem_type", "task.labels", "task.class_weights"):
             if value_of(config, key) != all_settings()[key].default:
-                fix = f"Set task=sequence_classification too, or leave {key} out."
+                fix = f"Set task=sequence_classification or token_classification too, or leave {key} out."
                 yield problem_with(config, key, f"has no effect with {show('task.name', task.name)}.", fix)
         return
     if config.training.packing:
-        reason = f"can't be used with {show('task.name', task.name)}: a label belongs to a sequence of its own."
-        yield problem_with(config, "training.packing", reason, "Set task=sequence_classification, or training=padded.")
+        reason = f"can't be used with {show('task.name', task.name)}: a labelled row is a sequence of its own."
+        yield problem_with(config, "training.packing", reason, f"Set task={task.name.value}, or training=padded.")
     if config.data.format is not DataFormat.auto:
-        reason = f"has no effect with {show('task.name', task.name)}: rows have text and label."
+        of_words = task.name is TaskName.token_classification
+        keys = "tokens and labels" if of_words else "text and label"
+        reason = f"has no effect with {show('task.name', task.name)}: rows have {keys}."
         yield problem_with(config, "data.format", reason, "Set data.format=auto.")
     is_regression = task.problem_type is ProblemType.regression
     labels = task.labels or []
+    if task.name is TaskName.token_classification and task.problem_type is not ProblemType.single_label_classification:
+        reason = f"can't be used with {show('task.name', task.name)}: a word has one label."
+        yield problem_with(config, "task.problem_type", reason, "Leave it out, or set task=sequence_classification.")
     if not is_regression and len(labels) < (2 if task.problem_type is ProblemType.single_label_classification else 1):
         fix = "Set task.labels=[first,second,...], the values of label in the rows; in a YAML file if they are many."
         yield problem_with(config, "task.labels", "names too few labels.", fix)

@@ -46,14 +46,13 @@ class AdapterSettings:
 Settings = TypeVar("Settings", bound=AdapterSettings)
 
 
-def load_command(argv: Sequence[str], kind: type[Settings], usage: str, *base: str) -> tuple[Settings, Config]:
+def load_command(argv: Sequence[str], kind: type[Settings], usage: str) -> tuple[Settings, Config]:
     """Reads the command line of a command.
 
     Args:
         argv: own settings and the run's, in any order.
         kind: a dataclass of the own settings.
         usage: what --help prints.
-        base: the run's settings where nothing else is typed.
 
     Raises:
         ConfigError: unknown keys, wrong types, or a folder that holds no adapter.
@@ -70,7 +69,7 @@ def load_command(argv: Sequence[str], kind: type[Settings], usage: str, *base: s
         raise ConfigError(problems)
     saved = None if settings.adapter is None else Path(settings.adapter).expanduser() / SETTINGS_FILE
     with TemporaryDirectory() as folder:
-        first = [*WITHOUT_TRAINING, *base]
+        first = list(WITHOUT_TRAINING)
         if saved is not None and saved.is_file():
             experiment = Path(folder) / "experiment" / "adapter.yaml"
             experiment.parent.mkdir()
@@ -89,7 +88,7 @@ def saved_settings(config: Config) -> str:
     path = config.model.path
     if path is not None and Path(path).expanduser().is_dir():
         values["model"].path = str(Path(path).expanduser().resolve())
-    if config.task.name is TaskName.sequence_classification:
+    if config.task.name is not TaskName.causal_lm:
         values["training"] = {"packing": False}
     return OmegaConf.to_yaml(OmegaConf.create(values))
 

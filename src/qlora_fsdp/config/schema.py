@@ -14,6 +14,7 @@ from typing import Any
 class TaskName(Enum):
     causal_lm = "causal_lm"
     sequence_classification = "sequence_classification"
+    token_classification = "token_classification"
 
 
 class ProblemType(Enum):
@@ -144,7 +145,8 @@ class RunConfig:
 
 @dataclass
 class TaskConfig:
-    # What is learned: the next token, or the labels of whole rows, {"text": ..., "label": ...}, with a new head.
+    # What is learned: the next token; or, with a new head, the labels of whole rows, {"text": ..., "label": ...}, or of
+    # words, {"tokens": [...], "labels": [...]}.
     name: TaskName = TaskName.causal_lm
     # One label a row, any number of labels a row (a list), or numbers. The names are those of transformers.
     problem_type: ProblemType = ProblemType.single_label_classification

@@ -32,7 +32,9 @@ class Batch:
             Padding at the end of a sequence is a row too.
         max_row_length: tokens of the longest row.
         num_target_tokens: positions with a target.
-        labels: float32 [B, numbers a row], NaN where a sequence is padding alone; None where tokens are predicted.
+        labels: float32 [num_labels, numbers a label]; None where tokens are predicted.
+        label_positions: int64 [num_labels], where they belong: among the B sequences, or, if tokens have them, among
+            the B x L tokens.
     """
 
     input_ids: torch.Tensor
@@ -42,6 +44,7 @@ class Batch:
     max_row_length: int
     num_target_tokens: int
     labels: torch.Tensor | None = None
+    label_positions: torch.Tensor | None = None
 
     def to(self, device: torch.device | str) -> Batch:
         """Copies the tensors to `device`; without waiting if they are pinned."""
@@ -87,16 +90,20 @@ def collate(sequences: TrainingData, indices: Indices, *, pad_to: int | None, mi
     position_ids = np.empty(shape, dtype=np.int64)
     positions = np.arange(length)
     row_starts = [0]
+    label_positions: list[int] = []
     num_target_tokens = 0
     for b in range(micro_batch_size):
         begin = 0
         for tokens, is_target in sequences.rows_of(int(indices[b])) if b < len(indices) else ():
             end = begin + len(tokens)
             input_ids[b, begin:end] = tokens
-            targets[b, begin : end - 1] = np.where(is_target[1:], tokens[1:], IGNORE_INDEX)
             position_ids[b, begin:end] = positions[: end - begin]
             row_starts.append(b * length + end)
-            num_target_tokens += int(is_target[1:].sum())
+            if sequences.has_labels:
+                label_positions += (b * length + np.flatnonzero(is_target)).tolist() if is_target.any() else [b]
+            else:
+                targets[b, begin : end - 1] = np.where(is_target[1:], tokens[1:], IGNORE_INDEX)
+                num_target_tokens += int(is_target[1:].sum())
             begin = end
         if begin < length:
             position_ids[b, begin:] = positions[: length - begin]
@@ -108,15 +115,9 @@ def collate(sequences: TrainingData, indices: Indices, *, pad_to: int | None, mi
         sequence_starts=torch.tensor(row_starts, dtype=torch.int32),
         max_row_length=int(np.diff(row_starts).max()),
         num_target_tokens=num_target_tokens,
-        labels=_labels(sequences, indices, micro_batch_size) if sequences.has_labels else None,
+        labels=torch.from_numpy(sequences.labels_of(indices)) if sequences.has_labels else None,
+        label_positions=torch.tensor(label_positions, dtype=torch.int64) if sequences.has_labels else None,
     )
-
-
-def _labels(sequences: TrainingData, indices: Indices, micro_batch_size: int) -> torch.Tensor:
-    found = torch.from_numpy(sequences.labels_of(indices))
-    labels = torch.full((micro_batch_size, found.shape[1]), torch.nan)
-    labels[: len(indices)] = found
-    return labels
 
 
 def _padded_length(sequences: TrainingData, indices: NDArray[np.int64]) -> int:

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from qlora_fsdp.data.report import NUM_EXAMPLES, ReadReport, RowProblem
 from qlora_fsdp.data.tokenize import Mask, Tokens
 
-CACHE_VERSION = 4  # raise it when the same input gives other tokens
+CACHE_VERSION = 5  # raise it when the same input gives other tokens
 REPORT = "report.json"
 
 
@@ -32,10 +32,10 @@ class TokenizedRows:
 
     Attributes:
         tokens: int32 [num_tokens], all rows one after another.
-        is_target: bool [num_tokens], whether a token is trained on; never the first of a row.
+        is_target: bool [num_tokens], whether a token is trained on, never the first of a row; or has a label.
         starts: int64 [num_rows + 1], where rows begin in them.
-        num_targets: int32 [num_rows]; 1 for a labelled row.
-        labels: float32 [num_rows, numbers a row], as `data.labels` reads them; no numbers without labels.
+        num_targets: int32 [num_rows]; 1 for a row that has a label as a whole.
+        labels: float32 [sum of num_targets, numbers a label], as `data.labels` reads them; no numbers without labels.
     """
 
     tokens: Tokens
@@ -78,7 +78,7 @@ def write_entry(
         path: of the source, as the user gave it.
         num_rows: rows read.
         tokenized: the rows.
-        label_width: numbers a row has as its labels; 0: tokens are predicted, not labels.
+        label_width: numbers of a label, which a row without target tokens has as a whole; 0: tokens are predicted.
     """
     counter = _Counter()
     num_tokens, max_token_id = 0, -1
@@ -97,7 +97,7 @@ def write_entry(
             lengths.append(row_lengths.astype(np.int64))
             row_starts = np.cumsum(row_lengths) - row_lengths
             row_targets = np.add.reduceat(is_target, row_starts, dtype=np.int32)
-            num_targets.append(np.ones_like(row_targets) if label_width else row_targets)
+            num_targets.append(np.maximum(row_targets, 1) if label_width else row_targets)
             labels.append(_flat(table["labels"], np.float32))
             num_tokens += len(tokens)
             max_token_id = max(max_token_id, int(tokens.max()))
@@ -124,13 +124,15 @@ def load_entry(folder: Path) -> tuple[TokenizedRows, ReadReport]:
             raise ValueError(f"{folder / name} has {size} bytes, not {expected}")
         return np.memmap(folder / name, dtype=dtype, mode="r", shape=(length,)) if length else np.zeros(0, dtype)
 
+    num_targets = np.array(load("num_targets.bin", np.int32, report.num_used_rows))
+    num_labels = int(num_targets.sum()) if report.label_width else 0
     rows = TokenizedRows(
         tokens=load("tokens.bin", np.int32, report.num_tokens),
         is_target=load("is_target.bin", np.bool_, report.num_tokens),
         starts=np.array(load("starts.bin", np.int64, report.num_used_rows + 1)),
-        num_targets=np.array(load("num_targets.bin", np.int32, report.num_used_rows)),
-        labels=np.array(load("labels.bin", np.float32, report.num_used_rows * report.label_width)).reshape(
-            report.num_used_rows, report.label_width
+        num_targets=num_targets,
+        labels=np.array(load("labels.bin", np.float32, num_labels * report.label_width)).reshape(
+            num_labels, report.label_width
         ),
     )
     return rows, report

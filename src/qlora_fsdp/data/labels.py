@@ -1,7 +1,8 @@
-"""Stages 2 to 4 for labelled rows, {"text": ..., "label": ...}: tokens as the tokenizer makes them, and numbers.
+"""Stages 2 to 4 for labelled rows: tokens as the tokenizer makes them, and numbers.
 
-The tokens are those that a stock pipeline makes of the same text, special tokens included, so that an adapter sees in
-use what it saw in training.
+A row is {"text": ..., "label": ...}, or, where words have labels, {"tokens": [words], "labels": [one a word]}. The
+tokens are those that a stock pipeline makes of the same text, special tokens included, so that an adapter sees in use
+what it saw in training.
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from qlora_fsdp.config.schema import BadRows, ProblemType, TaskConfig
-from qlora_fsdp.data.check import EMPTY, TOO_LONG, WRONG_KEYS, WRONG_LABEL, WRONG_TYPES, BadRow, parse_row
+from qlora_fsdp.config.schema import BadRows, ProblemType, TaskConfig, TaskName
+from qlora_fsdp.data.check import EMPTY, NO_TARGET, TOO_LONG, WRONG_KEYS, WRONG_LABEL, WRONG_TYPES, BadRow, parse_row
 from qlora_fsdp.data.tokenize import FEATURES
 
 LABEL_KEYS = ("label", "labels")
+WORD_LABEL_KEYS = ("labels", "ner_tags", "tags")
+NO_LABEL = (None, -100)  # of a word
+FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
@@ -34,33 +38,49 @@ class LabelledRowTokenizer:
         out: dict[str, list[Any]] = {name: [] for name in FEATURES}
         for place, raw in zip(batch["place"], batch["row"], strict=True):
             try:
-                problem, tokens, labels = self._encode(raw)
-                values = (place, *problem, tokens, [False] * len(tokens), labels)
+                values = (place, *self._encode(raw))
             except BadRow as bad:
                 values = (place, bad.kind, bad.detail, [], [], [])
             for name, value in zip(FEATURES, values, strict=True):
                 out[name].append(value)
         return out
 
-    def _encode(self, raw: bytes) -> tuple[tuple[str, str], list[int], list[float]]:
+    def _encode(self, raw: bytes) -> tuple[str, str, list[int], list[bool], list[float]]:
         row = parse_row(raw)
-        text = row.get("text")
-        if text is None:
-            raise BadRow(WRONG_KEYS, f"no text (keys: {', '.join(row)})")
-        if not isinstance(text, str):
-            raise BadRow(WRONG_TYPES, f"text is {type(text).__name__}, not text")
-        if not text.strip():
-            raise BadRow(EMPTY, "text is empty")
-        labels = read_labels(row, self.task)
-        tokens: list[int] = self.tokenizer(text, verbose=False)["input_ids"]
-        if len(tokens) <= self.max_length:
-            return ("", ""), tokens, labels
-        detail = f"{len(tokens)} tokens"
-        if self.bad_rows is not BadRows.truncate:
-            raise BadRow(TOO_LONG, detail)
-        # The tokenizer cuts, because its last token may be a special one that must stay.
-        tokens = self.tokenizer(text, truncation=True, max_length=self.max_length)["input_ids"]
-        return (TOO_LONG, detail), tokens, labels
+        if self.task.name is TaskName.sequence_classification:
+            text = _read_text(row)
+            labels = read_labels(row, self.task)
+            problem, tokens, _ = self._tokenize(text)
+            return *problem, tokens, [False] * len(tokens), labels
+        words, word_labels = read_words(row, self.task)
+        problem, tokens, offsets = self._tokenize(" ".join(words))
+        is_labelled, labels = label_first_tokens(words, word_labels, offsets)
+        if not labels:
+            raise BadRow(NO_TARGET, f"within {self.max_length} tokens" if problem[0] else "no word has a label")
+        return *problem, tokens, is_labelled, labels
+
+    def _tokenize(self, text: str) -> tuple[tuple[str, str], list[int], list[tuple[int, int]]]:
+        """What is wrong with the length, token ids, and where each token is in the text, special ones nowhere."""
+        encoded = self.tokenizer(text, return_offsets_mapping=True, verbose=False)
+        problem = ("", "")
+        if len(encoded["input_ids"]) > self.max_length:
+            problem = (TOO_LONG, f"{len(encoded['input_ids'])} tokens")
+            if self.bad_rows is not BadRows.truncate:
+                raise BadRow(*problem)
+            # The tokenizer cuts, because its last token may be a special one that must stay.
+            encoded = self.tokenizer(text, return_offsets_mapping=True, truncation=True, max_length=self.max_length)
+        return problem, encoded["input_ids"], encoded["offset_mapping"]
+
+
+def _read_text(row: dict[str, Any]) -> str:
+    text = row.get("text")
+    if text is None:
+        raise BadRow(WRONG_KEYS, f"no text (keys: {', '.join(row)})")
+    if not isinstance(text, str):
+        raise BadRow(WRONG_TYPES, f"text is {type(text).__name__}, not text")
+    if not text.strip():
+        raise BadRow(EMPTY, "text is empty")
+    return text
 
 
 def read_labels(row: dict[str, Any], task: TaskConfig) -> list[float]:
@@ -86,18 +106,67 @@ def read_labels(row: dict[str, Any], task: TaskConfig) -> list[float]:
     return [float(number) for number in numbers]
 
 
+def read_words(row: dict[str, Any], task: TaskConfig) -> tuple[list[str], list[int | None]]:
+    """The words of a row and the index of each one's label; None: the word has none (-100 or null in the row).
+
+    Raises:
+        BadRow: there are no words, not as many labels, or some that are not in task.labels.
+    """
+    key = next((key for key in WORD_LABEL_KEYS if key in row), None)
+    if "tokens" not in row or key is None:
+        missing = "tokens" if "tokens" not in row else " or ".join(WORD_LABEL_KEYS)
+        raise BadRow(WRONG_KEYS, f"no {missing} (keys: {', '.join(row)})")
+    words, labels = row["tokens"], row[key]
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+        raise BadRow(WRONG_TYPES, "tokens is not a list of words")
+    if not isinstance(labels, list) or len(labels) != len(words):
+        found = f"has {len(labels)}" if isinstance(labels, list) else f"is {type(labels).__name__}"
+        raise BadRow(WRONG_LABEL, f"{key} {found}, not a list of one label for each of the {len(words)} tokens")
+    if not any(word.strip() for word in words):
+        raise BadRow(EMPTY, "tokens is empty")
+    return words, [None if label in NO_LABEL else _index(label, task.labels or []) for label in labels]
+
+
+def label_first_tokens(
+    words: list[str], labels: list[int | None], offsets: list[tuple[int, int]]
+) -> tuple[list[bool], list[float]]:
+    """Give each word's label to the first token that has a character of it.
+
+    Args:
+        words: of the text, in which single spaces stand between them.
+        labels: of the words; None: without.
+        offsets: of the tokens in the text; empty ones for special tokens.
+
+    Returns:
+        For each token whether it has a label, and these labels. A word that the tokenizer drops, or that is behind the
+        cut of a long row, has no token and is left out.
+    """
+    is_labelled, found = [False] * len(offsets), []
+    begin = token = 0
+    for word, label in zip(words, labels, strict=True):
+        while token < len(offsets) and offsets[token][1] <= begin:
+            token += 1
+        if token < len(offsets) and offsets[token][0] < begin + len(word):
+            if label is not None:
+                is_labelled[token] = True
+                found.append(float(label))
+            token += 1
+        begin += len(word) + 1
+    return is_labelled, found
+
+
 def num_outputs(task: TaskConfig) -> int:
     """Outputs of the head."""
     return len(task.labels) if task.labels else 1
 
 
 def label_width(task: TaskConfig) -> int:
-    """Numbers that `read_labels` gives for a row."""
+    """Numbers of a label."""
     return 1 if task.problem_type is ProblemType.single_label_classification else num_outputs(task)
 
 
 def count_labels(labels: NDArray[np.float32], task: TaskConfig) -> dict[str, int]:
-    """How many rows have each label; empty for regression. labels: [num_rows, width], as `read_labels` gives them."""
+    """How often each label occurs; empty for regression. labels: [num_labels, width], as `read_labels` gives them."""
     names = task.labels or []
     if task.problem_type is ProblemType.single_label_classification:
         counts = np.bincount(labels[:, 0].astype(np.int64), minlength=len(names))
@@ -106,6 +175,16 @@ def count_labels(labels: NDArray[np.float32], task: TaskConfig) -> dict[str, int
     else:
         return {}
     return dict(zip(names, counts.tolist(), strict=True))
+
+
+def name_labels(labels: NDArray[np.float32], task: TaskConfig) -> str:
+    """Labels for people to read, as `read_labels` gives them: [num_labels, width]."""
+    names = task.labels or []
+    if task.problem_type is ProblemType.single_label_classification:
+        return " ".join(names[int(index)] for index in labels[:, 0])
+    if task.problem_type is ProblemType.multi_label_classification:
+        return " ".join(names[index] for index in np.flatnonzero(labels[0])) or "none"
+    return " ".join(f"{number:g}" for number in labels[0])
 
 
 def _index(value: Any, names: list[str]) -> int:
@@ -118,4 +197,4 @@ def _index(value: Any, names: list[str]) -> int:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and bool(np.isfinite(value))
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= FLOAT32_MAX

@@ -225,7 +225,7 @@ def row_tokenizer(
 
 
 def _has_labels(config: Config) -> bool:
-    return config.task.name is TaskName.sequence_classification
+    return config.task.name is not TaskName.causal_lm
 
 
 def _check(report: ReadReport, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -272,7 +272,7 @@ def _is_whole(entry: Path) -> bool:
 def _entry_folder(source: Source, config: Config, tokenizer: PreTrainedTokenizerBase) -> Path:
     data = config.data
     max_rows = data.max_rows if source.path in training_paths(data) else None
-    task = [config.task.problem_type.value, config.task.labels] if _has_labels(config) else None
+    form = (config.task.name.value, config.task.problem_type.value, config.task.labels)
     key = fingerprint(
         tokenizer,
         source.identity,
@@ -282,7 +282,7 @@ def _entry_folder(source: Source, config: Config, tokenizer: PreTrainedTokenizer
         config.training.max_length,
         max_rows,
         config.training.seed if max_rows is not None else None,
-        task,
+        form if _has_labels(config) else None,
     )
     return Path(data.cache_folder or DEFAULT_CACHE_FOLDER).expanduser() / key
 

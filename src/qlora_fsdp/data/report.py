@@ -41,7 +41,7 @@ class ReadReport:
         num_tokens: in the used rows.
         max_token_id: the largest of them.
         problems: the bad rows, the most frequent kind first.
-        label_width: numbers a row has as its labels; 0 without labels.
+        label_width: numbers of a label; 0 without labels.
     """
 
     path: str

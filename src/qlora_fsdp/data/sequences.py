@@ -126,13 +126,20 @@ class Sequences:
 
     @property
     def has_labels(self) -> bool:
-        """Rows have labels; each is a sequence then."""
+        """Rows, or their target tokens, have labels; each row is a sequence then."""
         return bool(self.rows.labels.shape[1])
 
     def labels_of(self, indices: Indices) -> NDArray[np.float32]:
-        """Labels of sequences that are one row each, [len(indices), numbers a row]."""
+        """Labels of sequences that are one row each, one sequence after another: [num_labels, numbers a label]."""
         assert not self.is_packed
-        return self.rows.labels[self.row_ids[indices]]
+        rows = self.row_ids[indices]
+        counts, ends = self.rows.num_targets[rows], self._label_ends[rows]
+        return self.rows.labels[np.repeat(ends - np.cumsum(counts), counts) + np.arange(counts.sum())]
+
+    @cached_property
+    def _label_ends(self) -> NDArray[np.int64]:
+        """Where the labels of each row end in `rows.labels`, [len(rows)]."""
+        return np.cumsum(self.rows.num_targets, dtype=np.int64)
 
     def describe(self) -> dict[str, int]:
         """Counts that tell this data from other data."""

@@ -25,7 +25,7 @@ FEATURES = datasets.Features(
         "detail": datasets.Value("string"),
         "tokens": datasets.List(datasets.Value("int32")),  # empty: the row is left out
         "is_target": datasets.List(datasets.Value("bool")),
-        "labels": datasets.List(datasets.Value("float32")),  # of labelled rows; see data.labels
+        "labels": datasets.List(datasets.Value("float32")),  # of a row, or of its targets; see data.labels
     }
 )
 

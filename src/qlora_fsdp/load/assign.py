@@ -126,7 +126,8 @@ def assign(
             for names in names_of.values()
             if slots[names[0]][1] in slots[names[0]][0]._parameters or isinstance(slots[names[0]][0], QuantizedLayer)
         ]
-    assignments, missing, misshaped, used = [], [], [], set[str]()
+    assignments: list[Assignment] = []
+    missing, misshaped, used = [], [], set[str]()
     for names in names_of.values():
         if names[0] in new:
             assignments.append(Assignment(names[0], *slots[names[0]]))
@@ -141,7 +142,8 @@ def assign(
         if isinstance(module, QuantizedLayer) and attribute == "weight":
             assignment, problem = assign_quantized(name, module, keys, used, missing)
         else:
-            assignment = Assignment(name, module, attribute, keys[name])
+            copies = tuple(keys[n].key for n in names if n in keys and n != name)
+            assignment = Assignment(name, module, attribute, keys[name], copies=copies)
             problem = _shape_problem(name, keys[name].shape, tuple(assignment.parameter.shape))
             if assignment.parameter.is_floating_point():
                 problem = problem or _codes_problem(name, keys[name])

@@ -37,6 +37,7 @@ class Assignment:
         stored: the checkpoint's tensor, in full precision or int8/packed codes; None for random weights.
         stored_parts: of a weight already quantized: tensor of each part (`scales`, `nested_scales`).
         nested_offset: of a weight already double-quantized: the mean taken off its scales.
+        copies: keys under which the files hold it again, of a tied table; these are not read.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Assignment:
     stored: StoredTensor | None = None
     stored_parts: dict[str, StoredTensor] = field(default_factory=dict)
     nested_offset: float | None = None
+    copies: tuple[str, ...] = ()
 
     @property
     def parameter(self) -> Tensor:
