@@ -6,6 +6,7 @@ import datetime
 import json
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -71,8 +72,7 @@ class Journal:
         rows = [{"step": step, **row} for row in rows]
         with writing(self.folder), (self.folder / GENERATIONS_FILE).open("a", encoding="utf-8") as file:
             file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-        for tracker in self.trackers:
-            tracker.generations(rows, step)
+        self._tell(lambda tracker: tracker.generations(rows, step))
 
     def checkpoint(self, step: int, folder: Path, stall_seconds: float, write_seconds: float) -> None:
         """Record that the checkpoint of `step` is there: how long training waited, and how long it was written."""
@@ -91,16 +91,24 @@ class Journal:
         if self.metrics is not None:
             self.metrics.close()
         adapter = self.folder / "adapter" if summary.get("status") == "finished" else None
-        for tracker in self.trackers:
-            tracker.close(summary, adapter)
+        self._tell(lambda tracker: tracker.close(summary, adapter))
 
     def _write(self, figures: dict[str, Any]) -> None:
         if self.metrics is not None:
             with writing(self.folder):
                 self.metrics.write(json.dumps(figures) + "\n")
-        for tracker in self.trackers:
-            numbers = {k: v for k, v in figures.items() if isinstance(v, (int, float)) and k != "step"}
-            tracker.log(numbers, figures["step"])
+        numbers = {k: v for k, v in figures.items() if isinstance(v, (int, float)) and k != "step"}
+        self._tell(lambda tracker: tracker.log(numbers, figures["step"]))
+
+    def _tell(self, what: Callable[[Tracker], None]) -> None:
+        """Tell every tracker; the run does not end with one that fails."""
+        for tracker in list(self.trackers):
+            try:
+                what(tracker)
+            except Exception as error:
+                self.trackers.remove(tracker)
+                name = type(tracker).__name__.removesuffix("Tracker")
+                log.warning(f"{name} failed and gets no more figures, which are all in {self.folder}: {error!r}")
 
 
 def _drop_later_lines(file: Path, last_step: int) -> None:

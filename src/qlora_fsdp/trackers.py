@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -57,16 +58,23 @@ class WandbTracker:
         run_id = (read_json(file).get("id") if goes_on else None) or secrets.token_hex(4)
         with writing(folder):
             write_json(file, {"id": run_id})
-        self.run: Any = wandb.init(
+        start = partial(
+            wandb.init,
             id=run_id,
             resume="allow",
             project=config.tracking.project,
             entity=config.tracking.entity,
             name=config.run.name,
             dir=str(folder),
-            mode=cast(Any, mode.value),
             config=yaml.safe_load(to_yaml(config)),
         )
+        self.run: Any
+        try:
+            self.run = start(mode=cast(Any, mode.value))
+        except wandb.Error as error:  # no network, or a key that is not taken: no reason to lose a run
+            reason, files = str(error).partition("\n")[0], folder / "wandb" / "offline-run-*"
+            log.warning(f"W&B can't be reached: {reason}. It goes on offline; to send it later: wandb sync {files}")
+            self.run = start(mode="offline")
 
     def log(self, figures: dict[str, float], step: int) -> None:
         # W&B takes nothing for a step that is past, and a checkpoint's line comes some steps after its own.

@@ -11,6 +11,7 @@ import pytest
 
 from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.journal import Journal
+from qlora_fsdp.run_folder import log
 
 ROW = {"prompt": "<b>", "completion": "c", "reference": "r"}
 
@@ -23,7 +24,12 @@ class Wandb:
         self.logged: list[tuple[int, dict[str, Any]]] = []
         self.uploaded: list[list[str]] = []
 
+    class Error(Exception):
+        """W&B's own."""
+
     def init(self, **options: Any) -> Any:
+        if options["mode"] == "online":
+            raise self.Error("no such host\nand so on")
         self.started.append(options)
         return SimpleNamespace(
             id=options["id"],
@@ -67,6 +73,20 @@ def test_wandb_gets_generations_and_on_request_the_adapter(tmp_path: Path, wandb
     assert [step for step, _ in wandb.logged] == [4, 4, 4], "W&B takes nothing for a step that is past"
     assert wandb.logged[1][1] == {"generations": [{"step": 4, **ROW}]}
     assert wandb.uploaded == [[str(tmp_path / "adapter")]]
+
+
+def test_a_run_does_not_end_with_its_trackers(tmp_path: Path, wandb: Wandb, caplog: pytest.LogCaptureFixture):
+    """W&B can't be reached at the start, so it is told offline; later its process is gone."""
+    log.propagate = True
+    journal = Journal(tmp_path, load_config(["tracking.wandb=online"]), 10, is_main=True)
+    assert [options["mode"] for options in wandb.started] == ["offline"]
+    assert "W&B can't be reached: no such host. It goes on offline; to send it later: wandb sync " in caplog.text
+    journal.evaluation(4, 1.5, {}, 0.1)
+    journal.trackers[0].run.log = None  # type: ignore[attr-defined]
+    journal.evaluation(5, 1.4, {}, 0.1)
+    journal.close({"status": "finished"})
+    assert [step for step, _ in wandb.logged] == [4] and "Wandb failed and gets no more figures" in caplog.text
+    assert (tmp_path / "metrics.jsonl").read_text().count("eval_loss") == 2
 
 
 def test_tensorboard_has_one_curve_of_a_run_that_went_on(tmp_path: Path):
