@@ -32,10 +32,7 @@ from qlora_fsdp.optim import LocalAdamW8bit
 from qlora_fsdp.shards import local_tensor
 
 MANIFEST = "manifest.json"
-ANOTHER = (
-    "Set checkpoint.resume to the folder of an older checkpoint, or checkpoint.resume=none to start anew, which "
-    "removes the checkpoints in run.folder."
-)
+ANEW = "checkpoint.resume=none to start anew, which removes the checkpoints in run.folder."
 
 
 @dataclass(frozen=True)
@@ -68,6 +65,12 @@ def checkpoint_folders(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("step-*") if path.is_dir())
 
 
+def another(folder: Path) -> str:
+    """What to do when the checkpoint in `folder` can't be gone on from: it names the one before, if there is one."""
+    older = [path for path in checkpoint_folders(folder.parent) if path < folder]
+    return f"Set checkpoint.resume={older[-1] if older else 'FOLDER to another checkpoint'}, or {ANEW}"
+
+
 def read_manifest(folder: Path) -> Checkpoint:
     """What is in a checkpoint.
 
@@ -82,7 +85,7 @@ def read_manifest(folder: Path) -> Checkpoint:
         return Checkpoint(folder, **manifest)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise ResumeError(f"{folder / MANIFEST} can't be used: {reason}. {ANOTHER}") from error
+        raise ResumeError(f"{folder / MANIFEST} can't be used: {reason}. {another(folder)}") from error
 
 
 def verify_files(checkpoint: Checkpoint, processes: Processes) -> None:
@@ -97,14 +100,14 @@ def verify_files(checkpoint: Checkpoint, processes: Processes) -> None:
         try:
             found = (file.stat().st_size, digest_file(file))
         except OSError as error:
-            raise ResumeError(f"{file} can't be read: {error.strerror}. {ANOTHER}") from error
+            raise ResumeError(f"{file} can't be read: {error.strerror}. {another(checkpoint.folder)}") from error
         if found != (size, digest):
             what = (
                 f"has {found[0]} bytes, not {size}"
                 if found[0] != size
                 else "has another checksum than it was written with"
             )
-            raise ResumeError(f"{file} is damaged: it {what}. {ANOTHER}")
+            raise ResumeError(f"{file} is damaged: it {what}. {another(checkpoint.folder)}")
     processes.wait(patiently=True)
 
 
@@ -129,7 +132,7 @@ def load_checkpoint(
         if there is None or here != tuple(there):
             raise ResumeError(
                 f"{checkpoint.folder} is of another model or adapter: {name} is {_shape(there)} there and "
-                f"{_shape(here)} here. {ANOTHER}"
+                f"{_shape(here)} here. {another(checkpoint.folder)}"
             )
     load(state, storage_reader=reader, process_group=processes.patient_group)
     if isinstance(optimizer, LocalAdamW8bit):

@@ -7,16 +7,25 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from qlora_fsdp.checkpoint import ANOTHER, Checkpoint, checkpoint_folders, read_manifest, remove_checkpoints
+from qlora_fsdp.checkpoint import (
+    ANEW,
+    MANIFEST,
+    Checkpoint,
+    another,
+    checkpoint_folders,
+    read_manifest,
+    remove_checkpoints,
+)
 from qlora_fsdp.config.identity import find_changes, is_harmless, plain_settings
 from qlora_fsdp.config.schema import Config, Optimizer
 from qlora_fsdp.config.settings import show
 from qlora_fsdp.data.sequences import TrainingData
 from qlora_fsdp.distributed import Processes
 from qlora_fsdp.errors import ConfigError, Problem, ResumeError
+from qlora_fsdp.files import write_json
 from qlora_fsdp.load.files import fingerprint
 from qlora_fsdp.load.fill import Assignment
-from qlora_fsdp.run_state import describe_attempt, read_json
+from qlora_fsdp.run_state import ATTEMPT, describe_attempt, read_json
 
 # The state of adamw_8bit is saved a file a rank, so the shards must stay as they are.
 SHARDS = ("fsdp.sharding_strategy", "fsdp.hybrid_shard_size")
@@ -31,20 +40,25 @@ def find_checkpoint(config: Config) -> Checkpoint | None:
     Raises:
         ResumeError: it is not there or not whole.
     """
-    resume = "auto" if is_restart(config) else config.checkpoint.resume
-    if resume == "none" or (resume == "auto" and config.run.overwrite and not is_restart(config)):
+    own, resume = checkpoint_folders(_own_folder(config)), config.checkpoint.resume
+    if own and is_restart(config):
+        return read_manifest(own[-1])
+    if resume == "none" or (resume == "auto" and config.run.overwrite):
         return None
     if resume != "auto":
-        return read_manifest(Path(resume).expanduser().resolve())
-    folders = checkpoint_folders(_own_folder(config))
-    return read_manifest(folders[-1]) if folders else None
+        given = Path(resume).expanduser().resolve()
+        if not (given / MANIFEST).exists():
+            inside = checkpoint_folders(given) or checkpoint_folders(given / "checkpoints")
+            fix = f"Set checkpoint.resume={inside[-1]}, the newest in it." if inside else another(given)
+            raise ResumeError(f"checkpoint.resume={resume} is no checkpoint: it has no {MANIFEST}. {fix}")
+        return read_manifest(given)
+    return read_manifest(own[-1]) if own else None
 
 
 def is_restart(config: Config) -> bool:
-    """Whether the run in the folder is an earlier attempt of this same launch."""
-    before = read_json(Path(config.run.folder).expanduser() / "environment.json").get("attempt")
-    now = describe_attempt(os.environ)
-    return before is not None and before["launch"] == now["launch"] and before["restarts"] < now["restarts"]
+    """Whether an earlier attempt of this same launch has begun to train in the run folder."""
+    before, now = read_json(Path(config.run.folder).expanduser() / ATTEMPT), describe_attempt(os.environ)
+    return bool(before) and before["launch"] == now["launch"] and before["restarts"] < now["restarts"]
 
 
 def is_own(checkpoint: Checkpoint | None, config: Config) -> bool:
@@ -52,13 +66,18 @@ def is_own(checkpoint: Checkpoint | None, config: Config) -> bool:
     return checkpoint is not None and checkpoint.folder.parent == _own_folder(config)
 
 
-def remove_later_checkpoints(checkpoint: Checkpoint | None, folder: Path) -> None:
-    """Remove from `folder` what does not lead up to `checkpoint`: all, where that is not there. For rank 0."""
+def begin_attempt(checkpoint: Checkpoint | None, run_folder: Path) -> None:
+    """From here on the checkpoints in the run folder are this run's, also for a restart; for rank 0.
+
+    Those that don't lead up to `checkpoint` are removed: all, where that is not there.
+    """
+    folder = run_folder / "checkpoints"
     folders = checkpoint_folders(folder)
     keep = []
     if checkpoint is not None and checkpoint.folder in folders:
         keep = folders[: folders.index(checkpoint.folder) + 1]
     remove_checkpoints(folder, keep)
+    write_json(run_folder / ATTEMPT, describe_attempt(os.environ))
 
 
 def settings_of(config: Config, num_ranks: int) -> dict[str, Any]:
@@ -108,7 +127,7 @@ def check_data(checkpoint: Checkpoint, data: TrainingData, config: Config) -> No
         counts = ", ".join(f"{name} is {found[name]}, was {checkpoint.data.get(name)}" for name in found)
         raise ResumeError(
             f"data.path={config.data.path} is not the data that {checkpoint.folder} was trained on: {counts}. Bring "
-            f"the data back, or set checkpoint.allow_changes=[data.path]. {ANOTHER}"
+            f"the data back, or set checkpoint.allow_changes=[data.path]. Or set {ANEW}"
         )
 
 
@@ -132,7 +151,7 @@ def check_base(checkpoint: Checkpoint, base: str | None, config: Config) -> None
     if checkpoint.base is not None and base != checkpoint.base and not is_allowed:
         raise ResumeError(
             f"model.path={config.model.path} holds other weights than when {checkpoint.folder} was written. Bring the "
-            f"files back, or set checkpoint.allow_changes=[model.path] to go on with these. {ANOTHER}"
+            f"files back, or set checkpoint.allow_changes=[model.path] to go on with these. Or set {ANEW}"
         )
 
 

@@ -39,12 +39,12 @@ from qlora_fsdp.prepare import Prepared, prepare
 from qlora_fsdp.prove import prove_shards
 from qlora_fsdp.report.write import write_report
 from qlora_fsdp.resume import (
+    begin_attempt,
     check_base,
     check_changes,
     check_data,
     find_checkpoint,
     is_own,
-    remove_later_checkpoints,
     settings_of,
 )
 from qlora_fsdp.run_folder import close_run_folder, log, open_run_folder, writing
@@ -184,7 +184,7 @@ def _train(
         done = TrainResult(checkpoint.step, eval_losses=checkpoint.eval_losses)
     if processes.is_main:
         with writing(folder):
-            remove_later_checkpoints(checkpoint, folder / "checkpoints")
+            begin_attempt(checkpoint, folder)
     card = f"LoRA r={config.lora.r} on {prepared.built.kind} weights, {split.num_steps} steps"
     settings = saved_settings(config)
 

@@ -9,6 +9,7 @@ summary.json       how the run ended, and its figures
 report.html        the same to look at, with curves
 adapter/           the result
 .lock              held by the run that is writing here
+.attempt           which start of which launch that is: a restart goes on
 checkpoints/       what an interrupted run goes on from
 """
 
@@ -36,7 +37,7 @@ from qlora_fsdp.config.schema import Config
 from qlora_fsdp.distributed import Processes
 from qlora_fsdp.errors import RunFolderError
 from qlora_fsdp.files import write_atomically, write_json
-from qlora_fsdp.run_state import GENERATIONS_FILE, LOCK, describe_attempt
+from qlora_fsdp.run_state import GENERATIONS_FILE, LOCK
 
 PACKAGES = (
     "qlora-fsdp",
@@ -110,7 +111,6 @@ def describe_environment(processes: Processes) -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in PACKAGES},
         "cuda": torch.version.cuda,
-        "attempt": describe_attempt(os.environ),
         "num_ranks": processes.num_ranks,
         "num_ranks_a_node": processes.local_num_ranks,
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda else [],

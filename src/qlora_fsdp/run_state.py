@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 LOCK = ".lock"
+ATTEMPT = ".attempt"  # which start of which launch has begun to train here
 GENERATIONS_FILE = "generations.jsonl"
 SLURM_FILE = "slurm.json"  # the number of the job that was submitted
 FRESH_SECONDS = 120.0  # a file system without locks: who wrote that lately is alive

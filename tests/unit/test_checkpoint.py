@@ -30,9 +30,8 @@ from qlora_fsdp.distributed import Processes, start_processes, stop_processes
 from qlora_fsdp.errors import ConfigError, ResumeError, RunFolderError
 from qlora_fsdp.journal import Journal
 from qlora_fsdp.load.files import INDEX_NAME, SINGLE_NAME, fingerprint, read_headers
-from qlora_fsdp.resume import check_base, check_changes, find_checkpoint, settings_of
+from qlora_fsdp.resume import begin_attempt, check_base, check_changes, find_checkpoint, settings_of
 from qlora_fsdp.run_folder import close_run_folder, open_run_folder
-from qlora_fsdp.run_state import describe_attempt
 
 
 @pytest.fixture(scope="module")
@@ -141,15 +140,41 @@ def test_unfinished_ones_are_ignored_and_removed(tmp_path: Path, processes: Proc
 def test_a_restart_by_the_batch_system_goes_on_whatever_the_first_start_did(
     tmp_path: Path, processes: Processes, monkeypatch: pytest.MonkeyPatch
 ):
-    save(tmp_path / "checkpoints", 3, processes)
+    """Once training has begun; what an attempt finds that was lost before is not its own."""
+    run, other = tmp_path / "run", tmp_path / "other"
+    save(run / "checkpoints", 3, processes)
+    save(other / "checkpoints", 7, processes)
+    of_other = f"checkpoint.resume={other}/checkpoints/step-00000007"
+    starts = [[f"run.folder={run}", how] for how in ("run.overwrite=true", "checkpoint.resume=none", of_other)]
+
+    def steps() -> list[int | None]:
+        return [getattr(find_checkpoint(config(*argv)), "step", None) for argv in starts]
+
     monkeypatch.setenv("SLURM_JOB_ID", "12")
-    (tmp_path / "environment.json").write_text(json.dumps({"attempt": describe_attempt(os.environ)}))
-    anew = [f"run.folder={tmp_path}", "run.overwrite=true"], [f"run.folder={tmp_path}", "checkpoint.resume=none"]
-    assert [find_checkpoint(config(*argv)) for argv in anew] == [None, None]
+    assert steps() == [None, None, 7]
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    assert [getattr(find_checkpoint(config(*argv)), "step", None) for argv in anew] == [3, 3]
+    assert steps() == [None, None, 7], "the first attempt was lost before it trained"
+    begin_attempt(None, run)
+    assert not checkpoint_folders(run / "checkpoints")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
+    assert steps() == [None, None, 7], "the second was lost before its first checkpoint"
+    save(run / "checkpoints", 2, processes)
+    assert steps() == [2, 2, 2]
     monkeypatch.setenv("SLURM_JOB_ID", "13")
-    assert [find_checkpoint(config(*argv)) for argv in anew] == [None, None]
+    assert steps() == [None, None, 7]
+
+
+def test_resume_names_what_it_could_go_on_from(tmp_path: Path, processes: Processes):
+    for step in (2, 4):
+        save(tmp_path / "checkpoints", step, processes)
+    for given in (tmp_path, tmp_path / "checkpoints"):
+        with pytest.raises(ResumeError, match=rf"resume={given} is no checkpoint.*step-00000004, the newest"):
+            find_checkpoint(config(f"checkpoint.resume={given}"))
+    with pytest.raises(ResumeError, match=r"no checkpoint: it has no manifest\.json\. Set checkpoint\.resume=FOLDER"):
+        find_checkpoint(config("checkpoint.resume=/nowhere"))
+    (tmp_path / "checkpoints" / "step-00000004" / "manifest.json").write_text("{")
+    with pytest.raises(ResumeError, match=r"Set checkpoint\.resume=\S+step-00000002, or checkpoint\.resume=none"):
+        find_checkpoint(config(f"run.folder={tmp_path}"))
 
 
 def test_a_second_run_in_the_folder_is_refused(tmp_path: Path, processes: Processes, monkeypatch: pytest.MonkeyPatch):
