@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from qlora_fsdp.errors import RunFolderError
+
 LOCK = ".lock"
 ATTEMPT = ".attempt"  # which start of which launch has begun to train here
 GENERATIONS_FILE = "generations.jsonl"
@@ -77,7 +79,13 @@ def is_run_folder(folder: Path) -> bool:
 
 
 def find_runs(folder: Path) -> list[Path]:
-    """The run folders in `folder` and below, sorted; what is inside a run folder is looked at too (a sweep's)."""
+    """The run folders in `folder` and below, sorted; what is inside a run folder is looked at too (a sweep's).
+
+    Raises:
+        RunFolderError: the folder is not there.
+    """
+    if not folder.exists():
+        raise RunFolderError(f"{folder} is not there. Name a run.folder, or a folder above some.")
     found = []
     for path, folders, _ in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in ("adapter", "checkpoints")]

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from qlora_fsdp.errors import LaunchError, print_error
+from qlora_fsdp.errors import LaunchError, UserError, print_error
 from qlora_fsdp.run_state import SLURM_FILE, RunState, find_runs, read_json, read_run, slurm_queue
 from qlora_fsdp.tables import format_table, show_duration, show_number
 
@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     folders = [folder.resolve() for folder in parser.parse_args(argv).folders]
     try:
         print(show_status(folders))
-    except LaunchError as error:
+    except UserError as error:
         print_error(error)
         return error.exit_code
     return 0
@@ -33,6 +33,7 @@ def show_status(folders: Sequence[Path]) -> str:
 
     Raises:
         LaunchError: there is no run.
+        RunFolderError: a folder is not there.
     """
     found = list(dict.fromkeys(run for folder in folders for run in [*find_runs(folder), *_planned(folder)]))
     if not found:

@@ -17,7 +17,7 @@ import pytest
 
 from qlora_fsdp.config.compose import load_config, to_yaml
 from qlora_fsdp.report.__main__ import main as report
-from qlora_fsdp.report.charts import Series, smooth, ticks
+from qlora_fsdp.report.charts import Series, chart, smooth, ticks
 from qlora_fsdp.run_state import LOCK, describe_attempt, read_run
 from qlora_fsdp.status import main as status
 
@@ -98,9 +98,12 @@ def test_report_of_one_run_has_memory_by_phase_against_the_plan(runs: Path):
         assert re.search(r"\s+".join(map(re.escape, cells.split())), text), cells
 
 
-def test_without_runs_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert (report([str(tmp_path)]), status([str(tmp_path)])) == (2, 2)
+def test_without_runs_it_says_so(tmp_path: Path, runs: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "empty").mkdir()
+    assert [command([str(tmp_path / "empty")]) for command in (report, status)] == [2, 2]
     assert capsys.readouterr().err.count("No run is in") == 2
+    assert [command([str(runs), "/nowhere"]) for command in (report, status)] == [2, 2]
+    assert capsys.readouterr().err.count("/nowhere is not there") == 2
 
 
 def test_status_tells_a_run_that_was_killed_from_one_that_runs(runs: Path, capsys: pytest.CaptureFixture[str]):
@@ -146,3 +149,5 @@ def test_charts():
     assert smooth([1.0, None, 1.0]) == [1.0, None, pytest.approx(1.0)]
     points = Series("a", range(1200), [float(i) for i in range(1200)]).points
     assert len(points) == 600 and points[0] == (0.5, 0.5)
+    texts = re.findall(r'text-anchor="end">([^<]*)<', chart("Loss", [Series("a", [0, 1], [5.79521, 5.79524])]))
+    assert "5.79522" in texts and len(set(texts)) == len(texts), "labels that differ"

@@ -69,10 +69,10 @@ def chart(title: str, series: Sequence[Series], x_label: str = "step", x_names: 
         return across, HEIGHT - BOTTOM - (y - y_low) / (y_high - y_low) * (HEIGHT - TOP - BOTTOM)
 
     parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">']
-    for tick in y_ticks:
+    for tick, label in zip(y_ticks, _show_apart(y_ticks), strict=True):
         _, y = place(x_low, tick)
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{_show(tick)}</text>')
+        parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{label}</text>')
     for index, tick in enumerate(x_ticks):
         if x_low <= tick <= x_high:
             x, _ = place(tick, y_low)
@@ -118,5 +118,12 @@ def ticks(low: float, high: float, at_most: int = 6) -> list[float]:
     return [round(index * step, 12) for index in range(first, last + 1)]
 
 
-def _show(number: float) -> str:
-    return f"{number:,.0f}" if number == int(number) and 1 <= abs(number) < 1e7 else f"{number:.4g}"
+def _show(number: float, num_digits: int = 4) -> str:
+    is_whole = number == int(number) and 1 <= abs(number) < 1e7
+    return f"{number:,.0f}" if is_whole else f"{number:.{num_digits}g}"
+
+
+def _show_apart(numbers: Sequence[float]) -> list[str]:
+    """With as many digits as it takes to tell them apart."""
+    texts = ([_show(number, num_digits) for number in numbers] for num_digits in range(4, 16))
+    return next(found for found in texts if len(set(found)) == len(numbers))
