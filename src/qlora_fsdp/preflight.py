@@ -20,7 +20,7 @@ from qlora_fsdp.config.validate import check_world
 from qlora_fsdp.config.world import World
 from qlora_fsdp.errors import CheckpointError, ConfigError, Problem, UserError, print_error
 from qlora_fsdp.files import write_json
-from qlora_fsdp.memory.choose import AUTO, MARGIN, Choice, choose, describe_policies
+from qlora_fsdp.memory.choose import AUTO, MARGIN, Choice, choose, describe_choice
 from qlora_fsdp.memory.gpus import Hardware, parse_hardware
 from qlora_fsdp.memory.plan import GIB
 from qlora_fsdp.memory.report import as_json, changes_table, table
@@ -158,7 +158,7 @@ def _describe(choice: Choice, hardware: Hardware, target: float) -> tuple[list[s
         f"{_name(config)}: {work.shape.num_parameters / 1e9:.2f} B parameters, on {hardware.count} x {gpu.name}"
         + (f" ({hardware.note})" if hardware.note else ""),
         f"{work.num_shards} shards, micro-batch {work.micro_batch_size} x {config.training.max_length} tokens, "
-        f"{work.num_micro_batches} a step; activations {describe_policies(plan.policies)}",
+        f"{work.num_micro_batches} a step; {describe_choice(plan)}",
         "",
         table(plan),
         "",
@@ -166,7 +166,8 @@ def _describe(choice: Choice, hardware: Hardware, target: float) -> tuple[list[s
         f"Host memory: {host:.1f} GiB a host, {pinned:.1f} GiB of it pinned",
         f"Loading: {read_gib:.1f} GiB to read; {from_disk:.0f} s from a disk of 2 GB/s, {from_cache:.0f} s from the "
         "page cache",
-        f"Speed: {speed:,.0f} tokens/s; {hours:.2g} hours for {num_tokens / 1e6:,.1f} M tokens ({source})",
+        f"Speed: {speed:,.0f} tokens/s; {format(hours, ',.0f' if hours >= 10 else '.2g')} hours for "
+        f"{num_tokens / 1e6:,.1f} M tokens ({source})",
     ]
     figures = {
         "fits": choice.fits,

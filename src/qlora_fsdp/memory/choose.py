@@ -100,6 +100,12 @@ def describe_policies(policies: Sequence[Policy]) -> str:
     return ", ".join([parts[0], *(part.replace(" layers", "") for part in parts[1:])])
 
 
+def describe_choice(plan: MemoryPlan) -> str:
+    """What becomes of activations, and of gathered layers where they stay."""
+    stays = "" if plan.work.reshards or plan.work.num_shards == 1 else ", layers gathered once a pass"
+    return f"activations {describe_policies(plan.policies)}{stays}"
+
+
 def _choose_policies(work: Workload, target: float) -> Choice:
     fixed = fixed_policies(work.config, work.shape.num_layers)
     plan, target_with_room = None, target * (1 - ROOM)

@@ -13,7 +13,7 @@ from qlora_fsdp.config.schema import Activations, Config, QuantConfig
 from qlora_fsdp.config.settings import problem_with, show
 from qlora_fsdp.errors import ConfigError, MemoryShortage
 from qlora_fsdp.memory.activations import Policy
-from qlora_fsdp.memory.choose import AUTO, choose, describe_policies, fixed_policies
+from qlora_fsdp.memory.choose import AUTO, choose, describe_choice, describe_policies, fixed_policies
 from qlora_fsdp.memory.gpus import Gpu
 from qlora_fsdp.memory.plan import GIB, MemoryPlan
 from qlora_fsdp.memory.report import changes_table, summary_line
@@ -131,10 +131,9 @@ def _reason(plan: MemoryPlan, machine: Machine) -> str:
         )
         if is_auto
     ]
-    stays = ", layers gathered once a pass" if work.num_shards > 1 and not work.reshards else ""
     setting = show("memory.target_gib", config.memory.target_gib)
     target = f"{machine.target / GIB:.1f} GiB ({setting if config.memory.target_gib else 'free memory less 5 %'})"
-    what = f"micro-batch {work.micro_batch_size}, activations {describe_policies(plan.policies)}{stays}"
+    what = f"micro-batch {work.micro_batch_size}, {describe_choice(plan)}"
     by = f"auto chose {' and '.join(chosen)} for the best speed within {target}" if chosen else f"as set; {target}"
     return f"{what} ({by})"
 

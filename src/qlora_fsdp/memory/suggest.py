@@ -42,14 +42,21 @@ _Values = tuple[tuple[str, str, Any], ...]  # section, field, value
 
 
 def smaller_runs(work: Workload, target: float, gpu: Gpu) -> list[Change]:
-    """The changes that make the run fit `target` bytes, the fastest run first; as few settings together as will do."""
+    """The changes that make the run fit `target` bytes, the fastest run first.
+
+    Single settings and pairs, of which each setting is needed; more together only where these will not do.
+    """
     candidates = list(_candidates(work, fixed_policies(work.config, work.shape.num_layers) or ()))
+    found: dict[frozenset[_Values], Change] = {}
     for together in range(1, MAX_TOGETHER + 1):
-        changes = [_change(work, some, target, gpu) for some in combinations(candidates, together)]
-        fitting = [change for change in changes if change.fits]
-        if fitting:
-            return sorted(fitting, key=lambda change: -change.speed)
-    return []
+        for some in map(frozenset, combinations(candidates, together)):
+            if not any(enough <= some for enough in found):
+                change = _change(work, [each for each in candidates if each in some], target, gpu)
+                if change.fits:
+                    found[some] = change
+        if found and together > 1:
+            break
+    return sorted(found.values(), key=lambda change: -change.speed)
 
 
 def cheapest_changes(work: Workload, target: float, gpu: Gpu) -> list[Change]:
