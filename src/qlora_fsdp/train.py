@@ -17,6 +17,7 @@ from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.config.launch_environment import check_launch_environment
 from qlora_fsdp.config.world import World
 from qlora_fsdp.errors import ConfigError, UserError
+from qlora_fsdp.imports import quick_imports
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,7 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         problems = [*check_settings(config), *check_launch_environment(config, os.environ)]
         if problems:
             raise ConfigError(problems)
-        from qlora_fsdp.run import run  # torch and transformers are imported only from here on
+        with quick_imports():  # torch and transformers only from here on
+            from qlora_fsdp.run import run
 
         run(config, world)
     except UserError as error:

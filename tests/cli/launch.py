@@ -11,11 +11,13 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 
 import qlora_fsdp
+from qlora_fsdp import train
+from tests.helpers.ranks import StartedRanks
 
 ROOT = Path(__file__).parents[2]
 LAUNCHERS = {
@@ -36,44 +38,22 @@ LAUNCHERS = {
 }
 
 
-class Launch:
-    """A running command; its output goes to a file, so that nobody has to read it for it to go on.
+class Command:
+    """A command that runs; its output goes to a file, so that nobody has to read it for it to go on."""
 
-    Args:
-        folder: for the output, and the run's folder.
-        launcher: a key of LAUNCHERS.
-        arguments: of qlora_fsdp.train.
-        environment: variables besides this process's own.
-        preexec: called in the child before it starts.
-        gpus: let the command have every GPU that there is; else it runs on the CPU.
-    """
+    output_file: Path
+    run_folder: Path
 
-    def __init__(
-        self,
-        folder: Path,
-        launcher: str,
-        *arguments: str,
-        environment: dict[str, str] | None = None,
-        preexec: Callable[[], None] | None = None,
-        gpus: bool = False,
-    ) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self.output_file, self.run_folder = folder / "output.txt", folder / "run"
-        source = str(Path(qlora_fsdp.__file__).parents[1])
-        own = {name: value for name, value in os.environ.items() if not name.startswith(("FSDP_", "ACCELERATE_"))}
-        paths = [source, *filter(None, [os.environ.get("PYTHONPATH")])]
-        own |= {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        own |= {} if gpus else {"CUDA_VISIBLE_DEVICES": ""}
-        with self.output_file.open("w") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, *LAUNCHERS[launcher], f"run.folder={self.run_folder}", *arguments],
-                env=own | (environment or {}),
-                cwd=folder,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=preexec,
-            )
+    def poll(self) -> int | None:
+        """The exit code, once it has ended."""
+        raise NotImplementedError
+
+    def kill(self) -> None:
+        raise NotImplementedError
+
+    def rank(self, rank: int) -> psutil.Process:
+        """The process of a rank."""
+        raise NotImplementedError
 
     @property
     def output(self) -> str:
@@ -91,7 +71,7 @@ class Launch:
     def wait_for(self, condition: Callable[[], bool], what: str, seconds: float = 240) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
-            if time.monotonic() > deadline or (self.process.poll() is not None and not condition()):
+            if time.monotonic() > deadline or (self.poll() is not None and not condition()):
                 self.kill()
                 raise AssertionError(f"{what}: not so within {seconds:.0f} s. The output is:\n{self.output}")
             time.sleep(0.2)
@@ -102,12 +82,52 @@ class Launch:
 
     def finish(self, seconds: float = 180) -> int:
         """Wait for the end; the exit code."""
-        self.wait_for(lambda: self.process.poll() is not None, "an end", seconds)
-        assert self.process.returncode is not None
-        return self.process.returncode
+        self.wait_for(lambda: self.poll() is not None, "an end", seconds)
+        exit_code = self.poll()
+        assert exit_code is not None
+        return exit_code
+
+
+class Launch(Command):
+    """A process of its own, as a user starts it.
+
+    Args:
+        folder: for the output, and the run's folder.
+        launcher: a key of LAUNCHERS.
+        arguments: of qlora_fsdp.train.
+        environment: variables besides this process's own.
+        gpus: let the command have every GPU that there is; else it runs on the CPU.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        launcher: str,
+        *arguments: str,
+        environment: dict[str, str] | None = None,
+        gpus: bool = False,
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.output_file, self.run_folder = folder / "output.txt", folder / "run"
+        source = str(Path(qlora_fsdp.__file__).parents[1])
+        own = {name: value for name, value in os.environ.items() if not name.startswith(("FSDP_", "ACCELERATE_"))}
+        paths = [source, *filter(None, [os.environ.get("PYTHONPATH")])]
+        own |= {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        own |= {} if gpus else {"CUDA_VISIBLE_DEVICES": ""}
+        with self.output_file.open("w") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, *LAUNCHERS[launcher], f"run.folder={self.run_folder}", *arguments],
+                env=own | (environment or {}),
+                cwd=folder,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def poll(self) -> int | None:
+        return self.process.poll()
 
     def rank(self, rank: int) -> psutil.Process:
-        """The process of a rank."""
         for process in psutil.Process(self.process.pid).children(recursive=True):
             if process.environ().get("RANK") == str(rank):
                 return process
@@ -119,3 +139,42 @@ class Launch:
                 process.send_signal(signal.SIGKILL)
             self.process.kill()
             self.process.wait()
+
+
+class ForkedLaunch(Command):
+    """The same command on ranks that have the libraries already (tests/helpers/ranks.py): 10 seconds less for each.
+
+    Args:
+        folder: for the output, and the run's folder.
+        num_ranks: processes; their exit code is rank 0's.
+        arguments: of qlora_fsdp.train.
+        preexec: called in each before it starts.
+    """
+
+    def __init__(
+        self, folder: Path, num_ranks: int, *arguments: str, preexec: Callable[[], None] | None = None
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.output_file, self.run_folder = folder / "output.txt", folder / "run"
+        self.output_file.touch()
+        argv = [f"run.folder={self.run_folder}", *arguments]
+        self.ranks = StartedRanks([self.output_file] * num_ranks, _run_main, folder, argv, preexec)
+
+    def poll(self) -> int | None:
+        exit_codes = [process.exitcode for process in self.ranks.processes]
+        return None if None in exit_codes else exit_codes[0]
+
+    def rank(self, rank: int) -> psutil.Process:
+        return psutil.Process(self.ranks.processes[rank].pid)
+
+    def kill(self) -> None:
+        self.ranks.kill()
+
+
+def _run_main(folder: Path, argv: list[str], preexec: Callable[[], None] | None) -> NoReturn:
+    # As under torchrun, the store outlives the ranks: they meet where they were told that they run.
+    os.environ |= {"MASTER_PORT": os.environ["MEETING_PORT"], "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.chdir(folder)
+    if preexec is not None:
+        preexec()
+    sys.exit(train.main(argv))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import resource
 import shutil
 import signal
@@ -12,11 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.launch import Launch
+from qlora_fsdp.checkpoint import checkpoint_folders
+from tests.cli.launch import Command, ForkedLaunch, Launch
 
 pytestmark = pytest.mark.distributed
 
 LONG_RUN = ["model=tiny", "data=random", "training.max_length=64", "training.max_steps=100000"]
+EVALUATING = [*LONG_RUN, "data.max_rows=120", "data.eval_fraction=0.9", "training.eval_every_steps=2"]  # of 108 rows
+EVALUATING += ["training.micro_batch_size=1", "training.global_batch_size=1"]
 
 
 @dataclass(frozen=True)
@@ -24,77 +28,92 @@ class Ended:
     """A command that has ended, and the process that the test did something to."""
 
     exit_code: int
-    launch: Launch
+    command: Command
     pid: int = 0
 
     @property
     def message(self) -> str:
         """The one message."""
-        assert len(self.launch.errors) == 1, self.launch.output
-        return self.launch.errors[0]
+        assert len(self.command.errors) == 1, self.command.output
+        return self.command.errors[0]
 
 
-def kill(folder: Path, launcher: str, victim: int) -> Ended:
-    launch = Launch(folder, launcher, *LONG_RUN)
-    launch.wait_for_steps()
-    process = launch.rank(victim)
+def kill(command: Command, victim: int) -> Ended:
+    command.wait_for_steps()
+    process = command.rank(victim)
     process.kill()
-    return Ended(launch.finish(180), launch, process.pid)
+    return Ended(command.finish(180), command, process.pid)
 
 
-def freeze(folder: Path) -> Ended:
-    launch = Launch(folder, "torchrun", *LONG_RUN, "distributed.timeout_seconds=8")
-    launch.wait_for_steps()
-    process = launch.rank(1)
+def freeze(command: Command) -> Ended:
+    command.wait_for_steps()
+    process = command.rank(1)
     process.suspend()
-    launch.wait_for(lambda: bool(launch.errors), "a message", 60)
+    command.wait_for(lambda: bool(command.errors), "a message", 60)
     process.kill()  # torchrun does it too, after 30 s
-    return Ended(launch.finish(), launch, process.pid)
+    return Ended(command.finish(), command, process.pid)
 
 
-def interrupt(folder: Path, launcher: str, number: signal.Signals) -> Ended:
-    launch = Launch(folder, launcher, *LONG_RUN)
+def interrupt(launch: Launch, number: signal.Signals) -> Ended:
     launch.wait_for_steps()
     launch.process.send_signal(number)
     return Ended(launch.finish(120), launch)
 
 
-def fail_on_rank_1(folder: Path, model: Path, rows: Path, is_there: bool) -> Ended:
-    """Rank 1's own model folder is cut short, or is not there, which the configuration's check finds already."""
-    shutil.copytree(model, folder / "model0")
-    if is_there:
-        shutil.copytree(model, folder / "model1")
-        (folder / "model1" / "model-00001-of-00003.safetensors").write_bytes(b"")
-    data = ["model.tokenizer_path=bytes", f"data.path={rows}", f"data.cache_folder={rows.parent}"]
-    launch = Launch(folder, "torchrun", f"model.path={folder}/model${{oc.env:RANK}}", *data)
-    return Ended(launch.finish(180), launch)
+def interrupt_rank(command: Command, rank: int, number: signal.Signals, num_lines: int = 2) -> Ended:
+    command.wait_for_steps(num_lines)
+    command.rank(rank).send_signal(number)
+    return Ended(command.finish(120), command)
 
 
-def fill_disk(folder: Path, model: Path) -> Ended:
-    def limit_files() -> None:  # a write beyond fails, as on a full disk
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, 2**16))
-
-    data = ["model.tokenizer_path=bytes", "data=random", "training.max_length=32", "training.max_steps=1"]
-    launch = Launch(folder, "python", f"model.path={model}", "lora.r=64", *data, preexec=limit_files)
-    return Ended(launch.finish(180), launch)
+def limit_files() -> None:
+    """A write beyond fails, as on a full disk."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, 2**16))
 
 
 @pytest.fixture(scope="module")
 def ended(
     tmp_path_factory: pytest.TempPathFactory, checkpoint: Callable[..., Path], rows: Path
 ) -> dict[str, Future[Ended]]:
-    """Every case; two run at a time."""
+    """Every case: real commands, for what a launcher takes part in, and beside them the others, on forked ranks."""
     folder, model = tmp_path_factory.mktemp("lost"), checkpoint("llama")
-    with ThreadPoolExecutor(2) as pool:
+    for name in ("none/model0", "half/model0", "half/model1"):
+        shutil.copytree(model, folder / name)
+    (folder / "half" / "model1" / "model-00001-of-00003.safetensors").write_bytes(b"")
+    data = ["model.tokenizer_path=bytes", f"data.path={rows}", f"data.cache_folder={rows.parent}"]
+    short = [f"model.path={model}", "model.tokenizer_path=bytes", "data=random", "lora.r=64"]
+    short += ["training.max_length=32", "training.max_steps=1"]
+
+    def own_model(kind: str) -> str:
+        """Every rank's own folder, of which rank 1's is cut short or not there: the configuration's check sees that."""
+        return f"model.path={folder / kind}/model${{oc.env:RANK}}"
+
+    def launch(name: str, launcher: str, *argv: str) -> Launch:
+        return Launch(folder / name, launcher, *argv)
+
+    def fork(name: str, *argv: str, num_ranks: int = 2, preexec: Callable[[], None] | None = None) -> ForkedLaunch:
+        return ForkedLaunch(folder / name, num_ranks, *argv, preexec=preexec)
+
+    def end(command: Command) -> Ended:
+        return Ended(command.finish(), command)
+
+    real = {
+        "rank 0 killed": lambda: kill(launch("0", "torchrun", *LONG_RUN), 0),
+        "SIGINT": lambda: interrupt(launch("1", "python", *LONG_RUN), signal.SIGINT),
+        "SIGTERM": lambda: interrupt(launch("2", "torchrun", *LONG_RUN), signal.SIGTERM),
+        "rank 1 has no model": lambda: end(launch("3", "torchrun", own_model("none"), *data)),
+    }
+    forked = {
+        "rank 1 killed": lambda: kill(fork("4", *LONG_RUN), 1),
+        "rank 1 frozen": lambda: freeze(fork("5", *LONG_RUN, "distributed.timeout_seconds=8")),
+        "SIGUSR1 on rank 1": lambda: interrupt_rank(fork("6", *LONG_RUN), 1, signal.SIGUSR1),
+        "SIGTERM in an evaluation": lambda: interrupt_rank(fork("7", *EVALUATING, num_ranks=1), 0, signal.SIGTERM, 3),
+        "rank 1 has half a model": lambda: end(fork("8", own_model("half"), *data)),
+        "disk full": lambda: end(fork("9", *short, num_ranks=1, preexec=limit_files)),
+    }
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as another:
         return {
-            "rank 0 killed": pool.submit(kill, folder / "0", "torchrun", 0),
-            "rank 1 killed": pool.submit(kill, folder / "1", "accelerate", 1),
-            "rank 1 frozen": pool.submit(freeze, folder / "2"),
-            "SIGINT": pool.submit(interrupt, folder / "3", "python", signal.SIGINT),
-            "SIGTERM": pool.submit(interrupt, folder / "4", "torchrun", signal.SIGTERM),
-            "rank 1 has no model": pool.submit(fail_on_rank_1, folder / "5", model, rows, is_there=False),
-            "rank 1 has half a model": pool.submit(fail_on_rank_1, folder / "6", model, rows, is_there=True),
-            "disk full": pool.submit(fill_disk, folder / "7", model),
+            case: pool.submit(act) for pool, cases in ((one, real), (another, forked)) for case, act in cases.items()
         }
 
 
@@ -103,25 +122,34 @@ def test_killed_rank_is_named(ended: dict[str, Future[Ended]], rank: int) -> Non
     run = ended[f"rank {rank} killed"].result()
     assert run.exit_code != 0
     assert run.message.startswith(f"rank {rank} is gone: process {run.pid} ")
-    assert run.launch.summary["status"] == "failed"
-    assert f"rank {rank} is gone" in run.launch.summary["error"]
-    assert (run.launch.run_folder / "metrics.jsonl").read_text().count("\n") >= 2
+    assert run.command.summary["status"] == "failed"
+    assert f"rank {rank} is gone" in run.command.summary["error"]
+    assert (run.command.run_folder / "metrics.jsonl").read_text().count("\n") >= 2
 
 
 def test_frozen_rank_is_named_after_the_timeout(ended: dict[str, Future[Ended]]) -> None:
     run = ended["rank 1 frozen"].result()
     assert run.exit_code != 0
     assert run.message.startswith(f"rank 1 does not answer: process {run.pid} ")
-    assert run.launch.summary["status"] == "failed"
+    assert run.command.summary["status"] == "failed"
 
 
-@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 1)])
-def test_interrupted_run_says_so(ended: dict[str, Future[Ended]], number: signal.Signals, exit_code: int) -> None:
-    run = ended[number.name].result()
-    assert run.exit_code == exit_code  # torchrun's own is 1
-    assert run.message.startswith(f"Interrupted by {number.name}.")
-    assert run.launch.summary["status"] == "interrupted"
-    assert "qlora_fsdp/run.py" not in run.launch.output, "a rank's traceback"
+# What ends which run, and its exit code; torchrun's own is 1.
+SIGNALS = {"SIGINT": 130, "SIGTERM": 1, "SIGUSR1 on rank 1": 138, "SIGTERM in an evaluation": 143}
+
+
+@pytest.mark.parametrize("case", SIGNALS)
+def test_interrupted_run_saves_stops_on_all_ranks_and_says_so(ended: dict[str, Future[Ended]], case: str) -> None:
+    run = ended[case].result()
+    assert run.exit_code == SIGNALS[case]
+    assert run.message.startswith(f"Interrupted by {case.split()[0]}. Step ")
+    assert run.command.summary["status"] == "interrupted"
+    assert "qlora_fsdp/run.py" not in run.command.output, "a rank's traceback"
+    (saved,) = checkpoint_folders(run.command.run_folder / "checkpoints")
+    lines = map(json.loads, (run.command.run_folder / "metrics.jsonl").read_text().splitlines())
+    last = [line for line in lines if "checkpoint_seconds" not in line][-1]
+    assert saved.name == f"step-{last['step']:08}" and "eval_loss" not in last
+    assert "evaluation" not in case or last["step"] == 2, "the evaluation was not waited for"
 
 
 @pytest.mark.parametrize("case", ["rank 1 has no model", "rank 1 has half a model"])
@@ -129,14 +157,14 @@ def test_error_of_one_rank_stops_all(ended: dict[str, Future[Ended]], case: str)
     run = ended[case].result()
     assert run.exit_code != 0
     assert run.message.startswith("rank 1: model.path=")
-    assert "qlora_fsdp/run.py" not in run.launch.output, "a rank's traceback"
+    assert "qlora_fsdp/run.py" not in run.command.output, "a rank's traceback"
 
 
 def test_full_disk_is_named_and_leaves_no_half_adapter(ended: dict[str, Future[Ended]]) -> None:
     run = ended["disk full"].result()
     assert run.exit_code == 2
-    assert f"run.folder={run.launch.run_folder} can't be written" in run.message
-    assert run.launch.summary["status"] == "failed"
-    files = {file.name for file in run.launch.run_folder.iterdir()}
+    assert f"run.folder={run.command.run_folder} can't be written" in run.message
+    assert run.command.summary["status"] == "failed"
+    files = {file.name for file in run.command.run_folder.iterdir()}
     records = {"config.yaml", "environment.json", "metrics.jsonl", "summary.json", "train.log"}
     assert files == {".attempt", ".lock"} | records

@@ -142,26 +142,6 @@ def test_kills_at_random_moments(checkpoint: Callable[..., Path], rows: Path, tm
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("launcher", "number"), [("python", signal.SIGTERM), ("torchrun", signal.SIGUSR1)])
-def test_signal_on_one_rank_saves_and_stops_all(tmp_path: Path, launcher: str, number: signal.Signals):
-    """Also while an evaluation runs, in the first case: that after step 2, of 108 rows."""
-    argv = ["model=tiny", "data=random", "training.max_length=64", "training.max_steps=100000"]
-    if launcher == "python":
-        argv += ["data.max_rows=120", "data.eval_fraction=0.9", "training.eval_every_steps=2"]
-        argv += ["training.micro_batch_size=1", "training.global_batch_size=1"]
-    launch = Launch(tmp_path, launcher, *argv)
-    launch.wait_for_steps(3 if launcher == "python" else 2)
-    (launch.process if launcher == "python" else launch.rank(1)).send_signal(number)
-    assert launch.finish() == (128 + number if launcher == "python" else 1)  # torchrun's own is 1
-    assert launch.summary["status"] == "interrupted" and len(launch.errors) == 1
-    assert launch.errors[0].startswith(f"Interrupted by {number.name}. Step ")
-    (saved,) = checkpoint_folders(launch.run_folder / "checkpoints")
-    last = figures(launch.run_folder)[-1]
-    assert saved.name == f"step-{last['step']:08}" and last["eval_loss"] is None
-    assert launcher != "python" or last["step"] == 2, "the evaluation was not waited for"
-
-
-@pytest.mark.slow
 def test_max_restarts_of_the_launcher_goes_on(tmp_path: Path):
     """A rank is killed; accelerate starts all again; run.overwrite, which began the run, does not begin it anew."""
     argv = ["model=tiny", "data=random", "training.max_length=64", "training.max_steps=40", "checkpoint.every_steps=5"]

@@ -13,7 +13,7 @@ import random
 import socket
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import cache
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-PRELOADED = ["torch", "transformers", "peft", "bitsandbytes", "datasets", "qlora_fsdp.run"]
+PRELOADED = ["tests.helpers.preloaded"]
 GRACE_SECONDS = 3.0  # for the other ranks to say what they think went wrong, once one has failed
 
 
@@ -47,37 +47,52 @@ def run_ranks(
     Raises:
         RanksFailed: naming the ranks. The others are killed.
     """
-    context = multiprocessing.get_context("spawn" if gpu else "forkserver")
-    if not gpu:
-        context.set_forkserver_preload(PRELOADED)
-    meeting = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with TemporaryDirectory() as folder:
-        pipes, processes = [], []
-        for rank in range(num_ranks):
-            mine, theirs = context.Pipe(duplex=False)
-            log = Path(folder) / f"{rank}.log"
-            process = context.Process(
-                target=_run_rank, args=(rank, num_ranks, meeting.port, log, theirs, function, args), daemon=True
-            )
-            with nullcontext() if gpu else _hidden_gpus():
-                process.start()
-            theirs.close()
-            pipes.append(mine)
-            processes.append(process)
+        logs = [Path(folder) / f"{rank}.log" for rank in range(num_ranks)]
+        ranks = StartedRanks(logs, function, *args, gpu=gpu)
         try:
-            results, errors = _collect(pipes, time.monotonic() + timeout_seconds)
+            results, errors = _collect(ranks.pipes, time.monotonic() + timeout_seconds)
         finally:
-            for process in processes:
-                process.kill()
-                process.join()
+            ranks.kill()
         for rank in sorted(set(range(num_ranks)) - results.keys() - errors.keys()):
-            tail = (Path(folder) / f"{rank}.log").read_text(errors="replace")[-2000:]
+            tail = logs[rank].read_text(errors="replace")[-2000:]
             errors[rank] = (
                 f"killed: no result within {timeout_seconds:.0f} s, or another rank failed. Its output ends:\n{tail}"
             )
     if errors:
         raise RanksFailed("\n".join(f"rank {rank}: {text}" for rank, text in sorted(errors.items())))
     return [results[rank] for rank in range(num_ranks)]
+
+
+class StartedRanks:
+    """The processes of a world; each sends what `function(*args)` returned or raised through its pipe.
+
+    Args:
+        logs: a file for the output of each rank.
+        function: as of `run_ranks`; also `args` and `gpu`.
+    """
+
+    def __init__(self, logs: Sequence[Path], function: Callable[..., Any], *args: Any, gpu: bool = False) -> None:
+        context = multiprocessing.get_context("spawn" if gpu else "forkserver")
+        if not gpu:
+            context.set_forkserver_preload(PRELOADED)
+        self.meeting = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.pipes, self.processes = [], []
+        for rank, log in enumerate(logs):
+            mine, theirs = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_run_rank, args=(rank, len(logs), self.meeting.port, log, theirs, function, args), daemon=True
+            )
+            with nullcontext() if gpu else _hidden_gpus():
+                process.start()
+            theirs.close()
+            self.pipes.append(mine)
+            self.processes.append(process)
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
 
 
 @contextmanager
@@ -142,7 +157,7 @@ def _run_rank(
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
-    output = os.open(log, os.O_WRONLY | os.O_CREAT)
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)  # ranks may share it
     os.dup2(output, 1)
     os.dup2(output, 2)
     torch.set_num_threads(1)
@@ -157,6 +172,8 @@ def _run_rank(
     }
     try:
         message = (function(*args), None)
+    except SystemExit:
+        raise
     except BaseException:
         message = (None, traceback.format_exc())
     pipe.send_bytes(pickle.dumps(message))  # not `send`, which hands tensors over as files that end with the process

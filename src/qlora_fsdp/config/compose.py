@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -72,8 +73,12 @@ def to_yaml(config: Config) -> str:
 
 def register_schema() -> None:
     """Gives Hydra the schema's defaults under the name that conf/config.yaml starts from."""
-    defaults = OmegaConf.to_container(OmegaConf.structured(Config), enum_to_str=True)
-    ConfigStore.instance().store("schema", node=defaults)
+    ConfigStore.instance().store("schema", node=_defaults())
+
+
+@cache
+def _defaults() -> Any:
+    return OmegaConf.to_container(OmegaConf.structured(Config), enum_to_str=True)
 
 
 def prepare_overrides(
