@@ -15,8 +15,9 @@ from qlora_fsdp.build import BuiltModel, ModelFiles, build_model, find_model, qu
 from qlora_fsdp.causal_lm import CausalLM
 from qlora_fsdp.classifier import Classifier
 from qlora_fsdp.config.schema import Activations, Config, DataFormat, Kernel, MatmulKind, TaskName
-from qlora_fsdp.data.open_stream import StreamedData, open_stream
+from qlora_fsdp.data.open_stream import open_stream
 from qlora_fsdp.data.prepare import PreparedData, prepare_data
+from qlora_fsdp.data.sequences import TrainingData
 from qlora_fsdp.data.tokenizer import AddedTokens, add_tokens, byte_tokenizer, load_tokenizer
 from qlora_fsdp.distributed import Processes
 from qlora_fsdp.fallbacks import replace_missing
@@ -48,7 +49,7 @@ class Prepared:
     flops: FlopCounter
     tokenizer: PreTrainedTokenizerBase
     tokens: AddedTokens
-    data: PreparedData | StreamedData
+    data: PreparedData[TrainingData]
     split: BatchSplit
     machine: Machine
     memory: Decision
@@ -126,7 +127,7 @@ def prepare(config: Config, processes: Processes, folder: Path, first_step: int 
     for line in memory.lines:
         log.info(f"Memory: {line}")
     training = replace(config.training, micro_batch_size=memory.micro_batch_size)
-    data: PreparedData | StreamedData
+    data: PreparedData[TrainingData]
     if config.data.streaming:
         split = split_batches(training, processes.num_ranks, 0)  # training.max_steps tells the end
         data = open_stream(config, tokenizer, split, processes, folder, first_step, model.vocab_size)

@@ -117,7 +117,7 @@ def _mark(text: str, is_target: bool, colored: bool) -> str:
     return f"{GREEN if is_target else DIM}{text}{RESET}"
 
 
-def _figures(data: PreparedData, config: Config) -> Iterator[str]:
+def _figures(data: PreparedData[Sequences], config: Config) -> Iterator[str]:
     """What was read, lengths of rows as bars, and how much of the sequences is padding."""
     import numpy as np
 

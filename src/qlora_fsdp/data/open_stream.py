@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -10,10 +10,9 @@ from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.config.schema import BadRows, Config
 from qlora_fsdp.data.cache import fingerprint
-from qlora_fsdp.data.prepare import prepare_data, row_tokenizer, training_paths
+from qlora_fsdp.data.prepare import PreparedData, prepare_data, row_tokenizer, training_paths
 from qlora_fsdp.data.read import find_source
 from qlora_fsdp.data.report import DataReport
-from qlora_fsdp.data.sequences import Sequences
 from qlora_fsdp.data.stream import StreamedSequences, find_place, note_place
 from qlora_fsdp.distributed import Processes
 from qlora_fsdp.errors import DataError
@@ -21,15 +20,6 @@ from qlora_fsdp.plan import BatchSplit
 
 STREAM_FILE = "stream.jsonl"
 BATCHES_KEPT = 8  # behind the newest one asked for: they are made ahead, and a bad step asks for its own again
-
-
-@dataclass(frozen=True)
-class StreamedData:
-    """The data of a run, as `PreparedData`; the report's counts are those of the first window."""
-
-    train: StreamedSequences
-    eval: Sequences | None
-    report: DataReport
 
 
 def open_stream(
@@ -40,7 +30,7 @@ def open_stream(
     folder: Path,
     first_step: int,
     vocab_size: int,
-) -> StreamedData:
+) -> PreparedData[StreamedSequences]:
     """Begin to read the data, at the step that a run goes on from; held-out data is there as a whole.
 
     Args:
@@ -90,7 +80,7 @@ def open_stream(
         num_eval_target_tokens=int(held_out.num_targets.sum()) if held_out else 0,
         streamed_rows=config.data.buffer_rows,
     )
-    return StreamedData(stream, held_out, report)
+    return PreparedData(stream, held_out, report)
 
 
 def _open(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from filelock import FileLock
@@ -23,7 +23,7 @@ from qlora_fsdp.data.labels import LabelledRowTokenizer, count_labels, label_wid
 from qlora_fsdp.data.mix import MixedRows, count_rows, repeat_rows
 from qlora_fsdp.data.read import Source, find_source, read_rows
 from qlora_fsdp.data.report import DataReport, MixPart, ReadReport
-from qlora_fsdp.data.sequences import Indices, RandomRows, Rows, Sequences, make_sequences
+from qlora_fsdp.data.sequences import Indices, RandomRows, Rows, Sequences, TrainingData, make_sequences
 from qlora_fsdp.data.tokenize import FEATURES, RowTokenizer
 from qlora_fsdp.errors import DataError
 
@@ -34,17 +34,20 @@ MAX_PROCESSES = 8
 ROWS_A_BATCH = 100  # rows may be whole books, and a batch is in memory with its offsets
 
 
+Train = TypeVar("Train", bound=TrainingData, covariant=True)
+
+
 @dataclass(frozen=True)
-class PreparedData:
+class PreparedData(Generic[Train]):
     """The data of a run.
 
     Attributes:
-        train: sequences to train on.
+        train: sequences to train on; `StreamedSequences` with data.streaming.
         eval: sequences held out, if asked for.
-        report: counts, to print on rank 0.
+        report: counts, to print on rank 0; of a stream, those of its first window.
     """
 
-    train: Sequences
+    train: Train
     eval: Sequences | None
     report: DataReport
 
@@ -56,7 +59,7 @@ def prepare_data(
     is_main: bool,
     wait: Callable[[str | None], str | None],
     vocab_size: int,
-) -> PreparedData:
+) -> PreparedData[Sequences]:
     """Tokenizes the data where it is not in the cache yet, and opens it. Every rank calls this.
 
     Args:
@@ -86,7 +89,7 @@ def prepare_data(
     return _open(config, tokenizer, vocab_size)
 
 
-def _open(config: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> PreparedData:
+def _open(config: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> PreparedData[Sequences]:
     data, training = config.data, config.training
 
     def sequences(rows: Rows, row_ids: Indices) -> Sequences:
