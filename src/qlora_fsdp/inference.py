@@ -11,7 +11,7 @@ import jinja2
 import numpy as np
 import peft
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
@@ -62,7 +62,7 @@ def build_trained(config: Config, adapter: str | None, processes: Processes, gen
         generates: for `generate`: attention that knows a cache and padding on the left.
 
     Raises:
-        AdapterError: the adapter is none of LoRA.
+        AdapterError: the adapter is none of LoRA, or does not fit the base.
     """
     device, dtype = processes.device, choose_dtype(config.training.precision, processes.device)
     check_bitsandbytes(config, device)
@@ -93,6 +93,8 @@ def build_trained(config: Config, adapter: str | None, processes: Processes, gen
     else:
         lora = replace(lora, modules_to_save=[*(lora.modules_to_save or []), *built.head])
         model = Classifier(apply_adapters(built.model, lora, config.task.name, tokens), config.task)
+    if folder is not None:
+        check_adapter(model.model, folder)
     return Trained(model, tokenizer, tokens, files, built, dtype)
 
 
@@ -184,35 +186,49 @@ def _names(modules_to_save: Any, task_type: Any) -> list[str] | None:
     return sorted(set(modules_to_save) - usual) or None
 
 
-@torch.no_grad()
-def load_adapter(model: peft.PeftModel, folder: Path) -> None:
-    """Copy a saved adapter into the (sharded) model, each rank its own rows.
+def check_adapter(model: peft.PeftModel, folder: Path) -> None:
+    """Compare a saved adapter with the model, which may be on meta, before anything large is read.
 
     Raises:
-        AdapterError: tensors are missing, left over or of another shape; all are listed.
+        AdapterError: its file is damaged, or tensors are missing, left over or of another shape; all are listed.
     """
-    trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
-    params: dict[str, Tensor] = peft.get_peft_model_state_dict(
-        model, state_dict=trained, adapter_name=ADAPTER, save_embedding_layers=False
-    )
-    problems = []
-    with safe_open(folder / "adapter_model.safetensors", "pt") as file:
-        keys = set(file.keys())
-        problems += [f"{key} is missing" for key in sorted(params.keys() - keys)]
-        problems += [f"{key} is not in the model" for key in sorted(keys - params.keys())]
-        for key in sorted(keys & params.keys()):
-            rows, param = file.get_slice(key), params[key]
-            if tuple(rows.get_shape()) != tuple(param.shape):
-                problems.append(f"{key} is {list(rows.get_shape())}, in the model {list(param.shape)}")
-                continue
-            first, last = local_rows(param)
-            local_tensor(param).copy_(rows[first:last])
+    shapes = {key: tuple(param.shape) for key, param in _adapter_parameters(model).items()}
+    try:
+        with safe_open(folder / "adapter_model.safetensors", "pt") as file:
+            found = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise AdapterError(f"adapter={folder}: its weights can't be read: {error}. Copy it again.") from error
+    problems = [f"{key} is missing" for key in sorted(shapes.keys() - found.keys())]
+    problems += [f"{key} is not in the model" for key in sorted(found.keys() - shapes.keys())]
+    problems += [
+        f"{key} is {list(found[key])}, in the model {list(shapes[key])}"
+        for key in sorted(found.keys() & shapes.keys())
+        if found[key] != shapes[key]
+    ]
     if problems:
         shown = "\n".join(f"  - {problem}" for problem in problems[:10])
         raise AdapterError(
             f"adapter={folder} does not fit the model ({len(problems)} tensors). Set model.path to the model that it "
             f"was trained on:\n{shown}"
         )
+
+
+@torch.no_grad()
+def load_adapter(model: peft.PeftModel, folder: Path) -> None:
+    """Copy a saved adapter, which `check_adapter` has seen, into the (sharded) model, each rank its own rows."""
+    with safe_open(folder / "adapter_model.safetensors", "pt") as file:
+        for key, param in _adapter_parameters(model).items():
+            first, last = local_rows(param)
+            local_tensor(param).copy_(file.get_slice(key)[first:last])
+
+
+def _adapter_parameters(model: peft.PeftModel) -> dict[str, Tensor]:
+    """The trained parameters by their keys in an adapter's file."""
+    trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    params: dict[str, Tensor] = peft.get_peft_model_state_dict(
+        model, state_dict=trained, adapter_name=ADAPTER, save_embedding_layers=False
+    )
+    return params
 
 
 def _place_whole(model: TaskModel, device: torch.device) -> None:

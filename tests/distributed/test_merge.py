@@ -131,6 +131,13 @@ def test_a_merge_that_was_cut_off_goes_on_and_another_is_refused(adapters, tmp_p
     assert "holds another merge. Set out to a new folder" in capsys.readouterr().err
 
 
+def test_an_adapter_of_another_base_is_refused(adapters, tmp_path: Path, capsys):
+    demo = Path(__file__).parents[2] / "demo" / "base"
+    arguments = [f"adapter={adapters['llama']}", f"out={tmp_path / 'merged'}", f"model.path={demo}"]
+    assert merge.main(arguments) == 2
+    assert "does not fit the model" in capsys.readouterr().err and not (tmp_path / "merged").exists()
+
+
 def test_bad_input_is_named_at_once(capsys):
     assert merge.main(["model=tiny", "base=half", "quantize=int8", "report_data=/no"]) == 2
     message = capsys.readouterr().err

@@ -167,6 +167,18 @@ def test_a_template_that_refuses_a_row_makes_it_a_bad_row():
     assert problem == "refused by the chat template"
 
 
+@pytest.mark.parametrize("template", ["llama3", "chatml"])
+@pytest.mark.parametrize("content", ["", "I'll look."])
+def test_a_template_that_leaves_out_calls_of_tools_refuses_the_row(template: str, content: str):
+    tokenizer = load_tokenizer(ModelConfig(tokenizer_path="bytes"), DataConfig(chat_template=template))
+    calls = [{"type": "function", "function": {"name": "look", "arguments": {}}}]
+    row = {
+        "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": content, "tool_calls": calls}]
+    }
+    [(problem, tokens, _)] = tokenize(row, tokenizer=tokenizer)
+    assert (problem, tokens) == ("refused by the chat template", [])
+
+
 def test_null_fields_of_messages_are_as_if_missing():
     template = "{% for m in messages %}{{ m['content'] }}{% if m.name is defined %}!{% endif %}{% endfor %}"
     row = {"messages": [{**message, "name": None} for message in CHAT]}

@@ -103,6 +103,7 @@ def _format_messages(
         texts, spans = rendered
         return texts[0], spans[0] if marks else []
 
+    _check_calls(messages, lambda messages: render(messages)[0])
     if loss_on is LossOn.all:
         text, _ = render(messages)
         return FormattedRow(text, ((0, len(text)),), is_chat=True)
@@ -135,6 +136,23 @@ def _format_messages(
             )
         spans.append(span)
     return FormattedRow(text, tuple(spans), is_chat=True)
+
+
+def _check_calls(messages: list[dict[str, Any]], render: Callable[[list[dict[str, Any]]], str]) -> None:
+    """Refuse a template that leaves calls of tools out: the model would learn to say nothing where it should call."""
+    for number, message in enumerate(messages):
+        if not message.get("tool_calls"):
+            continue
+        text, without = render(messages), {key: value for key, value in message.items() if key != "tool_calls"}
+        try:
+            is_left_out = text == render([*messages[:number], {"content": "", **without}, *messages[number + 1 :]])
+        except BadRow:  # a template that can't do without them writes them
+            is_left_out = False
+        if is_left_out:
+            detail = (
+                f"it leaves out the tool_calls of message {number + 1}; set data.chat_template to one that has them"
+            )
+            raise BadRow(REFUSED, detail)
 
 
 def _turn_span(

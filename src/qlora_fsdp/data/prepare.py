@@ -239,9 +239,10 @@ def _check(report: ReadReport, config: Config, tokenizer: PreTrainedTokenizerBas
         )
     if report.num_used_rows == 0:
         what = f"{report}" if report.num_rows else f"{report.path} has no rows"
+        where = "data.mix" if report.path in config.data.mix else "data.path"
         raise DataError(
             f"There is no usable row. {what}\nRepair the rows, or set "
-            + ("data.path or task.labels." if _has_labels(config) else "data.path, data.format or data.loss_on.")
+            + ("data.path or task.labels." if _has_labels(config) else f"{where}, data.format or data.loss_on.")
         )
 
 
