@@ -74,6 +74,7 @@ class WandbTracker:
         except wandb.Error as error:  # no network, or a key that is not taken: no reason to lose a run
             reason, files = str(error).partition("\n")[0], folder / "wandb" / "offline-run-*"
             log.warning(f"W&B can't be reached: {reason}. It goes on offline; to send it later: wandb sync {files}")
+            wandb.teardown(exit_code=1)  # its service would say that the run's id is in use
             self.run = start(mode="offline")
 
     def log(self, figures: dict[str, float], step: int) -> None:

@@ -23,12 +23,18 @@ class Wandb:
         self.started: list[dict[str, Any]] = []
         self.logged: list[tuple[int, dict[str, Any]]] = []
         self.uploaded: list[list[str]] = []
+        self.is_in_use = False
+
+    def teardown(self, exit_code: int) -> None:
+        self.is_in_use = False
 
     class Error(Exception):
         """W&B's own."""
 
     def init(self, **options: Any) -> Any:
+        assert not self.is_in_use
         if options["mode"] == "online":
+            self.is_in_use = True
             raise self.Error("no such host\nand so on")
         self.started.append(options)
         return SimpleNamespace(
