@@ -38,8 +38,8 @@ NCCL_ALONE = 700 * MIB  # of a run of one rank
 # What torch's allocator holds beyond the tensors when it must (expandable segments): of what comes and goes in a step,
 # and the last pages of its ranges, one a stream and kind.
 FRAGMENTATION, LAST_PAGES = 0.03, 128 * MIB
-# The same of what is gathered, where parameters come from the host through several streams (70B: over 1.1 GiB).
-STREAMED = 0.75
+# The same of what is gathered, where parameters come from the host through several streams (70B: 1.3 GiB of 3.4).
+STREAMED = 0.45
 HOST_BASE = 2 * GIB  # a rank's Python and libraries
 
 Parts = dict[str, int]  # bytes by part
@@ -155,7 +155,9 @@ class _Model:
             return self.gathered(self.unit(name), 1)
         if name == "head" and self.work.config.quant.embeddings is EmbeddingStorage.int8:  # dequantized, in pieces
             return self.work.shape.vocab_size * self.work.shape.hidden_size * self.work.compute_bytes + 2 * PIECE_BYTES
-        return self.unit(name) if self.work.num_shards > 1 or self.is_offloaded else 0
+        shards = self.work.num_shards
+        copied = self.unit(name) // shards if self.is_offloaded else 0  # the rank's own part, from the host
+        return copied + (self.unit(name) if shards > 1 else 0)
 
     def is_frozen(self, name: str) -> bool:
         return all(tensor.part == "embeddings" for tensor in self.ends[name])
