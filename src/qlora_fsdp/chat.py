@@ -11,6 +11,7 @@ from qlora_fsdp.command import run_command
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.errors import UserError
 from qlora_fsdp.generate import GenerateSettings, check_generation, run_generate
+from qlora_fsdp.imports import quick_imports
 
 if TYPE_CHECKING:
     from qlora_fsdp.distributed import Processes
@@ -42,7 +43,8 @@ def chat(settings: ChatSettings, config: Config, processes: Processes) -> None:
     """Read turns from the terminal until it ends; every rank of a sharded model hears what rank 0 reads."""
     settings.prompt = ""  # there is none beforehand
     check_generation(settings, config)
-    from qlora_fsdp.inference import load_trained
+    with quick_imports():
+        from qlora_fsdp.inference import load_trained
 
     trained = load_trained(config, settings.adapter, processes, generates=True)
     if processes.is_main and sys.stdin.isatty():

@@ -16,6 +16,7 @@ from qlora_fsdp.config.commands import AdapterSettings, load_command
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.errors import ConfigError, MemoryShortage, RankError, RunFolderError, UserError, print_error
 from qlora_fsdp.files import write_atomically
+from qlora_fsdp.imports import quick_imports
 
 if TYPE_CHECKING:
     from qlora_fsdp.distributed import Processes
@@ -63,10 +64,11 @@ def run_command(
         problems = [p for p in check_settings(config) if needs_data or p.setting != "data.path=null"]
         if problems:
             raise ConfigError(problems)
-        import torch  # only from here on
+        with quick_imports():  # torch only from here on
+            import torch
 
-        from qlora_fsdp.distributed import start_processes, stop_processes
-        from qlora_fsdp.watch import Watch
+            from qlora_fsdp.distributed import start_processes, stop_processes
+            from qlora_fsdp.watch import Watch
 
         log.handlers[:] = [logging.StreamHandler(sys.stderr) if rank == "0" else logging.NullHandler()]
         log.setLevel(logging.INFO)

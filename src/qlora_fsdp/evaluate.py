@@ -15,6 +15,7 @@ from qlora_fsdp.command import log, run_command, write_out
 from qlora_fsdp.config.commands import AdapterSettings
 from qlora_fsdp.config.schema import Config, TaskName
 from qlora_fsdp.errors import ConfigError, Problem
+from qlora_fsdp.imports import quick_imports
 
 if TYPE_CHECKING:
     from qlora_fsdp.distributed import Processes
@@ -71,11 +72,12 @@ def evaluate_model(settings: EvaluateSettings, config: Config, processes: Proces
 
 def evaluate_on_data(settings: EvaluateSettings, config: Config, processes: Processes) -> dict[str, Any]:
     """Loss and perplexity, or a classifier's figures."""
-    from qlora_fsdp.attention import check_packing
-    from qlora_fsdp.data.prepare import prepare_data
-    from qlora_fsdp.inference import load_trained
-    from qlora_fsdp.loop import evaluate
-    from qlora_fsdp.plan import split_batches
+    with quick_imports():
+        from qlora_fsdp.attention import check_packing
+        from qlora_fsdp.data.prepare import prepare_data
+        from qlora_fsdp.inference import load_trained
+        from qlora_fsdp.loop import evaluate
+        from qlora_fsdp.plan import split_batches
 
     trained = load_trained(config, settings.adapter, processes)
     check_packing(config.training.packing, trained.files.config)

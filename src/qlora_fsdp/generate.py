@@ -14,6 +14,7 @@ from qlora_fsdp.config.commands import AdapterSettings
 from qlora_fsdp.config.schema import Config, TaskName
 from qlora_fsdp.config.settings import show
 from qlora_fsdp.errors import ConfigError, DataError, Problem
+from qlora_fsdp.imports import quick_imports
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,7 +63,8 @@ def generate_completions(settings: GenerateSettings, config: Config, processes: 
     """Load, complete every prompt, and print or write the rows in their order."""
     check_generation(settings, config)
     rows = _read_rows(settings)
-    from qlora_fsdp.inference import load_trained
+    with quick_imports():
+        from qlora_fsdp.inference import load_trained
 
     trained = load_trained(config, settings.adapter, processes, generates=True)
     prompts = [_tokens(trained, row, number) for number, row in enumerate(rows, start=1)]

@@ -13,6 +13,7 @@ from qlora_fsdp.command import log, run_command
 from qlora_fsdp.config.commands import AdapterSettings
 from qlora_fsdp.config.schema import Config, EmbeddingStorage, TaskName, TokenizerConfig
 from qlora_fsdp.errors import ConfigError, Problem
+from qlora_fsdp.imports import quick_imports
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,8 +56,9 @@ def merge(settings: MergeSettings, config: Config, processes: Processes) -> None
     """Check, merge, and compare."""
     _check(settings, config, processes)
     assert settings.adapter is not None and settings.out is not None
-    from qlora_fsdp.inference import build_trained
-    from qlora_fsdp.merging import Merge, merge_files
+    with quick_imports():
+        from qlora_fsdp.inference import build_trained
+        from qlora_fsdp.merging import Merge, merge_files
 
     base, adapter, out = build_trained(config, settings.adapter, processes), settings.adapter, settings.out
     merge_files(
