@@ -39,19 +39,14 @@ def adapt(model: nn.Module, ours: bool) -> peft.PeftModel:
     settings = peft.LoraConfig(
         r=8, lora_alpha=24, target_modules="all-linear", rank_pattern={"up_proj": 4, "k_proj": 6}
     )
-    settings.target_modules = ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj"]
+    settings.target_modules = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     if ours:
         settings._register_custom_module({nn.Linear: LoraLinear})
     return peft.get_peft_model(model, settings, autocast_adapter_dtype=False)  # type: ignore[arg-type]
 
 
-def make_parts(
-    format: Format, activation: str, dtype: torch.dtype, device: str
-) -> tuple[peft.PeftModel, peft.PeftModel]:
-    """The part, quantized, with adapters in fp32; and one in float64 that has the dequantized weights."""
-    torch.manual_seed(0)
-    plain = Part(activation)
-    quantized = copy.deepcopy(plain).to(dtype)
+def quantize(plain: nn.Module, quantized: nn.Module, format: Format, dtype: torch.dtype) -> None:
+    """Quantize the linear layers of one module, and give those of the other the dequantized weights."""
     for name, linear in list(plain.named_modules()):
         if not isinstance(linear, nn.Linear):
             continue
@@ -64,6 +59,16 @@ def make_parts(
             getattr(layer, key).copy_(value)
         quantized.set_submodule(name, layer)
         linear.weight.data = layer.weight.detach()  # on the CPU, by bitsandbytes
+
+
+def make_parts(
+    format: Format, activation: str, dtype: torch.dtype, device: str
+) -> tuple[peft.PeftModel, peft.PeftModel]:
+    """The part, quantized, with adapters in fp32; and one in float64 that has the dequantized weights."""
+    torch.manual_seed(0)
+    plain = Part(activation)
+    quantized = copy.deepcopy(plain).to(dtype)
+    quantize(plain, quantized, format, dtype)
     ours, reference = adapt(quantized, ours=True), adapt(plain, ours=False).double()
     values = {name: torch.randn(p.shape) * 0.1 for name, p in reference.named_parameters() if p.requires_grad}
     for model in (ours, reference):

@@ -3,15 +3,18 @@ against plain torch, through Triton's interpreter."""
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from importlib import import_module
 from types import ModuleType
 
 import pytest
 import torch
-from tests.helpers.fused import WIDTH, Part, differences, make_parts
+from tests.helpers.fused import WIDTH, Part, adapt, differences, make_parts, quantize
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from qlora_fsdp.quantized import Format, QuantizedLinear, gate
 from qlora_fsdp.quantized.fuse import fuse_layers, remake_norms
@@ -79,6 +82,41 @@ def test_a_layer_called_with_another_tensor_is_computed_alone():
         found, expected = getattr(part, name)(tensor), getattr(other, name)(tensor.double())
         torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-4)
     assert isinstance(part.q_proj.group, SharedInput)
+
+
+class Layer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        config = LlamaConfig(hidden_size=128, intermediate_size=192, num_attention_heads=2, num_hidden_layers=1)
+        config._attn_implementation = "sdpa"
+        self.rotary, self.layer = LlamaRotaryEmbedding(config), LlamaDecoderLayer(config, 0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        positions = self.rotary(x, torch.arange(x.shape[1])[None])
+        return self.layer(x, position_embeddings=positions)
+
+
+def test_small_adapters_reach_the_residual_stream():
+    """In bfloat16, where the stream is a thousand times what adapters add: it must not round away, but on average."""
+    torch.manual_seed(0)
+    plain = Layer()
+    quantized = copy.deepcopy(plain).bfloat16()
+    quantize(plain, quantized, NF4, torch.bfloat16)
+    ours, reference = adapt(quantized, ours=True), adapt(plain, ours=False).double()
+    params = dict(ours.named_parameters())
+    for name, param in reference.named_parameters():
+        if "lora_" in name:
+            is_last = "o_proj" in name or "down_proj" in name
+            params[name].data = torch.randn(param.shape) * (0.006 if is_last else 0.0)
+            param.data = params[name].detach().double()
+    fuse_layers(ours)
+    x = torch.randn(16, 128, 128).mul(8).bfloat16()
+    with torch.no_grad():
+        added = [model(values).double() for model, values in ((ours, x), (reference, x.double()))]
+        with ours.disable_adapter(), reference.disable_adapter():
+            found, expected = added[0] - ours(x).double(), added[1] - reference(x.double())
+    assert expected.std() < 0.001 * x.std()
+    assert float((found * expected).sum() / expected.square().sum()) == pytest.approx(1, abs=0.1)
 
 
 def plain_norm_and_residual(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -28,27 +28,18 @@ class LoraLinear(lora.Linear):
 
     Attributes:
         group: the layers that get the same input, this one among them; None: it is computed alone.
-        residual: what the next output is added to; only of a layer without a group.
     """
 
     group: SharedInput | None = None
-    residual: Tensor | None = None
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """x_BI -> y_BO: base(x) + scaling * B(A(dropout(x))), in the dtype of x."""
-        part = quantized_part(self)
-        if part is not None and self.group is not None:
-            return self.group.output(self, part, x)
-        residual, self.residual = self.residual, None
-        if part is not None:
-            return lora_group(x, [part], residual)[0]
-        y = self._forward_plain(x, *args, **kwargs)
-        return y if residual is None else residual + y
-
-    def _forward_plain(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         (name,) = self.active_adapters
         if args or kwargs or self.merged or self.disable_adapters or name in self.lora_variant:
             return super().forward(x, *args, **kwargs)
+        part = quantized_part(self)
+        if part is not None:
+            return lora_group(x, [part])[0] if self.group is None else self.group.output(self, part, x)
         lora_a, lora_b = cast(nn.Linear, self.lora_A[name]).weight, cast(nn.Linear, self.lora_B[name]).weight
         low_rank = F.linear(F.linear(self.lora_dropout[name](x), lora_a.to(x.dtype)), lora_b.to(x.dtype))
         return self.base_layer(x) + low_rank * self.scaling[name]  # type: ignore[no-any-return]
@@ -109,33 +100,28 @@ class SharedInput:
         return y
 
 
-def lora_group(x: Tensor, parts: Sequence[LoraPart], residual: Tensor | None = None) -> tuple[Tensor, ...]:
+def lora_group(x: Tensor, parts: Sequence[LoraPart]) -> tuple[Tensor, ...]:
     """y = x W^T + b + s (x A^T) B^T of each part, in two steps that save what backward needs before the large products.
-
-    A residual is added where there is one part.
 
     torch.utils.checkpoint ends a recomputation at the last saved tensor. A transformer layer's last product
     (`down_proj`, a quarter of its work) comes after that, and so is not made again.
     """
     h_NR = _LowRank.apply(x.detach(), *origin_of(x), *(p.lora_a.weight for p in parts))  # type: ignore[no-untyped-call]
-    return add_low_rank(x, h_NR, parts, residual)
+    return add_low_rank(x, h_NR, parts)
 
 
-def add_low_rank(
-    x: Tensor, h_NR: Tensor, parts: Sequence[LoraPart], residual: Tensor | None = None, h_is_of_x: bool = True
-) -> tuple[Tensor, ...]:
+def add_low_rank(x: Tensor, h_NR: Tensor, parts: Sequence[LoraPart], h_is_of_x: bool = True) -> tuple[Tensor, ...]:
     """y = x W^T + b + s h B^T of each part.
 
     Args:
         x: [..., I].
         h_NR: x A^T of all parts.
         parts: layers and adapters.
-        residual: [..., O], added to the output of the only part.
         h_is_of_x: the gradient of x takes that of h in; otherwise whoever made h does that.
     """
     biases = [part.layer.bias for part in parts]
     lora_b = [part.lora_b.weight for part in parts]
-    return _AddLowRank.apply(x, h_NR, residual, parts, h_is_of_x, *lora_b, *biases)  # type: ignore[no-any-return,no-untyped-call]
+    return _AddLowRank.apply(x, h_NR, parts, h_is_of_x, *lora_b, *biases)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def remake_output(norm: nn.Module) -> None:
@@ -191,15 +177,12 @@ class _AddLowRank(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         h_NR: Tensor,
-        residual: Tensor | None,
         parts: Sequence[LoraPart],
         h_is_of_x: bool,
         *weights: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        assert residual is None or len(parts) == 1
-        residual_NO = None if residual is None else residual.reshape(-1, residual.shape[-1])
         layers, ranks = [part.layer for part in parts], _split_ranks(h_NR, parts)
-        addends = [Addend(h, _b(p, x.dtype).t(), residual_NO) for h, p in zip(ranks, parts, strict=True)]
+        addends = [Addend(h, _b(p, x.dtype).t()) for h, p in zip(ranks, parts, strict=True)]
         outputs = layers[0].matmul.outputs(x.reshape(-1, x.shape[-1]), layers, addends)
         # Not save_for_backward: that would be the last saved tensor, and the products before it made again.
         ctx.h_NR, ctx.parts, ctx.shape, ctx.h_is_of_x = h_NR.detach(), parts, x.shape, h_is_of_x
@@ -216,15 +199,14 @@ class _AddLowRank(torch.autograd.Function):
             mm_fp32(grad.t(), h).mul_(part.scaling)
             for grad, h, part in zip(grads_NO, _split_ranks(ctx.h_NR, parts), parts, strict=True)
         ]
-        needs_bias = ctx.needs_input_grad[5 + len(parts) :]
+        needs_bias = ctx.needs_input_grad[4 + len(parts) :]
         grads_bias = [g.sum(0) if needed else None for g, needed in zip(grads_NO, needs_bias, strict=True)]
         grad_x = None
         if ctx.needs_input_grad[0]:
             a_RI = join([part.lora_a.weight for part in parts], grad_h_NR.dtype)
             addend = Addend(grad_h_NR, a_RI) if ctx.h_is_of_x else None
             grad_x = layers[0].matmul.input_grad(grads_NO, layers, addend).view(ctx.shape)
-        grad_residual = grads[0] if ctx.needs_input_grad[2] else None
-        return (grad_x, grad_h_NR, grad_residual, None, None, *grads_b, *grads_bias)
+        return (grad_x, grad_h_NR, None, None, *grads_b, *grads_bias)
 
 
 def _b(part: LoraPart, dtype: torch.dtype) -> Tensor:

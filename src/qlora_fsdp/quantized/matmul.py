@@ -24,23 +24,18 @@ FP8_MULTIPLE = 16  # of every dimension of an fp8 product but the first
 
 @dataclass(frozen=True)
 class Addend:
-    """What is added to a large product: h b, and a residual."""
+    """h b, that is added to a large product."""
 
     h_NR: Tensor
     b_RO: Tensor
-    residual_NO: Tensor | None = None
 
     def alone(self, bias: Tensor | None = None) -> Tensor:
-        """h b + residual + bias, a new tensor [N, O]."""
-        if self.residual_NO is None:
-            return self.h_NR @ self.b_RO if bias is None else torch.addmm(bias, self.h_NR, self.b_RO)
-        y_NO = torch.addmm(self.residual_NO, self.h_NR, self.b_RO)
-        return y_NO if bias is None else y_NO.add_(bias)
+        """h b + bias, a new tensor [N, O]."""
+        return self.h_NR @ self.b_RO if bias is None else torch.addmm(bias, self.h_NR, self.b_RO)
 
     def add_to(self, y_NO: Tensor) -> Tensor:
-        """y + h b + residual, in place."""
-        y_NO.addmm_(self.h_NR, self.b_RO)
-        return y_NO if self.residual_NO is None else y_NO.add_(self.residual_NO)
+        """y + h b, in place."""
+        return y_NO.addmm_(self.h_NR, self.b_RO)
 
 
 class Matmul(Protocol):
@@ -64,6 +59,7 @@ class DequantizedMatmul:
     """A weight at a time is dequantized, used and dropped.
 
     The addend comes first, and the large product is added to it while it is made: half the traffic of the other order.
+    Not so a residual, which is larger than both: what the adapter adds would round away in it before the product comes.
     """
 
     def outputs(

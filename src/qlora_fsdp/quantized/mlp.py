@@ -28,16 +28,15 @@ class GatedMlp:
     def __init__(self, mlp: nn.Module, activation: str) -> None:
         self.mlp, self.activation, self.plain = mlp, activation, mlp.forward
 
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """x_BI -> y_BI, which is added to the residual."""
+    def __call__(self, x: Tensor) -> Tensor:
+        """x_BI -> y_BI."""
         names = ("gate_proj", "up_proj", "down_proj")
         gate, up, down = (quantized_part(cast(nn.Module, getattr(self.mlp, name))) for name in names)
         if gate is None or up is None or down is None:
-            y: Tensor = self.plain(x)
-            return y if residual is None else residual + y
+            return self.plain(x)  # type: ignore[no-any-return]
         weights = [p.weight for p in (gate.lora_a, up.lora_a, gate.lora_b, up.lora_b, down.lora_a)]
         act, h_down = _Gate.apply(x, *origin_of(x), (gate, up), self.activation, *weights)  # type: ignore[no-untyped-call]
-        return add_low_rank(act, h_down, [down], residual, h_is_of_x=False)[0]
+        return add_low_rank(act, h_down, [down], h_is_of_x=False)[0]
 
 
 class _Gate(torch.autograd.Function):

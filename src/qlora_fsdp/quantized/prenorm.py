@@ -1,7 +1,7 @@
-"""A pre-norm transformer layer whose residuals cost no pass over memory of their own.
+"""A pre-norm transformer layer in which the backward of each norm adds the gradient of the residual beside it.
 
-The last product of attention and MLP is added to the residual while it is made, and the backward of each norm adds the
-gradient of the residual beside it. By itself autograd makes a gradient for a norm's weight too, which is frozen here.
+By itself autograd adds these two in a pass of its own over memory, twice a layer, and a norm's backward makes a
+gradient for its weight, which is frozen here.
 """
 
 from __future__ import annotations
@@ -11,9 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-from qlora_fsdp.quantized.lora import LoraLinear
-from qlora_fsdp.quantized.mlp import GatedMlp
 
 # Layers whose forward is x + self_attn(input_layernorm(x)), then x + mlp(post_attention_layernorm(x)).
 PRENORM_LAYERS = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}
@@ -41,15 +38,8 @@ class PreNorm(nn.Module):
         """x_BLD -> y_BLD; the other arguments are the attention's."""
         layer: Any = self
         x, residual = norm_and_residual(layer.input_layernorm, hidden_states)
-        output = layer.self_attn.o_proj
-        if isinstance(output, LoraLinear):
-            output.residual = residual
-            x, _ = layer.self_attn(hidden_states=x, **kwargs)
-        else:
-            x = residual + layer.self_attn(hidden_states=x, **kwargs)[0]
-        x, residual = norm_and_residual(layer.post_attention_layernorm, x)
-        if isinstance(layer.mlp.forward, GatedMlp):
-            return layer.mlp(x, residual)  # type: ignore[no-any-return]
+        x, _ = layer.self_attn(hidden_states=x, **kwargs)
+        x, residual = norm_and_residual(layer.post_attention_layernorm, residual + x)
         return residual + layer.mlp(x)  # type: ignore[no-any-return]
 
 
