@@ -15,10 +15,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from qlora_fsdp.adapters import ADAPTER, apply_adapters, initialize_adapters
+from qlora_fsdp.adapt import adapt_model
+from qlora_fsdp.adapters import ADAPTER, initialize_adapters
 from qlora_fsdp.attention import choose_attention
 from qlora_fsdp.build import BuiltModel, ModelFiles, build_model, find_model
-from qlora_fsdp.causal_lm import CausalLM
 from qlora_fsdp.classifier import Classifier
 from qlora_fsdp.command import log
 from qlora_fsdp.config.schema import Config, DataConfig, LoraConfig, TaskName
@@ -87,12 +87,7 @@ def build_trained(config: Config, adapter: str | None, processes: Processes, gen
         pad_token_id=tokenizer.pad_token_id,
     )
     built.model.name_or_path = config.model.path or config.model.name
-    model: TaskModel
-    if predicts_tokens:
-        model = CausalLM(apply_adapters(built.model, lora, tokens=tokens))
-    else:
-        lora = replace(lora, modules_to_save=[*(lora.modules_to_save or []), *built.head])
-        model = Classifier(apply_adapters(built.model, lora, config.task.name, tokens), config.task)
+    model = adapt_model(built, lora, config.task, tokens)
     if folder is not None:
         check_adapter(model.model, folder)
     return Trained(model, tokenizer, tokens, files, built, dtype)

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from qlora_fsdp.adapters import apply_adapters, trainable_names
+from qlora_fsdp.adapt import adapt_model
+from qlora_fsdp.adapters import trainable_names
 from qlora_fsdp.attention import check_packing, choose_attention
 from qlora_fsdp.build import BuiltModel, ModelFiles, build_model, find_model, quant_settings
-from qlora_fsdp.causal_lm import CausalLM
 from qlora_fsdp.classifier import Classifier
 from qlora_fsdp.config.schema import Activations, Config, DataFormat, Kernel, MatmulKind, TaskName
 from qlora_fsdp.data.open_stream import open_stream
@@ -95,7 +95,7 @@ def prepare(config: Config, processes: Processes, folder: Path, first_step: int 
     base = describe_base(built.assignments, processes)
     if config.model.cache_quantized:
         built.assignments = use_cache(built.assignments, base, config.model.cache_folder, dtype, processes)
-    model = _add_adapters(built, config, tokens, liger_loss="cross_entropy" in fused)
+    model = adapt_model(built, config.lora, config.task, tokens, liger_loss="cross_entropy" in fused)
     num_fp8 = use_fp8(model) if config.compute.matmul is MatmulKind.fp8 else 0
     fuses_norms = config.kernels.rms_norm is Kernel.auto
     num_groups = fuse_layers(model, fuses_norms) if config.kernels.fuse_layers else 0
@@ -151,14 +151,6 @@ def prepare(config: Config, processes: Processes, folder: Path, first_step: int 
     return Prepared(
         built, base, model, dtype, num_shards, sizes, flops, tokenizer, tokens, data, split, machine, memory, peaks
     )
-
-
-def _add_adapters(built: BuiltModel, config: Config, tokens: AddedTokens, liger_loss: bool) -> TaskModel:
-    """The model with adapters and the loss of its task."""
-    if config.task.name is TaskName.causal_lm:
-        return CausalLM(apply_adapters(built.model, config.lora, tokens=tokens), liger_loss)
-    lora = replace(config.lora, modules_to_save=[*(config.lora.modules_to_save or []), *built.head])
-    return Classifier(apply_adapters(built.model, lora, config.task.name, tokens), config.task)
 
 
 def _find_tokenizer(config: Config, files: ModelFiles) -> PreTrainedTokenizerBase:

@@ -140,10 +140,10 @@ def _format_messages(
 
 def _check_calls(messages: list[dict[str, Any]], render: Callable[[list[dict[str, Any]]], str]) -> None:
     """Refuse a template that leaves calls of tools out: the model would learn to say nothing where it should call."""
-    for number, message in enumerate(messages):
-        if not message.get("tool_calls"):
-            continue
-        text, without = render(messages), {key: value for key, value in message.items() if key != "tool_calls"}
+    calling = [number for number, message in enumerate(messages) if message.get("tool_calls")]
+    text = render(messages) if calling else ""
+    for number in calling:
+        without = {key: value for key, value in messages[number].items() if key != "tool_calls"}
         try:
             is_left_out = text == render([*messages[:number], {"content": "", **without}, *messages[number + 1 :]])
         except BadRow:  # a template that can't do without them writes them

@@ -47,11 +47,11 @@ def smaller_runs(work: Workload, target: float, gpu: Gpu) -> list[Change]:
     Single settings and pairs, of which each setting is needed; more together only where these will not do.
     """
     candidates = list(_candidates(work, fixed_policies(work.config, work.shape.num_layers) or ()))
-    found: dict[frozenset[_Values], Change] = {}
+    found: dict[tuple[_Values, ...], Change] = {}
     for together in range(1, MAX_TOGETHER + 1):
-        for some in map(frozenset, combinations(candidates, together)):
-            if not any(enough <= some for enough in found):
-                change = _change(work, [each for each in candidates if each in some], target, gpu)
+        for some in combinations(candidates, together):
+            if not any(set(enough) <= set(some) for enough in found):
+                change = _change(work, some, target, gpu)
                 if change.fits:
                     found[some] = change
         if found and together > 1:
