@@ -4,7 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-WORKERS ?= 0
+# Test files at a time. On GPUs one, as their tests use all that there are.
+WORKERS ?= $(if $(wildcard /dev/nvidiactl),0,2)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test versions lint types format clean
@@ -25,8 +26,8 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)  ## Fine-tune a small model in 4 bits with two processes on the CPU, and show the result
 	@$(BIN)/python scripts/demo.py
 
-test: $(STAMP)  ## Run the tests (some of them: make test ARGS="-k config"; two files at a time: make test WORKERS=2)
-	@$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --durations 25 $(ARGS)
+test: $(STAMP)  ## Run the tests (some of them: make test ARGS="-k config"; one file at a time: make test WORKERS=0)
+	@$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 25 $(ARGS)
 
 versions: $(STAMP)  ## Test the oldest and newest supported versions, in environments of their own (gigabytes)
 	@$(BIN)/python scripts/check_versions.py

@@ -21,7 +21,7 @@ torch.set_num_threads(1)  # models are tiny, and ranks or another worker compute
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The long files first, for several workers (`make test WORKERS=2`); the many short unit tests come last."""
+    """The long files first, so that the workers end together (`make test`); the many short unit tests come last."""
     items.sort(key=lambda item: "unit" in item.path.parts)
 
 

@@ -68,7 +68,7 @@ class Command:
     def summary(self) -> dict[str, Any]:
         return dict(json.loads((self.run_folder / "summary.json").read_text()))
 
-    def wait_for(self, condition: Callable[[], bool], what: str, seconds: float = 240) -> None:
+    def wait_for(self, condition: Callable[[], bool], what: str, seconds: float = 600) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
             if time.monotonic() > deadline or (self.poll() is not None and not condition()):
@@ -80,9 +80,9 @@ class Command:
         file = self.run_folder / "metrics.jsonl"
         self.wait_for(lambda: file.exists() and file.read_text().count("\n") >= num_steps, f"{num_steps} steps")
 
-    def finish(self, seconds: float = 180) -> int:
+    def finish(self) -> int:
         """Wait for the end; the exit code."""
-        self.wait_for(lambda: self.poll() is not None, "an end", seconds)
+        self.wait_for(lambda: self.poll() is not None, "an end")
         exit_code = self.poll()
         assert exit_code is not None
         return exit_code

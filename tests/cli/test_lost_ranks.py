@@ -42,14 +42,14 @@ def kill(command: Command, victim: int) -> Ended:
     command.wait_for_steps()
     process = command.rank(victim)
     process.kill()
-    return Ended(command.finish(180), command, process.pid)
+    return Ended(command.finish(), command, process.pid)
 
 
 def freeze(command: Command) -> Ended:
     command.wait_for_steps()
     process = command.rank(1)
     process.suspend()
-    command.wait_for(lambda: bool(command.errors), "a message", 60)
+    command.wait_for(lambda: bool(command.errors), "a message")
     process.kill()  # torchrun does it too, after 30 s
     return Ended(command.finish(), command, process.pid)
 
@@ -57,13 +57,13 @@ def freeze(command: Command) -> Ended:
 def interrupt(launch: Launch, number: signal.Signals) -> Ended:
     launch.wait_for_steps()
     launch.process.send_signal(number)
-    return Ended(launch.finish(120), launch)
+    return Ended(launch.finish(), launch)
 
 
 def interrupt_rank(command: Command, rank: int, number: signal.Signals, num_lines: int = 2) -> Ended:
     command.wait_for_steps(num_lines)
     command.rank(rank).send_signal(number)
-    return Ended(command.finish(120), command)
+    return Ended(command.finish(), command)
 
 
 def limit_files() -> None:

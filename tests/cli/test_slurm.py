@@ -48,7 +48,7 @@ def train(folder: Path, *arguments: str) -> str:
     return run(folder, sys.executable, "-m", "qlora_fsdp.train", *BASE, *arguments)
 
 
-def wait_for(condition: Callable[[], Any], what: str, folder: Path, seconds: float = 240) -> None:
+def wait_for(condition: Callable[[], Any], what: str, folder: Path, seconds: float = 600) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline or (not slurm_queue() and not condition()):

@@ -36,7 +36,7 @@ def test_interrupted_sweep_goes_on(tmp_path: Path) -> None:
     last = max(map(int, saved)) + 2
     allowed = [f"training.max_steps={last}", "checkpoint.allow_changes=[training.max_steps]"]
     second = Launch(tmp_path, "python", *SWEEP, *allowed)
-    assert second.finish(120) == 0
+    assert second.finish() == 0
     for job in jobs:
         assert [line["step"] for line in lines_of(job)] == list(range(1, last + 1)), "no step is done twice"
         assert (job / "adapter" / "adapter_model.safetensors").exists()

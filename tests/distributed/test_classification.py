@@ -15,7 +15,6 @@ from transformers import AutoConfig, AutoTokenizer
 
 from qlora_fsdp import evaluate, generate, merge
 from qlora_fsdp.build import AUTO_CLASSES
-from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.config.schema import ProblemType, TaskName
 from qlora_fsdp.data.tokenizer import byte_tokenizer
 from qlora_fsdp.distributed import Processes
@@ -29,6 +28,7 @@ from tests.helpers.classification import (
     write_labelled_rows,
     write_labelled_words,
 )
+from tests.helpers.quick_config import load_config
 from tests.helpers.ranks import once, run_ranks
 from tests.helpers.runs import settings, train_all
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from qlora_fsdp.causal_lm import CausalLM
-from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.distributed import Processes
+from tests.helpers.quick_config import load_config
 from tests.helpers.ranks import once, run_ranks
 from tests.helpers.reference import add_lora, load_stock
 from tests.helpers.runs import gathered_adapter, gathered_parts, settings, train_all

@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qlora_fsdp import merge, merging
-from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.load.files import read_headers
 from tests.helpers.checkpoints import VOCAB, make_checkpoint
+from tests.helpers.quick_config import load_config
 from tests.helpers.ranks import run_ranks
 from tests.helpers.reference import load_stock
 from tests.helpers.runs import settings, train_all

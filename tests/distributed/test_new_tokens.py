@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from qlora_fsdp import evaluate, generate
-from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.distributed import Processes
 from qlora_fsdp.task_model import TaskModel
+from tests.helpers.quick_config import load_config
 from tests.helpers.ranks import once, run_ranks
 from tests.helpers.reference import load_stock, stock_losses
 from tests.helpers.runs import logits_of, settings, train_all

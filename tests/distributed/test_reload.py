@@ -12,8 +12,8 @@ import torch
 from transformers import AutoTokenizer
 
 from qlora_fsdp.causal_lm import CausalLM
-from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.distributed import Processes
+from tests.helpers.quick_config import load_config
 from tests.helpers.ranks import run_ranks
 from tests.helpers.reference import load_stock
 from tests.helpers.runs import logits_of, settings, train_all

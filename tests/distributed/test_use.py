@@ -21,9 +21,9 @@ from torch import nn
 from transformers import AutoTokenizer
 
 from qlora_fsdp import chat, evaluate, generate
-from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.errors import DataError
 from tests.helpers.checkpoints import VOCAB
+from tests.helpers.quick_config import load_config
 from tests.helpers.ranks import Meeting, StartedRanks, once, run_ranks
 from tests.helpers.reference import load_stock
 from tests.helpers.runs import settings, train_all
@@ -242,7 +242,7 @@ def test_an_error_of_one_rank_ends_all_with_it_told_once(adapters, tmp_path: Pat
     logs = [tmp_path / f"{rank}.log" for rank in range(2)]
     ranks = StartedRanks(logs, fail_alone, adapters["qwen2"])
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 600
         for process in ranks.processes:
             process.join(max(0, deadline - time.monotonic()))
         assert [process.exitcode for process in ranks.processes] == [2, 2]
@@ -271,9 +271,7 @@ def test_an_error_of_one_rank_ends_all_with_it_told_once(adapters, tmp_path: Pat
     ],
 )
 def test_bad_input_is_named(module: str, arguments: list[str], parts: list[str]):
-    ended = subprocess.run(
-        [sys.executable, "-m", f"qlora_fsdp.{module}", *arguments], capture_output=True, text=True, timeout=60
-    )
+    ended = subprocess.run([sys.executable, "-m", f"qlora_fsdp.{module}", *arguments], capture_output=True, text=True)
     assert ended.returncode == 2 and "Traceback" not in ended.stderr, ended.stderr
     for part in parts:
         assert part in ended.stderr

@@ -50,7 +50,7 @@ def stop_and_go_on(folder: Path) -> Launch:
     first.finish(90)
     assert first.summary["status"] == "interrupted", first.output
     second = Launch(folder, "accelerate_gpus", *RUN, gpus=True)
-    second.finish(120)
+    second.finish()
     return second
 
 
@@ -61,7 +61,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Future]:
 
     def straight() -> Launch:
         launch = Launch(folder / "straight", "accelerate_gpus", *RUN, gpus=True)
-        launch.finish(120)
+        launch.finish()
         return launch
 
     with ThreadPoolExecutor(4) as pool:

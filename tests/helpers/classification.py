@@ -22,13 +22,13 @@ from transformers import (
     BitsAndBytesConfig,
 )
 
-from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.config.schema import Config, ProblemType, TaskName
 from qlora_fsdp.data import epoch_order
 from qlora_fsdp.data.prepare import prepare_data
 from qlora_fsdp.data.tokenizer import byte_tokenizer
 from qlora_fsdp.head import describe_task
 from tests.helpers.checkpoints import SHAPE, VOCAB
+from tests.helpers.quick_config import load_config
 from tests.helpers.reference import add_lora, dequantize_int8
 
 LABELS = ["rain", "birds", "town"]

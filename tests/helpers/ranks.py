@@ -34,7 +34,7 @@ class RanksFailed(AssertionError):
 
 
 def run_ranks(
-    num_ranks: int, function: Callable[..., Any], *args: Any, gpu: bool = False, timeout_seconds: float = 240
+    num_ranks: int, function: Callable[..., Any], *args: Any, gpu: bool = False, timeout_seconds: float = 600
 ) -> list[Any]:
     """Call `function(*args)` on every rank, with the environment that torchrun would set; its results, by rank.
 

@@ -19,12 +19,12 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.config.schema import Config, EmbeddingStorage, Optimizer, QuantConfig
 from qlora_fsdp.data import epoch_order
 from qlora_fsdp.data.prepare import prepare_data
 from qlora_fsdp.data.tokenizer import add_tokens, byte_tokenizer
 from tests.helpers.checkpoints import VOCAB
+from tests.helpers.quick_config import load_config
 
 Row = tuple[list[int], list[bool]]  # tokens, and which of them are targets
 

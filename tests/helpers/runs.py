@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 import qlora_fsdp.run as pipeline
-from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.config.world import World
 from qlora_fsdp.distributed import Processes
 from qlora_fsdp.loop import TrainResult
 from qlora_fsdp.quantized import QuantizedLinear
 from qlora_fsdp.shards import gather_rows, local_tensor, shard_group
 from qlora_fsdp.task_model import TaskModel
+from tests.helpers.quick_config import load_config
 from tests.helpers.ranks import Meeting
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "while", "rain", "fell", "over", "old", "town", "and", "birds", "sang"]

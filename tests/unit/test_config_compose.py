@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import yaml
+from tests.helpers import quick_config
 
 from qlora_fsdp.config.command_line import conf_folder, default_options, group_options
 from qlora_fsdp.config.compose import load_config, register_schema, to_yaml
@@ -192,21 +192,18 @@ def test_unknown_option_of_the_command_line() -> None:
     assert "unrecognized arguments: --lora-r=3" in refusal("--lora-r=3")
 
 
-def test_help_is_complete_and_fast(tmp_path: Path) -> None:
+def test_help_is_complete_and_imports_nothing_heavy(tmp_path: Path) -> None:
     program = (
         "import sys; from qlora_fsdp.config.compose import load_config\n"
         "try: load_config(['--help'])\n"
         "finally: print('HEAVY', {'torch', 'transformers', 'accelerate', 'datasets'} & set(sys.modules))"
     )
-    start = time.monotonic()
     out = subprocess.run(
         [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True
     ).stdout
-    seconds = time.monotonic() - start
     assert "HEAVY set()" in out
     assert all(option in out for _, option in OPTIONS)
     assert "experiment=dry_run" in out
-    assert seconds < 5  # 0.4 s on an idle machine
 
 
 def test_hydra_main_composes_the_same_and_writes_nothing(tmp_path: Path) -> None:
@@ -230,3 +227,25 @@ def test_schema_can_be_registered_twice() -> None:
     register_schema()
     register_schema()
     assert load_config(["fsdp=no_shard"]).fsdp.sharding_strategy is ShardingStrategy.NO_SHARD
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        [],
+        ["quant=int8", "lora.rank_pattern={q_proj: 3}", "+lora.alpha_pattern.k_proj=4", "lora.target_modules=[a,b]"],
+        [
+            "experiment=dry_run",
+            "optim=adamw_8bit",
+            "fsdp=offload",
+            "run.name=${model.path}-1",
+            "data.eval_path='a (1)'",
+        ],
+    ],
+)
+def test_the_quick_way_of_other_tests_gives_the_same(more: list[str]) -> None:
+    argv = [*DRY_RUN, *more]
+    assert quick_config.load_config(argv) == quick_config.load_config(argv) == load_config(argv)
+    with pytest.raises(ConfigError) as caught:
+        quick_config.load_config([*argv, "lora.rr=8", "optim=adm"])
+    assert str(caught.value) == refusal(*argv, "lora.rr=8", "optim=adm")
