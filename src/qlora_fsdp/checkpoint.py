@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from qlora_fsdp.distributed import Processes
 from qlora_fsdp.errors import ResumeError
+from qlora_fsdp.files import digest_file
 from qlora_fsdp.optim import LocalAdamW8bit
 from qlora_fsdp.shards import local_tensor
 
@@ -174,15 +175,6 @@ def _allocate_state(optimizer: torch.optim.Optimizer) -> None:
 def temporary_name(folder: Path) -> Path:
     """What a checkpoint is called that is being written or removed."""
     return folder.with_name(f".{folder.name}.tmp")
-
-
-def digest_file(file: Path) -> str:
-    """SHA-256 of a file's bytes."""
-    digest = hashlib.sha256()
-    with file.open("rb") as stream:
-        while block := stream.read(2**22):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def digest_manifest(manifest: dict[str, Any]) -> str:

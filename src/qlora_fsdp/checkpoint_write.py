@@ -25,8 +25,9 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from qlora_fsdp.checkpoint import MANIFEST, Checkpoint, digest_file, digest_manifest, temporary_name, trained_state
+from qlora_fsdp.checkpoint import MANIFEST, Checkpoint, digest_manifest, temporary_name, trained_state
 from qlora_fsdp.distributed import Processes
+from qlora_fsdp.files import digest_file
 from qlora_fsdp.optim import LocalAdamW8bit
 from qlora_fsdp.shards import local_tensor
 from qlora_fsdp.sizes import SLAB_BYTES

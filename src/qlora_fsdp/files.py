@@ -1,7 +1,8 @@
-"""Files that a reader never sees half written. Imports no torch."""
+"""Files that a reader never sees half written, and their digests. Imports no torch."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -18,3 +19,12 @@ def write_atomically(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)
+
+
+def digest_file(file: Path) -> str:
+    """SHA-256 of a file's bytes."""
+    digest = hashlib.sha256()
+    with file.open("rb") as stream:
+        while block := stream.read(2**22):
+            digest.update(block)
+    return digest.hexdigest()

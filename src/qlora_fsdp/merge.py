@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from qlora_fsdp.command import log, run_command
 from qlora_fsdp.config.commands import AdapterSettings
@@ -69,7 +69,7 @@ def merge(settings: MergeSettings, config: Config, processes: Processes) -> None
             Path(adapter).expanduser(),
             Path(out).expanduser(),
             settings.base == "dequantized",
-            settings.quantize,
+            cast(Any, settings.quantize),  # one of those, says _check
             base.dtype,
             processes.device,
         )

@@ -6,13 +6,12 @@ was cut off goes on with the next file. Memory is one file of the base and a few
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import bitsandbytes.functional as bnb
 import peft
@@ -27,17 +26,19 @@ from tqdm import tqdm
 from qlora_fsdp.adapters import ADAPTER
 from qlora_fsdp.build import BuiltModel, ModelFiles
 from qlora_fsdp.errors import CheckpointError, RunFolderError
+from qlora_fsdp.files import digest_file
 from qlora_fsdp.load.files import INDEX_NAME, SINGLE_NAME, StoredTensor
 from qlora_fsdp.load.fill import Assignment, fill_from_files
 from qlora_fsdp.new_tokens import count_tokens
-from qlora_fsdp.quantized import QuantizedLinear
+from qlora_fsdp.quantized import Format, QuantizedLinear
+from qlora_fsdp.quantized.formats import code_book
 from qlora_fsdp.quantized.lora import LoraLinear
+from qlora_fsdp.sizes import BLOCKSIZE, NESTED_BLOCKSIZE
 
-ROWS_A_TIME = 1024  # of a weight, in float32
+VALUES_A_TIME = 2**22  # of a weight, in float32: 16 MiB, which the allocator keeps; more is made of new pages each time
 EXTRA_NAME = "model-adapter.safetensors"
 BASE_NAME = "model-base.safetensors"
 RECORD_NAME = "merge.json"
-BLOCKSIZE = 64
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Merge:
     adapter: Path
     out: Path
     dequantized: bool
-    quantize: str | None
+    quantize: Literal["nf4", "fp4"] | None
     dtype: torch.dtype
     device: torch.device
 
@@ -93,10 +94,9 @@ def merge_files(merge: Merge) -> None:
 
 def _open_folder(merge: Merge) -> None:
     """Make the folder, or go on in one that the same merge began."""
-    weights = merge.adapter / "adapter_model.safetensors"
     record = {
         "base": str(merge.files.folder),
-        "adapter": hashlib.sha256(weights.read_bytes()).hexdigest(),
+        "adapter": digest_file(merge.adapter / "adapter_model.safetensors"),
         "dequantized": merge.dequantized,
         "quantize": merge.quantize,
     }
@@ -204,8 +204,9 @@ def _merged(assignment: Assignment, changes: dict[str, dict[str, Tensor]], merge
     lora_b = change["lora_B.weight"].to(merge.device, torch.float32)
     scaling, magnitude = change["scaling"].item(), change.get("lora_magnitude_vector")
     merged = torch.empty(weight.shape, dtype=dtype)
-    for start in range(0, len(weight), ROWS_A_TIME):
-        rows = slice(start, start + ROWS_A_TIME)
+    step = max(1, VALUES_A_TIME // weight.shape[1])
+    for start in range(0, len(weight), step):
+        rows = slice(start, start + step)
         values = weight[rows].to(merge.device, torch.float32).addmm(lora_b[rows], lora_a, alpha=scaling)
         if magnitude is not None:  # DoRA: the rows' norms are trained apart (arXiv:2402.09353, equation 5)
             norms = torch.linalg.vector_norm(values, dim=1)
@@ -232,10 +233,14 @@ def _quantized(key: str, value: Tensor, assignment: Assignment | None, merge: Me
     is_linear = assignment is not None and assignment.is_quantized
     if merge.quantize is None or not is_linear:
         return {key: value}
-    codes, state = bnb.quantize_4bit(
-        value.to(merge.device, merge.dtype), blocksize=BLOCKSIZE, compress_statistics=True, quant_type=merge.quantize
-    )
-    return {key: codes.cpu()} | {f"{key}.{name}": part.cpu() for name, part in state.as_dict(packed=True).items()}
+    value = value.to(merge.device, merge.dtype)
+    codes, absmax = Format(merge.quantize, storage=torch.uint8).quantize_rows(value)
+    offset = absmax.mean()
+    scales, nested = bnb.quantize_blockwise(absmax.flatten() - offset, blocksize=NESTED_BLOCKSIZE)
+    book = code_book(merge.quantize, merge.device)
+    state = bnb.QuantState(scales, value.shape, book, BLOCKSIZE, merge.quantize, value.dtype, offset, nested)
+    parts = {f"{key}.{name}": part.cpu() for name, part in state.as_dict(packed=True).items()}
+    return {key: codes.view(-1, 1).cpu()} | parts
 
 
 def _write_config(merge: Merge, folder: Path, untied: bool) -> None:

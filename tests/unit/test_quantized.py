@@ -115,3 +115,19 @@ def test_merging_into_codes_is_refused():
     layer, _ = make_layer(Format("nf4", True), bias=False)
     with pytest.raises(NotImplementedError, match=r"qlora_fsdp\.merge"):
         LoraLinear(layer, "default", peft.LoraConfig(r=8), r=8, lora_alpha=8).merge()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
+def test_cpu_codes_are_bitsandbytes_own(quant_type: str, dtype: torch.dtype):
+    """Random rows; each bound between two codes and its neighbours; zeros, the smallest numbers, what is not finite."""
+    book = bnb.get_4bit_type(quant_type, device="cpu").sort().values
+    bounds = (book[1:] + book[:-1]) / 2
+    near = torch.stack([bounds, *(bounds.nextafter(torch.full_like(bounds, end)) for end in (-1, 1))]).flatten()
+    special = torch.cat([torch.ones(1), near, book, torch.zeros(2)]).view(1, 64)
+    weight = torch.cat([torch.randn(70, 64), special, torch.zeros(1, 64), torch.full((1, 64), 1e-40)]).repeat(1, 2)
+    weight[0, 1], weight[1, 2] = torch.nan, torch.inf
+    packed, absmax = torch.ops.bitsandbytes.quantize_4bit.default(weight.to(dtype), 64, quant_type, torch.uint8)
+    ours, scales = Format(quant_type, storage=torch.uint8).quantize_rows(weight.to(dtype))
+    assert torch.equal(ours.flatten(), packed.flatten())
+    torch.testing.assert_close(scales.flatten(), absmax.flatten(), rtol=0, atol=0, equal_nan=True)

@@ -26,6 +26,7 @@ import bitsandbytes.functional as bnb
 import torch
 from torch import Tensor
 
+from qlora_fsdp.quantized import cpu_quantize
 from qlora_fsdp.sizes import BLOCKSIZE, NESTED_BLOCKSIZE
 
 INT8_DEQUANT_FACTOR = 1.0 / 127.0
@@ -119,6 +120,9 @@ class Format:
         if not self.is_4bit:
             codes, absmax, _ = torch.ops.bitsandbytes.int8_vectorwise_quant.default(weight.to(torch.float16))
             return self.pack(codes), absmax
+        if weight.device.type == "cpu":
+            packed, absmax = cpu_quantize.quantize_4bit(weight, self.quant_type, self.blocksize)
+            return self.pack(packed), absmax
         packed, absmax = torch.ops.bitsandbytes.quantize_4bit.default(
             weight.contiguous(), self.blocksize, self.quant_type, torch.uint8
         )
