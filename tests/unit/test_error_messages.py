@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ast
+import json
+import os
 import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -17,6 +20,8 @@ from qlora_fsdp.build import build_model, find_model
 from qlora_fsdp.config.schema import ModelConfig, QuantConfig
 from qlora_fsdp.distributed import start_processes
 from qlora_fsdp.errors import CheckpointError, ConfigError, RankError, TrainingError
+from qlora_fsdp.load.files import StoredTensor, read_headers
+from qlora_fsdp.load.stream import Request, run_requests
 from qlora_fsdp.loop import _stop_on_bad_gradients
 from qlora_fsdp.merging import Merge, merge_files
 
@@ -90,6 +95,20 @@ def test_a_layout_that_is_split_or_merged(tmp_path: Path):
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match="transformers would split or merge these tensors"):
         build(tmp_path, QuantConfig())
+
+
+def test_files_that_are_missing_or_end_early(tmp_path: Path):
+    weight, file = torch.ones(4, 8), tmp_path / "there.safetensors"
+    save_file({"w": weight}, file)
+    stored = {"w": file.name, "v": "not-there.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": stored}))
+    with pytest.raises(CheckpointError, match=r"not-there\.safetensors: missing, though the index names it"):
+        read_headers(tmp_path)
+    tensor = StoredTensor("w", file, file.stat().st_size - weight.nbytes, (4, 8), torch.float32)
+    os.truncate(file, file.stat().st_size - 1)
+    request = Request(tensor, 32, 0, 4, put=lambda rows, first: None)
+    with pytest.raises(CheckpointError, match="can't be read at w: it ends early"):
+        run_requests([request], torch.device("cpu"), on_progress=lambda count: None)
 
 
 def test_blocks_that_cross_rows(tmp_path: Path):

@@ -55,10 +55,16 @@ def test_only_tensors_of_floating_point_can_require_gradients() -> None:
     assert not any(param.requires_grad for param in layer.parameters())
 
 
-def test_fsdp2_loses_the_quant_state_of_bitsandbytes(mesh: DeviceMesh) -> None:
+def test_fsdp2_loses_the_quant_state_of_bitsandbytes(mesh: DeviceMesh, caplog: pytest.LogCaptureFixture) -> None:
     theirs = bnb.nn.Linear4bit(64, 64, bias=False, quant_storage=torch.bfloat16).to("cpu")
     assert theirs.weight.quant_state is not None
     assert not hasattr(sharded(theirs, mesh).weight, "quant_state")
+    theirs.quant_state = None  # as of a module that was built on meta and filled by FSDP
+    with pytest.raises((AssertionError, ValueError)):  # bitsandbytes 0.50.2: ValueError: quant_state is required
+        theirs(torch.randn(2, 64))
+    assert "FP4 quantization state not initialized" in caplog.text
+    with pytest.raises(AssertionError):  # never quantized: its weight is still a matrix
+        bnb.nn.Linear4bit(64, 64, bias=False)(torch.randn(2, 64))
 
     ours = QuantizedLinear(64, 64, bias=False, format=Format("nf4"), dtype=torch.float32, device="cpu")
     codes, scales = ours.format.quantize_rows(torch.randn(64, 64))
@@ -112,6 +118,8 @@ def test_key_error_modules_to_save() -> None:
 def test_a_tensor_missing_from_the_files_is_named_and_never_left_on_meta(
     tmp_path: Path, checkpoint: Callable[..., Path]
 ) -> None:
+    with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor; no data!"):
+        nn.Linear(2, 2, device="meta").to("cpu")
     good, missing = checkpoint("llama"), "model.layers.1.self_attn.q_proj.weight"
     for file in good.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
