@@ -88,8 +88,8 @@ def ended(
         """Every rank's own folder, of which rank 1's is cut short or not there: the configuration's check sees that."""
         return f"model.path={folder / kind}/model${{oc.env:RANK}}"
 
-    def launch(name: str, launcher: str, *argv: str) -> Launch:
-        return Launch(folder / name, launcher, *argv)
+    def launch(name: str, *argv: str) -> Launch:
+        return Launch(folder / name, "torchrun", *argv)
 
     def fork(name: str, *argv: str, num_ranks: int = 2, preexec: Callable[[], None] | None = None) -> ForkedLaunch:
         return ForkedLaunch(folder / name, num_ranks, *argv, preexec=preexec)
@@ -98,12 +98,12 @@ def ended(
         return Ended(command.finish(), command)
 
     real = {
-        "rank 0 killed": lambda: kill(launch("0", "torchrun", *LONG_RUN), 0),
-        "SIGINT": lambda: interrupt(launch("1", "python", *LONG_RUN), signal.SIGINT),
-        "SIGTERM": lambda: interrupt(launch("2", "torchrun", *LONG_RUN), signal.SIGTERM),
-        "rank 1 has no model": lambda: end(launch("3", "torchrun", own_model("none"), *data)),
+        "SIGTERM": lambda: interrupt(launch("2", *LONG_RUN), signal.SIGTERM),
+        "rank 1 has no model": lambda: end(launch("3", own_model("none"), *data)),
     }
     forked = {
+        "rank 0 killed": lambda: kill(fork("0", *LONG_RUN), 0),
+        "SIGINT": lambda: interrupt_rank(fork("1", *LONG_RUN, num_ranks=1), 0, signal.SIGINT),
         "rank 1 killed": lambda: kill(fork("4", *LONG_RUN), 1),
         "rank 1 frozen": lambda: freeze(fork("5", *LONG_RUN, "distributed.timeout_seconds=8")),
         "SIGUSR1 on rank 1": lambda: interrupt_rank(fork("6", *LONG_RUN), 1, signal.SIGUSR1),

@@ -15,9 +15,9 @@ import torch
 import qlora_fsdp
 import qlora_fsdp.run as pipeline
 from qlora_fsdp import preflight
-from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.config.world import World
 from qlora_fsdp.errors import MemoryShortage
+from tests.helpers.quick_config import load_config
 from tests.helpers.ranks import Meeting, run_ranks
 
 SEVENTY_B = ["model=llama3-70b", "hardware=2x24gib", "training.max_length=2048"]

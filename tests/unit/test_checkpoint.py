@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save as save_tensors
 from safetensors.torch import save_file
+from tests.helpers.quick_config import load_config
 from torch import Tensor, nn
 
 from qlora_fsdp import run_folder
@@ -24,7 +25,6 @@ from qlora_fsdp.checkpoint import (
     verify_files,
 )
 from qlora_fsdp.checkpoint_write import HostCopy, write_checkpoint
-from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.distributed import Processes, start_processes, stop_processes
 from qlora_fsdp.errors import ConfigError, ResumeError, RunFolderError

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import yaml
+from tests.helpers.quick_config import load_config
 
-from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.config.launch_environment import check_launch_environment
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.config.settings import all_settings

@@ -21,13 +21,15 @@ from qlora_fsdp.train import main
 
 BASE = ["model=tiny", "data=random", "training.max_steps=3"]
 
-# Ends with a loss that is lowest at a learning rate of 0.02; a rank of 13 fails.
+# Ends with a loss that is lowest at a learning rate of 0.02; a rank of 13 fails. PARALLEL: waits for so many to begin.
 STAND_IN = """
 import json, os, pathlib, sys, time
 settings = dict(a.split("=", 1) for a in sys.argv[1:] if "=" in a)
 folder = pathlib.Path(settings["run.folder"])
 started = time.time()
-time.sleep(0.3)
+(folder / "began").touch()
+wanted = int(os.environ.get("PARALLEL", 0))
+while len(list(folder.parent.glob("*/began"))) < wanted and time.time() < started + 300: time.sleep(0.01)
 times = [started, time.time(), os.environ.get("CUDA_VISIBLE_DEVICES")]
 with (folder.parent / "starts.jsonl").open("a") as file: file.write(json.dumps([folder.name, *times]) + chr(10))
 if settings.get("lora.r") == "13": print("Error: unlucky"); sys.exit(3)
@@ -73,6 +75,7 @@ def test_a_failed_job_stops_no_other_and_only_it_is_started_again(
 
 def test_jobs_run_side_by_side_on_gpus_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,5,7")
+    monkeypatch.setenv("PARALLEL", "2")
     argv = ["-m", *BASE, "lora.r=range(1,5)", "run.folder=s", "launch.parallel=2", "launch.num_processes=2"]
     assert main(argv) == 0
     spans = sorted(starts(tmp_path / "s"), key=lambda span: span[1])

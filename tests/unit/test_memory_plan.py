@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.helpers.quick_config import load_config
 from transformers import AutoConfig
 
 from qlora_fsdp.adapters import apply_adapters
 from qlora_fsdp.build import ModelFiles, build_model
 from qlora_fsdp.causal_lm import CausalLM
-from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.config.schema import Activations
 from qlora_fsdp.errors import ConfigError, MemoryShortage
 from qlora_fsdp.memory.activations import Policy

@@ -7,9 +7,9 @@ from pathlib import Path
 import peft
 import torch
 from tests.helpers.checkpoints import SHAPE
+from tests.helpers.quick_config import load_config
 from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
 
-from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.config.world import World
 from qlora_fsdp.run import run
 

@@ -15,11 +15,11 @@ from typing import Any, cast
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.helpers.quick_config import load_config
 from torch import Tensor, nn
 
 from qlora_fsdp import saver as saver_module
 from qlora_fsdp.checkpoint import Checkpoint, checkpoint_folders, read_manifest, verify_files
-from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.distributed import Processes, start_processes, stop_processes
 from qlora_fsdp.errors import Interrupted
 from qlora_fsdp.journal import Journal

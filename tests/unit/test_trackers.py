@@ -8,8 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.helpers.quick_config import load_config
 
-from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.journal import Journal
 from qlora_fsdp.run_folder import log
 
