@@ -11,11 +11,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
-from qlora_fsdp.config.schema import EmbeddingStorage, LoraConfig, Optimizer, QuantConfig, QuantStorage
+from qlora_fsdp.config.schema import (
+    Config,
+    EmbeddingStorage,
+    LoraConfig,
+    Optimizer,
+    QuantConfig,
+    QuantStorage,
+    TaskName,
+)
 from qlora_fsdp.memory.shape import Linear, ModelShape
 from qlora_fsdp.sizes import BLOCKSIZE, NESTED_BLOCKSIZE
 
 MIN_8BIT_ELEMENTS = 4096  # bitsandbytes keeps fp32 state for smaller tensors
+BLOCK_8BIT = 256  # elements of its 8-bit state that share a scale
 EMBEDDINGS, HEAD = "model.embed_tokens", "lm_head"
 
 
@@ -79,28 +88,56 @@ def layer_tensors(
             yield from _adapter_tensors(linear, rank, lora)
 
 
-def end_tensors(
-    shape: ModelShape, quant: QuantConfig, lora: LoraConfig, compute_bytes: int
-) -> dict[str, tuple[Tensor, ...]]:
-    """The other parameters, by FSDP unit: `embeddings`, `head`, and `root`, which gets the two where they are tied."""
+def end_tensors(shape: ModelShape, config: Config, compute_bytes: int) -> dict[str, tuple[Tensor, ...]]:
+    """The other parameters, by FSDP unit: `embeddings`, `head`, and `root` (shard.py).
+
+    Embeddings and head are the root's where they are tied, and in a classifier; trained rows of new tokens always are.
+    """
+    quant, lora, num_new = config.quant, config.lora, num_new_tokens(config)
+    predicts_tokens = config.task.name is TaskName.causal_lm
     table = [Tensor("embeddings", shape.vocab_size, shape.hidden_size * compute_bytes)]
     if quant.embeddings is EmbeddingStorage.int8:
         table = [Tensor("embeddings", shape.vocab_size, size) for size in (_padded(shape.hidden_size, quant), 4)]
-    trained = Tensor("adapters", shape.vocab_size, shape.hidden_size * 4)
     head_linear = Linear(HEAD, shape.vocab_size, shape.hidden_size)
-    embeddings, head = [*table], [] if shape.is_tied else [*table]
-    if not shape.is_tied and quant.llm_int8_skip_modules is not None and is_quantized(HEAD, quant):
+    is_tied = shape.is_tied and predicts_tokens
+    embeddings, head = [*table], [*table] if predicts_tokens and not is_tied else []
+    if head and quant.llm_int8_skip_modules is not None and is_quantized(HEAD, quant):
         head = list(_linear_tensors(head_linear, True, quant, compute_bytes))
+    root = [Tensor("full_precision", shape.hidden_size, compute_bytes)]
     for tensors, name in ((embeddings, EMBEDDINGS), (head, HEAD)):
-        if any(_ends_with(name, target) for target in lora.modules_to_save or []):
-            tensors.append(trained)
-    rank = 0 if lora.target_modules == "all-linear" else adapter_rank(HEAD, lora)
-    if rank:
-        head += _adapter_tensors(head_linear, rank, lora)
-    norm = Tensor("full_precision", shape.hidden_size, compute_bytes)
-    if shape.is_tied:
-        return {"embeddings": (), "head": (), "root": (norm, *embeddings, *head)}
-    return {"embeddings": tuple(embeddings), "head": tuple(head), "root": (norm,)}
+        if name == HEAD and not predicts_tokens:
+            continue
+        if is_saved(name, lora):  # a copy, longer by the new tokens
+            tensors.append(Tensor("adapters", shape.vocab_size + num_new, shape.hidden_size * 4))
+        elif num_new and (name == EMBEDDINGS or not is_tied or is_saved(EMBEDDINGS, lora)):
+            root.append(Tensor("adapters", num_new, shape.hidden_size * 4))
+    if predicts_tokens:
+        rank = 0 if lora.target_modules == "all-linear" else adapter_rank(HEAD, lora)
+        head += _adapter_tensors(head_linear, rank, lora) if rank else []
+    else:
+        root += _new_head(shape, config, compute_bytes)
+    if is_tied or not predicts_tokens:
+        return {"embeddings": (), "head": (), "root": (*root, *embeddings, *head)}
+    return {"embeddings": tuple(embeddings), "head": tuple(head), "root": tuple(root)}
+
+
+def num_new_tokens(config: Config) -> int:
+    """Tokens whose rows are trained. Without the tokenizer nobody knows whether the model has rows for them already."""
+    return len({*config.tokenizer.add_tokens, *config.tokenizer.add_special_tokens})
+
+
+def is_saved(name: str, lora: LoraConfig) -> bool:
+    """Whether the module of this name is trained as a whole."""
+    return any(_ends_with(name, target) for target in lora.modules_to_save or [])
+
+
+def _new_head(shape: ModelShape, config: Config, compute_bytes: int) -> Iterator[Tensor]:
+    """A classifier's head: the part of the model that is not used, and its trained copy."""
+    num_outputs = len(config.task.labels or [None])
+    for part, size in (("full_precision", compute_bytes), ("adapters", 4)):
+        yield Tensor(part, num_outputs, shape.hidden_size * size)
+        if config.task.name is TaskName.token_classification:
+            yield Tensor(part, num_outputs, size)
 
 
 def optimizer_bytes(tensors: Iterator[Tensor], optimizer: Optimizer, num_shards: int) -> int:
@@ -110,7 +147,7 @@ def optimizer_bytes(tensors: Iterator[Tensor], optimizer: Optimizer, num_shards:
         if tensor.part == "adapters":
             elements = tensor.shard_bytes(num_shards) // 4
             is_8bit = optimizer is Optimizer.adamw_8bit and elements >= MIN_8BIT_ELEMENTS
-            total += elements * (2 if is_8bit else 8)
+            total += elements * 2 + -(elements // -BLOCK_8BIT) * 8 if is_8bit else elements * 8
     return total
 
 

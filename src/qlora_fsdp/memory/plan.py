@@ -12,19 +12,21 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from qlora_fsdp.config.schema import EmbeddingStorage
+from qlora_fsdp.config.schema import EmbeddingStorage, TaskName
 from qlora_fsdp.memory import activations
 from qlora_fsdp.memory.activations import OFFLOAD_SLOTS, Policy
+from qlora_fsdp.memory.loss import has_chunks, is_trained, loss_backward_bytes, loss_bytes
 from qlora_fsdp.memory.parameters import (
     ParameterBytes,
     Tensor,
     end_tensors,
     layer_tensors,
+    num_new_tokens,
     optimizer_bytes,
     sum_bytes,
 )
 from qlora_fsdp.memory.workload import Workload
-from qlora_fsdp.sizes import LOGITS_BYTES, MIN_CHUNK, NUM_BUFFERS, PIECE_BYTES, SLAB_BYTES
+from qlora_fsdp.sizes import NUM_BUFFERS, PIECE_BYTES, SLAB_BYTES
 
 GIB, MIB = 2**30, 2**20
 PHASES = ("load", "forward", "backward", "step")
@@ -116,11 +118,11 @@ class _Model:
         self.layers = [
             tuple(layer_tensors(shape, index, config.quant, config.lora, item)) for index in range(shape.num_layers)
         ]
-        self.ends = end_tensors(shape, config.quant, config.lora, item)
+        self.ends = end_tensors(shape, config, item)
         self.tensors = [tensor for unit in (*self.layers, *self.ends.values()) for tensor in unit]
         self.shard = sum_bytes(iter(self.tensors), shards)
         self.layer = max((sum_bytes(iter(layer)) for layer in self.layers), key=lambda parts: parts.total)
-        self.trained = sum_bytes(iter(self.tensors)).adapters
+        self.all_trained = sum_bytes(iter(self.tensors)).adapters
         self.optimizer = optimizer_bytes(iter(self.tensors), config.optim.name, shards)
         self.is_offloaded = config.fsdp.cpu_offload
         self.sharded_gradients = 0 if self.is_offloaded else self.shard.adapters
@@ -141,7 +143,7 @@ class _Model:
         }
         if with_training:
             accumulates = self.work.num_micro_batches > 1
-            parts["gradients"] = self.trained if accumulates else 0  # whole until the last micro-batch reduces them
+            parts["gradients"] = self.all_trained if accumulates else 0  # whole until the last micro-batch reduces them
             parts["optimizer"] = 0 if self.is_offloaded else self.optimizer
         return parts
 
@@ -150,9 +152,9 @@ class _Model:
         return unit_bytes * (1 + (num_flat if self.work.num_shards > 1 else 0))
 
     def gathered_end(self, name: str) -> int:
-        """Embeddings or head while they are used; frozen, they are gathered into one buffer."""
-        if not self.is_frozen(name):
-            return self.gathered(self.unit(name), 1)
+        """Embeddings or head while forward uses them, beyond `kept`; frozen, they are gathered into one buffer."""
+        if not self.gathers_itself(name):
+            return self.gathered(self.unit(name), 1) - (self.unit(name) if self.stays(name) else 0)
         if name == "head" and self.work.config.quant.embeddings is EmbeddingStorage.int8:  # dequantized, in pieces
             return self.work.shape.vocab_size * self.work.shape.hidden_size * self.work.compute_bytes + 2 * PIECE_BYTES
         shards = self.work.num_shards
@@ -162,14 +164,41 @@ class _Model:
     def is_frozen(self, name: str) -> bool:
         return all(tensor.part == "embeddings" for tensor in self.ends[name])
 
+    def stays(self, name: str) -> bool:
+        """Whether an end stays gathered from forward to backward."""
+        return not self.work.reshards and not self.is_frozen(name)
+
+    def gathers_itself(self, name: str) -> bool:
+        """Whether the model gathers an end (causal_lm.py) and not FSDP."""
+        config = self.work.config
+        has_rows = name == "embeddings" and num_new_tokens(config) > 0
+        return self.is_frozen(name) and config.task.name is TaskName.causal_lm and not has_rows
+
+    def trained(self, name: str) -> int:
+        """Bytes of the trained parameters of embeddings, head or root, whole."""
+        return sum_bytes(iter(self.ends[name])).adapters
+
+    def cast(self, name: str) -> int:
+        """The copy in the compute dtype of an end that is trained in fp32."""
+        size = self.work.compute_bytes
+        return 0 if size == 4 else self.trained(name) * size // 4
+
+    def sharded_gradient(self, name: str) -> int:
+        """Bytes of the gradients of such a unit that a rank keeps."""
+        return 0 if self.is_offloaded else sum_bytes(iter(self.ends[name]), self.work.num_shards).adapters
+
+    @property
+    def layer_gradient(self) -> int:
+        """Bytes of a layer's gradients that a rank keeps."""
+        sharded = [sum_bytes(iter(layer), self.work.num_shards).adapters for layer in self.layers]
+        return 0 if self.is_offloaded else sum(sharded) // len(sharded)
+
     @property
     def kept(self) -> int:
         """What stays gathered from its first use to the end of backward."""
-        root = self.unit("root")
-        if not self.work.reshards:
-            embeddings = 0 if self.is_frozen("embeddings") else self.unit("embeddings")
-            return root + embeddings + len(self.layers) * self.layer.total
-        return root
+        ends = sum(self.unit(name) for name in ("embeddings", "head") if self.stays(name))
+        layers = 0 if self.work.reshards else len(self.layers) * self.layer.total
+        return self.unit("root") + ends + layers
 
 
 def _forward_moments(work: Workload, model: _Model, policies: Sequence[Policy]) -> Iterator[Parts]:
@@ -178,7 +207,11 @@ def _forward_moments(work: Workload, model: _Model, policies: Sequence[Policy]) 
     saved = sum(activations.saved_bytes(work, policy) for policy in policies) + _offload_slots(work, policies)
     hidden = work.num_tokens * work.shape.hidden_size * work.compute_bytes
     dequantized = activations.dequantized_bytes(work)
-    yield {"gathered": model.kept + model.gathered_end("embeddings"), "activations": hidden, "workspace": WORKSPACE}
+    yield {
+        "gathered": model.gathered(model.unit("root"), 1) + model.gathered_end("embeddings"),
+        "activations": hidden,
+        "workspace": WORKSPACE,
+    }
     yield {
         "activations": saved + activations.forward_bytes(work, policies[-1]) - dequantized,
         "gathered": model.kept + model.gathered(layer, max(1, fsdp.forward_prefetch)),
@@ -189,45 +222,56 @@ def _forward_moments(work: Workload, model: _Model, policies: Sequence[Policy]) 
         "activations": saved + hidden,
         # the last layer's flat buffer is still there
         "gathered": model.kept + model.gathered_end("head") + (layer if work.num_shards > 1 else 0),
+        "dequantized": model.cast("head"),
         "loss": loss_bytes(work),
         "workspace": WORKSPACE,
     }
 
 
 def _backward_moments(work: Workload, model: _Model, policies: Sequence[Policy]) -> Iterator[Parts]:
-    """Parts beyond the resident ones in the backward of each layer, the last first."""
+    """Parts beyond the resident ones in the backward of a trained head, of each layer, the last first, and at the end.
+
+    Gradients are whole while they are made, with a copy on its way to the other ranks until the next unit's is ready.
+    """
     num_flat = max(1, work.config.fsdp.backward_prefetch)
     saved = [activations.saved_bytes(work, policy) for policy in policies]
     extra = {policy: activations.backward_bytes(work, policy) for policy in set(policies)}
     dequantized, slots = activations.dequantized_bytes(work), _offload_slots(work, policies)
     gathered = model.kept + model.gathered(model.layer.total, num_flat)
-    adapters = model.layer.adapters  # whole gradients of the layer, and their copy on its way to the other ranks
-    kept, reduced = sum(saved), 0
-    accumulates = work.num_micro_batches > 1
+    kept, reduced, leaving = sum(saved), 0, 0
+    accumulates = work.num_micro_batches > 1  # then what is whole until the last is resident
+    if is_trained(work):
+        opened = 0 if model.stays("head") else model.unit("head")
+        made = model.trained("head")
+        yield {
+            "activations": kept + slots,
+            "gradients": made if has_chunks(work) and not accumulates else 0,  # of the chunks before
+            "gathered": model.kept + opened + (model.layer.total if work.num_shards > 1 else 0),
+            "dequantized": 2 * model.cast("head"),  # and its gradient
+            "loss": loss_backward_bytes(work, made),
+            "workspace": WORKSPACE,
+        }
+        reduced, leaving = model.sharded_gradient("head"), made
     for index in reversed(range(len(policies))):
         yield {
             "activations": kept + slots + extra[policies[index]] - dequantized,
-            "gradients": 2 * adapters + (0 if accumulates else reduced),
+            "gradients": leaving + 2 * model.layer.adapters + (0 if accumulates else reduced),
             "gathered": gathered,
             "dequantized": dequantized,
             "workspace": WORKSPACE,
         }
         kept -= saved[index]
-        reduced += model.sharded_gradients // len(policies)
-
-
-def loss_bytes(work: Workload) -> int:
-    """The head's output norm, the gradient of the hidden states, and a chunk of logits (loss.py)."""
-    shape, item, tokens = work.shape, work.compute_bytes, work.num_tokens
-    hidden = tokens * shape.hidden_size * item
-    if "cross_entropy" in work.fused:  # Liger: logits of about the size of the hidden states
-        num_chunks = math.ceil(shape.vocab_size / shape.hidden_size)
-        chunk = _next_power_of_two(math.ceil(tokens / num_chunks))
-        logits = min(tokens, chunk) * shape.vocab_size * item
-    else:  # fp32 logits, and two temporaries of logsumexp beside them
-        chunk = max(MIN_CHUNK, LOGITS_BYTES // (4 * shape.vocab_size) // MIN_CHUNK * MIN_CHUNK)
-        logits = min(tokens, chunk) * shape.vocab_size * (16 if shape.has_softcap else 12)
-    return 2 * hidden + logits
+        reduced += model.layer_gradient
+        leaving = 0
+    tables = model.trained("embeddings") + model.trained("root")
+    hidden = work.num_tokens * work.shape.hidden_size
+    opened = 0 if model.is_frozen("embeddings") or model.stays("embeddings") else model.unit("embeddings")
+    yield {
+        "activations": hidden * (work.compute_bytes + 4 if tables else work.compute_bytes),
+        "gradients": 2 * tables + (0 if accumulates else reduced),
+        "gathered": model.kept + opened,
+        "workspace": WORKSPACE,
+    }
 
 
 def _offload_slots(work: Workload, policies: Sequence[Policy]) -> int:
@@ -240,7 +284,11 @@ def _host(work: Workload, model: _Model, policies: Sequence[Policy]) -> tuple[Pa
     pinned = NUM_BUFFERS * PIECE_BYTES
     copied = math.ceil((model.shard.adapters + model.optimizer) / SLAB_BYTES) * SLAB_BYTES
     # A signal has it written also where no checkpoints were asked for. Rank 0 puts the whole adapter together.
-    parts = {"libraries": HOST_BASE, "reading": pinned, "checkpoint": copied + model.trained // work.local_num_ranks}
+    parts = {
+        "libraries": HOST_BASE,
+        "reading": pinned,
+        "checkpoint": copied + model.all_trained // work.local_num_ranks,
+    }
     pinned += 0 if model.is_offloaded else copied
     if model.is_offloaded:  # each shard is pinned by itself, and torch rounds pinned blocks up to a power of two
         parts["parameters"] = sum(_pinned(tensor, work.num_shards) for tensor in model.tensors)

@@ -1,0 +1,221 @@
+"""The plan's bytes of what a rank holds, and of embeddings and heads that are trained, against the tensors of a model.
+
+Two ranks on a CPU take a step; what is alive is counted by its storages.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoConfig
+
+from qlora_fsdp.adapt import adapt_model
+from qlora_fsdp.build import ModelFiles, build_model
+from qlora_fsdp.config.compose import load_config
+from qlora_fsdp.config.schema import Config, TaskName
+from qlora_fsdp.data.batch import Batch
+from qlora_fsdp.data.tokenizer import add_tokens, byte_tokenizer
+from qlora_fsdp.distributed import start_processes
+from qlora_fsdp.memory.activations import Policy
+from qlora_fsdp.memory.plan import WORKSPACE, MemoryPlan, make_plan
+from qlora_fsdp.memory.recompute import set_activation_policy
+from qlora_fsdp.memory.shape import model_shape
+from qlora_fsdp.memory.workload import Workload
+from qlora_fsdp.optim import make_optimizer
+from qlora_fsdp.shard import place_model, shard_model
+from qlora_fsdp.shards import local_tensor
+from qlora_fsdp.task_model import TaskModel
+from tests.helpers.ranks import Meeting, once, run_ranks
+
+pytestmark = pytest.mark.distributed
+
+NUM_RANKS = 2
+TOKENS = "tokenizer.add_tokens=[call,tool,end]"
+TIED = "model.config.tie_word_embeddings=true"
+LABELS = "task.labels=[a,b,c]"
+CASES: dict[str, list[str]] = {
+    "default": [],
+    "int8, large rank, rank-stabilized": ["quant=int8", "lora.r=128", "lora.use_rslora=true"],
+    "unquantized, some layers": ["quant=none", "lora.target_modules=[q_proj,down_proj]"],
+    "dora": ["lora.use_dora=true", "quant.bnb_4bit_use_double_quant=false"],
+    "ends in int8": ["quant.embeddings=int8"],
+    "8-bit AdamW": ["optim=adamw_8bit", "lora.r=64"],
+    "tied": [TIED],
+    "ends trained": ["lora.modules_to_save=[embed_tokens,lm_head]"],
+    "head trained": ["lora.modules_to_save=[lm_head]"],
+    "embeddings trained, tied": [TIED, "lora.modules_to_save=[embed_tokens]"],
+    "new tokens": [TOKENS],
+    "new tokens, tied": [TIED, TOKENS],
+    "new tokens, head whole": [TOKENS, "lora.modules_to_save=[lm_head]"],
+    "classes of rows": ["task=sequence_classification", LABELS],
+    "classes of words": ["task=token_classification", LABELS],
+}
+
+
+# Where embeddings, head and logits are nearly all there is, and one of them is trained.
+WIDE = ["model.config.vocab_size=20000", "training.max_length=256", "training.precision=float32", "memory=recompute"]
+PEAKS = {
+    "head": ["lora.modules_to_save=[lm_head]"],
+    "adapted head": ["lora.target_modules=[q_proj,down_proj,lm_head]"],
+    "both": ["lora.modules_to_save=[embed_tokens,lm_head]"],
+    "classifier": ["task=sequence_classification", LABELS],
+}
+
+
+def read(arguments: Sequence[str]) -> Config:
+    # 259 rows are the byte tokenizer's own: new tokens come behind the table, as with most models.
+    return load_config(["model=tiny", "model.config.vocab_size=259", *arguments])
+
+
+def build(config: Config, dtype: torch.dtype) -> TaskModel:
+    """The adapted model on meta."""
+    values = dict(config.model.config)
+    files = ModelFiles(None, AutoConfig.for_model(values.pop("model_type"), **values))
+    keep, pad = list(config.lora.modules_to_save or []), byte_tokenizer().pad_token_id
+    built = build_model(files, config.quant, dtype, "sdpa", keep=keep, task=config.task, pad_token_id=pad)
+    return adapt_model(built, config.lora, config.task, add_tokens(byte_tokenizer(), config.tokenizer))
+
+
+def place(model: TaskModel) -> None:
+    """On the CPU, with zeros."""
+    place_model(model, torch.device("cpu"), torch.device("cpu"))
+    for param in model.parameters():
+        local_tensor(param).view(torch.uint8).zero_()
+
+
+def held_bytes(cases: Mapping[str, Sequence[str]]) -> dict[str, dict[str, int]]:
+    """Bytes of this rank's tensors after a step, by part of the plan."""
+    Meeting.new_port()
+    processes, found = start_processes(60), {}
+    for case, arguments in cases.items():
+        config = read(arguments)
+        model = build(config, torch.bfloat16)
+        shard_model(model, config.fsdp, processes)
+        place(model)
+        params = [p for p in model.parameters() if p.requires_grad]
+        optimizer = make_optimizer(params, config.optim, 0.0)
+        for param in params:
+            param.grad = torch.zeros_like(param)
+        optimizer.step()
+        inner: Any = getattr(optimizer, "inner", optimizer)
+        sizes = {"optimizer": sum(_state_bytes(state) for state in inner.state.values())}
+        for name, param in model.named_parameters():
+            part = "adapters" if param.requires_grad else _part(name)
+            sizes[part] = sizes.get(part, 0) + local_tensor(param).untyped_storage().nbytes()
+        found[case] = sizes
+    return found
+
+
+def _state_bytes(state: Mapping[str, Any]) -> int:
+    """But for the number of steps, and the table of 8-bit values that all share."""
+    tensors = [v for k, v in state.items() if isinstance(v, Tensor) and k != "step" and not k.startswith("qmap")]
+    return sum(local_tensor(tensor).untyped_storage().nbytes() for tensor in tensors)
+
+
+def _part(name: str) -> str:
+    if "embed_tokens" in name or "lm_head" in name:
+        return "embeddings"
+    parts = {"codes": "codes", "scales": "scales", "nested_scales": "scales"}
+    return parts.get(name.rpartition(".")[2], "full_precision")
+
+
+class LiveBytes(TorchDispatchMode):
+    """Follows the storages of all tensors that operations see, also those that FSDP empties.
+
+    Attributes:
+        peak: most bytes that were there after an operation.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.storages: dict[int, weakref.ref[Any]] = {}
+        self._follow(tensors)
+        self.peak = self._now()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self._follow([leaf for leaf in tree_leaves((out, args)) if isinstance(leaf, Tensor)])
+        self.peak = max(self.peak, self._now())
+        return out
+
+    def _follow(self, tensors: Sequence[Tensor]) -> None:
+        for tensor in tensors:
+            storage = local_tensor(tensor).untyped_storage()
+            self.storages[storage._cdata] = weakref.ref(storage)
+
+    def _now(self) -> int:
+        alive = {key: storage for key, ref in self.storages.items() if (storage := ref()) is not None}
+        self.storages = {key: self.storages[key] for key in alive}
+        return sum(storage.nbytes() for storage in alive.values())
+
+
+def peak_bytes(cases: Mapping[str, Sequence[str]]) -> dict[str, tuple[int, int]]:
+    """Most bytes of this rank's tensors in forward and in backward, of the second step."""
+    Meeting.new_port()
+    processes, found = start_processes(60), {}
+    for case, arguments in cases.items():
+        config = read(arguments)
+        model = build(config, torch.float32)
+        set_activation_policy(model.layers, [Policy.full] * len(model.layers))
+        shard_model(model, config.fsdp, processes)
+        place(model)
+        optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad], config.optim, 0.0)
+        length = config.training.max_length
+        ids = torch.arange(length).unsqueeze(0) % 250
+        batch = Batch(ids, ids, torch.arange(length).unsqueeze(0), torch.tensor([0, length]).int(), length, length)
+        if config.task.name is not TaskName.causal_lm:
+            batch = replace(batch, labels=torch.zeros(1, 1), label_positions=torch.tensor([0]))
+        for _ in range(2):
+            held = [*model.parameters(), *model.buffers()]
+            held += [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
+            with LiveBytes(held) as forward:
+                loss = model(batch)
+            with LiveBytes([loss]) as backward:
+                backward.storages |= forward.storages
+                loss.backward()
+            del loss
+            optimizer.step()
+            optimizer.zero_grad()
+        found[case] = forward.peak, backward.peak
+    return found
+
+
+def plan_of(config: Config, policy: Policy, compute_bytes: int = 2) -> MemoryPlan:
+    shape = model_shape(config.model.config)
+    assert shape is not None
+    work = Workload(shape, config, NUM_RANKS, NUM_RANKS, 1, compute_bytes, frozenset())
+    return make_plan(work, [policy] * shape.num_layers)
+
+
+@pytest.fixture(scope="module")
+def held():
+    return once(lambda num_ranks: run_ranks(num_ranks, held_bytes, CASES))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_plan_counts_what_a_rank_holds(held, case: str):
+    """Rank 0's, who holds the largest shard; of the last shard, less than a row is padding."""
+    planned = plan_of(read(CASES[case]), Policy.none).phases["step"]
+    for part, size in held(NUM_RANKS)[0][case].items():
+        assert planned[part] == size, part
+
+
+@pytest.fixture(scope="module")
+def peaks():
+    cases = {case: [*WIDE, *arguments] for case, arguments in PEAKS.items()}
+    return once(lambda num_ranks: run_ranks(num_ranks, peak_bytes, cases))
+
+
+@pytest.mark.parametrize("case", PEAKS)
+def test_plan_counts_trained_ends_while_they_are_used(peaks, case: str):
+    plan = plan_of(read([*WIDE, *PEAKS[case]]), Policy.full, compute_bytes=4)
+    for phase, peak in zip(("forward", "backward"), peaks(NUM_RANKS)[0][case], strict=True):
+        assert plan.tensors(phase) - WORKSPACE == pytest.approx(peak, rel=0.03, abs=3e6), phase
