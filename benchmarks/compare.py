@@ -7,7 +7,8 @@ r"""This project beside TRL's recipe, on the same random checkpoint, in the same
 A side is `ours`, with overrides behind colons, or `trl-fsdp1`, `trl-fsdp2`, with `-liger` for its fused kernels. Prints
 a row a side and writes JSON. Speed is the median step after the second; memory the most that tensors held on any GPU;
 MFU the model's FLOPs, without recomputation, over the bf16 matrix rate measured on this host before the sides run; and
-the ratio is to the fastest side of TRL.
+the ratio is to the fastest side of TRL. `to_first_step_s` counts from the end of the imports,
+`launch_to_first_row_s` from the command itself, imports of torch included, to the first step's line in metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def run_ours(side: str, args: argparse.Namespace, checkpoint: Path, folder: Path
         *(f"training.max_length={args.max_length}", f"training.micro_batch_size={args.micro_batch_size}"),
         *(f"training.max_steps={args.steps}", "optim.lr_scheduler_type=constant", *overrides),
     ]
-    log = launch(command)
+    log, first_row_s = launch(command, folder / "run" / "metrics.jsonl")
     try:
         summary = json.loads((folder / "run" / "summary.json").read_text())
         steps = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -89,6 +90,7 @@ def run_ours(side: str, args: argparse.Namespace, checkpoint: Path, folder: Path
     return {
         "load_s": round(summary["load_seconds"], 2),
         "to_first_step_s": round(summary["setup_seconds"], 1),
+        "launch_to_first_row_s": first_row_s,
         "load_peak_gib": round(summary["load_gpu_peak_gib"], 2),
         "peak_gib": round(summary["step_gpu_peak_gib"], 2),
         "host_gib": round(steps[-1]["host_rss_gib"], 1),
@@ -107,7 +109,7 @@ def run_trl(side: str, args: argparse.Namespace, checkpoint: Path, folder: Path)
         *("--model", str(checkpoint), "--seq", str(args.max_length), "--mbs", str(args.micro_batch_size)),
         *("--steps", str(args.steps), *(["--liger"] if side.endswith("-liger") else [])),
     ]
-    log = launch(command)
+    log, _ = launch(command)
     results = [json.loads(line.split("RESULT ", 1)[1]) for line in log.splitlines() if "RESULT " in line]
     if not results:
         return {"failed": log[-400:]}
@@ -161,10 +163,17 @@ def launch_options(args: argparse.Namespace) -> list[str]:
     return [*options, *(["--multi_gpu"] if args.num_gpus > 1 else [])]
 
 
-def launch(command: list[str]) -> str:
-    """Run a command to its end, however it ends; all it printed."""
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return done.stdout + done.stderr
+def launch(command: list[str], file: Path | None = None) -> tuple[str, float | None]:
+    """Run a command to its end, however it ends; all it printed, and the seconds until `file` had something in it."""
+    started, seconds = time.perf_counter(), None
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        while process.poll() is None:
+            if seconds is None and file is not None and file.is_file() and file.stat().st_size:
+                seconds = round(time.perf_counter() - started, 1)
+            time.sleep(0.1)
+        output.seek(0)
+        return output.read(), seconds
 
 
 def gpu_name() -> str:
@@ -176,11 +185,11 @@ def gpu_name() -> str:
 
 def print_table(rows: list[dict[str, Any]]) -> None:
     """A line a side; of a side that failed, its error."""
-    columns = ["load_s", "load_peak_gib", "to_first_step_s", "step_s", "tokens_s_gpu", "ratio", "mfu", "peak_gib"]
+    columns = ["load_s", "load_peak_gib", "launch_to_first_row_s", "step_s", "tokens_s_gpu", "ratio", "mfu", "peak_gib"]
     width = max(len(row["side"]) for row in rows)
-    print(" " * width + "".join(f"{column:>17}" for column in columns))
+    print(" " * width + "".join(f"{column:>22}" for column in columns))
     for row in rows:
-        cells = "".join(f"{row.get(column, '-')!s:>17}" for column in columns)
+        cells = "".join(f"{row.get(column, '-')!s:>22}" for column in columns)
         print(f"{row['side']:<{width}}{cells}" if "failed" not in row else f"{row['side']}: {row['failed']}")
 
 

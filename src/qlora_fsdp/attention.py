@@ -1,7 +1,8 @@
-"""Attention over packed rows: which kernel runs, and the one of ours that keeps rows apart without a mask.
+"""Attention over packed rows: which kernel runs, and those that keep rows apart without a mask.
 
-Kernels are chosen by name in transformers' registry. `varlen` is torch's own variable-length flash attention, told
-where rows start; everything else gets a block-diagonal mask from transformers, which derives it from the position ids.
+Kernels are chosen by name in transformers' registry. `flash_attention_4` (flash_4.py) and `varlen`, torch's own
+variable-length flash attention, are told where rows start; everything else gets a block-diagonal mask from
+transformers, which derives it from the position ids.
 """
 
 from __future__ import annotations
@@ -15,16 +16,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface, PretrainedConfig
 
+from qlora_fsdp import flash_4
 from qlora_fsdp.errors import ConfigError, Problem
 
 VARLEN = "qlora_fsdp_varlen"
+FLASH_4 = "qlora_fsdp_varlen_4"  # "flash" in a name would have transformers look for a package of its own
 MAX_HEAD_DIM = 256
 EAGER_FAMILIES = {"longformer", "big_bird", "deberta", "deberta-v2"}  # their attention is their own code
 
 
 def choose_attention(
     wanted: str, config: PretrainedConfig, device: torch.device, dtype: torch.dtype, is_causal: bool = True
-) -> str:
+) -> tuple[str, str | None]:
     """The attention implementation to build the model with.
 
     Args:
@@ -34,43 +37,65 @@ def choose_attention(
         dtype: of queries, keys and values.
         is_causal: rows see only what comes before, and so never the padding behind them.
 
+    Returns:
+        A name in transformers' registry, and what to tell the user about a faster one that is missing, if anything.
+
     Raises:
-        ConfigError: `varlen` was asked for and can't run this model here.
+        ConfigError: `varlen` or `flash_attention_4` was asked for and can't run this model here.
     """
     config = config.get_text_config()
-    reason = _why_no_varlen(config, device, dtype) if is_causal else "padding is masked, which it can't do"
-    if wanted == "varlen" and reason is not None:
-        problem = Problem(
-            "model.attn_implementation=varlen", f"can't be used: {reason}.", "Set model.attn_implementation=auto."
-        )
-        raise ConfigError([problem])
-    if wanted == "varlen" or (wanted == "auto" and reason is None):
+    neither = _why_none_for_rows(config, device, dtype) if is_causal else "padding is masked, which it can't do"
+    no_varlen, no_flash_4 = neither, neither
+    if neither is None and find_spec("torch.nn.attention.varlen") is None:
+        no_varlen = "this torch has none"
+    if neither is None and wanted in ("auto", "flash_attention_4"):
+        num_heads = config.num_attention_heads
+        num_key_heads = getattr(config, "num_key_value_heads", None) or num_heads
+        no_flash_4 = flash_4.why_not(num_heads, num_key_heads, _head_dim(config), dtype, device)
+    for setting, reason in (("varlen", no_varlen), ("flash_attention_4", no_flash_4)):
+        if wanted == setting and reason is not None:
+            fix = "Set model.attn_implementation=auto."
+            raise ConfigError([Problem(f"model.attn_implementation={setting}", f"can't be used: {reason}.", fix)])
+    if no_flash_4 is None and wanted in ("auto", "flash_attention_4"):
+        AttentionInterface.register(FLASH_4, flash_attention_4)
+        return FLASH_4, None
+    if wanted == "varlen" or (wanted == "auto" and no_varlen is None):
         AttentionInterface.register(VARLEN, varlen_attention)
-        return VARLEN
+        return VARLEN, _note(no_flash_4, device) if wanted == "auto" else None
     if wanted == "auto":
         is_plain = getattr(config, "attn_logit_softcapping", None) or config.model_type in EAGER_FAMILIES
-        return "eager" if is_plain else "sdpa"
-    return wanted
+        return ("eager" if is_plain else "sdpa"), None
+    return wanted, None
 
 
-def _why_no_varlen(config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> str | None:
+def _why_none_for_rows(config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> str | None:
     if device.type != "cuda":
         return "it needs a GPU"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"it computes in bfloat16 or float16, not {dtype}"
-    if find_spec("torch.nn.attention.varlen") is None:
-        return "this torch has none"
     if torch.cuda.get_device_capability(device) < (8, 0):
         return "it needs a GPU of compute capability 8.0 or newer"
     if getattr(config, "attn_logit_softcapping", None):
         return "it can't cap attention logits, as this model does"
-    heads = getattr(config, "num_attention_heads", 0) or 1
-    head_dim = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // heads
+    head_dim = _head_dim(config)
     if head_dim > MAX_HEAD_DIM or head_dim % 8:
         return f"its head size {head_dim} is not a multiple of 8 up to {MAX_HEAD_DIM}"
     if getattr(config, "model_type", "") not in PACKED_FAMILIES:
         return f"it was not tested with model_type={config.model_type}"
     return None
+
+
+def _head_dim(config: PretrainedConfig) -> int:
+    heads = getattr(config, "num_attention_heads", 0) or 1
+    return getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // heads
+
+
+def _note(no_flash_4: str | None, device: torch.device) -> str | None:
+    """To whom FlashAttention-4 would be of use: how to get it, or why it was passed over."""
+    if torch.cuda.get_device_capability(device)[0] not in flash_4.CAPABILITIES:
+        return None
+    fix = ": pip install qlora-fsdp[flash]" if no_flash_4 == flash_4.NOT_INSTALLED else ""
+    return f"{no_flash_4}: torch's attention computes in its place (slower over long rows){fix}"
 
 
 # Families whose attention goes through transformers' registry with position ids, tested not to let packed rows see one
@@ -132,6 +157,35 @@ def varlen_attention(
         max_length_q = length
     q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
     out = _varlen(q, k, v, cu_seq_lens_q, max_length_q, scaling, window)
+    return out.view(batch, length, *out.shape[1:]), None
+
+
+def flash_attention_4(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """`varlen_attention`, by FlashAttention-4's kernels where they are faster: the same arguments, the same result."""
+    assert attention_mask is None and not dropout
+    batch, length = query.shape[0], query.shape[2]
+    if cu_seq_lens_q is not None and batch * length < flash_4.MIN_MEAN_ROW * (len(cu_seq_lens_q) - 1):
+        rows = (cu_seq_lens_q, max_length_q)
+        return varlen_attention(module, query, key, value, None, dropout, scaling, sliding_window, *rows)
+    window = sliding_window if sliding_window is not None and sliding_window < length else None
+    q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    if cu_seq_lens_q is None:
+        return flash_4.attention(q, k, v, scaling, window), None
+    assert max_length_q is not None
+    q, k, v = (tensor.flatten(0, 1) for tensor in (q, k, v))
+    out = flash_4.packed_attention(q, k, v, cu_seq_lens_q, max_length_q, scaling, window)
     return out.view(batch, length, *out.shape[1:]), None
 
 

@@ -75,7 +75,7 @@ def build_trained(config: Config, adapter: str | None, processes: Processes, gen
         tokens = read_tokens(folder)
     predicts_tokens = config.task.name is TaskName.causal_lm
     wanted = config.model.attn_implementation.value
-    attention = choose_attention(wanted, files.config, device, dtype, is_causal=predicts_tokens and not generates)
+    attention, _ = choose_attention(wanted, files.config, device, dtype, is_causal=predicts_tokens and not generates)
     built = build_model(
         files,
         config.quant,

@@ -77,7 +77,7 @@ def prepare(config: Config, processes: Processes, folder: Path, first_step: int 
     tokens = add_tokens(tokenizer, config.tokenizer)
     predicts_tokens = config.task.name is TaskName.causal_lm
     check_packing(config.training.packing, files.config)
-    attention = choose_attention(
+    attention, slower = choose_attention(
         config.model.attn_implementation.value, files.config, device, dtype, is_causal=predicts_tokens
     )
     fused = use_fused_kernels(config.kernels, text_config.model_type, device)
@@ -116,7 +116,7 @@ def prepare(config: Config, processes: Processes, folder: Path, first_step: int 
         start_snapshot(device)
     num_shards = count_shards(config.fsdp, processes)
     sizes = count_bytes(model, processes.rank % num_shards, num_shards)
-    for note in (*missing, *built.notes):
+    for note in (*missing, *([slower] if slower else []), *built.notes):
         log.info(f"Note: {note}")
     log.info(
         f"Model: {built.model.name_or_path}, {_count(sizes.num_base)} parameters, {built.kind}, "

@@ -1,15 +1,26 @@
-"""The varlen kernel against plain attention in float64: packed rows, grouped heads, sliding windows, gradients."""
+"""Kernels for packed rows against plain attention in float64: grouped heads, sliding windows, gradients."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
-from qlora_fsdp.attention import varlen_attention
+from qlora_fsdp import flash_4
+from qlora_fsdp.attention import flash_attention_4, varlen_attention
 
 # Lengths of the rows packed into 2 sequences of 96 tokens; None: one row a sequence.
 PACKS = [[40, 56, 1, 30, 65], [96, 96], None]
+KERNELS = [varlen_attention, flash_attention_4]
+
+
+def need(kernel: Callable, head_dim: int) -> None:
+    if kernel is flash_attention_4:
+        reason = flash_4.why_not(4, 2, head_dim, torch.bfloat16, torch.device("cuda", 0))
+        if reason is not None:
+            pytest.skip(reason)
 
 
 def plain_attention(query: Tensor, key: Tensor, value: Tensor, lengths: list[int] | None, window: int | None) -> Tensor:
@@ -29,8 +40,13 @@ def plain_attention(query: Tensor, key: Tensor, value: Tensor, lengths: list[int
 
 @pytest.mark.parametrize("lengths", PACKS)
 @pytest.mark.parametrize("window", [None, 16])
-@pytest.mark.parametrize("head_dim", [16, 72, 256])
-def test_varlen_equals_plain_attention(lengths: list[int] | None, window: int | None, head_dim: int):
+@pytest.mark.parametrize("head_dim", [16, 64, 72, 128, 256])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_equals_plain_attention(
+    monkeypatch: pytest.MonkeyPatch, kernel: Callable, lengths: list[int] | None, window: int | None, head_dim: int
+):
+    need(kernel, head_dim)
+    monkeypatch.setattr(flash_4, "MIN_MEAN_ROW", 0)
     torch.manual_seed(0)
     inputs = [torch.randn(2, heads, 96, head_dim, device="cuda", dtype=torch.bfloat16) for heads in (4, 2, 2)]
     grad = torch.randn(2, 96, 4, head_dim, device="cuda", dtype=torch.bfloat16)
@@ -39,7 +55,7 @@ def test_varlen_equals_plain_attention(lengths: list[int] | None, window: int | 
         starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32, device="cuda")
 
     ours = [tensor.clone().requires_grad_() for tensor in inputs]
-    out, _ = varlen_attention(
+    out, _ = kernel(
         torch.nn.Module(),
         *ours,
         None,
@@ -58,13 +74,16 @@ def test_varlen_equals_plain_attention(lengths: list[int] | None, window: int | 
         assert error < 1e-2
 
 
-def test_a_row_does_not_see_the_row_before():
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_row_does_not_see_the_row_before(monkeypatch: pytest.MonkeyPatch, kernel: Callable):
+    need(kernel, 32)
+    monkeypatch.setattr(flash_4, "MIN_MEAN_ROW", 0)
     torch.manual_seed(0)
-    query, key, value = (torch.randn(1, 4, 64, 32, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    query, key, value = (torch.randn(1, heads, 64, 32, device="cuda", dtype=torch.bfloat16) for heads in (4, 2, 2))
     starts = torch.tensor([0, 24, 64], dtype=torch.int32, device="cuda")
 
     def second_row(key: Tensor, value: Tensor) -> Tensor:
-        out, _ = varlen_attention(torch.nn.Module(), query, key, value, None, cu_seq_lens_q=starts, max_length_q=40)
+        out, _ = kernel(torch.nn.Module(), query, key, value, None, cu_seq_lens_q=starts, max_length_q=40)
         return out[:, 24:]
 
     other_key, other_value = key.clone(), value.clone()

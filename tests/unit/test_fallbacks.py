@@ -6,7 +6,7 @@ import pytest
 import torch
 from bitsandbytes import cextension
 
-from qlora_fsdp import attention, fallbacks
+from qlora_fsdp import attention, fallbacks, flash_4
 from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.errors import ConfigError, DeviceError
 
@@ -61,14 +61,17 @@ def test_bitsandbytes_without_a_library_for_this_cuda_is_refused_unless_nothing_
 
 def test_without_varlen_attention_auto_takes_another_and_varlen_is_refused(without, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(flash_4, "find_spec", lambda name: None)
+    flash_4.why_not.cache_clear()
     text = load_config(["model=llama3-8b", "data=random"]).model.config
     from transformers import AutoConfig
 
     config = AutoConfig.for_model(**text)
-    assert attention.choose_attention("auto", config, GPU, torch.bfloat16) == attention.VARLEN
+    name, note = attention.choose_attention("auto", config, GPU, torch.bfloat16)
+    assert name == attention.VARLEN and "flash-attn-4 is not installed" in note
     without("torch.nn.attention.varlen")
-    assert attention.choose_attention("auto", config, GPU, torch.bfloat16) == "sdpa"
+    assert attention.choose_attention("auto", config, GPU, torch.bfloat16) == ("sdpa", None)
     with pytest.raises(ConfigError, match="this torch has none"):
         attention.choose_attention("varlen", config, GPU, torch.bfloat16)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
-    assert attention.choose_attention("auto", config, GPU, torch.float16) == "sdpa"
+    assert attention.choose_attention("auto", config, GPU, torch.float16) == ("sdpa", None)

@@ -331,7 +331,10 @@ def _packages(config: Config) -> Iterator[Problem]:
     if config.tracking.tensorboard and find_spec("tensorboard") is None:
         reason = "needs the package tensorboard, which is not installed."
         yield problem_with(config, "tracking.tensorboard", reason, "Run pip install tensorboard, or set tracking=none.")
-    if config.model.attn_implementation is AttnImplementation.flash_attention_2 and find_spec("flash_attn") is None:
+    if (
+        config.model.attn_implementation is AttnImplementation.flash_attention_2
+        and find_spec("flash_attn_2_cuda") is None
+    ):
         reason = "needs the package flash-attn, which is not installed."
         yield problem_with(
             config, "model.attn_implementation", reason, "Run pip install flash-attn, or set it to auto."

@@ -34,6 +34,7 @@ class AttnImplementation(Enum):
     sdpa = "sdpa"
     eager = "eager"
     flash_attention_2 = "flash_attention_2"
+    flash_attention_4 = "flash_attention_4"
 
 
 class QuantType4bit(Enum):
@@ -170,7 +171,8 @@ class ModelConfig:
     tokenizer_path: str | None = None
     # `random` makes up weights from the config alone: dry runs at real size, with no download.
     weights: Weights = Weights.checkpoint
-    # Attention kernel. `auto`: varlen where torch and the GPU have it, else sdpa.
+    # Attention kernel. `auto`: flash_attention_4 where it is installed, on a Hopper or Blackwell GPU; else varlen,
+    # where torch and the GPU have it; else sdpa.
     attn_implementation: AttnImplementation = AttnImplementation.auto
     # Keep the quantized weights in files (bitsandbytes' format), which later runs and the jobs of a sweep load: a
     # quarter of the bytes, quantized already. Written by the first run that needs them.

@@ -68,7 +68,8 @@ def _device(config: Config, world: World) -> Iterator[Problem]:
     if config.quant.load_in_4bit and storage is QuantStorage.uint8 and world.torch_version < (2, 13):
         reason = f"can't be sharded: FSDP2 of torch {version} takes floating-point parameters only, before 2.13."
         yield problem_with(config, "quant.bnb_4bit_quant_storage", reason, "Set quant.bnb_4bit_quant_storage=auto.")
-    gpu_kernels = (AttnImplementation.flash_attention_2, AttnImplementation.varlen)
+    kernels = AttnImplementation
+    gpu_kernels = (kernels.flash_attention_2, kernels.flash_attention_4, kernels.varlen)
     if config.model.attn_implementation in gpu_kernels and world.device_type == "cpu":
         yield problem_with(
             config, "model.attn_implementation", "runs on GPUs only.", "Set model.attn_implementation=auto."

@@ -1,0 +1,131 @@
+"""FlashAttention-4 (github.com/Dao-AILab/flash-attention, `flash_attn.cute`) on Hopper and Blackwell GPUs.
+
+Faster than torch's kernels, over packed rows most of all: `pip install flash-attn-4`.
+
+It is a beta, and compiles its kernels on the machine that runs them. So `why_not` computes a little with them first,
+at the model's head sizes and beside torch: a run that could do without them must not fail, or learn, by them.
+
+Shapes: [B, L, H, D], B sequences of L tokens, H heads of size D; T tokens in all.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+NOT_INSTALLED = "the package flash-attn-4 is not installed"
+CAPABILITIES = (9, 10, 11)  # major compute capabilities that it has forward and backward kernels for
+COMPILED = "~/.cache/qlora_fsdp/flash_attention_4"  # its own default is a name in /tmp that anyone could take
+TOLERANCE = 2e-2  # of a result's norm; bfloat16 gives 4e-3
+
+ROWS = (300, 212)  # tokens of the rows of `_largest_error`: of several tiles, for which other kernels are compiled
+
+# Tokens a row, on average, from which on torch's varlen kernel is slower. This one looks for each tile's row among all.
+# One H200, 16,384 tokens, 32 and 8 heads of 128: 19 rows took 1.5 ms instead of 2.7, 250 rows 6 ms more than torch's.
+MIN_MEAN_ROW = 512
+
+
+def attention(q_BLHD: Tensor, k_BLHD: Tensor, v_BLHD: Tensor, scale: float | None, window: int | None) -> Tensor:
+    """Causal attention within each sequence; with fewer heads in k and v, several of q share one.
+
+    Args:
+        q_BLHD: queries, bf16 or fp16.
+        k_BLHD: keys.
+        v_BLHD: values.
+        scale: of the logits; None for 1 / sqrt(D).
+        window: tokens a query sees, itself included; None for all before it.
+    """
+    return _result(_functions()[0](q_BLHD, k_BLHD, v_BLHD, **_options(scale, window)))
+
+
+def packed_attention(
+    q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, starts: Tensor, longest: int, scale: float | None, window: int | None
+) -> Tensor:
+    """The same within each row of a packed batch.
+
+    Args:
+        q_THD: queries of all rows, one behind another.
+        k_THD: keys.
+        v_THD: values.
+        starts: int32 [rows + 1], where rows start, and T.
+        longest: tokens of the longest row.
+        scale: see `attention`.
+        window: see `attention`.
+    """
+    lengths = {"max_seqlen_q": longest, "max_seqlen_k": longest}
+    options = _options(scale, window) | {"cu_seqlens_q": starts, "cu_seqlens_k": starts} | lengths
+    return _result(_functions()[1](q_THD, k_THD, v_THD, **options))
+
+
+@cache
+def why_not(num_heads: int, num_key_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why these kernels can't be used for such heads here; None: they compute what torch computes."""
+    if torch.cuda.get_device_capability(device)[0] not in CAPABILITIES:
+        return "it has kernels for Hopper and Blackwell GPUs only"
+    try:
+        if find_spec("flash_attn") is None or find_spec("flash_attn.cute") is None:
+            return NOT_INSTALLED
+        error = _largest_error(num_heads, num_key_heads, head_dim, dtype, device)
+    except Exception as failure:  # of a library, its compiler or the machine's: whatever it is, torch has kernels too
+        return f"flash-attn-4 does not run here ({type(failure).__name__}: {' '.join(str(failure).split())[:200]})"
+    return None if error < TOLERANCE else f"flash-attn-4's results differ from torch's by {error:.1%} here"
+
+
+def _options(scale: float | None, window: int | None) -> dict[str, Any]:
+    options: dict[str, Any] = {"causal": True, "softmax_scale": scale}
+    return options if window is None else options | {"window_size": (window - 1, 0)}
+
+
+def _result(returned: Any) -> Tensor:
+    """Some of its versions return the logits' log-sums beside it."""
+    found: Tensor = returned[0] if isinstance(returned, tuple) else returned
+    return found
+
+
+@cache
+def _functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Its functions for whole sequences and for packed rows. Compiled kernels are kept for the next start."""
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(Path(COMPILED).expanduser()))
+    warnings.filterwarnings("ignore", message="Argument aux_data")  # says nothing to who only calls it
+    from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
+
+    return flash_attn_func, flash_attn_varlen_func
+
+
+def _largest_error(
+    num_heads: int, num_key_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+) -> float:
+    """Of the output and the gradients of two rows, whole and packed: the distance from torch's over its norm."""
+    generator = torch.Generator(device).manual_seed(0)
+    heads = (num_heads, num_key_heads, num_key_heads, num_heads)
+    shapes = [(sum(ROWS), number, head_dim) for number in heads]
+    *inputs, weight = (torch.randn(shape, dtype=dtype, device=device, generator=generator) for shape in shapes)
+    q, k, v = (tensor.requires_grad_() for tensor in inputs)
+    starts = torch.tensor([0, ROWS[0], sum(ROWS)], dtype=torch.int32, device=device)
+
+    def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (tensor.transpose(1, 2).float() for tensor in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+    def rows(function: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
+        parts = zip(q[None].split(ROWS, 1), k[None].split(ROWS, 1), v[None].split(ROWS, 1), strict=True)
+        return torch.cat([function(*part) for part in parts], 1)[0]
+
+    def outcome(output: Tensor) -> list[Tensor]:
+        return [output.detach(), *torch.autograd.grad((output * weight).sum(), (q, k, v))]
+
+    wanted = outcome(rows(exact))
+    whole = rows(lambda q, k, v: attention(q, k, v, None, None))
+    found = [outcome(whole), outcome(packed_attention(q, k, v, starts, max(ROWS), None, None))]
+    errors = [(a - b).norm() / b.norm() for tensors in found for a, b in zip(tensors, wanted, strict=True)]
+    return float(torch.stack(errors).max())
