@@ -10,12 +10,10 @@ from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.config.schema import BadRows, Config
 from qlora_fsdp.data.cache import fingerprint
-from qlora_fsdp.data.prepare import PreparedData, prepare_data, row_tokenizer, training_paths
+from qlora_fsdp.data.prepare import PreparedData, count_data, prepare_data, raise_on_all, row_tokenizer, training_paths
 from qlora_fsdp.data.read import find_source
-from qlora_fsdp.data.report import DataReport
 from qlora_fsdp.data.stream import StreamedSequences, find_place, note_place
 from qlora_fsdp.distributed import Processes
-from qlora_fsdp.errors import DataError
 from qlora_fsdp.plan import BatchSplit
 
 STREAM_FILE = "stream.jsonl"
@@ -51,11 +49,8 @@ def open_stream(
         stream = _open(config, tokenizer, split, processes, folder, first_step, vocab_size)
     except Exception as error:
         failure = error
-    text = processes.first_error(None if failure is None else str(failure) or repr(failure))
-    if failure is not None:
-        raise failure
-    if text is not None or stream is None:
-        raise DataError(text or "")
+    raise_on_all(failure, processes.first_error)
+    assert stream is not None
     held_out = None
     if config.data.eval_path is not None:
         data = replace(
@@ -68,19 +63,9 @@ def open_stream(
             wait=processes.first_error,
             vocab_size=vocab_size,
         ).train
-    window = stream.first_window.sequences
-    report = DataReport(
-        sources=(stream.first_window.report,),
-        num_sequences=len(window),
-        num_rows=len(window.row_ids),
-        num_tokens=int(window.lengths.sum()),
-        num_target_tokens=int(window.num_targets.sum()),
-        packing_efficiency=float(window.lengths.sum() / (len(window) * window.max_length)),
-        num_eval_sequences=len(held_out) if held_out else 0,
-        num_eval_target_tokens=int(held_out.num_targets.sum()) if held_out else 0,
-        streamed_rows=config.data.buffer_rows,
-    )
-    return PreparedData(stream, held_out, report)
+    window = stream.first_window
+    report = count_data([window.report], window.sequences, held_out)
+    return PreparedData(stream, held_out, replace(report, streamed_rows=config.data.buffer_rows))
 
 
 def _open(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from tempfile import mkdtemp
@@ -81,12 +81,25 @@ def prepare_data(
                 _prepare_source(path, config, tokenizer)
         except Exception as error:
             failure = error
-    error_text = wait(None if failure is None else str(failure) or repr(failure))
+    raise_on_all(failure, wait)
+    return _open(config, tokenizer, vocab_size)
+
+
+def raise_on_all(failure: Exception | None, wait: Callable[[str | None], str | None]) -> None:
+    """What went wrong here, or on another rank; every rank calls this.
+
+    Args:
+        failure: of this rank.
+        wait: as of `prepare_data`.
+
+    Raises:
+        DataError: of another rank; this rank's own is raised as it is.
+    """
+    text = wait(None if failure is None else str(failure) or repr(failure))
     if failure is not None:
         raise failure
-    if error_text is not None:
-        raise DataError(error_text)
-    return _open(config, tokenizer, vocab_size)
+    if text is not None:
+        raise DataError(text)
 
 
 def _open(config: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> PreparedData[Sequences]:
@@ -128,19 +141,24 @@ def _open(config: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -
     if data.mix:
         train_ids, mix = _mix(train_rows, train_ids, data.mix, training.seed)
     train = sequences(train_rows, np.concatenate(train_ids))
-    report = DataReport(
+    report = count_data(sources, train, evaluation)
+    labels = count_labels(train.labels_of(np.arange(len(train))), config.task) if train.has_labels else {}
+    return PreparedData(train, evaluation, replace(report, label_counts=labels, mix=mix))
+
+
+def count_data(sources: Iterable[ReadReport], train: Sequences, held_out: Sequences | None) -> DataReport:
+    """The counts of prepared data."""
+    num_tokens = int(train.lengths.sum())
+    return DataReport(
         sources=tuple(sources),
         num_sequences=len(train),
         num_rows=len(train.row_ids),
-        num_tokens=int(train.lengths.sum()),
+        num_tokens=num_tokens,
         num_target_tokens=int(train.num_targets.sum()),
-        packing_efficiency=float(train.lengths.sum() / (len(train) * training.max_length)),
-        num_eval_sequences=len(evaluation) if evaluation else 0,
-        num_eval_target_tokens=int(evaluation.num_targets.sum()) if evaluation else 0,
-        label_counts=count_labels(train.labels_of(np.arange(len(train))), config.task) if train.has_labels else {},
-        mix=mix,
+        packing_efficiency=num_tokens / (len(train) * train.max_length),
+        num_eval_sequences=len(held_out) if held_out else 0,
+        num_eval_target_tokens=int(held_out.num_targets.sum()) if held_out else 0,
     )
-    return PreparedData(train, evaluation, report)
 
 
 def _mix(
