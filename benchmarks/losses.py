@@ -110,24 +110,28 @@ def run_side(settings: list[str], base: list[str], length: int, folder: Path) ->
 
 
 def plot(results: dict[str, dict[str, Any]], path: Path) -> None:
-    """Every side's loss, smoothed, as one SVG file."""
-    from qlora_fsdp.report.charts import Series, chart, smooth
+    """Every side's loss, smoothed, and below it the distance of every step from plain's; one SVG file."""
+    from qlora_fsdp.report.charts import HEIGHT, WIDTH, Series, chart, smooth
 
     colours = ("#888", "#bbb", "#06c", "#6bf", "#c40")
-    lines = [
-        Series(name, range(1, NUM_STEPS + 1), smooth(result["losses"], 0.9), index)
-        for index, (name, result) in enumerate(results.items())
-    ]
-    figure = chart("Loss of 200 steps", lines)
-    svg = figure[figure.index("<svg") : figure.index("</svg>")]
-    style = "text{font:11px sans-serif}polyline{fill:none;stroke-width:1.5}.grid{stroke:#ddd}"
+    steps, plain = range(1, NUM_STEPS + 1), results["plain"]["losses"]
+    losses, distances = [], []
+    for index, (name, result) in enumerate(results.items()):
+        apart = [100 * (loss / wanted - 1) for loss, wanted in zip(result["losses"], plain, strict=True)]
+        losses.append(Series(name, steps, smooth(result["losses"], 0.9), index))
+        distances.append(Series(name, steps, apart, index))
+    figures = (chart("Loss", losses), chart("Distance from plain", distances, "step; % from plain"))
+    parts = [figure[figure.index("<svg") : figure.index("</svg>") + len("</svg>")] for figure in figures]
+    sized = [part.replace("<svg", f'<svg y="{i * HEIGHT}" height="{HEIGHT}"', 1) for i, part in enumerate(parts)]
+    style = "text{font:11px sans-serif}polyline{fill:none;stroke-width:1.2}.grid{stroke:#ddd}"
     style += "".join(f".c{index}{{stroke:{colour}}}" for index, colour in enumerate(colours))
     legend = "".join(
         f'<text x="400" y="{24 + 14 * index}" style="fill:{colours[index]}">{name}</text>'
         for index, name in enumerate(results)
     )
-    head = '<svg xmlns="http://www.w3.org/2000/svg" width="780" style="background:#fff"'
-    path.write_text(svg.replace("<svg", head, 1).replace(">", f"><style>{style}</style>", 1) + legend + "</svg>\n")
+    size = f'width="{1.5 * WIDTH}" viewBox="0 0 {WIDTH} {2 * HEIGHT}" style="background:#fff"'
+    inside = f"<style>{style}</style>{''.join(sized)}{legend}"
+    path.write_text(f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{inside}</svg>\n')
 
 
 def main() -> None:
