@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from qlora_fsdp.config.check_settings import check_settings, int8_embeddings_problem
+from qlora_fsdp.config.check_settings import check_settings, int8_embeddings_problem, is_local_path
 from qlora_fsdp.config.compose import load_config
-from qlora_fsdp.config.schema import Config, EmbeddingStorage, Kernel, Weights
+from qlora_fsdp.config.schema import Config, Dtype, EmbeddingStorage, Kernel, Weights
 from qlora_fsdp.config.validate import check_world
 from qlora_fsdp.config.world import World
 from qlora_fsdp.errors import CheckpointError, ConfigError, Problem, UserError, print_error
@@ -53,7 +53,10 @@ def preflight(argv: Sequence[str], file: Path) -> int:
         print(f"{__doc__.strip()}\n\nusage: {USAGE}")
         return 0
     hardware, overrides = _split(argv)
-    config = load_config(overrides)
+    try:
+        config = load_config(overrides)
+    except ConfigError as error:  # what a plan does not need is no news where something else is wrong
+        raise ConfigError(_needed(error.problems) or error.problems) from None
     _check(config, hardware)
     size, shape = config.training.micro_batch_size, read_shape(config)
     if config.quant.embeddings is EmbeddingStorage.int8 and shape.is_tied:
@@ -64,7 +67,8 @@ def preflight(argv: Sequence[str], file: Path) -> int:
         hardware.count,
         hardware.local_count,
         1 if size == AUTO else size,
-        fused=_fused(config),
+        4 if config.training.precision is Dtype.float32 else 2,
+        _fused(config),
     )
     target = GIB * (config.memory.target_gib or hardware.gpu.gib * (1 - MARGIN))
     choice = choose(work, target, hardware.gpu)
@@ -72,7 +76,9 @@ def preflight(argv: Sequence[str], file: Path) -> int:
     if not choice.fits:
         cheapest = cheapest_changes(work, target, hardware.gpu)
         missing = (choice.plan.needed - target) / GIB
-        lines += [f"Does not fit: {missing:.2f} GiB too much a GPU.", "The cheapest changes that make it fit:"]
+        weights = sum(choice.plan.phases["load"].values()) + choice.plan.libraries
+        alone = f" A rank's weights alone take {(weights - target) / GIB:.2f} GiB too much." if weights > target else ""
+        lines += [f"Does not fit: {missing:.2f} GiB too much a GPU.{alone}", "The cheapest changes that make it fit:"]
         lines += [changes_table(cheapest) or "  none found"]
         figures["changes"] = [
             {"change": change.text, "needed_gib": change.plan.needed / GIB, "tokens_per_second": change.speed}
@@ -95,6 +101,10 @@ def read_shape(config: Config) -> ModelShape:
     """
     path = Path(config.model.path).expanduser() / "config.json" if config.model.path else None
     values: dict[str, Any] = {}
+    if config.model.path and is_local_path(config.model.path) and path is not None and not path.is_file():
+        raise CheckpointError(
+            f"model.path={config.model.path} has no config.json. Set model.path to a folder with one."
+        )
     if path is not None and path.is_file():
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
@@ -105,8 +115,9 @@ def read_shape(config: Config) -> ModelShape:
         values = dict(config.model.config)
     else:
         raise CheckpointError(
-            f"model.path={config.model.path} has no config.json here. Set model.path to a local folder with one, or "
-            "model to a named model (--help of qlora_fsdp.train lists them)."
+            f"model.path={config.model.path} has no config.json here, and nothing is downloaded. Set model.path to a "
+            "local folder with one (`hf download NAME config.json --local-dir FOLDER`), or model to a named model "
+            "(--help of qlora_fsdp.train lists them)."
         )
     try:
         shape = model_shape(values)
@@ -123,7 +134,8 @@ def read_shape(config: Config) -> ModelShape:
 def _split(argv: Sequence[str]) -> tuple[Hardware, list[str]]:
     named = [text for text in argv if text.startswith("hardware=")]
     if len(named) != 1:
-        problem = Problem("hardware", f"is given {len(named)} times.", f"Usage: {USAGE}")
+        reason = f"is given {len(named)} times." if named else "is missing."
+        problem = Problem("hardware=COUNTxGIB", reason, f"Usage: {USAGE}")
         raise ConfigError([problem])
     return parse_hardware(named[0].partition("=")[2]), [text for text in argv if text is not named[0]]
 
@@ -132,10 +144,17 @@ def _check(config: Config, hardware: Hardware) -> None:
     """What is wrong with the settings, but for what a run needs and a plan does not: data and a folder to write to."""
     has_fp8 = hardware.gpu.fp8_tflops > 0
     world = World(hardware.count, 0, hardware.local_count, 0, device_type="cuda", has_fp8=has_fp8)
-    ignored = ("data.", "run.", "tracking.", "model.path", "model.tokenizer_path", "training.max_steps=null")
-    problems = [p for p in [*check_settings(config), *check_world(config, world)] if not p.setting.startswith(ignored)]
+    problems = _needed([*check_settings(config), *check_world(config, world)])
+    if config.memory.target_gib is not None and config.memory.target_gib > hardware.gpu.gib:
+        reason = f"is more than a GPU of hardware= has: {hardware.gpu.gib:g} GiB."
+        problems.append(Problem(f"memory.target_gib={config.memory.target_gib:g}", reason, "Set it to null, or lower."))
     if problems:
         raise ConfigError(problems)
+
+
+def _needed(problems: Iterable[Problem]) -> list[Problem]:
+    ignored = ("data.", "run.", "tracking.", "model.path", "model.tokenizer_path", "training.max_steps=null")
+    return [problem for problem in problems if not problem.setting.startswith(ignored)]
 
 
 def _fused(config: Config) -> frozenset[str]:
@@ -166,7 +185,7 @@ def _describe(choice: Choice, hardware: Hardware, target: float) -> tuple[list[s
         f"Host memory: {host:.1f} GiB a host, {pinned:.1f} GiB of it pinned",
         f"Loading: {read_gib:.1f} GiB to read; {from_disk:.0f} s from a disk of 2 GB/s, {from_cache:.0f} s from the "
         "page cache",
-        f"Speed: {speed:,.0f} tokens/s; {format(hours, ',.0f' if hours >= 10 else '.2g')} hours for "
+        f"Speed: {speed:,.0f} tokens/s{_caveat(config)}; {format(hours, ',.0f' if hours >= 10 else '.2g')} hours for "
         f"{num_tokens / 1e6:,.1f} M tokens ({source})",
     ]
     figures = {
@@ -185,17 +204,25 @@ def _describe(choice: Choice, hardware: Hardware, target: float) -> tuple[list[s
     return lines, figures
 
 
+def _caveat(config: Config) -> str:
+    return " in bfloat16, several times as fast as float32" if config.training.precision is Dtype.float32 else ""
+
+
 def count_tokens(config: Config, work: Workload) -> tuple[float, str]:
     """Tokens of the run, and where the number comes from."""
     training = config.training
     if training.max_steps is not None:
         a_step = work.num_micro_batches * work.num_tokens * work.num_ranks
         return training.max_steps * a_step, f"training.max_steps={training.max_steps}"
-    paths = [Path(path).expanduser() for path in (config.data.path, *config.data.mix) if path is not None]
+    names = [path for path in (config.data.path, *config.data.mix) if path is not None]
+    paths = [Path(path).expanduser() for path in names]
     if paths and all(path.exists() for path in paths):
         files = [file for path in paths for file in ([path] if path.is_file() else path.rglob("*")) if file.is_file()]
         num_bytes = sum(file.stat().st_size for file in files)
         return training.num_epochs * num_bytes / BYTES_A_TOKEN, f"{num_bytes / 1e6:,.1f} MB of data, 4 bytes a token"
+    missing = [name for name, path in zip(names, paths, strict=True) if not path.exists()]
+    if missing:
+        return 1e8, f"an example: {', '.join(missing)} is not here"
     return 1e8, "an example: set data.path or training.max_steps for your own"
 
 

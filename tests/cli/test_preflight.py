@@ -81,11 +81,39 @@ def test_own_model_and_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert 1.2 < in_fp8["tokens_per_second"] / named["tokens_per_second"] < 2
 
 
+def test_what_is_not_what_it_seems(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """float32 takes twice the activations; data that is not here gives no hours of its own; weights that don't fit."""
+    named = run_preflight(tmp_path, "model=llama3-8b", "hardware=1x80gib", "memory=keep")[1]
+    wide = ["training.precision=float32", "data.path=rows.jsonl"]
+    figures = run_preflight(tmp_path, "model=llama3-8b", "hardware=1x80gib", "memory=keep", *wide)[1]
+    activations = [each["plan"]["phases"]["backward"]["activations"] for each in (figures, named)]
+    assert activations[0] == pytest.approx(2 * activations[1], rel=0.05)
+    assert figures["num_tokens_from"] == "an example: rows.jsonl is not here"
+    assert "several times as fast as float32" in capsys.readouterr().out
+    assert run_preflight(tmp_path, "model=llama3-70b", "hardware=2x16gib")[0] == 3
+    assert "A rank's weights alone take 5.2" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["hardware=2xh20O", "model=llama3-8b"], "Did you mean 2xh200"),
-        (["model=llama3-8b"], "hardware is given 0 times"),
+        (["hardware=8xa100", "model=llama3-8b"], "Did you mean 8xa100-40g or 8xa100-80g?"),
+        (["hardware=h100x4", "model=llama3-8b"], "Did you mean 4xh100 or 4xh100-pcie?"),
+        (["hardware=2x3090", "model=llama3-8b"], "Did you mean 2xrtx3090?"),
+        (["hardware=2 x 24576 MiB", "model=llama3-8b"], "Did you mean 2x24gib?"),
+        (["hardware=2x24mib", "model=llama3-8b"], "Set hardware=2x24gib, or another"),
+        (["model=llama3-8b"], "hardware=COUNTxGIB is missing"),
+        (["hardware=1x24gib", "hardware=2x24gib", "model=llama3-8b"], "is given 2 times"),
+        (
+            ["hardware=2x24gib", "model=llama3-8b", "memory.target_gib=40"],
+            "is more than a GPU of hardware= has: 24 GiB",
+        ),
+        (["hardware=2x24gib", "model=llama3-8b", "model.path=/nowhere"], "model.path=/nowhere has no config.json"),
+        (
+            ["hardware=2x24gib", "model=llama3-8b", "training.max_length=2k"],
+            "\nError: training.max_length=2k must be a",
+        ),
         (["hardware=1xh200", "model.path=org/name"], "model.path=org/name has no config.json here"),
         (["hardware=1xh200", "model=llama3-8b", "lora.rr=8"], "lora.rr=8 is not a setting"),
         (["hardware=3xh200", "model=llama3-8b", "training.global_batch_size=4"], "Set training.global_batch_size=3"),

@@ -133,6 +133,18 @@ def test_policies_change_no_bit(monkeypatch: pytest.MonkeyPatch):
         assert all(torch.equal(a, b) for a, b in zip(gradients(model, policies), kept, strict=True)), policies
 
 
+def test_host_buffers_are_as_many_as_the_tensors_and_no_larger_than_the_largest_needs(monkeypatch: pytest.MonkeyPatch):
+    """Whatever lengths the batches have, in whatever order."""
+    monkeypatch.setattr(offload, "MIN_BYTES", 0)
+    inputs = offload.InputOffload()
+    for length in (500, 700, 1100, 1200, 90, 2000, 1300, 2048):
+        tensors = [torch.randn(length, 4) for _ in range(3)]
+        packed = [inputs._pack(tensor) for tensor in tensors]
+        for tensor, one in reversed(list(zip(tensors, packed, strict=True))):
+            assert torch.equal(inputs._unpack(one), tensor)
+    assert [buffer.nbytes for buffer in inputs.free] == [2048 * 4 * 4] * 3
+
+
 def test_offloaded_layers_keep_nothing(monkeypatch: pytest.MonkeyPatch):
     """Inputs go to a few host buffers, used again, and nothing of a layer stays where it computes."""
     monkeypatch.setattr(offload, "MIN_BYTES", 0)

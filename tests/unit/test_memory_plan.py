@@ -131,6 +131,34 @@ def test_plan_is_what_was_measured(num_ranks, model, length, size, policy, more,
         assert plan.tensors("load") / GIB == pytest.approx(load, rel=0.02, abs=0.1)
 
 
+# Tokens/s/GPU on H200s (docs/benchmarks.md); `plain`: layers each by itself.
+RESHARDS, PLAIN = "fsdp.reshard_after_forward=true", "kernels.fuse_layers=false"
+MEASURED_SPEEDS = [
+    (1, "llama3-8b", 4096, 4, ("memory=keep",), 16088),
+    (1, "llama3-8b", 4096, 4, ("memory=keep", "compute=fp8"), 21989),
+    (1, "llama3-8b", 4096, 4, ("memory=keep", PLAIN), 15401),
+    (1, "llama3-8b", 4096, 4, ("memory=recompute",), 12169),
+    (1, "llama3-8b", 4096, 4, ("memory=recompute_half",), 13652),
+    (1, "llama3-8b", 4096, 4, ("memory=offload",), 12053),
+    (2, "llama3-8b", 4096, 4, ("memory=keep", RESHARDS), 15457),
+    (2, "llama3-8b", 4096, 4, ("memory=keep", "fsdp=no_shard"), 15845),
+    (2, "llama3-8b", 4096, 4, ("memory=keep", RESHARDS, "compute=fp8"), 21342),
+    (2, "llama3-8b", 4096, 4, ("memory=keep", RESHARDS, "quant=int8"), 14619),
+    (2, "llama3-8b", 4096, 4, ("memory=recompute", "fsdp=offload"), 11297),
+    (4, "llama3-70b", 2048, 2, ("memory=keep",), 1809),
+    (4, "llama3-70b", 2048, 2, ("memory=keep", "compute=fp8"), 2676),
+    (4, "llama3-70b", 2048, 2, ("memory=recompute", RESHARDS, PLAIN), 1259),
+    (4, "llama3-70b", 2048, 2, ("memory=recompute", "fsdp=offload", PLAIN), 1201),
+]
+
+
+@pytest.mark.parametrize(("num_ranks", "model", "length", "size", "more", "speed"), MEASURED_SPEEDS)
+def test_speed_is_what_was_measured(num_ranks, model, length, size, more, speed):
+    settings = (f"model={model}", f"training.max_length={length}", f"training.micro_batch_size={size}", *more)
+    plan = choose(workload(*settings, num_ranks=num_ranks), 133 * GIB, H200).plan
+    assert tokens_per_second(plan.work, plan.policies, H200) / num_ranks == pytest.approx(speed, rel=0.15)
+
+
 def test_auto_fills_the_card_and_no_more():
     work = workload("model=llama3-8b", "training.max_length=4096", "training.micro_batch_size=4")
     needed, speeds = [], []

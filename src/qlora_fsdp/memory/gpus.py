@@ -13,6 +13,7 @@ import yaml
 from qlora_fsdp.errors import ConfigError, Problem
 
 GPUS_A_HOST = 8
+MAX_GIB = 1024  # of a GPU: a larger number is no size
 NETWORK_GB_S = 25.0  # of one GPU, between hosts
 
 
@@ -66,30 +67,39 @@ def parse_hardware(text: str) -> Hardware:
     count = int(match.group(1) or 1) if match else 0
     name = match.group(2) if match else text.lower()
     size = re.fullmatch(r"(\d+(?:\.\d+)?)(?:gib|gb|g)?", name)
+    if size is not None and not 0 < float(size.group(1)) <= MAX_GIB:
+        size = None
     if count and name in known_gpus():
         gpu, note = known_gpus()[name], ""
-    elif count and size is not None and float(size.group(1)) > 0:
+    elif count and size is not None:
         gib = float(size.group(1))
         gpu = gpu_of_size(gib)
         note = f"rates as of {gpu.name}, whose memory is nearest"
         gpu = replace(gpu, name=f"{gib:g} GiB", gib=gib)
     else:
-        near = difflib.get_close_matches(name, known_gpus(), n=3, cutoff=0.4)
-        fix = f"Did you mean {' or '.join(f'{count or 1}x{n}' for n in near)}?" if near else ""
-        raise ConfigError(
-            [
-                Problem(
-                    f"hardware={text}",
-                    f"is no GPU known here. It is COUNTxGIB, such as 2x24gib, or COUNT and one of "
-                    f"{', '.join(known_gpus())}.",
-                    fix or "Set hardware=2x24gib, or another of these.",
-                )
-            ]
-        )
+        near = _nearest(text.lower())
+        fix = f"Did you mean {' or '.join(near)}?" if near else "Set hardware=2x24gib, or another of these."
+        reason = "is no GPU known here. It is COUNTxGIB, such as 2x24gib, or COUNTxNAME with one of "
+        raise ConfigError([Problem(f"hardware={text}", f"{reason}{', '.join(known_gpus())}.", fix)])
     if count > GPUS_A_HOST:
         gpu = replace(gpu, link_gb_s=min(gpu.link_gb_s, NETWORK_GB_S))
         note = "; ".join(filter(None, [note, f"{GPUS_A_HOST} GPUs a host, {NETWORK_GB_S:g} GB/s a GPU between hosts"]))
     return Hardware(gpu, count, note)
+
+
+def _nearest(text: str) -> list[str]:
+    """What may have been meant: the count behind the name, other signs between, a unit, a part of a name, a typo."""
+    before = re.fullmatch(r"(\d{1,4})(?:\s*[x*]\s*|\s+)(.+)", text)
+    behind = re.fullmatch(r"(.*\d[a-z]*)\s*[x*]\s*(\d{1,3})", text)
+    count, name = before.groups() if before else behind.groups()[::-1] if behind else ("1", text)
+    size = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]+)", name)
+    if size is not None:
+        gib = float(size.group(1)) * {"m": 2**-10, "t": 2**10}.get(size.group(2)[0], 1)
+        is_size = size.group(2)[0] in "gmt" and 1 <= gib <= MAX_GIB
+        return [f"{count}x{gib:g}gib"] if is_size else []
+    known = [gpu for gpu in known_gpus() if name and (name in gpu or gpu in name)]
+    known = known or difflib.get_close_matches(name, known_gpus(), n=3, cutoff=0.4)
+    return [f"{max(1, int(count))}x{gpu}" for gpu in sorted(known, key=lambda gpu: gpu != name)[:3]]
 
 
 def gpu_of_size(gib: float) -> Gpu:

@@ -108,13 +108,18 @@ class InputOffload:
             self.leaving = None
 
     def _buffer(self, tensor: Tensor) -> Tensor:
-        """A host buffer that is large enough: the smallest of the free ones, or a new one."""
+        """A host buffer that is large enough: the smallest of the free ones, or a new one in the place of a smaller.
+
+        Sizes are powers of two, to which torch rounds pinned memory anyway: batches of ever other lengths share them.
+        """
         fitting = [buffer for buffer in self.free if buffer.nbytes >= tensor.nbytes]
         if fitting:
             best = min(fitting, key=lambda buffer: buffer.nbytes)
             self.free = [buffer for buffer in self.free if buffer is not best]
             return best
-        return torch.empty(tensor.nbytes, dtype=torch.uint8, pin_memory=tensor.is_cuda)
+        self.free = self.free[1:]
+        size = 1 << (tensor.nbytes - 1).bit_length()
+        return torch.empty(size, dtype=torch.uint8, pin_memory=tensor.is_cuda)
 
     def _side_stream(self, device: torch.device) -> torch.cuda.Stream:
         if self.stream is None:
