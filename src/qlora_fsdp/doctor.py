@@ -11,6 +11,7 @@ import os
 import platform
 import resource
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -36,7 +37,7 @@ usage: [torchrun ... -m | accelerate launch -m | python -m] qlora_fsdp.doctor [-
 With N processes it also measures all-reduce and all-gather between them. The exit code is 1 if anything is red.
 """
 
-VERSIONS = Path(__file__).parent / "versions.json"  # combinations that passed scripts/check_versions.py
+VERSIONS = Path(__file__).parent / "versions.json"  # what passed scripts/check_versions.py, and what did not
 GIB = 2**30
 DISK_BYTES = 256 * 2**20
 EXCHANGED_BYTES = {"cuda": 256 * 2**20, "cpu": 16 * 2**20}
@@ -61,7 +62,8 @@ class Finding:
 
 def check_versions() -> Iterator[Finding]:
     """Python and packages against the combinations that were tested, from the oldest to the newest."""
-    combinations = [entry["versions"] for entry in json.loads(VERSIONS.read_text(encoding="utf-8"))["tested"]]
+    table = json.loads(VERSIONS.read_text(encoding="utf-8"))
+    combinations = [entry["versions"] for entry in table["tested"]]
     installed = {}
     for package in combinations[0]:
         tested = sorted((combination[package] for combination in combinations), key=_numbers)
@@ -73,17 +75,23 @@ def check_versions() -> Iterator[Finding]:
         except PackageNotFoundError:
             yield Finding("red", what, "not installed", install)
             continue
-        installed[package] = _numbers(found)[:2]
+        installed[package] = _numbers(found)
         if installed[package] < _numbers(oldest):
             yield Finding("red", what, found, f"Too old: {install}{f' {oldest} or newer' * (package == 'python')}")
-        elif installed[package] > _numbers(newest)[:2] and package != "python":
+        elif installed[package][:2] > _numbers(newest)[:2] and package != "python":
             yield Finding("yellow", what, found, f"Newer than what is tested ({newest}); if it fails, try that.")
         else:
             yield Finding("green", what, found)
+    for bad in table["known_bad"]:
+        named = {package: _numbers(text) for package, text in bad["versions"].items()}
+        if all(installed.get(package, ())[: len(numbers)] == numbers for package, numbers in named.items()):
+            found = f"{_shown(bad['versions'])}: {bad['reason']}"
+            yield Finding("red", "combination", found, f"Install one that passed: {_shown(combinations[-1])}.")
+            return
     installed.pop("python")
-    same = [c for c in combinations if all(_numbers(c[package])[:2] == found for package, found in installed.items())]
-    shown = "; ".join(", ".join(f"{package} {found}" for package, found in c.items()) for c in combinations)
-    yield Finding("green", "combination", "tested together" if same else f"between those tested together: {shown}")
+    same = [c for c in combinations if all(_numbers(c[p])[:2] == found[:2] for p, found in installed.items())]
+    between = f"between those tested together: {'; '.join(_shown(c) for c in combinations)}"
+    yield Finding("green", "combination", "tested together" if same else between)
 
 
 def check_gpus() -> Iterator[Finding]:
@@ -95,6 +103,7 @@ def check_gpus() -> Iterator[Finding]:
         advice = f"install a driver for CUDA {built}" if built else "this torch is for CPUs: install one for CUDA"
         yield Finding("yellow", "GPU", "none seen; CPUs train small models only", f"If there is one, {advice}.")
         return
+    yield _check_driver()
     count = torch.cuda.device_count()
     for index in range(count):
         free, total = torch.cuda.mem_get_info(index)
@@ -103,11 +112,7 @@ def check_gpus() -> Iterator[Finding]:
         found = (
             f"{torch.cuda.get_device_name(index)}, {free / GIB:.1f} of {total / GIB:.1f} GiB free, sm_{major}{minor}"
         )
-        found += (
-            f", CUDA {torch.version.cuda}"
-            + (", bf16" if major >= 8 else "")
-            + (", fp8" if (major, minor) >= (8, 9) else "")
-        )
+        found += (", bf16" if major >= 8 else "") + (", fp8" if (major, minor) >= (8, 9) else "")
         if major < 8:
             yield Finding("yellow", what, found, "No bf16: training.precision=auto computes in float32, slowly.")
         elif busy:
@@ -124,6 +129,20 @@ def check_gpus() -> Iterator[Finding]:
         yield Finding("yellow", "peer access", found, "Gathering goes through host memory: prefer fsdp=shard_grad_op.")
     elif pairs:
         yield Finding("green", "peer access", "between all GPUs")
+
+
+def _check_driver() -> Finding:
+    """The driver, torch's CUDA, and which of its libraries bitsandbytes has taken."""
+    import torch
+    from bitsandbytes import cextension
+
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    driver = subprocess.run(query, capture_output=True, text=True, check=False).stdout.split() if _has(query[0]) else []
+    found = f"driver {driver[0] if driver else 'of unknown version'}, CUDA {torch.version.cuda} in torch, "
+    if isinstance(cextension.lib, cextension.ErrorHandlerMockBNBNativeLibrary):
+        advice = "Install a bitsandbytes that has a library for it, or set BNB_CUDA_VERSION to one that it has."
+        return Finding("red", "CUDA", f"{found}bitsandbytes has no library for it", advice)
+    return Finding("green", "CUDA", f"{found}bitsandbytes' {Path(cextension.lib._lib._name).name}")
 
 
 def check_cpu_kernels() -> Iterator[Finding]:
@@ -191,8 +210,26 @@ def check_memory() -> Iterator[Finding]:
         yield Finding("yellow", "locked memory", found, "NCCL over InfiniBand needs `ulimit -l unlimited`.")
 
 
+def check_pinned() -> Iterator[Finding]:
+    """Whether host memory can be pinned, as loading and offloading do, and how fast it is copied to the first GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return
+    host = torch.zeros(EXCHANGED_BYTES["cuda"], dtype=torch.uint8, pin_memory=True)
+    device = torch.device("cuda")
+    for repeat in range(4):
+        if repeat == 1:
+            _synchronize(device)
+            started = time.perf_counter()
+        host.to(device, non_blocking=True)
+    _synchronize(device)
+    rate = 3 * len(host) / (time.perf_counter() - started) / 1e9
+    yield Finding("green", "pinned memory", f"{len(host) // 2**20} MiB, copied to GPU 0 at {rate:.1f} GB/s")
+
+
 def check_disk(folder: Path) -> Iterator[Finding]:
-    """Free space, and the speed of writing."""
+    """Free space, and the speed of writing, and of reading what was written without the page cache."""
     free = shutil.disk_usage(folder).free / GIB
     started = time.perf_counter()
     with tempfile.TemporaryFile(dir=folder) as file:
@@ -201,8 +238,15 @@ def check_disk(folder: Path) -> Iterator[Finding]:
             file.write(block)
         file.flush()
         os.fsync(file.fileno())
-    rate = DISK_BYTES / (time.perf_counter() - started) / 1e6
-    found = f"{free:.0f} GiB free in {folder}, writes {rate:,.0f} MB/s"
+        written = time.perf_counter()
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        dropped = time.perf_counter()
+        file.seek(0)
+        while file.read(2**20):
+            pass
+        read = time.perf_counter()
+    rates = [DISK_BYTES / seconds / 1e6 for seconds in (written - started, read - dropped)]
+    found = f"{free:.0f} GiB free in {folder}, writes {rates[0]:,.0f} MB/s, reads {rates[1]:,.0f} MB/s"
     advice = f"Less than {MIN_FREE_GIB} GiB: put run.folder and the caches elsewhere." if free < MIN_FREE_GIB else ""
     yield Finding("yellow" if advice else "green", "disk", found, advice)
 
@@ -232,6 +276,8 @@ def check_slurm() -> Iterator[Finding]:
     if shutil.which("sbatch"):
         job = os.environ.get("SLURM_JOB_ID")
         yield Finding("green", "SLURM", f"in job {job}" if job else "sbatch is here: hydra/launcher=slurm submits")
+    else:
+        yield Finding("green", "SLURM", "no sbatch: runs start on this host")
 
 
 def check_exchange(processes: Processes) -> Iterator[Finding]:
@@ -270,6 +316,14 @@ def _synchronize(device: object) -> None:
         torch.cuda.synchronize()
 
 
+def _has(program: str) -> bool:
+    return shutil.which(program) is not None
+
+
+def _shown(versions: dict[str, str]) -> str:
+    return ", ".join(f"{package} {found}" for package, found in versions.items())
+
+
 def _numbers(text: str) -> tuple[int, ...]:
     """(2, 13, 0) of `2.13.0+cu130`."""
     return tuple(int(part) for part in text.partition("+")[0].split(".") if part.isdigit())
@@ -282,6 +336,7 @@ def diagnose(folder: Path) -> list[Finding]:
         ("GPUs", check_gpus),
         ("bitsandbytes", check_cpu_kernels),
         ("memory", check_memory),
+        ("pinned memory", check_pinned),
         ("disk", lambda: check_disk(folder)),
         ("hub", check_hub),
         ("SLURM", check_slurm),

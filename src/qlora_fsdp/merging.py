@@ -7,6 +7,7 @@ was cut off goes on with the next file. Memory is one file of the base and a few
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -39,6 +40,7 @@ VALUES_A_TIME = 2**22  # of a weight, in float32: 16 MiB, which the allocator ke
 EXTRA_NAME = "model-adapter.safetensors"
 BASE_NAME = "model-base.safetensors"
 RECORD_NAME = "merge.json"
+WRAPPERS = re.compile(r"\.(base_layer|original_module|modules_to_save\.\w+|token_adapter)\b")  # PEFT's, in names
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,8 @@ def _write_weights(merge: Merge, changes: dict[str, dict[str, Tensor]]) -> bool:
     parts |= {key for a in assignments.values() for key in a.copies}  # a tied table is written once
     by_file: dict[str, list[StoredTensor]] = {}
     for stored in merge.files.tensors.values():
-        if not _is_state(stored.key) and stored.key not in parts:
+        is_unused = merge.built.head and stored.key not in assignments  # by a classifier: the base's own head
+        if not (is_unused or _is_state(stored.key) or stored.key in parts):
             by_file.setdefault(stored.file.name, []).append(stored)
     extra = _find_extra(merge, changes)
     if extra and SINGLE_NAME in by_file:  # transformers takes a file of that name for the whole model
@@ -237,7 +240,7 @@ def _quantized(key: str, value: Tensor, assignment: Assignment | None, merge: Me
     codes, absmax = Format(merge.quantize, storage=torch.uint8).quantize_rows(value)
     offset = absmax.mean()
     scales, nested = bnb.quantize_blockwise(absmax.flatten() - offset, blocksize=NESTED_BLOCKSIZE)
-    book = code_book(merge.quantize, merge.device)
+    book = code_book(merge.quantize, merge.device).clone()  # of its own: files refuse shared memory
     state = bnb.QuantState(scales, value.shape, book, BLOCKSIZE, merge.quantize, value.dtype, offset, nested)
     parts = {f"{key}.{name}": part.cpu() for name, part in state.as_dict(packed=True).items()}
     return {key: codes.view(-1, 1).cpu()} | parts
@@ -264,14 +267,15 @@ def _write_config(merge: Merge, folder: Path, untied: bool) -> None:
     if untied:
         config["tie_word_embeddings"] = False
     if merge.quantize is not None:
-        plain = [name for name, m in merge.built.model.named_modules() if type(m) is nn.Linear and "lora_" not in name]
+        layers = merge.built.model.named_modules()
+        plain = {WRAPPERS.sub("", name) for name, layer in layers if type(layer) is nn.Linear and "lora_" not in name}
         config["quantization_config"] = {
             "quant_method": "bitsandbytes",
             "load_in_4bit": True,
             "bnb_4bit_quant_type": merge.quantize,
             "bnb_4bit_use_double_quant": True,
             "bnb_4bit_compute_dtype": str(merge.dtype).removeprefix("torch."),
-            "llm_int8_skip_modules": sorted({name.replace(".base_layer", "") for name in plain}) or None,
+            "llm_int8_skip_modules": sorted(plain) or None,
         }
     (merge.out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 

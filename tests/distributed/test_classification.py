@@ -18,6 +18,7 @@ from qlora_fsdp.build import AUTO_CLASSES
 from qlora_fsdp.config.schema import ProblemType, TaskName
 from qlora_fsdp.data.tokenizer import byte_tokenizer
 from qlora_fsdp.distributed import Processes
+from qlora_fsdp.load.files import read_headers
 from qlora_fsdp.task_model import TaskModel
 from tests.helpers.classification import (
     LABELS,
@@ -48,6 +49,12 @@ CASES = {
     "llama, words": ("llama", "head for words", WORDS, []),
     "bert, words": ("bert", "head for words", WORDS, ["quant=int8", "task.class_weights=[0.5,2,1]"]),
     "bert, words, new head": ("bert", "masked lm", WORDS, ["task.class_weights=balanced"]),
+    "longformer, words": (
+        "longformer",
+        "head for words",
+        WORDS,
+        ["lora.exclude_modules=[query_global,key_global,value_global]"],
+    ),
     "llama, new head": ("llama", "no head", SINGLE, ["quant=int8"]),
     "bert, new head": ("bert", "no head", SINGLE, []),
     "bert, new head and pooler": ("bert", "masked lm", SINGLE, ["task.class_weights=balanced"]),
@@ -152,7 +159,7 @@ def test_stock_peft_loads_the_head_that_was_trained(runs, argv, case: str):
     torch.testing.assert_close(ours, stock, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("case", ["llama, words", "bert, new head"])
+@pytest.mark.parametrize("case", ["llama, words", "bert, new head and pooler"])
 def test_the_commands_know_classifiers_and_merged_ones_need_no_adapter(runs, argv, tmp_path: Path, capsys, case: str):
     config = load_config([*argv(case, 2)])
     ours, adapter = runs(2)[0][case].inspected, f"adapter={Path(config.run.folder) / 'adapter'}"
@@ -163,6 +170,8 @@ def test_the_commands_know_classifiers_and_merged_ones_need_no_adapter(runs, arg
     assert {name: figures[name] for name in summary["eval_metrics"]} == pytest.approx(summary["eval_metrics"])
     assert merge.main([adapter, f"out={tmp_path / 'merged'}", "base=dequantized"]) == 0
     auto_class = AUTO_CLASSES[config.task.name]
+    keys = read_headers(tmp_path / "merged").keys()
+    assert not [key for key in keys if key.startswith(("cls.", "lm_head."))]  # the base's own head is left out
     model = auto_class.from_pretrained(tmp_path / "merged", dtype=torch.float32, attn_implementation="eager").eval()
     batch = AutoTokenizer.from_pretrained(tmp_path / "merged")(TEXTS, return_tensors="pt", padding=True)
     with torch.no_grad():

@@ -98,10 +98,11 @@ def test_the_report_compares_what_was_trained_with_what_was_merged(adapters, row
     assert reports["full"]["kl_mean"] > 1e-4  # what quantization takes away
 
 
-def test_quantized_results_load_as_bitsandbytes_makes_them(adapters, tmp_path: Path):
+@pytest.mark.parametrize("case", ["llama", "tied head trained, both tables in the one file"])
+def test_quantized_results_load_as_bitsandbytes_makes_them(adapters, tmp_path: Path, case: str):
     full, out = tmp_path / "full", tmp_path / "nf4"
     for folder, more in ((full, []), (out, ["quantize=nf4"])):
-        assert merge.main([f"adapter={adapters['llama']}", f"out={folder}", *more]) == 0
+        assert merge.main([f"adapter={adapters[case]}", f"out={folder}", *more]) == 0
     quantized = AutoModelForCausalLM.from_pretrained(
         out, dtype=torch.float32, attn_implementation="eager", device_map={"": "cpu"}
     )

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from bitsandbytes import cextension
 
 from qlora_fsdp import doctor
 
@@ -24,7 +25,7 @@ def test_two_processes_on_this_host(tmp_path: Path):
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     findings = {finding["what"]: finding for finding in json.loads(file.read_text())}
-    for what in ("Python", "torch", "bitsandbytes", "host memory", "disk", "hub", "all-reduce", "all-gather"):
+    for what in ("Python", "torch", "bitsandbytes", "host memory", "disk", "hub", "SLURM", "all-reduce", "all-gather"):
         assert what in findings, done.stderr
         assert done.stdout.count(f"  {what:<14}  ") == 1  # rank 0 alone prints
     assert {finding["level"] for finding in findings.values()} <= {"green", "yellow"}, done.stdout
@@ -45,6 +46,31 @@ def test_versions(monkeypatch: pytest.MonkeyPatch, installed: str, level: str, a
     monkeypatch.setattr(doctor, "version", lambda package: installed if package == "torch" else newest[package])
     (torch_finding,) = [finding for finding in doctor.check_versions() if finding.what == "torch"]
     assert torch_finding.level == level and torch_finding.advice.startswith(advice)
+
+
+def test_a_combination_that_failed_is_red(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    table = json.loads(doctor.VERSIONS.read_text())
+    newest = table["tested"][-1]["versions"]
+    bad = {"versions": {"torch": newest["torch"], "peft": newest["peft"].rpartition(".")[0]}, "reason": "losses differ"}
+    (tmp_path / "versions.json").write_text(json.dumps(table | {"known_bad": [bad]}))
+    monkeypatch.setattr(doctor, "VERSIONS", tmp_path / "versions.json")
+    monkeypatch.setattr(doctor, "version", lambda package: newest[package])
+    (finding,) = [finding for finding in doctor.check_versions() if finding.level == "red"]
+    assert finding.what == "combination" and "losses differ" in finding.found and newest["torch"] in finding.advice
+    other = {package: "0.1" if package == "peft" else found for package, found in newest.items()}
+    monkeypatch.setattr(doctor, "version", lambda package: other[package])
+    assert "losses differ" not in str(list(doctor.check_versions()))
+
+
+@pytest.mark.parametrize("missing", [False, True])
+def test_the_library_of_bitsandbytes_is_named(monkeypatch: pytest.MonkeyPatch, missing: bool):
+    monkeypatch.setattr(doctor, "_has", lambda program: False)
+    if missing:
+        library = cextension.ErrorHandlerMockBNBNativeLibrary("no libcudart.so")
+        monkeypatch.setattr(cextension, "lib", library)
+    finding = doctor._check_driver()
+    assert finding.level == ("red" if missing else "green")
+    assert ("no library" if missing else "libbitsandbytes_") in finding.found
 
 
 def test_the_tested_versions_are_those_that_the_project_promises():

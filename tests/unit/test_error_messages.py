@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -109,6 +109,26 @@ def test_files_that_are_missing_or_end_early(tmp_path: Path):
     request = Request(tensor, 32, 0, 4, put=lambda rows, first: None)
     with pytest.raises(CheckpointError, match="can't be read at w: it ends early"):
         run_requests([request], torch.device("cpu"), on_progress=lambda count: None)
+
+
+def test_tied_tables_that_differ(tmp_path: Path):
+    """transformers loads the two as they are, with a warning; the config says that there is one."""
+    config = AutoConfig.for_model("llama", hidden_size=64, num_key_value_heads=2, tie_word_embeddings=True, **SIZES)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    table = tensors["model.embed_tokens.weight"]
+    save_file(tensors | {"lm_head.weight": table.clone()}, file, {"format": "pt"})
+    build(tmp_path, QuantConfig())  # the same table twice
+    head = table.clone()
+    head[-1, -1] += 1
+    save_file(tensors | {"lm_head.weight": head}, file, {"format": "pt"})
+    with pytest.raises(
+        CheckpointError, match=r"ties lm_head\.weight to model\.embed_tokens\.weight, but the files hold"
+    ):
+        build(tmp_path, QuantConfig())
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert not torch.equal(stock.lm_head.weight, stock.model.embed_tokens.weight)
 
 
 def test_blocks_that_cross_rows(tmp_path: Path):

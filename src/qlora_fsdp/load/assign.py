@@ -18,7 +18,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from qlora_fsdp.config.schema import QuantConfig
 from qlora_fsdp.errors import CheckpointError
-from qlora_fsdp.load.files import StoredTensor, list_some
+from qlora_fsdp.load.files import StoredTensor, list_some, same_bytes
 from qlora_fsdp.load.fill import Assignment
 from qlora_fsdp.quantized import Format, QuantizedLayer, parse_storage
 
@@ -102,7 +102,7 @@ def assign(
         is_optional: whether a tensor of the files may be left unused.
 
     Raises:
-        CheckpointError: missing, unexpected or misshaped tensors: all are listed.
+        CheckpointError: missing, unexpected or misshaped tensors: all are listed; or tied ones that differ.
     """
     names_of: dict[int, list[str]] = {}
     slots: dict[str, tuple[nn.Module, str]] = {}
@@ -142,8 +142,9 @@ def assign(
         if isinstance(module, QuantizedLayer) and attribute == "weight":
             assignment, problem = assign_quantized(name, module, keys, used, missing)
         else:
-            copies = tuple(keys[n].key for n in names if n in keys and n != name)
-            assignment = Assignment(name, module, attribute, keys[name], copies=copies)
+            copies = {n: keys[n] for n in names if n in keys and n != name}
+            _check_tied(name, keys[name], copies)
+            assignment = Assignment(name, module, attribute, keys[name], copies=tuple(c.key for c in copies.values()))
             problem = _shape_problem(name, keys[name].shape, tuple(assignment.parameter.shape))
             if assignment.parameter.is_floating_point():
                 problem = problem or _codes_problem(name, keys[name])
@@ -187,6 +188,16 @@ def assign_quantized(
         return assignment, _shape_problem(name, tuple(state["shape"]), shape)
     problem = _shape_problem(name, stored.shape, shape) or _codes_problem(name, stored)
     return Assignment(name, layer, "weight", stored), problem
+
+
+def _check_tied(name: str, stored: StoredTensor, copies: dict[str, StoredTensor]) -> None:
+    for other, copy in copies.items():
+        if not same_bytes(stored, copy):
+            raise CheckpointError(
+                f"config.json ties {other} to {name}, but the files hold different values for the two. Set "
+                f'"tie_word_embeddings": false in {stored.file.parent / "config.json"} to use both, as transformers '
+                "does, or remove one of them from the files."
+            )
 
 
 def _codes_problem(name: str, stored: StoredTensor) -> str | None:

@@ -18,6 +18,7 @@ from typing import BinaryIO
 import torch
 
 from qlora_fsdp.errors import CheckpointError
+from qlora_fsdp.sizes import PIECE_BYTES
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -113,6 +114,17 @@ def fingerprint(tensors: Iterable[StoredTensor]) -> str:
             except OSError as error:
                 raise CheckpointError(f"{tensor.file} can't be read: {error}. Copy or download it again.") from error
     return digest.hexdigest()
+
+
+def same_bytes(one: StoredTensor, other: StoredTensor) -> bool:
+    """Whether two tensors are the same in the files, of which both are read up to a difference."""
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    with one.file.open("rb") as a, other.file.open("rb") as b:
+        a.seek(one.offset)
+        b.seek(other.offset)
+        sizes = (min(PIECE_BYTES, one.num_bytes - start) for start in range(0, one.num_bytes, PIECE_BYTES))
+        return all(a.read(size) == b.read(size) for size in sizes)
 
 
 def _read_header(file: Path) -> dict[str, StoredTensor]:
