@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from qlora_fsdp.command import log, run_command
 from qlora_fsdp.config.commands import AdapterSettings
-from qlora_fsdp.config.schema import Config, EmbeddingStorage, TaskName, TokenizerConfig
+from qlora_fsdp.config.schema import Config, EmbeddingStorage, QuantType4bit, TaskName, TokenizerConfig
 from qlora_fsdp.errors import ConfigError, Problem
 from qlora_fsdp.imports import quick_imports
 
@@ -60,7 +60,12 @@ def merge(settings: MergeSettings, config: Config, processes: Processes) -> None
         from qlora_fsdp.inference import build_trained
         from qlora_fsdp.merging import Merge, merge_files
 
-    base, adapter, out = build_trained(config, settings.adapter, processes), settings.adapter, settings.out
+    built_as = config
+    if settings.quantize is not None and settings.base == "full":  # whichever the adapter was trained on
+        kind, ends = QuantType4bit(settings.quantize), EmbeddingStorage.none
+        quant = replace(config.quant, load_in_4bit=True, load_in_8bit=False, bnb_4bit_quant_type=kind, embeddings=ends)
+        built_as = replace(config, quant=quant)
+    base, adapter, out = build_trained(built_as, settings.adapter, processes), settings.adapter, settings.out
     merge_files(
         Merge(
             base.built,

@@ -31,7 +31,7 @@ from qlora_fsdp.files import digest_file
 from qlora_fsdp.load.files import INDEX_NAME, SINGLE_NAME, StoredTensor
 from qlora_fsdp.load.fill import Assignment, fill_from_files
 from qlora_fsdp.new_tokens import count_tokens
-from qlora_fsdp.quantized import Format, QuantizedLinear
+from qlora_fsdp.quantized import Format, QuantizedLayer, QuantizedLinear
 from qlora_fsdp.quantized.formats import code_book
 from qlora_fsdp.quantized.lora import LoraLinear
 from qlora_fsdp.sizes import BLOCKSIZE, NESTED_BLOCKSIZE
@@ -223,7 +223,7 @@ def _base_weight(assignment: Assignment, merge: Merge) -> Tensor:
     module = assignment.module
     if not merge.dequantized or not assignment.is_quantized:
         return _read(assignment.stored)
-    assert isinstance(module, QuantizedLinear)
+    assert isinstance(module, QuantizedLayer)
     layer = QuantizedLinear(
         module.in_features, module.out_features, False, module.format, module.compute_dtype, merge.device
     )
@@ -233,7 +233,7 @@ def _base_weight(assignment: Assignment, merge: Merge) -> Tensor:
 
 def _quantized(key: str, value: Tensor, assignment: Assignment | None, merge: Merge) -> dict[str, Tensor]:
     """The tensor as it is, or a linear layer's weight as bitsandbytes' codes with their state."""
-    is_linear = assignment is not None and assignment.is_quantized
+    is_linear = assignment is not None and assignment.is_quantized and _takes_codes(assignment.module, merge)
     if merge.quantize is None or not is_linear:
         return {key: value}
     value = value.to(merge.device, merge.dtype)
@@ -244,6 +244,13 @@ def _quantized(key: str, value: Tensor, assignment: Assignment | None, merge: Me
     state = bnb.QuantState(scales, value.shape, book, BLOCKSIZE, merge.quantize, value.dtype, offset, nested)
     parts = {f"{key}.{name}": part.cpu() for name, part in state.as_dict(packed=True).items()}
     return {key: codes.view(-1, 1).cpu()} | parts
+
+
+def _takes_codes(module: nn.Module, merge: Merge) -> bool:
+    """Whether a quantized result has the layer as codes: rows must be whole blocks, and the head stays as it is."""
+    head = merge.built.model.get_output_embeddings()
+    is_head = module is getattr(head, "base_layer", head)
+    return isinstance(module, QuantizedLinear) and module.in_features % BLOCKSIZE == 0 and not is_head
 
 
 def _write_config(merge: Merge, folder: Path, untied: bool) -> None:
@@ -267,15 +274,15 @@ def _write_config(merge: Merge, folder: Path, untied: bool) -> None:
     if untied:
         config["tie_word_embeddings"] = False
     if merge.quantize is not None:
-        layers = merge.built.model.named_modules()
-        plain = {WRAPPERS.sub("", name) for name, layer in layers if type(layer) is nn.Linear and "lora_" not in name}
+        layers = {name: m for name, m in merge.built.model.named_modules() if isinstance(m, nn.Linear)}
+        plain = {n for n, layer in layers.items() if "lora_" not in n and not _takes_codes(layer, merge)}
         config["quantization_config"] = {
             "quant_method": "bitsandbytes",
             "load_in_4bit": True,
             "bnb_4bit_quant_type": merge.quantize,
             "bnb_4bit_use_double_quant": True,
             "bnb_4bit_compute_dtype": str(merge.dtype).removeprefix("torch."),
-            "llm_int8_skip_modules": sorted(plain) or None,
+            "llm_int8_skip_modules": sorted({WRAPPERS.sub("", name) for name in plain}) or None,
         }
     (merge.out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 

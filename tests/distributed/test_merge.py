@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import bitsandbytes as bnb
 import peft
 import pytest
 import torch
@@ -29,6 +30,8 @@ CASES = {
     "llama": ("llama", []),
     "tied, ranks that differ": ("qwen2", ["lora.rank_pattern={q_proj:3}", "lora.use_rslora=true", "quant=int8"]),
     "dora": ("llama", ["lora.use_dora=true"]),
+    "ends in int8": ("llama", ["quant.embeddings=int8"]),
+    "not quantized": ("llama", ["quant=none"]),
     "head trained": ("llama", ["lora.modules_to_save=[lm_head]"]),
     "tied head trained": ("qwen2", ["lora.modules_to_save=[lm_head]"]),
     "tied embeddings trained": ("qwen2", ["lora.modules_to_save=[embed_tokens]"]),
@@ -74,9 +77,13 @@ def load_merged(folder: Path) -> Tensor:
 def test_merged_logits_are_those_of_base_and_adapter(adapters, bases, tmp_path: Path, case: str, base: str):
     family, more = CASES[case]
     folder = bases[family]
+    if base == "dequantized" and "quant=none" in more:
+        pytest.skip("there is nothing to dequantize")
     out = tmp_path / "merged"
     assert merge.main([f"adapter={adapters[case]}", f"out={out}", f"base={base}"]) == 0
-    quant = load_config([f"model.path={folder}", *more, *(["quant=none"] if base == "full" else [])]).quant
+    quant = load_config(
+        [f"model.path={folder}", *more, *(["quant=none", "quant.embeddings=none"] if base == "full" else [])]
+    ).quant
     stock = load_stock(folder, quant)
     stock.resize_token_embeddings(max(VOCAB, len(AutoTokenizer.from_pretrained(adapters[case]))))
     stock = peft.PeftModel.from_pretrained(stock, adapters[case])
@@ -98,7 +105,7 @@ def test_the_report_compares_what_was_trained_with_what_was_merged(adapters, row
     assert reports["full"]["kl_mean"] > 1e-4  # what quantization takes away
 
 
-@pytest.mark.parametrize("case", ["llama", "tied head trained, both tables in the one file"])
+@pytest.mark.parametrize("case", ["llama", "not quantized", "tied head trained, both tables in the one file"])
 def test_quantized_results_load_as_bitsandbytes_makes_them(adapters, tmp_path: Path, case: str):
     full, out = tmp_path / "full", tmp_path / "nf4"
     for folder, more in ((full, []), (out, ["quantize=nf4"])):
@@ -107,6 +114,7 @@ def test_quantized_results_load_as_bitsandbytes_makes_them(adapters, tmp_path: P
         out, dtype=torch.float32, attn_implementation="eager", device_map={"": "cpu"}
     )
     expected = load_stock(full, load_config([f"model.path={full}"]).quant)
+    assert isinstance(quantized.model.layers[1].mlp.up_proj, bnb.nn.Linear4bit)
     torch.testing.assert_close(logits(quantized), logits(expected), rtol=0, atol=1e-5)
 
 
