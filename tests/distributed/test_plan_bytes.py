@@ -60,13 +60,14 @@ CASES: dict[str, list[str]] = {
 }
 
 
-# Where embeddings, head and logits are nearly all there is, and one of them is trained.
+# Where embeddings, head and logits are nearly all there is, or what DoRA keeps.
 WIDE = ["model.config.vocab_size=20000", "training.max_length=256", "training.precision=float32", "memory=recompute"]
 PEAKS = {
     "head": ["lora.modules_to_save=[lm_head]"],
     "adapted head": ["lora.target_modules=[q_proj,down_proj,lm_head]"],
     "both": ["lora.modules_to_save=[embed_tokens,lm_head]"],
     "classifier": ["task=sequence_classification", LABELS],
+    "dora": ["lora.use_dora=true", "memory=keep", "training.max_length=1000", "model.config.vocab_size=300"],
 }
 
 
@@ -164,7 +165,7 @@ def peak_bytes(cases: Mapping[str, Sequence[str]]) -> dict[str, tuple[int, int]]
     for case, arguments in cases.items():
         config = read(arguments)
         model = build(config, torch.float32)
-        set_activation_policy(model.layers, [Policy.full] * len(model.layers))
+        set_activation_policy(model.layers, [policy_of(config)] * len(model.layers))
         shard_model(model, config.fsdp, processes)
         place(model)
         optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad], config.optim, 0.0)
@@ -186,6 +187,10 @@ def peak_bytes(cases: Mapping[str, Sequence[str]]) -> dict[str, tuple[int, int]]
             optimizer.zero_grad()
         found[case] = forward.peak, backward.peak
     return found
+
+
+def policy_of(config: Config) -> Policy:
+    return Policy(config.memory.activations.value)
 
 
 def plan_of(config: Config, policy: Policy, compute_bytes: int = 2) -> MemoryPlan:
@@ -215,7 +220,8 @@ def peaks():
 
 
 @pytest.mark.parametrize("case", PEAKS)
-def test_plan_counts_trained_ends_while_they_are_used(peaks, case: str):
-    plan = plan_of(read([*WIDE, *PEAKS[case]]), Policy.full, compute_bytes=4)
+def test_plan_counts_what_a_step_takes(peaks, case: str):
+    config = read([*WIDE, *PEAKS[case]])
+    plan = plan_of(config, policy_of(config), compute_bytes=4)
     for phase, peak in zip(("forward", "backward"), peaks(NUM_RANKS)[0][case], strict=True):
-        assert plan.tensors(phase) - WORKSPACE == pytest.approx(peak, rel=0.03, abs=3e6), phase
+        assert plan.tensors(phase) - WORKSPACE == pytest.approx(peak, rel=0.05, abs=3e6), phase

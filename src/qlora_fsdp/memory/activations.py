@@ -59,19 +59,21 @@ def layer_tensors(work: Workload) -> dict[str, float]:
         table["activated"] = inner
     inputs = {"qkv": "attention_norm", "q": "attention_norm", "k": "attention_norm", "v": "attention_norm"}
     inputs |= {"gate": "mlp_norm", "up": "mlp_norm", "gate_up": "mlp_norm", "down": "product", "o": "attention_out"}
-    low_rank = dropped = 0.0
+    low_rank = dropped = dora = 0.0
     for linear in shape.linears:
         rank = adapter_rank(f"model.layers.0.{linear.name}", lora)
         if not rank:
             continue
         low_rank += rank * item
+        if lora.use_dora:  # what the base and the adapter give, the latter in fp32 like its input
+            dora += linear.out_features * (item + 4) + (linear.in_features * 4 if item < 4 else 0)
         if lora.lora_dropout > 0:  # each adapter has its own dropped input, and a mask of bytes
             dropped += linear.in_features * (item + 1)
         else:
             name = inputs[linear.name.rpartition(".")[2].removesuffix("_proj")]
             if name != "product" or not fuses_mlp(work):
                 table.setdefault(name, linear.in_features * item)
-    table |= {"low_rank": low_rank, "dropped": dropped}
+    table |= {"low_rank": low_rank, "dropped": dropped, "dora": dora}
     return {name: size for name, size in table.items() if size}
 
 
@@ -123,7 +125,10 @@ def forward_bytes(work: Workload, policy: Policy) -> int:
 
 
 def dequantized_bytes(work: Workload) -> int:
-    """The largest dequantized weight of a layer; there is one at a time (in fp8 those of gate and up are one)."""
+    """The largest dequantized weight of a layer; there is one at a time (in fp8 those of gate and up are one).
+
+    For the norms of its rows DoRA makes BA, scaled, and adds it to the weight: three matrices in fp32.
+    """
     quant, shape = work.config.quant, work.shape
     sizes = [
         linear.out_features * linear.in_features
@@ -132,7 +137,7 @@ def dequantized_bytes(work: Workload) -> int:
     ]
     if _is_fp8(work):
         return max(sizes, default=0) * (2 if fuses_mlp(work) else 1)
-    return max(sizes, default=0) * work.compute_bytes
+    return max(sizes, default=0) * (work.compute_bytes + (12 if work.config.lora.use_dora else 0))
 
 
 def fuses_mlp(work: Workload) -> bool:
