@@ -45,9 +45,10 @@ class Classifier(TaskModel):
         self.register_buffer("class_weights", None, persistent=False)
         self._seen: list[tuple[Tensor, Tensor, Tensor]] = []  # logits, labels, and which of them begin a row
 
-    def weigh_classes(self, labels: NDArray[np.float32]) -> None:
+    def weigh_classes(self, labels: NDArray[np.float32], device: torch.device) -> None:
         """Take the class weights of the settings, or balance them by the training data's labels [num_labels, W]."""
-        self.class_weights = _class_weights(self.task, labels)
+        weights = _class_weights(self.task, labels)
+        self.class_weights = None if weights is None else weights.to(device)
 
     def forward(self, batch: Batch) -> Tensor:
         """Sum of the losses of the batch's labels: float32 scalar, not yet divided by their number."""

@@ -141,7 +141,7 @@ def prepare(config: Config, processes: Processes, folder: Path, first_step: int 
         )
         split = split_batches(training, processes.num_ranks, len(data.train))
     if isinstance(model, Classifier):
-        model.weigh_classes(data.train.labels_of(np.arange(len(data.train))))
+        model.weigh_classes(data.train.labels_of(np.arange(len(data.train))), device)
     for line in str(data.report).splitlines():
         log.info(f"Data: {line}")
     log.info(f"Steps: {split.num_steps} of {config.training.max_length} tokens a sequence at most")

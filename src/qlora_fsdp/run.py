@@ -186,7 +186,8 @@ def _train(
         with writing(folder):
             begin_attempt(checkpoint, folder)
     card = f"LoRA r={config.lora.r} on {prepared.built.kind} weights, {split.num_steps} steps"
-    settings = saved_settings(config)
+    weights = getattr(model, "class_weights", None)
+    settings = saved_settings(config, None if weights is None else weights.tolist())
 
     keys = adapter_keys(model.model)
 

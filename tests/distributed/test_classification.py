@@ -9,12 +9,14 @@ from pathlib import Path
 import peft
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
 from qlora_fsdp import evaluate, generate, merge
 from qlora_fsdp.build import AUTO_CLASSES
+from qlora_fsdp.config.commands import SETTINGS_FILE
 from qlora_fsdp.config.schema import ProblemType, TaskName
 from qlora_fsdp.data.tokenizer import byte_tokenizer
 from qlora_fsdp.distributed import Processes
@@ -159,7 +161,7 @@ def test_stock_peft_loads_the_head_that_was_trained(runs, argv, case: str):
     torch.testing.assert_close(ours, stock, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("case", ["llama, words", "bert, new head"])
+@pytest.mark.parametrize("case", ["llama, words", "bert, new head", "bert, new head and pooler"])
 def test_the_commands_know_classifiers_and_merged_ones_need_no_adapter(runs, argv, tmp_path: Path, capsys, case: str):
     config = load_config([*argv(case, 2)])
     ours, adapter = runs(2)[0][case].inspected, f"adapter={Path(config.run.folder) / 'adapter'}"
@@ -167,6 +169,9 @@ def test_the_commands_know_classifiers_and_merged_ones_need_no_adapter(runs, arg
     summary = json.loads((Path(config.run.folder) / "summary.json").read_text())
     figures = json.loads(capsys.readouterr().out)
     assert figures["loss"] == pytest.approx(summary["eval_loss"], abs=1e-5)
+    saved = yaml.safe_load((Path(config.run.folder) / "adapter" / SETTINGS_FILE).read_text())
+    weights = saved["task"]["class_weights"]  # those of the training data, whatever is evaluated
+    assert weights is None if config.task.class_weights is None else all(isinstance(one, float) for one in weights)
     assert {name: figures[name] for name in summary["eval_metrics"]} == pytest.approx(summary["eval_metrics"])
     assert merge.main([adapter, f"out={tmp_path / 'merged'}", "base=dequantized"]) == 0
     auto_class = AUTO_CLASSES[config.task.name]

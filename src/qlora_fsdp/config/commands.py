@@ -80,8 +80,13 @@ def load_command(argv: Sequence[str], kind: type[Settings], usage: str) -> tuple
         return settings, load_config([*first, *rest])
 
 
-def saved_settings(config: Config) -> str:
-    """The text of SETTINGS_FILE: what is needed to build the model that an adapter belongs to."""
+def saved_settings(config: Config, class_weights: list[float] | None = None) -> str:
+    """The text of SETTINGS_FILE: what is needed to build the model that an adapter belongs to, and to evaluate it.
+
+    Args:
+        config: of the run.
+        class_weights: of a classifier's labels, as numbers.
+    """
     values: dict[str, Any] = {}
     for section in SAVED_SECTIONS:
         values[section] = OmegaConf.structured(getattr(config, section))
@@ -90,6 +95,7 @@ def saved_settings(config: Config) -> str:
         values["model"].path = str(Path(path).expanduser().resolve())
     if config.task.name is not TaskName.causal_lm:
         values["training"] = {"packing": False}
+        values["task"].class_weights = class_weights
     return OmegaConf.to_yaml(OmegaConf.create(values))
 
 
