@@ -65,9 +65,8 @@ def run_command(
         if problems:
             raise ConfigError(problems)
         with quick_imports():  # torch only from here on
-            import torch
-
             from qlora_fsdp.distributed import start_processes, stop_processes
+            from qlora_fsdp.memory.measure import is_shortage
             from qlora_fsdp.watch import Watch
 
         log.handlers[:] = [logging.StreamHandler(sys.stderr) if rank == "0" else logging.NullHandler()]
@@ -79,7 +78,9 @@ def run_command(
             try:
                 body(settings, config, processes)
                 processes.wait(patiently=True)  # rank 0 may still write: a rank that ended before would look lost
-            except torch.OutOfMemoryError as error:
+            except RuntimeError as error:
+                if not is_shortage(error):
+                    raise
                 raise MemoryShortage(
                     f"{processes.device} is out of memory: {str(error).partition('. ')[0]}. Start more processes "
                     "(torchrun --nproc_per_node), which share the model, or set a smaller batch or length."

@@ -32,7 +32,7 @@ from qlora_fsdp.hardware import host_rss_gib, host_rss_now_gib
 from qlora_fsdp.journal import Journal
 from qlora_fsdp.load.fill import fill
 from qlora_fsdp.loop import TrainResult, describe, train
-from qlora_fsdp.memory.measure import explain_shortage
+from qlora_fsdp.memory.measure import explain_shortage, is_shortage
 from qlora_fsdp.memory.report import as_json
 from qlora_fsdp.optim import make_optimizer
 from qlora_fsdp.prepare import Prepared, prepare
@@ -109,7 +109,9 @@ def _run(
         summary |= _load_and_prove(prepared, units, config, processes)
         summary["setup_seconds"] = time.perf_counter() - started
         result = _train(prepared, config, processes, watch, folder, checkpoint, summary)
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not is_shortage(error):
+            raise
         snapshot = folder / f"memory-{processes.rank}.pickle" if config.memory.snapshot else None
         raise explain_shortage(error, prepared.memory.plan, prepared.machine.gpu, prepared.peaks, snapshot) from error
     finally:

@@ -1,0 +1,91 @@
+"""One rank runs out of GPU memory, in any phase: all end with one report and code 3, and checkpoints stay whole."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from qlora_fsdp import run
+from qlora_fsdp.causal_lm import CausalLM
+from qlora_fsdp.checkpoint import checkpoint_folders
+from tests.cli.launch import ForkedLaunch
+
+pytestmark = pytest.mark.distributed
+
+SETTINGS = ["model=tiny", "data=random", "data.max_rows=16", "data.eval_fraction=0.5", "training.max_length=32"]
+SETTINGS += ["training.max_steps=4", "training.eval_every_steps=2", "checkpoint.every_steps=1", "lora.r=4"]
+PHASES = ["load", "forward", "backward", "step", "evaluation"]
+ERRORS = [  # of torch's allocator; of a copy to pinned memory; of NCCL
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ..."),
+    RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
+    RuntimeError("NCCL error ... ncclUnhandledCudaError: Cuda failure 2 'out of memory'"),
+]
+
+
+def fail_in(phase: str, error: RuntimeError) -> None:
+    """On rank 1, let the third step's `phase` be what takes too much: the first evaluation after training."""
+    if os.environ["RANK"] != "1":
+        return
+    calls: dict[str, int] = {}
+
+    def count(name: str, due: int = 3) -> None:
+        calls[name] = calls.get(name, 0) + 1
+        if name == phase and calls[name] == due:
+            raise error
+
+    forward, make_optimizer = CausalLM.forward, run.make_optimizer
+
+    def counted_forward(model: CausalLM, batch: Any) -> Tensor:
+        if not model.training:
+            if "forward" in calls:
+                count("evaluation", 1)
+            return forward(model, batch)
+        count("forward")
+        loss = forward(model, batch)
+        loss.register_hook(lambda grad: count("backward"))
+        return loss
+
+    def counted_optimizer(*arguments: Any) -> Any:
+        optimizer = make_optimizer(*arguments)
+        optimizer.register_step_pre_hook(lambda *_: count("step"))
+        return optimizer
+
+    CausalLM.forward, run.make_optimizer = counted_forward, counted_optimizer
+    if phase == "load":
+        run.fill = lambda *arguments: count("load", 1)
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ForkedLaunch]:
+    folder = tmp_path_factory.mktemp("short")
+
+    def end(name: str, preexec: Callable[[], None] | None = None) -> ForkedLaunch:
+        command = ForkedLaunch(folder / name, 2, *SETTINGS, preexec=preexec)
+        command.finish()
+        return command
+
+    cases = {phase: end(phase, partial(fail_in, phase, ERRORS[i % len(ERRORS)])) for i, phase in enumerate(PHASES)}
+    return cases | {"again": end("forward")}
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_all_ranks_end_with_one_report(ended: dict[str, ForkedLaunch], phase: str) -> None:
+    command = ended[phase]
+    assert [process.exitcode for process in command.ranks.processes] == [3, 3]
+    assert len(command.errors) == 1, command.output
+    assert command.errors[0].startswith("rank 1: The GPU is out of memory: ")
+    assert f", in {phase}." in command.errors[0] and "What would help most, by the plan:" in command.output
+
+
+def test_checkpoints_are_gone_on_from(ended: dict[str, ForkedLaunch]) -> None:
+    for phase in ("backward", "step", "evaluation"):
+        newest = checkpoint_folders(ended[phase].run_folder / "checkpoints")[-1]
+        assert int(newest.name.removeprefix("step-")) in (1, 2)  # an evaluation comes before its step's checkpoint
+    again = ended["again"]  # in the folder of "forward"
+    assert again.summary["status"] == "finished" and "Going on from step 2" in again.output
