@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 
 from qlora_fsdp.config.schema import Activations, Config
 from qlora_fsdp.memory.activations import Policy
 from qlora_fsdp.memory.gpus import Gpu
-from qlora_fsdp.memory.plan import MemoryPlan, make_plan
+from qlora_fsdp.memory.plan import MemoryPlan, planner
 from qlora_fsdp.memory.speed import tokens_per_second
 from qlora_fsdp.memory.workload import Workload
 
@@ -108,22 +108,23 @@ def describe_choice(plan: MemoryPlan) -> str:
 
 def _choose_policies(work: Workload, target: float) -> Choice:
     fixed = fixed_policies(work.config, work.shape.num_layers)
+    make_plan = planner(work)
     plan, target_with_room = None, target * (1 - ROOM)
-    for policies in [fixed] if fixed is not None else _from_fast_to_small(work, target_with_room):
-        plan = make_plan(work, policies)
+    small = _from_fast_to_small(work.shape.num_layers, lambda some: make_plan(some).needed <= target_with_room)
+    for policies in [fixed] if fixed is not None else small:
+        plan = make_plan(policies)
         if plan.needed <= target_with_room:
             return Choice(plan, True)
     assert plan is not None
     return Choice(plan, plan.needed <= target)
 
 
-def _from_fast_to_small(work: Workload, target: float) -> Iterator[tuple[Policy, ...]]:
+def _from_fast_to_small(num_layers: int, fits: Callable[[Sequence[Policy]], bool]) -> Iterator[tuple[Policy, ...]]:
     """Policies in which ever more layers, the first ones first, take the next step of the ladder.
 
     The first layers, because the others have freed their activations by the time that backward comes to these. Within
     a step the least number of layers that fits is found by bisection.
     """
-    num_layers = work.shape.num_layers
     yield (LADDER[0],) * num_layers
     for fast, small in pairwise(LADDER):
 
@@ -133,5 +134,5 @@ def _from_fast_to_small(work: Workload, target: float) -> Iterator[tuple[Policy,
         low, high = 1, num_layers
         while low < high:
             middle = (low + high) // 2
-            low, high = (low, middle) if make_plan(work, mixed(middle)).needed <= target else (middle + 1, high)
+            low, high = (low, middle) if fits(mixed(middle)) else (middle + 1, high)
         yield mixed(low)

@@ -9,8 +9,9 @@ its shard and has no flat buffer. Frozen embeddings and a frozen head are gather
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 
 from qlora_fsdp.config.schema import EmbeddingStorage, TaskName
 from qlora_fsdp.memory import activations
@@ -96,8 +97,16 @@ class MemoryPlan:
 
 def make_plan(work: Workload, policies: Sequence[Policy]) -> MemoryPlan:
     """Predict the memory of a run whose layers have these activation policies."""
+    return planner(work)(policies)
+
+
+def planner(work: Workload) -> Callable[[Sequence[Policy]], MemoryPlan]:
+    """`make_plan` of one run, for one set of policies after another: its parameters are counted once."""
+    return partial(_plan, work, _Model(work))
+
+
+def _plan(work: Workload, model: _Model, policies: Sequence[Policy]) -> MemoryPlan:
     assert len(policies) == work.shape.num_layers
-    model = _Model(work)
     resident = model.resident(with_training=True)
     phases = {
         "load": model.resident(with_training=False) | {"workspace": LOAD_STAGING},
@@ -187,7 +196,7 @@ class _Model:
         """Bytes of the gradients of such a unit that a rank keeps."""
         return 0 if self.is_offloaded else sum_bytes(iter(self.ends[name]), self.work.num_shards).adapters
 
-    @property
+    @cached_property
     def layer_gradient(self) -> int:
         """Bytes of a layer's gradients that a rank keeps."""
         sharded = [sum_bytes(iter(layer), self.work.num_shards).adapters for layer in self.layers]
@@ -204,7 +213,7 @@ class _Model:
 def _forward_moments(work: Workload, model: _Model, policies: Sequence[Policy]) -> Iterator[Parts]:
     """Parts beyond the resident ones when embeddings are looked up, in the last layer, and in the loss."""
     fsdp, layer = work.config.fsdp, model.layer.total
-    saved = sum(activations.saved_bytes(work, policy) for policy in policies) + _offload_slots(work, policies)
+    saved = sum(_saved(work, policies)) + _offload_slots(work, policies)
     hidden = work.num_tokens * work.shape.hidden_size * work.compute_bytes
     dequantized = activations.dequantized_bytes(work)
     yield {
@@ -234,7 +243,7 @@ def _backward_moments(work: Workload, model: _Model, policies: Sequence[Policy])
     Gradients are whole while they are made, with a copy on its way to the other ranks until the next unit's is ready.
     """
     num_flat = max(1, work.config.fsdp.backward_prefetch)
-    saved = [activations.saved_bytes(work, policy) for policy in policies]
+    saved = _saved(work, policies)
     extra = {policy: activations.backward_bytes(work, policy) for policy in set(policies)}
     dequantized, slots = activations.dequantized_bytes(work), _offload_slots(work, policies)
     gathered = model.kept + model.gathered(model.layer.total, num_flat)
@@ -272,6 +281,12 @@ def _backward_moments(work: Workload, model: _Model, policies: Sequence[Policy])
         "gathered": model.kept + opened,
         "workspace": WORKSPACE,
     }
+
+
+def _saved(work: Workload, policies: Sequence[Policy]) -> list[int]:
+    """What each layer keeps on the GPU."""
+    sizes = {policy: activations.saved_bytes(work, policy) for policy in set(policies)}
+    return [sizes[policy] for policy in policies]
 
 
 def _offload_slots(work: Workload, policies: Sequence[Policy]) -> int:
