@@ -216,7 +216,12 @@ def check_pinned() -> Iterator[Finding]:
 
     if not torch.cuda.is_available():
         return
-    host = torch.zeros(EXCHANGED_BYTES["cuda"], dtype=torch.uint8, pin_memory=True)
+    try:
+        host = torch.zeros(EXCHANGED_BYTES["cuda"], dtype=torch.uint8, pin_memory=True)
+    except RuntimeError as error:
+        advice = "Weights are loaded through it: allow this container more memory, or more of it locked (ulimit -l)."
+        yield Finding("red", "pinned memory", f"can't be had: {str(error).partition(chr(10))[0]}", advice)
+        return
     device = torch.device("cuda")
     for repeat in range(4):
         if repeat == 1:

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from bitsandbytes import cextension
 
 from qlora_fsdp import doctor
@@ -92,3 +93,15 @@ def test_what_breaks_is_a_finding(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     monkeypatch.setattr(doctor, "check_hub", lambda: iter(()))
     assert doctor.main(["--folder", str(tmp_path)]) == 1
     assert "OSError: libcudart.so: not found" in capsys.readouterr().out
+
+
+def test_pinned_memory_that_cannot_be_had_is_a_finding(monkeypatch: pytest.MonkeyPatch):
+    def refuse(*args, pin_memory: bool, **kwargs):
+        raise RuntimeError("CUDA error: OS call failed or operation not supported on this OS\nCUDA kernel errors")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "zeros", refuse)
+    (finding,) = doctor.check_pinned()
+    assert (
+        finding.level == "red" and finding.found.endswith("not supported on this OS") and "ulimit -l" in finding.advice
+    )
