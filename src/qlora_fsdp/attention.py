@@ -176,16 +176,17 @@ def flash_attention_4(
     """`varlen_attention`, by FlashAttention-4's kernels where they are faster: the same arguments, the same result."""
     assert attention_mask is None and not dropout
     batch, length = query.shape[0], query.shape[2]
-    if cu_seq_lens_q is not None and batch * length < flash_4.MIN_MEAN_ROW * (len(cu_seq_lens_q) - 1):
+    has_window = sliding_window is not None and sliding_window < length  # was not tried
+    has_short_rows = cu_seq_lens_q is not None and batch * length < flash_4.MIN_MEAN_ROW * (len(cu_seq_lens_q) - 1)
+    if has_window or has_short_rows:
         rows = (cu_seq_lens_q, max_length_q)
         return varlen_attention(module, query, key, value, None, dropout, scaling, sliding_window, *rows)
-    window = sliding_window if sliding_window is not None and sliding_window < length else None
     q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
     if cu_seq_lens_q is None:
-        return flash_4.attention(q, k, v, scaling, window), None
+        return flash_4.attention(q, k, v, scaling), None
     assert max_length_q is not None
     q, k, v = (tensor.flatten(0, 1) for tensor in (q, k, v))
-    out = flash_4.packed_attention(q, k, v, cu_seq_lens_q, max_length_q, scaling, window)
+    out = flash_4.packed_attention(q, k, v, cu_seq_lens_q, max_length_q, scaling)
     return out.view(batch, length, *out.shape[1:]), None
 
 

@@ -34,7 +34,7 @@ ROWS = (300, 212)  # tokens of the rows of `_largest_error`: of several tiles, f
 MIN_MEAN_ROW = 512
 
 
-def attention(q_BLHD: Tensor, k_BLHD: Tensor, v_BLHD: Tensor, scale: float | None, window: int | None) -> Tensor:
+def attention(q_BLHD: Tensor, k_BLHD: Tensor, v_BLHD: Tensor, scale: float | None) -> Tensor:
     """Causal attention within each sequence; with fewer heads in k and v, several of q share one.
 
     Args:
@@ -42,13 +42,12 @@ def attention(q_BLHD: Tensor, k_BLHD: Tensor, v_BLHD: Tensor, scale: float | Non
         k_BLHD: keys.
         v_BLHD: values.
         scale: of the logits; None for 1 / sqrt(D).
-        window: tokens a query sees, itself included; None for all before it.
     """
-    return _result(_functions()[0](q_BLHD, k_BLHD, v_BLHD, **_options(scale, window)))
+    return _result(_functions()[0](q_BLHD, k_BLHD, v_BLHD, causal=True, softmax_scale=scale))
 
 
 def packed_attention(
-    q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, starts: Tensor, longest: int, scale: float | None, window: int | None
+    q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, starts: Tensor, longest: int, scale: float | None
 ) -> Tensor:
     """The same within each row of a packed batch.
 
@@ -59,11 +58,9 @@ def packed_attention(
         starts: int32 [rows + 1], where rows start, and T.
         longest: tokens of the longest row.
         scale: see `attention`.
-        window: see `attention`.
     """
-    lengths = {"max_seqlen_q": longest, "max_seqlen_k": longest}
-    options = _options(scale, window) | {"cu_seqlens_q": starts, "cu_seqlens_k": starts} | lengths
-    return _result(_functions()[1](q_THD, k_THD, v_THD, **options))
+    rows = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": longest, "max_seqlen_k": longest}
+    return _result(_functions()[1](q_THD, k_THD, v_THD, causal=True, softmax_scale=scale, **rows))
 
 
 @cache
@@ -78,11 +75,6 @@ def why_not(num_heads: int, num_key_heads: int, head_dim: int, dtype: torch.dtyp
     except Exception as failure:  # of a library, its compiler or the machine's: whatever it is, torch has kernels too
         return f"flash-attn-4 does not run here ({type(failure).__name__}: {' '.join(str(failure).split())[:200]})"
     return None if error < TOLERANCE else f"flash-attn-4's results differ from torch's by {error:.1%} here"
-
-
-def _options(scale: float | None, window: int | None) -> dict[str, Any]:
-    options: dict[str, Any] = {"causal": True, "softmax_scale": scale}
-    return options if window is None else options | {"window_size": (window - 1, 0)}
 
 
 def _result(returned: Any) -> Tensor:
@@ -125,7 +117,7 @@ def _largest_error(
         return [output.detach(), *torch.autograd.grad((output * weight).sum(), (q, k, v))]
 
     wanted = outcome(rows(exact))
-    whole = rows(lambda q, k, v: attention(q, k, v, None, None))
-    found = [outcome(whole), outcome(packed_attention(q, k, v, starts, max(ROWS), None, None))]
+    whole = rows(lambda q, k, v: attention(q, k, v, None))
+    found = [outcome(whole), outcome(packed_attention(q, k, v, starts, max(ROWS), None))]
     errors = [(a - b).norm() / b.norm() for tensors in found for a, b in zip(tensors, wanted, strict=True)]
     return float(torch.stack(errors).max())
