@@ -8,6 +8,7 @@ transformers, which derives it from the position ids.
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from importlib.util import find_spec
 from typing import Any, cast
 
@@ -126,6 +127,7 @@ def varlen_attention(
     sliding_window: int | None = None,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
+    uses_flash_4: bool = False,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention in which rows of a packed batch do not see one another.
@@ -141,6 +143,7 @@ def varlen_attention(
         sliding_window: tokens a query sees, itself included; None for all before it.
         cu_seq_lens_q: int32 [rows + 1], where rows start in the flattened B * L tokens; None if a sequence is one row.
         max_length_q: tokens of the longest row.
+        uses_flash_4: by FlashAttention-4's kernels where they are faster, and not for sliding windows, untried there.
         **kwargs: what transformers passes to other kernels; not used.
 
     Returns:
@@ -149,45 +152,27 @@ def varlen_attention(
     assert attention_mask is None and not dropout
     batch, _, length, _ = query.shape
     window = sliding_window if sliding_window is not None and sliding_window < length else None
+    num_rows = 0 if cu_seq_lens_q is None else len(cu_seq_lens_q) - 1
+    uses_flash_4 = uses_flash_4 and window is None and batch * length >= flash_4.MIN_MEAN_ROW * num_rows
+    if cu_seq_lens_q is None and uses_flash_4:
+        q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+        return flash_4.attention(q, k, v, scaling), None
     if cu_seq_lens_q is None and window is None:
         out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
         return out.transpose(1, 2), None
     if cu_seq_lens_q is None:
         cu_seq_lens_q = torch.arange(batch + 1, dtype=torch.int32, device=query.device) * length
         max_length_q = length
-    q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
-    out = _varlen(q, k, v, cu_seq_lens_q, max_length_q, scaling, window)
-    return out.view(batch, length, *out.shape[1:]), None
-
-
-def flash_attention_4(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    cu_seq_lens_q: Tensor | None = None,
-    max_length_q: int | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """`varlen_attention`, by FlashAttention-4's kernels where they are faster: the same arguments, the same result."""
-    assert attention_mask is None and not dropout
-    batch, length = query.shape[0], query.shape[2]
-    has_window = sliding_window is not None and sliding_window < length  # was not tried
-    has_short_rows = cu_seq_lens_q is not None and batch * length < flash_4.MIN_MEAN_ROW * (len(cu_seq_lens_q) - 1)
-    if has_window or has_short_rows:
-        rows = (cu_seq_lens_q, max_length_q)
-        return varlen_attention(module, query, key, value, None, dropout, scaling, sliding_window, *rows)
-    q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
-    if cu_seq_lens_q is None:
-        return flash_4.attention(q, k, v, scaling), None
     assert max_length_q is not None
-    q, k, v = (tensor.flatten(0, 1) for tensor in (q, k, v))
-    out = flash_4.packed_attention(q, k, v, cu_seq_lens_q, max_length_q, scaling)
+    q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
+    if uses_flash_4:
+        out = flash_4.packed_attention(q, k, v, cu_seq_lens_q, max_length_q, scaling)
+    else:
+        out = _varlen(q, k, v, cu_seq_lens_q, max_length_q, scaling, window)
     return out.view(batch, length, *out.shape[1:]), None
+
+
+flash_attention_4 = partial(varlen_attention, uses_flash_4=True)
 
 
 def _varlen(
@@ -195,7 +180,7 @@ def _varlen(
     key: Tensor,
     value: Tensor,
     starts: Tensor,
-    longest: int | None,
+    longest: int,
     scale: float | None,
     window: int | None,
 ) -> Tensor:
@@ -204,5 +189,4 @@ def _varlen(
     options: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0), "scale": scale}
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # torch >= 2.13; before, fewer key heads just work
         options["enable_gqa"] = query.shape[1] != key.shape[1]
-    assert longest is not None
     return cast(Tensor, varlen_attn(query, key, value, starts, starts, longest, longest, **options))
