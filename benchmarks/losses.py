@@ -27,8 +27,7 @@ from typing import Any
 
 import torch
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent
+ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 
 PLAIN = [f"kernels.{name}=torch" for name in ("rms_norm", "rotary", "glu", "cross_entropy")] + [
@@ -47,27 +46,22 @@ BASE_STEPS, BASE_BATCH, BASE_CONTEXT, BASE_LEARNING_RATE = 250, 32, 512, 1e-3
 
 def make_base(folder: Path) -> None:
     """Train a Llama of 190 M parameters on documentation, in bf16 autocast; write it in bf16."""
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
-    from train_demo_base import load_text, tokenize
+    from train_demo_base import build_model, load_text, tokenize
 
     tokenizer = PreTrainedTokenizerFast.from_pretrained(ROOT / "demo" / "base")
     tokens = tokenize(tokenizer, load_text()[0]).cuda()
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
+    model: Any = build_model(
+        tokenizer,
         hidden_size=1024,
         intermediate_size=2816,
         num_hidden_layers=16,
         num_attention_heads=16,
         num_key_value_heads=8,
         max_position_embeddings=BASE_CONTEXT,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
     )
-    model: Any = LlamaForCausalLM(config)
     model.cuda()
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     for step in range(1, BASE_STEPS + 1):
@@ -135,7 +129,7 @@ def plot(results: dict[str, dict[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
-    """Make the base, run the sides in turn, print the table, write JSON and plot."""
+    """Make the base, run the sides, print the table, write JSON and plot."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=["trained", "8b"], default="trained")
     parser.add_argument("--sides", default=",".join(SIDES))

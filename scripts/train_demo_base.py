@@ -14,6 +14,7 @@ import math
 import platform
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -27,6 +28,14 @@ END_OF_TEXT, PADDING = "<|endoftext|>", "<|padding|>"
 
 VOCAB_SIZE = 2048
 CONTEXT_TOKENS = 256
+SIZES: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": CONTEXT_TOKENS,
+}
 BATCH_SIZE = 4
 NUM_STEPS = 4000
 WARMUP_STEPS = 200
@@ -100,21 +109,16 @@ def tokenize(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> Tensor:
     return torch.tensor([token for tokens in encoded for token in tokens])
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+def build_model(tokenizer: PreTrainedTokenizerFast, **sizes: Any) -> LlamaForCausalLM:
     """Returns a new model; every layer's in_features is a multiple of 64, the block of 4-bit quantization."""
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=VOCAB_SIZE,
-            hidden_size=256,
-            intermediate_size=704,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=CONTEXT_TOKENS,
             tie_word_embeddings=True,
             bos_token_id=None,
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,
+            **(SIZES | sizes),
         )
     )
 
