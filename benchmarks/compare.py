@@ -38,6 +38,7 @@ def main() -> None:
     parser.add_argument("--micro-batch-size", type=int, default=4)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--sides", default="ours,trl-fsdp1")
+    parser.add_argument("--cap-gib", type=float, help="hold every GPU's tensors to this, on both sides")
     parser.add_argument("--repeats", type=int, default=1, help="rounds over all sides")
     parser.add_argument("--checkpoint", type=Path, help="a folder to keep the checkpoint in")
     parser.add_argument("--out", type=Path, default=Path("compare.json"))
@@ -77,6 +78,7 @@ def run_ours(side: str, args: argparse.Namespace, checkpoint: Path, folder: Path
         *(f"model.path={checkpoint}", "data=random", f"run.folder={folder}/run"),
         *(f"training.max_length={args.max_length}", f"training.micro_batch_size={args.micro_batch_size}"),
         *(f"training.max_steps={args.steps}", "optim.lr_scheduler_type=constant", *overrides),
+        *([f"memory.target_gib={args.cap_gib:g}"] if args.cap_gib else []),
     ]
     log, first_row_s = launch(command, folder / "run" / "metrics.jsonl")
     try:
@@ -108,9 +110,11 @@ def run_trl(side: str, args: argparse.Namespace, checkpoint: Path, folder: Path)
         *("accelerate", "launch", "--config_file", str(config), *launch_options(args), str(HERE / "trl_sft.py")),
         *("--model", str(checkpoint), "--seq", str(args.max_length), "--mbs", str(args.micro_batch_size)),
         *("--steps", str(args.steps), *(["--liger"] if side.endswith("-liger") else [])),
+        *(["--cap", str(args.cap_gib)] if args.cap_gib else []),
     ]
     log, _ = launch(command)
-    results = [json.loads(line.split("RESULT ", 1)[1]) for line in log.splitlines() if "RESULT " in line]
+    decode = json.JSONDecoder().raw_decode  # ranks' lines may run into one another
+    results = [decode(part)[0] for part in log.split("RESULT ")[1:]]
     if not results:
         return {"failed": log[-400:]}
     first = min(results, key=lambda result: result["rank"])

@@ -51,7 +51,7 @@ Interval = tuple[float, float]
 def main() -> None:
     """Run, and report on the first rank."""
     config = load_config(sys.argv[1:])
-    steps = schedule(wait=FIRST_STEPS - 1, warmup=1, active=NUM_STEPS)
+    steps = schedule(wait=FIRST_STEPS - 1, warmup=1, active=NUM_STEPS, repeat=1)
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU], schedule=steps) as profiler:
 
         def begin_step(step: int, *others: Any) -> float:
