@@ -23,7 +23,7 @@ from qlora_fsdp.files import write_json
 from qlora_fsdp.memory.choose import AUTO, MARGIN, Choice, choose, describe_choice
 from qlora_fsdp.memory.gpus import Hardware, parse_hardware
 from qlora_fsdp.memory.plan import GIB
-from qlora_fsdp.memory.report import as_json, changes_table, table
+from qlora_fsdp.memory.report import as_json, changes_table, table, waiting_lines
 from qlora_fsdp.memory.shape import FAMILIES, ModelShape, model_shape
 from qlora_fsdp.memory.speed import load_seconds, tokens_per_second
 from qlora_fsdp.memory.suggest import cheapest_changes
@@ -187,6 +187,7 @@ def _describe(choice: Choice, hardware: Hardware, target: float) -> tuple[list[s
         "page cache",
         f"Speed: {speed:,.0f} tokens/s{_caveat(config)}; {format(hours, ',.0f' if hours >= 10 else '.2g')} hours for "
         f"{num_tokens / 1e6:,.1f} M tokens ({source})",
+        *waiting_lines(plan, gpu),
     ]
     figures = {
         "fits": choice.fits,

@@ -16,7 +16,7 @@ from qlora_fsdp.memory.activations import Policy
 from qlora_fsdp.memory.choose import AUTO, choose, describe_choice, describe_policies, fixed_policies
 from qlora_fsdp.memory.gpus import Gpu
 from qlora_fsdp.memory.plan import GIB, MemoryPlan
-from qlora_fsdp.memory.report import changes_table, summary_line
+from qlora_fsdp.memory.report import changes_table, summary_line, waiting_lines
 from qlora_fsdp.memory.shape import model_shape
 from qlora_fsdp.memory.suggest import cheapest_changes, enough_gpus
 from qlora_fsdp.memory.workload import Workload, reshards
@@ -102,6 +102,8 @@ def decide(
     if machine.is_cuda:
         lines.append(summary_line(plan))
     lines.append(_reason(plan, machine))
+    if machine.is_cuda:
+        lines += waiting_lines(plan, machine.gpu)
     if not choice.fits and machine.is_cuda:
         cheapest = cheapest_changes(work, machine.target, machine.gpu)
         lines.append("This may not fit. What would, by the plan:\n" + changes_table(cheapest))

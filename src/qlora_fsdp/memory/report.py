@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from qlora_fsdp.memory.choose import describe_policies
+from qlora_fsdp.memory.gpus import Gpu
 from qlora_fsdp.memory.plan import GIB, PHASES, MemoryPlan
+from qlora_fsdp.memory.speed import waiting_share
 from qlora_fsdp.memory.suggest import Change
 
 PARTS = {  # in the order of the table
@@ -23,6 +25,7 @@ PARTS = {  # in the order of the table
     "loss": "loss",
     "workspace": "workspace of cuBLAS, or of loading",
 }
+MIN_WAITING = 0.25  # of a step, from which on it is worth a line
 _WIDTH = max(map(len, PARTS.values())) + 2
 
 
@@ -47,6 +50,15 @@ def summary_line(plan: MemoryPlan) -> str:
     parts = sorted(plan.phases[plan.peak_phase].items(), key=lambda item: -item[1])
     largest = ", ".join(f"{PARTS[name]} {_gib(size)}" for name, size in parts[:4] if size)
     return f"GiB a GPU: {phases}; in {plan.peak_phase} {largest}; {_gib(plan.needed)} with all overhead"
+
+
+def waiting_lines(plan: MemoryPlan, gpu: Gpu) -> list[str]:
+    """A line for whom GPUs would wait for Python most of a step's time, who could have more of them."""
+    share = waiting_share(plan.work, plan.policies, gpu)
+    if share < MIN_WAITING:
+        return []
+    small = f"{plan.work.num_tokens:,} tokens are few for a micro-batch here (training.micro_batch_size)"
+    return [f"GPUs would wait {share:.0%} of the time for Python to start their kernels: {small}"]
 
 
 def changes_table(changes: Sequence[Change]) -> str:

@@ -17,7 +17,7 @@ from qlora_fsdp.memory.workload import Workload
 MATMUL = 0.60  # of the datasheet's FLOP/s, attention included
 MATMUL_FP8 = 0.50  # of the fp8 rate, with the time to quantize inputs
 PASSES, PASSES_UNFUSED = 3.0, 7.0  # times that what a layer saves goes through memory in forward; twice in backward
-LAUNCH_SECONDS = 0.8e-3  # Python and launches of a layer's forward; twice that in backward
+LAUNCH_SECONDS = 3.1e-3  # Python and launches of a layer's forward; twice that in backward
 DISK_GB_S = 2.0  # of a host
 CACHED_GB_S = 8.5  # of a rank, from the page cache, quantization included
 HOST_ADAM_GB_S = 10.0  # of a rank, with optimizer state in host memory
@@ -25,11 +25,15 @@ HOST_ADAM_GB_S = 10.0  # of a rank, with optimizer state in host memory
 
 def step_seconds(work: Workload, policies: Sequence[Policy], gpu: Gpu) -> float:
     """Seconds of an optimizer step."""
-    seconds = sum(_layer_seconds(work, policy, gpu) for policy in policies) + _ends_seconds(work, gpu)
-    seconds *= work.num_micro_batches
+    seconds = max(_gpu_seconds(work, policies, gpu), _launch_seconds(policies)) * work.num_micro_batches
     if work.config.fsdp.cpu_offload:
         seconds += _layer(work).adapters * work.shape.num_layers / work.num_shards * 8 / (HOST_ADAM_GB_S * 1e9)
     return seconds
+
+
+def waiting_share(work: Workload, policies: Sequence[Policy], gpu: Gpu) -> float:
+    """Of a micro-batch's time, how much a GPU waits for Python to start kernels: 0 to 1."""
+    return max(0.0, 1 - _gpu_seconds(work, policies, gpu) / _launch_seconds(policies))
 
 
 def tokens_per_second(work: Workload, policies: Sequence[Policy], gpu: Gpu) -> float:
@@ -43,6 +47,17 @@ def load_seconds(work: Workload, gib_a_host: float) -> tuple[float, float]:
     num_bytes = gib_a_host * 2**30
     cached = num_bytes / (CACHED_GB_S * 1e9 * work.local_num_ranks)
     return max(cached, num_bytes / (DISK_GB_S * 1e9)), cached
+
+
+def _gpu_seconds(work: Workload, policies: Sequence[Policy], gpu: Gpu) -> float:
+    """Of a micro-batch, however soon its kernels are started."""
+    return sum(_layer_seconds(work, policy, gpu) for policy in policies) + _ends_seconds(work, gpu)
+
+
+def _launch_seconds(policies: Sequence[Policy]) -> float:
+    """Of a micro-batch: what Python takes to start its kernels."""
+    passes = sum(4 if policy in (Policy.full, Policy.offload) else 3 for policy in policies)
+    return passes * LAUNCH_SECONDS
 
 
 def _layer_seconds(work: Workload, policy: Policy, gpu: Gpu) -> float:
@@ -65,12 +80,12 @@ def _layer_seconds(work: Workload, policy: Policy, gpu: Gpu) -> float:
     if policy in (Policy.full, Policy.offload):
         # the last product is not made again (design.md)
         last = dense_seconds * shape.hidden_size * shape.intermediate_size / shape.layer_weights
-        backward += max(forward - last, LAUNCH_SECONDS)
+        backward += forward - last
     transfer = _transfer_seconds(work, _layer(work).total, gpu)
     if policy is Policy.offload:
         transfer += tokens * shape.hidden_size * work.compute_bytes / (gpu.host_gb_s * 1e9)
     back = transfer if work.reshards or policy is Policy.offload else 0.0
-    return max(forward, transfer, LAUNCH_SECONDS) + max(backward, back, 2 * LAUNCH_SECONDS)
+    return max(forward, transfer) + max(backward, back)
 
 
 def _dense_rate(work: Workload, gpu: Gpu) -> float:
