@@ -116,7 +116,8 @@ def run_trl(side: str, args: argparse.Namespace, checkpoint: Path, folder: Path)
     decode = json.JSONDecoder().raw_decode  # ranks' lines may run into one another
     results = [decode(part)[0] for part in log.split("RESULT ")[1:]]
     if not results:
-        return {"failed": log[-400:]}
+        errors = [line for line in log.splitlines() if "Error: " in line]
+        return {"failed": errors[0] if errors else log[-400:]}
     first = min(results, key=lambda result: result["rank"])
     return {
         "load_s": max(r["load_s"] for r in results),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,8 @@ def quick_imports() -> Iterator[None]:
     What modules make stays: the garbage collector would look through it again and again. And bitsandbytes puts
     torch.compile around fallbacks that nothing here calls, for which torch would import its compiler.
     """
+    # It misses a kernel for 4-bit inference on CPUs, which nothing here calls either.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     is_ours = NO_COMPILER not in os.environ
     os.environ.setdefault(NO_COMPILER, "1")
     gc.disable()
