@@ -17,8 +17,11 @@ def write_json(path: Path, value: Any) -> None:
 def write_atomically(path: Path, text: str) -> None:
     """Write text under a temporary name in the same folder, then rename."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)  # half a file, of a full disk
 
 
 def digest_file(file: Path) -> str:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.files import write_atomically
@@ -35,11 +35,12 @@ class Journal:
         self.folder, self.is_main, self.num_steps, self.first_step = folder, is_main, num_steps, first_step
         self.started = self.last_line = time.monotonic()
         self.is_terminal = sys.stdout.isatty()
+        self.metrics: TextIO | None = None
         if is_main:
             with writing(folder):
                 _drop_later_lines(folder / "metrics.jsonl", first_step)
                 _drop_later_lines(folder / GENERATIONS_FILE, first_step)
-        self.metrics = (folder / "metrics.jsonl").open("a", buffering=1) if is_main else None
+                self.metrics = (folder / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
         self.trackers: list[Tracker] = start_trackers(folder, config, first_step) if is_main else []
 
     def step(self, figures: dict[str, Any]) -> None:
@@ -88,10 +89,11 @@ class Journal:
 
     def close(self, summary: dict[str, Any]) -> None:
         """Finish: the summary's figures and the adapter also go to the trackers."""
-        if self.metrics is not None:
-            self.metrics.close()
         adapter = self.folder / "adapter" if summary.get("status") == "finished" else None
         self._tell(lambda tracker: tracker.close(summary, adapter))
+        if self.metrics is not None:
+            with writing(self.folder):  # what a full disk did not take is tried once more
+                self.metrics.close()
 
     def _write(self, figures: dict[str, Any]) -> None:
         if self.metrics is not None:

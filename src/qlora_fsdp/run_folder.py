@@ -24,7 +24,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TextIO
@@ -167,11 +167,11 @@ def _version(package: str) -> str | None:
 
 
 def _git_commit() -> str | None:
-    """Commit of the working folder, or of the package where it runs from a clone."""
+    """Commit of the working folder, or of the package where it runs from a clone; None without git."""
     for folder in (Path.cwd(), Path(__file__).parent):
-        result = subprocess.run(
-            ["git", "-C", str(folder), "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-        )
-        if result.returncode == 0:
-            return result.stdout.strip()
+        with suppress(OSError):
+            command = ["git", "-C", str(folder), "rev-parse", "HEAD"]
+            result = subprocess.run(command, capture_output=True, text=True, check=False)
+            if result.returncode == 0:
+                return result.stdout.strip()
     return None

@@ -1,0 +1,49 @@
+"""What a run leaves in its folder, on hosts that lack something."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.helpers.quick_config import load_config
+
+from qlora_fsdp.config.schema import Config
+from qlora_fsdp.distributed import Processes, start_processes, stop_processes
+from qlora_fsdp.errors import RunFolderError
+from qlora_fsdp.files import write_atomically
+from qlora_fsdp.journal import Journal
+from qlora_fsdp.run_folder import close_run_folder, open_run_folder
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[Processes]:
+    yield start_processes(60, use_cpu=True)
+    stop_processes()
+
+
+def config(folder: Path) -> Config:
+    return load_config(["model=tiny", "data=random", f"run.folder={folder}"])
+
+
+def test_a_host_without_git_has_no_commit(tmp_path: Path, processes: Processes, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    folder = open_run_folder(config(tmp_path / "run"), processes)
+    close_run_folder()
+    assert json.loads((folder / "environment.json").read_text())["git_commit"] is None
+
+
+def test_a_full_disk_is_the_error_to_the_end(tmp_path: Path):
+    journal = Journal(tmp_path, config(tmp_path), 9, is_main=True)
+    journal.metrics = Path("/dev/full").open("a", buffering=1)  # noqa: SIM115
+    with pytest.raises(RunFolderError, match="No space left"):
+        journal.evaluation(1, 2.0, {}, 0.1)
+    with pytest.raises(RunFolderError, match="No space left"):  # the line is still in the file's buffer
+        journal.close({})
+
+
+def test_half_a_file_is_not_left_behind(tmp_path: Path):
+    with pytest.raises(UnicodeEncodeError):
+        write_atomically(tmp_path / "config.yaml", "name: \udc80\n")
+    assert list(tmp_path.iterdir()) == []
