@@ -30,6 +30,7 @@ from qlora_fsdp.distributed import Processes
 from qlora_fsdp.errors import ResumeError
 from qlora_fsdp.files import digest_file
 from qlora_fsdp.optim import LocalAdamW8bit
+from qlora_fsdp.run_state import checkpoint_folders
 from qlora_fsdp.shards import local_tensor
 
 MANIFEST = "manifest.json"
@@ -59,11 +60,6 @@ class Checkpoint:
     base: str | None = None
     eval_losses: list[tuple[int, float]] = field(default_factory=list)
     files: dict[str, tuple[int, str]] = field(default_factory=dict)
-
-
-def checkpoint_folders(folder: Path) -> list[Path]:
-    """The whole checkpoints in `folder`, oldest first."""
-    return sorted(path for path in folder.glob("step-*") if path.is_dir())
 
 
 def another(folder: Path) -> str:

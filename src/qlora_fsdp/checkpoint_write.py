@@ -125,7 +125,7 @@ def write_checkpoint(
     with _noting(errors):
         if processes.is_main:
             shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
+            temporary.mkdir(parents=True, exist_ok=True)  # a rank that is ahead makes it too
     # Whatever fails, the collectives within go on: each rank comes to the last of them and tells the others there.
     with _noting(errors):
         writer = FileSystemWriter(temporary, sync_files=True, per_thread_copy_ahead=0)

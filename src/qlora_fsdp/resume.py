@@ -7,15 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from qlora_fsdp.checkpoint import (
-    ANEW,
-    MANIFEST,
-    Checkpoint,
-    another,
-    checkpoint_folders,
-    read_manifest,
-    remove_checkpoints,
-)
+from qlora_fsdp.checkpoint import ANEW, MANIFEST, Checkpoint, another, read_manifest, remove_checkpoints
 from qlora_fsdp.config.identity import find_changes, is_harmless, plain_settings
 from qlora_fsdp.config.schema import Config, Optimizer
 from qlora_fsdp.config.settings import show
@@ -25,7 +17,7 @@ from qlora_fsdp.errors import ConfigError, Problem, ResumeError
 from qlora_fsdp.files import write_json
 from qlora_fsdp.load.files import fingerprint
 from qlora_fsdp.load.fill import Assignment
-from qlora_fsdp.run_state import ATTEMPT, describe_attempt, read_json
+from qlora_fsdp.run_state import ATTEMPT, checkpoint_folders, describe_attempt, read_json
 
 # The state of adamw_8bit is saved a file a rank, so the shards must stay as they are.
 SHARDS = ("fsdp.sharding_strategy", "fsdp.hybrid_shard_size")

@@ -94,6 +94,17 @@ def find_runs(folder: Path) -> list[Path]:
     return sorted(found)
 
 
+def checkpoint_folders(folder: Path) -> list[Path]:
+    """The whole checkpoints in `folder`, oldest first; not what somebody has copied there under another name."""
+    return sorted(path for path in folder.glob("step-*") if step_of(path) is not None and path.is_dir())
+
+
+def step_of(checkpoint: Path) -> int | None:
+    """Optimizer steps done in a checkpoint, by its folder's name; None for a folder that is none."""
+    number = checkpoint.name.removeprefix("step-")
+    return int(number) if number.isdecimal() else None
+
+
 def read_run(folder: Path) -> RunState:
     """Reads the state of the run in `folder`; a folder that is not there is a `new` run."""
     summary = read_json(folder / "summary.json")
@@ -106,7 +117,7 @@ def read_run(folder: Path) -> RunState:
     if status == "running" and last.get("num_steps"):
         eta = statistics.median(line["seconds"] for line in timed) * (last["num_steps"] - last["step"])
     speeds = [line["tokens_per_second_per_gpu"] for line in timed]
-    checkpoints = sorted((folder / "checkpoints").glob("step-*"))
+    checkpoints = checkpoint_folders(folder / "checkpoints")
     age = None
     if checkpoints:
         with suppress(OSError):  # it is being removed

@@ -19,19 +19,14 @@ from typing import Any, NoReturn
 
 from torch import nn, optim
 
-from qlora_fsdp.checkpoint import (
-    Checkpoint,
-    checkpoint_folders,
-    load_checkpoint,
-    read_manifest,
-    remove_checkpoints,
-)
+from qlora_fsdp.checkpoint import Checkpoint, load_checkpoint, read_manifest, remove_checkpoints
 from qlora_fsdp.checkpoint_write import HostCopy, Snapshot, WriteAdapter, write_checkpoint
 from qlora_fsdp.config.schema import CheckpointConfig
 from qlora_fsdp.distributed import Processes
 from qlora_fsdp.errors import Interrupted
 from qlora_fsdp.journal import Journal
 from qlora_fsdp.run_folder import log
+from qlora_fsdp.run_state import checkpoint_folders, step_of
 from qlora_fsdp.watch import Watch
 
 ERROR_SECONDS = 10.0  # that a run which ends in an error gives a checkpoint to be finished
@@ -234,7 +229,7 @@ class Saver:
     def _remove_old(self, content: Checkpoint) -> None:
         folder, losses = self.content.folder, dict(content.eval_losses)
         folders = checkpoint_folders(folder)
-        best = sorted((losses[step], path) for path in folders if (step := _step_of(path)) in losses)
+        best = sorted((losses[step], path) for path in folders if (step := step_of(path)) in losses)
         keep = [*folders[-self.config.keep_last :], *(path for _, path in best[: self.config.keep_best])]
         try:
             remove_checkpoints(folder, keep)
@@ -244,7 +239,3 @@ class Saver:
 
 def _step_folder(folder: Path, step: int) -> Path:
     return folder / f"step-{step:08}"
-
-
-def _step_of(folder: Path) -> int:
-    return int(folder.name.removeprefix("step-"))

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from qlora_fsdp.errors import LaunchError, UserError, print_error
-from qlora_fsdp.run_state import SLURM_FILE, RunState, find_runs, read_json, read_run, slurm_queue
+from qlora_fsdp.run_state import SLURM_FILE, RunState, find_runs, read_json, read_run, slurm_queue, step_of
 from qlora_fsdp.tables import format_table, show_duration, show_number
 
 EXPLAINED = {"stopped": "ended without a word: killed, perhaps for want of memory"}
@@ -61,7 +61,7 @@ def _row(name: str, state: RunState, status: str, job_id: str) -> dict[str, str]
     if state.checkpoint is not None:
         age = state.checkpoint_age_seconds
         ago = "" if age is None else f", {show_duration(age)} ago"
-        saved = f"step {int(state.checkpoint.name.removeprefix('step-'))}{ago}"
+        saved = f"step {step_of(state.checkpoint)}{ago}"
     steps = "" if state.step is None else str(state.step) + (f"/{state.num_steps}" if state.num_steps else "")
     return {
         "run": name,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from qlora_fsdp.checkpoint import checkpoint_folders
+from qlora_fsdp.run_state import checkpoint_folders
 from tests.cli.launch import Command, ForkedLaunch, Launch
 
 pytestmark = pytest.mark.distributed

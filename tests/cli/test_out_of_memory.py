@@ -13,7 +13,7 @@ from torch import Tensor
 
 from qlora_fsdp import run
 from qlora_fsdp.causal_lm import CausalLM
-from qlora_fsdp.checkpoint import checkpoint_folders
+from qlora_fsdp.run_state import checkpoint_folders
 from tests.cli.launch import ForkedLaunch
 
 pytestmark = pytest.mark.distributed

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import qlora_fsdp.optim as optim
-from qlora_fsdp.checkpoint import checkpoint_folders
 from qlora_fsdp.errors import TrainingError
+from qlora_fsdp.run_state import checkpoint_folders
 from tests.helpers.ranks import once, run_ranks
 from tests.helpers.runs import settings, train_here
 

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from qlora_fsdp import run_folder
 from qlora_fsdp.checkpoint import (
     Checkpoint,
-    checkpoint_folders,
     load_checkpoint,
     read_manifest,
     remove_checkpoints,
@@ -32,6 +31,7 @@ from qlora_fsdp.journal import Journal
 from qlora_fsdp.load.files import INDEX_NAME, SINGLE_NAME, fingerprint, read_headers
 from qlora_fsdp.resume import begin_attempt, check_base, check_changes, find_checkpoint, settings_of
 from qlora_fsdp.run_folder import close_run_folder, open_run_folder
+from qlora_fsdp.run_state import checkpoint_folders
 
 
 @pytest.fixture(scope="module")

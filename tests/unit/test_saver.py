@@ -19,11 +19,12 @@ from tests.helpers.quick_config import load_config
 from torch import Tensor, nn
 
 from qlora_fsdp import saver as saver_module
-from qlora_fsdp.checkpoint import Checkpoint, checkpoint_folders, read_manifest, verify_files
+from qlora_fsdp.checkpoint import Checkpoint, read_manifest, verify_files
 from qlora_fsdp.distributed import Processes, start_processes, stop_processes
 from qlora_fsdp.errors import Interrupted
 from qlora_fsdp.journal import Journal
 from qlora_fsdp.run_folder import log
+from qlora_fsdp.run_state import checkpoint_folders
 from qlora_fsdp.saver import Saver
 from qlora_fsdp.watch import Watch
 
@@ -129,6 +130,15 @@ def test_an_error_does_not_wait_for_a_stuck_disk(training: Any, monkeypatch: pyt
     training.writes.go.set()
     training.saver._wait()
     assert saved(training) == {"step-00000001": 1.0}, "it was whole in the end, and nothing broke"
+
+
+def test_a_copy_beside_the_checkpoints_is_none_of_them(training: Any):
+    copy = training.folder / "step-00000001-copy"
+    copy.mkdir(parents=True)
+    training.writes.go.set()
+    with training.saver:
+        step(training, 2)
+    assert saved(training).keys() == {"step-00000002"} and copy.is_dir()
 
 
 def test_what_nobody_expected_is_raised_where_training_sees_it(training: Any):
