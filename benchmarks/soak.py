@@ -25,8 +25,9 @@ from typing import Any
 
 import psutil
 
-from qlora_fsdp.checkpoint import checkpoint_folders, read_manifest
+from qlora_fsdp.checkpoint import read_manifest
 from qlora_fsdp.files import digest_file
+from qlora_fsdp.run_state import checkpoint_folders
 
 SETTINGS = (
     *("model=tiny", "data=random", "data.max_rows=64", "data.eval_fraction=0.1", "training.eval_every_steps=50"),
