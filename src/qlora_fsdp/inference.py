@@ -23,6 +23,7 @@ from qlora_fsdp.classifier import Classifier
 from qlora_fsdp.command import log
 from qlora_fsdp.config.schema import Config, DataConfig, LoraConfig, TaskName
 from qlora_fsdp.data.batch import Batch
+from qlora_fsdp.data.check import join_parts
 from qlora_fsdp.data.tokenizer import AddedTokens, add_tokens, load_tokenizer
 from qlora_fsdp.distributed import Processes
 from qlora_fsdp.errors import AdapterError, DataError
@@ -273,8 +274,9 @@ def chat_tokens(tokenizer: PreTrainedTokenizerBase, messages: Any, tools: Any, p
         DataError: there is no template, or it refuses the conversation.
     """
     try:
+        messages = [{**message, "content": join_parts(message.get("content"))} for message in messages]
         text = tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
-    except (ValueError, jinja2.TemplateError, TypeError, KeyError) as error:
+    except (ValueError, jinja2.TemplateError, TypeError, KeyError, AttributeError) as error:
         raise DataError(
             f"{place}: the chat template can't be applied: {error}. Correct it, or set data.chat_template=chatml (or "
             "llama3, alpaca, or a Jinja file)."

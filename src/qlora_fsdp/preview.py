@@ -125,10 +125,11 @@ def _figures(data: PreparedData[Sequences], config: Config) -> Iterator[str]:
     lengths = data.train.rows.lengths[data.train.row_ids]
     middle, tail = np.percentile(lengths, [50, 95]).astype(int)
     yield f"tokens a row: {lengths.min()} to {lengths.max()}, half up to {middle}, 95 % up to {tail}"
-    counts, edges = np.histogram(lengths, bins=min(NUM_BINS, int(np.ptp(lengths)) + 1))
-    for count, low, high in zip(counts, edges[:-1], edges[1:], strict=True):
+    width = -(-(int(np.ptp(lengths)) + 1) // NUM_BINS)  # whole numbers of tokens
+    counts = np.bincount((lengths - lengths.min()) // width)
+    for low, count in zip(range(lengths.min(), lengths.max() + 1, width), counts, strict=True):
         bar = "#" * round(BAR_WIDTH * count / counts.max())
-        yield f"  {int(np.ceil(low)):>7} to {int(high):<7} {count:>9,} {bar}".rstrip()
+        yield f"  {low:>7} to {low + width - 1:<7} {count:>9,} {bar}".rstrip()
     if not config.training.packing:
         padding = 1 - lengths.mean() / lengths.max()
         yield f"without packing, up to {padding:.0%} of a batch of all rows would be padding"

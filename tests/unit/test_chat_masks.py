@@ -161,14 +161,49 @@ def test_sharegpt_turns_are_messages():
     turns = [{"from": names[m["role"]], "value": m["content"]} for m in CHAT]
     assert marked({"conversations": turns, "id": 3}, "phi4") == EXPECTED["phi4"]
     assert marked({"conversations": turns[1:], "system": "Be brief."}, "phi4") == EXPECTED["phi4"]
+    assert marked({"conversations": CHAT}, "phi4") == EXPECTED["phi4"]  # with the keys of messages
     turns[-1]["weight"] = 0
     assert marked({"conversations": turns}, "phi4").count("⟦") == 1
+
+
+def test_sharegpt_calls_of_tools_are_those_of_messages():
+    call = {"name": "add", "arguments": {"a": 1, "b": 2}}
+    turns = [
+        {"from": "human", "value": "1+2?"},
+        {"from": "function_call", "value": json.dumps(call)},
+        {"from": "observation", "value": "3"},
+        {"from": "gpt", "value": "It is 3."},
+    ]
+    messages = [
+        {"role": "user", "content": "1+2?"},
+        {"role": "assistant", "tool_calls": [{"type": "function", "function": call}]},
+        {"role": "tool", "content": "3"},
+        {"role": "assistant", "content": "It is 3."},
+    ]
+    tools = [{"name": "add", "parameters": {}}]
+    text = marked({"conversations": turns, "tools": json.dumps(tools)}, "qwen2.5")
+    assert text == marked({"messages": messages, "tools": tools}, "qwen2.5") and text.count("⟦") == 2
+
+
+@pytest.mark.parametrize("template", ["chatml", "gemma3", "mistral"])
+def test_parts_of_text_are_text(template: str):
+    in_parts = [
+        {**m, "content": [{"type": "text", "text": part} for part in m["content"].partition(" ")]} for m in CHAT
+    ]
+    shipped = str(TEMPLATES.parents[2] / "src" / "qlora_fsdp" / "data" / "templates" / "chatml.jinja")
+    name = shipped if template == "chatml" else template
+    assert marked({"messages": in_parts}, name) == marked({"messages": CHAT}, name)
 
 
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
         ({"conversations": [{"from": "alien", "value": "a"}]}, "wrong keys: turn 1 is from 'alien', none of human"),
+        ({"conversations": [{"from": ["human"], "value": "a"}]}, "wrong keys: turn 1 is from ['human'], none of"),
+        ({"conversations": [{"from": "function_call", "value": "add"}]}, "not JSON: turn 1 is a function_call that"),
+        ({"conversations": [{"from": "function_call", "value": "[]"}]}, "wrong types: turn 1 is a function_call w"),
+        ({"messages": [CHAT[1], {**CHAT[2], "content": " "}]}, "empty: message 2, an answer to train on, is empty"),
+        ({"messages": [CHAT[1]]}, "no target token: no message of the assistant"),
         ({"conversations": "a"}, "wrong types: conversations is not a list of turns"),
         ({"conversations": [{"from": "human"}]}, "wrong keys: message 1 has no content"),
         ({"messages": [{**CHAT[2], "weight": 0.5}]}, "wrong types: weight of message 1 is 0.5, neither 0 nor 1"),

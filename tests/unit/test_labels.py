@@ -10,7 +10,8 @@ import pytest
 
 from qlora_fsdp.config.schema import BadRows, Config, DataConfig, ProblemType, TaskConfig, TaskName, TrainingConfig
 from qlora_fsdp.data import PreparedData, collate, prepare_data
-from qlora_fsdp.data.labels import label_first_tokens
+from qlora_fsdp.data.check import BadRow
+from qlora_fsdp.data.labels import label_first_tokens, read_labels
 from qlora_fsdp.data.tokenizer import byte_tokenizer
 from qlora_fsdp.errors import DataError
 from qlora_fsdp.metrics import (
@@ -42,7 +43,10 @@ def prepare(
     [
         (SINGLE, ["no", "yes"], ["yes", "no", 1], [[1], [0], [1]]),
         (MULTI, ["a", "b", "c"], [["a", "c"], [], [1]], [[1, 0, 1], [0, 0, 0], [0, 1, 0]]),
+        (SINGLE, ["no", "yes"], ["1", 1.0, "no"], [[1], [1], [0]]),  # as CSV and pandas have them
+        (SINGLE, ["3", "2", "1"], [1, "2", 3.0], [[2], [1], [0]]),  # a name before an index
         (REGRESSION, None, [1.5, [2], -3], [[1.5], [2], [-3]]),
+        (REGRESSION, None, ["1.5", " 2", "-3e0"], [[1.5], [2], [-3]]),
         (REGRESSION, ["x", "y"], [[1, 2], [3, 4], [5, 6]], [[1, 2], [3, 4], [5, 6]]),
     ],
 )
@@ -80,6 +84,27 @@ def test_rows_that_can_not_be_used_are_named(tmp_path: Path):
         assert part in report
     with pytest.raises(DataError, match=r"no usable row(.|\n)*task.labels"):
         prepare(tmp_path, rows[2:], SINGLE, ["no", "yes"])
+
+
+@pytest.mark.parametrize(
+    ("form", "labels", "value", "reason"),
+    [
+        (
+            SINGLE,
+            ["1", "2", "3"],
+            0,
+            "0 is neither one of task.labels (1, 2, 3) nor",
+        ),  # no index where names are numbers
+        (SINGLE, ["no", "yes"], 0.5, "0.5 is neither"),
+        (MULTI, ["a", "b", "c"], [0, 1, 1], "which names a label twice"),
+        (REGRESSION, None, "nan", "label is 'nan', not a finite number"),
+        (REGRESSION, ["x", "y"], [1], "label is [1], not 2 finite numbers"),
+    ],
+)
+def test_labels_that_can_not_be_read(form: ProblemType, labels: list[str] | None, value: object, reason: str):
+    with pytest.raises(BadRow) as caught:
+        read_labels({"label": value}, TaskConfig(TaskName.sequence_classification, form, labels))
+    assert reason in caught.value.detail
 
 
 def test_words_give_their_first_token_a_label(tmp_path: Path):

@@ -31,7 +31,7 @@ TRAIN_KEYS = ("train", "weight")  # of a message: whether it is trained on
 # The roles of ShareGPT's turns, {"from": ..., "value": ...}, by the names that data sets give them.
 SHAREGPT_ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
-    **dict.fromkeys(("gpt", "assistant", "chatgpt", "model", "bard"), "assistant"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "model", "bard", "function_call"), "assistant"),
     "system": "system",
     **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
 }
@@ -69,7 +69,8 @@ def check_row(raw: bytes, data_format: DataFormat) -> tuple[DataFormat, dict[str
         form, row = DataFormat.messages, {**row, "messages": _from_sharegpt(row["conversations"], row.get("system"))}
     if form is DataFormat.messages:
         _check_messages(row["messages"])
-        return form, {**row, "tools": _read_tools(row.get("tools"))}
+        messages = [{**message, "content": join_parts(message.get("content"))} for message in row["messages"]]
+        return form, {**row, "messages": messages, "tools": _read_tools(row.get("tools"))}
     for key in REQUIRED_KEYS[form]:
         if not isinstance(row[key], str):
             raise BadRow(WRONG_TYPES, f"{key} is {_type_name(row[key])}, not text")
@@ -117,12 +118,26 @@ def _from_sharegpt(turns: Any, system: Any) -> list[dict[str, Any]]:
         [{"role": "system", "content": system}] if isinstance(system, str) and system else []
     )
     for number, turn in enumerate(turns, start=1):
-        role = SHAREGPT_ROLES.get(turn.get("from", ""))
+        name, value = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
+        role = SHAREGPT_ROLES.get(name) if isinstance(name, str) else None
         if role is None:
-            raise BadRow(WRONG_KEYS, f"turn {number} is from {turn.get('from')!r}, none of {', '.join(SHAREGPT_ROLES)}")
+            raise BadRow(WRONG_KEYS, f"turn {number} is from {name!r}, none of {', '.join(SHAREGPT_ROLES)}")
         more = {key: turn[key] for key in TRAIN_KEYS if key in turn}
-        messages.append({"role": role, "content": turn.get("value"), **more})
+        said = {"tool_calls": _read_calls(value, number)} if name == "function_call" else {"content": value}
+        messages.append({"role": role, **said, **more})
     return messages
+
+
+def _read_calls(value: Any, number: int) -> list[dict[str, Any]]:
+    """ShareGPT's call of tools, a JSON object or a list of such, in the form of messages."""
+    try:
+        found = json.loads(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise BadRow(NOT_JSON, f"turn {number} is a function_call that is no JSON: {error}") from error
+    calls = found if isinstance(found, list) else [found]
+    if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
+        raise BadRow(WRONG_TYPES, f"turn {number} is a function_call without a name")
+    return [{"type": "function", "function": call} for call in calls]
 
 
 def is_trained(message: dict[str, Any]) -> bool:
@@ -148,6 +163,15 @@ def _check_messages(messages: Any) -> None:
         for key in TRAIN_KEYS:
             if message.get(key, True) not in (True, False, None):  # 0 and 1 are among these
                 raise BadRow(WRONG_TYPES, f"{key} of message {number} is {message[key]!r}, neither 0 nor 1")
+
+
+def join_parts(content: Any) -> Any:
+    """The content of a message, of which parts that are all text are joined: most templates know text alone."""
+    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+        return content
+    texts = [part.get("text") for part in content if part.get("type") == "text"]
+    is_text = len(texts) == len(content) and all(isinstance(text, str) for text in texts)
+    return "".join(map(str, texts)) if is_text else content
 
 
 def _read_tools(tools: Any) -> list[dict[str, Any]] | None:

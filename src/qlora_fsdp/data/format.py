@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from qlora_fsdp.config.schema import DataFormat, LossOn
-from qlora_fsdp.data.check import NO_TARGET, REFUSED, TRAIN_KEYS, BadRow, is_trained
+from qlora_fsdp.data.check import EMPTY, NO_TARGET, REFUSED, TRAIN_KEYS, BadRow, is_trained
 from qlora_fsdp.errors import DataError
 
 ALPACA = (
@@ -85,6 +85,8 @@ def _format_messages(
     # Parquet fills missing fields with null; templates test whether a field is there.
     messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
     trained = [message["role"] == "assistant" and is_trained(message) for message in messages]
+    if loss_on is LossOn.completion:
+        _check_answers(messages, trained)
     messages = [{key: value for key, value in message.items() if key not in TRAIN_KEYS} for message in messages]
 
     def render(messages: list[dict[str, Any]], *, prompt: bool = False, marks: bool = False) -> tuple[str, list[Span]]:
@@ -136,6 +138,18 @@ def _format_messages(
             )
         spans.append(span)
     return FormattedRow(text, tuple(spans), is_chat=True)
+
+
+def _check_answers(messages: list[dict[str, Any]], trained: list[bool]) -> None:
+    """Refuse a conversation with nothing to train on, or with silence."""
+    if not any(message["role"] == "assistant" for message in messages):
+        raise BadRow(NO_TARGET, "no message of the assistant")
+    if not any(trained):
+        raise BadRow(NO_TARGET, "no message of the assistant is to be trained on")
+    for number, (message, is_target) in enumerate(zip(messages, trained, strict=True), start=1):
+        said = [value for key, value in message.items() if key not in ("role", *TRAIN_KEYS)]
+        if is_target and not any(value.strip() if isinstance(value, str) else value for value in said):
+            raise BadRow(EMPTY, f"message {number}, an answer to train on, is empty")
 
 
 def _check_calls(messages: list[dict[str, Any]], render: Callable[[list[dict[str, Any]]], str]) -> None:

@@ -98,12 +98,17 @@ def read_labels(row: dict[str, Any], task: TaskConfig) -> list[float]:
     if task.problem_type is ProblemType.multi_label_classification:
         if not isinstance(value, list):
             raise BadRow(WRONG_LABEL, f"{key} is {value!r}, not a list of labels")
-        chosen = {_index(item, names) for item in value}
+        chosen = [_index(item, names) for item in value]
+        if len(set(chosen)) < len(chosen):  # as a row of 0 and 1 for each label would be
+            raise BadRow(WRONG_LABEL, f"{key} is {value!r}, which names a label twice")
         return [float(index in chosen) for index in range(len(names))]
-    numbers = value if isinstance(value, list) else [value]
-    if len(numbers) != num_outputs(task) or not all(_is_number(number) for number in numbers):
-        raise BadRow(WRONG_LABEL, f"{key} is {value!r}, not {num_outputs(task)} finite numbers")
-    return [float(number) for number in numbers]
+    wanted = num_outputs(task)
+    numbers = [_number(item) for item in (value if isinstance(value, list) else [value])]
+    finite = [number for number in numbers if number is not None]
+    if not len(numbers) == len(finite) == wanted:
+        needed = "a finite number" if wanted == 1 else f"{wanted} finite numbers"
+        raise BadRow(WRONG_LABEL, f"{key} is {value!r}, not {needed}")
+    return finite
 
 
 def read_words(row: dict[str, Any], task: TaskConfig) -> tuple[list[str], list[int | None]]:
@@ -188,13 +193,27 @@ def name_labels(labels: NDArray[np.float32], task: TaskConfig) -> str:
 
 
 def _index(value: Any, names: list[str]) -> int:
-    if isinstance(value, str) and value in names:
-        return names.index(value)
-    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(names):
-        return value
+    """The index of a label, of which a row has the name; or the index, unless names are numbers too. CSV has text."""
+    if isinstance(value, (str, int, float)) and not isinstance(value, bool):
+        name = str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+        if name in names:
+            return names.index(name)
+        if _is_index(name) and int(name) < len(names) and not any(map(_is_index, names)):
+            return int(name)
     shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
     raise BadRow(WRONG_LABEL, f"{value!r} is neither one of task.labels ({shown}) nor an index of them")
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= FLOAT32_MAX
+def _is_index(text: str) -> bool:
+    return text.isascii() and text.isdigit()
+
+
+def _number(value: Any) -> float | None:
+    """A finite number of float32, which CSV has as text; None: it is none."""
+    if not isinstance(value, (str, int, float)) or isinstance(value, bool):
+        return None
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        return None
+    return number if abs(number) <= FLOAT32_MAX else None
