@@ -6,6 +6,7 @@ that is to be quantized swapped for a `QuantizedLinear` -> a list of which check
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,6 +15,8 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -36,6 +39,7 @@ from qlora_fsdp.load.fill import Assignment
 from qlora_fsdp.multimodal import find_decoder
 from qlora_fsdp.quantized import Format, QuantizedEmbedding, QuantizedLinear, parse_storage
 
+FirstError = Callable[[str | None], str | None]
 AUTO_CLASSES: dict[TaskName, Any] = {
     TaskName.causal_lm: AutoModelForCausalLM,
     TaskName.sequence_classification: AutoModelForSequenceClassification,
@@ -87,18 +91,18 @@ class BuiltModel:
         return float(getattr(self.model.config, "initializer_range", 0.02))
 
 
-def find_model(config: ModelConfig, is_main: bool, wait: Callable[[], None]) -> ModelFiles:
-    """Locate the model, downloading it on a node's main process where `path` is a hub name.
+def find_model(config: ModelConfig, is_main: bool, first_error: FirstError) -> ModelFiles:
+    """Locate the model, downloading it on a node's main process where `path` is a hub name. Every rank calls this.
 
     Args:
         config: the model's settings.
         is_main: whether this process downloads.
-        wait: a barrier over the processes of the node.
+        first_error: `Processes.first_error`, or of one process `lambda error: error`.
 
     Raises:
         CheckpointError: no such folder, no config.json, files cut short, or a hub that can't be reached.
     """
-    folder = _find_folder(config, is_main, wait)
+    folder = _find_folder(config, is_main, first_error)
     try:
         if folder is not None and (folder / "config.json").is_file():
             hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
@@ -119,45 +123,50 @@ def find_model(config: ModelConfig, is_main: bool, wait: Callable[[], None]) -> 
     return ModelFiles(folder, hf_config, tensors)
 
 
-def _find_folder(config: ModelConfig, is_main: bool, wait: Callable[[], None]) -> Path | None:
+def _find_folder(config: ModelConfig, is_main: bool, first_error: FirstError) -> Path | None:
     if config.path is None:
         return None
-    folder = Path(config.path).expanduser()
+    folder, is_made_up = Path(config.path).expanduser(), config.weights is Weights.random and bool(config.config)
+    error = None
+    if is_main and not folder.is_dir() and not is_made_up:
+        error = _download_or_say_why(config)
+    error = first_error(error)  # asked by every rank, whatever its node has: of some nodes alone it would never return
+    if error is not None:
+        raise CheckpointError(error)
     if folder.is_dir():
         return folder
-    if config.weights is Weights.random and config.config:
-        return None
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    return None if is_made_up else _download(config, local_files_only=True)
 
-    def download(local_only: bool) -> Path:
-        assert config.path is not None
-        wanted = ["*.safetensors", "*.json", "tokenizer*", "*.model", "*.jinja", "*.txt"]
-        return Path(
-            snapshot_download(
-                config.path,
-                revision=config.revision,
-                allow_patterns=wanted,
-                ignore_patterns=["original/*", "consolidated*"],  # the same weights in the authors' own format
-                local_files_only=local_only,
-            )
-        )
 
-    failure: Exception | None = None
-    if is_main:
+def _download_or_say_why(config: ModelConfig) -> str | None:
+    """Get a hub model into this node's cache, or find it there; what went wrong."""
+    failures = []
+    for local_files_only in (False, True):
         try:
-            download(local_only=False)
-        except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-            failure = error
-    wait()
-    try:
-        return download(local_only=True)
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError, ValueError) as error:
-        raise CheckpointError(
-            f"model.path={config.path} is no folder here and can't be downloaded as a hub model "
-            f"({type(failure or error).__name__}: {str(failure or error).splitlines()[0]}). Set model.path to a local "
-            "folder, log in with `hf auth login` if the model is gated, or use model.weights=random for a dry run."
-        ) from error
+            _download(config, local_files_only)
+        except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError, ValueError) as error:
+            failures.append(error)
+        else:
+            return None
+    reason = f"{type(failures[0]).__name__}: {str(failures[0]).partition(chr(10))[0]}"
+    return (
+        f"model.path={config.path} is no folder on {platform.node()}, and no hub model that can be had ({reason}). Set "
+        "model.path to a folder that every host has, log in with `hf auth login` if the model is gated, or use "
+        "model.weights=random for a dry run."
+    )
+
+
+def _download(config: ModelConfig, local_files_only: bool) -> Path:
+    assert config.path is not None
+    return Path(
+        snapshot_download(
+            config.path,
+            revision=config.revision,
+            allow_patterns=["*.safetensors", "*.json", "tokenizer*", "*.model", "*.jinja", "*.txt"],
+            ignore_patterns=["original/*", "consolidated*"],  # the same weights in the authors' own format
+            local_files_only=local_files_only,
+        )
+    )
 
 
 def build_model(

@@ -69,7 +69,7 @@ def build_trained(config: Config, adapter: str | None, processes: Processes, gen
     check_bitsandbytes(config, device)
     folder = None if adapter is None else Path(adapter).expanduser()
     lora = NO_ADAPTER if folder is None else read_lora(folder)
-    files = find_model(config.model, processes.is_local_main, lambda: processes.wait(patiently=True))
+    files = find_model(config.model, processes.is_local_main, processes.first_error)
     tokenizer = find_tokenizer(config, files, folder)
     tokens = add_tokens(tokenizer, config.tokenizer)
     if not tokens.ids:

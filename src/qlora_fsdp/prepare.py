@@ -71,7 +71,7 @@ def prepare(config: Config, processes: Processes, folder: Path, first_step: int 
     device, dtype = processes.device, choose_dtype(config.training.precision, processes.device)
     log.info(f"Run {config.run.name}: {processes.num_ranks} ranks on {device.type}, {dtype_name(dtype)}, in {folder}")
     missing = replace_missing(config, device)
-    files = find_model(config.model, processes.is_local_main, lambda: processes.wait(patiently=True))
+    files = find_model(config.model, processes.is_local_main, processes.first_error)
     text_config = files.config.get_text_config()
     tokenizer = _find_tokenizer(config, files)
     tokens = add_tokens(tokenizer, config.tokenizer)

@@ -21,7 +21,7 @@ DTYPE = torch.bfloat16
 
 
 def adapt(folder: Path, config: LoraConfig, dtype: torch.dtype = DTYPE) -> nn.Module:
-    files = find_model(ModelConfig(path=str(folder)), True, lambda: None)
+    files = find_model(ModelConfig(path=str(folder)), True, lambda error: error)
     built = build_model(files, QuantConfig(), dtype, "eager", keep=config.modules_to_save or [])
     return apply_adapters(built.model, config)
 
@@ -79,7 +79,7 @@ def test_codes_are_not_trained(checkpoint: Callable[..., Path], tmp_path: Path):
 )
 def test_tables_that_can_not_have_new_tokens(checkpoint, family: str, quant: QuantConfig, lora: LoraConfig, message):
     built = build_model(
-        find_model(ModelConfig(path=str(checkpoint(family))), True, lambda: None), quant, DTYPE, "eager"
+        find_model(ModelConfig(path=str(checkpoint(family))), True, lambda error: error), quant, DTYPE, "eager"
     )
     tokens = AddedTokens(frozenset({VOCAB}), frozenset({VOCAB}), VOCAB + 1)
     with pytest.raises(AdapterError, match=f"tokenizer.add_tokens: .*{message}"):
@@ -87,7 +87,7 @@ def test_tables_that_can_not_have_new_tokens(checkpoint, family: str, quant: Qua
 
 
 def test_new_tokens_that_are_all_behind_the_tables(checkpoint):
-    files = find_model(ModelConfig(path=str(checkpoint("llama"))), True, lambda: None)
+    files = find_model(ModelConfig(path=str(checkpoint("llama"))), True, lambda error: error)
     built = build_model(files, QuantConfig(), DTYPE, "eager")
     tokens = AddedTokens(frozenset({VOCAB}), frozenset({VOCAB}), VOCAB + 1)
     layer = apply_adapters(built.model, LoraConfig(), tokens=tokens).base_model.model.lm_head.token_adapter

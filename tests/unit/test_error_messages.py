@@ -86,7 +86,7 @@ def test_processes_that_do_not_meet(monkeypatch: pytest.MonkeyPatch):
 
 
 def build(folder: Path, quant: QuantConfig) -> None:
-    files = find_model(ModelConfig(path=str(folder)), is_main=True, wait=lambda: None)
+    files = find_model(ModelConfig(path=str(folder)), is_main=True, first_error=lambda error: error)
     build_model(files, quant, torch.float32, "sdpa")
 
 

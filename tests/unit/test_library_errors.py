@@ -128,6 +128,6 @@ def test_a_tensor_missing_from_the_files_is_named_and_never_left_on_meta(
     lost_file = index["weight_map"][missing]
     index["weight_map"] = {key: file for key, file in index["weight_map"].items() if file != lost_file}
     index_file.write_text(json.dumps(index))
-    files = find_model(ModelConfig(path=str(tmp_path)), is_main=True, wait=lambda: None)
+    files = find_model(ModelConfig(path=str(tmp_path)), is_main=True, first_error=lambda error: error)
     with pytest.raises(CheckpointError, match="missing from the files:(?s:.)*" + missing.replace(".", r"\.")):
         build_model(files, QuantConfig(), torch.float32, "sdpa")

@@ -20,7 +20,7 @@ LAYER = "model.layers.1.mlp.up_proj"
 
 
 def build(folder: Path, weights: Weights = Weights.checkpoint):
-    files = find_model(ModelConfig(path=str(folder), weights=weights), True, lambda: None)
+    files = find_model(ModelConfig(path=str(folder), weights=weights), True, lambda error: error)
     return build_model(files, QuantConfig(), torch.float32, "eager")
 
 
