@@ -18,6 +18,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # documen
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from qlora_fsdp.config.world import World
 from qlora_fsdp.errors import DeviceError, RankError
 
 PATIENCE = timedelta(days=7)
@@ -104,12 +105,12 @@ def start_processes(timeout_seconds: int, use_cpu: bool | None = None) -> Proces
         use_cpu: compute on the CPU though there are GPUs; None: as ACCELERATE_USE_CPU says (`accelerate launch --cpu`).
 
     Raises:
-        DeviceError: fewer GPUs than processes on this node.
+        DeviceError: fewer GPUs than processes on this node, or an environment that contradicts itself.
         RankError: the processes did not meet.
     """
-    rank, num_ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    local_num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1 if "RANK" not in os.environ else num_ranks))
+    world = World.from_environment(os.environ)
+    rank, num_ranks = world.rank, world.num_ranks
+    local_rank, local_num_ranks = world.local_rank, world.local_num_ranks
     if use_cpu is None:
         use_cpu = os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1")
     cuda = torch.cuda.is_available() and not use_cpu

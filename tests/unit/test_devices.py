@@ -20,6 +20,21 @@ def test_more_processes_than_gpus(monkeypatch: pytest.MonkeyPatch):
         start_processes(timeout_seconds=5)
 
 
+def test_ranks_without_their_place_on_the_node_are_all_of_one_node(monkeypatch: pytest.MonkeyPatch):
+    """As a launcher of one's own may start them, with RANK and WORLD_SIZE alone: each takes its own GPU."""
+
+    def take(index: int) -> None:
+        raise LookupError(index)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", take)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(LookupError, match="1"):
+        start_processes(timeout_seconds=5)
+
+
 def test_bfloat16_on_a_gpu_without_it(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
