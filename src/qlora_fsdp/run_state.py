@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qlora_fsdp.errors import RunFolderError
+from qlora_fsdp.errors import LaunchError, RunFolderError
 
 LOCK = ".lock"
 ATTEMPT = ".attempt"  # which start of which launch has begun to train here
@@ -141,12 +141,21 @@ def read_run(folder: Path) -> RunState:
 
 
 def slurm_queue() -> dict[str, str]:
-    """What SLURM has of this user's, by job number: `pending (Priority)`, `running`; empty without SLURM."""
+    """What SLURM has of this user's, by job number: `pending (Priority)`, `running`; empty without SLURM.
+
+    Raises:
+        LaunchError: SLURM does not answer, which is no sign that it has none.
+    """
     command = ["squeue", "--me", "--array", "--noheader", "--format=%i|%T|%r"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    except (OSError, subprocess.TimeoutExpired):
+    except OSError:
         return {}
+    except subprocess.TimeoutExpired as error:
+        raise LaunchError(f"squeue does not answer: {error}. Start the command again when it does.") from error
+    if done.returncode != 0:
+        reason = " ".join(done.stderr.split())
+        raise LaunchError(f"squeue does not answer: {reason}. Start the command again when it does.")
     queue = {}
     for line in done.stdout.splitlines():
         number, state, reason = line.split("|", 2)

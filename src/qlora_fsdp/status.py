@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from qlora_fsdp.errors import LaunchError, UserError, print_error
@@ -38,7 +39,9 @@ def show_status(folders: Sequence[Path]) -> str:
     found = list(dict.fromkeys(run for folder in folders for run in [*find_runs(folder), *_planned(folder)]))
     if not found:
         raise LaunchError(f"No run is in {', '.join(map(str, folders))}. Name a run.folder, or a folder above some.")
-    root, queue = Path(os.path.commonpath(folders)), slurm_queue()
+    root, queue = Path(os.path.commonpath(folders)), dict[str, str]()
+    with suppress(LaunchError):  # what the folders say is true whether SLURM answers or not
+        queue = slurm_queue()
     rows, reasons = [], []
     for run in found:
         state, job_id, name = read_run(run), str(read_json(run / SLURM_FILE).get("job_id", "")), _name(run, root)

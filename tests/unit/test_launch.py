@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import itertools
 import json
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.errors import ConfigError
 from qlora_fsdp.launch import local
-from qlora_fsdp.launch.command import share_gpus
+from qlora_fsdp.launch.command import launch_command, share_gpus
 from qlora_fsdp.launch.jobs import job_name
 from qlora_fsdp.train import main
 
@@ -186,3 +187,24 @@ def test_folders_of_jobs() -> None:
     assert odd.startswith("data.path=-a-b--.jsonl-") and shlex.quote(odd).replace("'", "") == odd
     assert odd != job_name({"data.path": "/a b/ö.jsonl"})
     assert len(job_name({"x": "y" * 500})) < 140
+
+
+def test_jobs_are_not_submitted_twice_while_slurm_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, body in {
+        "squeue": "echo 'Unable to contact slurm controller' >&2; exit 1",
+        "sbatch": "touch sent",
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert main(["hydra/launcher=slurm", *BASE, "run.folder=run"]) == 2
+    assert "squeue does not answer: Unable to contact slurm controller." in capsys.readouterr().err
+    assert not (tmp_path / "sent").exists()
+
+
+def test_own_accelerate_config_may_be_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = load_config([*BASE, "-m", "launch.config_file='~/own.yaml'"])
+    assert str(tmp_path / "own.yaml") in launch_command(config, None, [])

@@ -27,7 +27,8 @@ def accelerate_config(name: str) -> Path:
 def launch_command(config: Config, slot: Slot, arguments: Sequence[str]) -> list[str]:
     """`accelerate launch` for a job on this host."""
     launch = config.launch
-    options = ["--config_file", str(launch.config_file or accelerate_config("one_node.yaml"))]
+    own = launch.config_file
+    options = ["--config_file", str(Path(own).expanduser() if own else accelerate_config("one_node.yaml"))]
     if launch.num_processes is not None or launch.config_file is None:
         options += ["--num_processes", str(launch.num_processes or len(slot or [""]))]
     options += ["--main_process_port", "0"]  # any free one: jobs run side by side

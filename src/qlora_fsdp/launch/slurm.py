@@ -29,20 +29,20 @@ def submit_jobs(jobs: list[Job], sweep: Sweep) -> None:
 
     Raises:
         ConfigError: jobs of one script differ in what SLURM is asked for.
-        LaunchError: SLURM is not there, or refuses the script.
+        LaunchError: SLURM is not there, does not answer, or refuses the script.
     """
+    _refuse_differences(jobs)
+    if jobs and jobs[0].config.launch.dry_run:
+        print(render_script(jobs, sweep.folder, Path.cwd()))
+        return
     queue = slurm_queue()
     queued = [job for job in jobs if _job_id(job.folder) in queue]
     for job in queued:
         print(f"{job.label}: SLURM has it already, as job {_job_id(job.folder)} ({queue[_job_id(job.folder)]}).")
     todo = [job for job in jobs if job not in queued]
     if todo:
-        script = render_script(todo, sweep.folder, Path.cwd())
-        if todo[0].config.launch.dry_run:
-            print(script)
-            return
-        _submit(todo, sweep.folder, script)
-    while sweep.waits and any(_job_id(job.folder) in slurm_queue() for job in jobs):
+        _submit(todo, sweep.folder, render_script(todo, sweep.folder, Path.cwd()))
+    while sweep.waits and _are_queued(jobs):
         time.sleep(POLL_SECONDS)
 
 
@@ -50,17 +50,11 @@ def render_script(jobs: Sequence[Job], folder: Path, working_folder: Path) -> st
     """The job script: sbatch's options, then one `accelerate launch` a node under `srun`.
 
     Args:
-        jobs: at least one. Several make an array job.
+        jobs: at least one, alike in what SLURM is asked for. Several make an array job.
         folder: of the sweep; for SLURM's own output.
         working_folder: that paths are seen from.
-
-    Raises:
-        ConfigError: jobs of one script differ in what SLURM is asked for.
     """
     config = jobs[0].config
-    if any((job.config.slurm, job.config.launch) != (config.slurm, config.launch) for job in jobs):
-        reason = "differ between the jobs of a sweep, and SLURM has one script for all."
-        raise ConfigError([Problem("slurm.* and launch.*", reason, "Start a sweep for each value.")])
     parts = [_options(jobs, config, folder, working_folder), _surroundings(config), _arguments(jobs)]
     refresh = ""
     if len(jobs) > 1 and not config.slurm.container:
@@ -175,6 +169,21 @@ def _submit(jobs: Sequence[Job], folder: Path, script: str) -> None:
     jobs_word = f"{len(jobs)} jobs" if len(jobs) > 1 else jobs[0].label
     print(f"Submitted {jobs_word} as SLURM job {number}; the script is {file}.")
     print(f"To look at it: python -m qlora_fsdp.status {folder}", flush=True)
+
+
+def _refuse_differences(jobs: Sequence[Job]) -> None:
+    if any((job.config.slurm, job.config.launch) != (jobs[0].config.slurm, jobs[0].config.launch) for job in jobs):
+        reason = "differ between the jobs of a sweep, and SLURM has one script for all."
+        raise ConfigError([Problem("slurm.* and launch.*", reason, "Start a sweep for each value.")])
+
+
+def _are_queued(jobs: Sequence[Job]) -> bool:
+    """Whether SLURM has any of the jobs; also while it does not answer: a sweeper would take them for failed."""
+    try:
+        queue = slurm_queue()
+    except LaunchError:
+        return True
+    return any(_job_id(job.folder) in queue for job in jobs)
 
 
 def _job_id(folder: Path) -> str:
