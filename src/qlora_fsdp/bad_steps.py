@@ -23,6 +23,7 @@ from qlora_fsdp.errors import TrainingError
 from qlora_fsdp.files import write_json
 from qlora_fsdp.plan import BatchSplit
 from qlora_fsdp.run_folder import log, writing
+from qlora_fsdp.run_state import BAD_STEPS_FOLDER
 from qlora_fsdp.saver import Saver
 
 NUM_NORMS = 100  # steps whose median norm is normal
@@ -113,7 +114,7 @@ class BadSteps:
         self, step: int, loss: float, norm: float, reason: str, indices: Indices, micro_losses: Sequence[Tensor]
     ) -> Path:
         """The step's sequences with the loss of the micro-batch that each was in; the worst first."""
-        file = self.folder / "bad_steps" / f"step-{step + 1:08}.json"
+        file = self.folder / BAD_STEPS_FOLDER / f"step-{step + 1:08}.json"
         losses = self.processes.gather([loss.item() for loss in micro_losses])
         if self.processes.is_main:
             found: list[dict[str, Any]] = []

@@ -100,7 +100,7 @@ def save_adapter(
                 replace_folder(temporary, folder)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
-    processes.wait()
+    processes.wait(patiently=True)  # the disk may be slow, and the adapter large
 
 
 def adapter_keys(model: peft.PeftModel) -> dict[str, str]:

@@ -7,6 +7,8 @@ metrics.jsonl      a line a step, an evaluation and a checkpoint
 generations.jsonl  what the model wrote at evaluations, with tracking.num_generations
 summary.json       how the run ended, and its figures
 report.html        the same to look at, with curves
+bad_steps/         the rows of steps whose gradient was not used
+tensorboard/       event files, with tracking.tensorboard
 adapter/           the result
 .lock              held by the run that is writing here
 .attempt           which start of which launch that is: a restart goes on
@@ -20,6 +22,7 @@ import logging
 import os
 import platform
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -37,7 +40,7 @@ from qlora_fsdp.config.schema import Config
 from qlora_fsdp.distributed import Processes
 from qlora_fsdp.errors import RunFolderError
 from qlora_fsdp.files import write_atomically, write_json
-from qlora_fsdp.run_state import GENERATIONS_FILE, LOCK
+from qlora_fsdp.run_state import BAD_STEPS_FOLDER, GENERATIONS_FILE, LOCK, TENSORBOARD_FOLDER
 
 PACKAGES = (
     "qlora-fsdp",
@@ -51,6 +54,9 @@ PACKAGES = (
     "safetensors",
 )
 
+# What one run after another would mix in one folder.
+RECORDS = ("metrics.jsonl", "train.log", "report.html", GENERATIONS_FILE, BAD_STEPS_FOLDER, TENSORBOARD_FOLDER)
+
 LOCK_SECONDS = 5.0  # for the run before this one to end, and for those that only look whether there is one
 
 log = logging.getLogger("qlora_fsdp")
@@ -63,7 +69,7 @@ def open_run_folder(config: Config, processes: Processes, keep_records: bool = F
     Args:
         config: where, and what is written.
         processes: all ranks take part.
-        keep_records: go on in the metrics.jsonl and train.log that are there.
+        keep_records: go on in the `RECORDS` that are there.
 
     Returns:
         The folder, the same on every rank: rank 0's word counts, whatever the others' clocks or folders are.
@@ -77,8 +83,11 @@ def open_run_folder(config: Config, processes: Processes, keep_records: bool = F
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
             _lock(folder)
-            for stale in ("summary.json", *(() if keep_records else ("metrics.jsonl", "train.log", GENERATIONS_FILE))):
-                (folder / stale).unlink(missing_ok=True)
+            for stale in ("summary.json", *(() if keep_records else RECORDS)):
+                if (folder / stale).is_dir():
+                    shutil.rmtree(folder / stale)
+                else:
+                    (folder / stale).unlink(missing_ok=True)
             write_atomically(folder / "config.yaml", to_yaml(config))
             write_json(folder / "environment.json", describe_environment(processes))
             handlers = [logging.StreamHandler(sys.stdout), logging.FileHandler(folder / "train.log")]

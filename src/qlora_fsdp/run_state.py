@@ -23,6 +23,8 @@ from qlora_fsdp.errors import LaunchError, RunFolderError
 LOCK = ".lock"
 ATTEMPT = ".attempt"  # which start of which launch has begun to train here
 GENERATIONS_FILE = "generations.jsonl"
+BAD_STEPS_FOLDER = "bad_steps"
+TENSORBOARD_FOLDER = "tensorboard"
 SLURM_FILE = "slurm.json"  # the number of the job that was submitted
 FRESH_SECONDS = 120.0  # a file system without locks: who wrote that lately is alive
 NUM_STEPS_TIMED = 50  # for the ETA

@@ -181,7 +181,8 @@ class Saver:
             self.content,
             folder=_step_folder(self.content.folder, step),
             step=step,
-            eval_losses=list(self.content.eval_losses),
+            # Who goes on from here evaluates at this step again.
+            eval_losses=[(at, loss) for at, loss in self.content.eval_losses if at < step],
         )
         snapshot = self.host_copy.take(self.model, self.optimizer)
         self.last_time = time.monotonic()

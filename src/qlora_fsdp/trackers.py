@@ -15,10 +15,9 @@ from qlora_fsdp.config.compose import to_yaml
 from qlora_fsdp.config.schema import Config, WandbMode
 from qlora_fsdp.files import write_json
 from qlora_fsdp.run_folder import log, writing
-from qlora_fsdp.run_state import read_json
+from qlora_fsdp.run_state import TENSORBOARD_FOLDER, read_json
 
 WANDB_FILE = "wandb.json"  # the run's id there
-TENSORBOARD_FOLDER = "tensorboard"
 
 
 class Tracker(Protocol):

@@ -1,4 +1,4 @@
-"""Checkpoints that two ranks write, whichever of them is ahead."""
+"""Checkpoints and adapters that two ranks write, whichever of them is ahead or slow."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from qlora_fsdp import export
 from qlora_fsdp.checkpoint import Checkpoint, read_manifest
 from qlora_fsdp.checkpoint_write import HostCopy, write_checkpoint
 from qlora_fsdp.distributed import start_processes, stop_processes
@@ -43,6 +44,29 @@ def write_late(folder: Path) -> str | None:
     finally:
         shutil.rmtree = remove
         stop_processes()
+
+
+def save_slowly(folder: Path) -> bool:
+    """Write an adapter for longer than a collective may take."""
+    Meeting.new_port()
+    processes = start_processes(2, use_cpu=True)
+
+    def write(*args: Any) -> None:
+        time.sleep(4)
+        (folder / ".adapter.tmp").mkdir()
+
+    before = export.gather_trainable, export.adapter_keys, export.write_adapter
+    export.gather_trainable, export.adapter_keys, export.write_adapter = (lambda *_: {}), (lambda _: {}), write
+    try:
+        export.save_adapter(None, folder / "adapter", None, "", "", processes)  # type: ignore[arg-type]
+        return (folder / "adapter").is_dir()
+    finally:
+        export.gather_trainable, export.adapter_keys, export.write_adapter = before
+        stop_processes()
+
+
+def test_the_adapter_may_take_longer_than_a_collective(tmp_path: Path):
+    assert run_ranks(2, save_slowly, tmp_path) == [True, True]
 
 
 def test_a_rank_may_be_ahead_of_the_first(tmp_path: Path):

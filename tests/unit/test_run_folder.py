@@ -34,6 +34,20 @@ def test_a_host_without_git_has_no_commit(tmp_path: Path, processes: Processes, 
     assert json.loads((folder / "environment.json").read_text())["git_commit"] is None
 
 
+def test_a_run_that_starts_anew_has_no_records_of_the_last(tmp_path: Path, processes: Processes):
+    (tmp_path / "adapter").mkdir()
+    for name in ("bad_steps/step-00000003.json", "tensorboard/events", "metrics.jsonl", "adapter/kept-until-replaced"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    for keep in (True, False):
+        open_run_folder(config(tmp_path), processes, keep_records=keep)
+        close_run_folder()
+        there = [
+            name for name in ("bad_steps", "tensorboard", "metrics.jsonl", "adapter") if (tmp_path / name).exists()
+        ]
+        assert there == (["bad_steps", "tensorboard", "metrics.jsonl", "adapter"] if keep else ["adapter"])
+
+
 def test_a_full_disk_is_the_error_to_the_end(tmp_path: Path):
     journal = Journal(tmp_path, config(tmp_path), 9, is_main=True)
     journal.metrics = Path("/dev/full").open("a", buffering=1)  # noqa: SIM115

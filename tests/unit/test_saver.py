@@ -132,6 +132,14 @@ def test_an_error_does_not_wait_for_a_stuck_disk(training: Any, monkeypatch: pyt
     assert saved(training) == {"step-00000001": 1.0}, "it was whole in the end, and nothing broke"
 
 
+def test_what_is_evaluated_again_is_not_saved_twice(training: Any):
+    """A bad step saves the step before, at which the run has been evaluated; who goes on evaluates there first."""
+    training.saver.content.eval_losses[:] = [(0, 2.0), (1, 1.5)]
+    training.writes.go.set()
+    assert training.saver.save(1)
+    assert read_manifest(training.folder / "step-00000001").eval_losses == [[0, 2.0]]
+
+
 def test_a_copy_beside_the_checkpoints_is_none_of_them(training: Any):
     copy = training.folder / "step-00000001-copy"
     copy.mkdir(parents=True)
