@@ -131,10 +131,13 @@ def place_model(model: nn.Module, shard_device: torch.device, buffer_device: tor
 def _end_units(model: TaskModel) -> list[nn.Module]:
     """Embeddings and head as units of their own; none where they share a weight, which then is the root's.
 
-    Rows of new tokens are the root's too: as part of a unit they would have it gathered again for backward.
+    A classifier's head, which is small, is the root's. Rows of new tokens are the root's too: as part of a unit they
+    would have it gathered again for backward.
     """
     embeddings, head = model.embeddings, model.head
-    if not model.splits_head or head is None:
+    if head is None:
+        return [embeddings]
+    if not model.splits_head:
         return []
     shared = {id(p) for p in embeddings.parameters()} & {id(p) for p in head.parameters()}
     return [] if shared else [embeddings, head]

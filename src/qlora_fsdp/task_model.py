@@ -22,7 +22,7 @@ class TaskModel(nn.Module):
         model: the wrapped model, on meta or not.
 
     Attributes:
-        splits_head: embeddings and head are FSDP units of their own.
+        splits_head: where there is an output head, embeddings and head are FSDP units of their own.
         gathers_itself: of these, the ones that the model gathers where it uses them (`shards.whole`), in forward alone.
         reduces_gradients: what `shard.reduce_gradients` was told last.
     """

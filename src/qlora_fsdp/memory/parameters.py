@@ -91,7 +91,7 @@ def layer_tensors(
 def end_tensors(shape: ModelShape, config: Config, compute_bytes: int) -> dict[str, tuple[Tensor, ...]]:
     """The other parameters, by FSDP unit: `embeddings`, `head`, and `root` (shard.py).
 
-    Embeddings and head are the root's where they are tied, and in a classifier; trained rows of new tokens always are.
+    Embeddings and head are the root's where they are tied; a classifier's head and trained rows of new tokens always are.
     """
     quant, lora, num_new = config.quant, config.lora, num_new_tokens(config)
     predicts_tokens = config.task.name is TaskName.causal_lm
@@ -116,7 +116,7 @@ def end_tensors(shape: ModelShape, config: Config, compute_bytes: int) -> dict[s
         head += _adapter_tensors(head_linear, rank, lora) if rank else []
     else:
         root += _new_head(shape, config, compute_bytes)
-    if is_tied or not predicts_tokens:
+    if is_tied:
         return {"embeddings": (), "head": (), "root": (*root, *embeddings, *head)}
     return {"embeddings": tuple(embeddings), "head": tuple(head), "root": tuple(root)}
 
