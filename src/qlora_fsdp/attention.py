@@ -52,7 +52,7 @@ def choose_attention(
     if neither is None and wanted in ("auto", "flash_attention_4"):
         num_heads = config.num_attention_heads
         num_key_heads = getattr(config, "num_key_value_heads", None) or num_heads
-        no_flash_4 = flash_4.why_not(num_heads, num_key_heads, _head_dim(config), dtype, device)
+        no_flash_4 = flash_4.why_not(num_heads, num_key_heads, head_dim(config), dtype, device)
     for setting, reason in (("varlen", no_varlen), ("flash_attention_4", no_flash_4)):
         if wanted == setting and reason is not None:
             fix = "Set model.attn_implementation=auto."
@@ -78,15 +78,16 @@ def _why_none_for_rows(config: PretrainedConfig, device: torch.device, dtype: to
         return "it needs a GPU of compute capability 8.0 or newer"
     if getattr(config, "attn_logit_softcapping", None):
         return "it can't cap attention logits, as this model does"
-    head_dim = _head_dim(config)
-    if head_dim > MAX_HEAD_DIM or head_dim % 8:
-        return f"its head size {head_dim} is not a multiple of 8 up to {MAX_HEAD_DIM}"
+    size = head_dim(config)
+    if size > MAX_HEAD_DIM or size % 8:
+        return f"its head size {size} is not a multiple of 8 up to {MAX_HEAD_DIM}"
     if getattr(config, "model_type", "") not in PACKED_FAMILIES:
         return f"it was not tested with model_type={config.model_type}"
     return None
 
 
-def _head_dim(config: PretrainedConfig) -> int:
+def head_dim(config: PretrainedConfig) -> int:
+    """Size of an attention head."""
     heads = getattr(config, "num_attention_heads", 0) or 1
     return getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // heads
 

@@ -18,7 +18,7 @@ from qlora_fsdp.data.batch import IGNORE_INDEX
 from qlora_fsdp.new_tokens import TokenRows, join_columns, plain_table
 from qlora_fsdp.quantized import QuantizedLinear
 from qlora_fsdp.shards import whole, whole_weight
-from qlora_fsdp.sizes import LOGITS_BYTES, MIN_CHUNK
+from qlora_fsdp.sizes import loss_chunk
 
 
 def attach_loss(head: nn.Module, softcap: float | None = None, liger: bool = False) -> bool:
@@ -64,7 +64,7 @@ class _HeadLoss:
             bias = None if self.head.bias is None else whole(self.head.bias, hidden.device)
             if self.liger and self.new is None:
                 return _liger_loss(hidden, weight, bias, targets, self.softcap)
-        chunk = max(MIN_CHUNK, LOGITS_BYTES // (4 * self.vocab_size) // MIN_CHUNK * MIN_CHUNK)
+        chunk = loss_chunk(self.vocab_size)
         if self.is_frozen_linear:
             new = (None, None) if self.new is None else (self.new.rows, self.new.replaced)
             return _FrozenHeadLoss.apply(  # type: ignore[no-any-return,no-untyped-call]

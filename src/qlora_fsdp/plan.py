@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
+from qlora_fsdp.attention import head_dim
 from qlora_fsdp.config.schema import TrainingConfig
 from qlora_fsdp.quantized import QuantizedLayer, QuantizedLinear
 from qlora_fsdp.shards import rows_of_rank
@@ -82,9 +83,8 @@ def count_flops(model: nn.Module, config: PretrainedConfig) -> FlopCounter:
                 trained += module.weight.numel()
             else:
                 frozen += module.weight.numel()
-    heads = getattr(config, "num_attention_heads", 0) or 1
-    head_dim = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // heads
-    return FlopCounter(frozen, trained, getattr(config, "num_hidden_layers", 0) * heads * head_dim)
+    num_heads = getattr(config, "num_attention_heads", 0) or 1
+    return FlopCounter(frozen, trained, getattr(config, "num_hidden_layers", 0) * num_heads * head_dim(config))
 
 
 @dataclass(frozen=True)

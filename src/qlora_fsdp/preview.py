@@ -74,8 +74,14 @@ def preview(settings: PreviewSettings, config: Config, processes: Processes) -> 
             data = PreparedData(streamed.train.first_window.sequences, streamed.eval, streamed.report)
     else:
         data = prepare_data(
-            config, tokenizer, is_main=processes.is_main, wait=lambda error: error, vocab_size=len(tokenizer)
+            config,
+            tokenizer,
+            is_main=processes.is_local_main,
+            wait=processes.first_error,
+            vocab_size=len(tokenizer),
         )
+    if not processes.is_main:
+        return
     colored = settings.color == "always" or (settings.color == "auto" and sys.stdout.isatty())
     for line in (*_rows(data.train, tokenizer, settings, config, colored), *_figures(data, config)):
         print(line)

@@ -4,6 +4,12 @@
 LOGITS_BYTES = 256 * 2**20
 MIN_CHUNK = 256
 
+
+def loss_chunk(vocab_size: int) -> int:
+    """Tokens that go through the head at a time."""
+    return max(MIN_CHUNK, LOGITS_BYTES // (4 * vocab_size) // MIN_CHUNK * MIN_CHUNK)
+
+
 # Reading (load/stream.py): pieces of files, and host buffers for them.
 PIECE_BYTES = 32 * 2**20
 NUM_BUFFERS = 12

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
-import qlora_fsdp.loss as loss_module
+from qlora_fsdp import sizes
 from qlora_fsdp.attention import PACKED_FAMILIES, check_packing
 from qlora_fsdp.causal_lm import CausalLM
 from qlora_fsdp.data import collate
@@ -37,8 +37,8 @@ def reference(hidden: Tensor, targets: Tensor, head: nn.Linear, softcap: float |
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("num_tokens", [64, 60])  # chunks of 32 that fit, and that do not
 def test_loss_and_gradient(monkeypatch, is_frozen: bool, softcap: float | None, bias: bool, num_tokens: int):
-    monkeypatch.setattr(loss_module, "MIN_CHUNK", 32)
-    monkeypatch.setattr(loss_module, "LOGITS_BYTES", 1)
+    monkeypatch.setattr(sizes, "MIN_CHUNK", 32)
+    monkeypatch.setattr(sizes, "LOGITS_BYTES", 1)
     torch.manual_seed(0)
     head = nn.Linear(16, 50, bias=bias).requires_grad_(not is_frozen)
     hidden = torch.randn(2, num_tokens // 2, 16, requires_grad=True)

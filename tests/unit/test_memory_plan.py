@@ -213,7 +213,11 @@ def test_layers_stay_gathered_where_there_is_room():
     assert 3 < (choose(work, 80 * GIB, H200).plan.needed - kept.needed) / GIB < 5
     short = choose(work, kept.needed / (1 - ROOM) + GIB, H200).plan
     assert short.work.reshards and set(short.policies) == {Policy.none}
-    for more, reshards in (("fsdp.reshard_after_forward=false", False), ("fsdp=shard_grad_op", False)):
+    for more, reshards in (
+        ("fsdp.reshard_after_forward=false", False),
+        ("fsdp=shard_grad_op", False),
+        ("fsdp=no_shard", True),
+    ):
         assert choose(workload(*settings, more, num_ranks=2), 24 * GIB, H200).plan.work.reshards is reshards
 
 

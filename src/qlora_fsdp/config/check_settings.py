@@ -239,8 +239,7 @@ def _fsdp(config: Config) -> Iterator[Problem]:
     if fsdp.cpu_offload and config.optim.name is Optimizer.adamw_8bit:
         reason = "keeps its state on the GPU, and with fsdp.cpu_offload=true the parameters are on the CPU."
         yield problem_with(config, "optim.name", reason, "Set optim=adamw, or fsdp.cpu_offload=false.")
-    never_reshards = fsdp.sharding_strategy in (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD)
-    if fsdp.reshard_after_forward and never_reshards:
+    if fsdp.reshard_after_forward and not fsdp.reshards:
         reason = f"contradicts {show('fsdp.sharding_strategy', fsdp.sharding_strategy)}, with which no layer is freed."
         yield problem_with(
             config, "fsdp.reshard_after_forward", reason, "Set fsdp=full_shard, or fsdp.reshard_after_forward=null."

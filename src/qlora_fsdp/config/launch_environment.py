@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from qlora_fsdp.config.schema import Activations, Config, Dtype, ShardingStrategy
+from qlora_fsdp.config.schema import Activations, Config, Dtype
 from qlora_fsdp.config.settings import show, value_of
 from qlora_fsdp.errors import Problem
 
@@ -39,9 +39,8 @@ def _fsdp(config: Config, environ: Mapping[str, str]) -> Iterator[Problem]:
         option = {"HYBRID_SHARD_ZERO2": "hybrid_shard"}.get(strategy, strategy.lower())
         yield _contradiction(config, environ, "FSDP_SHARDING_STRATEGY", "fsdp.sharding_strategy", f"fsdp={option}")
 
-    reshards = fsdp.sharding_strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
-    reshards = reshards and fsdp.reshard_after_forward is not False
-    if environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "false" and reshards and strategy == "FULL_SHARD":
+    is_asked_to_keep = environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "false"
+    if is_asked_to_keep and fsdp.reshards and strategy == "FULL_SHARD":
         name, key = "FSDP_RESHARD_AFTER_FORWARD", "fsdp.reshard_after_forward"
         yield _contradiction(config, environ, name, key, f"{key}=false")
 

@@ -261,6 +261,14 @@ class FsdpConfig:
     # The same in backward.
     backward_prefetch: int = 1
 
+    @property
+    def reshards(self) -> bool:
+        """Whether layers are freed after their forward, unless the memory plan has room to keep them gathered.
+
+        With NO_SHARD too: what is gathered is a copy there, which FSDP2 makes of one shard as of many.
+        """
+        return self.reshard_after_forward is not False and self.sharding_strategy is not ShardingStrategy.SHARD_GRAD_OP
+
 
 @dataclass
 class MemoryConfig:

@@ -19,7 +19,7 @@ from qlora_fsdp.memory.plan import GIB, MemoryPlan
 from qlora_fsdp.memory.report import changes_table, summary_line, waiting_lines
 from qlora_fsdp.memory.shape import model_shape
 from qlora_fsdp.memory.suggest import cheapest_changes, enough_gpus
-from qlora_fsdp.memory.workload import Workload, reshards
+from qlora_fsdp.memory.workload import Workload
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def _without_plan(config: Config, model_type: str, num_layers: int) -> Decision:
         )
     policies = fixed_policies(config, num_layers) or (Policy.full,) * num_layers
     line = f"no plan for model_type={model_type}; activations {describe_policies(policies)}"
-    return Decision(None, policies, size, reshards(config.fsdp), (line,))
+    return Decision(None, policies, size, config.fsdp.reshards, (line,))
 
 
 def _reason(plan: MemoryPlan, machine: Machine) -> str:

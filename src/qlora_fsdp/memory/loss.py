@@ -7,7 +7,7 @@ import math
 from qlora_fsdp.config.schema import TaskName
 from qlora_fsdp.memory.parameters import HEAD, adapter_rank, is_saved, num_new_tokens
 from qlora_fsdp.memory.workload import Workload
-from qlora_fsdp.sizes import LOGITS_BYTES, MIN_CHUNK
+from qlora_fsdp.sizes import loss_chunk
 
 
 def loss_bytes(work: Workload) -> int:
@@ -54,9 +54,8 @@ def is_trained(work: Workload) -> bool:
 
 
 def _chunk(work: Workload) -> int:
-    """Tokens that go through the head at a time."""
-    chunk = max(MIN_CHUNK, LOGITS_BYTES // (4 * work.shape.vocab_size) // MIN_CHUNK * MIN_CHUNK)
-    return min(work.num_tokens, chunk)
+    """Tokens of a micro-batch that go through the head at a time."""
+    return min(work.num_tokens, loss_chunk(work.shape.vocab_size))
 
 
 def _adapting_bytes(work: Workload) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from qlora_fsdp.config.schema import Config, FsdpConfig, ShardingStrategy
+from qlora_fsdp.config.schema import Config, ShardingStrategy
 from qlora_fsdp.memory.shape import ModelShape
 
 FUSED_KERNELS = frozenset({"rms_norm", "rotary", "glu", "cross_entropy"})
@@ -44,7 +44,7 @@ class Workload:
     @property
     def reshards(self) -> bool:
         """Whether layers are freed after their forward."""
-        return reshards(self.config.fsdp)
+        return self.config.fsdp.reshards
 
     @property
     def num_tokens(self) -> int:
@@ -56,8 +56,3 @@ class Workload:
         """Forward passes of a rank in an optimizer step."""
         total = self.config.training.global_batch_size
         return 1 if total is None else math.ceil(total / (self.num_ranks * self.micro_batch_size))
-
-
-def reshards(fsdp: FsdpConfig) -> bool:
-    """Whether layers are freed after their forward: unless the settings, or `choose.py`, say that they are not."""
-    return fsdp.reshard_after_forward is not False and fsdp.sharding_strategy is not ShardingStrategy.SHARD_GRAD_OP
