@@ -68,6 +68,12 @@ def test_paths_need_no_quotes(path: str) -> None:
     assert load_config([f"data.path={path}"]).data.path == path
 
 
+@pytest.mark.parametrize("text", ["[<|im_start|>, <|im_end|>]", "['<|im_start|>','<|im_end|>']"])
+def test_new_tokens_need_no_quotes(text: str) -> None:
+    config = load_config([*DRY_RUN, f"tokenizer.add_tokens={text}"])
+    assert config.tokenizer.add_tokens == ["<|im_start|>", "<|im_end|>"]
+
+
 @pytest.mark.parametrize(
     ("override", "hint"),
     [

@@ -91,7 +91,7 @@ def layer_tensors(
 def end_tensors(shape: ModelShape, config: Config, compute_bytes: int) -> dict[str, tuple[Tensor, ...]]:
     """The other parameters, by FSDP unit: `embeddings`, `head`, and `root` (shard.py).
 
-    Embeddings and head are the root's where they are tied; a classifier's head and trained rows of new tokens always are.
+    Embeddings and head are the root's where they are tied. A classifier's head and rows of new tokens always are.
     """
     quant, lora, num_new = config.quant, config.lora, num_new_tokens(config)
     predicts_tokens = config.task.name is TaskName.causal_lm
