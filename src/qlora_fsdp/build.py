@@ -25,12 +25,22 @@ from transformers import (
     AutoModelForTokenClassification,
     PretrainedConfig,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
 )
 from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from qlora_fsdp.config.check_settings import int8_embeddings_problem
-from qlora_fsdp.config.schema import EmbeddingStorage, ModelConfig, QuantConfig, TaskConfig, TaskName, Weights
+from qlora_fsdp.config.schema import (
+    Config,
+    EmbeddingStorage,
+    LoraConfig,
+    ModelConfig,
+    QuantConfig,
+    TaskConfig,
+    TaskName,
+    Weights,
+)
 from qlora_fsdp.errors import CheckpointError, ConfigError, Problem
 from qlora_fsdp.head import describe_task, find_head, find_new, is_outside_backbone
 from qlora_fsdp.load.assign import assign, map_keys, stored_formats
@@ -251,6 +261,38 @@ def build_model(
     is_optional = partial(is_outside_backbone, model=model) if classifies else lambda name: False
     assignments = assign(model, keys, not files.tensors, new, is_optional)
     return BuiltModel(model, assignments, format, notes, head)
+
+
+def build_configured(
+    files: ModelFiles,
+    config: Config,
+    lora: LoraConfig,
+    dtype: torch.dtype,
+    attn_implementation: str,
+    tokenizer: PreTrainedTokenizerBase,
+) -> BuiltModel:
+    """`build_model` as a run's settings say, with the name by which an adapter remembers its base.
+
+    Args:
+        files: from `find_model`.
+        config: `model`, `quant` and `task` are used.
+        lora: the adapter's settings, in use those that are saved with it.
+        dtype: as of `build_model`.
+        attn_implementation: as of `build_model`.
+        tokenizer: of the model.
+    """
+    built = build_model(
+        files,
+        config.quant,
+        dtype,
+        attn_implementation,
+        trust_remote_code=config.model.trust_remote_code,
+        keep=list(lora.modules_to_save or []),
+        task=config.task,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    built.model.name_or_path = config.model.path or config.model.name
+    return built
 
 
 def _drop_towers(model: PreTrainedModel) -> list[str]:

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from qlora_fsdp.config.schema import ProblemType, TaskConfig, TaskName
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.data.labels import count_labels
+from qlora_fsdp.data.sequences import TrainingData
 from qlora_fsdp.distributed import Processes
 from qlora_fsdp.metrics import (
     classification_metrics,
@@ -45,10 +46,13 @@ class Classifier(TaskModel):
         self.register_buffer("class_weights", None, persistent=False)
         self._seen: list[tuple[Tensor, Tensor, Tensor]] = []  # logits, labels, and which of them begin a row
 
-    def weigh_classes(self, labels: NDArray[np.float32], device: torch.device) -> None:
-        """Take the class weights of the settings, or balance them by the training data's labels [num_labels, W]."""
-        weights = _class_weights(self.task, labels)
-        self.class_weights = None if weights is None else weights.to(device)
+    def weigh_classes(self, data: TrainingData, device: torch.device) -> None:
+        """Take the class weights of the settings, or balance them by the training data's labels."""
+        weights = self.task.class_weights
+        if weights == "balanced":
+            self.class_weights = _balance(self.task, data.labels_of(np.arange(len(data)))).to(device)
+        elif weights is not None:
+            self.class_weights = torch.tensor(weights, dtype=torch.float32, device=device)
 
     def forward(self, batch: Batch) -> Tensor:
         """Sum of the losses of the batch's labels: float32 scalar, not yet divided by their number."""
@@ -107,12 +111,13 @@ class Classifier(TaskModel):
         return name.startswith(f"{prefix}.")
 
 
-def _class_weights(task: TaskConfig, labels: NDArray[np.float32]) -> Tensor | None:
-    """float32 [K]; `balanced` as scikit-learn: one label, rows / (labels x rows with it); several, without / with."""
-    if task.class_weights is None:
-        return None
-    if task.class_weights != "balanced":
-        return torch.tensor(task.class_weights, dtype=torch.float32)
+def _balance(task: TaskConfig, labels: NDArray[np.float32]) -> Tensor:
+    """float32 [K], as scikit-learn: one label, rows / (labels x rows with it); several, without / with.
+
+    Args:
+        task: which of the two.
+        labels: [num_labels, W].
+    """
     counts = np.maximum(1, np.array(list(count_labels(labels, task).values())))
     if task.problem_type is ProblemType.multi_label_classification:
         return torch.tensor((len(labels) - counts) / counts, dtype=torch.float32)

@@ -73,8 +73,6 @@ def evaluate_model(settings: EvaluateSettings, config: Config, processes: Proces
 def evaluate_on_data(settings: EvaluateSettings, config: Config, processes: Processes) -> dict[str, Any]:
     """Loss and perplexity, or a classifier's figures."""
     with quick_imports():
-        import numpy as np
-
         from qlora_fsdp.attention import check_packing
         from qlora_fsdp.classifier import Classifier
         from qlora_fsdp.data.prepare import prepare_data
@@ -94,7 +92,7 @@ def evaluate_on_data(settings: EvaluateSettings, config: Config, processes: Proc
     for line in str(data.report).splitlines():
         log.info(f"Data: {line}")
     if isinstance(trained.model, Classifier):
-        trained.model.weigh_classes(data.train.labels_of(np.arange(len(data.train))), processes.device)
+        trained.model.weigh_classes(data.train, processes.device)
     started = time.perf_counter()
     split = split_batches(config.training, processes.num_ranks, len(data.train))
     found = evaluate(trained.model, data.train, split, processes)

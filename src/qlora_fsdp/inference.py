@@ -18,7 +18,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from qlora_fsdp.adapt import adapt_model
 from qlora_fsdp.adapters import ADAPTER, initialize_adapters
 from qlora_fsdp.attention import choose_attention
-from qlora_fsdp.build import BuiltModel, ModelFiles, build_model, find_model
+from qlora_fsdp.build import BuiltModel, ModelFiles, build_configured, find_model
 from qlora_fsdp.classifier import Classifier
 from qlora_fsdp.command import log
 from qlora_fsdp.config.schema import Config, DataConfig, LoraConfig, TaskName
@@ -77,17 +77,7 @@ def build_trained(config: Config, adapter: str | None, processes: Processes, gen
     predicts_tokens = config.task.name is TaskName.causal_lm
     wanted = config.model.attn_implementation.value
     attention, _ = choose_attention(wanted, files.config, device, dtype, is_causal=predicts_tokens and not generates)
-    built = build_model(
-        files,
-        config.quant,
-        dtype,
-        attention,
-        trust_remote_code=config.model.trust_remote_code,
-        keep=list(lora.modules_to_save or []),
-        task=config.task,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    built.model.name_or_path = config.model.path or config.model.name
+    built = build_configured(files, config, lora, dtype, attention, tokenizer)
     model = adapt_model(built, lora, config.task, tokens)
     if folder is not None:
         check_adapter(model.model, folder)

@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.adapt import adapt_model
 from qlora_fsdp.adapters import trainable_names
 from qlora_fsdp.attention import check_packing, choose_attention
-from qlora_fsdp.build import BuiltModel, ModelFiles, build_model, find_model, quant_settings
+from qlora_fsdp.build import BuiltModel, ModelFiles, build_configured, find_model, quant_settings
 from qlora_fsdp.classifier import Classifier
 from qlora_fsdp.config.schema import Activations, Config, DataFormat, Kernel, MatmulKind, TaskName
 from qlora_fsdp.data.open_stream import open_stream
@@ -81,17 +80,7 @@ def prepare(config: Config, processes: Processes, folder: Path, first_step: int 
         config.model.attn_implementation.value, files.config, device, dtype, is_causal=predicts_tokens
     )
     fused = use_fused_kernels(config.kernels, text_config.model_type, device)
-    built = build_model(
-        files,
-        config.quant,
-        dtype,
-        attention,
-        trust_remote_code=config.model.trust_remote_code,
-        keep=list(config.lora.modules_to_save or []),
-        task=config.task,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    built.model.name_or_path = config.model.path or config.model.name
+    built = build_configured(files, config, config.lora, dtype, attention, tokenizer)
     base = describe_base(built.assignments, processes)
     if config.model.cache_quantized:
         built.assignments = use_cache(built.assignments, base, config.model.cache_folder, dtype, processes)
@@ -141,7 +130,7 @@ def prepare(config: Config, processes: Processes, folder: Path, first_step: int 
         )
         split = split_batches(training, processes.num_ranks, len(data.train))
     if isinstance(model, Classifier):
-        model.weigh_classes(data.train.labels_of(np.arange(len(data.train))), device)
+        model.weigh_classes(data.train, device)
     for line in str(data.report).splitlines():
         log.info(f"Data: {line}")
     log.info(f"Steps: {split.num_steps} of {config.training.max_length} tokens a sequence at most")

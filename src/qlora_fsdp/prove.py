@@ -28,7 +28,6 @@ class Proof:
 
     num_tensors: int
     num_bytes: int
-    num_local_bytes: int
 
 
 @torch.no_grad()
@@ -49,7 +48,7 @@ def prove_shards(model: nn.Module, units: Sequence[FSDPModule], processes: Proce
     if processes.num_ranks != num_ranks_launched or dist.get_world_size() != num_ranks_launched:
         problems.append(f"{num_ranks_launched} ranks were launched, {dist.get_world_size()} take part")
     names = {id(param): name for name, param in model.named_parameters(remove_duplicate=False)}
-    num_tensors = num_bytes = num_local_bytes = 0
+    num_tensors = num_bytes = 0
     counters: list[tuple[str, Tensor]] = []
     for unit in units:
         assert isinstance(unit, nn.Module)  # FSDPModule alone is a mix-in
@@ -58,7 +57,6 @@ def prove_shards(model: nn.Module, units: Sequence[FSDPModule], processes: Proce
             continue
         for part in sharded.values():
             problems.extend(_layout_problems(names[id(part)], part))
-            num_local_bytes += local_tensor(part).nbytes
         unit.unshard()
         for (layer, part_name), part in sharded.items():
             gathered = getattr(layer, part_name)
@@ -78,7 +76,7 @@ def prove_shards(model: nn.Module, units: Sequence[FSDPModule], processes: Proce
             "would give a wrong model without an error. Set quant.bnb_4bit_quant_storage=uint8 (torch >= 2.13), and "
             f"report this with environment.json:\n{shown}"
         )
-    return Proof(num_tensors, num_bytes, num_local_bytes)
+    return Proof(num_tensors, num_bytes)
 
 
 def _own_quantized_parts(unit: nn.Module) -> Mapping[tuple[QuantizedLayer, str], Tensor]:

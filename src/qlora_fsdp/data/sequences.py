@@ -110,10 +110,6 @@ class Sequences:
     def __len__(self) -> int:
         return len(self.starts) - 1
 
-    @property
-    def num_sequences(self) -> int:
-        return len(self)
-
     @cached_property
     def num_targets(self) -> NDArray[np.int64]:
         """Positions with a target of each sequence, [num_sequences]."""
