@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from qlora_fsdp import doctor, generate, merge
+from qlora_fsdp import generate, merge
+from qlora_fsdp.doctor.gpus import check_gpus
 from tests.helpers.ranks import Meeting, run_ranks
 from tests.helpers.runs import settings, train_all
 
@@ -18,7 +19,7 @@ DEMO = Path(__file__).parents[2] / "demo" / "base"
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_doctor() -> None:
-    findings = {finding.what: finding for finding in doctor.check_gpus()}
+    findings = {finding.what: finding for finding in check_gpus()}
     for index in range(torch.cuda.device_count()):
         assert {f"GPU {index}", f"GPU {index} bytes", f"GPU {index} bnb"} <= findings.keys()
     assert all(finding.level != "red" for finding in findings.values()), findings

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,8 @@ import pytest
 import torch
 from bitsandbytes import cextension
 
-from qlora_fsdp import doctor
+from qlora_fsdp.doctor import __main__ as doctor
+from qlora_fsdp.doctor import gpus, software
 
 ROOT = Path(__file__).parents[2]
 CONSTRAINTS = ROOT / "constraints.txt"
@@ -43,40 +45,40 @@ def test_two_processes_on_this_host(tmp_path: Path):
     ],
 )
 def test_versions(monkeypatch: pytest.MonkeyPatch, installed: str, level: str, advice: str):
-    newest = json.loads(doctor.VERSIONS.read_text())["tested"][-1]["versions"]
-    monkeypatch.setattr(doctor, "version", lambda package: installed if package == "torch" else newest[package])
-    (torch_finding,) = [finding for finding in doctor.check_versions() if finding.what == "torch"]
+    newest = json.loads(software.VERSIONS.read_text())["tested"][-1]["versions"]
+    monkeypatch.setattr(software, "version", lambda package: installed if package == "torch" else newest[package])
+    (torch_finding,) = [finding for finding in software.check_versions() if finding.what == "torch"]
     assert torch_finding.level == level and torch_finding.advice.startswith(advice)
 
 
 def test_a_combination_that_failed_is_red(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    table = json.loads(doctor.VERSIONS.read_text())
+    table = json.loads(software.VERSIONS.read_text())
     newest = table["tested"][-1]["versions"]
     bad = {"versions": {"torch": newest["torch"], "peft": newest["peft"].rpartition(".")[0]}, "reason": "losses differ"}
     (tmp_path / "versions.json").write_text(json.dumps(table | {"known_bad": [bad]}))
-    monkeypatch.setattr(doctor, "VERSIONS", tmp_path / "versions.json")
-    monkeypatch.setattr(doctor, "version", lambda package: newest[package])
-    (finding,) = [finding for finding in doctor.check_versions() if finding.level == "red"]
+    monkeypatch.setattr(software, "VERSIONS", tmp_path / "versions.json")
+    monkeypatch.setattr(software, "version", lambda package: newest[package])
+    (finding,) = [finding for finding in software.check_versions() if finding.level == "red"]
     assert finding.what == "combination" and "losses differ" in finding.found and newest["torch"] in finding.advice
     other = {package: "0.1" if package == "peft" else found for package, found in newest.items()}
-    monkeypatch.setattr(doctor, "version", lambda package: other[package])
-    assert "losses differ" not in str(list(doctor.check_versions()))
+    monkeypatch.setattr(software, "version", lambda package: other[package])
+    assert "losses differ" not in str(list(software.check_versions()))
 
 
 @pytest.mark.parametrize("missing", [False, True])
 def test_the_library_of_bitsandbytes_is_named(monkeypatch: pytest.MonkeyPatch, missing: bool):
-    monkeypatch.setattr(doctor, "_has", lambda program: False)
+    monkeypatch.setattr(shutil, "which", lambda program: None)
     if missing:
         library = cextension.ErrorHandlerMockBNBNativeLibrary("no libcudart.so")
         monkeypatch.setattr(cextension, "lib", library)
-    finding = doctor._check_driver()
+    finding = gpus._check_driver()
     assert finding.level == ("red" if missing else "green")
     assert ("no library" if missing else "libbitsandbytes_") in finding.found
 
 
 def test_the_tested_versions_are_those_that_the_project_promises():
     """scripts/check_versions.py was run since the bounds changed."""
-    tested = {e["name"]: e["versions"] for e in json.loads(doctor.VERSIONS.read_text())["tested"]}
+    tested = {e["name"]: e["versions"] for e in json.loads(software.VERSIONS.read_text())["tested"]}
     pinned = re.findall(r'^([\w-]+)==([\w.]+)(?:$|; python_version >= "3.11")', CONSTRAINTS.read_text(), re.MULTILINE)
     lowest = dict(re.findall(r'^    "([\w-]+)>=([\w.]+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE))
     for name in set(tested["oldest"]) - {"python"}:
@@ -101,7 +103,7 @@ def test_pinned_memory_that_cannot_be_had_is_a_finding(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch, "zeros", refuse)
-    (finding,) = doctor.check_pinned()
+    (finding,) = gpus.check_pinned()
     assert (
         finding.level == "red" and finding.found.endswith("not supported on this OS") and "ulimit -l" in finding.advice
     )

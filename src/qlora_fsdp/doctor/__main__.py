@@ -1,0 +1,104 @@
+"""`python -m qlora_fsdp.doctor`: can this host train, and what would be in the way?
+
+Each check gives findings: green, yellow (training runs, but ...) or red (it does not), with what to do. Under
+`torchrun` or `accelerate launch` the processes also measure what they exchange.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from qlora_fsdp.doctor.exchange import check_exchange
+from qlora_fsdp.doctor.finding import Finding
+from qlora_fsdp.doctor.gpus import check_cpu_kernels, check_gpus, check_pinned
+from qlora_fsdp.doctor.host import check_disk, check_memory
+from qlora_fsdp.doctor.software import check_hub, check_slurm, check_versions
+from qlora_fsdp.errors import RankError, RunFolderError, UserError, print_error
+from qlora_fsdp.files import write_json
+
+USAGE = """
+Can this host train? Versions, GPUs, bitsandbytes, memory, disk, hub, SLURM; green, yellow or red, with what to do.
+
+usage: [torchrun ... -m | accelerate launch -m | python -m] qlora_fsdp.doctor [--json FILE] [--folder DIR]
+
+  --json FILE   write the findings there too
+  --folder DIR  measure this disk: where models are, or run folders (default: this folder)
+
+With N processes it also measures all-reduce and all-gather between them. The exit code is 1 if anything is red.
+"""
+
+COLORS = {"green": "\033[32m", "yellow": "\033[33m", "red": "\033[31m"}
+
+
+def diagnose(folder: Path) -> list[Finding]:
+    """What every check finds; one that fails is itself a finding."""
+    checks: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
+        ("versions", check_versions),
+        ("GPUs", check_gpus),
+        ("bitsandbytes", check_cpu_kernels),
+        ("memory", check_memory),
+        ("pinned memory", check_pinned),
+        ("disk", lambda: check_disk(folder)),
+        ("hub", check_hub),
+        ("SLURM", check_slurm),
+    ]
+    findings: list[Finding] = []
+    for name, check in checks:
+        try:
+            findings += check()
+        except Exception as error:  # whatever is broken here is what this command is for
+            findings.append(Finding("red", name, f"{type(error).__name__}: {error}", "Mend this first."))
+    return findings
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Check and print. Returns 1 if anything is red, 2 if the findings can't be written, else 0."""
+    parser = argparse.ArgumentParser("qlora_fsdp.doctor", usage=USAGE.partition("usage: ")[2], add_help=False)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--folder", type=Path, default=Path())
+    parser.add_argument("-h", "--help", action="store_true")
+    options = parser.parse_args(argv)
+    is_main = os.environ.get("RANK", "0") == "0"
+    if options.help:
+        print(USAGE.strip() if is_main else "", end="\n" if is_main else "")
+        return 0
+    findings: list[Finding] = diagnose(options.folder) if is_main else []
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        findings += _exchanged()
+    if not is_main:
+        return 0
+    colored = sys.stdout.isatty()
+    for finding in findings:
+        line = str(finding)
+        print(line.replace(finding.level, f"{COLORS[finding.level]}{finding.level}\033[0m", 1) if colored else line)
+    if options.json is not None:
+        try:
+            write_json(options.json, [asdict(finding) for finding in findings])
+        except OSError as error:
+            print_error(RunFolderError(f"--json {options.json} can't be written: {error}. Name another file."))
+            return RunFolderError.exit_code
+    return int(any(finding.level == "red" for finding in findings))
+
+
+def _exchanged() -> list[Finding]:
+    from qlora_fsdp.distributed import start_processes, stop_processes
+
+    try:
+        processes = start_processes(120)
+        return list(check_exchange(processes))
+    except (UserError, RuntimeError) as error:
+        if not isinstance(error, UserError):
+            error = RankError(str(error))
+        print_error(error)
+        return [Finding("red", "processes", str(error).partition("\n")[0], "See docs/errors.md.")]
+    finally:
+        stop_processes()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,37 @@
+"""What processes exchange, where there are several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from qlora_fsdp.doctor.finding import Finding
+from qlora_fsdp.doctor.timing import seconds_of
+
+if TYPE_CHECKING:
+    from qlora_fsdp.distributed import Processes
+
+EXCHANGED_BYTES = {"cuda": 256 * 2**20, "cpu": 16 * 2**20}
+
+
+def check_exchange(processes: Processes) -> Iterator[Finding]:
+    """Rates of all-reduce and all-gather between the processes, as NCCL's own tests count them."""
+    import torch
+    import torch.distributed as dist
+
+    from qlora_fsdp.shards import gather_rows
+
+    device, size = processes.device, processes.num_ranks
+    num_bytes = EXCHANGED_BYTES[device.type] // size * size
+    whole = torch.ones(num_bytes // 2, dtype=torch.bfloat16, device=device)
+    part = torch.ones(num_bytes // 2 // size, dtype=torch.bfloat16, device=device)
+    exchanges: dict[str, tuple[float, Callable[[], object]]] = {
+        "all-reduce": (2 * (size - 1) / size, lambda: dist.all_reduce(whole)),
+        "all-gather": ((size - 1) / size, lambda: gather_rows(part, len(whole), dist.group.WORLD)),
+    }
+    for name, (factor, exchange) in exchanges.items():
+        rate = num_bytes * factor / seconds_of(exchange, device) / 1e9
+        found = f"{rate:.1f} GB/s between {size} processes ({device.type})"
+        slow = device.type == "cuda" and rate < 5
+        advice = "Slow: look for NVLink or InfiniBand in NCCL_DEBUG=INFO." if slow else ""
+        yield Finding("yellow" if slow else "green", name, found, advice)

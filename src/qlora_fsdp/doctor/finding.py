@@ -1,0 +1,21 @@
+"""What a check finds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing looked at: what was found, and what to do unless all is well."""
+
+    level: Literal["green", "yellow", "red"]
+    what: str
+    found: str
+    advice: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.level:<6}  {self.what:<14}  {self.found}" + (
+            f"\n{'':<24}-> {self.advice}" if self.advice else ""
+        )

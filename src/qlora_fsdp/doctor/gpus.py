@@ -1,0 +1,132 @@
+"""GPUs, their driver, bitsandbytes' kernels and the memory that copies to GPUs go through."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+from qlora_fsdp.doctor.finding import Finding
+from qlora_fsdp.doctor.timing import seconds_of
+
+GIB = 2**30
+PINNED_BYTES = 256 * 2**20
+
+
+def check_gpus() -> Iterator[Finding]:
+    """Each GPU: memory, what it computes in, the copies of bytes, the kernels of bitsandbytes; and GPUs in pairs."""
+    import torch
+
+    if not torch.cuda.is_available():
+        built = torch.version.cuda
+        advice = f"install a driver for CUDA {built}" if built else "this torch is for CPUs: install one for CUDA"
+        yield Finding("yellow", "GPU", "none seen; CPUs train small models only", f"If there is one, {advice}.")
+        return
+    yield _check_driver()
+    count = torch.cuda.device_count()
+    for index in range(count):
+        free, total = torch.cuda.mem_get_info(index)
+        major, minor = torch.cuda.get_device_capability(index)
+        what, busy = f"GPU {index}", free < 0.9 * total
+        found = (
+            f"{torch.cuda.get_device_name(index)}, {free / GIB:.1f} of {total / GIB:.1f} GiB free, sm_{major}{minor}"
+        )
+        found += (", bf16" if major >= 8 else "") + (", fp8" if (major, minor) >= (8, 9) else "")
+        if major < 8:
+            yield Finding("yellow", what, found, "No bf16: training.precision=auto computes in float32, slowly.")
+        elif busy:
+            yield Finding("yellow", what, found, "Other processes hold its memory: see nvidia-smi.")
+        else:
+            yield Finding("green", what, found)
+        with torch.cuda.device(index):  # kernels start on the current one
+            checks = [_check_bytes(f"GPU {index} bytes", "cuda"), _check_kernels(f"GPU {index} bnb", "cuda")]
+        yield from checks
+    pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
+    without = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
+    if without:
+        found = f"{len(without)} of {len(pairs)} pairs of GPUs can't reach one another directly"
+        yield Finding("yellow", "peer access", found, "Gathering goes through host memory: prefer fsdp=shard_grad_op.")
+    elif pairs:
+        yield Finding("green", "peer access", "between all GPUs")
+
+
+def _check_driver() -> Finding:
+    """The driver, torch's CUDA, and which of its libraries bitsandbytes has taken."""
+    import torch
+    from bitsandbytes import cextension
+
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    driver = (
+        subprocess.run(query, capture_output=True, text=True, check=False).stdout.split()
+        if shutil.which(query[0])
+        else []
+    )
+    found = f"driver {driver[0] if driver else 'of unknown version'}, CUDA {torch.version.cuda} in torch, "
+    if isinstance(cextension.lib, cextension.ErrorHandlerMockBNBNativeLibrary):
+        advice = "Install a bitsandbytes that has a library for it, or set BNB_CUDA_VERSION to one that it has."
+        return Finding("red", "CUDA", f"{found}bitsandbytes has no library for it", advice)
+    return Finding("green", "CUDA", f"{found}bitsandbytes' {Path(cextension.lib._lib._name).name}")
+
+
+def check_cpu_kernels() -> Iterator[Finding]:
+    """bitsandbytes on the CPU, where a machine without a GPU trains."""
+    import torch
+
+    if not torch.cuda.is_available():
+        yield _check_kernels("bnb on CPU", torch.device("cpu"))
+
+
+def _check_bytes(what: str, device: object) -> Finding:
+    """Whether bf16 copies as FSDP2 gathers keep every bit pattern (pytorch#159333); gathered as bytes they must."""
+    import torch
+
+    patterns = torch.arange(2**16, dtype=torch.int32, device=device).to(torch.uint16).view(torch.bfloat16)  # type: ignore[call-overload]
+    changed = []
+    for view in (torch.bfloat16, torch.uint8):
+        copied = torch.empty_like(patterns)
+        torch._foreach_copy_([copied.view(view)], [patterns.view(view)])
+        changed.append(int((copied.view(torch.uint16) != patterns.view(torch.uint16)).sum()))
+    if changed[1]:
+        return Finding(
+            "red", what, f"{changed[1]} bit patterns change in a copy of bytes", "Use another torch or driver."
+        )
+    note = (
+        f"; as bf16, {changed[0]} of 65,536 patterns change, so groups of bf16 alone are not used" if changed[0] else ""
+    )
+    return Finding("green", what, f"copied exactly as bytes{note}")
+
+
+def _check_kernels(what: str, device: object) -> Finding:
+    """Whether bitsandbytes quantizes, and gets the weight back within the error of its format."""
+    import torch
+
+    from qlora_fsdp.quantized import Format
+
+    weight = torch.randn(64, 128, generator=torch.Generator().manual_seed(0)).to(device)  # type: ignore[call-overload]
+    errors = {}
+    for format in (Format("nf4"), Format("int8")):
+        codes, scales = format.quantize_rows(weight)
+        again = format.dequantize({"codes": codes, "scales": scales}, 64, 128, torch.float32)
+        errors[format.quant_type] = float((again - weight).norm() / weight.norm())
+    found = ", ".join(f"{name} error {error:.2%}" for name, error in errors.items())
+    if errors["nf4"] > 0.15 or errors["int8"] > 0.02:
+        return Finding("red", what, found, "The kernels compute wrong values: reinstall bitsandbytes for this CUDA.")
+    return Finding("green", what, found)
+
+
+def check_pinned() -> Iterator[Finding]:
+    """Whether host memory can be pinned, as loading and offloading do, and how fast it is copied to the first GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return
+    try:
+        host = torch.zeros(PINNED_BYTES, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError as error:
+        advice = "Weights are loaded through it: allow this container more memory, or more of it locked (ulimit -l)."
+        yield Finding("red", "pinned memory", f"can't be had: {str(error).partition(chr(10))[0]}", advice)
+        return
+    device = torch.device("cuda")
+    rate = len(host) / seconds_of(lambda: host.to(device, non_blocking=True), device) / 1e9
+    yield Finding("green", "pinned memory", f"{len(host) // 2**20} MiB, copied to GPU 0 at {rate:.1f} GB/s")

@@ -1,0 +1,59 @@
+"""Host memory and disk."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from qlora_fsdp.doctor.finding import Finding
+
+GIB = 2**30
+DISK_BYTES = 256 * 2**20
+MIN_FREE_GIB = 20
+
+
+def check_memory() -> Iterator[Finding]:
+    """Host memory, and how much of it may be locked: loading reads into locked buffers."""
+    import psutil
+
+    memory = psutil.virtual_memory()
+    cores = len(os.sched_getaffinity(0))
+    yield Finding(
+        "green", "host memory", f"{memory.available / GIB:.0f} of {memory.total / GIB:.0f} GiB free, {cores} cores"
+    )
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY or soft >= GIB:
+        yield Finding(
+            "green", "locked memory", "unlimited" if soft == resource.RLIM_INFINITY else f"{soft / GIB:.0f} GiB"
+        )
+    else:
+        found = f"{soft / 2**20:.0f} MiB may be locked (ulimit -l)"
+        yield Finding("yellow", "locked memory", found, "NCCL over InfiniBand needs `ulimit -l unlimited`.")
+
+
+def check_disk(folder: Path) -> Iterator[Finding]:
+    """Free space, and the speed of writing, and of reading what was written without the page cache."""
+    free = shutil.disk_usage(folder).free / GIB
+    started = time.perf_counter()
+    with tempfile.TemporaryFile(dir=folder) as file:
+        block = os.urandom(2**20)
+        for _ in range(DISK_BYTES // len(block)):
+            file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+        written = time.perf_counter()
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        dropped = time.perf_counter()
+        file.seek(0)
+        while file.read(2**20):
+            pass
+        read = time.perf_counter()
+    rates = [DISK_BYTES / seconds / 1e6 for seconds in (written - started, read - dropped)]
+    found = f"{free:.0f} GiB free in {folder}, writes {rates[0]:,.0f} MB/s, reads {rates[1]:,.0f} MB/s"
+    advice = f"Less than {MIN_FREE_GIB} GiB: put run.folder and the caches elsewhere." if free < MIN_FREE_GIB else ""
+    yield Finding("yellow" if advice else "green", "disk", found, advice)

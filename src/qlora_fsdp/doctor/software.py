@@ -1,0 +1,87 @@
+"""Versions of Python and packages, the hub, SLURM."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from qlora_fsdp.doctor.finding import Finding
+
+VERSIONS = Path(__file__).parents[1] / "versions.json"  # what passed scripts/check_versions.py, and what did not
+
+
+def check_versions() -> Iterator[Finding]:
+    """Python and packages against the combinations that were tested, from the oldest to the newest."""
+    table = json.loads(VERSIONS.read_text(encoding="utf-8"))
+    combinations = [entry["versions"] for entry in table["tested"]]
+    installed = {}
+    for package in combinations[0]:
+        tested = sorted((combination[package] for combination in combinations), key=_numbers)
+        oldest, newest = tested[0].rpartition(".")[0], tested[-1]
+        install = "Install Python" if package == "python" else f"pip install '{package}>={oldest}'"
+        what = "Python" if package == "python" else package
+        try:
+            found = platform.python_version() if package == "python" else version(package)
+        except PackageNotFoundError:
+            yield Finding("red", what, "not installed", install)
+            continue
+        installed[package] = _numbers(found)
+        if installed[package] < _numbers(oldest):
+            yield Finding("red", what, found, f"Too old: {install}{f' {oldest} or newer' * (package == 'python')}")
+        elif installed[package][:2] > _numbers(newest)[:2] and package != "python":
+            yield Finding("yellow", what, found, f"Newer than what is tested ({newest}); if it fails, try that.")
+        else:
+            yield Finding("green", what, found)
+    for bad in table["known_bad"]:
+        named = {package: _numbers(text) for package, text in bad["versions"].items()}
+        if all(installed.get(package, ())[: len(numbers)] == numbers for package, numbers in named.items()):
+            found = f"{_shown(bad['versions'])}: {bad['reason']}"
+            yield Finding("red", "combination", found, f"Install one that passed: {_shown(combinations[-1])}.")
+            return
+    installed.pop("python")
+    same = [c for c in combinations if all(_numbers(c[p])[:2] == found[:2] for p, found in installed.items())]
+    between = f"between those tested together: {'; '.join(_shown(c) for c in combinations)}"
+    yield Finding("green", "combination", "tested together" if same else between)
+
+
+def check_hub() -> Iterator[Finding]:
+    """Whether models can be downloaded, and as whom."""
+    from huggingface_hub import constants, get_session, get_token
+
+    if constants.HF_HUB_OFFLINE:
+        yield Finding("yellow", "hub", "HF_HUB_OFFLINE is set", "Set model.path and data.path to local folders.")
+        return
+    try:
+        get_session().head(constants.ENDPOINT, timeout=5)
+    except Exception as error:  # any failure of any client means the same here
+        advice = "Set model.path and data.path to local folders."
+        yield Finding("yellow", "hub", f"can't be reached ({type(error).__name__})", advice)
+        return
+    logged_in = get_token() is not None
+    advice = "" if logged_in else "Gated models need `hf auth login`."
+    yield Finding(
+        "green" if logged_in else "yellow", "hub", "reached, " + ("logged in" if logged_in else "no login"), advice
+    )
+
+
+def check_slurm() -> Iterator[Finding]:
+    """Whether jobs can be submitted from here."""
+    if shutil.which("sbatch"):
+        job = os.environ.get("SLURM_JOB_ID")
+        yield Finding("green", "SLURM", f"in job {job}" if job else "sbatch is here: hydra/launcher=slurm submits")
+    else:
+        yield Finding("green", "SLURM", "no sbatch: runs start on this host")
+
+
+def _shown(versions: dict[str, str]) -> str:
+    return ", ".join(f"{package} {found}" for package, found in versions.items())
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """(2, 13, 0) of `2.13.0+cu130`."""
+    return tuple(int(part) for part in text.partition("+")[0].split(".") if part.isdigit())
