@@ -9,6 +9,7 @@ model nor the adapter has seen.
 from __future__ import annotations
 
 import json
+import logging
 import shlex
 import subprocess
 import sys
@@ -46,12 +47,15 @@ def show_losses() -> None:
 def show_answers() -> None:
     """Prints what the base model says without the adapter and with it, through stock transformers and PEFT."""
     import torch
+
+    # It misses a kernel of another package, which nothing here uses
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
+    from transformers.utils import logging as transformers_logging
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
     warnings.simplefilter("ignore")  # about deprecations between these libraries
     base = AutoModelForCausalLM.from_pretrained(ROOT / "demo" / "base", dtype=torch.float32)
     model = PeftModel.from_pretrained(base, RUN_FOLDER / "adapter").eval()
