@@ -41,6 +41,11 @@ def lower_bounds(text: str) -> dict[str, str]:
     return {name: f"{name}=={bounds[name] + '.0' * (2 - bounds[name].count('.'))}" for name in LIBRARIES}
 
 
+def starts(python: str) -> bool:
+    """Whether there is such a Python: pyenv has commands for versions that are not switched on."""
+    return shutil.which(python) is not None and not subprocess.run([python, "-V"], capture_output=True).returncode
+
+
 def make_environment(name: str, python: str, folder: Path) -> Path:
     """The combination's Python, with everything installed."""
     home = folder / name
@@ -92,7 +97,7 @@ def main() -> int:
     options = parser.parse_args()
     pythons = {"oldest": "python3.10", "newest": "python3"} | dict(text.split("=", 1) for text in options.python)
     names = options.names or list(pythons)
-    absent = [f"--python {name}={pythons[name]}" for name in names if shutil.which(pythons[name]) is None]
+    absent = [f"--python {name}={pythons[name]}" for name in names if not starts(pythons[name])]
     if absent:
         parser.error(f"{', '.join(absent)}: there is no such Python. Name another.")
     folder = options.folder.resolve()
