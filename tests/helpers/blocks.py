@@ -42,7 +42,7 @@ class Blocks(nn.Module):
     """Blocks of quantized layers, every second with a bias, and a norm, in the place of a language model."""
 
     splits_head = False
-    embeddings = head = None
+    embeddings = head = nn.Identity()  # neither is a unit of its own
 
     def __init__(self, format: Format, dtype: torch.dtype) -> None:
         super().__init__()
