@@ -18,7 +18,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from qlora_fsdp.adapt import adapt_model
 from qlora_fsdp.adapters import ADAPTER, initialize_adapters
 from qlora_fsdp.attention import choose_attention
-from qlora_fsdp.build import BuiltModel, ModelFiles, build_configured, find_model
+from qlora_fsdp.build import BuiltModel, build_configured
 from qlora_fsdp.classifier import Classifier
 from qlora_fsdp.command import log
 from qlora_fsdp.config.schema import Config, DataConfig, LoraConfig, TaskName
@@ -31,6 +31,7 @@ from qlora_fsdp.fallbacks import check_bitsandbytes
 from qlora_fsdp.hardware import choose_dtype
 from qlora_fsdp.load.cache import use_cache
 from qlora_fsdp.load.fill import fill
+from qlora_fsdp.model_files import ModelFiles, find_model
 from qlora_fsdp.plan import dtype_name
 from qlora_fsdp.prove import prove_shards
 from qlora_fsdp.resume import describe_base

@@ -117,13 +117,13 @@ def train(
         report()
         if eval_data is not None:
             peaks.enter("evaluation")
-            started = time.perf_counter()
+            begun = time.perf_counter()
             found = evaluate(model, eval_data, split, processes, saver.is_signalled)
             if found is None:
                 saver.stop(step)
             loss, result.eval_metrics = found
             result.eval_losses.append((step, loss))
-            journal.evaluation(step, loss, result.eval_metrics, time.perf_counter() - started)
+            journal.evaluation(step, loss, result.eval_metrics, time.perf_counter() - begun)
             journal.generations(step, generations.complete(model))
 
     model.train()

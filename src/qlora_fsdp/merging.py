@@ -25,11 +25,12 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from qlora_fsdp.adapters import ADAPTER
-from qlora_fsdp.build import BuiltModel, ModelFiles
+from qlora_fsdp.build import BuiltModel
 from qlora_fsdp.errors import CheckpointError, RunFolderError
 from qlora_fsdp.files import digest_file
 from qlora_fsdp.load.files import INDEX_NAME, SINGLE_NAME, StoredTensor
 from qlora_fsdp.load.fill import Assignment, fill_from_files
+from qlora_fsdp.model_files import ModelFiles
 from qlora_fsdp.new_tokens import count_tokens
 from qlora_fsdp.quantized import Format, QuantizedLayer, QuantizedLinear
 from qlora_fsdp.quantized.formats import code_book

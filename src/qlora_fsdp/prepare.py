@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from qlora_fsdp.adapt import adapt_model
 from qlora_fsdp.adapters import trainable_names
 from qlora_fsdp.attention import check_packing, choose_attention
-from qlora_fsdp.build import BuiltModel, ModelFiles, build_configured, find_model, quant_settings
+from qlora_fsdp.build import BuiltModel, build_configured, quant_settings
 from qlora_fsdp.classifier import Classifier
 from qlora_fsdp.config.schema import Activations, Config, DataFormat, Kernel, MatmulKind, TaskName
 from qlora_fsdp.data.open_stream import open_stream
@@ -26,6 +26,7 @@ from qlora_fsdp.load.cache import use_cache
 from qlora_fsdp.memory.decide import Decision, Machine, decide
 from qlora_fsdp.memory.measure import PhasePeaks, start_snapshot
 from qlora_fsdp.memory.recompute import Relief, set_activation_policy
+from qlora_fsdp.model_files import ModelFiles, find_model
 from qlora_fsdp.plan import BatchSplit, FlopCounter, Sizes, count_bytes, count_flops, dtype_name, split_batches
 from qlora_fsdp.quantized.fuse import fuse_layers
 from qlora_fsdp.quantized.linear import use_fp8

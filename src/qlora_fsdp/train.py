@@ -1,6 +1,6 @@
 """`python -m qlora_fsdp.train`: the pipeline, read top to bottom.
 
-config -> processes -> build (meta) -> adapt -> shard -> load -> prove -> data -> loop -> export
+config -> processes -> build (meta) -> adapt -> plan -> data -> shard -> load -> prove -> loop -> export
 """
 
 from __future__ import annotations

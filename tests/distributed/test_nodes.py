@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from qlora_fsdp import build
+from qlora_fsdp import model_files
 from qlora_fsdp.config.schema import ModelConfig
 from qlora_fsdp.distributed import start_processes, stop_processes
 from qlora_fsdp.errors import CheckpointError
@@ -26,16 +26,16 @@ def find_on_each(folders: list[Path]) -> str:
     def no_hub(path: str, **options: object) -> str:
         raise OSError(f"no network on rank {rank}")
 
-    download, build.snapshot_download = build.snapshot_download, no_hub
+    download, model_files.snapshot_download = model_files.snapshot_download, no_hub
     Meeting.new_port()
     processes = start_processes(20, use_cpu=True)
     try:
-        build.find_model(ModelConfig(path="here"), processes.is_local_main, processes.first_error)
+        model_files.find_model(ModelConfig(path="here"), processes.is_local_main, processes.first_error)
         return "found"
     except CheckpointError as error:
         return str(error)
     finally:
-        build.snapshot_download = download
+        model_files.snapshot_download = download
         stop_processes()
 
 

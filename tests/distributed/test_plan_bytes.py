@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig
 
 from qlora_fsdp.adapt import adapt_model
-from qlora_fsdp.build import ModelFiles, build_model
+from qlora_fsdp.build import build_model
 from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.config.schema import Config, TaskName
 from qlora_fsdp.data.batch import Batch
@@ -29,6 +29,7 @@ from qlora_fsdp.memory.plan import WORKSPACE, MemoryPlan, make_plan
 from qlora_fsdp.memory.recompute import set_activation_policy
 from qlora_fsdp.memory.shape import model_shape
 from qlora_fsdp.memory.workload import Workload
+from qlora_fsdp.model_files import ModelFiles
 from qlora_fsdp.optim import make_optimizer
 from qlora_fsdp.shard import place_model, shard_model
 from qlora_fsdp.shards import local_tensor

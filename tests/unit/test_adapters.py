@@ -11,10 +11,11 @@ from tests.helpers.checkpoints import VOCAB, quantize_checkpoint
 from torch import nn
 
 from qlora_fsdp.adapters import apply_adapters, trainable_names
-from qlora_fsdp.build import build_model, find_model
+from qlora_fsdp.build import build_model
 from qlora_fsdp.config.schema import LoraConfig, ModelConfig, QuantConfig
 from qlora_fsdp.data.tokenizer import AddedTokens
 from qlora_fsdp.errors import AdapterError
+from qlora_fsdp.model_files import find_model
 from qlora_fsdp.quantized import QuantizedLinear
 
 DTYPE = torch.bfloat16

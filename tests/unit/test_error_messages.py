@@ -16,7 +16,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from qlora_fsdp import evaluate, train
-from qlora_fsdp.build import build_model, find_model
+from qlora_fsdp.build import build_model
 from qlora_fsdp.config.schema import ModelConfig, QuantConfig
 from qlora_fsdp.distributed import start_processes
 from qlora_fsdp.errors import CheckpointError, ConfigError, RankError, TrainingError
@@ -24,6 +24,7 @@ from qlora_fsdp.load.files import StoredTensor, read_headers
 from qlora_fsdp.load.stream import Request, run_requests
 from qlora_fsdp.loop import _stop_on_bad_gradients
 from qlora_fsdp.merging import Merge, merge_files
+from qlora_fsdp.model_files import find_model
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")

@@ -11,9 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.helpers.checkpoints import quantize_checkpoint
 
-from qlora_fsdp.build import build_model, find_model
+from qlora_fsdp.build import build_model
 from qlora_fsdp.config.schema import ModelConfig, QuantConfig, Weights
 from qlora_fsdp.errors import CheckpointError
+from qlora_fsdp.model_files import find_model
 from qlora_fsdp.quantized import QuantizedLinear
 
 LAYER = "model.layers.1.mlp.up_proj"

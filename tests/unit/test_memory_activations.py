@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from qlora_fsdp.adapters import apply_adapters
-from qlora_fsdp.build import ModelFiles, build_model
+from qlora_fsdp.build import build_model
 from qlora_fsdp.causal_lm import CausalLM
 from qlora_fsdp.config.schema import Config, KernelsConfig, LoraConfig
 from qlora_fsdp.data.batch import Batch
@@ -22,6 +22,7 @@ from qlora_fsdp.memory.activations import Policy, fuses_mlp, layer_tensors, save
 from qlora_fsdp.memory.recompute import set_activation_policy
 from qlora_fsdp.memory.shape import model_shape
 from qlora_fsdp.memory.workload import Workload
+from qlora_fsdp.model_files import ModelFiles
 from qlora_fsdp.quantized.fuse import fuse_layers
 
 TOKENS = 32

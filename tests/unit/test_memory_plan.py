@@ -12,7 +12,7 @@ from tests.helpers.quick_config import load_config
 from transformers import AutoConfig
 
 from qlora_fsdp.adapters import apply_adapters
-from qlora_fsdp.build import ModelFiles, build_model
+from qlora_fsdp.build import build_model
 from qlora_fsdp.causal_lm import CausalLM
 from qlora_fsdp.config.schema import Activations
 from qlora_fsdp.errors import ConfigError, MemoryShortage
@@ -28,6 +28,7 @@ from qlora_fsdp.memory.shape import model_shape
 from qlora_fsdp.memory.speed import tokens_per_second
 from qlora_fsdp.memory.suggest import enough_gpus, largest_savings, smaller_runs
 from qlora_fsdp.memory.workload import FUSED_KERNELS, Workload
+from qlora_fsdp.model_files import ModelFiles
 from qlora_fsdp.plan import count_bytes
 from qlora_fsdp.sizes import SLAB_BYTES
 
