@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -114,6 +115,6 @@ def show_error(error: UserError) -> None:
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file is not None:
         message = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        Path(file).write_text(
-            json.dumps({"message": {"message": message, "extraInfo": {"timestamp": int(time.time())}}})
-        )
+        report = {"message": {"message": message, "extraInfo": {"timestamp": int(time.time())}}}
+        with suppress(OSError):  # of a full disk, say; the error itself has been printed
+            Path(file).write_text(json.dumps(report))

@@ -78,6 +78,14 @@ def test_a_sweep_among_the_ranks_of_a_job(monkeypatch: pytest.MonkeyPatch, capsy
     assert "this process is already one of a job" in capsys.readouterr().err
 
 
+def test_an_error_is_shown_though_torchrun_gets_no_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "gone" / "error.json"))
+    assert train.main(["model=tiny", "lora.rank=8"]) == 2
+    assert "Did you mean lora.r?" in capsys.readouterr().err
+
+
 def test_processes_that_do_not_meet(monkeypatch: pytest.MonkeyPatch):
     ranks = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     for name, value in ranks.items():

@@ -16,7 +16,7 @@ from qlora_fsdp.data.read import find_source
 from qlora_fsdp.data.stream import StreamedSequences, find_place, note_place
 from qlora_fsdp.data.tokenize import RowTokenizer
 from qlora_fsdp.data.tokenizer import byte_tokenizer
-from qlora_fsdp.errors import DataError
+from qlora_fsdp.errors import DataError, RunFolderError
 
 TOKENIZER = byte_tokenizer()
 NUM_SEQUENCES = 60
@@ -101,3 +101,9 @@ def test_bad_rows_end_it_or_are_counted(tmp_path: Path):
         stream([write(tmp_path / "bad.jsonl", {"no": "text"})])
     with pytest.raises(DataError, match="has no rows"):
         stream([write(tmp_path / "empty.jsonl")])
+
+
+def test_a_run_folder_that_cannot_be_written_is_the_error(tmp_path: Path):
+    window = stream([write(tmp_path / "rows.jsonl", {"text": "a b c"})]).first_window
+    with pytest.raises(RunFolderError, match=r"run\.folder=.* can't be written"):
+        note_place(tmp_path / "gone" / "stream.jsonl", "key", window)

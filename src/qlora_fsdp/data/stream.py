@@ -27,6 +27,7 @@ from qlora_fsdp.data.report import NUM_EXAMPLES, ReadReport, RowProblem
 from qlora_fsdp.data.sequences import Indices, Sequences, make_sequences
 from qlora_fsdp.data.tokenize import Mask, Tokens
 from qlora_fsdp.errors import DataError
+from qlora_fsdp.run_folder import writing
 
 ROWS_A_BATCH = 100
 Tokenize = Callable[[dict[str, list[Any]]], dict[str, list[Any]]]
@@ -254,10 +255,14 @@ class StreamedSequences:
 
 
 def note_place(file: Path, key: str, window: Window) -> None:
-    """Append where a window begins, and what was left out in it, to the run's list of them."""
+    """Append where a window begins, and what was left out in it, to the run's list of them.
+
+    Raises:
+        RunFolderError: the run folder can't be written.
+    """
     bad_rows = {problem.kind: problem.num_rows for problem in window.report.problems}
     line = {"key": key, **asdict(window.place), "bad_rows": bad_rows}
-    with file.open("a", encoding="utf-8") as stream:
+    with writing(file.parent), file.open("a", encoding="utf-8") as stream:
         stream.write(json.dumps(line) + "\n")
 
 
