@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from qlora_fsdp.command import run_command
 from qlora_fsdp.config.schema import Config
-from qlora_fsdp.errors import UserError
+from qlora_fsdp.errors import DataError, UserError
 from qlora_fsdp.generate import GenerateSettings, check_generation, run_generate
 from qlora_fsdp.imports import quick_imports
 
@@ -30,6 +31,8 @@ usage: [accelerate launch -m | torchrun ... -m | python -m] qlora_fsdp.chat [ada
 In the chat: /reset forgets all turns, /system TEXT sets the system turn and forgets them, /exit (or Ctrl-D) ends.
 """
 
+COMMANDS = "/reset, /system TEXT, /exit"
+
 
 @dataclass
 class ChatSettings(GenerateSettings):
@@ -44,17 +47,22 @@ def chat(settings: ChatSettings, config: Config, processes: Processes) -> None:
     settings.prompt = ""  # there is none beforehand
     check_generation(settings, config)
     with quick_imports():
-        from qlora_fsdp.inference import load_trained
+        from qlora_fsdp.inference import check_template, load_trained
 
     trained = load_trained(config, settings.adapter, processes, generates=True)
+    check_template(trained.tokenizer, "chat")
     if processes.is_main and sys.stdin.isatty():
-        print("/reset, /system TEXT, /exit")
+        print(COMMANDS)
     conversation = Conversation(settings.system)
     while True:
         line = processes.share(_read_line() if processes.is_main else None, patiently=True)
         if line is None or line.strip() == "/exit":
             return
         if not line.strip() or conversation.obeys(line):
+            continue
+        if re.fullmatch(r"/\w*", line.strip()):
+            if processes.is_main:
+                print(f"{line.strip()} is none of {COMMANDS}")
             continue
         conversation.messages.append({"role": "user", "content": line})
         try:
@@ -102,10 +110,17 @@ def _reply(trained: Any, messages: list[dict[str, str]], settings: ChatSettings,
     import torch
     from transformers import TextStreamer
 
-    from qlora_fsdp.inference import chat_tokens, pad_left
+    from qlora_fsdp.inference import chat_tokens, num_positions, pad_left
 
     tokenizer = trained.tokenizer
     tokens = chat_tokens(tokenizer, messages, None, "the conversation")
+    limit = num_positions(trained)
+    if limit is not None and len(tokens) >= limit:
+        raise DataError(
+            f"the conversation has {len(tokens):,} tokens, and the model knows {limit:,} positions. /reset forgets it."
+        )
+    if limit is not None:
+        settings = replace(settings, max_new_tokens=min(settings.max_new_tokens, limit - len(tokens)))
     torch.manual_seed(settings.seed + len(messages))  # the same on every rank, which all draw the same tokens
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if processes.is_main else None
     input_ids, mask = pad_left([tokens], tokenizer.pad_token_id)

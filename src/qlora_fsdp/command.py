@@ -10,12 +10,13 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, TypeVar
 
 from qlora_fsdp.config.check_settings import check_settings
 from qlora_fsdp.config.commands import AdapterSettings, load_command
 from qlora_fsdp.config.schema import Config
-from qlora_fsdp.errors import ConfigError, MemoryShortage, RankError, RunFolderError, UserError, print_error
+from qlora_fsdp.errors import ConfigError, MemoryShortage, Problem, RankError, RunFolderError, UserError, print_error
 from qlora_fsdp.files import write_atomically
 from qlora_fsdp.imports import quick_imports
 
@@ -38,6 +39,21 @@ def write_out(out: str, text: str) -> None:
         write_atomically(Path(out).expanduser(), text)
     except OSError as error:
         raise RunFolderError(f"out={out} can't be written: {error}. Set out to another file.") from error
+
+
+def check_out(out: str | None) -> list[Problem]:
+    """Whether `write_out` can write there, before what it is to write is worked out; None: nothing is written."""
+    if out is None:
+        return []
+    path = Path(out).expanduser()
+    try:
+        if path.is_dir():
+            raise IsADirectoryError("it is a folder")
+        with TemporaryFile(dir=path.parent):
+            return []
+    except OSError as error:
+        reason = f"can't be written: {error.strerror or error}."
+        return [Problem(f"out={out}", reason, "Set out to a file in a folder that is there and can be written.")]
 
 
 def run_command(

@@ -7,11 +7,11 @@ import math
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from qlora_fsdp.command import log, run_command, write_out
+from qlora_fsdp.command import check_out, log, run_command, write_out
 from qlora_fsdp.config.commands import AdapterSettings
 from qlora_fsdp.config.schema import Config, TaskName
 from qlora_fsdp.errors import ConfigError, Problem
@@ -61,6 +61,8 @@ class EvaluateSettings(AdapterSettings):
 
 def evaluate_model(settings: EvaluateSettings, config: Config, processes: Processes) -> None:
     """Load, evaluate, and print one line of JSON."""
+    if processes.is_main and (problems := check_out(settings.out)):
+        raise ConfigError(problems)
     by = evaluate_on_data if settings.tasks is None else evaluate_on_tasks
     figures = {"adapter": settings.adapter, **by(settings, config, processes)}
     if not processes.is_main:
@@ -89,7 +91,7 @@ def evaluate_on_data(settings: EvaluateSettings, config: Config, processes: Proc
         wait=processes.first_error,
         vocab_size=trained.model.vocab_size,
     )
-    for line in str(data.report).splitlines():
+    for line in str(replace(data.report, purpose="evaluation")).splitlines():
         log.info(f"Data: {line}")
     if isinstance(trained.model, Classifier):
         trained.model.weigh_classes(data.train, processes.device)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qlora_fsdp.command import log, run_command, write_out
+from qlora_fsdp.command import check_out, log, run_command, write_out
 from qlora_fsdp.config.commands import AdapterSettings
 from qlora_fsdp.config.schema import Config, TaskName
 from qlora_fsdp.config.settings import show
@@ -61,13 +61,14 @@ class GenerateSettings(AdapterSettings):
 
 def generate_completions(settings: GenerateSettings, config: Config, processes: Processes) -> None:
     """Load, complete every prompt, and print or write the rows in their order."""
-    check_generation(settings, config)
+    check_generation(settings, config, check_out(settings.out) if processes.is_main else [])
     rows = _read_rows(settings)
     with quick_imports():
-        from qlora_fsdp.inference import load_trained
+        from qlora_fsdp.inference import load_trained, num_positions
 
     trained = load_trained(config, settings.adapter, processes, generates=True)
     prompts = [_tokens(trained, row, number) for number, row in enumerate(rows, start=1)]
+    _check_lengths(prompts, settings, num_positions(trained))
     mine = range(processes.rank, len(rows), processes.num_ranks)
     completions = complete([prompts[i] for i in mine], len(rows), trained, settings, processes)
     parts = processes.gather(dict(zip(mine, completions, strict=True)), patiently=True)
@@ -143,13 +144,13 @@ def run_generate(
     return output.cpu()
 
 
-def check_generation(settings: GenerateSettings, config: Config) -> None:
-    """Refuse a classifier, numbers that make no sense, and prompts that are missing or given twice.
+def check_generation(settings: GenerateSettings, config: Config, others: Sequence[Problem] = ()) -> None:
+    """Refuse a classifier, numbers that make no sense, prompts that are missing or given twice, and what others found.
 
     Raises:
         ConfigError: all that were found.
     """
-    problems = []
+    problems = list(others)
     if config.task.name is not TaskName.causal_lm:
         fix = "Set adapter to one of a model that does, or use qlora_fsdp.evaluate."
         problems.append(Problem(show("task.name", config.task.name), "writes no text.", fix))
@@ -197,6 +198,18 @@ def _tokens(trained: Trained, row: dict[str, Any], number: int) -> list[int]:
     if isinstance(row.get("prompt"), str):
         return prompt_tokens(trained.tokenizer, row["prompt"])
     return chat_tokens(trained.tokenizer, row["messages"], row.get("tools"), f"row {number}")
+
+
+def _check_lengths(prompts: list[list[int]], settings: GenerateSettings, limit: int | None) -> None:
+    for number, tokens in enumerate(prompts, start=1):
+        if not tokens:
+            raise DataError(f"row {number}: the prompt has no token to go on from. Give it some text.")
+        if limit is not None and len(tokens) + settings.max_new_tokens > limit:
+            fix = "Set max_new_tokens lower." if len(tokens) < limit else "Shorten the prompt."
+            raise DataError(
+                f"row {number}: {len(tokens):,} tokens and max_new_tokens={settings.max_new_tokens} are more than the "
+                f"{limit:,} positions that the model knows. {fix}"
+            )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -22,6 +22,7 @@ from qlora_fsdp.build import BuiltModel, build_configured
 from qlora_fsdp.classifier import Classifier
 from qlora_fsdp.command import log
 from qlora_fsdp.config.schema import Config, DataConfig, LoraConfig, TaskName
+from qlora_fsdp.config.settings import count
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.data.check import join_parts
 from qlora_fsdp.data.tokenizer import AddedTokens, add_tokens, load_tokenizer
@@ -39,6 +40,7 @@ from qlora_fsdp.shard import place_model, shard_model
 from qlora_fsdp.shards import local_rows, local_tensor
 from qlora_fsdp.task_model import TaskModel
 
+ANOTHER = "set data.chat_template=chatml (or llama3, alpaca, or a Jinja file)"
 NO_ADAPTER = LoraConfig(r=1)  # B is zero: it changes nothing
 
 
@@ -112,7 +114,7 @@ def load_trained(config: Config, adapter: str | None, processes: Processes, gene
         _start_at_the_root(model, device)
     log.info(
         f"Model: {built.model.name_or_path}, {built.kind}, "
-        f"{dtype_name(dtype)}, adapter: {adapter or 'none'}, {processes.num_ranks} ranks on {device.type}"
+        f"{dtype_name(dtype)}, adapter: {adapter or 'none'}, {count(processes.num_ranks, 'rank')} on {device.type}"
     )
     return trained
 
@@ -252,10 +254,25 @@ def generation_config(trained: Trained) -> GenerationConfig:
     return config
 
 
+def num_positions(trained: Trained) -> int | None:
+    """Tokens that prompt and completion may have together; None: the model sets no limit."""
+    return getattr(trained.model.base.config.get_text_config(), "max_position_embeddings", None)
+
+
 def prompt_tokens(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
     """A prompt's tokens as in training: with the begin token where the tokenizer adds one, without an end token."""
-    tokens: list[int] = tokenizer(prompt)["input_ids"]
+    tokens: list[int] = tokenizer(prompt, verbose=False)["input_ids"]
     return tokens[:-1] if len(tokens) > 1 and tokens[-1] == tokenizer.eos_token_id else tokens
+
+
+def check_template(tokenizer: PreTrainedTokenizerBase, place: str) -> None:
+    """Conversations need a chat template.
+
+    Raises:
+        DataError: there is none; `place` is who needs it.
+    """
+    if tokenizer.chat_template is None:
+        raise DataError(f"{place}: the tokenizer has no chat template. To use one, {ANOTHER}.")
 
 
 def chat_tokens(tokenizer: PreTrainedTokenizerBase, messages: Any, tools: Any, place: str) -> list[int]:
@@ -264,15 +281,13 @@ def chat_tokens(tokenizer: PreTrainedTokenizerBase, messages: Any, tools: Any, p
     Raises:
         DataError: there is no template, or it refuses the conversation.
     """
+    check_template(tokenizer, place)
     try:
         messages = [{**message, "content": join_parts(message.get("content"))} for message in messages]
         text = tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
     except (ValueError, jinja2.TemplateError, TypeError, KeyError, AttributeError) as error:
-        raise DataError(
-            f"{place}: the chat template can't be applied: {error}. Correct it, or set data.chat_template=chatml (or "
-            "llama3, alpaca, or a Jinja file)."
-        ) from error
-    tokens: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+        raise DataError(f"{place}: the chat template can't be applied: {error}. Correct it, or {ANOTHER}.") from error
+    tokens: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     return tokens
 
 

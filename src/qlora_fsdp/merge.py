@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from qlora_fsdp.command import log, run_command
 from qlora_fsdp.config.commands import AdapterSettings
-from qlora_fsdp.config.schema import Config, EmbeddingStorage, QuantType4bit, TaskName, TokenizerConfig
+from qlora_fsdp.config.schema import Config, EmbeddingStorage, QuantType4bit, TaskName, TokenizerConfig, Weights
+from qlora_fsdp.config.settings import show
 from qlora_fsdp.errors import ConfigError, Problem
 from qlora_fsdp.imports import quick_imports
 
@@ -160,6 +161,9 @@ def _check(settings: MergeSettings, config: Config, processes: Processes) -> Non
         problems.append(Problem(f"report_data={rows}", reason, "Leave report_data out."))
     if settings.base == "dequantized" and not (config.quant.load_in_4bit or config.quant.load_in_8bit):
         problems.append(Problem("base=dequantized", "needs a quantized base.", "Set base=full."))
+    if config.model.weights is Weights.random:
+        fix = "Set model.weights=checkpoint and model.path to the model, if that is what the adapter was trained on."
+        problems.append(Problem(show("model.weights", config.model.weights), "has no files to merge into.", fix))
     if processes.num_ranks > 1:
         problems.append(Problem("--num_processes", "must be 1: a merge reads and writes files.", "Start one process."))
     if problems:

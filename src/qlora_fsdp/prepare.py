@@ -14,6 +14,7 @@ from qlora_fsdp.attention import check_packing, choose_attention
 from qlora_fsdp.build import BuiltModel, build_configured, quant_settings
 from qlora_fsdp.classifier import Classifier
 from qlora_fsdp.config.schema import Activations, Config, DataFormat, Kernel, MatmulKind, TaskName
+from qlora_fsdp.config.settings import count
 from qlora_fsdp.data.open_stream import open_stream
 from qlora_fsdp.data.prepare import PreparedData, prepare_data
 from qlora_fsdp.data.sequences import TrainingData
@@ -69,7 +70,8 @@ def prepare(config: Config, processes: Processes, folder: Path, first_step: int 
         UserError: the model, the data, the settings or the hardware do not go together.
     """
     device, dtype = processes.device, choose_dtype(config.training.precision, processes.device)
-    log.info(f"Run {config.run.name}: {processes.num_ranks} ranks on {device.type}, {dtype_name(dtype)}, in {folder}")
+    ranks = f"{count(processes.num_ranks, 'rank')} on {device.type}"
+    log.info(f"Run {config.run.name}: {ranks}, {dtype_name(dtype)}, in {folder}")
     missing = replace_missing(config, device)
     files = find_model(config.model, processes.is_local_main, processes.first_error)
     text_config = files.config.get_text_config()

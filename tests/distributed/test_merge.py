@@ -152,3 +152,4 @@ def test_bad_input_is_named_at_once(capsys):
     message = capsys.readouterr().err
     for part in ("adapter is not set", "out is not set", "base=half is neither", "quantize=int8 is", "report_data=/no"):
         assert part in message
+    assert "model.weights=random has no files to merge into" in message

@@ -268,6 +268,18 @@ def test_an_error_of_one_rank_ends_all_with_it_told_once(adapters, tmp_path: Pat
         ),
         ("chat", ["temperature=warm"], ["temperature=warm must be a number"]),
         ("evaluate", ["model=tiny"], ["data.path=null names no data"]),
+        (  # a group of settings, not tasks= misspelt
+            "evaluate",
+            ["model=tiny", "task=sequence_classification", "model.path=/"],
+            ["task.labels=null names too few", "model.path=/ is not read: model=tiny makes its weights up"],
+        ),
+        (
+            "generate",
+            ["model=tiny", "prompt=a", "max_new_tokens=3000"],
+            ["row 1: 2 tokens and max_new_tokens=3000 are more than the 2,048 positions that the model knows"],
+        ),
+        ("generate", ["model=tiny", "prompt=a", "out=/no/a.jsonl"], ["out=/no/a.jsonl can't be written: No such"]),
+        ("evaluate", ["model=tiny", "data=random", "out=/"], ["out=/ can't be written: it is a folder"]),
     ],
 )
 def test_bad_input_is_named(module: str, arguments: list[str], parts: list[str]):
@@ -275,3 +287,12 @@ def test_bad_input_is_named(module: str, arguments: list[str], parts: list[str])
     assert ended.returncode == 2 and "Traceback" not in ended.stderr, ended.stderr
     for part in parts:
         assert part in ended.stderr
+
+
+def test_chat_goes_on_after_what_it_can_not_do():
+    lines = "/help\n" + "a" * 2048 + "\nhello\n"
+    arguments = [sys.executable, "-m", "qlora_fsdp.chat", "model=tiny", "max_new_tokens=2"]
+    ended = subprocess.run(arguments, input=lines, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.startswith("/help is none of /reset, /system TEXT, /exit\nError: the conversation has 2,")
+    assert "the model knows 2,048 positions. /reset forgets it.\n" in ended.stdout and ended.stdout.count("\n") >= 3

@@ -153,7 +153,9 @@ def test_hub_names_and_existing_paths_pass(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path)
     (tmp_path / "chats.jsonl").write_text("{}\n")
     (tmp_path / "my-llama").mkdir()
-    assert complaints(configure("model.path=my-llama", "data.path=chats.jsonl", "data.format=auto")) == []
+    paths = ["model.path=my-llama", "data.path=chats.jsonl", "data.format=auto"]
+    assert complaints(configure(*paths, "model.weights=checkpoint")) == []
+    assert "model=tiny makes its weights up" in complaints(configure(*paths))[0]
     assert complaints(load_config(["model.path=org/llama", "data.path=org/chats"])) == []
 
 

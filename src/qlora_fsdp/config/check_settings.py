@@ -141,6 +141,11 @@ def _model(config: Config) -> Iterator[Problem]:
     if model.weights is Weights.random and not model.config and (model.path is None or not is_local_path(model.path)):
         fix = f"Set model to one of {', '.join(names)}, model.config, or model.path to a folder with a config.json."
         yield problem_with(config, "model.weights", "has no config to make up weights from.", fix)
+    is_dry_run = config.data.format is DataFormat.random
+    is_there = model.path is not None and Path(model.path).expanduser().exists()
+    if model.name == "tiny" and is_there and model.weights is Weights.random and not is_dry_run:
+        reason = "is not read: model=tiny makes its weights up."
+        yield problem_with(config, "model.path", reason, "Leave model=tiny out, or set model.weights=checkpoint too.")
     if model.path is not None:
         yield from _missing(config, "model.path", "Set model.path to a folder with config.json and safetensors files.")
     if model.tokenizer_path not in (None, "bytes"):

@@ -20,6 +20,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from omegaconf import OmegaConf
 
+from qlora_fsdp.config.command_line import conf_folder
 from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.config.schema import Config, TaskName
 from qlora_fsdp.config.settings import show
@@ -102,16 +103,18 @@ def saved_settings(config: Config, class_weights: list[float] | None = None) -> 
 def _split(argv: Sequence[str], kind: type) -> tuple[dict[str, Any], list[str], list[Problem]]:
     hints = get_type_hints(kind)
     names = [field.name for field in fields(kind)]
+    groups = {path.name for path in conf_folder().iterdir() if path.is_dir()}  # task=... is not tasks=... misspelt
     values: dict[str, Any] = {}
     rest, problems = [], []
     for text in argv:
         key, equals, value = text.partition("=")
+        may_be_misspelt = equals and key.isidentifier() and key not in groups
         if key in names and equals:
             try:
                 values[key] = _convert(value, hints[key])
             except ValueError as error:
                 problems.append(Problem(text, f"must be {error}.", f"Set {key} to that, or leave it out."))
-        elif equals and key.isidentifier() and "." not in key and (near := difflib.get_close_matches(key, names, n=1)):
+        elif near := difflib.get_close_matches(key, names, n=1) if may_be_misspelt else []:
             problems.append(Problem(text, "is not a setting.", f"Did you mean {near[0]}?"))
         else:
             rest.append(text)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from qlora_fsdp.config.settings import count
+
 NUM_EXAMPLES = 5
 
 
@@ -27,7 +29,7 @@ class RowProblem:
     def __str__(self) -> str:
         done = "cut" if self.num_kept == self.num_rows else "left out"
         more = ", ..." if self.num_rows > len(self.examples) else ""
-        return f"{self.num_rows:,} {_rows(self.num_rows)} {done} ({self.kind}): {', '.join(self.examples)}{more}"
+        return f"{count(self.num_rows, 'row')} {done} ({self.kind}): {', '.join(self.examples)}{more}"
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class ReadReport:
     label_width: int = 0
 
     def __str__(self) -> str:
-        lines = [f"{self.path}: {self.num_rows:,} {_rows(self.num_rows)} read, {self.num_used_rows:,} used"]
+        lines = [f"{self.path}: {count(self.num_rows, 'row')} read, {self.num_used_rows:,} used"]
         return "\n".join([*lines, *(f"  {problem}" for problem in self.problems)])
 
     def to_json(self) -> dict[str, Any]:
@@ -87,7 +89,7 @@ class MixPart:
         times = self.num_used_rows / self.num_rows
         often = "once" if times == 1 else f"{times:.3g} times"
         return (
-            f"mix: {self.path}: {self.num_rows:,} {_rows(self.num_rows)} {often}, {self.row_share:.1%} of the rows and"
+            f"mix: {self.path}: {count(self.num_rows, 'row')} {often}, {self.row_share:.1%} of the rows and"
             f" {self.token_share:.1%} of the tokens"
         )
 
@@ -108,6 +110,7 @@ class DataReport:
         label_counts: rows by label; empty without labels.
         mix: the data sets of a mix; empty without one.
         streamed_rows: rows that are read at a time, of which the counts are; 0: all data is there.
+        purpose: what the data other than the evaluation's is for.
     """
 
     sources: tuple[ReadReport, ...]
@@ -121,23 +124,21 @@ class DataReport:
     label_counts: dict[str, int] = field(default_factory=dict)
     mix: tuple[MixPart, ...] = ()
     streamed_rows: int = 0
+    purpose: str = "training"
 
     def __str__(self) -> str:
         lines = [
             *(str(source) for source in self.sources),
             *(str(part) for part in self.mix),
             *([f"streaming, {self.streamed_rows:,} rows at a time, of which the first:"] if self.streamed_rows else []),
-            f"training: {self.num_rows:,} rows in {self.num_sequences:,} sequences,"
+            f"{self.purpose}: {count(self.num_rows, 'row')} in {count(self.num_sequences, 'sequence')},"
             f" {self.packing_efficiency:.1%} full, {self.num_tokens:,} tokens, {self.num_target_tokens:,} with a loss",
         ]
         if self.num_eval_sequences:
             lines.append(
-                f"evaluation: {self.num_eval_sequences:,} sequences, {self.num_eval_target_tokens:,} tokens with a loss"
+                f"evaluation: {count(self.num_eval_sequences, 'sequence')},"
+                f" {self.num_eval_target_tokens:,} tokens with a loss"
             )
         if self.label_counts:
             lines.append(f"labels: {', '.join(f'{name} {number:,}' for name, number in self.label_counts.items())}")
         return "\n".join(lines)
-
-
-def _rows(num_rows: int) -> str:
-    return "row" if num_rows == 1 else "rows"
