@@ -296,7 +296,7 @@ def _batches(data: TrainingData, config: Config, split: BatchSplit, rank: int, f
 def _micro_batches(data: TrainingData, indices: Indices, split: BatchSplit, rank: int) -> Iterator[Batch]:
     size = split.micro_batch_size
     for micro in micro_batch_indices(indices, rank=rank, num_ranks=split.num_ranks, micro_batch_size=size):
-        yield collate(data, micro, pad_to=None, micro_batch_size=size)
+        yield collate(data, micro, micro_batch_size=size)
 
 
 def _stop_on_bad_gradients(model: TaskModel, step: int, is_first: bool, processes: Processes) -> None:

@@ -172,7 +172,7 @@ def peak_bytes(cases: Mapping[str, Sequence[str]]) -> dict[str, tuple[int, int]]
         optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad], config.optim, 0.0)
         length = config.training.max_length
         ids = torch.arange(length).unsqueeze(0) % 250
-        batch = Batch(ids, ids, torch.arange(length).unsqueeze(0), torch.tensor([0, length]).int(), length, length)
+        batch = Batch(ids, ids, torch.arange(length).unsqueeze(0), torch.tensor([0, length]).int(), length)
         if config.task.name is not TaskName.causal_lm:
             batch = replace(batch, labels=torch.zeros(1, 1), label_positions=torch.tensor([0]))
         for _ in range(2):

@@ -52,7 +52,7 @@ def prepare(
 )
 def test_labels_reach_the_batch(tmp_path: Path, form: ProblemType, labels: list[str] | None, values, expected):
     data = prepare(tmp_path, [{"text": "abc", "label": value} for value in values], form, labels).train
-    batch = collate(data, np.arange(3), pad_to=None, micro_batch_size=4)
+    batch = collate(data, np.arange(3), micro_batch_size=4)
     assert batch.labels is not None and batch.label_positions is not None
     np.testing.assert_array_equal(batch.labels, np.array(expected, np.float32))
     assert batch.label_positions.tolist() == [0, 1, 2]  # the fourth sequence is padding alone: no loss
@@ -122,7 +122,7 @@ def test_words_give_their_first_token_a_label(tmp_path: Path):
         {"tokens": ["a"], "label": [0]},
     ]
     data = prepare(tmp_path, rows, SINGLE, names, "token_classification")
-    batch = collate(data.train, np.arange(3), pad_to=16, micro_batch_size=4)
+    batch = collate(data.train, np.arange(3), micro_batch_size=4)
     assert batch.labels is not None and batch.label_positions is not None
     assert batch.input_ids[0].tolist() == [256, *"New York is é".encode(), 258]
     # Bytes 1, 5 and 13 of row 0, byte 1 of row 1, and of row 2 what is left of it: three words.

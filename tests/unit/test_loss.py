@@ -79,7 +79,7 @@ def batch_of(*rows: list[int]):
     )
     sequences = make_sequences(stored, np.arange(len(rows)), max_length=64, pad_token_id=258, packing=False, seed=0)
     packed = type(sequences)(stored, sequences.row_ids, np.array([0, len(rows)]), 64, 258, True)
-    return collate(packed, np.array([0]), pad_to=None, micro_batch_size=1)
+    return collate(packed, np.array([0]), micro_batch_size=1)
 
 
 @pytest.mark.parametrize("family", sorted(PACKED_FAMILIES))

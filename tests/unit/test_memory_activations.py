@@ -53,7 +53,7 @@ def make_model(family: str, config: Config) -> tuple[CausalLM, Workload]:
 
 def batch() -> Batch:
     ids = torch.arange(TOKENS).unsqueeze(0)
-    return Batch(ids, ids, ids, torch.tensor([0, TOKENS], dtype=torch.int32), TOKENS, TOKENS)
+    return Batch(ids, ids, ids, torch.tensor([0, TOKENS], dtype=torch.int32), TOKENS)
 
 
 def saved_by_layer(model: CausalLM, index: int) -> dict[int, int]:

@@ -31,7 +31,6 @@ class Batch:
         sequence_starts: int32 [num_rows + 1], where rows begin in the flattened B x L tokens, and B x L at the end.
             Padding at the end of a sequence is a row too.
         max_row_length: tokens of the longest row.
-        num_target_tokens: positions with a target.
         labels: float32 [num_labels, numbers a label]; None where tokens are predicted.
         label_positions: int64 [num_labels], where they belong: among the B sequences, or, if tokens have them, among
             the B x L tokens.
@@ -42,7 +41,6 @@ class Batch:
     position_ids: torch.Tensor
     sequence_starts: torch.Tensor
     max_row_length: int
-    num_target_tokens: int
     labels: torch.Tensor | None = None
     label_positions: torch.Tensor | None = None
 
@@ -72,18 +70,19 @@ def micro_batch_indices(global_indices: Indices, *, rank: int, num_ranks: int, m
     return [global_indices[start : start + micro_batch_size] for start in starts]
 
 
-def collate(sequences: TrainingData, indices: Indices, *, pad_to: int | None, micro_batch_size: int) -> Batch:
+def collate(sequences: TrainingData, indices: Indices, *, micro_batch_size: int) -> Batch:
     """Makes the tensors of a micro-batch, on the CPU.
+
+    L is max_length with packing, so that shapes never change; else that of the longest row here, rounded up to a
+    multiple of 8.
 
     Args:
         sequences: where they are.
         indices: [at most micro_batch_size]; the rest of the batch is padding, with no target.
-        pad_to: L. None: with packing max_length, so that shapes never change; else the longest row here, rounded up to
-            a multiple of 8.
         micro_batch_size: B.
     """
     assert len(indices) <= micro_batch_size
-    length = _padded_length(sequences, indices) if pad_to is None else pad_to
+    length = _padded_length(sequences, indices)
     shape = (micro_batch_size, length)
     input_ids = np.full(shape, sequences.pad_token_id, dtype=np.int64)
     targets = np.full(shape, IGNORE_INDEX, dtype=np.int64)
@@ -91,7 +90,6 @@ def collate(sequences: TrainingData, indices: Indices, *, pad_to: int | None, mi
     positions = np.arange(length)
     row_starts = [0]
     label_positions: list[int] = []
-    num_target_tokens = 0
     for b in range(micro_batch_size):
         begin = 0
         for tokens, is_target in sequences.rows_of(int(indices[b])) if b < len(indices) else ():
@@ -103,7 +101,6 @@ def collate(sequences: TrainingData, indices: Indices, *, pad_to: int | None, mi
                 label_positions += (b * length + np.flatnonzero(is_target)).tolist() if is_target.any() else [b]
             else:
                 targets[b, begin : end - 1] = np.where(is_target[1:], tokens[1:], IGNORE_INDEX)
-                num_target_tokens += int(is_target[1:].sum())
             begin = end
         if begin < length:
             position_ids[b, begin:] = positions[: length - begin]
@@ -114,7 +111,6 @@ def collate(sequences: TrainingData, indices: Indices, *, pad_to: int | None, mi
         position_ids=torch.from_numpy(position_ids),
         sequence_starts=torch.tensor(row_starts, dtype=torch.int32),
         max_row_length=int(np.diff(row_starts).max()),
-        num_target_tokens=num_target_tokens,
         labels=torch.from_numpy(sequences.labels_of(indices)) if sequences.has_labels else None,
         label_positions=torch.tensor(label_positions, dtype=torch.int64) if sequences.has_labels else None,
     )
