@@ -4,8 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# Test files at a time. On GPUs one, as their tests use all that there are.
-WORKERS ?= $(if $(wildcard /dev/nvidiactl),0,2)
+# Test files at a time, three even on two cores: many wait. On GPUs one, as their tests use all that there are.
+WORKERS ?= $(if $(wildcard /dev/nvidiactl),0,3)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test versions lint types format clean
