@@ -9,13 +9,14 @@ model nor the adapter has seen.
 from __future__ import annotations
 
 import json
-import logging
 import shlex
 import subprocess
 import sys
 import time
 import warnings
 from pathlib import Path
+
+from qlora_fsdp.imports import quick_imports
 
 ROOT = Path(__file__).resolve().parents[1]
 RUN_FOLDER = ROOT / "outputs" / "demo"
@@ -46,16 +47,14 @@ def show_losses() -> None:
 
 def show_answers() -> None:
     """Prints what the base model says without the adapter and with it, through stock transformers and PEFT."""
-    import torch
+    with quick_imports():
+        import torch
+        from peft import PeftModel
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers.utils import logging
 
-    # It misses a kernel of another package, which nothing here uses
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     warnings.simplefilter("ignore")  # about deprecations between these libraries
     base = AutoModelForCausalLM.from_pretrained(ROOT / "demo" / "base", dtype=torch.float32)
     model = PeftModel.from_pretrained(base, RUN_FOLDER / "adapter").eval()

@@ -25,14 +25,7 @@ from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from qlora_fsdp.config.check_settings import int8_embeddings_problem
-from qlora_fsdp.config.schema import (
-    Config,
-    EmbeddingStorage,
-    LoraConfig,
-    QuantConfig,
-    TaskConfig,
-    TaskName,
-)
+from qlora_fsdp.config.schema import Config, EmbeddingStorage, LoraConfig, QuantConfig, TaskConfig, TaskName
 from qlora_fsdp.errors import CheckpointError, ConfigError, Problem
 from qlora_fsdp.head import describe_task, find_head, find_new, is_outside_backbone
 from qlora_fsdp.load.assign import assign, map_keys, stored_formats

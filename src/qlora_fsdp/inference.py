@@ -22,7 +22,6 @@ from qlora_fsdp.build import BuiltModel, build_configured
 from qlora_fsdp.classifier import Classifier
 from qlora_fsdp.command import log
 from qlora_fsdp.config.schema import Config, DataConfig, LoraConfig, TaskName
-from qlora_fsdp.config.settings import count
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.data.check import join_parts
 from qlora_fsdp.data.tokenizer import AddedTokens, add_tokens, load_tokenizer
@@ -38,6 +37,7 @@ from qlora_fsdp.prove import prove_shards
 from qlora_fsdp.resume import describe_base
 from qlora_fsdp.shard import place_model, shard_model
 from qlora_fsdp.shards import local_rows, local_tensor
+from qlora_fsdp.tables import count
 from qlora_fsdp.task_model import TaskModel
 
 ANOTHER = "set data.chat_template=chatml (or llama3, alpaca, or a Jinja file)"

@@ -14,7 +14,6 @@ from qlora_fsdp.attention import check_packing, choose_attention
 from qlora_fsdp.build import BuiltModel, build_configured, quant_settings
 from qlora_fsdp.classifier import Classifier
 from qlora_fsdp.config.schema import Activations, Config, DataFormat, Kernel, MatmulKind, TaskName
-from qlora_fsdp.config.settings import count
 from qlora_fsdp.data.open_stream import open_stream
 from qlora_fsdp.data.prepare import PreparedData, prepare_data
 from qlora_fsdp.data.sequences import TrainingData
@@ -34,6 +33,7 @@ from qlora_fsdp.quantized.linear import use_fp8
 from qlora_fsdp.resume import describe_base
 from qlora_fsdp.run_folder import log
 from qlora_fsdp.shard import count_shards
+from qlora_fsdp.tables import count
 from qlora_fsdp.task_model import TaskModel
 
 

@@ -1,4 +1,4 @@
-"""Tables for a terminal. Imports no torch."""
+"""Tables and numbers for a terminal. Imports no torch."""
 
 from __future__ import annotations
 
@@ -23,3 +23,8 @@ def show_number(value: float | None, spec: str) -> str:
 def show_duration(seconds: float | None) -> str:
     """`0:03:20`; nothing for None."""
     return "" if seconds is None else str(timedelta(seconds=round(seconds)))
+
+
+def count(number: int, what: str) -> str:
+    """A number of things, such as `1 row` or `2,000 rows`."""
+    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"

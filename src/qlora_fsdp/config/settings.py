@@ -120,11 +120,6 @@ def show(key: str, value: Any) -> str:
     return f"{key}={_show_value(value)}"
 
 
-def count(number: int, what: str) -> str:
-    """A number of things for people to read, such as `1 row` or `2,000 rows`."""
-    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
-
-
 def _show_value(value: Any) -> str:
     if value is None:
         return "null"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from qlora_fsdp.config.settings import count
+from qlora_fsdp.tables import count
 
 NUM_EXAMPLES = 5
 

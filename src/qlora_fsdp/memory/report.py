@@ -53,7 +53,7 @@ def summary_line(plan: MemoryPlan) -> str:
 
 
 def waiting_lines(plan: MemoryPlan, gpu: Gpu) -> list[str]:
-    """A line for whom GPUs would wait for Python most of a step's time, who could have more of them."""
+    """A line if GPUs would wait for Python for a good part of a step, else none."""
     share = waiting_share(plan.work, plan.policies, gpu)
     if share < MIN_WAITING:
         return []
