@@ -6,8 +6,8 @@ r"""Predicted beside measured memory, and speed, of many short runs on one host 
 Runs that need fewer GPUs than there are go side by side, and the same processes make one run after another, so that
 most of the time is spent in steps. Weights and data are random (`model.weights=random`). Prints a row a run and writes
 JSON. Sets: `calibrate`, the plan against the measurement; `fit`, what must fit; `auto`, what auto chooses beside the
-fastest policies by hand that fit. `memory.target_gib` holds torch's allocator to the target, less what CUDA and NCCL
-take.
+fastest policies by hand that fit; `short`, steps of few tokens; `scale`, from one GPU to four. `memory.target_gib`
+holds torch's allocator to the target, less what CUDA and NCCL take.
 """
 
 from __future__ import annotations
@@ -72,6 +72,8 @@ class Case:
 
 OFFLOAD = ("fsdp=offload",)
 ACCUMULATE = ("training.global_batch_size=16",)
+NO_SHARD = ("fsdp.sharding_strategy=NO_SHARD",)
+RESHARD = ("fsdp.reshard_after_forward=true",)
 SETS = {
     "calibrate": [  # sizes, ranks, lengths, policies, offload
         Case("8b", 1, 1024, 8, "none"),
@@ -107,6 +109,16 @@ SETS = {
         Case("8b", 1, 4096, 4, "full", (), 24, 8),
         Case("8b", 1, 4096, 4, "every_k", (), 40, 8),
         Case("8b", 1, 4096, 4, "none", (), 80, 8),
+    ],
+    "short": [  # steps that wait for Python
+        *(Case("8b", 1, 2048, 1, "auto", (), target, 10) for target in (10, 12, 16)),
+        *(Case("8b", 1, length, 1, "none", (), None, 10) for length in (512, 1024, 2048, 4096)),
+        Case("8b", 1, 2048, 1, "full", (), None, 10),
+    ],
+    "scale": [
+        Case("8b", num_gpus, 4096, 4, "none", more, None, 10)
+        for num_gpus in (1, 2, 4)
+        for more in ([(), NO_SHARD, RESHARD] if num_gpus > 1 else [()])
     ],
 }
 
