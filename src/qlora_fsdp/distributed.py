@@ -22,6 +22,7 @@ from qlora_fsdp.config.world import World
 from qlora_fsdp.errors import DeviceError, RankError
 
 PATIENCE = timedelta(days=7)
+NCCL_GRACE = timedelta(seconds=60)
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
@@ -37,7 +38,7 @@ class Processes:
         device: where this process computes.
         store: the key-value store they met at; works when no collective does.
         patient_group: for waits that may take hours, which are no sign that a rank is stuck.
-        group: for all others; None: the default one.
+        group: for all others; None: the default one. It times out before NCCL does.
     """
 
     rank: int
@@ -101,7 +102,7 @@ def start_processes(timeout_seconds: int, use_cpu: bool | None = None) -> Proces
     """Join the process group, and take this process's device.
 
     Args:
-        timeout_seconds: a collective that takes longer ends the process: a rank is gone or stuck.
+        timeout_seconds: a meeting of the hosts that takes longer ends the run: a rank is gone or stuck.
         use_cpu: compute on the CPU though there are GPUs; None: as ACCELERATE_USE_CPU says (`accelerate launch --cpu`).
 
     Raises:
@@ -130,7 +131,11 @@ def start_processes(timeout_seconds: int, use_cpu: bool | None = None) -> Proces
         # torchrun's store outlives a restart of the ranks (--max_restarts): what the last attempt said must not count.
         store = PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=timeout)
+        # NCCL's watchdog aborts a process where it stands. The hosts, who meet in every step, are to notice first: they
+        # say which rank is missing.
+        longest = timeout + NCCL_GRACE if cuda else timeout
+        dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=longest)
+        group = dist.new_group(backend="gloo", timeout=timeout) if cuda else None
         patient_group = dist.new_group(backend="gloo", timeout=PATIENCE)
     except (dist.DistError, RuntimeError) as error:
         raise RankError(
@@ -139,7 +144,7 @@ def start_processes(timeout_seconds: int, use_cpu: bool | None = None) -> Proces
             f"{str(error).strip().partition(chr(10))[0]} Check that all were started, and that these are the same "
             "everywhere."
         ) from error
-    return Processes(rank, num_ranks, local_rank, local_num_ranks, device, store, patient_group)
+    return Processes(rank, num_ranks, local_rank, local_num_ranks, device, store, patient_group, group)
 
 
 def _let_segments_grow() -> None:

@@ -34,10 +34,11 @@ def replace_missing(config: Config, device: torch.device) -> list[str]:
             fix = "pip install triton, or set compute.matmul=dequantized."
             raise ConfigError([Problem("compute.matmul=fp8", "needs Triton, which is not installed.", fix)])
         config.kernels.fuse_layers = False
-        notes.append("Triton is not installed: bitsandbytes' kernels dequantize, and no layers are fused (slower).")
+        note = "Triton is not installed: torch and bitsandbytes compute without fused kernels (slower): "
+        notes.append(f"{note}pip install triton")
     kernels = config.kernels
     wanted = Kernel.auto in (kernels.rms_norm, kernels.rotary, kernels.glu, kernels.cross_entropy)
-    if wanted and find_spec("liger_kernel") is None:
+    if wanted and not notes and find_spec("liger_kernel") is None:
         notes.append("liger-kernel is not installed: torch computes in its place (slower): pip install qlora-fsdp[gpu]")
     return notes
 

@@ -24,6 +24,8 @@ def quick_imports() -> Iterator[None]:
         os.environ.setdefault("TQDM_MININTERVAL", SECONDS_BETWEEN_BARS)
     # It misses a kernel for 4-bit inference on CPUs, which nothing here calls either.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    # It prints a traceback where it has no library for the GPU; `fallbacks.py` and doctor say so in a line.
+    logging.getLogger("bitsandbytes.cextension").setLevel(logging.CRITICAL)
     is_ours = NO_COMPILER not in os.environ
     os.environ.setdefault(NO_COMPILER, "1")
     gc.disable()

@@ -60,6 +60,8 @@ def _liger_options(model_type: str, device: torch.device) -> tuple[str | None, s
         return "it needs a GPU", set()
     if find_spec("liger_kernel") is None:
         return "liger-kernel is not installed: pip install qlora-fsdp[gpu]", set()
+    if find_spec("triton") is None:
+        return "Triton is not installed: pip install triton", set()
     logging.getLogger("liger_kernel").setLevel(logging.ERROR)  # it lists the back ends of other chips that it lacks
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 

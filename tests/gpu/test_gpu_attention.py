@@ -65,7 +65,8 @@ def test_equals_plain_attention(
     )
     out.backward(grad)
     exact = [tensor.double().requires_grad_() for tensor in inputs]
-    expected = plain_attention(*exact, lengths, window)
+    query, key, value = exact
+    expected = plain_attention(query, key, value, lengths, window)
     expected.backward(grad.double())
     assert out.shape == expected.shape
     torch.testing.assert_close(out.double(), expected, rtol=2e-2, atol=2e-2)

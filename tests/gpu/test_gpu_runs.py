@@ -28,7 +28,7 @@ def kill(folder: Path) -> tuple[Launch, int]:
     launch.wait_for_steps()
     process = launch.rank(NUM_RANKS - 1)
     process.kill()
-    launch.finish(90)
+    launch.finish()
     return launch, process.pid
 
 
@@ -39,7 +39,7 @@ def freeze(folder: Path) -> tuple[Launch, int]:
     process.suspend()
     launch.wait_for(lambda: bool(launch.errors), "a message", 90)
     process.kill()
-    launch.finish(90)
+    launch.finish()
     return launch, process.pid
 
 
@@ -47,7 +47,7 @@ def stop_and_go_on(folder: Path) -> Launch:
     first = Launch(folder, "accelerate_gpus", *RUN, gpus=True)
     first.wait_for_steps(20)
     first.rank(NUM_RANKS - 1).send_signal(signal.SIGTERM)
-    first.finish(90)
+    first.finish()
     assert first.summary["status"] == "interrupted", first.output
     second = Launch(folder, "accelerate_gpus", *RUN, gpus=True)
     second.finish()

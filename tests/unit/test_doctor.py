@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -107,3 +108,18 @@ def test_pinned_memory_that_cannot_be_had_is_a_finding(monkeypatch: pytest.Monke
     assert (
         finding.level == "red" and finding.found.endswith("not supported on this OS") and "ulimit -l" in finding.advice
     )
+
+
+def test_without_a_library_of_bitsandbytes_the_rest_of_a_gpu_is_checked(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(cextension, "lib", cextension.ErrorHandlerMockBNBNativeLibrary("no libcudart.so"))
+    monkeypatch.setattr(shutil, "which", lambda program: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (2**34, 2**34))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
+    check_bytes = gpus._check_bytes
+    monkeypatch.setattr(gpus, "_check_bytes", lambda what, device: check_bytes(what, "cpu"))
+    levels = {finding.what: finding.level for finding in gpus.check_gpus()}
+    assert levels == {"CUDA": "red", "GPU 0": "green", "GPU 0 bytes": "green"}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from bitsandbytes import cextension
 
-from qlora_fsdp import attention, fallbacks, flash_4
+from qlora_fsdp import attention, fallbacks, flash_4, kernels
 from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.errors import ConfigError, DeviceError
 
@@ -37,12 +37,18 @@ def test_a_cpu_and_a_whole_gpu_host_lack_nothing(without):
     assert fallbacks.replace_missing(config, torch.device("cpu")) == [] and config.kernels.fuse_layers
 
 
-def test_without_triton_and_liger_a_run_goes_on_and_says_so(without):
+def test_without_triton_a_run_goes_on_and_says_so(without):
     without("triton", "liger_kernel")
     config = settings()
-    triton, liger = fallbacks.replace_missing(config, GPU)
-    assert not config.kernels.fuse_layers
-    assert "Triton is not installed" in triton and "pip install qlora-fsdp[gpu]" in liger
+    (triton,) = fallbacks.replace_missing(config, GPU)
+    assert "Triton is not installed" in triton and not config.kernels.fuse_layers
+
+
+def test_without_liger_a_run_goes_on_and_says_so(without):
+    without("liger_kernel")
+    config = settings()
+    (liger,) = fallbacks.replace_missing(config, GPU)
+    assert "pip install qlora-fsdp[gpu]" in liger and config.kernels.fuse_layers
 
 
 def test_fp8_without_triton_is_refused(without):
@@ -75,3 +81,11 @@ def test_without_varlen_attention_auto_takes_another_and_varlen_is_refused(witho
         attention.choose_attention("varlen", config, GPU, torch.bfloat16)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
     assert attention.choose_attention("auto", config, GPU, torch.float16) == ("sdpa", None)
+
+
+def test_liger_needs_triton(monkeypatch):
+    monkeypatch.setattr(kernels, "find_spec", lambda name: None if name == "triton" else object())
+    config = settings("kernels.rms_norm=liger").kernels
+    with pytest.raises(ConfigError, match=r"kernels\.rms_norm=liger can't be used: Triton is not installed"):
+        kernels.use_fused_kernels(config, "llama", GPU)
+    assert kernels.use_fused_kernels(settings().kernels, "llama", GPU) == []

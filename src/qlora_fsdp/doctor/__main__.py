@@ -10,7 +10,9 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
 
 from qlora_fsdp.doctor.exchange import check_exchange
@@ -20,6 +22,7 @@ from qlora_fsdp.doctor.host import check_disk, check_memory
 from qlora_fsdp.doctor.software import check_hub, check_slurm, check_versions
 from qlora_fsdp.errors import RankError, RunFolderError, UserError, print_error
 from qlora_fsdp.files import write_json
+from qlora_fsdp.imports import quick_imports
 
 USAGE = """
 Can this host train? Versions, GPUs, bitsandbytes, memory, disk, hub, SLURM; green, yellow or red, with what to do.
@@ -47,12 +50,15 @@ def diagnose(folder: Path) -> list[Finding]:
         ("hub", check_hub),
         ("SLURM", check_slurm),
     ]
+    with quick_imports(), suppress(Exception):  # what can't be imported is found below
+        import_module("bitsandbytes")
     findings: list[Finding] = []
     for name, check in checks:
         try:
             findings += check()
         except Exception as error:  # whatever is broken here is what this command is for
-            findings.append(Finding("red", name, f"{type(error).__name__}: {error}", "Mend this first."))
+            first_line = str(error).partition("\n")[0]
+            findings.append(Finding("red", name, f"{type(error).__name__}: {first_line}", "Mend this first."))
     return findings
 
 

@@ -23,7 +23,8 @@ def check_gpus() -> Iterator[Finding]:
         advice = f"install a driver for CUDA {built}" if built else "this torch is for CPUs: install one for CUDA"
         yield Finding("yellow", "GPU", "none seen; CPUs train small models only", f"If there is one, {advice}.")
         return
-    yield _check_driver()
+    driver = _check_driver()
+    yield driver
     count = torch.cuda.device_count()
     for index in range(count):
         free, total = torch.cuda.mem_get_info(index)
@@ -40,7 +41,9 @@ def check_gpus() -> Iterator[Finding]:
         else:
             yield Finding("green", what, found)
         with torch.cuda.device(index):  # kernels start on the current one
-            checks = [_check_bytes(f"GPU {index} bytes", "cuda"), _check_kernels(f"GPU {index} bnb", "cuda")]
+            checks = [_check_bytes(f"GPU {index} bytes", "cuda")]
+            if driver.level == "green":  # else bitsandbytes has no kernels to try
+                checks.append(_check_kernels(f"GPU {index} bnb", "cuda"))
         yield from checks
     pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
     without = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
