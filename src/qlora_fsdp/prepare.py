@@ -24,7 +24,7 @@ from qlora_fsdp.hardware import choose_dtype, find_machine, hold_to
 from qlora_fsdp.kernels import use_fused_kernels
 from qlora_fsdp.load.cache import use_cache
 from qlora_fsdp.memory.decide import Decision, Machine, decide
-from qlora_fsdp.memory.measure import PhasePeaks, start_snapshot
+from qlora_fsdp.memory.measure import PhasePeaks, explain_early_shortage, is_shortage, start_snapshot
 from qlora_fsdp.memory.recompute import Relief, set_activation_policy
 from qlora_fsdp.model_files import ModelFiles, find_model
 from qlora_fsdp.plan import BatchSplit, FlopCounter, Sizes, count_bytes, count_flops, dtype_name, split_batches
@@ -67,8 +67,18 @@ def prepare(config: Config, processes: Processes, folder: Path, first_step: int 
         first_step: optimizer steps that a checkpoint has done already.
 
     Raises:
-        UserError: the model, the data, the settings or the hardware do not go together.
+        UserError: the model, the data, the settings or the hardware do not go together; a MemoryShortage where what
+            is tried out or written to a cache finds no room.
     """
+    try:
+        return _prepare(config, processes, folder, first_step)
+    except RuntimeError as error:
+        if not is_shortage(error):
+            raise
+        raise explain_early_shortage(error, config.model.cache_quantized) from error
+
+
+def _prepare(config: Config, processes: Processes, folder: Path, first_step: int) -> Prepared:
     device, dtype = processes.device, choose_dtype(config.training.precision, processes.device)
     ranks = f"{count(processes.num_ranks, 'rank')} on {device.type}"
     log.info(f"Run {config.run.name}: {ranks}, {dtype_name(dtype)}, in {folder}")

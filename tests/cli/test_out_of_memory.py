@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qlora_fsdp import run
+from qlora_fsdp import prepare, run
 from qlora_fsdp.causal_lm import CausalLM
 from qlora_fsdp.run_state import checkpoint_folders
 from tests.cli.launch import ForkedLaunch
@@ -59,6 +59,8 @@ def fail_in(phase: str, error: RuntimeError) -> None:
     CausalLM.forward, run.make_optimizer = counted_forward, counted_optimizer
     if phase == "load":
         run.fill = lambda *arguments: count("load", 1)
+    if phase == "prepare":
+        prepare.choose_attention = lambda *arguments, **named: count("prepare", 1)
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +73,16 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ForkedLaunch]:
         return command
 
     cases = {phase: end(phase, partial(fail_in, phase, ERRORS[i % len(ERRORS)])) for i, phase in enumerate(PHASES)}
+    cases["prepare"] = end("prepare", partial(fail_in, "prepare", ERRORS[1]))
     return cases | {"again": end("forward")}
+
+
+def test_also_before_there_is_a_plan(ended: dict[str, ForkedLaunch]) -> None:
+    command = ended["prepare"]
+    assert [process.exitcode for process in command.ranks.processes] == [3, 3]
+    (error,) = command.errors
+    assert error.startswith("rank 1: The GPU is out of memory: CUDA error: out of memory, before the model is loaded.")
+    assert "Traceback" not in command.output
 
 
 @pytest.mark.parametrize("phase", PHASES)

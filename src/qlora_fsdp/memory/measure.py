@@ -90,6 +90,18 @@ def is_shortage(error: RuntimeError) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
 
 
+def explain_early_shortage(error: BaseException, writes_cache: bool) -> MemoryShortage:
+    """The message for a GPU that is out of memory before a rank takes much of it: there may be no plan yet.
+
+    Args:
+        error: torch's own.
+        writes_cache: one rank a node may quantize weights for model.cache_quantized.
+    """
+    text = f"{_quote(error)}, before the model is loaded. See in nvidia-smi what else holds its memory"
+    text += ", or set model.cache_quantized=false, which takes some GiB less here." if writes_cache else "."
+    return MemoryShortage(f"{text}\nCheckpoints are as they were.")
+
+
 def explain_shortage(
     error: BaseException, plan: MemoryPlan | None, gpu: Gpu | None, peaks: PhasePeaks | None, snapshot: Path | None
 ) -> MemoryShortage:
@@ -102,7 +114,7 @@ def explain_shortage(
         peaks: what was allocated so far.
         snapshot: where to write torch's record of allocations; None: nowhere.
     """
-    lines = [f"The GPU is out of memory: {str(error).partition('. ')[0]}."]
+    lines = [f"{_quote(error)}."]
     if peaks is not None:
         peaks.record()
         lines[0] = lines[0][:-1] + f", in {peaks.now}."
@@ -119,6 +131,11 @@ def explain_shortage(
         lines.append(_write_snapshot(snapshot))
     lines.append("Checkpoints are as they were.")
     return MemoryShortage("\n".join(lines))
+
+
+def _quote(error: BaseException) -> str:
+    first_sentence = str(error).partition("\n")[0].partition(". ")[0]
+    return f"The GPU is out of memory: {first_sentence}"
 
 
 def _phases(plan: MemoryPlan, peaks: PhasePeaks | None) -> list[str]:
