@@ -7,6 +7,8 @@ what it saw in training.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from qlora_fsdp.config.schema import BadRows, ProblemType, TaskConfig, TaskName
 from qlora_fsdp.data.check import EMPTY, NO_TARGET, TOO_LONG, WRONG_KEYS, WRONG_LABEL, WRONG_TYPES, BadRow, parse_row
 from qlora_fsdp.data.tokenize import FEATURES
+from qlora_fsdp.errors import DataError
 
 LABEL_KEYS = ("label", "labels")
 WORD_LABEL_KEYS = ("labels", "ner_tags", "tags")
@@ -86,10 +89,13 @@ def _read_text(row: dict[str, Any]) -> str:
 def read_labels(row: dict[str, Any], task: TaskConfig) -> list[float]:
     """The numbers that a row's label stands for: its index; 0 or 1 for each label; or the numbers themselves.
 
+    Several labels are a list of names or indices, or of 0 or 1 for each label; `check_lists` has seen that the two
+    can be told apart.
+
     Raises:
         BadRow: it has none, or one that is not in task.labels.
     """
-    key = next((key for key in LABEL_KEYS if key in row), None)
+    key = _label_key(row)
     if key is None:
         raise BadRow(WRONG_KEYS, f"no label (keys: {', '.join(row)})")
     value, names = row[key], task.labels or []
@@ -98,8 +104,10 @@ def read_labels(row: dict[str, Any], task: TaskConfig) -> list[float]:
     if task.problem_type is ProblemType.multi_label_classification:
         if not isinstance(value, list):
             raise BadRow(WRONG_LABEL, f"{key} is {value!r}, not a list of labels")
+        if _may_be_flags(value, names):
+            return [float(flag) for flag in value]
         chosen = [_index(item, names) for item in value]
-        if len(set(chosen)) < len(chosen):  # as a row of 0 and 1 for each label would be
+        if len(set(chosen)) < len(chosen):
             raise BadRow(WRONG_LABEL, f"{key} is {value!r}, which names a label twice")
         return [float(index in chosen) for index in range(len(names))]
     wanted = num_outputs(task)
@@ -109,6 +117,45 @@ def read_labels(row: dict[str, Any], task: TaskConfig) -> list[float]:
         needed = "a finite number" if wanted == 1 else f"{wanted} finite numbers"
         raise BadRow(WRONG_LABEL, f"{key} is {value!r}, not {needed}")
     return finite
+
+
+def check_lists(rows: Iterable[tuple[str, bytes]], task: TaskConfig) -> None:
+    """Refuse lists of labels that may be indices as well as a 0 or 1 for each label: [0, 1] where there are two.
+
+    They are the latter if the lists of all rows may be.
+
+    Args:
+        rows: places and rows.
+        task: of the run.
+
+    Raises:
+        DataError: other rows are of another form.
+    """
+    names = task.labels or []
+    if task.problem_type is not ProblemType.multi_label_classification or len(names) not in (1, 2):
+        return  # with more than two labels, 0 or 1 for each of them names one twice if it is read as indices
+    unclear: tuple[str, list[Any]] | None = None
+    other: tuple[str, list[Any]] | None = None
+    for place, raw in rows:
+        try:
+            row = parse_row(raw)
+        except BadRow:
+            continue
+        value = row.get(_label_key(row) or "")
+        if not isinstance(value, list):
+            continue
+        if not _may_be_flags(value, names):
+            other = other or (place, value)
+        elif len(set(value)) == len(value) and max(value) < len(names) and not any(isinstance(v, bool) for v in value):
+            unclear = unclear or (place, value)
+    if unclear is None or other is None:
+        return
+    flags = ", ".join(["true", "false"][: len(names)])
+    raise DataError(
+        f"{unclear[0]} has the label {unclear[1]}: indices of task.labels ({', '.join(names)}), or a 0 or 1 for each "
+        f"of them? It can't be told, as {other[0]} has {other[1]}. Write names in all rows "
+        f"({json.dumps(names)}), or true or false for each label ([{flags}])."
+    )
 
 
 def read_words(row: dict[str, Any], task: TaskConfig) -> tuple[list[str], list[int | None]]:
@@ -190,6 +237,18 @@ def name_labels(labels: NDArray[np.float32], task: TaskConfig) -> str:
     if task.problem_type is ProblemType.multi_label_classification:
         return " ".join(names[index] for index in np.flatnonzero(labels[0])) or "none"
     return " ".join(f"{number:g}" for number in labels[0])
+
+
+def _label_key(row: dict[str, Any]) -> str | None:
+    return next((key for key in LABEL_KEYS if key in row), None)
+
+
+def _may_be_flags(value: list[Any], names: list[str]) -> bool:
+    """Whether a list has a 0 or 1 (or false or true) for each label; where names are numbers, these are names."""
+    if len(value) != len(names):
+        return False
+    are_numbers = not any(map(_is_index, names)) and all(isinstance(item, (int, float)) for item in value)
+    return (are_numbers and all(item in (0, 1) for item in value)) or all(isinstance(item, bool) for item in value)
 
 
 def _index(value: Any, names: list[str]) -> int:

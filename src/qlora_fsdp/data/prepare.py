@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from qlora_fsdp.config.schema import BadRows, Config, DataConfig, DataFormat, TaskName
 from qlora_fsdp.data.cache import TokenizedRows, fingerprint, load_entry, write_entry
 from qlora_fsdp.data.check import TOO_LONG
-from qlora_fsdp.data.labels import LabelledRowTokenizer, count_labels, label_width
+from qlora_fsdp.data.labels import LabelledRowTokenizer, check_lists, count_labels, label_width
 from qlora_fsdp.data.mix import MixedRows, count_rows, repeat_rows
 from qlora_fsdp.data.read import Source, find_source, read_rows
 from qlora_fsdp.data.report import DataReport, MixPart, ReadReport
@@ -213,6 +213,8 @@ def _tokenize_into(entry: Path, source: Source, config: Config, tokenizer: PreTr
         if is_training_data and data.max_rows is not None and data.max_rows < len(raw):
             chosen = np.random.default_rng(config.training.seed).permutation(len(raw))[: data.max_rows]
             raw = raw.select(np.sort(chosen))
+        if _has_labels(config):
+            check_lists(zip(raw["place"], raw["row"], strict=True), config.task)
         num_proc = data.num_proc or min(MAX_PROCESSES, len(os.sched_getaffinity(0)))
         tokenized = raw.map(
             row_tokenizer(config, tokenizer),
