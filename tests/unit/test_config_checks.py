@@ -17,6 +17,7 @@ from qlora_fsdp.config.schema import Config
 from qlora_fsdp.config.settings import all_settings
 from qlora_fsdp.config.validate import check, check_settings, check_world
 from qlora_fsdp.config.world import World
+from qlora_fsdp.data.read import READERS, TEXT_SUFFIXES
 from qlora_fsdp.errors import ConfigError, DeviceError
 
 CLASSIFY = "task=sequence_classification data=default data.path=org/name"
@@ -34,6 +35,12 @@ def complaints(config: Config, world: World = GPU) -> list[str]:
 
 def test_dry_run_has_no_problem() -> None:
     assert complaints(configure()) == []
+
+
+def test_every_kind_of_file_that_is_read_is_missed() -> None:
+    for suffix in (*READERS, *TEXT_SUFFIXES):
+        (problem,) = complaints(configure(f"data.eval_path=held_out{suffix}"))
+        assert f"held_out{suffix} does not exist" in problem
 
 
 @pytest.mark.parametrize(

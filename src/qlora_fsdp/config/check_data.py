@@ -10,7 +10,7 @@ from qlora_fsdp.config.schema import Config, DataFormat, TaskName
 from qlora_fsdp.config.settings import problem_with, show
 from qlora_fsdp.errors import Problem
 
-_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".txt", ".md")
+_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".txt", ".md")  # of what data/read.py reads
 
 
 def check_data(config: Config) -> Iterator[Problem]:
@@ -18,6 +18,12 @@ def check_data(config: Config) -> Iterator[Problem]:
     yield from _mix(config)
     yield from _streaming(config)
     yield from _tokens(config)
+
+
+def is_missing(path: str) -> bool:
+    """Whether a path to data is not there: what is written as a path, or as a file, is no name of a hub data set."""
+    is_local = path.startswith(("/", "./", "../", "~")) or path.endswith(_SUFFIXES)
+    return is_local and not Path(path).expanduser().exists()
 
 
 def _mix(config: Config) -> Iterator[Problem]:
@@ -34,9 +40,7 @@ def _mix(config: Config) -> Iterator[Problem]:
         fix = "Give each path a weight above 0, or leave it out."
         yield problem_with(config, "data.mix", f"has a weight that is not positive: {', '.join(bad)}.", fix)
     for path in data.mix:
-        # As for data.path: what is written as a path, or as a file, is no name of a hub data set.
-        is_local = path.startswith(("/", "./", "../", "~")) or path.endswith(_SUFFIXES)
-        if is_local and not Path(path).expanduser().exists():
+        if is_missing(path):
             fix = "Set data.mix={path: weight, ...} with files or folders that do."
             yield problem_with(config, "data.mix", f"names {path}, which does not exist, seen from {Path.cwd()}.", fix)
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from qlora_fsdp.config.check_data import check_data
+from qlora_fsdp.config.check_data import check_data, is_missing
 from qlora_fsdp.config.check_long_runs import check_checkpoint, check_launch
 from qlora_fsdp.config.check_task import check_task
 from qlora_fsdp.config.command_line import conf_folder, group_options
@@ -270,8 +270,7 @@ def _data(config: Config) -> Iterator[Problem]:
         yield problem_with(config, "data.path", "names no data.", fix)
     for key in ("data.path", "data.eval_path"):
         path = value_of(config, key)
-        is_file_name = path is not None and path.endswith((".jsonl", ".json", ".csv", ".parquet", ".txt", ".md"))
-        if path is not None and (is_local_path(path) or is_file_name) and not Path(path).expanduser().exists():
+        if path is not None and is_missing(path):
             yield problem_with(
                 config, key, f"does not exist, seen from {Path.cwd()}.", f"Set {key} to a file or folder that does."
             )
