@@ -9,14 +9,17 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from bitsandbytes import cextension
+from tests.helpers.ranks import StartedRanks
 
 from qlora_fsdp.doctor import __main__ as doctor
 from qlora_fsdp.doctor import gpus, software
+from qlora_fsdp.doctor.finding import Finding
 
 ROOT = Path(__file__).parents[2]
 CONSTRAINTS = ROOT / "constraints.txt"
@@ -35,6 +38,31 @@ def test_two_processes_on_this_host(tmp_path: Path):
     assert {finding["level"] for finding in findings.values()} <= {"green", "yellow"}, done.stdout
     assert re.match(r"[\d.]+ GB/s between 2 processes", findings["all-reduce"]["found"])
     assert done.returncode == 0
+
+
+def doctor_on_a_rank(is_killed: bool) -> int:
+    """The exit code where rank 0's checks take longer than the processes have to meet, or end it."""
+
+    def diagnose(folder: Path) -> list[Finding]:
+        time.sleep(3)
+        return os._exit(1) if is_killed else []
+
+    doctor.MEETING_SECONDS, doctor.diagnose = 2, diagnose
+    os.environ["MASTER_PORT"] = os.environ["MEETING_PORT"]
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # as under torchrun
+    return doctor.main([])
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_the_others_wait_for_the_checks_of_rank_0_while_it_lives(tmp_path: Path, is_killed: bool):
+    log = tmp_path / "output.txt"
+    ranks = StartedRanks([log] * 2, doctor_on_a_rank, is_killed)
+    for process in ranks.processes:
+        process.join(60)
+    output = log.read_text()
+    assert [process.exitcode for process in ranks.processes] == [int(is_killed), 0], output
+    assert output.count("GB/s between 2 processes") == (0 if is_killed else 2)
+    assert ("Error: " in output) == is_killed
 
 
 @pytest.mark.parametrize(

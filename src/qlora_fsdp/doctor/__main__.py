@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from qlora_fsdp.doctor.exchange import check_exchange
 from qlora_fsdp.doctor.finding import Finding
@@ -23,6 +24,11 @@ from qlora_fsdp.doctor.software import check_hub, check_slurm, check_versions
 from qlora_fsdp.errors import RankError, RunFolderError, UserError, print_error
 from qlora_fsdp.files import write_json
 from qlora_fsdp.imports import quick_imports
+
+if TYPE_CHECKING:
+    from qlora_fsdp.distributed import Processes
+
+MEETING_SECONDS = 120
 
 USAGE = """
 Can this host train? Versions, GPUs, bitsandbytes, memory, disk, hub, SLURM; green, yellow or red, with what to do.
@@ -73,9 +79,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.help:
         print(USAGE.strip() if is_main else "", end="\n" if is_main else "")
         return 0
+    # The processes meet before rank 0 looks around: on a slow disk or hub that may take longer than a meeting may.
+    met = _meet() if int(os.environ.get("WORLD_SIZE", "1")) > 1 else None
     findings: list[Finding] = diagnose(options.folder) if is_main else []
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        findings += _exchanged()
+    if met is not None:
+        findings += [met] if isinstance(met, Finding) else _exchanged(met)
     if not is_main:
         return 0
     colored = sys.stdout.isatty()
@@ -91,19 +99,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(any(finding.level == "red" for finding in findings))
 
 
-def _exchanged() -> list[Finding]:
-    from qlora_fsdp.distributed import start_processes, stop_processes
+def _meet() -> Processes | Finding:
+    """All processes of the launch, or why they did not meet."""
+    try:
+        with quick_imports():
+            from qlora_fsdp.distributed import start_processes
+        return start_processes(MEETING_SECONDS)
+    except (UserError, RuntimeError, ImportError) as error:
+        return _failed(error)
+
+
+def _exchanged(processes: Processes) -> list[Finding]:
+    from qlora_fsdp.distributed import stop_processes
 
     try:
-        processes = start_processes(120)
+        processes.wait(patiently=True)  # for rank 0's checks; ends if rank 0 does
         return list(check_exchange(processes))
     except (UserError, RuntimeError) as error:
-        if not isinstance(error, UserError):
-            error = RankError(str(error))
-        print_error(error)
-        return [Finding("red", "processes", str(error).partition("\n")[0], "See docs/errors.md.")]
+        return [_failed(error)]
     finally:
         stop_processes()
+
+
+def _failed(error: Exception) -> Finding:
+    print_error(error if isinstance(error, UserError) else RankError(str(error)))
+    return Finding("red", "processes", str(error).partition("\n")[0], "See docs/errors.md.")
 
 
 if __name__ == "__main__":
