@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import psutil
 
 import qlora_fsdp
-from qlora_fsdp import train
+from qlora_fsdp import train, watch
 from tests.helpers.ranks import StartedRanks
 
 ROOT = Path(__file__).parents[2]
@@ -174,6 +174,8 @@ class ForkedLaunch(Command):
 def _run_main(folder: Path, argv: list[str], preexec: Callable[[], None] | None) -> NoReturn:
     # As under torchrun, the store outlives the ranks: they meet where they were told that they run.
     os.environ |= {"MASTER_PORT": os.environ["MEETING_PORT"], "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    # Where a rank waits for one that has failed, it ends as with the usual times (which `Launch` has), but sooner.
+    watch.POLL_SECONDS, watch.UNWIND_SECONDS = 0.1, 1.0
     os.chdir(folder)
     if preexec is not None:
         preexec()
