@@ -65,7 +65,9 @@ def choose_attention(
         return VARLEN, _note(no_flash_4, device) if wanted == "auto" else None
     if wanted == "auto":
         is_plain = getattr(config, "attn_logit_softcapping", None) or config.model_type in EAGER_FAMILIES
-        return ("eager" if is_plain else "sdpa"), None
+        is_slower = is_causal and device.type == "cuda" and config.model_type in PACKED_FAMILIES
+        note = f"varlen attention can't be used: {no_varlen}; packed rows are kept apart by a mask (slower)"
+        return ("eager" if is_plain else "sdpa"), note if is_slower else None
     return wanted, None
 
 

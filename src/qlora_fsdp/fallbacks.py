@@ -7,8 +7,9 @@ from importlib.util import find_spec
 import torch
 from bitsandbytes import cextension
 
-from qlora_fsdp.config.schema import Config, Kernel, MatmulKind
+from qlora_fsdp.config.schema import Config, Dtype, Kernel, MatmulKind
 from qlora_fsdp.errors import ConfigError, DeviceError, Problem
+from qlora_fsdp.hardware import has_bfloat16
 
 
 def replace_missing(config: Config, device: torch.device) -> list[str]:
@@ -29,6 +30,8 @@ def replace_missing(config: Config, device: torch.device) -> list[str]:
         return []
     check_bitsandbytes(config, device)
     notes = []
+    if config.training.precision is Dtype.auto and not has_bfloat16(device):
+        notes.append("this GPU has no bfloat16: float32 computes in its place (slower, with twice the activations)")
     if find_spec("triton") is None:
         if config.compute.matmul is MatmulKind.fp8:
             fix = "pip install triton, or set compute.matmul=dequantized."
@@ -38,7 +41,7 @@ def replace_missing(config: Config, device: torch.device) -> list[str]:
         notes.append(f"{note}pip install triton")
     kernels = config.kernels
     wanted = Kernel.auto in (kernels.rms_norm, kernels.rotary, kernels.glu, kernels.cross_entropy)
-    if wanted and not notes and find_spec("liger_kernel") is None:
+    if wanted and find_spec("triton") is not None and find_spec("liger_kernel") is None:
         notes.append("liger-kernel is not installed: torch computes in its place (slower): pip install qlora-fsdp[gpu]")
     return notes
 

@@ -17,6 +17,11 @@ from qlora_fsdp.memory.host import available_bytes
 from qlora_fsdp.memory.plan import CUDA_CONTEXT, GIB
 
 
+def has_bfloat16(device: torch.device) -> bool:
+    """Whether a device computes in bfloat16 by itself; a CPU can always be asked to."""
+    return device.type == "cpu" or torch.cuda.is_bf16_supported(including_emulation=False)
+
+
 def choose_dtype(precision: Dtype, device: torch.device) -> torch.dtype:
     """The dtype of activations and matrix products.
 
@@ -26,14 +31,13 @@ def choose_dtype(precision: Dtype, device: torch.device) -> torch.dtype:
     Raises:
         DeviceError: bfloat16 was asked for on a GPU without it.
     """
-    has_bf16 = device.type == "cpu" or torch.cuda.is_bf16_supported(including_emulation=False)
-    if precision is Dtype.bfloat16 and not has_bf16:
+    if precision is Dtype.bfloat16 and not has_bfloat16(device):
         raise DeviceError(
             f"training.precision=bfloat16 can't be used: {torch.cuda.get_device_name(device)} has no bfloat16. "
             "Set training.precision=float32."
         )
     if precision is Dtype.auto:
-        return torch.bfloat16 if device.type == "cuda" and has_bf16 else torch.float32
+        return torch.bfloat16 if device.type == "cuda" and has_bfloat16(device) else torch.float32
     return getattr(torch, precision.value)  # type: ignore[no-any-return]
 
 

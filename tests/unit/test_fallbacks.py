@@ -13,6 +13,11 @@ from qlora_fsdp.errors import ConfigError, DeviceError
 GPU = torch.device("cuda", 0)
 
 
+@pytest.fixture(autouse=True)
+def has_bfloat16(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(fallbacks, "has_bfloat16", lambda device: True)
+
+
 @pytest.fixture
 def without(monkeypatch: pytest.MonkeyPatch):
     """`without(module)`: as if it were not installed."""
@@ -51,6 +56,13 @@ def test_without_liger_a_run_goes_on_and_says_so(without):
     assert "pip install qlora-fsdp[gpu]" in liger and config.kernels.fuse_layers
 
 
+def test_without_bfloat16_a_run_goes_on_and_says_so(monkeypatch):
+    monkeypatch.setattr(fallbacks, "has_bfloat16", lambda device: False)
+    (note,) = fallbacks.replace_missing(settings(), GPU)
+    assert "this GPU has no bfloat16" in note
+    assert fallbacks.replace_missing(settings("training.precision=float16"), GPU) == []
+
+
 def test_fp8_without_triton_is_refused(without):
     without("triton")
     with pytest.raises(ConfigError, match=r"compute\.matmul=fp8 needs Triton"):
@@ -76,11 +88,14 @@ def test_without_varlen_attention_auto_takes_another_and_varlen_is_refused(witho
     name, note = attention.choose_attention("auto", config, GPU, torch.bfloat16)
     assert name == attention.VARLEN and "flash-attn-4 is not installed" in note
     without("torch.nn.attention.varlen")
-    assert attention.choose_attention("auto", config, GPU, torch.bfloat16) == ("sdpa", None)
+    name, note = attention.choose_attention("auto", config, GPU, torch.bfloat16)
+    assert name == "sdpa" and "varlen attention can't be used: this torch has none" in note
     with pytest.raises(ConfigError, match="this torch has none"):
         attention.choose_attention("varlen", config, GPU, torch.bfloat16)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
-    assert attention.choose_attention("auto", config, GPU, torch.float16) == ("sdpa", None)
+    name, note = attention.choose_attention("auto", config, GPU, torch.float16)
+    assert name == "sdpa" and "compute capability 8.0" in note
+    assert attention.choose_attention("auto", config, torch.device("cpu"), torch.float32) == ("sdpa", None)
 
 
 def test_liger_needs_triton(monkeypatch):
