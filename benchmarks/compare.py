@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -113,8 +114,7 @@ def run_trl(side: str, args: argparse.Namespace, checkpoint: Path, folder: Path)
         *(["--cap", str(args.cap_gib)] if args.cap_gib else []),
     ]
     log, _ = launch(command)
-    decode = json.JSONDecoder().raw_decode  # ranks' lines may run into one another
-    results = [decode(part)[0] for part in log.split("RESULT ")[1:]]
+    results = [json.loads(found) for found in re.findall(r"RESULT (\{[^{}]*\})", log)]
     if not results:
         errors = [line for line in log.splitlines() if "Error: " in line]
         return {"failed": errors[0] if errors else log[-400:]}
