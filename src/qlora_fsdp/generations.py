@@ -54,7 +54,7 @@ class Generations:
         """Prompt, completion and reference of each row, as text; every rank calls this.
 
         Args:
-            model: sharded; after a pass through its root.
+            model: after a pass through its root.
         """
         if not self.rows:
             return []
@@ -62,7 +62,7 @@ class Generations:
         model.eval()
         mine: dict[int, str] = {}
         rank, num_ranks = self.processes.rank, self.processes.num_ranks
-        with computing_inside(model):
+        with computing_inside(model, trains=True):
             for start in range(0, len(self.rows), num_ranks):
                 # A rank without a prompt of its own takes part in the passes.
                 number = min(start + rank, len(self.rows) - 1)

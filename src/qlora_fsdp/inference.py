@@ -100,10 +100,7 @@ def load_trained(config: Config, adapter: str | None, processes: Processes, gene
         base = describe_base(assignments, processes)
         assignments = use_cache(assignments, base, config.model.cache_folder, dtype, processes, writes=False)
     units = shard_model(model, config.fsdp, processes) if processes.num_ranks > 1 else []
-    if units:
-        place_model(model, torch.device("cpu") if config.fsdp.cpu_offload else device, device)
-    else:
-        _place_whole(model, device)
+    place_model(model, torch.device("cpu") if units and config.fsdp.cpu_offload else device, device)
     fill(assignments, device, dtype, built.std, config.training.seed)
     initialize_adapters(model.model, True, config.training.seed, trained.tokens)
     if adapter is not None:
@@ -218,18 +215,6 @@ def _adapter_parameters(model: peft.PeftModel) -> dict[str, Tensor]:
         model, state_dict=trained, adapter_name=ADAPTER, save_embedding_layers=False
     )
     return params
-
-
-def _place_whole(model: TaskModel, device: torch.device) -> None:
-    """Allocate every parameter, uninitialised: tied ones, which FSDP is not here to keep together, in one place."""
-    placed: dict[int, Tensor] = {}
-
-    def place(tensor: Tensor) -> Tensor:
-        if not tensor.is_meta:
-            return tensor.to(device)
-        return placed.setdefault(id(tensor), torch.empty_like(tensor, device=device))
-
-    model._apply(place)  # type: ignore[no-untyped-call]
 
 
 @torch.no_grad()

@@ -34,7 +34,7 @@ from qlora_fsdp.memory.measure import PhasePeaks
 from qlora_fsdp.optim import learning_rate_at, measure_step
 from qlora_fsdp.plan import BatchSplit, FlopCounter
 from qlora_fsdp.saver import Saver
-from qlora_fsdp.shard import free_gathered, reduce_gradients
+from qlora_fsdp.shard import free_gathered, reduce_gradients, sum_gradients
 from qlora_fsdp.task_model import TaskModel
 
 GRADIENT_CHECK_STEPS = 2  # after the second step LoRA's A has a gradient too
@@ -144,6 +144,7 @@ def train(
                 model, batches, split.num_micro_batches(len(indices)), max(1, num_targets), flops, peaks, report
             )
             peaks.enter("step")
+            sum_gradients(model, params)
             outcome = measure_step(params, config.optim.max_grad_norm, local_loss, bad_steps.limit())
             if step < GRADIENT_CHECK_STEPS and not outcome.is_bad.item():
                 _stop_on_bad_gradients(model, step, not result.losses, processes)

@@ -2,7 +2,7 @@
 
 A wrong byte here trains a slightly wrong model whose loss still falls, so this runs at every start and can't be turned
 off. Each quantized weight is gathered twice: by FSDP, as the forward will, and directly as bytes. Comparing costs one
-pass over the weights.
+pass over the weights. Where FSDP takes no part (shard.py) nothing is gathered.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def prove_shards(model: nn.Module, units: Sequence[FSDPModule], processes: Proce
 
     Args:
         model: the root.
-        units: the FSDP units, as `shard_model` gave them.
+        units: the FSDP units, as `shard_model` gave them; none: there is nothing to compare.
         processes: all ranks take part.
         num_ranks_launched: WORLD_SIZE as the launcher set it.
 

@@ -139,10 +139,10 @@ def _load_and_prove(
     prepared.peaks.enter("proof")
     proof = prove_shards(model, units, processes, int(os.environ.get("WORLD_SIZE", 1)))
     proof_seconds = time.perf_counter() - started - load_seconds
+    proved = f"proved {_bytes(proof.num_bytes)} in {proof.num_tensors} gathered tensors, 0 bytes differ, "
     log.info(
         f"Loaded {_bytes(num_read)} a rank in {load_seconds:.1f} s ({num_read / load_seconds / 1e9:.2f} GB/s); "
-        f"proved {_bytes(proof.num_bytes)} in {proof.num_tensors} gathered tensors, 0 bytes differ, "
-        f"in {proof_seconds:.1f} s"
+        f"{f'{proved}in {proof_seconds:.1f} s' if units else 'nothing is sharded: each rank has the whole base'}"
     )
     return {
         "load_seconds": load_seconds,

@@ -1,5 +1,8 @@
 """Shard the model with FSDP2: a transformer layer at a time, embeddings and head apart.
 
+Where a GPU has all of every parameter FSDP takes no part: it would copy each layer for its use, and its hooks cost the
+host a third of a short step. Several such ranks sum their gradients at the end of a step.
+
 Nothing is cast by FSDP (`param_dtype=None`): modules cast what they use, and every group that holds codes gathers more
 than one dtype, which makes FSDP2 move bytes. A group of bfloat16 alone would be copied through float32 on a GPU, and
 codes that look like NaN would change (pytorch#159333, bitsandbytes#1945). `prove.py` checks the outcome on every start.
@@ -13,9 +16,11 @@ from functools import partial
 from typing import cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from qlora_fsdp.config.schema import FsdpConfig, ShardingStrategy
 from qlora_fsdp.distributed import Processes
@@ -26,7 +31,7 @@ from qlora_fsdp.task_model import TaskModel
 def shard_model(
     model: TaskModel, config: FsdpConfig, processes: Processes, reshard_after_forward: bool = True
 ) -> list[FSDPModule]:
-    """Make every parameter a DTensor over the mesh; the FSDP units, the root last.
+    """Make every parameter a DTensor over the mesh; the FSDP units, the root last. None where FSDP takes no part.
 
     Args:
         model: on meta, with adapters.
@@ -34,6 +39,8 @@ def shard_model(
         processes: all ranks take part.
         reshard_after_forward: free layers after their forward, and gather them again for backward.
     """
+    if not config.takes_part(count_shards(config, processes)):
+        return []
     cuda = processes.device.type == "cuda"
     offload = CPUOffloadPolicy(pin_memory=cuda) if config.cpu_offload else OffloadPolicy()
     shard = partial(
@@ -69,26 +76,40 @@ def reduce_gradients(model: TaskModel, now: bool) -> None:
     What the model gathers itself has none. FSDP takes that from a unit that reduces; one that keeps must have been
     gathered.
     """
-    if model.reduces_gradients is now:  # telling all modules again takes milliseconds
-        return
+    if not isinstance(model, FSDPModule) or model.reduces_gradients is now:
+        return  # telling all modules again takes milliseconds
     model.reduces_gradients = now
-    assert isinstance(model, FSDPModule)
     model.set_requires_gradient_sync(now)
     for end in model.gathers_itself:
         if isinstance(end, FSDPModule):
             end.set_requires_gradient_sync(True)
 
 
+@torch.no_grad()
+def sum_gradients(model: TaskModel, params: Sequence[nn.Parameter]) -> None:
+    """After the last backward of a step: over ranks that have whole copies of the model, in one all-reduce.
+
+    A parameter without a gradient here may have one elsewhere, so none keeps None.
+    """
+    if isinstance(model, FSDPModule) or dist.get_world_size() == 1:
+        return
+    flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in params])
+    dist.all_reduce(flat)
+    for param, grad in zip(params, flat.split([p.numel() for p in params]), strict=True):
+        param.grad = grad.view_as(param)
+
+
 @contextmanager
-def computing_inside(model: nn.Module) -> Iterator[bool]:
+def computing_inside(model: nn.Module, trains: bool = False) -> Iterator[bool]:
     """For passes without gradients that do not begin at FSDP's root, as transformers' `generate`.
 
-    What belongs to no layer is gathered meanwhile; each layer gathers itself. Yields whether the model is sharded.
+    What belongs to no layer is gathered meanwhile; each layer gathers itself. Yields whether the model is sharded. A
+    model that `trains` later must keep no tensor of torch's inference mode, nor may FSDP see one.
     """
     is_sharded = isinstance(model, FSDPModule)
     if isinstance(model, FSDPModule):
         model.unshard()
-    with torch.inference_mode(not is_sharded), torch.no_grad():
+    with torch.inference_mode(not is_sharded and not trains), torch.no_grad():
         yield is_sharded
     free_gathered(model)
 
@@ -121,6 +142,12 @@ def count_shards(config: FsdpConfig, processes: Processes) -> int:
 
 def place_model(model: nn.Module, shard_device: torch.device, buffer_device: torch.device) -> None:
     """Allocate every shard, uninitialised, and move buffers (which are real already) to where layers run."""
+    made: dict[int, nn.Parameter] = {}  # tied parameters stay one, which `_apply` does only for DTensors
+    for module in model.modules():
+        for name, param in module._parameters.items():
+            if param is not None and param.is_meta and not isinstance(param, DTensor):
+                new = nn.Parameter(torch.empty_like(param, device=shard_device), param.requires_grad)
+                module._parameters[name] = made.setdefault(id(param), new)
 
     def place(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(tensor, device=shard_device) if tensor.is_meta else tensor.to(buffer_device)

@@ -21,6 +21,7 @@ from qlora_fsdp.config.schema import ProblemType, TaskName
 from qlora_fsdp.data.tokenizer import byte_tokenizer
 from qlora_fsdp.distributed import Processes
 from qlora_fsdp.load.files import read_headers
+from qlora_fsdp.shard import computing_inside
 from qlora_fsdp.task_model import TaskModel
 from tests.helpers.classification import (
     LABELS,
@@ -69,11 +70,8 @@ def trained_logits(model: TaskModel, processes: Processes) -> Tensor:
     """Logits of two rows of unlike lengths."""
     batch = byte_tokenizer()(TEXTS, return_tensors="pt", padding=True)
     model.eval()
-    with torch.no_grad():
-        model.unshard()
-        logits = model.base(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-        model.reshard()
-    return logits
+    with computing_inside(model, trains=True):
+        return model.base(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
 
 
 @pytest.fixture(scope="module")

@@ -124,7 +124,7 @@ def count_wrong_bytes(
     tensors = {
         name: t for file in folder.glob("*.safetensors") for name, t in load_file(file, str(processes.device)).items()
     }
-    for unit in model.layers:
+    for unit in units:
         unit.unshard()
     wrong = {}
     for name, parameter in model.named_parameters():

@@ -12,12 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 import qlora_fsdp.run as pipeline
 from qlora_fsdp.config.world import World
 from qlora_fsdp.distributed import Processes
 from qlora_fsdp.loop import TrainResult
 from qlora_fsdp.quantized import QuantizedLinear
+from qlora_fsdp.shard import computing_inside
 from qlora_fsdp.shards import gather_rows, local_tensor, shard_group
 from qlora_fsdp.task_model import TaskModel
 from tests.helpers.quick_config import load_config
@@ -100,17 +102,16 @@ def train_all(
 def logits_of(model: TaskModel, input_ids: Tensor) -> Tensor:
     """Logits of the sharded model: float32 [B, L, V] on the CPU."""
     model.eval()
-    model.unshard()
-    logits = model.base(input_ids=input_ids, use_cache=False).logits
-    model.reshard()
-    return logits.float().cpu()
+    with computing_inside(model, trains=True):
+        return model.base(input_ids=input_ids, use_cache=False).logits.float().cpu()
 
 
 @torch.no_grad()
 def gathered_parts(model: TaskModel, processes: Processes) -> dict[str, Tensor]:
     """Every quantized weight's parts as FSDP gathers them, by the base model's name: uint8 [rows, bytes] on the CPU."""
     parts = {}
-    for unit in (model, *model.layers):
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for unit in units:
         unit.unshard()
     for name, layer in model.base.named_modules():
         if isinstance(layer, QuantizedLinear):
@@ -118,7 +119,7 @@ def gathered_parts(model: TaskModel, processes: Processes) -> dict[str, Tensor]:
             for part in layer.part_names:
                 values = getattr(layer, part).detach().cpu().contiguous()
                 parts[f"{name}.{part}"] = values.view(torch.uint8).view(len(values), -1).clone()
-    for unit in (model, *model.layers):
+    for unit in units:
         unit.reshard()
     return parts
 

@@ -263,11 +263,12 @@ class FsdpConfig:
 
     @property
     def reshards(self) -> bool:
-        """Whether layers are freed after their forward, unless the memory plan has room to keep them gathered.
-
-        With NO_SHARD too: what is gathered is a copy there, which FSDP2 makes of one shard as of many.
-        """
+        """Whether layers are freed after their forward, unless the memory plan has room to keep them gathered."""
         return self.reshard_after_forward is not False and self.sharding_strategy is not ShardingStrategy.SHARD_GRAD_OP
+
+    def takes_part(self, num_shards: int) -> bool:
+        """Whether there is anything for FSDP to do: parameters are split, or come from host memory."""
+        return num_shards > 1 or self.cpu_offload
 
 
 @dataclass

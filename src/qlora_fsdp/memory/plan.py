@@ -2,8 +2,9 @@
 
 What is allocated when follows FSDP2 (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, 2.11 to 2.13): a group
 is gathered into one flat buffer, which is copied out into its parameters. In forward the flat buffer lives until the
-next group has been gathered; in backward it goes at once, but the next layer's is there already. A single rank copies
-its shard and has no flat buffer. Frozen embeddings and a frozen head are gathered into one buffer (causal_lm.py).
+next group has been gathered; in backward it goes at once, but the next layer's is there already. One shard in
+host memory is copied, and has no flat buffer. Frozen embeddings and a frozen head are gathered into one buffer
+(causal_lm.py). Without FSDP (shard.py) nothing is gathered, and gradients stay where backward makes them.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ PHASES = ("load", "forward", "backward", "step")
 # Measured on H200s with torch 2.11 (docs/memory.md).
 LOAD_STAGING = 80 * MIB  # pieces of weights on their way
 WORKSPACE = 64 * MIB  # cuBLAS, in torch's own pool: one for each of forward's and backward's threads
-CUDA_CONTEXT = 600 * MIB  # driver, kernels' code; outside torch's pool
-NCCL = 1000 * MIB
-NCCL_ALONE = 700 * MIB  # of a run of one rank
+CUDA_CONTEXT = 770 * MIB  # driver, kernels' code; outside torch's pool
+NCCL = 830 * MIB
+NCCL_ALONE = 530 * MIB  # of FSDP on one rank
 # What torch's allocator holds beyond the tensors when it must (expandable segments): of what comes and goes in a step,
 # and the last pages of its ranges, one a stream and kind.
 FRAGMENTATION, LAST_PAGES = 0.03, 128 * MIB
@@ -87,7 +88,8 @@ class MemoryPlan:
         """GPU memory outside torch's allocator."""
         if not self.work.is_cuda:
             return 0
-        return CUDA_CONTEXT + (NCCL if self.work.num_ranks > 1 else NCCL_ALONE)
+        alone = NCCL_ALONE if self.work.uses_fsdp else 0
+        return CUDA_CONTEXT + (NCCL if self.work.num_ranks > 1 else alone)
 
     @property
     def needed(self) -> int:
@@ -112,7 +114,7 @@ def _plan(work: Workload, model: _Model, policies: Sequence[Policy]) -> MemoryPl
         "load": model.resident(with_training=False) | {"workspace": LOAD_STAGING},
         "forward": _largest(_join(resident, moment) for moment in _forward_moments(work, model, policies)),
         "backward": _largest(_join(resident, moment) for moment in _backward_moments(work, model, policies)),
-        "step": _join(resident, {"gradients": model.sharded_gradients, "workspace": WORKSPACE}),
+        "step": _join(resident, {"gradients": model.step_gradients, "workspace": WORKSPACE}),
     }
     host, pinned = _host(work, model, policies)
     return MemoryPlan(work, tuple(policies), phases, host, pinned)
@@ -131,14 +133,22 @@ class _Model:
         self.tensors = [tensor for unit in (*self.layers, *self.ends.values()) for tensor in unit]
         self.shard = sum_bytes(iter(self.tensors), shards)
         self.layer = max((sum_bytes(iter(layer)) for layer in self.layers), key=lambda parts: parts.total)
+        self.gathered_layer = self.layer.total if work.uses_fsdp else 0
         self.all_trained = sum_bytes(iter(self.tensors)).adapters
         self.optimizer = optimizer_bytes(iter(self.tensors), config.optim.name, shards)
         self.is_offloaded = config.fsdp.cpu_offload
-        self.sharded_gradients = 0 if self.is_offloaded else self.shard.adapters
 
     def unit(self, name: str) -> int:
         """Bytes of embeddings, head or root, gathered."""
-        return sum_bytes(iter(self.ends[name])).total
+        return sum_bytes(iter(self.ends[name])).total if self.work.uses_fsdp else 0
+
+    @property
+    def step_gradients(self) -> int:
+        """Gradients in the optimizer's step; several ranks without FSDP put theirs into one buffer to sum them."""
+        if self.is_offloaded:
+            return 0
+        is_copied = not self.work.uses_fsdp and self.work.num_ranks > 1
+        return self.shard.adapters * (2 if is_copied else 1)
 
     def resident(self, with_training: bool) -> Parts:
         """What is on the GPU all the time, during training with what that adds."""
@@ -206,13 +216,13 @@ class _Model:
     def kept(self) -> int:
         """What stays gathered from its first use to the end of backward."""
         ends = sum(self.unit(name) for name in ("embeddings", "head") if self.stays(name))
-        layers = 0 if self.work.reshards else len(self.layers) * self.layer.total
+        layers = 0 if self.work.reshards else len(self.layers) * self.gathered_layer
         return self.unit("root") + ends + layers
 
 
 def _forward_moments(work: Workload, model: _Model, policies: Sequence[Policy]) -> Iterator[Parts]:
     """Parts beyond the resident ones when embeddings are looked up, in the last layer, and in the loss."""
-    fsdp, layer = work.config.fsdp, model.layer.total
+    fsdp, layer = work.config.fsdp, model.gathered_layer
     saved = sum(_saved(work, policies)) + _offload_slots(work, policies)
     hidden = work.num_tokens * work.shape.hidden_size * work.compute_bytes
     dequantized = activations.dequantized_bytes(work)
@@ -240,13 +250,15 @@ def _forward_moments(work: Workload, model: _Model, policies: Sequence[Policy]) 
 def _backward_moments(work: Workload, model: _Model, policies: Sequence[Policy]) -> Iterator[Parts]:
     """Parts beyond the resident ones in the backward of a trained head, of each layer, the last first, and at the end.
 
-    Gradients are whole while they are made, with a copy on its way to the other ranks until the next unit's is ready.
+    Gradients are whole while they are made, and FSDP has a copy on its way to the other ranks until the next unit's is
+    ready.
     """
+    num_copies = 1 if work.uses_fsdp else 0
     num_flat = max(1, work.config.fsdp.backward_prefetch)
     saved = _saved(work, policies)
     extra = {policy: activations.backward_bytes(work, policy) for policy in set(policies)}
     dequantized, slots = activations.dequantized_bytes(work), _offload_slots(work, policies)
-    gathered = model.kept + model.gathered(model.layer.total, num_flat)
+    gathered = model.kept + model.gathered(model.gathered_layer, num_flat)
     kept, reduced, leaving = sum(saved), 0, 0
     accumulates = work.num_micro_batches > 1  # then what is whole until the last is resident
     if is_trained(work):
@@ -255,16 +267,16 @@ def _backward_moments(work: Workload, model: _Model, policies: Sequence[Policy])
         yield {
             "activations": kept + slots,
             "gradients": made if has_chunks(work) and not accumulates else 0,  # of the chunks before
-            "gathered": model.kept + opened + (model.layer.total if work.num_shards > 1 else 0),
+            "gathered": model.kept + opened + (model.gathered_layer if work.num_shards > 1 else 0),
             "dequantized": 2 * model.cast("head"),  # and its gradient
             "loss": loss_backward_bytes(work, made),
             "workspace": WORKSPACE,
         }
-        reduced, leaving = model.sharded_gradient("head"), made
+        reduced, leaving = model.sharded_gradient("head"), made * num_copies
     for index in reversed(range(len(policies))):
         yield {
             "activations": kept + slots + extra[policies[index]] - dequantized,
-            "gradients": leaving + 2 * model.layer.adapters + (0 if accumulates else reduced),
+            "gradients": leaving + (1 + num_copies) * model.layer.adapters + (0 if accumulates else reduced),
             "gathered": gathered,
             "dequantized": dequantized,
             "workspace": WORKSPACE,
@@ -277,7 +289,7 @@ def _backward_moments(work: Workload, model: _Model, policies: Sequence[Policy])
     opened = 0 if model.is_frozen("embeddings") or model.stays("embeddings") else model.unit("embeddings")
     yield {
         "activations": hidden * (work.compute_bytes + 4 if tables else work.compute_bytes),
-        "gradients": 2 * tables + (0 if accumulates else reduced),
+        "gradients": (1 + num_copies) * tables + (0 if accumulates else reduced),
         "gathered": model.kept + opened,
         "workspace": WORKSPACE,
     }

@@ -17,7 +17,8 @@ from qlora_fsdp.memory.workload import Workload
 MATMUL = 0.60  # of the datasheet's FLOP/s, attention included
 MATMUL_FP8 = 0.50  # of the fp8 rate, with the time to quantize inputs
 PASSES, PASSES_UNFUSED = 3.0, 7.0  # times that what a layer saves goes through memory in forward; twice in backward
-LAUNCH_SECONDS = 3.1e-3  # Python and launches of a layer's forward; twice that in backward
+LAUNCH_SECONDS = 2.4e-3  # Python and launches of a layer's forward; twice that in backward
+FSDP_LAUNCH_SECONDS = 0.7e-3  # more under FSDP
 DISK_GB_S = 2.0  # of a host
 CACHED_GB_S = 8.5  # of a rank, from the page cache, quantization included
 HOST_ADAM_GB_S = 10.0  # of a rank, with optimizer state in host memory
@@ -25,7 +26,7 @@ HOST_ADAM_GB_S = 10.0  # of a rank, with optimizer state in host memory
 
 def step_seconds(work: Workload, policies: Sequence[Policy], gpu: Gpu) -> float:
     """Seconds of an optimizer step."""
-    seconds = max(_gpu_seconds(work, policies, gpu), _launch_seconds(policies)) * work.num_micro_batches
+    seconds = max(_gpu_seconds(work, policies, gpu), _launch_seconds(work, policies)) * work.num_micro_batches
     if work.config.fsdp.cpu_offload:
         seconds += _layer(work).adapters * work.shape.num_layers / work.num_shards * 8 / (HOST_ADAM_GB_S * 1e9)
     return seconds
@@ -33,7 +34,7 @@ def step_seconds(work: Workload, policies: Sequence[Policy], gpu: Gpu) -> float:
 
 def waiting_share(work: Workload, policies: Sequence[Policy], gpu: Gpu) -> float:
     """Of a micro-batch's time, how much a GPU waits for Python to start kernels: 0 to 1."""
-    return max(0.0, 1 - _gpu_seconds(work, policies, gpu) / _launch_seconds(policies))
+    return max(0.0, 1 - _gpu_seconds(work, policies, gpu) / _launch_seconds(work, policies))
 
 
 def tokens_per_second(work: Workload, policies: Sequence[Policy], gpu: Gpu) -> float:
@@ -54,10 +55,10 @@ def _gpu_seconds(work: Workload, policies: Sequence[Policy], gpu: Gpu) -> float:
     return sum(_layer_seconds(work, policy, gpu) for policy in policies) + _ends_seconds(work, gpu)
 
 
-def _launch_seconds(policies: Sequence[Policy]) -> float:
+def _launch_seconds(work: Workload, policies: Sequence[Policy]) -> float:
     """Of a micro-batch: what Python takes to start its kernels."""
     passes = sum(4 if policy in (Policy.full, Policy.offload) else 3 for policy in policies)
-    return passes * LAUNCH_SECONDS
+    return passes * (LAUNCH_SECONDS + (FSDP_LAUNCH_SECONDS if work.uses_fsdp else 0.0))
 
 
 def _layer_seconds(work: Workload, policy: Policy, gpu: Gpu) -> float:

@@ -42,6 +42,11 @@ class Workload:
         return 1 if fsdp.sharding_strategy is ShardingStrategy.NO_SHARD else self.num_ranks
 
     @property
+    def uses_fsdp(self) -> bool:
+        """Whether FSDP takes part (shard.py); if not, nothing is gathered."""
+        return self.config.fsdp.takes_part(self.num_shards)
+
+    @property
     def reshards(self) -> bool:
         """Whether layers are freed after their forward."""
         return self.config.fsdp.reshards
