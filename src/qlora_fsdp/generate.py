@@ -175,13 +175,18 @@ def check_generation(settings: GenerateSettings, config: Config, others: Sequenc
 def _read_rows(settings: GenerateSettings) -> list[dict[str, Any]]:
     if settings.prompts is None:
         return [{"prompt": settings.prompt}]
+    from qlora_fsdp.data.check import BadRow, check_unicode
+
     rows: list[dict[str, Any]] = []
     for number, line in enumerate(Path(settings.prompts).expanduser().read_bytes().splitlines(), start=1):
         place = f"prompts={settings.prompts}, line {number}"
         try:
             row = json.loads(line) if line.strip() else None
+            check_unicode(line, row)
         except ValueError as error:
             raise DataError(f"{place} is not JSON: {error}. Repair it.") from error
+        except BadRow as bad:
+            raise DataError(f"{place} is {bad.kind}: {bad.detail}. Repair it.") from bad
         if row is None:
             continue
         if not isinstance(row, dict) or not (isinstance(row.get("prompt"), str) or row.get("messages")):

@@ -60,6 +60,7 @@ def test_every_kind_of_file_that_is_read_is_missed() -> None:
         ("tokenizer.add_tokens=[a,b,a]", "names a token twice, or one that tokenizer.add_special_tokens names too: a."),
         ("tokenizer.add_tokens=['']", "has a token that is empty."),
         ("data.chat_template=chatml2", "is neither a file nor one of alpaca, chatml, llama3."),
+        (f"data.chat_template='{'{{ messages }}' * 30}'", "is neither a file nor one of alpaca, chatml, llama3."),
         ("task.labels=[a,b]", "task.labels=[a,b] has no effect with task.name=causal_lm."),
         (
             "task=sequence_classification task.labels=[a,b]",
@@ -205,6 +206,8 @@ class TestRunFolder:
 
     def test_file_in_the_way(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("")
+        (message,) = complaints(configure(f"run.folder={tmp_path}/{'x' * 300}"))
+        assert "can't be made: File name too long. Set a shorter run.name=" in message
         (message,) = complaints(configure(f"run.folder={tmp_path}/file/run"))
         assert f"can't be made: {tmp_path}/file is a file." in message
 

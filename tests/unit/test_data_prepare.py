@@ -118,6 +118,32 @@ def test_csv_lines(tmp_path, run):
     assert places == {"empty": ["a.csv:4"], "wrong keys": ["a.csv:5", "a.csv:8"], "not UTF-8": ["a.csv:7"]}
 
 
+def test_half_characters_are_bad_rows(tmp_path, run):
+    lines = b'{"text": "half \\ud83d of it"}', b'{"text": "both \\ud83d\\ude00"}'
+    prepared = run(write_lines(tmp_path / "a.jsonl", *lines))
+    assert texts(prepared.train) == ["both \U0001f600"]
+    [problem] = prepared.report.sources[0].problems
+    assert (problem.kind, problem.examples) == (
+        "not UTF-8",
+        ('a.jsonl:1 ("\\ud83d" is half of a character, without its other half)',),
+    )
+
+
+def test_parquet_text_that_is_not_marked_as_text(tmp_path, run):
+    """Some writers mark no column as UTF-8; its repr, b'...', was trained on."""
+    column = pa.array([b"caf\xc3\xa9", b"caf\xe9"], pa.binary())
+    pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
+    prepared = run(tmp_path / "a.parquet")
+    assert texts(prepared.train) == ["caf\xe9"]
+    assert [(p.kind, p.num_rows) for p in prepared.report.sources[0].problems] == [("not UTF-8", 1)]
+
+
+def test_csv_with_two_columns_of_one_name(tmp_path, run):
+    (tmp_path / "a.csv").write_text("text,text\na,b\n")
+    with pytest.raises(DataError, match="two columns text"):
+        run(tmp_path / "a.csv")
+
+
 def test_every_kind_of_file_gives_the_same_rows(tmp_path, run):
     rows = [{"prompt": f"p{i}", "completion": f"c{i}"} for i in range(20)]
     files = {name: tmp_path / name for name in ("a.jsonl", "list.json", "lines.json", "a.parquet", "a.csv")}
@@ -140,6 +166,10 @@ def test_folders(tmp_path, run):
     assert texts(run(book).train) == ["a" * 50, "b"]
     write_lines(book / "rows.jsonl", {"text": "row"})  # now the text files are taken for notes on the data
     assert texts(run(book).train) == ["row"]
+    (book / ".ipynb_checkpoints").mkdir()
+    write_lines(book / ".ipynb_checkpoints" / "rows-checkpoint.jsonl", {"text": "row"})
+    write_lines(book / "._rows.jsonl", {"text": "macOS"})
+    assert texts(run(book).train) == ["row"]
 
 
 def test_parquet_messages_with_missing_fields(tmp_path, run):
@@ -155,8 +185,17 @@ def test_missing_paths(tmp_path, run):
     with pytest.raises(DataError, match="does not exist"):
         run(tmp_path / "missing.jsonl")
     (tmp_path / "a.xlsx").touch()
-    with pytest.raises(DataError, match=r"no known kind.*\.jsonl"):
+    with pytest.raises(DataError, match=r"data\.path=.*no known kind.*\.jsonl"):
         run(tmp_path / "a.xlsx")
+    rows, empty = write_lines(tmp_path / "rows.jsonl", {"text": "a"}), write_lines(tmp_path / "empty.jsonl")
+    with pytest.raises(DataError, match=r"data\.eval_path=.*no known kind"):
+        run(rows, eval_path=str(tmp_path / "a.xlsx"))
+    with pytest.raises(DataError, match=r"set data\.eval_path"):
+        run(rows, eval_path=str(empty))
+    with pytest.raises(DataError, match=r"data\.mix=.*no known kind"):
+        run(None, mix={str(tmp_path / "a.xlsx"): 1.0})
+    with pytest.raises(DataError, match="neither a file nor a folder"):
+        run(Path("/dev/null"))
     (tmp_path / "void").mkdir()
     with pytest.raises(DataError, match="folder with no file"):
         run(tmp_path / "void")

@@ -161,8 +161,9 @@ def test_chat_without_assistant_has_no_target():
     assert (problem, tokens) == ("no target token", [])
 
 
-def test_a_template_that_refuses_a_row_makes_it_a_bad_row():
-    tokenizer = make_tokenizer("{{ raise_exception('roles must alternate') }}")
+@pytest.mark.parametrize("template", ["{{ raise_exception('roles must alternate') }}", "{{ 1 / 0 }}"])
+def test_a_template_that_refuses_a_row_makes_it_a_bad_row(template: str):
+    tokenizer = make_tokenizer(template)
     [(problem, _, _)] = tokenize({"messages": CHAT}, tokenizer=tokenizer)
     assert problem == "refused by the chat template"
 

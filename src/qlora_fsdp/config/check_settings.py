@@ -111,7 +111,11 @@ def _run(config: Config) -> Iterator[Problem]:
         return
     folder = Path(config.run.folder).expanduser()
     # A folder is made with its missing parents: the nearest one that exists must let us.
-    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    try:
+        nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    except OSError as error:  # a name too long for the file system
+        yield problem_with(config, "run.folder", f"can't be made: {error.strerror}.", "Set a shorter run.name=.")
+        return
     if not nearest.is_dir():
         yield problem_with(
             config, "run.folder", f"can't be made: {nearest} is a file.", "Set run.folder to another folder."
@@ -275,7 +279,7 @@ def _data(config: Config) -> Iterator[Problem]:
                 config, key, f"does not exist, seen from {Path.cwd()}.", f"Set {key} to a file or folder that does."
             )
     template, shipped = data.chat_template, sorted(path.stem for path in _CHAT_TEMPLATES.glob("*.jinja"))
-    if template is not None and template not in shipped and not Path(template).expanduser().is_file():
+    if template is not None and template not in shipped and not _is_file(template):
         reason = f"is neither a file nor one of {', '.join(shipped)}."
         yield problem_with(
             config,
@@ -292,6 +296,13 @@ def _data(config: Config) -> Iterator[Problem]:
     if config.tracking.num_generations > 0 and config.task.name is not TaskName.causal_lm:
         reason = f"needs a model that writes, and task.name is {config.task.name.value}."
         yield problem_with(config, "tracking.num_generations", reason, "Set it to 0.")
+
+
+def _is_file(path: str) -> bool:
+    try:
+        return Path(path).expanduser().is_file()
+    except OSError:  # too long for a name: the text of a template in the place of its file
+        return False
 
 
 def _optim(config: Config) -> Iterator[Problem]:

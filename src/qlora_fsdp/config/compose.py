@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_origin
 
 import yaml
 from hydra import compose, initialize_config_dir
@@ -31,6 +31,8 @@ from qlora_fsdp.config.command_line import Arguments, group_options, help_text, 
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.config.settings import all_settings, nearest_settings, show
 from qlora_fsdp.errors import ConfigError, Problem
+
+_SEVERAL_DATA_SETS = " For several data sets set data.mix={a.jsonl: 1, b.jsonl: 1} in its place."
 
 
 def load_config(argv: Sequence[str]) -> Config:
@@ -106,8 +108,12 @@ def prepare_overrides(
         elif override.is_delete():
             problems.append(Problem(text, "removes a setting, which is not possible.", "Set it to another value."))
         elif override.is_sweep_override() and not sweep:
-            value = text.partition("=")[2]
-            fix = f"For a sweep add -m, for a list write {key}=[{value}], for a text with a comma {key}='\"{value}\"'."
+            value, setting = text.partition("=")[2], all_settings().get(key)
+            kind = Any if setting is None else setting.type
+            fix = "For a sweep add -m"
+            fix += f", for a list write {key}=[{value}]" if kind is Any or get_origin(kind) is list else ""
+            fix += f", for a text with a comma {key}='\"{value}\"'." if kind in (Any, str) else "."
+            fix += _SEVERAL_DATA_SETS if key == "data.path" else ""
             problems.append(Problem(text, "gives several values to one run.", fix))
         elif options and (found := [p for v in _values(override) if (p := _check_option(key, v, options))]):
             problems += found
@@ -256,7 +262,8 @@ def _wrong_type(key: str, value: Any) -> Problem:
     nearest = difflib.get_close_matches(str(value).lower(), [c.lower() for c in setting.choices], n=1)
     by_lower = {choice.lower(): choice for choice in setting.choices}
     best = by_lower[nearest[0]] if nearest else setting.default
-    return Problem(show(key, value), f"must be {setting.expected}.", f"Set {show(key, best)}.")
+    fix = f"Set {show(key, best)}." + (_SEVERAL_DATA_SETS if key == "data.path" else "")
+    return Problem(show(key, value), f"must be {setting.expected}.", fix)
 
 
 def _key(problem: Problem) -> str:

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from qlora_fsdp.data.report import NUM_EXAMPLES, ReadReport, RowProblem
 from qlora_fsdp.data.tokenize import Mask, Tokens
 
-CACHE_VERSION = 8  # raise it when the same input gives other tokens
+CACHE_VERSION = 9  # raise it when the same input gives other tokens
 REPORT = "report.json"
 
 

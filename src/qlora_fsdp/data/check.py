@@ -96,11 +96,26 @@ def parse_row(raw: bytes) -> dict[str, Any]:
         raise BadRow(NOT_UTF8, f"byte {error.start + 1} of the row is 0x{raw[error.start]:02x}") from error
     except (ValueError, RecursionError) as error:
         raise BadRow(NOT_JSON, str(error)) from error
+    check_unicode(raw, row)
     if not isinstance(row, dict):
         raise BadRow(
             WRONG_KEYS, "not an object of named fields, or a CSV line with more or fewer cells than the header"
         )
     return row
+
+
+def check_unicode(raw: bytes, row: Any) -> None:
+    """JSON's escapes can write half of a character beyond U+FFFF (a lone surrogate), which no tokenizer takes.
+
+    Raises:
+        BadRow: `row`, parsed from `raw`, has one.
+    """
+    if b"\\u" in raw:
+        try:
+            json.dumps(row, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = json.dumps(error.object[error.start])
+            raise BadRow(NOT_UTF8, f"{half} is half of a character, without its other half") from error
 
 
 def _detect(row: dict[str, Any]) -> DataFormat:

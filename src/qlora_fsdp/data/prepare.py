@@ -21,7 +21,7 @@ from qlora_fsdp.data.cache import TokenizedRows, fingerprint, load_entry, write_
 from qlora_fsdp.data.check import TOO_LONG
 from qlora_fsdp.data.labels import LabelledRowTokenizer, check_lists, count_labels, label_width
 from qlora_fsdp.data.mix import MixedRows, count_rows, repeat_rows
-from qlora_fsdp.data.read import Source, find_source, read_rows
+from qlora_fsdp.data.read import Source, find_source, name_setting, read_rows
 from qlora_fsdp.data.report import DataReport, MixPart, ReadReport
 from qlora_fsdp.data.sequences import Indices, RandomRows, Rows, Sequences, TrainingData, make_sequences
 from qlora_fsdp.data.tokenize import FEATURES, RowTokenizer
@@ -259,10 +259,10 @@ def _check(report: ReadReport, config: Config, tokenizer: PreTrainedTokenizerBas
         )
     if report.num_used_rows == 0:
         what = f"{report}" if report.num_rows else f"{report.path} has no rows"
-        where = "data.mix" if report.path in config.data.mix else "data.path"
+        where = name_setting(report.path, config.data)
         raise DataError(
             f"There is no usable row. {what}\nRepair the rows, or set "
-            + ("data.path or task.labels." if _has_labels(config) else f"{where}, data.format or data.loss_on.")
+            + (f"{where} or task.labels." if _has_labels(config) else f"{where}, data.format or data.loss_on.")
         )
 
 

@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from qlora_fsdp.config.schema import DataConfig
+from qlora_fsdp.config.settings import show
 from qlora_fsdp.errors import DataError
 
 RawRow = tuple[str, bytes]  # place, JSON
@@ -46,27 +47,36 @@ class Source:
 
 
 def find_source(path: str, data: DataConfig) -> Source:
-    """Resolves `path` (`data.path` or `data.eval_path`) without reading rows. Downloads a hub data set.
+    """Resolves `path` (of `data.path`, `data.mix` or `data.eval_path`) without reading rows. Downloads a hub data set.
 
     Raises:
         DataError: no such file, folder or hub data set; or a form of file that is not known.
     """
-    root = Path(path).expanduser()
+    root, setting = Path(path).expanduser(), name_setting(path, data)
     if root.is_file():
         if root.suffix not in (*READERS, *TEXT_SUFFIXES):
-            raise DataError(f"data.path={path} is of no known kind. Use one of {_known_suffixes()}.")
+            raise DataError(f"{setting}={path} is of no known kind. Use one of {_known_suffixes()}.")
         found = [root]
     elif root.is_dir():
         below = sorted(file for file in root.rglob("*") if file.is_file())
+        # Notebooks, downloads and macOS leave copies and notes there: .ipynb_checkpoints/, .cache/, ._chats.jsonl.
+        below = [file for file in below if not any(part.startswith(".") for part in file.relative_to(root).parts)]
         # Text files beside data files are their README and license.
         found = [file for file in below if file.suffix in READERS] or [f for f in below if f.suffix in TEXT_SUFFIXES]
         if not found:
-            raise DataError(f"data.path={path} is a folder with no file of {_known_suffixes()}.")
+            raise DataError(f"{setting}={path} is a folder with no file of {_known_suffixes()}.")
     else:
         return _find_on_hub(path, data)
     stats = [file.stat() for file in found]
     identity = [[str(f.resolve()), s.st_size, s.st_mtime_ns] for f, s in zip(found, stats, strict=True)]
     return Source(path, tuple(found), identity)
+
+
+def name_setting(path: str, data: DataConfig) -> str:
+    """The setting that names `path`: `data.path`, `data.mix` or `data.eval_path`."""
+    if path in data.mix:
+        return "data.mix"
+    return "data.eval_path" if path == data.eval_path and path != data.path else "data.path"
 
 
 def read_rows(source: Source, file: Path) -> datasets.Dataset:
@@ -88,16 +98,20 @@ def read_rows(source: Source, file: Path) -> datasets.Dataset:
 
 
 def _find_on_hub(path: str, data: DataConfig) -> Source:
+    setting = name_setting(path, data)
+    if Path(path).expanduser().exists():  # a pipe, a device
+        raise DataError(f"{setting}={path} is neither a file nor a folder. Write the rows to a file first.")
     looks_local = path.startswith(("/", ".", "~")) or Path(path).suffix in (*READERS, *TEXT_SUFFIXES)
     if looks_local or path.count("/") > 1:
-        raise DataError(f"data.path={path} does not exist. Set data.path to {_known_suffixes()} or a folder of these.")
+        raise DataError(f"{setting}={path} does not exist. Set {setting} to {_known_suffixes()} or a folder of these.")
     try:
         hub = datasets.load_dataset(path, data.name, split=data.split, streaming=data.streaming)
     except Exception as error:  # `datasets` and the hub client raise many unrelated types
         reason = " ".join(str(error).split())
         raise DataError(
-            f"data.path={path} is no local file or folder, and can't be loaded from the hub (data.name={data.name},"
-            f" data.split={data.split}): {reason} Check the name, or download it and set data.path to the folder."
+            f"{setting}={path} is no local file or folder, and can't be loaded from the hub"
+            f" ({show('data.name', data.name)}, data.split={data.split}): {reason} Check the name, or download it and"
+            f" set {setting} to the folder."
         ) from error
     state = getattr(hub, "_fingerprint", None)  # none of a stream
     return Source(path, (), ["hub", path, data.name, data.split, state], hub)
@@ -146,6 +160,9 @@ def _read_csv(file: Path) -> Iterator[RawRow]:
     with file.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as stream:
         lines = csv.reader(stream)
         header = next(lines, [])
+        twice = [name for name in header if name and header.count(name) > 1]
+        if twice:
+            raise DataError(f"{file} has two columns {twice[0]}. Rename one, so that it is clear which is meant.")
         first_line = lines.line_num + 1  # a quoted cell may hold line breaks
         for cells in lines:
             place = f"{file.name}:{first_line}"
@@ -173,8 +190,13 @@ def _read_text(file: Path) -> Iterator[RawRow]:
 
 
 def _dump(row: Any) -> bytes:
-    # surrogateescape gives back the bytes that were not UTF-8, for the check to find. `default`: dates and the like.
-    return json.dumps(row, ensure_ascii=False, default=str).encode("utf-8", errors="surrogateescape")
+    # surrogateescape gives back the bytes that were not UTF-8, for the check to find.
+    return json.dumps(row, ensure_ascii=False, default=_as_text).encode("utf-8", errors="surrogateescape")
+
+
+def _as_text(value: Any) -> str:
+    """What JSON does not have: Parquet's text that is not marked as such; dates and the like."""
+    return value.decode("utf-8", errors="surrogateescape") if isinstance(value, bytes) else str(value)
 
 
 def _known_suffixes() -> str:
