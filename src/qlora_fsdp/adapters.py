@@ -56,8 +56,8 @@ def apply_adapters(
         tokens: get rows of embeddings and head that are trained.
 
     Raises:
-        AdapterError: names in target_modules, exclude_modules or modules_to_save that fit no layer (close ones are
-            named), or settings that PEFT refuses.
+        AdapterError: names in target_modules, exclude_modules, modules_to_save or patterns that fit no layer (close
+            ones are named), or settings that PEFT refuses.
     """
     _check_names(model, config)
     settings = peft.LoraConfig(
@@ -143,6 +143,11 @@ def _check_names(model: nn.Module, config: LoraConfig) -> None:
                 linear = {n.rsplit(".", 1)[-1] for n, m in model.named_modules() if isinstance(m, nn.Linear)}
                 hint = f"Close: {', '.join(close)}." if close else f"Its linear layers: {', '.join(sorted(linear))}."
                 problems.append(f"lora.{key}: {target} fits no module of {type(model).__name__}. {hint}")
+    for key in ("rank_pattern", "alpha_pattern"):  # PEFT only warns, and goes on with r and lora_alpha
+        for pattern in getattr(config, key):
+            if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in names):
+                fix = "Correct it, or leave it out."
+                problems.append(f"lora.{key}: {pattern} fits no module of {type(model).__name__}. {fix}")
     if problems:
         raise AdapterError("\n".join(problems))
 

@@ -146,6 +146,10 @@ def build_model(
     else:
         format = choose_format(quant)
         if format is not None:
+            linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+            for skip in quant.llm_int8_skip_modules or []:
+                if all(should_convert_module(name, [skip]) for name in linears):
+                    notes.append(f"quant.llm_int8_skip_modules: {skip} fits no linear layer, so that none is left out")
             _swap_chosen_linears(model, format, quant, dtype, [*(keep or []), *head])
     if quant.embeddings is EmbeddingStorage.int8:
         _swap_ends(model, parse_storage(quant.bnb_4bit_quant_storage.value), dtype, new_head=bool(head))

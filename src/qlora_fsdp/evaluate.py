@@ -81,6 +81,7 @@ def evaluate_on_data(settings: EvaluateSettings, config: Config, processes: Proc
         from qlora_fsdp.inference import load_trained
         from qlora_fsdp.loop import evaluate
         from qlora_fsdp.plan import split_batches
+        from qlora_fsdp.positions import check_positions
 
     trained = load_trained(config, settings.adapter, processes)
     check_packing(config.training.packing, trained.files.config)
@@ -93,6 +94,9 @@ def evaluate_on_data(settings: EvaluateSettings, config: Config, processes: Proc
     )
     for line in str(replace(data.report, purpose="evaluation")).splitlines():
         log.info(f"Data: {line}")
+    beyond = check_positions(trained.model, trained.files.config.get_text_config(), data)
+    if beyond is not None:
+        log.info(f"Note: {beyond}")
     if isinstance(trained.model, Classifier):
         trained.model.weigh_classes(data.train, processes.device)
     started = time.perf_counter()

@@ -28,6 +28,7 @@ from qlora_fsdp.memory.measure import PhasePeaks, explain_early_shortage, is_sho
 from qlora_fsdp.memory.recompute import Relief, set_activation_policy
 from qlora_fsdp.model_files import ModelFiles, find_model
 from qlora_fsdp.plan import BatchSplit, FlopCounter, Sizes, count_bytes, count_flops, dtype_name, split_batches
+from qlora_fsdp.positions import check_positions
 from qlora_fsdp.quantized.fuse import fuse_layers
 from qlora_fsdp.quantized.linear import use_fp8
 from qlora_fsdp.resume import describe_base
@@ -142,10 +143,13 @@ def _prepare(config: Config, processes: Processes, folder: Path, first_step: int
             vocab_size=model.vocab_size,
         )
         split = split_batches(training, processes.num_ranks, len(data.train))
+    beyond = check_positions(built.model, text_config, data)
     if isinstance(model, Classifier):
         model.weigh_classes(data.train, device)
     for line in str(data.report).splitlines():
         log.info(f"Data: {line}")
+    if beyond is not None:
+        log.info(f"Note: {beyond}")
     log.info(f"Steps: {split.num_steps} of {config.training.max_length} tokens a sequence at most")
     flops = count_flops(model, text_config)
     is_auto = config.memory.activations is Activations.auto

@@ -41,6 +41,8 @@ def test_what_is_trained_is_in_float32_and_all_else_is_frozen(checkpoint: Callab
     ("config", "message"),
     [
         (LoraConfig(target_modules=["q_proi"]), r"lora.target_modules: q_proi fits no module .* Close: q_proj"),
+        (LoraConfig(rank_pattern={"q_proi": 4}), r"lora.rank_pattern: q_proi fits no module"),
+        (LoraConfig(alpha_pattern={"q_proj": 4.0, "k": 4.0}), r"lora.alpha_pattern: k fits no module"),
         (LoraConfig(modules_to_save=["score"]), r"lora.modules_to_save: score fits no module"),
         (LoraConfig(target_modules=["embed_tokens"]), r"lora.target_modules: model.embed_tokens is no linear layer"),
         (
@@ -82,6 +84,8 @@ def test_tables_that_can_not_have_new_tokens(checkpoint, family: str, quant: Qua
     built = build_model(
         find_model(ModelConfig(path=str(checkpoint(family))), True, lambda error: error), quant, DTYPE, "eager"
     )
+    skips = built.notes == ["quant.llm_int8_skip_modules: none fits no linear layer, so that none is left out"]
+    assert skips == (quant.llm_int8_skip_modules is not None)
     tokens = AddedTokens(frozenset({VOCAB}), frozenset({VOCAB}), VOCAB + 1)
     with pytest.raises(AdapterError, match=f"tokenizer.add_tokens: .*{message}"):
         apply_adapters(built.model, lora, tokens=tokens)

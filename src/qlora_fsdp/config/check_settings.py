@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -233,6 +234,16 @@ def _lora(config: Config) -> Iterator[Problem]:
     if not is_names and not (isinstance(targets, str) and targets):
         fix = "Set lora.target_modules=all-linear, or a list such as [q_proj,v_proj]."
         yield problem_with(config, "lora.target_modules", "is neither a list of names nor a regular expression.", fix)
+    patterns = {"lora.target_modules": [targets] if isinstance(targets, str) else []}
+    patterns |= {"lora.rank_pattern": list(lora.rank_pattern), "lora.alpha_pattern": list(lora.alpha_pattern)}
+    patterns["quant.llm_int8_skip_modules"] = config.quant.llm_int8_skip_modules or []
+    for key, expressions in patterns.items():
+        for expression in expressions:
+            try:
+                re.compile(expression)
+            except re.error as error:
+                reason = f"has {expression}, which is no regular expression: {error}."
+                yield problem_with(config, key, reason, "Set names, or an expression such as .*[.]q_proj.")
     for key in ("lora.rank_pattern", "lora.alpha_pattern"):
         if any(not value > 0 for value in value_of(config, key).values()):
             yield problem_with(

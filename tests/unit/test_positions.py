@@ -1,0 +1,67 @@
+"""Rows that are longer than the positions that a model knows."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModel, PreTrainedModel
+
+from qlora_fsdp.data.prepare import PreparedData
+from qlora_fsdp.data.report import DataReport
+from qlora_fsdp.data.sequences import RandomRows, Sequences, TrainingData, make_sequences
+from qlora_fsdp.errors import DataError
+from qlora_fsdp.positions import check_positions, num_learned_positions
+
+SMALL = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "ffn_dim": 16,
+    "word_embed_proj_dim": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 40,
+    "pad_token_id": 3,
+}
+
+
+def make_model(kind: str) -> PreTrainedModel:
+    return AutoModel.from_config(AutoConfig.for_model(kind, **SMALL)).eval()
+
+
+def make_data(*lengths: int, packing: bool = False) -> PreparedData[TrainingData]:
+    parts: list[Sequences] = []
+    for length in lengths:
+        rows = RandomRows(4, length, 32, seed=0)
+        options = {"max_length": 100, "pad_token_id": 3, "packing": packing, "seed": 0}
+        parts.append(make_sequences(rows, np.arange(4), **options))
+    report = DataReport((), 4, 4, 4, 4, 1.0, 0, 0)
+    return PreparedData(parts[0], parts[1] if len(parts) > 1 else None, report)
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta", "distilbert", "gpt2", "opt"])
+def test_the_table_ends_where_transformers_fails(kind: str) -> None:
+    model = make_model(kind)
+    last = num_learned_positions(model)
+    assert last is not None
+    model(input_ids=torch.ones(1, last, dtype=torch.long))
+    with pytest.raises((IndexError, RuntimeError)):
+        model(input_ids=torch.ones(1, last + 1, dtype=torch.long))
+
+
+def test_rows_beyond_a_table_are_refused() -> None:
+    model = make_model("bert")
+    assert check_positions(model, model.config, make_data(40)) is None
+    for data in (make_data(41), make_data(10, 41)):
+        with pytest.raises(DataError, match=r"has 41 tokens.*40 positions\. Set training\.max_length=40"):
+            check_positions(model, model.config, data)
+
+
+def test_rows_beyond_rotary_positions_are_told() -> None:
+    model = make_model("llama")
+    assert num_learned_positions(model) is None
+    assert check_positions(model, model.config, make_data(30, packing=True)) is None  # 90 tokens a sequence
+    note = check_positions(model, model.config, make_data(41))
+    assert note is not None
+    assert "41 tokens, and the model was made for 40 positions" in note
