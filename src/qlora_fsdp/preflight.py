@@ -28,6 +28,7 @@ from qlora_fsdp.memory.shape import FAMILIES, ModelShape, model_shape
 from qlora_fsdp.memory.speed import load_seconds, tokens_per_second
 from qlora_fsdp.memory.suggest import cheapest_changes
 from qlora_fsdp.memory.workload import FUSED_KERNELS, Workload
+from qlora_fsdp.tables import count
 
 DOES_NOT_FIT = 3  # exit code
 BYTES_A_TOKEN = 4.0  # of text in a file of rows: an estimate
@@ -167,7 +168,7 @@ def _describe(choice: Choice, hardware: Hardware, target: float) -> tuple[list[s
     work, config = plan.work, plan.work.config
     speed = tokens_per_second(work, plan.policies, gpu)
     read_gib = work.shape.num_parameters * 2 / GIB  # files in bfloat16
-    from_disk, from_cache = load_seconds(work, read_gib * work.local_num_ranks / work.num_ranks)
+    from_disk, from_cache = load_seconds(plan)
     host = sum(plan.host.values()) * work.local_num_ranks / GIB
     pinned = plan.pinned * work.local_num_ranks / GIB
     num_tokens, source = count_tokens(config, work)
@@ -176,8 +177,8 @@ def _describe(choice: Choice, hardware: Hardware, target: float) -> tuple[list[s
     lines = [
         f"{_name(config)}: {work.shape.num_parameters / 1e9:.2f} B parameters, on {hardware.count} x {gpu.name}"
         + (f" ({hardware.note})" if hardware.note else ""),
-        f"{work.num_shards} shards, micro-batch {work.micro_batch_size} x {config.training.max_length} tokens, "
-        f"{work.num_micro_batches} a step; {describe_choice(plan)}",
+        f"{count(work.num_shards, 'shard')}, micro-batch {work.micro_batch_size} x {config.training.max_length} "
+        f"tokens, {work.num_micro_batches} a step; {describe_choice(plan)}",
         "",
         table(plan),
         "",

@@ -25,7 +25,7 @@ from qlora_fsdp.memory.measure import SHORT_IN_A_ROW, PhasePeaks
 from qlora_fsdp.memory.plan import GIB, MemoryPlan, make_plan
 from qlora_fsdp.memory.report import waiting_lines
 from qlora_fsdp.memory.shape import model_shape
-from qlora_fsdp.memory.speed import tokens_per_second
+from qlora_fsdp.memory.speed import load_seconds, tokens_per_second
 from qlora_fsdp.memory.suggest import enough_gpus, largest_savings, smaller_runs
 from qlora_fsdp.memory.workload import FUSED_KERNELS, Workload
 from qlora_fsdp.model_files import ModelFiles
@@ -176,6 +176,24 @@ def test_speed_is_what_was_measured(num_ranks, model, length, size, more, speed)
     work = workload(*settings, num_ranks=num_ranks)
     plan = choose(work, (work.config.memory.target_gib or 133) * GIB, H200).plan
     assert tokens_per_second(plan.work, plan.policies, H200) / num_ranks == pytest.approx(speed, rel=0.15)
+
+
+# Seconds to load on H200s from files in the page cache (docs/benchmarks.md).
+MEASURED_LOADS = [
+    (1, "llama3-8b", (), 1.2),
+    (2, "llama3-8b", (), 1.3),
+    (2, "llama3-8b", ("quant=int8",), 0.8),
+    (2, "llama3-8b", ("fsdp=offload",), 3.4),
+    (4, "llama3-70b", (), 4.05),
+    (4, "llama3-70b", ("fsdp=offload",), 15.66),
+    (4, "llama3-70b", ("fsdp=no_shard",), 10.81),
+]
+
+
+@pytest.mark.parametrize(("num_ranks", "model", "more", "seconds"), MEASURED_LOADS)
+def test_load_takes_as_long_as_was_measured(num_ranks, model, more, seconds):
+    plan = uniform(workload(f"model={model}", *more, num_ranks=num_ranks))
+    assert load_seconds(plan)[1] == pytest.approx(seconds, rel=0.3)
 
 
 def test_who_waits_for_python_is_told():

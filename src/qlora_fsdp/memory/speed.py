@@ -12,6 +12,7 @@ from qlora_fsdp.memory.activations import Policy, layer_tensors
 from qlora_fsdp.memory.gpus import Gpu
 from qlora_fsdp.memory.parameters import ParameterBytes, adapter_rank, sum_bytes
 from qlora_fsdp.memory.parameters import layer_tensors as layer_parameters
+from qlora_fsdp.memory.plan import MemoryPlan
 from qlora_fsdp.memory.workload import Workload
 
 MATMUL = 0.60  # of the datasheet's FLOP/s, attention included
@@ -20,7 +21,9 @@ PASSES, PASSES_UNFUSED = 3.0, 7.0  # times that what a layer saves goes through 
 LAUNCH_SECONDS = 2.4e-3  # Python and launches of a layer's forward; twice that in backward
 FSDP_LAUNCH_SECONDS = 0.7e-3  # more under FSDP
 DISK_GB_S = 2.0  # of a host
-CACHED_GB_S = 8.5  # of a rank, from the page cache, quantization included
+CACHED_GB_S = 13.0  # of a rank, from the page cache, quantization included
+GATHER_SECONDS = 2.3e-3  # of the scales of a weight, which are quantized together
+PIN_GB_S = 1.0  # of a rank that offloads its shard
 HOST_ADAM_GB_S = 10.0  # of a rank, with optimizer state in host memory
 
 
@@ -43,11 +46,16 @@ def tokens_per_second(work: Workload, policies: Sequence[Policy], gpu: Gpu) -> f
     return tokens / step_seconds(work, policies, gpu)
 
 
-def load_seconds(work: Workload, gib_a_host: float) -> tuple[float, float]:
-    """Seconds to read and quantize the model's files: from a disk, and from the page cache."""
-    num_bytes = gib_a_host * 2**30
-    cached = num_bytes / (CACHED_GB_S * 1e9 * work.local_num_ranks)
-    return max(cached, num_bytes / (DISK_GB_S * 1e9)), cached
+def load_seconds(plan: MemoryPlan) -> tuple[float, float]:
+    """Seconds to read and quantize the model's bfloat16 files: from a disk, and from the page cache."""
+    work = plan.work
+    num_bytes, quant = work.shape.num_parameters * 2, work.config.quant
+    cached = num_bytes / work.num_shards / (CACHED_GB_S * 1e9)
+    if work.num_shards > 1 and quant.load_in_4bit and quant.bnb_4bit_use_double_quant:
+        cached += work.shape.num_layers * len(work.shape.linears) * GATHER_SECONDS
+    cached += plan.host.get("parameters", 0) / (PIN_GB_S * 1e9)
+    on_a_host = num_bytes * min(1.0, work.local_num_ranks / work.num_shards)
+    return max(cached, on_a_host / (DISK_GB_S * 1e9)), cached
 
 
 def _gpu_seconds(work: Workload, policies: Sequence[Policy], gpu: Gpu) -> float:
