@@ -23,10 +23,10 @@ from qlora_fsdp.memory.gpus import find_gpu, known_gpus, parse_hardware
 from qlora_fsdp.memory.host import available_bytes
 from qlora_fsdp.memory.measure import SHORT_IN_A_ROW, PhasePeaks
 from qlora_fsdp.memory.plan import GIB, MemoryPlan, make_plan
-from qlora_fsdp.memory.report import waiting_lines
+from qlora_fsdp.memory.report import faster_lines, waiting_lines
 from qlora_fsdp.memory.shape import model_shape
 from qlora_fsdp.memory.speed import load_seconds, tokens_per_second
-from qlora_fsdp.memory.suggest import enough_gpus, largest_savings, smaller_runs
+from qlora_fsdp.memory.suggest import enough_gpus, largest_savings, smaller_runs, whole_copies
 from qlora_fsdp.memory.workload import FUSED_KERNELS, Workload
 from qlora_fsdp.model_files import ModelFiles
 from qlora_fsdp.plan import count_bytes
@@ -203,6 +203,24 @@ def test_who_waits_for_python_is_told():
         lines = waiting_lines(plan, H200)
         assert len(lines) == hints
     assert not waiting_lines(plan, known_gpus()["rtx4090"])
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "more", "is_told"),
+    [
+        ("llama3-8b", "rtx4090", (), True),
+        ("llama3-8b", "rtx4090", ("fsdp=no_shard",), False),
+        ("llama3-8b", "rtx4090", ("fsdp=offload",), False),
+        ("llama3-8b", "h200", ("training.max_length=4096", "training.micro_batch_size=4"), False),  # gains 0.3 %
+        ("llama3-70b", "rtx4090", (), False),  # has no room
+    ],
+)
+def test_room_for_the_whole_base_is_told_where_it_is_faster(model, gpu, more, is_told):
+    known = known_gpus()[gpu]
+    target = known.gib * 0.95 * GIB
+    plan = choose(workload(f"model={model}", *more, num_ranks=4), target, known).plan
+    lines = faster_lines(whole_copies(plan, target, known), plan, known)
+    assert ["fsdp=no_shard needs" in line for line in lines] == [True] * is_told
 
 
 def test_auto_fills_the_card_and_no_more():

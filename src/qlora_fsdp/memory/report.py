@@ -8,7 +8,7 @@ from typing import Any
 from qlora_fsdp.memory.choose import describe_policies
 from qlora_fsdp.memory.gpus import Gpu
 from qlora_fsdp.memory.plan import GIB, PHASES, MemoryPlan
-from qlora_fsdp.memory.speed import waiting_share
+from qlora_fsdp.memory.speed import tokens_per_second, waiting_share
 from qlora_fsdp.memory.suggest import Change
 
 PARTS = {  # in the order of the table
@@ -59,6 +59,15 @@ def waiting_lines(plan: MemoryPlan, gpu: Gpu) -> list[str]:
         return []
     small = f"{plan.work.num_tokens:,} tokens are few for a micro-batch here (training.micro_batch_size)"
     return [f"GPUs would wait {share:.0%} of the time for Python to start their kernels: {small}"]
+
+
+def faster_lines(whole: Change | None, plan: MemoryPlan, gpu: Gpu) -> list[str]:
+    """A line if whole copies of the base would be faster (`suggest.whole_copies`), else none."""
+    if whole is None:
+        return []
+    gain = whole.speed / tokens_per_second(plan.work, plan.policies, gpu) - 1
+    needed = _gib(whole.plan.needed)
+    return [f"There is room for the whole base on each GPU: {whole.text} needs {needed} GiB, and is {gain:.0%} faster"]
 
 
 def changes_table(changes: Sequence[Change]) -> str:

@@ -19,6 +19,7 @@ from qlora_fsdp.memory.workload import Workload
 MAX_RANKS = 1024
 MAX_TOGETHER = 3  # changes
 MAX_SHOWN = 3
+MIN_GAIN = 0.03  # of speed, from which on whole copies of the base are worth a line
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,17 @@ def largest_savings(plan: MemoryPlan, gpu: Gpu) -> list[Change]:
         if smaller.needed < plan.needed:
             changes.append(Change(_text(plan.work.config, values), smaller, True, _speed(smaller, gpu)))
     return sorted(changes, key=lambda change: change.plan.needed)
+
+
+def whole_copies(plan: MemoryPlan, target: float, gpu: Gpu) -> Change | None:
+    """The run with the whole base on each GPU, where that fits and is faster by `MIN_GAIN` or more; else None."""
+    work, fsdp = plan.work, plan.work.config.fsdp
+    is_split_by_all = fsdp.sharding_strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP)
+    if work.num_ranks == 1 or not is_split_by_all or fsdp.cpu_offload or not work.is_cuda:
+        return None
+    choice = choose(_changed(work, (("fsdp", "sharding_strategy", ShardingStrategy.NO_SHARD),)), target, gpu)
+    change = Change("fsdp=no_shard", choice.plan, choice.fits, _speed(choice.plan, gpu))
+    return change if change.fits and change.speed >= (1 + MIN_GAIN) * _speed(plan, gpu) else None
 
 
 def enough_gpus(work: Workload, target: float, gpu: Gpu) -> Change | None:
