@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import shutil
+import socket
 from copy import copy
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import cast
 
 import peft
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -17,6 +20,7 @@ from qlora_fsdp import __version__
 from qlora_fsdp.adapters import ADAPTER
 from qlora_fsdp.config.commands import SETTINGS_FILE
 from qlora_fsdp.distributed import Processes
+from qlora_fsdp.errors import RunFolderError
 from qlora_fsdp.new_tokens import count_tokens
 from qlora_fsdp.run_folder import writing
 from qlora_fsdp.shards import gather_rows, local_tensor, shard_group
@@ -81,7 +85,8 @@ def save_adapter(
 
     Args:
         model: PEFT's model, sharded.
-        folder: an adapter already there is replaced once the new one is complete.
+        folder: an adapter already there is replaced once the new one is complete. Where it can't be written, the
+            adapter goes to a temporary folder of the host, which the error names: days of training may be in it.
         tokenizer: saved along; None for none.
         card: one line for the model card.
         settings: the text of SETTINGS_FILE.
@@ -98,6 +103,15 @@ def save_adapter(
             with writing(folder.parent):
                 write_adapter(model, state, adapter_keys(model), temporary, tokenizer, card, settings)
                 replace_folder(temporary, folder)
+        except RunFolderError as error:
+            rescue = Path(mkdtemp(prefix="qlora_fsdp-"))
+            try:
+                write_adapter(model, state, adapter_keys(model), rescue / "adapter", tokenizer, card, settings)
+            except (OSError, SafetensorError):
+                shutil.rmtree(rescue, ignore_errors=True)
+                raise error from None
+            place = f"The adapter is in {rescue / 'adapter'} on {socket.gethostname()}: copy it from there."
+            raise RunFolderError(f"{error} {place}") from error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
     processes.wait(patiently=True)  # the disk may be slow, and the adapter large

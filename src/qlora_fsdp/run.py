@@ -47,7 +47,7 @@ from qlora_fsdp.resume import (
     is_own,
     settings_of,
 )
-from qlora_fsdp.run_folder import close_run_folder, log, open_run_folder, writing
+from qlora_fsdp.run_folder import check_room, close_run_folder, log, open_run_folder, writing
 from qlora_fsdp.saver import Saver
 from qlora_fsdp.shard import place_model, shard_model
 from qlora_fsdp.watch import Watch
@@ -101,6 +101,7 @@ def _run(
 ) -> None:
     started = time.perf_counter()
     prepared = prepare(config, processes, folder, 0 if checkpoint is None else checkpoint.step)
+    check_room(folder, prepared.sizes.num_trainable * 4, processes)  # float32
     if checkpoint is not None:
         check_data(checkpoint, prepared.data.train, config)
         check_base(checkpoint, prepared.base, config)

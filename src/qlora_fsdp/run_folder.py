@@ -99,6 +99,24 @@ def open_run_folder(config: Config, processes: Processes, keep_records: bool = F
     return folder
 
 
+def check_room(folder: Path, num_bytes: int, processes: Processes) -> None:
+    """Whether `num_bytes`, which are to be written when all work is done, have room now. Every rank calls this.
+
+    Raises:
+        RunFolderError: on every rank.
+    """
+    free = shutil.disk_usage(folder).free if processes.is_main else num_bytes
+    problem = None
+    if free < num_bytes:
+        problem = (
+            f"run.folder={folder} has room for {free / 2**20:,.1f} MiB, and the adapter takes "
+            f"{num_bytes / 2**20:,.1f}. Free space there, or set run.folder to a folder on another disk."
+        )
+    problem = processes.first_error(problem)
+    if problem is not None:
+        raise RunFolderError(problem)
+
+
 def close_run_folder() -> None:
     """Let another run have the folder; safe to call when none is open."""
     for handler in log.handlers:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.helpers.quick_config import load_config
 
+from qlora_fsdp import export
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.distributed import Processes, start_processes, stop_processes
 from qlora_fsdp.errors import RunFolderError
 from qlora_fsdp.files import write_atomically
 from qlora_fsdp.journal import Journal
-from qlora_fsdp.run_folder import close_run_folder, open_run_folder
+from qlora_fsdp.run_folder import check_room, close_run_folder, open_run_folder
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +59,35 @@ def test_a_full_disk_is_the_error_to_the_end(tmp_path: Path):
         journal.evaluation(1, 2.0, {}, 0.1)
     with pytest.raises(RunFolderError, match="No space left"):  # the line is still in the file's buffer
         journal.close({})
+
+
+def test_room_is_looked_for_before_the_work(tmp_path: Path, processes: Processes):
+    free = shutil.disk_usage(tmp_path).free
+    check_room(tmp_path, free // 2, processes)
+    with pytest.raises(RunFolderError, match=r"has room for .* MiB, and the adapter takes .*set run\.folder"):
+        check_room(tmp_path, 2 * free, processes)
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_an_adapter_for_a_full_disk_is_saved_elsewhere(
+    tmp_path: Path, processes: Processes, monkeypatch: pytest.MonkeyPatch, has_room: bool
+):
+    def write(model: Any, state: Any, keys: Any, folder: Path, *others: Any) -> None:
+        folder.mkdir(parents=True)
+        if folder.parent == tmp_path / "run" or not has_room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        (folder / "adapter_model.safetensors").touch()
+
+    monkeypatch.setattr(export, "gather_trainable", lambda model, processes: {})
+    monkeypatch.setattr(export, "adapter_keys", lambda model: {})
+    monkeypatch.setattr(export, "write_adapter", write)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with pytest.raises(RunFolderError, match="No space left on device") as caught:
+        export.save_adapter(None, tmp_path / "run" / "adapter", None, "", "", processes)  # type: ignore[arg-type]
+    saved = list(tmp_path.glob("qlora_fsdp-*/adapter/adapter_model.safetensors"))
+    assert len(saved) == has_room
+    assert (not has_room) or f"The adapter is in {saved[0].parent} on " in str(caught.value)
+    assert not list(tmp_path.glob("run/.adapter*"))
 
 
 def test_half_a_file_is_not_left_behind(tmp_path: Path):
