@@ -21,15 +21,16 @@ from qlora_fsdp.errors import ConfigError
 from qlora_fsdp.loss import attach_loss
 
 
-def reference(hidden: Tensor, targets: Tensor, head: nn.Linear, softcap: float | None) -> tuple[Tensor, Tensor]:
-    """The summed loss and its gradient by the hidden states, in float64, through plain autograd."""
-    hidden = hidden.detach().double().requires_grad_()
-    logits = F.linear(hidden, head.weight.detach().double(), None if head.bias is None else head.bias.detach().double())
+def reference(hidden: Tensor, targets: Tensor, head: nn.Linear, softcap: float | None) -> tuple[Tensor, list[Tensor]]:
+    """The summed loss and its gradients by the hidden states and the head's parameters, in float64, by autograd."""
+    leaves = [tensor.detach().double().requires_grad_() for tensor in (hidden, *head.parameters())]
+    hidden, *parameters = leaves
+    logits = F.linear(hidden, *parameters)
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
     (3 * loss).backward()
-    return loss.detach(), hidden.grad
+    return loss.detach(), [leaf.grad for leaf in leaves]
 
 
 @pytest.mark.parametrize("is_frozen", [True, False])
@@ -45,15 +46,15 @@ def test_loss_and_gradient(monkeypatch, is_frozen: bool, softcap: float | None, 
     targets = torch.randint(0, 50, (2, num_tokens // 2))
     targets[0, :20] = -100
     targets[1, -1] = -100
-    expected, expected_grad = reference(hidden, targets, head, softcap)
+    expected, expected_grads = reference(hidden, targets, head, softcap)
     attach_loss(head, softcap)
 
     loss = head(hidden, targets)
     (3 * loss).backward()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
-    torch.testing.assert_close(hidden.grad.double(), expected_grad, rtol=1e-5, atol=1e-6)
-    if not is_frozen:
-        assert head.weight.grad.abs().sum() > 0
+    found = [hidden] if is_frozen else [hidden, *head.parameters()]
+    for tensor, expected_grad in zip(found, expected_grads, strict=not is_frozen):
+        torch.testing.assert_close(tensor.grad.double(), expected_grad, rtol=1e-5, atol=1e-6)
     with torch.no_grad():
         assert head(hidden, targets).item() == pytest.approx(expected.item(), rel=1e-6)
         assert head(hidden).shape == (2, num_tokens // 2, 50)
