@@ -7,10 +7,11 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -25,44 +26,51 @@ ROOT = Path(__file__).parents[2]
 CONSTRAINTS = ROOT / "constraints.txt"
 
 
+def doctor_on_a_rank(arguments: list[str], diagnose: Callable[[Path], list[Finding]] | None = None) -> NoReturn:
+    if diagnose is not None:
+        doctor.MEETING_SECONDS, doctor.diagnose = 5, diagnose
+    # As under torchrun, the store outlives the ranks.
+    os.environ |= {"MASTER_PORT": os.environ["MEETING_PORT"], "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    sys.exit(doctor.main(arguments))
+
+
+def run_doctor(log: Path, *arguments: Any) -> tuple[list[int | None], str]:
+    """Exit codes of two processes, and what they printed."""
+    ranks = StartedRanks([log] * 2, doctor_on_a_rank, *arguments)
+    try:
+        for process in ranks.processes:
+            process.join(120)
+        return [process.exitcode for process in ranks.processes], log.read_text()
+    finally:
+        ranks.kill()
+
+
 def test_two_processes_on_this_host(tmp_path: Path):
     file = tmp_path / "doctor.json"
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command = [sys.executable, *launcher, "-m", "qlora_fsdp.doctor", "--json", file, "--folder", tmp_path]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    exit_codes, output = run_doctor(tmp_path / "output.txt", ["--json", str(file), "--folder", str(tmp_path)])
     findings = {finding["what"]: finding for finding in json.loads(file.read_text())}
     for what in ("Python", "torch", "bitsandbytes", "host memory", "disk", "hub", "SLURM", "all-reduce", "all-gather"):
-        assert what in findings, done.stderr
-        assert done.stdout.count(f"  {what:<14}  ") == 1  # rank 0 alone prints
-    assert {finding["level"] for finding in findings.values()} <= {"green", "yellow"}, done.stdout
+        assert what in findings, output
+        assert output.count(f"  {what:<14}  ") == 1  # rank 0 alone prints
+    assert {finding["level"] for finding in findings.values()} <= {"green", "yellow"}, output
     assert re.match(r"[\d.]+ GB/s between 2 processes", findings["all-reduce"]["found"])
-    assert done.returncode == 0
+    assert exit_codes == [0, 0]
 
 
-def doctor_on_a_rank(is_killed: bool) -> int:
-    """The exit code where rank 0's checks take longer than the processes have to meet, or end it."""
-
-    def diagnose(folder: Path) -> list[Finding]:
-        time.sleep(3)
-        return os._exit(1) if is_killed else []
-
-    doctor.MEETING_SECONDS, doctor.diagnose = 2, diagnose
-    os.environ["MASTER_PORT"] = os.environ["MEETING_PORT"]
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # as under torchrun
-    return doctor.main([])
+def diagnose_slowly(folder: Path) -> list[Finding]:
+    time.sleep(7)  # longer than the processes have to meet
+    return []
 
 
-@pytest.mark.parametrize("is_killed", [False, True])
-def test_the_others_wait_for_the_checks_of_rank_0_while_it_lives(tmp_path: Path, is_killed: bool):
-    log = tmp_path / "output.txt"
-    ranks = StartedRanks([log] * 2, doctor_on_a_rank, is_killed)
-    for process in ranks.processes:
-        process.join(60)
-    output = log.read_text()
-    assert [process.exitcode for process in ranks.processes] == [int(is_killed), 0], output
-    assert output.count("GB/s between 2 processes") == (0 if is_killed else 2)
-    assert ("Error: " in output) == is_killed
+def die(folder: Path) -> list[Finding]:
+    os._exit(1)
+
+
+def test_the_others_wait_for_the_checks_of_rank_0_while_it_lives(tmp_path: Path):
+    exit_codes, output = run_doctor(tmp_path / "slow.txt", [], diagnose_slowly)
+    assert exit_codes == [0, 0] and output.count("GB/s between 2 processes") == 2, output
+    exit_codes, output = run_doctor(tmp_path / "killed.txt", [], die)
+    assert exit_codes == [1, 0] and "GB/s" not in output and "Error: " in output, output
 
 
 @pytest.mark.parametrize(
