@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -11,12 +12,17 @@ import pytest
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: without a GPU its kernels run in Python
 
-import bitsandbytes.nn.modules
-import torch
+from qlora_fsdp.imports import quick_imports
 
-from tests.helpers.blocks import CHECKPOINTS, write_blocks
-from tests.helpers.checkpoints import make_checkpoint
-from tests.helpers.runs import write_rows
+with quick_imports():  # most of what the modules of tests import, once in each of the workers
+    import bitsandbytes.nn.modules
+    import torch
+
+    from tests.helpers.blocks import CHECKPOINTS, write_blocks
+    from tests.helpers.checkpoints import make_checkpoint
+    from tests.helpers.runs import write_rows
+
+gc.freeze()  # the garbage collector need not look through any of this
 
 # Stock layers, our reference, would evaluate in bfloat16 on CPUs that have instructions for it.
 bitsandbytes.nn.modules.has_avx512bf16 = lambda: False
@@ -26,6 +32,10 @@ torch.set_num_threads(1)  # models are tiny, and ranks or another worker compute
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The long files first, so that the workers end together (`make test`); the many short unit tests come last."""
     items.sort(key=lambda item: "unit" in item.path.parts)
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # else Triton's bindings complain of leaks at the end
 
 
 @pytest.fixture(scope="session")

@@ -4,15 +4,22 @@ Besides a run, what test modules import: a rank imports the one that its functio
 """
 
 import gc
+from pathlib import Path
 
 from qlora_fsdp.imports import quick_imports
 
 with quick_imports():
+    import peft.tuners.lora.bnb  # noqa: F401
     import pytest  # noqa: F401
+    import transformers.models.llama.modeling_llama  # noqa: F401
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     import qlora_fsdp.run  # noqa: F401
     import tests.helpers.classification  # noqa: F401
     from tests.helpers.quick_config import load_config
+    from tests.helpers.runs import settings
 
-load_config([])  # what Hydra and its parser make at their first use
+# What these make at their first use
+load_config(settings(Path("model"), Path("rows.jsonl"), "model.tokenizer_path=bytes"))
+get_checkpoint_conversion_mapping("llama")
 gc.freeze()  # the ranks' garbage collector need not look through any of this
