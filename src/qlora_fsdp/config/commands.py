@@ -18,6 +18,7 @@ from tempfile import TemporaryDirectory
 from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
+import yaml
 from omegaconf import OmegaConf
 
 from qlora_fsdp.config.command_line import conf_folder
@@ -64,8 +65,12 @@ def load_command(argv: Sequence[str], kind: type[Settings], usage: str) -> tuple
         raise SystemExit(0)
     values, rest, problems = _split(argv, kind)
     settings = kind(**values)
+    groups = {text.lstrip("+").partition("=")[0] for text in rest}
     if settings.adapter is not None:
         problems += _adapter_problems(settings.adapter)
+        if "experiment" in groups:
+            reason = "can't be used with adapter=, whose saved settings are in its place."
+            problems.append(Problem("experiment", reason, "Type the settings that are to be others."))
     if problems:
         raise ConfigError(problems)
     saved = None if settings.adapter is None else Path(settings.adapter).expanduser() / SETTINGS_FILE
@@ -74,9 +79,9 @@ def load_command(argv: Sequence[str], kind: type[Settings], usage: str) -> tuple
         if saved is not None and saved.is_file():
             experiment = Path(folder) / "experiment" / "adapter.yaml"
             experiment.parent.mkdir()
-            experiment.write_text(f"# @package _global_\n{saved.read_text(encoding='utf-8')}", encoding="utf-8")
+            experiment.write_text(f"# @package _global_\n{_read_saved(saved, groups)}", encoding="utf-8")
             first = ["--config-dir", folder, "experiment=adapter", *first]
-        elif settings.adapter is not None:
+        elif settings.adapter is not None and "model" not in groups:
             first = [f"model.path={_base_model(settings.adapter)}", *first]
         return settings, load_config([*first, *rest])
 
@@ -98,6 +103,23 @@ def saved_settings(config: Config, class_weights: list[float] | None = None) -> 
         values["training"] = {"packing": False}
         values["task"].class_weights = class_weights
     return OmegaConf.to_yaml(OmegaConf.create(values))
+
+
+def _read_saved(file: Path, typed: set[str]) -> str:
+    """The text of SETTINGS_FILE without what is typed as a whole, `quant=int8` say: as an experiment, it would win.
+
+    Raises:
+        ConfigError: the file can't be read.
+    """
+    try:
+        saved = OmegaConf.load(file)
+        kept = {section: value for section, value in saved.items() if section not in typed}
+    except (OSError, ValueError, AttributeError, yaml.YAMLError) as error:
+        reason = f"can't be read: {' '.join(str(error).split())}."
+        raise ConfigError([Problem(str(file), reason, "Copy the adapter again, or remove this file.")]) from None
+    if "task" in typed:
+        kept.pop("training", None)  # packing, which goes with the task
+    return OmegaConf.to_yaml(OmegaConf.create(kept))
 
 
 def _split(argv: Sequence[str], kind: type) -> tuple[dict[str, Any], list[str], list[Problem]]:
@@ -153,7 +175,8 @@ def _adapter_problems(adapter: str) -> list[Problem]:
 def _base_model(adapter: str) -> str:
     try:
         saved = json.loads((Path(adapter).expanduser() / "adapter_config.json").read_text(encoding="utf-8"))
-        return str(saved["base_model_name_or_path"])
+        base = saved["base_model_name_or_path"]
+        return "null" if base is None else str(base)
     except (ValueError, KeyError) as error:
         reason = f"has an adapter_config.json that can't be read: {error!r}."
         raise ConfigError([Problem(show("adapter", adapter), reason, "Copy or download it again.")]) from None

@@ -1,0 +1,60 @@
+"""The settings of the commands that take an adapter: saved ones, and what is typed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from qlora_fsdp.config.commands import SETTINGS_FILE, AdapterSettings, load_command, saved_settings
+from qlora_fsdp.config.compose import load_config
+from qlora_fsdp.config.schema import Config, TaskName
+from qlora_fsdp.errors import ConfigError
+
+TASK_LABELS = "task.labels=['1e5','yes','a: b']"
+
+
+@pytest.fixture
+def adapter(tmp_path: Path) -> Path:
+    config = load_config(["model=tiny", "data=random", "quant=fp4", "quant.embeddings=int8"])
+    (tmp_path / SETTINGS_FILE).write_text(saved_settings(config))
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": null}')
+    (tmp_path / "adapter_model.safetensors").touch()
+    return tmp_path
+
+
+def load(adapter: Path, *typed: str) -> Config:
+    return load_command([f"adapter={adapter}", *typed], AdapterSettings, "")[1]
+
+
+def test_saved_settings_stand_where_nothing_is_typed(adapter: Path) -> None:
+    config = load(adapter, "quant.bnb_4bit_use_double_quant=false")
+    assert (config.model.name, config.quant.bnb_4bit_quant_type.value) == ("tiny", "fp4")
+    assert config.quant.embeddings.value == "int8"
+    assert not config.quant.bnb_4bit_use_double_quant
+
+
+def test_a_group_that_is_typed_wins_over_the_saved_settings(adapter: Path) -> None:
+    config = load(adapter, "quant=int8")
+    assert (config.quant.load_in_4bit, config.quant.load_in_8bit) == (False, True)
+    assert config.model.name == "tiny"
+    assert load(adapter, "model=llama3-8b").model.name == "llama3-8b"
+    config = load(adapter, "task=sequence_classification", "task.labels=[a,b]")
+    assert config.task.name is TaskName.sequence_classification
+    assert not config.training.packing
+    labels = ["1e5", "yes", "a: b"]
+    (adapter / SETTINGS_FILE).write_text(saved_settings(load(adapter, "task=sequence_classification", TASK_LABELS)))
+    assert load(adapter, "quant=int8").task.labels == labels
+
+
+def test_an_experiment_does_not_take_the_place_of_the_saved_settings(adapter: Path) -> None:
+    with pytest.raises(ConfigError, match="experiment can't be used with adapter="):
+        load(adapter, "experiment=qlora_paper")
+
+
+def test_settings_and_bases_that_are_not_there(adapter: Path) -> None:
+    (adapter / SETTINGS_FILE).write_text("model: [")
+    with pytest.raises(ConfigError, match=f"{adapter}/{SETTINGS_FILE} can't be read: while parsing"):
+        load(adapter)
+    (adapter / SETTINGS_FILE).unlink()
+    assert load(adapter).model.path is None
