@@ -125,7 +125,7 @@ def free_gathered(model: nn.Module) -> None:
 
 
 def make_mesh(config: FsdpConfig, processes: Processes) -> DeviceMesh:
-    """1-D for FULL_SHARD and SHARD_GRAD_OP; (replicas, shards) for HYBRID_SHARD and, with one shard, NO_SHARD."""
+    """1-D for FULL_SHARD and SHARD_GRAD_OP; (replicas, shards) for HYBRID_SHARD."""
     device, num_shards = processes.device.type, count_shards(config, processes)
     if config.sharding_strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP):
         return init_device_mesh(device, (num_shards,), mesh_dim_names=("shard",))

