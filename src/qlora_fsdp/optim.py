@@ -153,7 +153,7 @@ def measure_step(params: Sequence[nn.Parameter], max_norm: float, local_loss: Te
     """
     norm = clip_gradients(params, max_norm).to(local_loss.device, torch.float64)
     loss = local_loss.double()
-    if dist.get_world_size() > 1:  # a rank alone needs no NCCL, which would take 0.7 GiB
+    if dist.get_world_size() > 1:  # a rank alone needs no NCCL, which would take half a GiB
         dist.all_reduce(loss)
     is_good = loss.isfinite() & norm.isfinite() & (norm <= limit)
     return StepOutcome((~is_good).float(), _start_reading(torch.stack([loss, norm])))

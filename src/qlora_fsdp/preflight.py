@@ -26,7 +26,7 @@ from qlora_fsdp.memory.plan import GIB
 from qlora_fsdp.memory.report import as_json, changes_table, faster_lines, table, waiting_lines
 from qlora_fsdp.memory.shape import FAMILIES, ModelShape, model_shape
 from qlora_fsdp.memory.speed import load_seconds, tokens_per_second
-from qlora_fsdp.memory.suggest import cheapest_changes, whole_copies
+from qlora_fsdp.memory.suggest import cheapest_changes
 from qlora_fsdp.memory.workload import FUSED_KERNELS, Workload
 from qlora_fsdp.tables import count
 
@@ -189,7 +189,7 @@ def _describe(choice: Choice, hardware: Hardware, target: float) -> tuple[list[s
         f"Speed: {speed:,.0f} tokens/s{_caveat(config)}; {format(hours, ',.0f' if hours >= 10 else '.2g')} hours for "
         f"{num_tokens / 1e6:,.1f} M tokens ({source})",
         *waiting_lines(plan, gpu),
-        *faster_lines(whole_copies(plan, target, gpu) if choice.fits else None, plan, gpu),
+        *faster_lines(choice, target, gpu),
     ]
     figures = {
         "fits": choice.fits,

@@ -33,7 +33,6 @@ from qlora_fsdp.quantized.fuse import fuse_layers
 from qlora_fsdp.quantized.linear import use_fp8
 from qlora_fsdp.resume import describe_base
 from qlora_fsdp.run_folder import log
-from qlora_fsdp.shard import count_shards
 from qlora_fsdp.tables import count
 from qlora_fsdp.task_model import TaskModel
 
@@ -117,7 +116,7 @@ def _prepare(config: Config, processes: Processes, folder: Path, first_step: int
         hold_to(machine.target, memory.plan.libraries if memory.plan is not None else 0, device)
     if config.memory.snapshot:
         start_snapshot(device)
-    num_shards = count_shards(config.fsdp, processes)
+    num_shards = config.fsdp.num_shards(processes.num_ranks, processes.local_num_ranks)
     sizes = count_bytes(model, processes.rank % num_shards, num_shards)
     for note in (*missing, *([slower] if slower else []), *built.notes):
         log.info(f"Note: {note}")

@@ -39,7 +39,7 @@ def shard_model(
         processes: all ranks take part.
         reshard_after_forward: free layers after their forward, and gather them again for backward.
     """
-    if not config.takes_part(count_shards(config, processes)):
+    if not config.takes_part(config.num_shards(processes.num_ranks, processes.local_num_ranks)):
         return []
     cuda = processes.device.type == "cuda"
     offload = CPUOffloadPolicy(pin_memory=cuda) if config.cpu_offload else OffloadPolicy()
@@ -126,18 +126,11 @@ def free_gathered(model: nn.Module) -> None:
 
 def make_mesh(config: FsdpConfig, processes: Processes) -> DeviceMesh:
     """1-D for FULL_SHARD and SHARD_GRAD_OP; (replicas, shards) for HYBRID_SHARD."""
-    device, num_shards = processes.device.type, count_shards(config, processes)
+    device, num_shards = processes.device.type, config.num_shards(processes.num_ranks, processes.local_num_ranks)
     if config.sharding_strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP):
         return init_device_mesh(device, (num_shards,), mesh_dim_names=("shard",))
     shape = (processes.num_ranks // num_shards, num_shards)
     return init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard"))
-
-
-def count_shards(config: FsdpConfig, processes: Processes) -> int:
-    """Ranks among which every parameter is split."""
-    if config.sharding_strategy is ShardingStrategy.HYBRID_SHARD:
-        return config.hybrid_shard_size or processes.local_num_ranks
-    return 1 if config.sharding_strategy is ShardingStrategy.NO_SHARD else processes.num_ranks
 
 
 def place_model(model: nn.Module, shard_device: torch.device, buffer_device: torch.device) -> None:

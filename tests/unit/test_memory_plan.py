@@ -26,7 +26,7 @@ from qlora_fsdp.memory.plan import GIB, MemoryPlan, make_plan
 from qlora_fsdp.memory.report import faster_lines, waiting_lines
 from qlora_fsdp.memory.shape import model_shape
 from qlora_fsdp.memory.speed import load_seconds, tokens_per_second
-from qlora_fsdp.memory.suggest import enough_gpus, largest_savings, smaller_runs, whole_copies
+from qlora_fsdp.memory.suggest import enough_gpus, largest_savings, smaller_runs
 from qlora_fsdp.memory.workload import FUSED_KERNELS, Workload
 from qlora_fsdp.model_files import ModelFiles
 from qlora_fsdp.plan import count_bytes
@@ -89,6 +89,21 @@ def test_backward_is_what_was_measured(num_ranks, model, length, size, memory, m
     settings += ("fsdp.reshard_after_forward=true",)
     plan = choose(workload(f"model={model}", *settings, num_ranks=num_ranks), 140 * GIB, H200).plan
     assert plan.tensors("backward") / GIB == pytest.approx(backward, abs=0.1)
+
+
+# The same of one GPU when it ran under FSDP, which copied its layers.
+MEASURED_UNDER_FSDP = [
+    ("llama3-8b", 1024, 8, "keep", 33.44),
+    ("llama3-8b", 4096, 4, "recompute", 12.49),
+    ("llama3-8b", 8192, 1, "recompute_half", 20.98),
+    ("llama3-8b", 8192, 2, "offload", 8.89),
+]
+
+
+@pytest.mark.parametrize(("model", "length", "size", "memory", "backward"), MEASURED_UNDER_FSDP)
+def test_backward_under_fsdp_is_what_was_measured(monkeypatch, model, length, size, memory, backward):
+    monkeypatch.setattr(Workload, "uses_fsdp", True)
+    test_backward_is_what_was_measured(1, model, length, size, memory, (), backward)
 
 
 def test_forward_is_what_was_measured():
@@ -178,6 +193,23 @@ def test_speed_is_what_was_measured(num_ranks, model, length, size, more, speed)
     assert tokens_per_second(plan.work, plan.policies, H200) / num_ranks == pytest.approx(speed, rel=0.15)
 
 
+# The same of one GPU when it ran under FSDP: these six waited for Python.
+MEASURED_SPEEDS_UNDER_FSDP = [
+    ("llama3-8b", 512, 1, ("memory=keep",), 1571),
+    ("llama3-8b", 1024, 1, ("memory=keep",), 3535),
+    ("llama3-8b", 2048, 1, ("memory=keep",), 6669),
+    ("llama3-8b", 2048, 1, ("memory=recompute",), 4542),
+    ("llama3-8b", 2048, 1, ("memory.target_gib=10",), 5802),
+    ("llama3-8b", 4096, 1, ("memory=keep",), 14167),
+]
+
+
+@pytest.mark.parametrize(("model", "length", "size", "more", "speed"), MEASURED_SPEEDS_UNDER_FSDP)
+def test_speed_under_fsdp_is_what_was_measured(monkeypatch, model, length, size, more, speed):
+    monkeypatch.setattr(Workload, "uses_fsdp", True)
+    test_speed_is_what_was_measured(1, model, length, size, more, speed)
+
+
 # Seconds to load on H200s from files in the page cache (docs/benchmarks.md).
 MEASURED_LOADS = [
     (1, "llama3-8b", (), 1.2),
@@ -218,8 +250,8 @@ def test_who_waits_for_python_is_told():
 def test_room_for_the_whole_base_is_told_where_it_is_faster(model, gpu, more, is_told):
     known = known_gpus()[gpu]
     target = known.gib * 0.95 * GIB
-    plan = choose(workload(f"model={model}", *more, num_ranks=4), target, known).plan
-    lines = faster_lines(whole_copies(plan, target, known), plan, known)
+    choice = choose(workload(f"model={model}", *more, num_ranks=4), target, known)
+    lines = faster_lines(choice, target, known)
     assert ["fsdp=no_shard needs" in line for line in lines] == [True] * is_told
 
 

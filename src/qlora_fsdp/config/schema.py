@@ -266,6 +266,12 @@ class FsdpConfig:
         """Whether layers are freed after their forward, unless the memory plan has room to keep them gathered."""
         return self.reshard_after_forward is not False and self.sharding_strategy is not ShardingStrategy.SHARD_GRAD_OP
 
+    def num_shards(self, num_ranks: int, local_num_ranks: int) -> int:
+        """Ranks among which every parameter is split, of so many in all and on a node."""
+        if self.sharding_strategy is ShardingStrategy.HYBRID_SHARD:
+            return self.hybrid_shard_size or local_num_ranks
+        return 1 if self.sharding_strategy is ShardingStrategy.NO_SHARD else num_ranks
+
     def takes_part(self, num_shards: int) -> bool:
         """Whether there is anything for FSDP to do: parameters are split, or come from host memory."""
         return num_shards > 1 or self.cpu_offload

@@ -47,7 +47,7 @@ def _batch(config: Config, world: World) -> Iterator[Problem]:
 def _shard_groups(config: Config, world: World) -> Iterator[Problem]:
     if config.fsdp.sharding_strategy is not ShardingStrategy.HYBRID_SHARD:
         return
-    size = config.fsdp.hybrid_shard_size or world.local_num_ranks
+    size = config.fsdp.num_shards(world.num_ranks, world.local_num_ranks)
     if size < 1 or world.num_ranks % size == 0:
         return
     divisors = [d for d in range(1, world.num_ranks + 1) if world.num_ranks % d == 0]

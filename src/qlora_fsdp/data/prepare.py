@@ -214,7 +214,7 @@ def _tokenize_into(entry: Path, source: Source, config: Config, tokenizer: PreTr
             chosen = np.random.default_rng(config.training.seed).permutation(len(raw))[: data.max_rows]
             raw = raw.select(np.sort(chosen))
         if _has_labels(config):
-            check_lists(zip(raw["place"], raw["row"], strict=True), config.task)
+            check_lists(((row["place"], row["row"]) for row in raw), config.task)
         num_proc = data.num_proc or min(MAX_PROCESSES, len(os.sched_getaffinity(0)))
         tokenized = raw.map(
             row_tokenizer(config, tokenizer),

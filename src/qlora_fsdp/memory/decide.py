@@ -18,7 +18,7 @@ from qlora_fsdp.memory.gpus import Gpu
 from qlora_fsdp.memory.plan import GIB, MemoryPlan
 from qlora_fsdp.memory.report import changes_table, faster_lines, summary_line, waiting_lines
 from qlora_fsdp.memory.shape import model_shape
-from qlora_fsdp.memory.suggest import cheapest_changes, enough_gpus, whole_copies
+from qlora_fsdp.memory.suggest import cheapest_changes, enough_gpus
 from qlora_fsdp.memory.workload import Workload
 
 
@@ -104,8 +104,7 @@ def decide(
     lines.append(_reason(plan, machine))
     if machine.is_cuda:
         lines += waiting_lines(plan, machine.gpu)
-        if choice.fits:
-            lines += faster_lines(whole_copies(plan, machine.target, machine.gpu), plan, machine.gpu)
+        lines += faster_lines(choice, machine.target, machine.gpu)
     if not choice.fits and machine.is_cuda:
         cheapest = cheapest_changes(work, machine.target, machine.gpu)
         lines.append("This may not fit. What would, by the plan:\n" + changes_table(cheapest))

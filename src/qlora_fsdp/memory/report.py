@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from qlora_fsdp.memory.choose import describe_policies
+from qlora_fsdp.memory.choose import Choice, describe_policies
 from qlora_fsdp.memory.gpus import Gpu
 from qlora_fsdp.memory.plan import GIB, PHASES, MemoryPlan
 from qlora_fsdp.memory.speed import tokens_per_second, waiting_share
-from qlora_fsdp.memory.suggest import Change
+from qlora_fsdp.memory.suggest import Change, whole_copies
 
 PARTS = {  # in the order of the table
     "codes": "codes",
@@ -61,8 +61,10 @@ def waiting_lines(plan: MemoryPlan, gpu: Gpu) -> list[str]:
     return [f"GPUs would wait {share:.0%} of the time for Python to start their kernels: {small}"]
 
 
-def faster_lines(whole: Change | None, plan: MemoryPlan, gpu: Gpu) -> list[str]:
-    """A line if whole copies of the base would be faster (`suggest.whole_copies`), else none."""
+def faster_lines(choice: Choice, target: float, gpu: Gpu) -> list[str]:
+    """A line if the run fits, and with whole copies of the base would be faster (`suggest.whole_copies`); else none."""
+    plan = choice.plan
+    whole = whole_copies(plan, target, gpu) if choice.fits else None
     if whole is None:
         return []
     gain = whole.speed / tokens_per_second(plan.work, plan.policies, gpu) - 1

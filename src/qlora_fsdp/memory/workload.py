@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from qlora_fsdp.config.schema import Config, ShardingStrategy
+from qlora_fsdp.config.schema import Config
 from qlora_fsdp.memory.shape import ModelShape
 
 FUSED_KERNELS = frozenset({"rms_norm", "rotary", "glu", "cross_entropy"})
@@ -36,10 +36,7 @@ class Workload:
     @property
     def num_shards(self) -> int:
         """Ranks among which every parameter is split."""
-        fsdp = self.config.fsdp
-        if fsdp.sharding_strategy is ShardingStrategy.HYBRID_SHARD:
-            return fsdp.hybrid_shard_size or self.local_num_ranks
-        return 1 if fsdp.sharding_strategy is ShardingStrategy.NO_SHARD else self.num_ranks
+        return self.config.fsdp.num_shards(self.num_ranks, self.local_num_ranks)
 
     @property
     def uses_fsdp(self) -> bool:
