@@ -285,6 +285,7 @@ def test_an_error_of_one_rank_ends_all_with_it_told_once(adapters, tmp_path: Pat
 def test_bad_input_is_named(capsys: pytest.CaptureFixture[str], module: str, arguments: list[str], parts: list[str]):
     assert {"chat": chat, "evaluate": evaluate, "generate": generate}[module].main(arguments) == 2
     printed = capsys.readouterr().err
+    assert "Traceback" not in printed
     for part in parts:
         assert part in printed
 

@@ -89,3 +89,11 @@ def test_tables_that_can_not_have_new_tokens(checkpoint, family: str, quant: Qua
     tokens = AddedTokens(frozenset({VOCAB}), frozenset({VOCAB}), VOCAB + 1)
     with pytest.raises(AdapterError, match=f"tokenizer.add_tokens: .*{message}"):
         apply_adapters(built.model, lora, tokens=tokens)
+
+
+def test_new_tokens_that_are_all_behind_the_tables(checkpoint):
+    files = find_model(ModelConfig(path=str(checkpoint("llama"))), True, lambda error: error)
+    built = build_model(files, QuantConfig(), DTYPE, "eager")
+    tokens = AddedTokens(frozenset({VOCAB}), frozenset({VOCAB}), VOCAB + 1)
+    layer = apply_adapters(built.model, LoraConfig(), tokens=tokens).base_model.model.lm_head.token_adapter
+    assert layer.replaced.dtype == torch.int64 and len(layer.replaced) == 0 and len(layer.slots) == VOCAB + 1

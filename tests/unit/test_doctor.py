@@ -7,11 +7,12 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import pytest
 import torch
@@ -26,17 +27,16 @@ ROOT = Path(__file__).parents[2]
 CONSTRAINTS = ROOT / "constraints.txt"
 
 
-def doctor_on_a_rank(arguments: list[str], diagnose: Callable[[Path], list[Finding]] | None = None) -> NoReturn:
-    if diagnose is not None:
-        doctor.MEETING_SECONDS, doctor.diagnose = 5, diagnose
+def doctor_on_a_rank(diagnose: Callable[[Path], list[Finding]]) -> NoReturn:
+    doctor.MEETING_SECONDS, doctor.diagnose = 5, diagnose
     # As under torchrun, the store outlives the ranks.
     os.environ |= {"MASTER_PORT": os.environ["MEETING_PORT"], "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    sys.exit(doctor.main(arguments))
+    sys.exit(doctor.main([]))
 
 
-def run_doctor(log: Path, *arguments: Any) -> tuple[list[int | None], str]:
-    """Exit codes of two processes, and what they printed."""
-    ranks = StartedRanks([log] * 2, doctor_on_a_rank, *arguments)
+def run_doctor(log: Path, diagnose: Callable[[Path], list[Finding]]) -> tuple[list[int | None], str]:
+    """Exit codes of two processes, of which rank 0 diagnoses so, and what they printed."""
+    ranks = StartedRanks([log] * 2, doctor_on_a_rank, diagnose)
     try:
         for process in ranks.processes:
             process.join(120)
@@ -47,14 +47,17 @@ def run_doctor(log: Path, *arguments: Any) -> tuple[list[int | None], str]:
 
 def test_two_processes_on_this_host(tmp_path: Path):
     file = tmp_path / "doctor.json"
-    exit_codes, output = run_doctor(tmp_path / "output.txt", ["--json", str(file), "--folder", str(tmp_path)])
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command = [sys.executable, *launcher, "-m", "qlora_fsdp.doctor", "--json", file, "--folder", tmp_path]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     findings = {finding["what"]: finding for finding in json.loads(file.read_text())}
     for what in ("Python", "torch", "bitsandbytes", "host memory", "disk", "hub", "SLURM", "all-reduce", "all-gather"):
-        assert what in findings, output
-        assert output.count(f"  {what:<14}  ") == 1  # rank 0 alone prints
-    assert {finding["level"] for finding in findings.values()} <= {"green", "yellow"}, output
+        assert what in findings, done.stderr
+        assert done.stdout.count(f"  {what:<14}  ") == 1  # rank 0 alone prints
+    assert {finding["level"] for finding in findings.values()} <= {"green", "yellow"}, done.stdout
     assert re.match(r"[\d.]+ GB/s between 2 processes", findings["all-reduce"]["found"])
-    assert exit_codes == [0, 0]
+    assert done.returncode == 0
 
 
 def diagnose_slowly(folder: Path) -> list[Finding]:
@@ -67,9 +70,9 @@ def die(folder: Path) -> list[Finding]:
 
 
 def test_the_others_wait_for_the_checks_of_rank_0_while_it_lives(tmp_path: Path):
-    exit_codes, output = run_doctor(tmp_path / "slow.txt", [], diagnose_slowly)
+    exit_codes, output = run_doctor(tmp_path / "slow.txt", diagnose_slowly)
     assert exit_codes == [0, 0] and output.count("GB/s between 2 processes") == 2, output
-    exit_codes, output = run_doctor(tmp_path / "killed.txt", [], die)
+    exit_codes, output = run_doctor(tmp_path / "killed.txt", die)
     assert exit_codes == [1, 0] and "GB/s" not in output and "Error: " in output, output
 
 
