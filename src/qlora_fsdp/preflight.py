@@ -167,8 +167,9 @@ def _describe(choice: Choice, hardware: Hardware, target: float) -> tuple[list[s
     plan, gpu = choice.plan, hardware.gpu
     work, config = plan.work, plan.work.config
     speed = tokens_per_second(work, plan.policies, gpu)
-    read_gib = work.shape.num_parameters * 2 / GIB  # files in bfloat16
-    from_disk, from_cache = load_seconds(plan)
+    is_read = config.model.weights is not Weights.random
+    read_gib = work.shape.num_parameters * 2 / GIB if is_read else 0.0  # files in bfloat16
+    loading = load_seconds(plan)
     host = sum(plan.host.values()) * work.local_num_ranks / GIB
     pinned = plan.pinned * work.local_num_ranks / GIB
     num_tokens, source = count_tokens(config, work)
@@ -184,8 +185,10 @@ def _describe(choice: Choice, hardware: Hardware, target: float) -> tuple[list[s
         "",
         f"{verdict}: {plan.needed / GIB:.2f} GiB needed, {target / GIB:.2f} GiB to be had of {gpu.gib:g}",
         f"Host memory: {host:.1f} GiB a host, {pinned:.1f} GiB of it pinned",
-        f"Loading: {read_gib:.1f} GiB to read; {from_disk:.0f} s from a disk of 2 GB/s, {from_cache:.0f} s from the "
-        "page cache",
+        f"Loading: {read_gib:.1f} GiB to read; {loading['disk']:.0f} s from a disk of 2 GB/s, "
+        f"{loading['page_cache']:.0f} s from the page cache"
+        if is_read
+        else f"Loading: nothing is read; {loading['random']:.0f} s to make random weights on each GPU",
         f"Speed: {speed:,.0f} tokens/s{_caveat(config)}; {format(hours, ',.0f' if hours >= 10 else '.2g')} hours for "
         f"{num_tokens / 1e6:,.1f} M tokens ({source})",
         *waiting_lines(plan, gpu),
@@ -198,7 +201,7 @@ def _describe(choice: Choice, hardware: Hardware, target: float) -> tuple[list[s
         "host_gib": host,
         "pinned_gib": pinned,
         "read_gib": read_gib,
-        "load_seconds": {"disk": from_disk, "page_cache": from_cache},
+        "load_seconds": loading,
         "tokens_per_second": speed,
         "num_tokens": num_tokens,
         "num_tokens_from": source,

@@ -83,7 +83,8 @@ def test_own_model_and_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
 
 
 def test_what_is_not_what_it_seems(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """float32 takes twice the activations; data that is not here gives no hours of its own; weights that don't fit."""
+    """float32 takes twice the activations; data that is not here gives no hours of its own; random weights are made;
+    weights that don't fit."""
     named = run_preflight(tmp_path, "model=llama3-8b", "hardware=1x80gib", "memory=keep")[1]
     wide = ["training.precision=float32", "data.path=rows.jsonl"]
     figures = run_preflight(tmp_path, "model=llama3-8b", "hardware=1x80gib", "memory=keep", *wide)[1]
@@ -91,6 +92,12 @@ def test_what_is_not_what_it_seems(tmp_path: Path, capsys: pytest.CaptureFixture
     assert activations[0] == pytest.approx(2 * activations[1], rel=0.05)
     assert figures["num_tokens_from"] == "an example: rows.jsonl is not here"
     assert "several times as fast as float32" in capsys.readouterr().out
+    stored, made = (
+        run_preflight(tmp_path, "model=llama3-8b", "hardware=1xh200", f"model.weights={weights}")[1]["read_gib"]
+        for weights in ("checkpoint", "random")
+    )
+    assert stored > 14 and made == 0
+    assert "Loading: nothing is read; 1 s to make random weights on each GPU" in capsys.readouterr().out
     assert run_preflight(tmp_path, "model=llama3-70b", "hardware=2x16gib")[0] == 3
     assert "A rank's weights alone take 5.2" in capsys.readouterr().out
 

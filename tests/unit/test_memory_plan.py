@@ -225,7 +225,13 @@ MEASURED_LOADS = [
 @pytest.mark.parametrize(("num_ranks", "model", "more", "seconds"), MEASURED_LOADS)
 def test_load_takes_as_long_as_was_measured(num_ranks, model, more, seconds):
     plan = uniform(workload(f"model={model}", *more, num_ranks=num_ranks))
-    assert load_seconds(plan)[1] == pytest.approx(seconds, rel=0.3)
+    assert load_seconds(plan)["page_cache"] == pytest.approx(seconds, rel=0.3)
+
+
+@pytest.mark.parametrize(("num_ranks", "model", "seconds"), [(4, "llama3-70b", 2.0), (8, "llama3-405b", 7.5)])
+def test_random_weights_are_made_as_fast_as_was_measured(num_ranks, model, seconds):
+    plan = uniform(workload(f"model={model}", "model.weights=random", num_ranks=num_ranks))
+    assert load_seconds(plan) == {"random": pytest.approx(seconds, rel=0.2)}
 
 
 def test_who_waits_for_python_is_told():
@@ -400,6 +406,8 @@ def test_host_memory_has_the_copy_of_a_checkpoint():
         copied = plan.host["checkpoint"] - adapters / num_ranks
         assert 0 <= copied - 3 * adapters / num_ranks < SLAB_BYTES
         assert plan.pinned == plan.host["reading"] + copied
+        made = uniform(workload("model=llama3-70b", "model.weights=random", num_ranks=num_ranks), Policy.none)
+        assert made.host == plan.host | {"reading": 0} and made.pinned == copied
 
 
 def test_models_without_a_plan():

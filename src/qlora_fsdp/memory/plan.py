@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
-from qlora_fsdp.config.schema import EmbeddingStorage, TaskName
+from qlora_fsdp.config.schema import EmbeddingStorage, TaskName, Weights
 from qlora_fsdp.memory import activations
 from qlora_fsdp.memory.activations import OFFLOAD_SLOTS, Policy
 from qlora_fsdp.memory.loss import has_chunks, is_trained, loss_backward_bytes, loss_bytes
@@ -308,7 +308,7 @@ def _offload_slots(work: Workload, policies: Sequence[Policy]) -> int:
 
 def _host(work: Workload, model: _Model, policies: Sequence[Policy]) -> tuple[Parts, int]:
     """Host memory by part, and how much of it is pinned."""
-    pinned = NUM_BUFFERS * PIECE_BYTES
+    pinned = 0 if work.config.model.weights is Weights.random else NUM_BUFFERS * PIECE_BYTES
     copied = math.ceil((model.shard.adapters + model.optimizer) / SLAB_BYTES) * SLAB_BYTES
     # A signal has it written also where no checkpoints were asked for. Rank 0 puts the whole adapter together.
     parts = {

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from qlora_fsdp.config.schema import MatmulKind
+from qlora_fsdp.config.schema import MatmulKind, Weights
 from qlora_fsdp.memory.activations import Policy, layer_tensors
 from qlora_fsdp.memory.gpus import Gpu
 from qlora_fsdp.memory.parameters import ParameterBytes, adapter_rank, sum_bytes
@@ -22,6 +22,7 @@ LAUNCH_SECONDS = 2.4e-3  # Python and launches of a layer's forward; twice that 
 FSDP_LAUNCH_SECONDS = 0.7e-3  # more under FSDP
 DISK_GB_S = 2.0  # of a host
 CACHED_GB_S = 13.0  # of a rank, from the page cache, quantization included
+RANDOM_GB_S = 15.0  # of a rank that makes random weights, as the bfloat16 that is quantized
 GATHER_SECONDS = 2.3e-3  # of the scales of a weight, which are quantized together
 PIN_GB_S = 1.0  # of a rank that offloads its shard
 HOST_ADAM_GB_S = 10.0  # of a rank, with optimizer state in host memory
@@ -46,16 +47,19 @@ def tokens_per_second(work: Workload, policies: Sequence[Policy], gpu: Gpu) -> f
     return tokens / step_seconds(work, policies, gpu)
 
 
-def load_seconds(plan: MemoryPlan) -> tuple[float, float]:
-    """Seconds to read and quantize the model's bfloat16 files: from a disk, and from the page cache."""
+def load_seconds(plan: MemoryPlan) -> dict[str, float]:
+    """Seconds to read and quantize bfloat16 files, from `disk` and from `page_cache`; or to make `random` weights."""
     work = plan.work
     num_bytes, quant = work.shape.num_parameters * 2, work.config.quant
+    pinning = plan.host.get("parameters", 0) / (PIN_GB_S * 1e9)
+    if work.config.model.weights is Weights.random:
+        return {"random": num_bytes / work.num_shards / (RANDOM_GB_S * 1e9) + pinning}
     cached = num_bytes / work.num_shards / (CACHED_GB_S * 1e9)
     if work.num_shards > 1 and quant.load_in_4bit and quant.bnb_4bit_use_double_quant:
         cached += work.shape.num_layers * len(work.shape.linears) * GATHER_SECONDS
-    cached += plan.host.get("parameters", 0) / (PIN_GB_S * 1e9)
+    cached += pinning
     on_a_host = num_bytes * min(1.0, work.local_num_ranks / work.num_shards)
-    return max(cached, on_a_host / (DISK_GB_S * 1e9)), cached
+    return {"disk": max(cached, on_a_host / (DISK_GB_S * 1e9)), "page_cache": cached}
 
 
 def _gpu_seconds(work: Workload, policies: Sequence[Policy], gpu: Gpu) -> float:
