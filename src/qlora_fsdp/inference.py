@@ -65,7 +65,7 @@ def build_trained(config: Config, adapter: str | None, processes: Processes, gen
         generates: for `generate`: attention that knows a cache and padding on the left.
 
     Raises:
-        AdapterError: the adapter is none of LoRA, or does not fit the base.
+        AdapterError: the adapter is none of LoRA, does not fit the base, or has NaN or infinite values.
     """
     device, dtype = processes.device, choose_dtype(config.training.precision, processes.device)
     check_bitsandbytes(config, device)
@@ -83,6 +83,7 @@ def build_trained(config: Config, adapter: str | None, processes: Processes, gen
     model = adapt_model(built, lora, config.task, tokens)
     if folder is not None:
         check_adapter(model.model, folder)
+        check_values(folder, processes)
     return Trained(model, tokenizer, tokens, files, built, dtype)
 
 
@@ -90,7 +91,7 @@ def load_trained(config: Config, adapter: str | None, processes: Processes, gene
     """Build as `build_trained`, then shard and load the base as training does, and put the adapter's weights in.
 
     Raises:
-        AdapterError: the adapter is none of LoRA, or does not fit the base.
+        AdapterError: as of `build_trained`.
     """
     trained = build_trained(config, adapter, processes, generates)
     model, built, dtype, device = trained.model, trained.built, trained.dtype, processes.device
@@ -196,6 +197,26 @@ def check_adapter(model: peft.PeftModel, folder: Path) -> None:
             f"adapter={folder} does not fit the model ({len(problems)} tensors). Set model.path to the model that it "
             f"was trained on:\n{shown}"
         )
+
+
+def check_values(folder: Path, processes: Processes) -> None:
+    """Look for NaN and infinite values in a saved adapter, which `check_adapter` has seen; each rank reads its share.
+
+    Raises:
+        AdapterError: there are some; on every rank.
+    """
+    found = None
+    with safe_open(folder / "adapter_model.safetensors", "pt") as file:
+        for key in sorted(file.keys())[processes.rank :: processes.num_ranks]:
+            num_bad = int((~torch.isfinite(file.get_tensor(key))).sum())
+            if num_bad > 0:
+                found = (
+                    f"adapter={folder}: {key} has {count(num_bad, 'NaN or infinite value')}. Set adapter to "
+                    "an intact copy, or to the adapter of an earlier checkpoint."
+                )
+                break
+    if (text := processes.first_error(found)) is not None:
+        raise AdapterError(text)
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ import io
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -17,10 +18,11 @@ from typing import Any, NoReturn
 import peft
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoTokenizer
 
-from qlora_fsdp import chat, evaluate, generate
+from qlora_fsdp import chat, evaluate, generate, merge
 from qlora_fsdp.errors import DataError
 from tests.helpers.checkpoints import VOCAB
 from tests.helpers.quick_config import load_config
@@ -250,6 +252,37 @@ def test_an_error_of_one_rank_ends_all_with_it_told_once(adapters, tmp_path: Pat
         ranks.kill()
     output = "".join(log.read_text() for log in logs)
     assert output.count("Error: ") == output.count("prompts=a.jsonl can't be read here.") == 1
+
+
+def use_damaged(adapter: Path, rows: Path) -> list[tuple[int, str]]:
+    """Exit code of each command, and what it says."""
+    found = []
+    for main, arguments in (
+        (evaluate.main, [f"data.path={rows}"]),
+        (generate.main, ["prompt=rain"]),
+        (chat.main, []),
+        *([(merge.main, [f"out={adapter}-merged"])] if os.environ.get("WORLD_SIZE", "1") == "1" else []),
+    ):
+        Meeting.new_port()
+        said = io.StringIO()
+        with contextlib.redirect_stderr(said):
+            found.append((main([f"adapter={adapter}", *arguments]), said.getvalue()))
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_an_adapter_with_nan_is_refused(adapters, rows: Path, tmp_path: Path, num_ranks: int):
+    """Of two ranks it is rank 1 that finds it."""
+    damaged = Path(shutil.copytree(adapters["demo"], tmp_path / "damaged"))
+    weights = load_file(damaged / "adapter_model.safetensors")
+    key = sorted(weights)[1]
+    weights[key][0, 0], weights[key][0, 1] = math.nan, -math.inf
+    save_file(weights, damaged / "adapter_model.safetensors")
+    by_rank = run_ranks(num_ranks, use_damaged, damaged, rows)
+    assert [code for found in by_rank for code, _ in found] == [2] * len(by_rank) * len(by_rank[0]), by_rank
+    for _, said in by_rank[0]:
+        assert said.count("Error: ") == said.count(f"{key} has 2 NaN or infinite values") == 1
+    assert not (tmp_path / "damaged-merged").exists()
 
 
 @pytest.mark.parametrize(
