@@ -64,3 +64,11 @@ def test_of_a_stream_the_first_rows_are_read(tmp_path: Path, capsys: pytest.Capt
     code, out, _ = show(tmp_path, capsys, "data.streaming=true", "data.buffer_rows=2", "training.max_length=100")
     assert code == 0
     assert "--- row 2: 7 tokens" in out and "--- row 3" not in out and "streaming, 2 rows at a time" in out
+
+
+def test_beside_a_stream_held_out_data_is_named_as_such(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "held_out.xlsx").touch()
+    (tmp_path / "held_out.jsonl").touch()
+    for name, reason in (("held_out.xlsx", "is of no known kind"), ("held_out.jsonl", "has no rows")):
+        code, _, error = show(tmp_path, capsys, "data.streaming=true", f"data.eval_path={tmp_path / name}")
+        assert code == 2 and reason in error and "data.eval_path" in error and "data.path" not in error

@@ -10,7 +10,14 @@ from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.config.schema import BadRows, Config
 from qlora_fsdp.data.cache import fingerprint
-from qlora_fsdp.data.prepare import PreparedData, count_data, prepare_data, raise_on_all, row_tokenizer, training_paths
+from qlora_fsdp.data.prepare import (
+    PreparedData,
+    count_data,
+    prepare_held_out,
+    raise_on_all,
+    row_tokenizer,
+    training_paths,
+)
 from qlora_fsdp.data.read import find_source
 from qlora_fsdp.data.stream import StreamedSequences, find_place, note_place
 from qlora_fsdp.distributed import Processes
@@ -53,16 +60,13 @@ def open_stream(
     assert stream is not None
     held_out = None
     if config.data.eval_path is not None:
-        data = replace(
-            config.data, path=config.data.eval_path, mix={}, eval_path=None, eval_fraction=0.0, streaming=False
-        )
-        held_out = prepare_data(
-            replace(config, data=data),
+        held_out = prepare_held_out(
+            replace(config, data=replace(config.data, streaming=False)),
             tokenizer,
             is_main=processes.is_local_main,
             wait=processes.first_error,
             vocab_size=vocab_size,
-        ).train
+        )
     window = stream.first_window
     report = count_data([window.report], window.sequences, held_out)
     return PreparedData(stream, held_out, replace(report, streamed_rows=config.data.buffer_rows))

@@ -74,15 +74,42 @@ def prepare_data(
     Raises:
         DataError: the data can't be used; on every rank.
     """
+    if config.data.format is not DataFormat.random:
+        _prepare_sources(_paths(config), config, tokenizer, is_main, wait)
+    return _open(config, tokenizer, vocab_size)
+
+
+def prepare_held_out(
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    is_main: bool,
+    wait: Callable[[str | None], str | None],
+    vocab_size: int,
+) -> Sequences:
+    """`data.eval_path` alone, which is set; as `prepare_data` otherwise."""
+    path = config.data.eval_path
+    assert path is not None
+    _prepare_sources([path], config, tokenizer, is_main, wait)
+    rows, _ = _load_source(path, config, tokenizer, vocab_size)
+    return _make_sequences(rows, np.arange(len(rows.lengths)), config, tokenizer)
+
+
+def _prepare_sources(
+    paths: Iterable[str],
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    is_main: bool,
+    wait: Callable[[str | None], str | None],
+) -> None:
     failure: Exception | None = None
-    if is_main and config.data.format is not DataFormat.random:
+    if is_main:
         try:
-            for path in _paths(config):
+            for path in paths:
                 _prepare_source(path, config, tokenizer)
         except Exception as error:
             failure = error
     raise_on_all(failure, wait)
-    return _open(config, tokenizer, vocab_size)
 
 
 def raise_on_all(failure: Exception | None, wait: Callable[[str | None], str | None]) -> None:
@@ -106,15 +133,7 @@ def _open(config: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -
     data, training = config.data, config.training
 
     def sequences(rows: Rows, row_ids: Indices) -> Sequences:
-        assert isinstance(tokenizer.pad_token_id, int)
-        return make_sequences(
-            rows,
-            row_ids,
-            max_length=training.max_length,
-            pad_token_id=tokenizer.pad_token_id,
-            packing=training.packing,
-            seed=training.seed,
-        )
+        return _make_sequences(rows, row_ids, config, tokenizer)
 
     sources: list[ReadReport] = []
     train_rows: Rows
@@ -144,6 +163,19 @@ def _open(config: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -
     report = count_data(sources, train, evaluation)
     labels = count_labels(train.labels_of(np.arange(len(train))), config.task) if train.has_labels else {}
     return PreparedData(train, evaluation, replace(report, label_counts=labels, mix=mix))
+
+
+def _make_sequences(rows: Rows, row_ids: Indices, config: Config, tokenizer: PreTrainedTokenizerBase) -> Sequences:
+    training = config.training
+    assert isinstance(tokenizer.pad_token_id, int)
+    return make_sequences(
+        rows,
+        row_ids,
+        max_length=training.max_length,
+        pad_token_id=tokenizer.pad_token_id,
+        packing=training.packing,
+        seed=training.seed,
+    )
 
 
 def count_data(sources: Iterable[ReadReport], train: Sequences, held_out: Sequences | None) -> DataReport:

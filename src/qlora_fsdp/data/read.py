@@ -130,7 +130,7 @@ def iterate_rows(source: Source) -> Iterator[RawRow]:
         try:
             yield from READERS.get(file.suffix, _read_text)(file)
         except (OSError, pa.ArrowException, csv.Error) as error:
-            raise DataError(f"{file} can't be read: {error}. Repair it, or leave it out of data.path.") from error
+            raise DataError(f"{file} can't be read: {error}. Repair it, or leave it out.") from error
 
 
 def _read_jsonl(file: Path) -> Iterator[RawRow]:
