@@ -62,6 +62,7 @@ def run_command(
     usage: str,
     body: Callable[[Settings, Config, Processes], None],
     needs_data: bool = True,
+    needs_model: bool = True,
 ) -> int:
     """Parse, check, and run `body` on every process; where it fails on one, all end with that error.
 
@@ -71,6 +72,7 @@ def run_command(
         usage: what --help prints.
         body: the command.
         needs_data: data.path must be set.
+        needs_model: model or model.path must be set.
 
     Returns:
         The exit code: 0, or that of the `UserError` that has been printed.
@@ -78,7 +80,8 @@ def run_command(
     rank = os.environ.get("RANK", "0")
     try:
         settings, config = load_command(sys.argv[1:] if argv is None else argv, kind, usage)
-        problems = [p for p in check_settings(config) if needs_data or p.setting != "data.path=null"]
+        unneeded = {"data.path=null": not needs_data, "model.path=null": not needs_model}
+        problems = [problem for problem in check_settings(config) if not unneeded.get(problem.setting)]
         if problems:
             raise ConfigError(problems)
         with quick_imports():  # torch only from here on

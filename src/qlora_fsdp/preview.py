@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 USAGE = """
 Rows as the model sees them, coloured by what is trained on, with lengths and how full sequences are. Loads no weights.
 
-usage: python -m qlora_fsdp.preview model=NAME data.path=FILE [setting=value ...]
+usage: python -m qlora_fsdp.preview model=NAME|model.tokenizer_path=FOLDER data.path=FILE [setting=value ...]
 
   rows=3      so many rows, from row first=1 on; of a mix so many of each data set
   color=auto  auto: colours on a terminal; always; never: what is trained on stands between [[ and ]]
@@ -143,7 +143,11 @@ def _figures(data: PreparedData[Sequences], config: Config) -> Iterator[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code."""
-    return run_command(argv, PreviewSettings, USAGE, preview)
+    arguments = sys.argv[1:] if argv is None else argv
+    has_tokenizer = any(
+        text.startswith("model.tokenizer_path=") for text in arguments
+    )  # nothing else of a model is used
+    return run_command(arguments, PreviewSettings, USAGE, preview, needs_model=not has_tokenizer)
 
 
 if __name__ == "__main__":

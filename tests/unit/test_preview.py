@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from qlora_fsdp import preview
+from qlora_fsdp.data.tokenizer import byte_tokenizer
 
 ROWS = [
     {"messages": [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Hello!"}]},
@@ -72,3 +73,13 @@ def test_beside_a_stream_held_out_data_is_named_as_such(tmp_path: Path, capsys: 
     for name, reason in (("held_out.xlsx", "is of no known kind"), ("held_out.jsonl", "has no rows")):
         code, _, error = show(tmp_path, capsys, "data.streaming=true", f"data.eval_path={tmp_path / name}")
         assert code == 2 and reason in error and "data.eval_path" in error and "data.path" not in error
+
+
+def test_a_tokenizer_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "rows.jsonl").write_text('{"text": "plain text"}\n')
+    byte_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    data = [f"data.path={tmp_path / 'rows.jsonl'}", f"data.cache_folder={tmp_path}"]
+    assert preview.main([f"model.tokenizer_path={tmp_path / 'tokenizer'}", *data]) == 0
+    assert "[[plain text<eos>]]" in capsys.readouterr().out
+    assert preview.main(data) == 2
+    assert "model.path=null names no model" in capsys.readouterr().err
