@@ -6,8 +6,9 @@ r"""Predicted beside measured memory, and speed, of many short runs on one host 
 Runs that need fewer GPUs than there are go side by side, and the same processes make one run after another, so that
 most of the time is spent in steps. Weights and data are random (`model.weights=random`). Prints a row a run and writes
 JSON. Sets: `calibrate`, the plan against the measurement; `fit`, what must fit; `auto`, what auto chooses beside the
-fastest policies by hand that fit; `short`, steps of few tokens; `scale`, from one GPU to four. `memory.target_gib`
-holds torch's allocator to the target, less what CUDA and NCCL take.
+fastest policies by hand that fit; `short`, steps of few tokens; `scale`, from one GPU to eight, where every GPU takes
+part in each size (a host's GPUs differ by a few per cent). `memory.target_gib` holds torch's allocator to the target,
+less what CUDA and NCCL take.
 """
 
 from __future__ import annotations
@@ -102,6 +103,7 @@ SETS = {
         Case("70b", 2, 2048, 1, "auto", OFFLOAD, 12, 10),
         Case("70b", 2, 2048, 1, "auto", (), 24, 10),
         Case("70b", 4, 8192, 1, "auto", (), 40),
+        Case("405b", 8, 1024, 1, "auto", (), 40, 10),
     ],
     # By hand only what may be the fastest that fits: the next larger policy does not fit, by far.
     "auto": [
@@ -117,7 +119,7 @@ SETS = {
     ],
     "scale": [
         Case("8b", num_gpus, 4096, 4, "none", more, None, 10)
-        for num_gpus in (1, 2, 4)
+        for num_gpus in (1, 2, 4, 8)
         for more in ([(), NO_SHARD, RESHARD] if num_gpus > 1 else [()])
     ],
 }
@@ -136,6 +138,8 @@ def main() -> None:
         run_worker(args.worker)
         return
     cases = [case for case in SETS[args.set] if args.only in case.name and case.num_gpus <= args.num_gpus]
+    if args.set == "scale":
+        cases = [case for case in cases for _ in range(args.num_gpus // case.num_gpus)]
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         for num_gpus in sorted({case.num_gpus for case in cases}):
@@ -151,8 +155,7 @@ def run_side_by_side(cases: list[Case], num_gpus: int, folder: Path) -> list[dic
     lanes = range(num_lanes)
     with ThreadPoolExecutor(num_lanes) as pool:
         done = list(pool.map(lambda lane: run_lane(cases[lane::num_lanes], lane, folder / f"{size}-{lane}"), lanes))
-    found = {row["name"]: row for rows in done for row in rows}
-    return [found[case.name] for case in cases]
+    return [done[index % num_lanes][index // num_lanes] for index in range(len(cases))]
 
 
 def run_lane(cases: list[Case], lane: int, folder: Path) -> list[dict[str, Any]]:
@@ -253,7 +256,7 @@ def print_table(rows: list[dict[str, Any]]) -> None:
         worst = max(errors, key=abs, default=float("nan"))
         reserved = max(found["reserved_gib"].values())
         tensors_peak = max(tensors.values())
-        host = f"{sum(plan['host_gib_a_rank'].values()):.1f}/{found['host_gib']:.1f}"
+        host = f"{sum(plan['host_gib_rank_0'].values()):.1f}/{found['host_gib']:.1f}"
         cells += [f"{worst:+.2f}", f"{reserved:.2f} ({reserved - tensors_peak:+.2f})"]
         cells += [f"{plan['libraries_gib']:.2f}/{found['outside_gib']:.2f}", host]
         cells += [f"{row.get('tokens_per_second_per_gpu') or float('nan'):,.0f}"]

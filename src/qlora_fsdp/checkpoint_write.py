@@ -57,7 +57,8 @@ class Snapshot:
 class HostCopy:
     """Host memory for snapshots, pinned where there is a GPU, and the same for every one: there is one at a time.
 
-    Thousands of small tensors share a few slabs: pinning each would take longer than copying it.
+    Thousands of small tensors share a few slabs: pinning each would take longer than copying it. Each has a storage of
+    its own in a slab: of a part of a storage, FileSystemWriter makes a copy, and keeps all copies until it is done.
     """
 
     def __init__(self) -> None:
@@ -83,12 +84,25 @@ class HostCopy:
 
     def _copy(self, name: str, source: Tensor) -> Tensor:
         if name not in self.buffers:
-            num_bytes = source.numel() * source.itemsize
-            if num_bytes > len(self.slab):
-                self.slab = torch.empty(max(num_bytes, SLAB_BYTES), dtype=torch.uint8, pin_memory=source.is_cuda)
-            self.buffers[name] = self.slab[:num_bytes].view(source.dtype).view(source.shape)
-            self.slab = self.slab[-(num_bytes // -ALIGNMENT) * ALIGNMENT :]
+            size = _aligned_size(source)
+            if size > len(self.slab):
+                self.slab = torch.empty(max(size, SLAB_BYTES), dtype=torch.uint8, pin_memory=source.is_cuda)
+            self.buffers[name], self.slab = _cut(self.slab, source)
         return self.buffers[name].copy_(source, non_blocking=True)
+
+
+def _cut(block: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+    """A tensor of the shape and dtype of `like`, made of the start of a block of uint8, and the rest of the block.
+
+    Its storage is its own, though the memory is the block's: safetensors refuses tensors that share a storage.
+    """
+    num_bytes = like.numel() * like.itemsize
+    part = torch.frombuffer(block.numpy(), dtype=torch.uint8, count=num_bytes) if num_bytes else block[:0]
+    return part.view(like.dtype).view(like.shape), block[_aligned_size(like) :]
+
+
+def _aligned_size(tensor: Tensor) -> int:
+    return -(tensor.numel() * tensor.itemsize // -ALIGNMENT) * ALIGNMENT
 
 
 class _FromSnapshot(DefaultSavePlanner):
@@ -159,9 +173,16 @@ def write_checkpoint(
 
 
 def _read_parameters(folder: Path, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The trained parameters, whole, by name, from what all ranks have just written: that takes no GPU."""
+    """The trained parameters, whole, by name, from what all ranks have just written: that takes no GPU.
+
+    In one block, which goes back to the system when it is freed; thousands of small ones the C library would keep.
+    """
     prefix = "model."
-    whole = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in state.items() if name.startswith(prefix)}
+    wanted = {name: value for name, value in state.items() if name.startswith(prefix)}
+    block = torch.empty(sum(map(_aligned_size, wanted.values())), dtype=torch.uint8)
+    whole = {}
+    for name, value in wanted.items():
+        whole[name], block = _cut(block, value)
     load(whole, storage_reader=FileSystemReader(folder), no_dist=True)
     return {name.removeprefix(prefix): value for name, value in whole.items()}
 

@@ -170,7 +170,7 @@ def _describe(choice: Choice, hardware: Hardware, target: float) -> tuple[list[s
     is_read = config.model.weights is not Weights.random
     read_gib = work.shape.num_parameters * 2 / GIB if is_read else 0.0  # files in bfloat16
     loading = load_seconds(plan)
-    host = sum(plan.host.values()) * work.local_num_ranks / GIB
+    host = plan.host_needed / GIB
     pinned = plan.pinned * work.local_num_ranks / GIB
     num_tokens, source = count_tokens(config, work)
     hours = num_tokens / speed / 3600

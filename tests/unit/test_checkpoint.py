@@ -78,6 +78,18 @@ def test_saved_state_comes_back(tmp_path: Path, processes: Processes):
     assert loaded.keys() == expected.keys() and all(torch.equal(loaded[key], expected[key]) for key in loaded)
 
 
+def test_a_snapshot_is_written_without_copies(tmp_path: Path, processes: Processes, monkeypatch):
+    """DCP copies what is a part of a storage, and keeps all copies until the file is written."""
+    content, snapshot = Checkpoint(tmp_path / "step-00000002", 2, 1, {}, {}), HostCopy().take(*trained())
+    assert len(snapshot.values) == 4  # a weight, its moments and its step, in one slab
+    starts = sorted(value.data_ptr() for value in snapshot.values.values())
+    assert starts[-1] - starts[0] < 2 * 40 * 8 * 4 + 4 * 64
+    cloned = []
+    monkeypatch.setattr(torch.Tensor, "clone", lambda tensor, **_: cloned.append(tensor) or tensor)
+    assert write_checkpoint(content, snapshot, write_adapter, processes) is None
+    assert cloned == []
+
+
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "adapter/adapter_model.safetensors", "manifest.json"])
 @pytest.mark.parametrize("damage", ["flipped", "cut", "missing"])
 def test_damage_is_found(tmp_path: Path, processes: Processes, name: str, damage: str):

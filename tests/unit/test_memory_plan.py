@@ -403,7 +403,10 @@ def test_host_memory_has_the_copy_of_a_checkpoint():
     alone, split = (uniform(workload("model=llama3-70b", num_ranks=n), Policy.none) for n in (1, 4))
     adapters = 4 * 207_093_760  # r=16 on all linear layers of Llama 3 70B
     for plan, num_ranks in ((alone, 1), (split, 4)):
-        copied = plan.host["checkpoint"] - adapters / num_ranks
+        copied = plan.host["checkpoint"]
+        assert plan.host["adapter"] == adapters
+        others = sum(plan.host.values()) - adapters
+        assert plan.host_needed == others * num_ranks + adapters
         assert 0 <= copied - 3 * adapters / num_ranks < SLAB_BYTES
         assert plan.pinned == plan.host["reading"] + copied
         made = uniform(workload("model=llama3-70b", "model.weights=random", num_ranks=num_ranks), Policy.none)

@@ -76,7 +76,9 @@ def run_requests(
     Raises:
         CheckpointError: a file can't be read, or ends early.
     """
-    largest_row = max((request.row_bytes for request in requests), default=1)
+    if not requests:  # random weights: no host memory for buffers
+        return
+    largest_row = max(request.row_bytes for request in requests)
     buffer_bytes = max(PIECE_BYTES, largest_row)
     cuda = device.type == "cuda"
     free: SimpleQueue[_Buffer] = SimpleQueue()

@@ -157,7 +157,7 @@ def _check_weights(plan: MemoryPlan, machine: Machine) -> None:
 
 
 def _check_host(plan: MemoryPlan, machine: Machine) -> None:
-    needed = sum(plan.host.values()) * machine.local_num_ranks
+    needed = plan.host_needed
     if needed <= machine.host_available or not machine.is_cuda:
         return
     pinned = plan.pinned * machine.local_num_ranks

@@ -44,7 +44,8 @@ NCCL_ALONE = 530 * MIB  # of FSDP on one rank
 FRAGMENTATION, LAST_PAGES = 0.03, 128 * MIB
 # The same of what is gathered, where parameters come from the host through several streams (70B: 1.3 GiB of 3.4).
 STREAMED = 0.45
-HOST_BASE = 2 * GIB  # a rank's Python and libraries
+# Host memory of a rank: Python and the libraries; what CUDA and its libraries add; NCCL; and the modules of a layer.
+HOST_PYTHON, HOST_CUDA, HOST_NCCL, HOST_LAYER = 580 * MIB, 950 * MIB, 360 * MIB, 3 * MIB // 2
 
 Parts = dict[str, int]  # bytes by part
 
@@ -57,8 +58,8 @@ class MemoryPlan:
         work: what the plan is for.
         policies: of each layer's activations.
         phases: bytes by part at the peak of each of PHASES.
-        host: bytes of host memory by part; `pinned` of them can't be swapped out.
-        pinned: bytes of host memory that are locked.
+        host: bytes of host memory by part, of the first rank, which puts the whole `adapter` together.
+        pinned: bytes of a rank's host memory that can't be swapped out.
     """
 
     work: Workload
@@ -90,6 +91,12 @@ class MemoryPlan:
             return 0
         alone = NCCL_ALONE if self.work.uses_fsdp else 0
         return CUDA_CONTEXT + (NCCL if self.work.num_ranks > 1 else alone)
+
+    @property
+    def host_needed(self) -> int:
+        """Host memory that the ranks of one host need in all."""
+        adapter = self.host["adapter"]
+        return (sum(self.host.values()) - adapter) * self.work.local_num_ranks + adapter
 
     @property
     def needed(self) -> int:
@@ -310,12 +317,11 @@ def _host(work: Workload, model: _Model, policies: Sequence[Policy]) -> tuple[Pa
     """Host memory by part, and how much of it is pinned."""
     pinned = 0 if work.config.model.weights is Weights.random else NUM_BUFFERS * PIECE_BYTES
     copied = math.ceil((model.shard.adapters + model.optimizer) / SLAB_BYTES) * SLAB_BYTES
-    # A signal has it written also where no checkpoints were asked for. Rank 0 puts the whole adapter together.
-    parts = {
-        "libraries": HOST_BASE,
-        "reading": pinned,
-        "checkpoint": copied + model.all_trained // work.local_num_ranks,
-    }
+    libraries = HOST_PYTHON + HOST_LAYER * len(policies)
+    if work.is_cuda:
+        libraries += HOST_CUDA + (HOST_NCCL if work.num_ranks > 1 else 0)
+    # A signal has a checkpoint written also where none were asked for.
+    parts = {"libraries": libraries, "reading": pinned, "checkpoint": copied, "adapter": model.all_trained}
     pinned += 0 if model.is_offloaded else copied
     if model.is_offloaded:  # each shard is pinned by itself, and torch rounds pinned blocks up to a power of two
         parts["parameters"] = sum(_pinned(tensor, work.num_shards) for tensor in model.tensors)

@@ -91,7 +91,7 @@ def as_json(plan: MemoryPlan) -> dict[str, Any]:
         "activations": describe_policies(plan.policies),
         "micro_batch_size": plan.work.micro_batch_size,
         "reshard_after_forward": plan.work.reshards,
-        "host_gib_a_rank": _gib_values(plan.host),
+        "host_gib_rank_0": _gib_values(plan.host),
         "pinned_gib_a_rank": round(plan.pinned / GIB, 3),
     }
 
