@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ pytestmark = pytest.mark.distributed
 
 SETTINGS = ["model=tiny", "data=random", "data.max_rows=16", "data.eval_fraction=0.5", "training.max_length=32"]
 SETTINGS += ["training.max_steps=4", "training.eval_every_steps=2", "checkpoint.every_steps=1", "lora.r=4"]
+HUGE = ["training.micro_batch_size=100000", "training.max_steps=1"]
 PHASES = ["load", "forward", "backward", "step", "evaluation"]
 ERRORS = [  # of torch's allocator; of a copy to pinned memory; of NCCL
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ..."),
@@ -83,6 +86,15 @@ def test_also_before_there_is_a_plan(ended: dict[str, ForkedLaunch]) -> None:
     (error,) = command.errors
     assert error.startswith("rank 1: The GPU is out of memory: CUDA error: out of memory, before the model is loaded.")
     assert "Traceback" not in command.output
+
+
+def test_a_cpu_is_asked_beforehand(tmp_path: Path) -> None:
+    """Where nothing else would tell: the kernel kills who takes too much host memory."""
+    command = ForkedLaunch(tmp_path, 2, "model=tiny", "data=random", *HUGE)
+    assert command.finish() == 3
+    (error,) = command.errors
+    assert re.match(r"A rank's tensors need [\d.]+ GiB of host memory by the plan, with .* 100,000 x 2,048", error)
+    assert "What would fit, by the plan:\n  training.micro_batch_size=" in error
 
 
 @pytest.mark.parametrize("phase", PHASES)

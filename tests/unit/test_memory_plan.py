@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import re
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ from qlora_fsdp.errors import ConfigError, MemoryShortage
 from qlora_fsdp.memory.activations import Policy
 from qlora_fsdp.memory.choose import ROOM, choose, next_smaller
 from qlora_fsdp.memory.decide import Machine, decide
-from qlora_fsdp.memory.gpus import find_gpu, known_gpus, parse_hardware
+from qlora_fsdp.memory.gpus import find_gpu, gpu_of_size, known_gpus, parse_hardware
 from qlora_fsdp.memory.host import available_bytes
 from qlora_fsdp.memory.measure import SHORT_IN_A_ROW, PhasePeaks
 from qlora_fsdp.memory.plan import GIB, MemoryPlan, make_plan
@@ -396,6 +398,28 @@ def test_host_memory_is_checked():
         decide_for(machine(100, host_gib=20), "fsdp=offload")
     assert "30.0 GiB" not in str(found.value) and "20.0 GiB can be had" in str(found.value)
     assert decide_for(machine(100, host_gib=20)).policies == (Policy.none,) * 80
+
+
+def test_on_a_cpu_tensors_are_host_memory():
+    """Refused where they can't fit, with changes that do; room that is short by the 5 % left free is not refused."""
+    config = load_config(["model=tiny", "data=random", "training.micro_batch_size=1000", "memory=recompute"])
+
+    def decide_on_cpu(host_gib: float, num_ranks: int = 1, **training: Any):
+        changed = replace(config, training=replace(config.training, **training))
+        room = host_gib * GIB / num_ranks
+        host = Machine(num_ranks, num_ranks, 0.95 * room, gpu_of_size(room / GIB), False, int(host_gib * GIB))
+        return decide(changed, config.model.config, 4, config.quant, 4, frozenset(), host)
+
+    needed = decide_on_cpu(1000).plan.needed / GIB
+    assert decide_on_cpu(1.01 * needed).plan.needed / GIB == needed
+    for num_ranks in (1, 2):
+        with pytest.raises(MemoryShortage, match="1,000 x 2,048 tokens, and") as found:
+            decide_on_cpu(0.5 * needed, num_ranks)
+        changes = re.findall(r"\n  training\.micro_batch_size=(\d+)$", str(found.value), re.MULTILINE)
+        assert changes and "GPU" not in str(found.value) and "offload" not in str(found.value)
+        decide_on_cpu(0.5 * needed, num_ranks, micro_batch_size=int(changes[0]))
+    with pytest.raises(MemoryShortage, match="Set model to a smaller one, or use a host"):
+        decide_on_cpu(0.001)
 
 
 def test_host_memory_has_the_copy_of_a_checkpoint():

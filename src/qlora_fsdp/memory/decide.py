@@ -12,13 +12,13 @@ from typing import Any
 from qlora_fsdp.config.schema import Activations, Config, QuantConfig
 from qlora_fsdp.config.settings import problem_with, show
 from qlora_fsdp.errors import ConfigError, MemoryShortage
-from qlora_fsdp.memory.activations import Policy
+from qlora_fsdp.memory.activations import Policy, host_bytes
 from qlora_fsdp.memory.choose import AUTO, choose, describe_choice, describe_policies, fixed_policies
 from qlora_fsdp.memory.gpus import Gpu
 from qlora_fsdp.memory.plan import GIB, MemoryPlan
 from qlora_fsdp.memory.report import changes_table, faster_lines, summary_line, waiting_lines
 from qlora_fsdp.memory.shape import model_shape
-from qlora_fsdp.memory.suggest import cheapest_changes, enough_gpus
+from qlora_fsdp.memory.suggest import MAX_SHOWN, cheapest_changes, enough_gpus, smaller_runs
 from qlora_fsdp.memory.workload import Workload
 
 
@@ -84,7 +84,7 @@ def decide(
 
     Raises:
         ConfigError: a target smaller than the weights alone, or `auto` for a model that the plan does not know.
-        MemoryShortage: host memory for less than the run pins and loads.
+        MemoryShortage: host memory for less than the run pins and loads, or on a CPU for less than its tensors.
     """
     shape = model_shape(model_config)
     size = config.training.micro_batch_size
@@ -99,6 +99,7 @@ def decide(
     plan, lines = choice.plan, []
     _check_weights(plan, machine)
     _check_host(plan, machine)
+    _check_cpu(plan, work, machine)
     if machine.is_cuda:
         lines.append(summary_line(plan))
     lines.append(_reason(plan, machine))
@@ -147,10 +148,15 @@ def _check_weights(plan: MemoryPlan, machine: Machine) -> None:
     weights = sum(plan.phases["load"].values()) + plan.libraries
     if weights <= machine.target:
         return
-    gpus = enough_gpus(work, machine.target, machine.gpu)
-    more = f"Use {gpus.text}, or set fsdp=offload." if gpus else "Set fsdp=offload."
     missing, share = (weights - machine.target) / GIB, f"{weights / GIB:.2f} GiB"
-    reason = f"is {missing:.2f} GiB less than a rank's weights take, {share} with CUDA's own share."
+    reason = f"is {missing:.2f} GiB less than a rank's weights take, {share}"
+    if machine.is_cuda:
+        gpus = enough_gpus(work, machine.target, machine.gpu)
+        more = f"Use {gpus.text}, or set fsdp=offload." if gpus else "Set fsdp=offload."
+        reason += " with CUDA's own share."
+    else:
+        more = "Set model to a smaller one, or use a host with more memory."
+        reason += "."
     if config.memory.target_gib is not None:
         raise ConfigError([problem_with(config, "memory.target_gib", reason, more)])
     raise MemoryShortage(f"The free memory of {machine.target / GIB:.2f} GiB (less 5 %) {reason} {more}")
@@ -171,4 +177,19 @@ def _check_host(plan: MemoryPlan, machine: Machine) -> None:
         f"The {machine.local_num_ranks} ranks of a host need {needed / GIB:.1f} GiB of host memory, {pinned / GIB:.1f} "
         f"GiB of it pinned, and {machine.host_available / GIB:.1f} GiB can be had (free memory and cgroup limits). "
         f"{fix}, or give the host or the container more memory."
+    )
+
+
+def _check_cpu(plan: MemoryPlan, work: Workload, machine: Machine) -> None:
+    """On a CPU tensors are in host memory, and a process that takes too much of it is killed without a word."""
+    needed = plan.needed + host_bytes(plan.work, plan.policies)  # what is offloaded is in host memory too
+    available = machine.host_available / machine.local_num_ranks
+    if machine.is_cuda or needed <= available:
+        return
+    fitting = [f"\n  {change.text}" for change in smaller_runs(work, machine.target, machine.gpu)[:MAX_SHOWN]]
+    raise MemoryShortage(
+        f"A rank's tensors need {needed / GIB:.1f} GiB of host memory by the plan, with a micro-batch of "
+        f"{plan.work.micro_batch_size:,} x {work.config.training.max_length:,} tokens, and {available / GIB:.1f} GiB "
+        "can be had (free memory and cgroup limits). "
+        + (f"What would fit, by the plan:{''.join(fitting)}" if fitting else "Set model to a smaller one.")
     )

@@ -114,9 +114,10 @@ def _candidates(work: Workload, policies: Sequence[Policy]) -> Iterator[_Values]
     """Changes that may save memory; of the activation policies only where `policies` are given."""
     config, size = work.config, work.micro_batch_size
     for index, smaller in enumerate(LADDER[1:], start=1):
-        if smaller is not Policy.selective and set(policies) & set(LADDER[:index]):
+        is_offered = smaller is Policy.full or (smaller is Policy.offload and work.is_cuda)
+        if is_offered and set(policies) & set(LADDER[:index]):
             yield (("memory", "activations", Activations(smaller.value)), ("memory", "every_k", 2))
-    if config.optim.name is Optimizer.adamw and not config.fsdp.cpu_offload:
+    if config.optim.name is Optimizer.adamw and not config.fsdp.cpu_offload and work.is_cuda:
         yield (("optim", "name", Optimizer.adamw_8bit),)
     if config.quant.load_in_8bit or not config.quant.load_in_4bit:
         yield (("quant", "load_in_4bit", True), ("quant", "load_in_8bit", False))
@@ -124,7 +125,8 @@ def _candidates(work: Workload, policies: Sequence[Policy]) -> Iterator[_Values]
     if config.quant.embeddings is EmbeddingStorage.none and not work.shape.is_tied and not trains_ends:
         yield (("quant", "embeddings", EmbeddingStorage.int8),)
     if config.training.micro_batch_size != AUTO:
-        while size % 2 == 0:
+        is_free = config.training.global_batch_size is None  # else it must divide that
+        while size % 2 == 0 or (is_free and size > 1):
             size //= 2
             yield (("training", "micro_batch_size", size),)
     elif size > 1:
@@ -132,7 +134,7 @@ def _candidates(work: Workload, policies: Sequence[Policy]) -> Iterator[_Values]
     strategy = config.fsdp.sharding_strategy
     if strategy is not ShardingStrategy.FULL_SHARD and work.num_ranks > 1:
         yield (("fsdp", "sharding_strategy", ShardingStrategy.FULL_SHARD), ("fsdp", "hybrid_shard_size", None))
-    if not config.fsdp.cpu_offload and strategy is not ShardingStrategy.NO_SHARD:
+    if work.is_cuda and not config.fsdp.cpu_offload and strategy is not ShardingStrategy.NO_SHARD:
         yield (("fsdp", "cpu_offload", True), ("optim", "name", Optimizer.adamw))
     if config.training.max_length > 512:
         yield (("training", "max_length", config.training.max_length // 2),)
