@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from importlib.util import cache_from_source
 from pathlib import Path
 from typing import NoReturn
 
@@ -103,6 +104,22 @@ def test_a_combination_that_failed_is_red(monkeypatch: pytest.MonkeyPatch, tmp_p
     other = {package: "0.1" if package == "peft" else found for package, found in newest.items()}
     monkeypatch.setattr(software, "version", lambda package: other[package])
     assert "losses differ" not in str(list(software.check_versions()))
+
+
+@pytest.mark.parametrize(
+    ("dont_write", "advice"), [(True, "Unset PYTHONDONTWRITE"), (False, "Set PYTHONPYCACHEPREFIX")]
+)
+def test_bytecode_that_is_not_kept_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, dont_write: bool, advice: str
+):
+    monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", dont_write)
+    (finding,) = software.check_bytecode()
+    assert finding.level == "yellow" and finding.advice.startswith(advice)
+    compiled = Path(cache_from_source(torch.__file__))
+    compiled.parent.mkdir(parents=True)
+    compiled.touch()
+    assert list(software.check_bytecode()) == []
 
 
 @pytest.mark.parametrize("missing", [False, True])

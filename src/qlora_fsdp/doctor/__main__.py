@@ -20,7 +20,7 @@ from qlora_fsdp.doctor.exchange import check_exchange
 from qlora_fsdp.doctor.finding import Finding
 from qlora_fsdp.doctor.gpus import check_cpu_kernels, check_gpus, check_pinned
 from qlora_fsdp.doctor.host import check_disk, check_memory
-from qlora_fsdp.doctor.software import check_hub, check_slurm, check_versions
+from qlora_fsdp.doctor.software import check_bytecode, check_hub, check_slurm, check_versions
 from qlora_fsdp.errors import RankError, RunFolderError, UserError, print_error
 from qlora_fsdp.files import write_json
 from qlora_fsdp.imports import quick_imports
@@ -48,6 +48,7 @@ def diagnose(folder: Path) -> list[Finding]:
     """What every check finds; one that fails is itself a finding."""
     checks: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
         ("versions", check_versions),
+        ("bytecode", check_bytecode),
         ("GPUs", check_gpus),
         ("bitsandbytes", check_cpu_kernels),
         ("memory", check_memory),

@@ -6,8 +6,10 @@ import json
 import os
 import platform
 import shutil
+import sys
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import cache_from_source, find_spec
 from pathlib import Path
 
 from qlora_fsdp.doctor.finding import Finding
@@ -47,6 +49,17 @@ def check_versions() -> Iterator[Finding]:
     same = [c for c in combinations if all(_numbers(c[p])[:2] == found[:2] for p, found in installed.items())]
     between = f"between those tested together: {'; '.join(_shown(c) for c in combinations)}"
     yield Finding("green", "combination", "tested together" if same else between)
+
+
+def check_bytecode() -> Iterator[Finding]:
+    """Whether Python keeps what it compiles; nothing where it does. Not every installer compiles what it installs."""
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None or Path(cache_from_source(spec.origin)).exists():  # it was imported before
+        return
+    advice = "Set PYTHONPYCACHEPREFIX to a folder that can be written."
+    if sys.dont_write_bytecode:
+        advice = f"Unset PYTHONDONTWRITEBYTECODE, or run `python -m compileall -q {Path(spec.origin).parents[1]}` once."
+    yield Finding("yellow", "bytecode", "not kept: each start compiles torch and the others, which takes 10 s", advice)
 
 
 def check_hub() -> Iterator[Finding]:

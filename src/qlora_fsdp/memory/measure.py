@@ -68,7 +68,7 @@ class PhasePeaks:
         return max(found) / GIB if found else None
 
     def as_json(self) -> dict[str, Any]:
-        """GiB by phase, and what is in use outside torch's allocator: by CUDA, NCCL and other programs."""
+        """GiB by phase; outside torch's allocator, of CUDA and others; and how often it had to give memory back."""
         if self.device.type != "cuda":
             return {}
         free, total = torch.cuda.mem_get_info(self.device)
@@ -76,7 +76,7 @@ class PhasePeaks:
         return {
             name: {phase: round(size / GIB, 3) for phase, size in peaks.items()}
             for name, peaks in (("tensors_gib", self.allocated), ("reserved_gib", self.reserved))
-        } | {"outside_gib": round(outside / GIB, 3)}
+        } | {"outside_gib": round(outside / GIB, 3), "num_alloc_retries": self._num_retries}
 
 
 def start_snapshot(device: torch.device) -> None:
