@@ -105,10 +105,11 @@ class RankError(UserError):
 class Interrupted(UserError):
     """A signal ended the run: SIGINT (Ctrl-C), SIGTERM or SIGUSR1 (a batch system, or torchrun once a rank has failed).
 
-    The exit code is the shell's for it: 130, 143 or 138.
+    The exit code is the shell's for it: 130, 143 or 138. `detail` says what is kept.
     """
 
     def __init__(self, number: int, detail: str = "") -> None:
+        self.number, self.detail = number, detail
         super().__init__(f"Interrupted by {signal.Signals(number).name}. {detail}".strip())
         self.exit_code = 128 + number
 

@@ -17,7 +17,7 @@ from qlora_fsdp.errors import ConfigError, Problem, ResumeError
 from qlora_fsdp.files import write_json
 from qlora_fsdp.load.files import fingerprint
 from qlora_fsdp.load.fill import Assignment
-from qlora_fsdp.run_state import ATTEMPT, checkpoint_folders, describe_attempt, read_json
+from qlora_fsdp.run_state import ATTEMPT, checkpoint_folders, describe_attempt, read_json, step_of
 
 # The state of adamw_8bit is saved a file a rank, so the shards must stay as they are.
 SHARDS = ("fsdp.sharding_strategy", "fsdp.hybrid_shard_size")
@@ -145,6 +145,16 @@ def check_base(checkpoint: Checkpoint, base: str | None, config: Config) -> None
             f"model.path={config.model.path} holds other weights than when {checkpoint.folder} was written. Bring the "
             f"files back, or set checkpoint.allow_changes=[model.path] to go on with these. Or set {ANEW}"
         )
+
+
+def describe_kept(config: Config) -> str:
+    """What there is to go on from, for the message of a run that a signal ends."""
+    own, resume = checkpoint_folders(_own_folder(config)), config.checkpoint.resume
+    if not own:
+        return "No step is saved: the same command starts again."
+    setting = show("checkpoint.resume", resume) if resume != "auto" else "run.overwrite=true"
+    without = f"without {setting} " if resume != "auto" or config.run.overwrite else ""
+    return f"Step {step_of(own[-1])} is saved: {without}the same command goes on from there."
 
 
 def _own_folder(config: Config) -> Path:

@@ -43,6 +43,7 @@ from qlora_fsdp.resume import (
     check_base,
     check_changes,
     check_data,
+    describe_kept,
     find_checkpoint,
     is_own,
     settings_of,
@@ -64,6 +65,7 @@ def run(config: Config, world: World) -> dict[str, Any]:
     """
     processes = start_processes(config.distributed.timeout_seconds)
     watch = Watch(processes)
+    watch.kept = partial(describe_kept, config)
     summary: dict[str, Any] = {"status": "running", "num_ranks": processes.num_ranks}
     try:
         check(config, _complete(world, processes))
@@ -222,7 +224,11 @@ def _train(
     )
     figures = dict(summary)
     try:
-        with watch.patience(), saver:
+        watch.be_patient(
+            "the run saves and stops at the end of this step, or finishes if that is the last; another Ctrl-C stops it "
+            "at once"
+        )
+        with saver:
             result = train(
                 model,
                 optimizer,
@@ -239,6 +245,7 @@ def _train(
                 Generations(config.tracking, data.eval, prepared.tokenizer, processes),
                 done,
             )
+        watch.be_patient("all steps are done, and the run finishes; another Ctrl-C stops it at once")
         save_adapter(model.model, folder / "adapter", prepared.tokenizer, card, settings, processes)
         figures |= {"status": "finished"} | describe(result)
     finally:

@@ -132,7 +132,7 @@ class Saver:
         asked = self.processes.gather(self.watch.asked)
         number = next(number for number in asked if number is not None)
         if self.save(step):
-            raise Interrupted(number, f"Step {step} is saved: the same command goes on from there.")
+            raise Interrupted(number)  # the watch says what is kept
         reason = f"Step {step} could not be saved." if step > 0 else "Before the first step there is nothing to save."
         raise Interrupted(number, reason)
 

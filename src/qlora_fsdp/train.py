@@ -6,9 +6,13 @@ config -> processes -> build (meta) -> adapt -> plan -> data -> shard -> load ->
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from collections.abc import Sequence
+
+if __name__ == "__main__":
+    from qlora_fsdp.interrupts import end_at_once
+
+    end_at_once()
 
 from qlora_fsdp.command import show_error
 from qlora_fsdp.config.check_settings import check_settings
@@ -45,8 +49,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         show_error(error)
         return error.exit_code
-    except KeyboardInterrupt:  # while the libraries are imported; later, run() tells all ranks
-        return 128 + signal.SIGINT
     return 0
 
 

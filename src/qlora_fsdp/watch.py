@@ -9,13 +9,14 @@ is needed):
     lost/<rank>  this rank has lost contact: it is not the one that is stuck
 
 The thread ends no healthy run: it acts on a signal, on another rank's word, or on the end of another rank of this host.
-Within `patience()` the first signals are only kept, for the loop to stop at the end of a step.
+Once it is told to `be_patient` the first signals are only kept, for the loop to stop at the end of a step.
 """
 
 from __future__ import annotations
 
 import _thread
 import json
+import logging
 import os
 import platform
 import re
@@ -24,8 +25,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
@@ -36,6 +37,8 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from qlora_fsdp.distributed import Processes
 from qlora_fsdp.errors import Interrupted, RankError, UserError, print_error
+
+log = logging.getLogger("qlora_fsdp")
 
 POLL_SECONDS = 1.0
 ANSWER_SECONDS = 10.0  # for the other ranks to say that they failed, or printed
@@ -70,12 +73,14 @@ class Watch:
 
     Attributes:
         record: called with the failure that ends the run, on one rank: the lowest that is left.
-        asked: the signal that asked to stop within `patience()`.
+        kept: what is told of a signal that ends the run at once: what there is to go on from.
+        asked: the signal that asked to stop since `be_patient()`.
     """
 
     def __init__(self, processes: Processes) -> None:
         self.rank, self.num_ranks = processes.rank, processes.num_ranks
         self.record: Callable[[BaseException], None] = lambda error: None
+        self.kept: Callable[[], str] = lambda: ""
         # The thread has a connection of its own: a store's calls wait for one another.
         self.store = PrefixStore("watch", processes.store.clone())  # type: ignore[attr-defined]  # not in the stubs
         host = (platform.node(), Path("/proc/self/ns/pid").stat().st_ino)
@@ -87,7 +92,7 @@ class Watch:
         }
         self._unwinding, self._stopped = threading.Event(), threading.Event()
         self._interrupted = False
-        self._is_patient = False
+        self._is_patient, self._notice = False, ""
         self.asked: signal.Signals | None = None
         self._read_end, self._write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._handlers = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
@@ -95,14 +100,13 @@ class Watch:
         os.register_at_fork(after_in_child=self.stop)  # a worker process has its own life
         threading.Thread(target=self._work, name="watch", daemon=True).start()
 
-    @contextmanager
-    def patience(self) -> Iterator[None]:
-        """Within it signals do not end the run, but for a second SIGINT: the first one is in `asked`."""
-        self._is_patient = True
-        try:
-            yield
-        finally:
-            self._is_patient = False
+    def be_patient(self, notice: str) -> None:
+        """From here on signals do not end the run, but for a second SIGINT: the first one is in `asked`.
+
+        Args:
+            notice: what is told of a signal: what happens now.
+        """
+        self._is_patient, self._notice = True, notice
 
     def stop(self) -> None:
         """Watch no more: the run is over on this rank."""
@@ -119,6 +123,9 @@ class Watch:
             `error` itself where it is the first failure of any rank, else a RankError that says which was.
         """
         self._unwinding.set()
+        self._is_patient = False
+        if isinstance(error, Interrupted) and not error.detail:
+            error = Interrupted(error.number, self.kept())
         try:
             if isinstance(error, Interrupted) or _is_lost_contact(error):
                 first = self._find_cause(error)
@@ -230,7 +237,9 @@ class Watch:
         if self.asked is not None and number == signal.SIGINT:
             self._interrupt(number)
             return number
-        self.asked = self.asked or number
+        if self.asked is None:
+            self.asked = number
+            log.info(f"{number.name}: {self._notice}")
         return None
 
     def _interrupt(self, number: signal.Signals) -> None:
