@@ -97,7 +97,7 @@ class Watch:
         self._read_end, self._write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._handlers = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
         signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
-        os.register_at_fork(after_in_child=self.stop)  # a worker process has its own life
+        os.register_at_fork(after_in_child=self._leave)
         threading.Thread(target=self._work, name="watch", daemon=True).start()
 
     def be_patient(self, notice: str) -> None:
@@ -116,6 +116,11 @@ class Watch:
             for number, handler in self._handlers.items():
                 signal.signal(number, handler)
 
+    def _leave(self) -> None:
+        """In a worker process, which this one ends: a Ctrl-C, which a terminal sends to all, is not its concern."""
+        self.stop()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
     def explain(self, error: BaseException) -> BaseException:
         """What ended the run, given what was raised here; other ranks are told, and it is recorded and printed once.
 
@@ -124,8 +129,8 @@ class Watch:
         """
         self._unwinding.set()
         self._is_patient = False
-        if isinstance(error, Interrupted) and not error.detail:
-            error = Interrupted(error.number, self.kept())
+        if (interrupted := _find_interrupted(error)) is not None:
+            error = interrupted if interrupted.detail else Interrupted(interrupted.number, self.kept())
         try:
             if isinstance(error, Interrupted) or _is_lost_contact(error):
                 first = self._find_cause(error)
@@ -259,6 +264,13 @@ def _state(process: psutil.Process) -> str | None:
         return str(process.status()) if process.is_running() else None
     except psutil.NoSuchProcess:
         return None
+
+
+def _find_interrupted(error: BaseException | None) -> Interrupted | None:
+    """The signal behind an error: libraries may fail in their turn where one breaks into them."""
+    while error is not None and not isinstance(error, Interrupted):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def _is_lost_contact(error: BaseException) -> bool:

@@ -14,6 +14,8 @@ import pytest
 from qlora_fsdp import run, saver
 from qlora_fsdp.causal_lm import CausalLM
 from qlora_fsdp.config.schema import CheckpointConfig, Config, RunConfig
+from qlora_fsdp.data.prepare import ROWS_A_PROCESS
+from qlora_fsdp.data.tokenize import RowTokenizer
 from qlora_fsdp.resume import describe_kept
 from tests.cli.launch import ForkedLaunch, Launch
 
@@ -27,6 +29,7 @@ AT_THE_END = "SIGINT: the run saves and stops at the end of this step, or finish
 STAGES: dict[str, tuple[Any, str, int, int, str]] = {
     "settings": (run, "check", 1, 1, NOTHING),
     "data": (run, "prepare", 1, 1, NOTHING),
+    "workers that tokenize": (RowTokenizer, "__call__", 1, 1, NOTHING),
     "load": (run, "fill", 1, 2, NOTHING),
     "first step": (CausalLM, "forward", 1, 1, f"Step 1 is saved: {GOES_ON}"),
     "third step": (CausalLM, "forward", 3, 2, f"Step 3 is saved: {GOES_ON}"),
@@ -56,14 +59,24 @@ def hold(stage: str) -> None:
 
 
 def interrupt(folder: Path, stage: str) -> ForkedLaunch:
-    """All ranks get SIGINT, as from a terminal; of a report they wait for rank 0."""
+    """All ranks and their workers get SIGINT, as from a terminal; of a report the ranks wait for rank 0."""
     num_ranks = (STAGES | FINISHED)[stage][3]
-    command = ForkedLaunch(folder, num_ranks, *SETTINGS, preexec=partial(hold, stage))
+    more = []
+    if stage == "workers that tokenize":
+        (folder / "rows.jsonl").write_text('{"text": "a"}\n' * (ROWS_A_PROCESS + 1))
+        more = [
+            "data.format=text",
+            f"data.path={folder / 'rows.jsonl'}",
+            f"data.cache_folder={folder}",
+            "data.num_proc=2",
+        ]
+    command = ForkedLaunch(folder, num_ranks, *SETTINGS, *more, preexec=partial(hold, stage))
     holding = [0] if stage == "report" else range(num_ranks)
     command.wait_for(lambda: all((folder / f"held-{rank}").exists() for rank in holding), "the stage")
     for _ in range(2 if "twice" in stage else 1):
-        for rank in range(num_ranks):
-            command.rank(rank).send_signal(signal.SIGINT)
+        ranks = [command.rank(rank) for rank in range(num_ranks)]
+        for process in (*(child for rank in ranks for child in rank.children(recursive=True)), *ranks):
+            process.send_signal(signal.SIGINT)
         time.sleep(0.5)
     command.finish()
     return command
