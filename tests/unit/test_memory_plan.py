@@ -199,7 +199,11 @@ MEASURED_SPEEDS = [
     (2, "llama3-8b", 4096, 4, ("memory=keep", RESHARDS, "compute=fp8"), 21342),
     (2, "llama3-8b", 4096, 4, ("memory=keep", RESHARDS, "quant=int8"), 14619),
     (2, "llama3-8b", 4096, 4, ("memory=recompute", "fsdp=offload"), 11297),
-    (1, "llama3-8b", 512, 1, ("memory=keep",), 2014),  # these three wait for Python
+    (1, "llama3-8b", 2048, 1, ("memory=recompute",), 5538),  # these seven wait for Python
+    (1, "llama3-8b", 2048, 1, ("memory.target_gib=10",), 6347),
+    (1, "llama3-8b", 2048, 1, ("memory.target_gib=12",), 8185),
+    (1, "llama3-8b", 2048, 1, ("memory.target_gib=16",), 8088),
+    (1, "llama3-8b", 512, 1, ("memory=keep",), 2014),
     (1, "llama3-8b", 1024, 1, ("memory=keep",), 4093),
     (1, "llama3-8b", 2048, 1, ("memory=keep",), 10296),
     (1, "llama3-8b", 4096, 1, ("memory=keep",), 14898),

@@ -19,6 +19,7 @@ MATMUL = 0.60  # of the datasheet's FLOP/s, attention included
 MATMUL_FP8 = 0.50  # of the fp8 rate, with the time to quantize inputs
 PASSES, PASSES_UNFUSED = 3.0, 7.0  # times that what a layer saves goes through memory in forward; twice in backward
 LAUNCH_SECONDS = 2.4e-3  # Python and launches of a layer's forward; twice that in backward
+RECOMPUTED_LAUNCHES = 1.6  # forwards' time more, where backward makes the layer again: autograd takes part in that
 FSDP_LAUNCH_SECONDS = 0.7e-3  # more under FSDP
 DISK_GB_S = 2.0  # of a host
 CACHED_GB_S = 13.0  # of a rank, from the page cache, quantization included
@@ -69,8 +70,9 @@ def _gpu_seconds(work: Workload, policies: Sequence[Policy], gpu: Gpu) -> float:
 
 def _launch_seconds(work: Workload, policies: Sequence[Policy]) -> float:
     """Of a micro-batch: what Python takes to start its kernels."""
-    passes = sum(4 if policy in (Policy.full, Policy.offload) else 3 for policy in policies)
-    return passes * (LAUNCH_SECONDS + (FSDP_LAUNCH_SECONDS if work.uses_fsdp else 0.0))
+    num_recomputed = sum(policy in (Policy.full, Policy.offload) for policy in policies)
+    forwards = 3 * len(policies) + RECOMPUTED_LAUNCHES * num_recomputed
+    return forwards * (LAUNCH_SECONDS + (FSDP_LAUNCH_SECONDS if work.uses_fsdp else 0.0))
 
 
 def _layer_seconds(work: Workload, policy: Policy, gpu: Gpu) -> float:
