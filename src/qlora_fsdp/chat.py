@@ -8,6 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+if __name__ == "__main__":
+    from qlora_fsdp.interrupts import end_at_once
+
+    end_at_once()
+
 from qlora_fsdp.command import run_command
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.errors import DataError, UserError

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, TypeVar
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("qlora_fsdp")
 Settings = TypeVar("Settings", bound=AdapterSettings)
 
+NO_BASE = "Set adapter to the folder that training wrote; or, without an adapter, model or model.path as for training."
 FIRST_RANK_SECONDS = 3.0  # for a node's first rank to say what this one would
 
 
@@ -82,6 +84,8 @@ def run_command(
         settings, config = load_command(sys.argv[1:] if argv is None else argv, kind, usage)
         unneeded = {"data.path=null": not needs_data, "model.path=null": not needs_model}
         problems = [problem for problem in check_settings(config) if not unneeded.get(problem.setting)]
+        if settings.adapter is None:
+            problems = [replace(p, fix=NO_BASE) if p.setting == "model.path=null" else p for p in problems]
         if problems:
             raise ConfigError(problems)
         with quick_imports():  # torch only from here on
@@ -117,8 +121,6 @@ def run_command(
     except UserError as error:
         show_error(error)
         return error.exit_code
-    except KeyboardInterrupt:
-        return 130
     return 0
 
 

@@ -11,6 +11,11 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+if __name__ == "__main__":
+    from qlora_fsdp.interrupts import end_at_once
+
+    end_at_once()
+
 from qlora_fsdp.command import check_out, log, run_command, write_out
 from qlora_fsdp.config.commands import AdapterSettings
 from qlora_fsdp.config.schema import Config, TaskName

@@ -9,6 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+if __name__ == "__main__":
+    from qlora_fsdp.interrupts import end_at_once
+
+    end_at_once()
+
 from qlora_fsdp.command import log, run_command
 from qlora_fsdp.config.commands import AdapterSettings
 from qlora_fsdp.config.schema import Config, EmbeddingStorage, QuantType4bit, TaskName, TokenizerConfig, Weights

@@ -79,7 +79,7 @@ def preflight(argv: Sequence[str], file: Path) -> int:
         missing = (choice.plan.needed - target) / GIB
         weights = sum(choice.plan.phases["load"].values()) + choice.plan.libraries
         alone = f" A rank's weights alone take {(weights - target) / GIB:.2f} GiB too much." if weights > target else ""
-        lines += [f"Does not fit: {missing:.2f} GiB too much a GPU.{alone}", "The cheapest changes that make it fit:"]
+        lines += [f"It is {missing:.2f} GiB too much a GPU.{alone} The cheapest changes that make it fit:"]
         lines += [changes_table(cheapest) or "  none found"]
         figures["changes"] = [
             {"change": change.text, "needed_gib": change.plan.needed / GIB, "tokens_per_second": change.speed}

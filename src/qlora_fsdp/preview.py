@@ -10,6 +10,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
+if __name__ == "__main__":
+    from qlora_fsdp.interrupts import end_at_once
+
+    end_at_once()
+
 from qlora_fsdp.command import run_command
 from qlora_fsdp.config.commands import AdapterSettings
 from qlora_fsdp.config.schema import Config

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 if __name__ == "__main__":
     from qlora_fsdp.interrupts import end_at_once
 
-    end_at_once()
+    end_at_once("No run was going on.")
 
 from qlora_fsdp.command import show_error
 from qlora_fsdp.config.check_settings import check_settings

@@ -22,6 +22,7 @@ from tests.helpers.ranks import StartedRanks
 ROOT = Path(__file__).parents[2]
 LAUNCHERS = {
     "python": ["-m", "qlora_fsdp.train"],
+    "chat": ["-m", "qlora_fsdp.chat"],
     "torchrun": ["-m", "torch.distributed.run", "--nproc_per_node", "2", "-m", "qlora_fsdp.train"],
     "accelerate with a restart": [
         *("-m", "accelerate.commands.launch", "--max_restarts", "1"),

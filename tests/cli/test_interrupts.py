@@ -102,14 +102,21 @@ def test_a_run_that_has_all_steps_finishes(tmp_path: Path, stage: str) -> None:
     assert FINISHED[stage][4] in command.output and (command.run_folder / "report.html").is_file()
 
 
-def test_while_the_libraries_are_imported(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("launcher", "arguments", "said"),
+    [
+        ("python", SETTINGS, "Interrupted by SIGINT. No run was going on."),
+        ("chat", ["model=tiny"], "Interrupted by SIGINT."),
+    ],
+)
+def test_while_the_libraries_are_imported(tmp_path: Path, launcher: str, arguments: list[str], said: str) -> None:
     """Their tracebacks would be what a user sees."""
-    command = Launch(tmp_path, "python", *SETTINGS)
+    command = Launch(tmp_path, launcher, *arguments)
     maps = Path(f"/proc/{command.process.pid}/maps")
     command.wait_for(lambda: "libtorch_cpu" in maps.read_text(), "the import of torch")
     command.process.send_signal(signal.SIGINT)
     assert command.finish() == 130
-    assert command.output == "\nError: Interrupted by SIGINT: no run was going on.\n"
+    assert command.output == f"\nError: {said}\n"
 
 
 def test_what_the_same_command_would_not_go_on_from(tmp_path: Path) -> None:

@@ -300,6 +300,7 @@ def test_an_adapter_with_nan_is_refused(adapters, rows: Path, tmp_path: Path, nu
             ["max_new_tokens=0 must", "prompt and prompts are both missing"],
         ),
         ("chat", ["temperature=warm"], ["temperature=warm must be a number"]),
+        ("chat", [], ["model.path=null names no model. Set adapter to the folder that training wrote; or, without"]),
         ("evaluate", ["model=tiny"], ["data.path=null names no data"]),
         (  # a group of settings, not tasks= misspelt
             "evaluate",
