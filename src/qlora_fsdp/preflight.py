@@ -28,7 +28,7 @@ from qlora_fsdp.memory.shape import FAMILIES, ModelShape, model_shape
 from qlora_fsdp.memory.speed import load_seconds, tokens_per_second
 from qlora_fsdp.memory.suggest import cheapest_changes
 from qlora_fsdp.memory.workload import FUSED_KERNELS, Workload
-from qlora_fsdp.tables import count
+from qlora_fsdp.tables import count, show_duration, show_size
 
 DOES_NOT_FIT = 3  # exit code
 BYTES_A_TOKEN = 4.0  # of text in a file of rows: an estimate
@@ -176,7 +176,7 @@ def _describe(choice: Choice, hardware: Hardware, target: float) -> tuple[list[s
     hours = num_tokens / speed / 3600
     verdict = "Fits" if choice.fits else "Does not fit"
     lines = [
-        f"{_name(config)}: {work.shape.num_parameters / 1e9:.2f} B parameters, on {hardware.count} x {gpu.name}"
+        f"{_name(config)}: {show_size(work.shape.num_parameters)} parameters, on {hardware.count} x {gpu.name}"
         + (f" ({hardware.note})" if hardware.note else ""),
         f"{count(work.num_shards, 'shard')}, micro-batch {work.micro_batch_size} x {config.training.max_length} "
         f"tokens, {work.num_micro_batches} a step; {describe_choice(plan)}",
@@ -189,8 +189,8 @@ def _describe(choice: Choice, hardware: Hardware, target: float) -> tuple[list[s
         f"{loading['page_cache']:.0f} s from the page cache"
         if is_read
         else f"Loading: nothing is read; {loading['random']:.0f} s to make random weights on each GPU",
-        f"Speed: {speed:,.0f} tokens/s{_caveat(config)}; {format(hours, ',.0f' if hours >= 10 else '.2g')} hours for "
-        f"{num_tokens / 1e6:,.1f} M tokens ({source})",
+        f"Speed: {speed:,.0f} tokens/s{_caveat(config)}; {_duration(hours)} for "
+        f"{f'{num_tokens / 1e6:,.1f} M' if num_tokens >= 1e6 else f'{num_tokens:,.0f}'} tokens ({source})",
         *waiting_lines(plan, gpu),
         *faster_lines(choice, target, gpu),
     ]
@@ -208,6 +208,10 @@ def _describe(choice: Choice, hardware: Hardware, target: float) -> tuple[list[s
         "hours": hours,
     }
     return lines, figures
+
+
+def _duration(hours: float) -> str:
+    return f"{format(hours, ',.0f' if hours >= 10 else '.2g')} hours" if hours >= 1 else show_duration(3600 * hours)
 
 
 def _caveat(config: Config) -> str:

@@ -33,7 +33,7 @@ from qlora_fsdp.quantized.fuse import fuse_layers
 from qlora_fsdp.quantized.linear import use_fp8
 from qlora_fsdp.resume import describe_base
 from qlora_fsdp.run_folder import log
-from qlora_fsdp.tables import count
+from qlora_fsdp.tables import count, show_size
 from qlora_fsdp.task_model import TaskModel
 
 
@@ -121,10 +121,10 @@ def _prepare(config: Config, processes: Processes, folder: Path, first_step: int
     for note in (*missing, *([slower] if slower else []), *built.notes):
         log.info(f"Note: {note}")
     log.info(
-        f"Model: {built.model.name_or_path}, {_count(sizes.num_base)} parameters, {built.kind}, "
+        f"Model: {built.model.name_or_path}, {show_size(sizes.num_base)} parameters, {built.kind}, "
         f"{attention} attention, Liger kernels: {', '.join(fused) or 'none'}; {num_groups} groups of layers fused"
         f"{f', {num_fp8} layers in fp8' if num_fp8 else ''}; "
-        f"training {_count(sizes.num_trainable)} in {len(trainable_names(model))} tensors"
+        f"training {show_size(sizes.num_trainable)} in {len(trainable_names(model))} tensors"
     )
     for line in memory.lines:
         log.info(f"Memory: {line}")
@@ -164,7 +164,3 @@ def _find_tokenizer(config: Config, files: ModelFiles) -> PreTrainedTokenizerBas
         return byte_tokenizer()
     path = str(files.folder) if files.folder is not None else config.model.path
     return load_tokenizer(replace(config.model, path=path), config.data)
-
-
-def _count(number: int) -> str:
-    return f"{number / 1e9:.2f} B" if number >= 1e8 else f"{number / 1e6:.2f} M"

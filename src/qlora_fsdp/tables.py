@@ -28,3 +28,8 @@ def show_duration(seconds: float | None) -> str:
 def count(number: int, what: str) -> str:
     """A number of things, such as `1 row` or `2,000 rows`."""
     return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
+
+
+def show_size(number: int) -> str:
+    """A number of parameters: `70.55 B` or `3.48 M`."""
+    return f"{number / 1e9:.2f} B" if number >= 1e8 else f"{number / 1e6:.2f} M"

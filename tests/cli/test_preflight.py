@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -76,6 +77,10 @@ def test_own_model_and_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     )
     named = run_preflight(tmp_path, "model=llama3-8b", "hardware=8xh200")[1]
     assert code == 0 and figures["num_tokens"] == 4e6 and figures["plan"] == named["plan"]
+    assert "8.03 B parameters" in capsys.readouterr().out
+    (tmp_path / "rows.jsonl").write_bytes(b" " * 8_000)
+    run_preflight(tmp_path, "model=tiny", "hardware=1xh200", f"data.path={tmp_path}/rows.jsonl")
+    assert re.search(r"0\.87 M parameters(.|\n)* tokens/s; 0:00:00 for 2,000 tokens", capsys.readouterr().out)
     assert figures["hours"] == pytest.approx(4e6 / figures["tokens_per_second"] / 3600)
     large = ("model=llama3-8b", "hardware=8xh200", "training.micro_batch_size=4")
     in_bf16, in_fp8 = run_preflight(tmp_path, *large)[1], run_preflight(tmp_path, *large, "compute=fp8")[1]
