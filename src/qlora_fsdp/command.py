@@ -84,7 +84,7 @@ def run_command(
         settings, config = load_command(sys.argv[1:] if argv is None else argv, kind, usage)
         unneeded = {"data.path=null": not needs_data, "model.path=null": not needs_model}
         problems = [problem for problem in check_settings(config) if not unneeded.get(problem.setting)]
-        if settings.adapter is None:
+        if settings.adapter is None and "adapter=" in usage:
             problems = [replace(p, fix=NO_BASE) if p.setting == "model.path=null" else p for p in problems]
         if problems:
             raise ConfigError(problems)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from textwrap import shorten
 from typing import NoReturn
@@ -129,9 +130,9 @@ def help_text(folders: Sequence[Path]) -> str:
         f"  {group:<11}" + "  ".join(f"[{o}]" if o == defaults.get(group) else o for o in group_options(group, folders))
         for group in [*defaults, *own_groups]
     ]
+    cut = partial(shorten, width=88, placeholder=" ...", break_on_hyphens=False)
     settings = [
-        f"  {show(key, all_settings()[key].default):<36}{shorten(all_settings()[key].comment, 88, placeholder=' ...')}"
-        for key in _COMMONEST
+        f"  {show(key, all_settings()[key].default):<36}{cut(all_settings()[key].comment)}" for key in _COMMONEST
     ]
     return "\n".join(
         [
