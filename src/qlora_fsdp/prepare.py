@@ -102,14 +102,18 @@ def _prepare(config: Config, processes: Processes, folder: Path, first_step: int
     fuses_norms = config.kernels.rms_norm is Kernel.auto
     num_groups = fuse_layers(model, fuses_norms) if config.kernels.fuse_layers else 0
     machine = find_machine(config.memory.target_gib, processes)
-    memory = decide(
-        config,
-        files.config.to_dict(),
-        len(model.layers),
-        quant_settings(built.format, config.quant),
-        dtype.itemsize,
-        frozenset(fused),
-        machine,
+    memory: Decision = processes.share(  # by the rates of rank 0's GPU, and its words where nothing fits
+        decide(
+            config,
+            files.config.to_dict(),
+            len(model.layers),
+            quant_settings(built.format, config.quant),
+            dtype.itemsize,
+            frozenset(fused),
+            machine,
+        )
+        if processes.is_main
+        else None
     )
     set_activation_policy(model.layers, memory.policies)
     if config.memory.target_gib is not None:
