@@ -120,6 +120,7 @@ def test_forward_is_what_was_measured():
     work = workload("model=llama3-70b", "training.max_length=2048", "fsdp=offload", num_ranks=2)
     plan = make_plan(work, (Policy.full,) * 71 + (Policy.selective,) * 9)
     assert plan.tensors("forward") / GIB == pytest.approx(8.89, abs=0.1)
+    assert sum(plan.host.values()) / GIB == pytest.approx(24.97, rel=0.1)
 
 
 def test_405b_is_what_was_measured():
