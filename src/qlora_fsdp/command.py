@@ -65,6 +65,7 @@ def run_command(
     body: Callable[[Settings, Config, Processes], None],
     needs_data: bool = True,
     needs_model: bool = True,
+    takes_adapter: bool = True,
 ) -> int:
     """Parse, check, and run `body` on every process; where it fails on one, all end with that error.
 
@@ -75,6 +76,7 @@ def run_command(
         body: the command.
         needs_data: data.path must be set.
         needs_model: model or model.path must be set.
+        takes_adapter: adapter= tells the model, too.
 
     Returns:
         The exit code: 0, or that of the `UserError` that has been printed.
@@ -84,7 +86,7 @@ def run_command(
         settings, config = load_command(sys.argv[1:] if argv is None else argv, kind, usage)
         unneeded = {"data.path=null": not needs_data, "model.path=null": not needs_model}
         problems = [problem for problem in check_settings(config) if not unneeded.get(problem.setting)]
-        if settings.adapter is None and "adapter=" in usage:
+        if takes_adapter and settings.adapter is None:
             problems = [replace(p, fix=NO_BASE) if p.setting == "model.path=null" else p for p in problems]
         if problems:
             raise ConfigError(problems)

@@ -149,10 +149,9 @@ def _figures(data: PreparedData[Sequences], config: Config) -> Iterator[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code."""
     arguments = sys.argv[1:] if argv is None else argv
-    has_tokenizer = any(
-        text.startswith("model.tokenizer_path=") for text in arguments
-    )  # nothing else of a model is used
-    return run_command(arguments, PreviewSettings, USAGE, preview, needs_model=not has_tokenizer)
+    # nothing else of a model is used
+    has_tokenizer = any(text.startswith("model.tokenizer_path=") for text in arguments)
+    return run_command(arguments, PreviewSettings, USAGE, preview, needs_model=not has_tokenizer, takes_adapter=False)
 
 
 if __name__ == "__main__":
