@@ -112,11 +112,30 @@ def test_backward_under_fsdp_is_what_was_measured(monkeypatch, model, length, si
     test_backward_is_what_was_measured(1, model, length, size, memory, (), backward)
 
 
-def test_forward_is_what_was_measured():
-    """Layers that stay gathered, and ends that come from the host: the rank's own part, and the whole."""
-    settings = ("model=llama3-8b", "training.max_length=4096", "training.micro_batch_size=4", "fsdp=shard_grad_op")
-    plan = uniform(workload(*settings, num_ranks=2), Policy.none)
-    assert plan.tensors("forward") / GIB == pytest.approx(62.23, abs=0.1)
+# GiB that tensors took in forward and backward on H200s: layers gathered once, and twice.
+LAYERS_405B = "model.config.num_hidden_layers=20"
+ONCE, TWICE = "fsdp.reshard_after_forward=false", "fsdp.reshard_after_forward=true"
+MEASURED_PHASES = [
+    (4, "llama3-8b", 4096, 4, ("memory=keep", ONCE), 60.68, 59.88),
+    (4, "llama3-8b", 4096, 4, ("memory=keep", TWICE), 57.17, 56.59),
+    (4, "llama3-70b", 2048, 2, ("memory=keep", ONCE), 112.11, 110.63),
+    (2, "llama3-70b", 2048, 1, ("memory=recompute", TWICE), 24.23, 23.93),
+    (2, "llama3-70b", 2048, 1, ("memory=offload", TWICE), 21.79, 21.88),
+    (2, "llama3-405b", 1024, 1, ("memory=recompute", TWICE, LAYERS_405B), 25.43, 25.68),
+    (4, "llama3-405b", 1024, 1, ("memory=recompute", TWICE, LAYERS_405B), 15.54, 15.79),
+]
+
+
+@pytest.mark.parametrize(("num_ranks", "model", "length", "size", "more", "forward", "backward"), MEASURED_PHASES)
+def test_phases_are_what_was_measured(num_ranks, model, length, size, more, forward, backward):
+    settings = (f"training.max_length={length}", f"training.micro_batch_size={size}", *more)
+    plan = choose(workload(f"model={model}", *settings, num_ranks=num_ranks), 140 * GIB, H200).plan
+    assert plan.tensors("forward") / GIB == pytest.approx(forward, abs=0.12)
+    assert plan.tensors("backward") / GIB == pytest.approx(backward, abs=0.12)
+
+
+def test_offloaded_parameters_are_what_was_measured():
+    """Ends come from the host: the rank's own part, and the whole; FSDP2 gathers on streams of its own."""
     work = workload("model=llama3-70b", "training.max_length=2048", "fsdp=offload", num_ranks=2)
     plan = make_plan(work, (Policy.full,) * 71 + (Policy.selective,) * 9)
     assert plan.tensors("forward") / GIB == pytest.approx(8.89, abs=0.1)
@@ -124,22 +143,25 @@ def test_forward_is_what_was_measured():
 
 
 def test_405b_is_what_was_measured():
-    """Eight H200s, held to 40 GiB."""
+    """On eight H200s held to 40 GiB. Its 37.09 GiB in forward were those of gathers on streams of their own."""
     work = workload("model=llama3-405b", "training.max_length=1024", num_ranks=8)
+    plan = make_plan(work, (Policy.full,) * 121 + (Policy.selective,) * 5)
+    assert plan.tensors("load") / GIB == pytest.approx(25.54, abs=0.1)
+    assert plan.tensors("backward") / GIB == pytest.approx(36.40, abs=0.1)
     choice = choose(work, 40 * GIB, H200)
-    measured = {"load": 25.54, "forward": 37.09, "backward": 36.40}
     assert choice.fits and choice.plan.needed <= 40 * GIB
-    assert {phase: choice.plan.tensors(phase) / GIB for phase in measured} == pytest.approx(measured, abs=0.1)
 
 
-# GiB of host memory that a rank held at most, on H200s (docs/memory.md). All but the third wrote checkpoints.
+# GiB of host memory that a rank held at most, on H200s (docs/memory.md). All but 405B's wrote checkpoints.
 RANDOM = "model.weights=random"
 MEASURED_HOST = [
     (1, 0, "llama3-8b", 2048, (RANDOM,), 2.34),
-    (2, 0, "llama3-8b", 2048, ("training.micro_batch_size=2",), 2.82),
+    (2, 0, "llama3-8b", 2048, ("training.micro_batch_size=2",), 2.75),
+    (2, 0, "llama3-70b", 1024, (RANDOM,), 4.00),
+    (4, 0, "llama3-405b", 1024, (RANDOM,), 4.27),
     (1, 0, "llama3-405b", 1024, (RANDOM, "model.config.num_hidden_layers=60"), 2.70),
-    (2, 1, "llama3-8b", 2048, ("training.micro_batch_size=2",), 2.51),
-    (2, 1, "llama3-70b", 1024, (RANDOM,), 3.18),
+    (2, 1, "llama3-8b", 2048, ("training.micro_batch_size=2",), 2.59),
+    (2, 1, "llama3-70b", 1024, (RANDOM,), 3.20),
     (2, 1, "llama3-70b", 1024, (RANDOM, "fsdp=offload"), 26.48),  # with a copy of the trained state that is gone since
 ]
 
@@ -218,11 +240,16 @@ MEASURED_SPEEDS = [
     (8, "llama3-8b", 4096, 4, ("memory=keep",), 15501),
     (8, "llama3-8b", 4096, 4, ("memory=keep", RESHARDS), 15213),
     (8, "llama3-8b", 4096, 4, ("memory=keep", "fsdp=no_shard"), 16073),
-    (2, "llama3-70b", 2048, 1, ("memory.target_gib=24",), 1199),
+    (2, "llama3-70b", 2048, 1, ("memory.target_gib=24",), 1168),
+    (2, "llama3-70b", 2048, 1, ("memory=recompute", RESHARDS), 1183),
     (4, "llama3-70b", 2048, 2, ("memory=keep",), 1884),
     (4, "llama3-70b", 2048, 2, ("memory=keep", "fsdp=no_shard"), 1991),
     (8, "llama3-70b", 2048, 2, ("memory=keep",), 1858),
     (8, "llama3-405b", 2048, 1, ("memory=keep",), 291),
+    (4, "llama3-405b", 1024, 1, ("memory.target_gib=66",), 178),
+    (4, "llama3-405b", 2048, 1, ("memory=keep", RESHARDS, LAYERS_405B), 1790),
+    (4, "llama3-405b", 1024, 1, ("memory=recompute", RESHARDS, LAYERS_405B), 1141),
+    (2, "llama3-405b", 1024, 1, ("memory=recompute", RESHARDS, LAYERS_405B), 1168),
     (4, "llama3-70b", 2048, 2, ("memory=keep", "compute=fp8"), 2838),
     (4, "llama3-70b", 2048, 2, ("memory.target_gib=40",), 1496),
     (4, "llama3-70b", 8192, 1, ("memory.target_gib=40",), 1357),
@@ -327,14 +354,16 @@ def test_auto_fills_the_card_and_no_more():
 
 
 def test_layers_stay_gathered_where_there_is_room():
-    """For 8B they take 4 GiB more; where that would cost recomputation, the second gather is the cheaper."""
+    """For 8B they take 4 GiB more; to remake norms for that is the cheaper, to recompute layers the dearer."""
     settings = ("model=llama3-8b", "training.max_length=4096", "training.micro_batch_size=4")
     work = workload(*settings, num_ranks=2)
     assert not choose(work, 80 * GIB, H200).plan.work.reshards
     kept = choose(workload(*settings, "fsdp.reshard_after_forward=true", num_ranks=2), 80 * GIB, H200).plan
     assert 3 < (choose(work, 80 * GIB, H200).plan.needed - kept.needed) / GIB < 5
     short = choose(work, kept.needed / (1 - ROOM) + GIB, H200).plan
-    assert short.work.reshards and set(short.policies) == {Policy.none}
+    assert not short.work.reshards and set(short.policies) == {Policy.selective, Policy.none}
+    shorter = choose(work, 56 * GIB, H200).plan
+    assert shorter.work.reshards and Policy.full not in shorter.policies
     for more, reshards in (
         ("fsdp.reshard_after_forward=false", False),
         ("fsdp=shard_grad_op", False),
@@ -387,7 +416,7 @@ def test_what_would_fit_fits():
     assert not choose(work, target, H200).fits
     changes = smaller_runs(work, target, H200)
     assert changes and all(change.fits and change.plan.needed <= target for change in changes)
-    assert {"fsdp=offload", "optim=adamw_8bit quant.embeddings=int8"} <= {change.text for change in changes}
+    assert {"fsdp=offload", "quant.embeddings=int8"} <= {change.text for change in changes}
     gpus = enough_gpus(work, target, H200)
     assert gpus is not None and gpus.text == "4 GPUs" and gpus.plan.needed <= target
     plan = uniform(work, Policy.none)
@@ -524,4 +553,5 @@ def test_plans_agree_about_what_every_policy_takes():
     for more, less in itertools.pairwise(plans):
         assert less.needed < more.needed
     assert plans[-1].host["activations"] == 32 * 16384 * 4096 * 2
-    assert plans[-2].tensors("forward") - plans[-1].tensors("forward") == pytest.approx(30 * 16384 * 4096 * 2, rel=0.01)
+    full, offload = (plan.phases["forward"]["activations"] for plan in plans[-2:])
+    assert full - offload == pytest.approx(30 * 16384 * 4096 * 2, rel=0.01)

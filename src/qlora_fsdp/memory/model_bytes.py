@@ -82,6 +82,18 @@ class ModelBytes:
         """A gathered unit, with so many flat buffers of its size."""
         return unit_bytes * (1 + (num_flat if self.work.num_shards > 1 else 0))
 
+    def gathered_in_forward(self, num_ahead: int, num_after: int) -> int:
+        """While a layer runs that `num_after` others follow: `kept`, the layer, and flat buffers of the next ones."""
+        if not self.work.reshards:  # `kept` counts the layers to come, whose flat buffers are as large
+            return self.kept + self.deferred_flat
+        num_flat = num_ahead if self.is_offloaded else min(num_ahead, num_after)
+        return self.kept + self.gathered(self.gathered_layer, num_flat)
+
+    @property
+    def deferred_flat(self) -> int:
+        """The last layer's flat buffer, which FSDP2 frees with the next gather where streams of its own gather."""
+        return self.gathered_layer if self.is_offloaded and self.work.num_shards > 1 else 0
+
     def gathered_end(self, name: str) -> int:
         """Embeddings or head while forward uses them, beyond `kept`; frozen, they are gathered into one buffer."""
         if not self.gathers_itself(name):
@@ -91,6 +103,11 @@ class ModelBytes:
         shards = self.work.num_shards
         copied = self.unit(name) // shards if self.is_offloaded else 0  # the rank's own part, from the host
         return copied + (self.unit(name) if shards > 1 else 0)
+
+    def freed_flat(self, name: str) -> int:
+        """The flat buffer of embeddings or head, where it is freed before they are used."""
+        is_freed = self.work.num_shards > 1 and not self.gathers_itself(name) and not self.is_offloaded
+        return self.unit(name) if is_freed else 0
 
     def is_frozen(self, name: str) -> bool:
         return all(tensor.part == "embeddings" for tensor in self.ends[name])

@@ -119,9 +119,8 @@ def _plan(work: Workload, model: ModelBytes, policies: Sequence[Policy]) -> Memo
 
 
 def _forward_moments(work: Workload, model: ModelBytes, policies: Sequence[Policy]) -> Iterator[Parts]:
-    """Parts beyond the resident ones when embeddings are looked up, in the last layer, and in the loss."""
-    fsdp, layer = work.config.fsdp, model.gathered_layer
-    saved = sum(_saved(work, policies)) + _offload_slots(work, policies)
+    """Parts beyond the resident ones when embeddings are looked up, in the last layers, and in the loss."""
+    saved, slots = _saved(work, policies), _offload_slots(work, policies)
     hidden = work.num_tokens * work.shape.hidden_size * work.compute_bytes
     dequantized = activations.dequantized_bytes(work)
     yield {
@@ -129,19 +128,27 @@ def _forward_moments(work: Workload, model: ModelBytes, policies: Sequence[Polic
         "activations": hidden,
         "workspace": WORKSPACE,
     }
-    yield {
-        "activations": saved + activations.forward_bytes(work, policies[-1]) - dequantized,
-        "gathered": model.kept + model.gathered(layer, max(1, fsdp.forward_prefetch)),
-        "dequantized": dequantized,
+    num_ahead = max(1, work.config.fsdp.forward_prefetch)
+    for num_after in reversed(range(min(num_ahead + 1, len(policies)))):  # the last layers
+        index = len(policies) - 1 - num_after
+        forward = activations.forward_bytes(work, policies[index]) - dequantized
+        yield {
+            "activations": sum(saved[: index + 1]) + slots + forward,
+            "gathered": model.gathered_in_forward(num_ahead, num_after),
+            "dequantized": dequantized,
+            "workspace": WORKSPACE,
+        }
+    opened: Parts = {
+        "activations": sum(saved) + slots + hidden,
+        "gathered": model.kept + model.gathered_end("head") + model.deferred_flat,
         "workspace": WORKSPACE,
     }
+    yield opened
     yield {
-        "activations": saved + hidden,
-        # the last layer's flat buffer is still there
-        "gathered": model.kept + model.gathered_end("head") + (layer if work.num_shards > 1 else 0),
+        **opened,
+        "gathered": opened["gathered"] - model.freed_flat("head"),
         "dequantized": model.cast("head"),
         "loss": loss_bytes(work),
-        "workspace": WORKSPACE,
     }
 
 
@@ -156,7 +163,7 @@ def _backward_moments(work: Workload, model: ModelBytes, policies: Sequence[Poli
     saved = _saved(work, policies)
     extra = {policy: activations.backward_bytes(work, policy) for policy in set(policies)}
     dequantized, slots = activations.dequantized_bytes(work), _offload_slots(work, policies)
-    gathered = model.kept + model.gathered(model.gathered_layer, num_flat)
+    gathered = model.kept + (model.gathered(model.gathered_layer, num_flat) if work.reshards else 0)
     kept, reduced, leaving = sum(saved), 0, 0
     accumulates = work.num_micro_batches > 1  # then what is whole until the last is resident
     if is_trained(work):
@@ -165,7 +172,7 @@ def _backward_moments(work: Workload, model: ModelBytes, policies: Sequence[Poli
         yield {
             "activations": kept + slots,
             "gradients": made if has_chunks(work) and not accumulates else 0,  # of the chunks before
-            "gathered": model.kept + opened + (model.gathered_layer if work.num_shards > 1 else 0),
+            "gathered": model.kept + opened + (model.gathered_layer if work.num_shards > 1 and work.reshards else 0),
             "dequantized": 2 * model.cast("head"),  # and its gradient
             "loss": loss_backward_bytes(work, made),
             "workspace": WORKSPACE,

@@ -15,8 +15,9 @@ from qlora_fsdp.memory.parameters import layer_tensors as layer_parameters
 from qlora_fsdp.memory.plan import MemoryPlan
 from qlora_fsdp.memory.workload import Workload
 
-MATMUL = 0.60  # of the datasheet's FLOP/s, attention included
+MATMUL = 0.61  # of the datasheet's FLOP/s, attention included
 MATMUL_FP8 = 0.50  # of the fp8 rate, with the time to quantize inputs
+COPY = 0.6  # of the memory's bandwidth: to dequantize, and to copy what is gathered
 PASSES, PASSES_UNFUSED = 3.0, 7.0  # times that what a layer saves goes through memory in forward; twice in backward
 LAUNCH_SECONDS = 2.4e-3  # Python and launches of a layer's forward; twice that in backward
 RECOMPUTED_LAUNCHES = 1.6  # forwards' time more, where backward makes the layer again: autograd takes part in that
@@ -87,7 +88,7 @@ def _layer_seconds(work: Workload, policy: Policy, gpu: Gpu) -> float:
     backward = dense_seconds + (2.5 * attention + 4 * adapters * tokens) / rate
     passes = PASSES if "rms_norm" in work.fused else PASSES_UNFUSED
     traffic = passes * tokens * sum(layer_tensors(work).values()) / memory
-    dequantize = shape.layer_weights * (work.compute_bytes + 0.5) / memory
+    dequantize = shape.layer_weights * (work.compute_bytes + 0.5) / (memory * COPY)
     forward += traffic + dequantize
     backward += 2 * traffic + dequantize
     if policy is Policy.selective:  # two norms: a read and a write each
@@ -96,10 +97,14 @@ def _layer_seconds(work: Workload, policy: Policy, gpu: Gpu) -> float:
         # the last product is not made again (design.md)
         last = dense_seconds * shape.hidden_size * shape.intermediate_size / shape.layer_weights
         backward += forward - last
-    transfer = _transfer_seconds(work, _layer(work).total, gpu)
+    num_bytes = _layer(work).total
+    transfer = _transfer_seconds(work, num_bytes, gpu)
     if policy is Policy.offload:
         transfer += tokens * shape.hidden_size * work.compute_bytes / (gpu.host_gb_s * 1e9)
     back = transfer if work.reshards or policy is Policy.offload else 0.0
+    if work.num_shards > 1:  # a shard into the flat buffer, and all of that out of it: read and written
+        copies = 2.0 * num_bytes * (1 + 1 / work.num_shards) / (memory * COPY)
+        forward, backward = forward + copies, backward + (copies if work.reshards else 0.0)
     return max(forward, transfer) + max(backward, back)
 
 
