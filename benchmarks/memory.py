@@ -99,7 +99,7 @@ SETS = {
     "fit": [
         Case("8b", 1, 2048, 1, "auto", (), 10, 10),
         Case("70b", 2, 2048, 1, "auto", ("optim=adamw_8bit",), 24, 10),
-        Case("70b", 2, 2048, 1, "auto", ("quant.embeddings=int8",), 22.8, 10),
+        Case("70b", 2, 2048, 1, "auto", ("optim=adamw_8bit", "quant.embeddings=int8"), 22.8, 10),
         Case("70b", 2, 2048, 1, "auto", OFFLOAD, 12, 10),
         Case("70b", 2, 2048, 1, "auto", (), 24, 10),
         Case("70b", 4, 8192, 1, "auto", (), 40),
