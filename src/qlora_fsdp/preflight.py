@@ -23,7 +23,17 @@ from qlora_fsdp.files import write_json
 from qlora_fsdp.memory.choose import AUTO, MARGIN, Choice, choose, describe_choice
 from qlora_fsdp.memory.gpus import Hardware, parse_hardware
 from qlora_fsdp.memory.plan import GIB
-from qlora_fsdp.memory.report import as_json, changes_table, faster_lines, table, waiting_lines
+from qlora_fsdp.memory.report import (
+    as_json,
+    changes_table,
+    faster_lines,
+    host_line,
+    loading_line,
+    read_bytes,
+    speed_text,
+    table,
+    waiting_lines,
+)
 from qlora_fsdp.memory.shape import FAMILIES, ModelShape, model_shape
 from qlora_fsdp.memory.speed import load_seconds, tokens_per_second
 from qlora_fsdp.memory.suggest import cheapest_changes
@@ -167,11 +177,6 @@ def _describe(choice: Choice, hardware: Hardware, target: float) -> tuple[list[s
     plan, gpu = choice.plan, hardware.gpu
     work, config = plan.work, plan.work.config
     speed = tokens_per_second(work, plan.policies, gpu)
-    is_read = config.model.weights is not Weights.random
-    read_gib = work.shape.num_parameters * 2 / GIB if is_read else 0.0  # files in bfloat16
-    loading = load_seconds(plan)
-    host = plan.host_needed / GIB
-    pinned = plan.pinned * work.local_num_ranks / GIB
     num_tokens, source = count_tokens(config, work)
     hours = num_tokens / speed / 3600
     verdict = "Fits" if choice.fits else "Does not fit"
@@ -184,12 +189,9 @@ def _describe(choice: Choice, hardware: Hardware, target: float) -> tuple[list[s
         table(plan),
         "",
         f"{verdict}: {plan.needed / GIB:.2f} GiB needed, {target / GIB:.2f} GiB to be had of {gpu.gib:g}",
-        f"Host memory: {host:.1f} GiB a host, {pinned:.1f} GiB of it pinned",
-        f"Loading: {read_gib:.1f} GiB to read; {loading['disk']:.0f} s from a disk of 2 GB/s, "
-        f"{loading['page_cache']:.0f} s from the page cache"
-        if is_read
-        else f"Loading: nothing is read; {loading['random']:.0f} s to make random weights on each GPU",
-        f"Speed: {speed:,.0f} tokens/s{_caveat(config)}; {_duration(hours)} for "
+        host_line(plan),
+        loading_line(plan),
+        f"{speed_text(plan, gpu)}; {_duration(hours)} for "
         f"{f'{num_tokens / 1e6:,.1f} M' if num_tokens >= 1e6 else f'{num_tokens:,.0f}'} tokens ({source})",
         *waiting_lines(plan, gpu),
         *faster_lines(choice, target, gpu),
@@ -198,10 +200,10 @@ def _describe(choice: Choice, hardware: Hardware, target: float) -> tuple[list[s
         "fits": choice.fits,
         "hardware": {"gpu": gpu.name, "count": hardware.count, "gib": gpu.gib, "target_gib": target / GIB},
         "plan": as_json(plan),
-        "host_gib": host,
-        "pinned_gib": pinned,
-        "read_gib": read_gib,
-        "load_seconds": loading,
+        "host_gib": plan.host_needed / GIB,
+        "pinned_gib": plan.pinned * work.local_num_ranks / GIB,
+        "read_gib": read_bytes(work) / GIB,
+        "load_seconds": load_seconds(plan),
         "tokens_per_second": speed,
         "num_tokens": num_tokens,
         "num_tokens_from": source,
@@ -212,10 +214,6 @@ def _describe(choice: Choice, hardware: Hardware, target: float) -> tuple[list[s
 
 def _duration(hours: float) -> str:
     return f"{format(hours, ',.0f' if hours >= 10 else '.2g')} hours" if hours >= 1 else show_duration(3600 * hours)
-
-
-def _caveat(config: Config) -> str:
-    return " in bfloat16, several times as fast as float32" if config.training.precision is Dtype.float32 else ""
 
 
 def count_tokens(config: Config, work: Workload) -> tuple[float, str]:

@@ -38,6 +38,7 @@ SAME_NUMBERS = {
     ),
     "cpu_offload": (2, ["fsdp.cpu_offload=true", "training.micro_batch_size=1"]),
     "prefetch": (2, ["fsdp.forward_prefetch=2", "fsdp.backward_prefetch=2"]),
+    "gathered when used": (2, ["fsdp.forward_prefetch=0"]),
     "activations recomputed": (2, ["memory.activations=full"]),
     "norms recomputed": (2, ["memory.activations=selective"]),
     "every second layer recomputed": (2, ["memory.activations=every_k"]),

@@ -42,7 +42,7 @@ _BOUNDS: dict[str, tuple[float, bool, float]] = {
     "lora.lora_dropout": (0, True, 1),
     "fsdp.hybrid_shard_size": (1, True, math.inf),
     "fsdp.forward_prefetch": (0, True, math.inf),
-    "fsdp.backward_prefetch": (0, True, math.inf),
+    "fsdp.backward_prefetch": (1, True, math.inf),  # FSDP2 gathers one ahead by itself
     "memory.target_gib": (0, False, math.inf),
     "data.eval_fraction": (0, True, 1),
     "data.max_rows": (1, True, math.inf),

@@ -256,9 +256,9 @@ class FsdpConfig:
     hybrid_shard_size: int | None = None
     # Keep shards (and optimizer state) in host memory; layers come to the GPU to be used.
     cpu_offload: bool = False
-    # Layers gathered ahead of the one that runs, in forward.
+    # Layers gathered ahead of the one that runs, in forward; at least 1 with cpu_offload.
     forward_prefetch: int = 1
-    # The same in backward.
+    # The same in backward, at least 1.
     backward_prefetch: int = 1
 
     @property

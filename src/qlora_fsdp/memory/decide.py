@@ -16,7 +16,15 @@ from qlora_fsdp.memory.activations import Policy, host_bytes
 from qlora_fsdp.memory.choose import AUTO, choose, describe_choice, describe_policies, fixed_policies
 from qlora_fsdp.memory.gpus import Gpu
 from qlora_fsdp.memory.plan import GIB, MemoryPlan
-from qlora_fsdp.memory.report import changes_table, faster_lines, summary_line, waiting_lines
+from qlora_fsdp.memory.report import (
+    changes_table,
+    faster_lines,
+    host_line,
+    loading_line,
+    speed_text,
+    table,
+    waiting_lines,
+)
 from qlora_fsdp.memory.shape import model_shape
 from qlora_fsdp.memory.suggest import MAX_SHOWN, cheapest_changes, enough_gpus, smaller_runs
 from qlora_fsdp.memory.workload import Workload
@@ -101,7 +109,8 @@ def decide(
     _check_host(plan, machine)
     _check_cpu(plan, work, machine)
     if machine.is_cuda:
-        lines.append(summary_line(plan))
+        parts = (table(plan), host_line(plan), loading_line(plan), speed_text(plan, machine.gpu))
+        lines.append("\n".join(("the plan", *parts)))
     lines.append(_reason(plan, machine))
     if machine.is_cuda:
         lines += waiting_lines(plan, machine.gpu)

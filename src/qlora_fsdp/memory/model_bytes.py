@@ -82,11 +82,26 @@ class ModelBytes:
         """A gathered unit, with so many flat buffers of its size."""
         return unit_bytes * (1 + (num_flat if self.work.num_shards > 1 else 0))
 
-    def gathered_in_forward(self, num_ahead: int, num_after: int) -> int:
+    @property
+    def opening_layer(self) -> int:
+        """While the last layer is copied out of its flat buffer."""
+        return self.kept + self.gathered(self.gathered_layer, 1) - (0 if self.work.reshards else self.gathered_layer)
+
+    def gathered_in_forward(self, num_after: int) -> int:
         """While a layer runs that `num_after` others follow: `kept`, the layer, and flat buffers of the next ones."""
         if not self.work.reshards:  # `kept` counts the layers to come, whose flat buffers are as large
             return self.kept + self.deferred_flat
-        num_flat = num_ahead if self.is_offloaded else min(num_ahead, num_after)
+        num_ahead = self.work.config.fsdp.forward_prefetch
+        num_flat = min(num_ahead, num_after)
+        if self.is_offloaded:  # its own stays; the next one's comes in its place, unless it is told to come before
+            num_flat = 1 + (num_flat if num_ahead > 1 else 0)
+        return self.kept + self.gathered(self.gathered_layer, num_flat)
+
+    def gathered_in_backward(self, num_before: int) -> int:
+        """While a layer runs backward before which there are `num_before` others."""
+        if not self.work.reshards:
+            return self.kept
+        num_flat = min(self.work.config.fsdp.backward_prefetch, num_before)
         return self.kept + self.gathered(self.gathered_layer, num_flat)
 
     @property

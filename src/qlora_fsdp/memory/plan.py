@@ -1,10 +1,10 @@
 """The memory plan: predicted GPU bytes by part in each phase of a run, and host memory.
 
 What is allocated when follows FSDP2 (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, 2.11 to 2.13): a group
-is gathered into one flat buffer, which is copied out into its parameters. In forward the flat buffer lives until the
-next group has been gathered; in backward it goes at once, but the next layer's is there already. One shard in
-host memory is copied, and has no flat buffer. Frozen embeddings and a frozen head are gathered into one buffer
-(causal_lm.py). Without FSDP (shard.py) nothing is gathered, and gradients stay where backward makes them.
+is gathered into one flat buffer, which is copied out into its parameters, and goes then; but the next layer's is there
+already (shard.py). Where parameters come from the host, in forward it lives until the next group has been gathered.
+One shard in host memory is copied, and has no flat buffer. Frozen embeddings and a frozen head are gathered into one
+buffer (causal_lm.py). Without FSDP nothing is gathered, and gradients stay where backward makes them.
 """
 
 from __future__ import annotations
@@ -67,10 +67,9 @@ class MemoryPlan:
     def peak_phase(self) -> str:
         return max(PHASES, key=self.tensors)
 
-    @property
-    def allocator(self) -> int:
-        """What torch's allocator holds beyond the tensors."""
-        parts = self.phases[self.peak_phase]
+    def allocator(self, phase: str) -> int:
+        """What torch's allocator holds beyond the tensors at the peak of a phase."""
+        parts = self.phases[phase]
         transient = sum(parts.get(name, 0) for name in ("gathered", "dequantized", "activations", "loss"))
         streamed = STREAMED * parts.get("gathered", 0) if self.work.config.fsdp.cpu_offload else 0
         return round(FRAGMENTATION * transient + streamed) + (LAST_PAGES if self.work.is_cuda else 0)
@@ -89,10 +88,14 @@ class MemoryPlan:
         adapter = self.host["adapter"]
         return (sum(self.host.values()) - adapter) * self.work.local_num_ranks + adapter
 
+    def needed_in(self, phase: str) -> int:
+        """GPU memory that a phase needs in all."""
+        return self.tensors(phase) + self.allocator(phase) + self.libraries
+
     @property
     def needed(self) -> int:
         """GPU memory that the run needs in all."""
-        return self.tensors(self.peak_phase) + self.allocator + self.libraries
+        return max(self.needed_in(phase) for phase in PHASES)
 
 
 def make_plan(work: Workload, policies: Sequence[Policy]) -> MemoryPlan:
@@ -119,7 +122,7 @@ def _plan(work: Workload, model: ModelBytes, policies: Sequence[Policy]) -> Memo
 
 
 def _forward_moments(work: Workload, model: ModelBytes, policies: Sequence[Policy]) -> Iterator[Parts]:
-    """Parts beyond the resident ones when embeddings are looked up, in the last layers, and in the loss."""
+    """Parts beyond the resident ones when embeddings are looked up, in and before the last layers, and in the loss."""
     saved, slots = _saved(work, policies), _offload_slots(work, policies)
     hidden = work.num_tokens * work.shape.hidden_size * work.compute_bytes
     dequantized = activations.dequantized_bytes(work)
@@ -128,13 +131,17 @@ def _forward_moments(work: Workload, model: ModelBytes, policies: Sequence[Polic
         "activations": hidden,
         "workspace": WORKSPACE,
     }
-    num_ahead = max(1, work.config.fsdp.forward_prefetch)
-    for num_after in reversed(range(min(num_ahead + 1, len(policies)))):  # the last layers
+    yield {
+        "gathered": model.opening_layer,
+        "activations": sum(saved[:-1]) + slots + hidden,
+        "workspace": WORKSPACE,
+    }
+    for num_after in range(min(work.config.fsdp.forward_prefetch + 1, len(policies))):
         index = len(policies) - 1 - num_after
         forward = activations.forward_bytes(work, policies[index]) - dequantized
         yield {
             "activations": sum(saved[: index + 1]) + slots + forward,
-            "gathered": model.gathered_in_forward(num_ahead, num_after),
+            "gathered": model.gathered_in_forward(num_after),
             "dequantized": dequantized,
             "workspace": WORKSPACE,
         }
@@ -159,11 +166,9 @@ def _backward_moments(work: Workload, model: ModelBytes, policies: Sequence[Poli
     ready.
     """
     num_copies = 1 if work.uses_fsdp else 0
-    num_flat = max(1, work.config.fsdp.backward_prefetch)
     saved = _saved(work, policies)
     extra = {policy: activations.backward_bytes(work, policy) for policy in set(policies)}
     dequantized, slots = activations.dequantized_bytes(work), _offload_slots(work, policies)
-    gathered = model.kept + (model.gathered(model.gathered_layer, num_flat) if work.reshards else 0)
     kept, reduced, leaving = sum(saved), 0, 0
     accumulates = work.num_micro_batches > 1  # then what is whole until the last is resident
     if is_trained(work):
@@ -182,7 +187,7 @@ def _backward_moments(work: Workload, model: ModelBytes, policies: Sequence[Poli
         yield {
             "activations": kept + slots + extra[policies[index]] - dequantized,
             "gradients": leaving + (1 + num_copies) * model.layer.adapters + (0 if accumulates else reduced),
-            "gathered": gathered,
+            "gathered": model.gathered_in_backward(index),
             "dequantized": dequantized,
             "workspace": WORKSPACE,
         }

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from qlora_fsdp.config.schema import Dtype, Weights
 from qlora_fsdp.memory.choose import Choice, describe_policies
 from qlora_fsdp.memory.gpus import Gpu
 from qlora_fsdp.memory.plan import GIB, PHASES, MemoryPlan
-from qlora_fsdp.memory.speed import tokens_per_second, waiting_share
+from qlora_fsdp.memory.speed import load_seconds, tokens_per_second, waiting_share
 from qlora_fsdp.memory.suggest import Change, whole_copies
+from qlora_fsdp.memory.workload import Workload
 
 PARTS = {  # in the order of the table
     "codes": "codes",
@@ -30,26 +32,46 @@ _WIDTH = max(map(len, PARTS.values())) + 2
 
 
 def table(plan: MemoryPlan) -> str:
-    """GiB of a GPU by part, a column a phase."""
+    """GiB of a GPU by part and in all, a column a phase."""
     rows = [_row("GiB a GPU", PHASES)]
     for part, label in PARTS.items():
         sizes = [plan.phases[phase].get(part, 0) for phase in PHASES]
         if any(sizes):
             rows.append(_row(label, [_gib(size) for size in sizes]))
     rows.append(_row("all tensors", [_gib(plan.tensors(phase)) for phase in PHASES]))
-    rows.append(
-        f"with {_gib(plan.allocator)} for torch's allocator and {_gib(plan.libraries)} for CUDA and NCCL: "
-        f"{_gib(plan.needed)} GiB needed, in {plan.peak_phase}"
-    )
+    rows.append(_row("torch's allocator", [_gib(plan.allocator(phase)) for phase in PHASES]))
+    rows.append(_row("CUDA and NCCL", [_gib(plan.libraries)] * len(PHASES)))
+    rows.append(_row("needed", [_gib(plan.needed_in(phase)) for phase in PHASES]))
     return "\n".join(rows)
 
 
-def summary_line(plan: MemoryPlan) -> str:
-    """The plan in a line, for the log of a run."""
-    phases = ", ".join(f"{phase} {_gib(plan.tensors(phase))}" for phase in PHASES)
-    parts = sorted(plan.phases[plan.peak_phase].items(), key=lambda item: -item[1])
-    largest = ", ".join(f"{PARTS[name]} {_gib(size)}" for name, size in parts[:4] if size)
-    return f"GiB a GPU: {phases}; in {plan.peak_phase} {largest}; {_gib(plan.needed)} with all overhead"
+def host_line(plan: MemoryPlan) -> str:
+    """What the ranks of a host need of its memory."""
+    pinned = plan.pinned * plan.work.local_num_ranks
+    return f"Host memory: {plan.host_needed / GIB:.1f} GiB a host, {pinned / GIB:.1f} GiB of it pinned"
+
+
+def loading_line(plan: MemoryPlan) -> str:
+    """What is read, and how long loading takes."""
+    seconds = load_seconds(plan)
+    if "random" in seconds:
+        return f"Loading: nothing is read; {seconds['random']:.0f} s to make random weights on each GPU"
+    return (
+        f"Loading: {read_bytes(plan.work) / GIB:.1f} GiB to read; {seconds['disk']:.0f} s from a disk of 2 GB/s, "
+        f"{seconds['page_cache']:.0f} s from the page cache"
+    )
+
+
+def speed_text(plan: MemoryPlan, gpu: Gpu) -> str:
+    """Tokens a second of all GPUs together."""
+    is_slower = plan.work.config.training.precision is Dtype.float32
+    caveat = " in bfloat16, several times as fast as float32" if is_slower else ""
+    return f"Speed: {tokens_per_second(plan.work, plan.policies, gpu):,.0f} tokens/s{caveat}"
+
+
+def read_bytes(work: Workload) -> int:
+    """Of bfloat16 files; none for random weights."""
+    return 0 if work.config.model.weights is Weights.random else work.shape.num_parameters * 2
 
 
 def waiting_lines(plan: MemoryPlan, gpu: Gpu) -> list[str]:
@@ -85,7 +107,7 @@ def as_json(plan: MemoryPlan) -> dict[str, Any]:
     return {
         "phases": {phase: _gib_values(plan.phases[phase]) for phase in PHASES},
         "tensors_gib": {phase: round(plan.tensors(phase) / GIB, 3) for phase in PHASES},
-        "allocator_gib": round(plan.allocator / GIB, 3),
+        "allocator_gib": round(plan.allocator(plan.peak_phase) / GIB, 3),
         "libraries_gib": round(plan.libraries / GIB, 3),
         "needed_gib": round(plan.needed / GIB, 3),
         "activations": describe_policies(plan.policies),

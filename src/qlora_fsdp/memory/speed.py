@@ -1,6 +1,7 @@
 """How long a step takes: operations over rates, with FSDP2's overlap. Good to rank choices, not to promise.
 
-The fractions of the datasheet's rates were measured with 8B on H200s (docs/memory.md).
+The fractions of the datasheet's rates were measured with 8B and with 405B's layers on H200s (docs/memory.md). A GPU
+whose allocator has to search for memory is slower than that.
 """
 
 from __future__ import annotations
