@@ -24,7 +24,7 @@ from qlora_fsdp.memory.decide import Machine, decide
 from qlora_fsdp.memory.gpus import find_gpu, gpu_of_size, known_gpus, parse_hardware
 from qlora_fsdp.memory.host import available_bytes
 from qlora_fsdp.memory.measure import SHORT_IN_A_ROW, PhasePeaks
-from qlora_fsdp.memory.plan import GIB, MemoryPlan, make_plan
+from qlora_fsdp.memory.plan import GIB, PHASES, MemoryPlan, make_plan
 from qlora_fsdp.memory.report import faster_lines, waiting_lines
 from qlora_fsdp.memory.shape import model_shape
 from qlora_fsdp.memory.speed import load_seconds, tokens_per_second
@@ -513,6 +513,20 @@ def test_host_memory_has_the_copy_of_a_checkpoint():
         assert plan.pinned == plan.host["reading"] + copied
         made = uniform(workload("model=llama3-70b", "model.weights=random", num_ranks=num_ranks), Policy.none)
         assert made.host == plan.host | {"reading": 0} and made.pinned == copied
+
+
+def test_a_run_starts_with_the_whole_plan():
+    """By part and phase, each column summed up, as preflight prints it."""
+    found = decide_for(machine(80))
+    title, head, *rows = found.lines[0].splitlines()
+    assert (title, head.split()[-4:]) == ("the plan", list(PHASES))
+    table = {row[:-40].strip(): [float(cell) for cell in row[-40:].split()] for row in rows[:-2]}
+    assert found.plan is not None
+    needed = [found.plan.needed_in(phase) / GIB for phase in PHASES]
+    assert table.pop("needed") == pytest.approx(needed, abs=0.005)
+    del table["all tensors"]
+    assert [sum(column) for column in zip(*table.values(), strict=True)] == pytest.approx(needed, abs=0.1)
+    assert rows[-2].startswith("Host memory: ") and rows[-1].startswith("Speed: ")
 
 
 def test_models_without_a_plan():

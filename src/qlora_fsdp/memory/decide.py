@@ -20,7 +20,6 @@ from qlora_fsdp.memory.report import (
     changes_table,
     faster_lines,
     host_line,
-    loading_line,
     speed_text,
     table,
     waiting_lines,
@@ -109,8 +108,7 @@ def decide(
     _check_host(plan, machine)
     _check_cpu(plan, work, machine)
     if machine.is_cuda:
-        parts = (table(plan), host_line(plan), loading_line(plan), speed_text(plan, machine.gpu))
-        lines.append("\n".join(("the plan", *parts)))
+        lines.append("\n".join(("the plan", table(plan), host_line(plan), speed_text(plan, machine.gpu))))
     lines.append(_reason(plan, machine))
     if machine.is_cuda:
         lines += waiting_lines(plan, machine.gpu)
