@@ -66,7 +66,8 @@ def shard_model(
         is_done = end is model.embeddings or end in model.gathers_itself
         if is_done and not any(p.requires_grad for p in end.parameters()):
             cast(FSDPModule, end).set_unshard_in_backward(False)
-    _set_prefetch([layer for layer in layers if isinstance(layer, FSDPModule)], root, config)
+    in_turn = [*layers, *(end for end in _end_units(model) if end is model.head and end not in model.gathers_itself)]
+    _set_prefetch([unit for unit in in_turn if isinstance(unit, FSDPModule)], root, config)
     return units
 
 
@@ -163,8 +164,8 @@ def _end_units(model: TaskModel) -> list[nn.Module]:
     return [] if shared else [embeddings, head]
 
 
-def _set_prefetch(layers: Sequence[FSDPModule], root: FSDPModule, config: FsdpConfig) -> None:
-    """Gather the next layers while one runs, into memory of the stream that computes.
+def _set_prefetch(units: Sequence[FSDPModule], root: FSDPModule, config: FsdpConfig) -> None:
+    """Gather the next units, layers and a trained head, while one runs, into memory of the stream that computes.
 
     By itself FSDP2 gathers on streams of its own, each of which keeps the memory it once had, and frees a layer's flat
     buffer with the next gather only: 3 of 21 GiB more for layers of 405B. So what comes next is told here. Shards from
@@ -172,12 +173,12 @@ def _set_prefetch(layers: Sequence[FSDPModule], root: FSDPModule, config: FsdpCo
     """
     gathers_ahead = not config.cpu_offload
     root._set_unshard_async_op(gathers_ahead)
-    for index, layer in enumerate(layers):
+    for index, unit in enumerate(units):
         if gathers_ahead or config.forward_prefetch > 1:
-            layer.set_modules_to_forward_prefetch(list(layers[index + 1 : index + 1 + config.forward_prefetch]))
+            unit.set_modules_to_forward_prefetch(list(units[index + 1 : index + 1 + config.forward_prefetch]))
         if config.backward_prefetch > 1:
-            before = layers[max(0, index - config.backward_prefetch) : index]
-            layer.set_modules_to_backward_prefetch(list(reversed(before)))
+            before = units[max(0, index - config.backward_prefetch) : index]
+            unit.set_modules_to_backward_prefetch(list(reversed(before)))
 
 
 def _check_dtypes(unit: nn.Module) -> None:

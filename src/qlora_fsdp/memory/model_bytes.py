@@ -92,17 +92,15 @@ class ModelBytes:
         if not self.work.reshards:  # `kept` counts the layers to come, whose flat buffers are as large
             return self.kept + self.deferred_flat
         num_ahead = self.work.config.fsdp.forward_prefetch
-        num_flat = min(num_ahead, num_after)
-        if self.is_offloaded:  # its own stays; the next one's comes in its place, unless it is told to come before
-            num_flat = 1 + (num_flat if num_ahead > 1 else 0)
-        return self.kept + self.gathered(self.gathered_layer, num_flat)
+        num_told = num_ahead if num_ahead > 1 or not self.is_offloaded else 0  # shard.py's; FSDP2's comes in its turn
+        num_flat = min(num_told, num_after) + (1 if self.is_offloaded else 0)  # its own, which stays
+        has_head = num_after < num_told and self.work.num_shards > 1 and not self.gathers_itself("head")
+        return self.kept + self.gathered(self.gathered_layer, num_flat) + (self.unit("head") if has_head else 0)
 
-    def gathered_in_backward(self, num_before: int) -> int:
-        """While a layer runs backward before which there are `num_before` others."""
-        if not self.work.reshards:
-            return self.kept
+    def flat_in_backward(self, num_before: int) -> int:
+        """Flat buffers of the next layers while a unit is in backward before which there are `num_before` layers."""
         num_flat = min(self.work.config.fsdp.backward_prefetch, num_before)
-        return self.kept + self.gathered(self.gathered_layer, num_flat)
+        return num_flat * self.gathered_layer if self.work.reshards and self.work.num_shards > 1 else 0
 
     @property
     def deferred_flat(self) -> int:

@@ -169,6 +169,7 @@ def _backward_moments(work: Workload, model: ModelBytes, policies: Sequence[Poli
     saved = _saved(work, policies)
     extra = {policy: activations.backward_bytes(work, policy) for policy in set(policies)}
     dequantized, slots = activations.dequantized_bytes(work), _offload_slots(work, policies)
+    gathered = model.kept + (model.gathered_layer if work.reshards else 0)
     kept, reduced, leaving = sum(saved), 0, 0
     accumulates = work.num_micro_batches > 1  # then what is whole until the last is resident
     if is_trained(work):
@@ -177,7 +178,7 @@ def _backward_moments(work: Workload, model: ModelBytes, policies: Sequence[Poli
         yield {
             "activations": kept + slots,
             "gradients": made if has_chunks(work) and not accumulates else 0,  # of the chunks before
-            "gathered": model.kept + opened + (model.gathered_layer if work.num_shards > 1 and work.reshards else 0),
+            "gathered": model.kept + opened + model.flat_in_backward(len(policies)),
             "dequantized": 2 * model.cast("head"),  # and its gradient
             "loss": loss_backward_bytes(work, made),
             "workspace": WORKSPACE,
@@ -187,7 +188,7 @@ def _backward_moments(work: Workload, model: ModelBytes, policies: Sequence[Poli
         yield {
             "activations": kept + slots + extra[policies[index]] - dequantized,
             "gradients": leaving + (1 + num_copies) * model.layer.adapters + (0 if accumulates else reduced),
-            "gathered": model.gathered_in_backward(index),
+            "gathered": gathered + model.flat_in_backward(index),
             "dequantized": dequantized,
             "workspace": WORKSPACE,
         }
