@@ -16,14 +16,7 @@ from qlora_fsdp.memory.activations import Policy, host_bytes
 from qlora_fsdp.memory.choose import AUTO, choose, describe_choice, describe_policies, fixed_policies
 from qlora_fsdp.memory.gpus import Gpu
 from qlora_fsdp.memory.plan import GIB, MemoryPlan
-from qlora_fsdp.memory.report import (
-    changes_table,
-    faster_lines,
-    host_line,
-    speed_text,
-    table,
-    waiting_lines,
-)
+from qlora_fsdp.memory.report import changes_table, faster_lines, host_line, speed_text, table, waiting_lines
 from qlora_fsdp.memory.shape import model_shape
 from qlora_fsdp.memory.suggest import MAX_SHOWN, cheapest_changes, enough_gpus, smaller_runs
 from qlora_fsdp.memory.workload import Workload

@@ -78,39 +78,39 @@ class ModelBytes:
             parts["optimizer"] = 0 if self.is_offloaded else self.optimizer
         return parts
 
-    def gathered(self, unit_bytes: int, num_flat: int) -> int:
-        """A gathered unit, with so many flat buffers of its size."""
-        return unit_bytes * (1 + (num_flat if self.work.num_shards > 1 else 0))
+    def flat(self, unit_bytes: int) -> int:
+        """The buffer that a unit is gathered into, before it is copied out; one shard needs none."""
+        return unit_bytes if self.work.num_shards > 1 else 0
 
     @property
-    def opening_layer(self) -> int:
-        """While the last layer is copied out of its flat buffer."""
-        return self.kept + self.gathered(self.gathered_layer, 1) - (0 if self.work.reshards else self.gathered_layer)
+    def running_layer(self) -> int:
+        """`kept`, and the layer that runs where it is not kept."""
+        return self.kept + (self.gathered_layer if self.work.reshards else 0)
 
-    def gathered_in_forward(self, num_after: int) -> int:
-        """While a layer runs that `num_after` others follow: `kept`, the layer, and flat buffers of the next ones."""
+    def ahead_in_forward(self, num_after: int) -> int:
+        """Flat buffers while a layer runs forward that `num_after` others follow."""
         if not self.work.reshards:  # `kept` counts the layers to come, whose flat buffers are as large
-            return self.kept + self.deferred_flat
+            return self.deferred_flat
         num_ahead = self.work.config.fsdp.forward_prefetch
         num_told = num_ahead if num_ahead > 1 or not self.is_offloaded else 0  # shard.py's; FSDP2's comes in its turn
-        num_flat = min(num_told, num_after) + (1 if self.is_offloaded else 0)  # its own, which stays
-        has_head = num_after < num_told and self.work.num_shards > 1 and not self.gathers_itself("head")
-        return self.kept + self.gathered(self.gathered_layer, num_flat) + (self.unit("head") if has_head else 0)
+        has_head = num_after < num_told and not self.gathers_itself("head")
+        next_layers = min(num_told, num_after) * self.flat(self.gathered_layer)
+        return self.deferred_flat + next_layers + (self.flat(self.unit("head")) if has_head else 0)
 
-    def flat_in_backward(self, num_before: int) -> int:
-        """Flat buffers of the next layers while a unit is in backward before which there are `num_before` layers."""
+    def ahead_in_backward(self, num_before: int) -> int:
+        """Flat buffers while a unit runs backward before which there are `num_before` layers."""
         num_flat = min(self.work.config.fsdp.backward_prefetch, num_before)
-        return num_flat * self.gathered_layer if self.work.reshards and self.work.num_shards > 1 else 0
+        return num_flat * self.flat(self.gathered_layer) if self.work.reshards else 0
 
     @property
     def deferred_flat(self) -> int:
-        """The last layer's flat buffer, which FSDP2 frees with the next gather where streams of its own gather."""
-        return self.gathered_layer if self.is_offloaded and self.work.num_shards > 1 else 0
+        """A layer's own flat buffer, which FSDP2 frees with the next gather where streams of its own gather."""
+        return self.flat(self.gathered_layer) if self.is_offloaded else 0
 
     def gathered_end(self, name: str) -> int:
         """Embeddings or head while forward uses them, beyond `kept`; frozen, they are gathered into one buffer."""
         if not self.gathers_itself(name):
-            return self.gathered(self.unit(name), 1) - (self.unit(name) if self.stays(name) else 0)
+            return self.flat(self.unit(name)) + (0 if self.stays(name) else self.unit(name))
         if name == "head" and self.work.config.quant.embeddings is EmbeddingStorage.int8:  # dequantized, in pieces
             return self.work.shape.vocab_size * self.work.shape.hidden_size * self.work.compute_bytes + 2 * PIECE_BYTES
         shards = self.work.num_shards
@@ -119,8 +119,7 @@ class ModelBytes:
 
     def freed_flat(self, name: str) -> int:
         """The flat buffer of embeddings or head, where it is freed before they are used."""
-        is_freed = self.work.num_shards > 1 and not self.gathers_itself(name) and not self.is_offloaded
-        return self.unit(name) if is_freed else 0
+        return 0 if self.gathers_itself(name) or self.is_offloaded else self.flat(self.unit(name))
 
     def is_frozen(self, name: str) -> bool:
         return all(tensor.part == "embeddings" for tensor in self.ends[name])

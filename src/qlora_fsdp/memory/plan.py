@@ -127,12 +127,12 @@ def _forward_moments(work: Workload, model: ModelBytes, policies: Sequence[Polic
     hidden = work.num_tokens * work.shape.hidden_size * work.compute_bytes
     dequantized = activations.dequantized_bytes(work)
     yield {
-        "gathered": model.gathered(model.unit("root"), 1) + model.gathered_end("embeddings"),
+        "gathered": model.unit("root") + model.flat(model.unit("root")) + model.gathered_end("embeddings"),
         "activations": hidden,
         "workspace": WORKSPACE,
     }
     yield {
-        "gathered": model.opening_layer,
+        "gathered": model.running_layer + model.flat(model.gathered_layer),
         "activations": sum(saved[:-1]) + slots + hidden,
         "workspace": WORKSPACE,
     }
@@ -141,7 +141,7 @@ def _forward_moments(work: Workload, model: ModelBytes, policies: Sequence[Polic
         forward = activations.forward_bytes(work, policies[index]) - dequantized
         yield {
             "activations": sum(saved[: index + 1]) + slots + forward,
-            "gathered": model.gathered_in_forward(num_after),
+            "gathered": model.running_layer + model.ahead_in_forward(num_after),
             "dequantized": dequantized,
             "workspace": WORKSPACE,
         }
@@ -169,7 +169,6 @@ def _backward_moments(work: Workload, model: ModelBytes, policies: Sequence[Poli
     saved = _saved(work, policies)
     extra = {policy: activations.backward_bytes(work, policy) for policy in set(policies)}
     dequantized, slots = activations.dequantized_bytes(work), _offload_slots(work, policies)
-    gathered = model.kept + (model.gathered_layer if work.reshards else 0)
     kept, reduced, leaving = sum(saved), 0, 0
     accumulates = work.num_micro_batches > 1  # then what is whole until the last is resident
     if is_trained(work):
@@ -178,7 +177,7 @@ def _backward_moments(work: Workload, model: ModelBytes, policies: Sequence[Poli
         yield {
             "activations": kept + slots,
             "gradients": made if has_chunks(work) and not accumulates else 0,  # of the chunks before
-            "gathered": model.kept + opened + model.flat_in_backward(len(policies)),
+            "gathered": model.kept + opened + model.ahead_in_backward(len(policies)),
             "dequantized": 2 * model.cast("head"),  # and its gradient
             "loss": loss_backward_bytes(work, made),
             "workspace": WORKSPACE,
@@ -188,7 +187,7 @@ def _backward_moments(work: Workload, model: ModelBytes, policies: Sequence[Poli
         yield {
             "activations": kept + slots + extra[policies[index]] - dequantized,
             "gradients": leaving + (1 + num_copies) * model.layer.adapters + (0 if accumulates else reduced),
-            "gathered": gathered + model.flat_in_backward(index),
+            "gathered": model.running_layer + model.ahead_in_backward(index),
             "dequantized": dequantized,
             "workspace": WORKSPACE,
         }
