@@ -114,14 +114,18 @@ def backward_bytes(work: Workload, policy: Policy) -> int:
 
 
 def forward_bytes(work: Workload, policy: Policy) -> int:
-    """What the forward of one layer takes beyond what it saves, at its peak: in the MLP."""
-    item, shape = work.compute_bytes, work.shape
-    alive = 2 * shape.hidden_size * item + (shape.intermediate_size if _is_fp8(work) else 0)
+    """What the forward of one layer takes beyond what it saves, at its peak: in the MLP.
+
+    A layer that is recomputed has gate and up beside a dequantized weight, and their product once that is gone.
+    """
+    tokens, shape = work.num_tokens * work.compute_bytes, work.shape
+    inner, weight = tokens * shape.intermediate_size, dequantized_bytes(work)
     if policy not in (Policy.none, Policy.selective):
-        alive += 3 * shape.intermediate_size * item
-    elif fuses_mlp(work):  # does not save `product`
-        alive += shape.intermediate_size * item
-    return work.num_tokens * alive + dequantized_bytes(work)
+        in_mlp = max(2 * inner + weight, 3 * inner)
+    else:
+        in_fp8 = work.num_tokens * shape.intermediate_size if _is_fp8(work) else 0
+        in_mlp = (inner if fuses_mlp(work) else 0) + in_fp8 + weight  # a fused MLP does not save `product`
+    return 2 * tokens * shape.hidden_size + in_mlp
 
 
 def dequantized_bytes(work: Workload) -> int:
