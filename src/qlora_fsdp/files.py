@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,16 @@ def write_json(path: Path, value: Any) -> None:
 
 def write_atomically(path: Path, text: str) -> None:
     """Write text under a temporary name in the same folder, then rename."""
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """The temporary name, in the same folder, of a file that takes the path's place once it is written."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        temporary.write_text(text, encoding="utf-8")
+        yield temporary
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)  # half a file, of a full disk

@@ -150,16 +150,22 @@ class ForkedLaunch(Command):
         num_ranks: processes; their exit code is rank 0's.
         arguments: of qlora_fsdp.train.
         preexec: called in each before it starts.
+        gpus: let each have a GPU, where starting it takes as long as ever; else they run on the CPU.
     """
 
     def __init__(
-        self, folder: Path, num_ranks: int, *arguments: str, preexec: Callable[[], None] | None = None
+        self,
+        folder: Path,
+        num_ranks: int,
+        *arguments: str,
+        preexec: Callable[[], None] | None = None,
+        gpus: bool = False,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.output_file, self.run_folder = folder / "output.txt", folder / "run"
         self.output_file.touch()
         argv = [f"run.folder={self.run_folder}", *arguments]
-        self.ranks = StartedRanks([self.output_file] * num_ranks, _run_main, folder, argv, preexec)
+        self.ranks = StartedRanks([self.output_file] * num_ranks, _run_main, folder, argv, preexec, gpu=gpus)
 
     def poll(self) -> int | None:
         exit_codes = [process.exitcode for process in self.ranks.processes]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from qlora_fsdp.errors import MemoryShortage
+from qlora_fsdp.files import replacing
 from qlora_fsdp.memory.gpus import Gpu
 from qlora_fsdp.memory.plan import GIB, PHASES, MemoryPlan
 from qlora_fsdp.memory.suggest import largest_savings
@@ -151,7 +152,8 @@ def _phases(plan: MemoryPlan, peaks: PhasePeaks | None) -> list[str]:
 
 def _write_snapshot(file: Path) -> str:
     try:
-        torch.cuda.memory._dump_snapshot(str(file))
+        with replacing(file) as temporary:
+            torch.cuda.memory._dump_snapshot(str(temporary))
     except (OSError, RuntimeError) as error:
         return f"{file} can't be written: {error}."
     return f"Allocations are in {file}: open it at pytorch.org/memory_viz."
