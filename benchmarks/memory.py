@@ -6,9 +6,9 @@ r"""Predicted beside measured memory, and speed, of many short runs on one host 
 Runs that need fewer GPUs than there are go side by side, and the same processes make one run after another, so that
 most of the time is spent in steps. Weights and data are random (`model.weights=random`). Prints a row a run and writes
 JSON. Sets: `calibrate`, the plan against the measurement; `fit`, what must fit; `auto`, what auto chooses beside the
-fastest policies by hand that fit; `short`, steps of few tokens; `scale`, from one GPU to eight, where every GPU takes
-part in each size (a host's GPUs differ by a few per cent). `memory.target_gib` holds torch's allocator to the target,
-less what CUDA and NCCL take.
+fastest policies by hand that fit; `short`, steps of few tokens; `presets`, what one GPU trains of every model in
+conf/model; `scale`, from one GPU to eight, where every GPU takes part in each size (a host's GPUs differ by a few per
+cent). `memory.target_gib` holds torch's allocator to the target, less what CUDA and NCCL take.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class Case:
     """One run.
 
     Attributes:
-        shape: of conf/model, behind `llama3-`.
+        model: a preset of conf/model.
         length: tokens a sequence.
         policy: of memory.activations.
         target_gib: of memory.target_gib.
         steps: optimizer steps.
     """
 
-    shape: str
+    model: str
     num_gpus: int
     length: int
     micro_batch_size: int
@@ -58,12 +58,12 @@ class Case:
     def name(self) -> str:
         target = f" in {self.target_gib:g} GiB" if self.target_gib else ""
         more = " " + " ".join(self.overrides) if self.overrides else ""
-        return f"{self.shape} {self.num_gpus} GPU {self.length} x {self.micro_batch_size} {self.policy}{more}{target}"
+        return f"{self.model} {self.num_gpus} GPU {self.length} x {self.micro_batch_size} {self.policy}{more}{target}"
 
     def arguments(self, folder: Path) -> list[str]:
         """Of qlora_fsdp.train."""
         return [
-            *("experiment=dry_run", f"model=llama3-{self.shape}", "data.max_rows=64"),
+            *("experiment=dry_run", f"model={self.model}", "data.max_rows=64"),
             *(f"training.max_steps={self.steps}", f"training.max_length={self.length}"),
             f"training.micro_batch_size={self.micro_batch_size}",
             *(f"memory.activations={self.policy}", f"memory.target_gib={self.target_gib or 'null'}"),
@@ -77,48 +77,53 @@ NO_SHARD = ("fsdp.sharding_strategy=NO_SHARD",)
 RESHARD = ("fsdp.reshard_after_forward=true",)
 SETS = {
     "calibrate": [  # sizes, ranks, lengths, policies, offload
-        Case("8b", 1, 1024, 8, "none"),
-        Case("8b", 1, 4096, 4, "selective"),
-        Case("8b", 1, 4096, 4, "full"),
-        Case("8b", 1, 8192, 1, "every_k"),
-        Case("8b", 1, 4096, 4, "full", ("compute=fp8",)),
-        Case("8b", 1, 8192, 2, "offload"),
-        Case("8b", 1, 4096, 1, "full", OFFLOAD),
-        Case("8b", 2, 4096, 4, "none"),
-        Case("8b", 2, 8192, 1, "full", OFFLOAD),
-        Case("8b", 2, 1024, 4, "every_k", ACCUMULATE),
-        Case("70b", 2, 1024, 1, "full"),
-        Case("70b", 2, 4096, 1, "none"),
-        Case("70b", 2, 8192, 1, "offload", OFFLOAD),
-        Case("70b", 4, 4096, 1, "none"),
-        Case("70b", 4, 8192, 1, "full"),
-        Case("70b", 4, 4096, 1, "offload", OFFLOAD),
-        Case("70b", 4, 1024, 2, "full", ACCUMULATE),
-        Case("8b", 4, 4096, 2, "none", ("quant=int8",)),
+        Case("llama3-8b", 1, 1024, 8, "none"),
+        Case("llama3-8b", 1, 4096, 4, "selective"),
+        Case("llama3-8b", 1, 4096, 4, "full"),
+        Case("llama3-8b", 1, 8192, 1, "every_k"),
+        Case("llama3-8b", 1, 4096, 4, "full", ("compute=fp8",)),
+        Case("llama3-8b", 1, 8192, 2, "offload"),
+        Case("llama3-8b", 1, 4096, 1, "full", OFFLOAD),
+        Case("llama3-8b", 2, 4096, 4, "none"),
+        Case("llama3-8b", 2, 8192, 1, "full", OFFLOAD),
+        Case("llama3-8b", 2, 1024, 4, "every_k", ACCUMULATE),
+        Case("llama3-70b", 2, 1024, 1, "full"),
+        Case("llama3-70b", 2, 4096, 1, "none"),
+        Case("llama3-70b", 2, 8192, 1, "offload", OFFLOAD),
+        Case("llama3-70b", 4, 4096, 1, "none"),
+        Case("llama3-70b", 4, 8192, 1, "full"),
+        Case("llama3-70b", 4, 4096, 1, "offload", OFFLOAD),
+        Case("llama3-70b", 4, 1024, 2, "full", ACCUMULATE),
+        Case("llama3-8b", 4, 4096, 2, "none", ("quant=int8",)),
     ],
     "fit": [
-        Case("8b", 1, 2048, 1, "auto", (), 10, 10),
-        Case("70b", 2, 2048, 1, "auto", ("optim=adamw_8bit",), 24, 10),
-        Case("70b", 2, 2048, 1, "auto", ("optim=adamw_8bit", "quant.embeddings=int8"), 22.8, 10),
-        Case("70b", 2, 2048, 1, "auto", OFFLOAD, 12, 10),
-        Case("70b", 2, 2048, 1, "auto", (), 24, 10),
-        Case("70b", 4, 8192, 1, "auto", (), 40),
-        Case("405b", 8, 1024, 1, "auto", (), 40, 10),
+        Case("llama3-8b", 1, 2048, 1, "auto", (), 10, 10),
+        Case("llama3-70b", 2, 2048, 1, "auto", ("optim=adamw_8bit",), 24, 10),
+        Case("llama3-70b", 2, 2048, 1, "auto", ("optim=adamw_8bit", "quant.embeddings=int8"), 22.8, 10),
+        Case("llama3-70b", 2, 2048, 1, "auto", OFFLOAD, 12, 10),
+        Case("llama3-70b", 2, 2048, 1, "auto", (), 24, 10),
+        Case("llama3-70b", 4, 8192, 1, "auto", (), 40),
+        Case("llama3-405b", 8, 1024, 1, "auto", (), 40, 10),
     ],
     # By hand only what may be the fastest that fits: the next larger policy does not fit, by far.
     "auto": [
-        *(Case("8b", 1, 4096, 4, "auto", (), target, 8) for target in (24, 40, 80, 139)),
-        Case("8b", 1, 4096, 4, "full", (), 24, 8),
-        Case("8b", 1, 4096, 4, "every_k", (), 40, 8),
-        Case("8b", 1, 4096, 4, "none", (), 80, 8),
+        *(Case("llama3-8b", 1, 4096, 4, "auto", (), target, 8) for target in (24, 40, 80, 139)),
+        Case("llama3-8b", 1, 4096, 4, "full", (), 24, 8),
+        Case("llama3-8b", 1, 4096, 4, "every_k", (), 40, 8),
+        Case("llama3-8b", 1, 4096, 4, "none", (), 80, 8),
     ],
     "short": [  # steps that wait for Python
-        *(Case("8b", 1, 2048, 1, "auto", (), target, 10) for target in (10, 12, 16)),
-        *(Case("8b", 1, length, 1, "none", (), None, 10) for length in (512, 1024, 2048, 4096)),
-        Case("8b", 1, 2048, 1, "full", (), None, 10),
+        *(Case("llama3-8b", 1, 2048, 1, "auto", (), target, 10) for target in (10, 12, 16)),
+        *(Case("llama3-8b", 1, length, 1, "none", (), None, 10) for length in (512, 1024, 2048, 4096)),
+        Case("llama3-8b", 1, 2048, 1, "full", (), None, 10),
+    ],
+    "presets": [
+        Case(model, 1, 4096, 1, policy)
+        for model in ("mistral-7b", "qwen3-8b", "phi4", "gemma3-27b", "qwen3-32b", "llama3-70b", "qwen2.5-72b")
+        for policy in ("auto", "full")
     ],
     "scale": [
-        Case("8b", num_gpus, 4096, 4, "none", more, None, 10)
+        Case("llama3-8b", num_gpus, 4096, 4, "none", more, None, 10)
         for num_gpus in (1, 2, 4, 8)
         for more in ([(), NO_SHARD, RESHARD] if num_gpus > 1 else [()])
     ],
@@ -138,6 +143,8 @@ def main() -> None:
         run_worker(args.worker)
         return
     cases = [case for case in SETS[args.set] if args.only in case.name and case.num_gpus <= args.num_gpus]
+    if not cases:
+        parser.error(f"--only={args.only} --num-gpus={args.num_gpus} leave no case of {args.set}")
     if args.set == "scale":
         cases = [case for case in cases for _ in range(args.num_gpus // case.num_gpus)]
     rows: list[dict[str, Any]] = []

@@ -1,8 +1,9 @@
 """The proof at start: what FSDP gathers is, byte for byte, what the ranks hold.
 
 A wrong byte here trains a slightly wrong model whose loss still falls, so this runs at every start and can't be turned
-off. Each quantized weight is gathered twice: by FSDP, as the forward will, and directly as bytes. Comparing costs one
-pass over the weights. Where FSDP takes no part (shard.py) nothing is gathered.
+off. Each quantized weight is gathered twice: by FSDP, as the forward will, and directly as bytes, in pieces, so that no
+more memory is taken than by a step. Comparing costs one pass over the weights. Where FSDP takes no part (shard.py)
+nothing is gathered.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from qlora_fsdp.distributed import Processes
 from qlora_fsdp.errors import ProofError
 from qlora_fsdp.quantized import QuantizedLayer
-from qlora_fsdp.shards import gather_rows, local_tensor, rows_of_rank, shard_group
+from qlora_fsdp.shards import gather_pieces, local_tensor, rows_of_rank, shard_group
 
 
 @dataclass(frozen=True)
@@ -104,5 +105,8 @@ def _layout_problems(name: str, part: Tensor) -> list[str]:
 
 def _count_differences(gathered: Tensor, part: Tensor, device: torch.device) -> Tensor:
     """Bytes in which FSDP's gathered tensor differs from the ranks' shards: int64 scalar on the device."""
-    expected = gather_rows(local_tensor(part).to(device), part.shape[0], shard_group(part))
-    return (gathered.contiguous().view(torch.uint8) != expected.contiguous().view(torch.uint8)).sum()
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    for first, (rows,) in gather_pieces([local_tensor(part)], part.shape[0], shard_group(part), device):
+        found = gathered[first : first + len(rows)].contiguous().view(torch.uint8)
+        total += (found != rows.contiguous().view(torch.uint8)).sum()
+    return total

@@ -140,8 +140,9 @@ def place_model(model: nn.Module, shard_device: torch.device, buffer_device: tor
     for module in model.modules():
         for name, param in module._parameters.items():
             if param is not None and param.is_meta and not isinstance(param, DTensor):
-                new = nn.Parameter(torch.empty_like(param, device=shard_device), param.requires_grad)
-                module._parameters[name] = made.setdefault(id(param), new)
+                if id(param) not in made:
+                    made[id(param)] = nn.Parameter(torch.empty_like(param, device=shard_device), param.requires_grad)
+                module._parameters[name] = made[id(param)]
 
     def place(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(tensor, device=shard_device) if tensor.is_meta else tensor.to(buffer_device)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Sequence
 from typing import cast
 
 import torch
@@ -66,6 +68,35 @@ def gather_rows(local: Tensor, num_rows: int, group: dist.ProcessGroup | None) -
     return gathered[:num_rows]
 
 
+def gather_pieces(
+    held: Sequence[Tensor], num_rows: int, group: dist.ProcessGroup | None, device: torch.device
+) -> Iterator[tuple[int, list[Tensor]]]:
+    """All rows of tensors that are split alike, in pieces of 64 MiB at most: a piece's first row, and its rows of each.
+
+    Args:
+        held: of each tensor this rank's rows, on any device; the first has the largest.
+        num_rows: of all ranks of the group together, of each tensor.
+        group: as of `gather_rows`.
+        device: where the pieces go.
+    """
+    num_ranks = 1 if group is None else dist.get_world_size(group)
+    chunk = -(num_rows // -num_ranks)
+    row_bytes = math.prod(held[0].shape[1:]) * held[0].itemsize
+    piece = max(1, 2 * PIECE_BYTES // max(2, num_ranks) // row_bytes)
+    for start in range(0, chunk, piece):
+        size = min(piece, chunk - start)
+        mine = [part[start : start + size].to(device, non_blocking=True) for part in held]
+        gathered = mine if num_ranks == 1 else [gather_rows(part, num_ranks * size, group) for part in mine]
+        if size == chunk:  # all of every rank: one after another, as in the whole tensor
+            yield 0, [part[:num_rows] for part in gathered]
+            return
+        for rank in range(num_ranks):
+            first = rank * chunk + start
+            rows = slice(rank * size, rank * size + max(0, min(size, num_rows - first)))
+            if rows.stop > rows.start:
+                yield first, [part[rows] for part in gathered]
+
+
 def whole_weight(layer: nn.Module, device: torch.device) -> Tensor:
     """The weight of a linear layer on `device`: as `whole`, or of a `QuantizedLinear` in int8 dequantized.
 
@@ -74,20 +105,11 @@ def whole_weight(layer: nn.Module, device: torch.device) -> Tensor:
     if not isinstance(layer, QuantizedLinear):
         return whole(cast(nn.Linear, layer).weight, device)
     num_rows, columns, format = layer.out_features, layer.in_features, layer.format
-    held, group = [local_tensor(part) for part in (layer.codes, layer.scales)], shard_group(layer.codes)
-    num_ranks = 1 if group is None else dist.get_world_size(group)
-    chunk, piece = -(num_rows // -num_ranks), max(1, PIECE_BYTES // columns)
+    held = [local_tensor(part) for part in (layer.codes, layer.scales)]
     out = torch.empty(num_rows, columns, dtype=layer.compute_dtype, device=device)
-    for start in range(0, chunk, piece):
-        size = min(piece, chunk - start)
-        mine = [part[start : start + size].to(device, non_blocking=True) for part in held]
-        codes, scales = mine if num_ranks == 1 else [gather_rows(part, num_ranks * size, group) for part in mine]
-        for rank in range(num_ranks):
-            first = rank * chunk + start
-            rows = slice(rank * size, rank * size + max(0, min(size, num_rows - first)))
-            parts = {"codes": codes[rows], "scales": scales[rows]}
-            if len(parts["scales"]):
-                out[first : first + size] = format.dequantize(parts, len(parts["scales"]), columns, layer.compute_dtype)
+    for first, (codes, scales) in gather_pieces(held, num_rows, shard_group(layer.codes), device):
+        parts, size = {"codes": codes, "scales": scales}, len(scales)
+        out[first : first + size] = format.dequantize(parts, size, columns, layer.compute_dtype)
     return out
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from qlora_fsdp.quantized import Format
+from qlora_fsdp.sizes import PIECE_BYTES
 from tests.helpers.blocks import count_wrong_bytes_everywhere, load_with_a_flipped_bit
 from tests.helpers.ranks import run_ranks
 
@@ -22,7 +23,8 @@ def test_no_byte_differs_from_bitsandbytes(blocks: Path, num_ranks: int):
             assert sum(name.endswith(".codes") for name in counts) >= 10
 
 
-def test_a_flipped_bit_is_caught_and_named(blocks: Path):
+@pytest.mark.parametrize("piece_bytes", [PIECE_BYTES, 1000])  # a tensor at once; a few rows of each rank
+def test_a_flipped_bit_is_caught_and_named(blocks: Path, piece_bytes: int):
     folder = blocks / f"{torch.bfloat16}-1"
-    for complaint in run_ranks(3, load_with_a_flipped_bit, folder, Format("nf4", double_quant=True)):
+    for complaint in run_ranks(3, load_with_a_flipped_bit, folder, Format("nf4", double_quant=True), piece_bytes):
         assert complaint.startswith("ProofError") and "rank 2: layers.1.linear3.codes: 1 bytes differ" in complaint

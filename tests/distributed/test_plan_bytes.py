@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig
 
+from qlora_fsdp import shards
 from qlora_fsdp.adapt import adapt_model
 from qlora_fsdp.build import build_model
 from qlora_fsdp.config.compose import load_config
@@ -31,6 +32,7 @@ from qlora_fsdp.memory.shape import model_shape
 from qlora_fsdp.memory.workload import Workload
 from qlora_fsdp.model_files import ModelFiles
 from qlora_fsdp.optim import make_optimizer
+from qlora_fsdp.prove import prove_shards
 from qlora_fsdp.shard import place_model, shard_model
 from qlora_fsdp.shards import local_tensor
 from qlora_fsdp.task_model import TaskModel
@@ -190,6 +192,20 @@ def peak_bytes(cases: Mapping[str, Sequence[str]]) -> dict[str, tuple[int, int]]
     return found
 
 
+def proof_bytes(arguments: Sequence[str]) -> tuple[int, int]:
+    """Most bytes of this rank's tensors while gathered weights are proven, in small pieces; and those it holds."""
+    Meeting.new_port()
+    shards.PIECE_BYTES = 2**20
+    processes, config = start_processes(60), read(arguments)
+    model = build(config, torch.float32)
+    units = shard_model(model, config.fsdp, processes)
+    place(model)
+    with LiveBytes([*model.parameters(), *model.buffers()]) as live:
+        held = live.peak
+        prove_shards(model, units, processes, NUM_RANKS)
+    return live.peak, held
+
+
 def policy_of(config: Config) -> Policy:
     return Policy(config.memory.activations.value)
 
@@ -226,3 +242,13 @@ def test_plan_counts_what_a_step_takes(peaks, case: str):
     plan = plan_of(config, policy_of(config), compute_bytes=4)
     for phase, peak in zip(("forward", "backward"), peaks(NUM_RANKS)[0][case], strict=True):
         assert plan.tensors(phase) - WORKSPACE == pytest.approx(peak, rel=0.05, abs=3e6), phase
+
+
+def test_proof_takes_no_more_than_a_step() -> None:
+    """The largest tables, in int8: FSDP's two buffers of one, and pieces."""
+    arguments = [*WIDE, "quant.embeddings=int8", "model.config.vocab_size=400000"]
+    config = read(arguments)
+    table = config.model.config["vocab_size"] * config.model.config["hidden_size"]
+    peak, held = run_ranks(NUM_RANKS, proof_bytes, arguments)[0]
+    assert 2 * table < peak - held < 2.2 * table
+    assert peak < plan_of(config, Policy.full, compute_bytes=4).tensors("forward")

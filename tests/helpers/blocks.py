@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from qlora_fsdp import shards
 from qlora_fsdp.config.schema import FsdpConfig
 from qlora_fsdp.distributed import Processes, start_processes, stop_processes
 from qlora_fsdp.load.files import INDEX_NAME, read_headers
@@ -20,6 +21,7 @@ from qlora_fsdp.load.fill import Assignment, fill_from_files
 from qlora_fsdp.prove import prove_shards
 from qlora_fsdp.quantized import Format, QuantizedLinear
 from qlora_fsdp.shard import place_model, shard_model
+from qlora_fsdp.sizes import PIECE_BYTES
 from tests.helpers.ranks import Meeting
 
 # (out_features, in_features): rows that no number of ranks divides, fewer rows than ranks, groups of 256 scales that
@@ -154,11 +156,11 @@ def stock_parts(weight: Tensor, format: Format) -> dict[str, Tensor]:
     return parts
 
 
-def load_with_a_flipped_bit(folder: Path, format: Format) -> str:
-    """Load and prove, with one bit of one gathered tensor flipped on the last rank; the proof's complaint."""
+def load_with_a_flipped_bit(folder: Path, format: Format, piece_bytes: int = PIECE_BYTES) -> str:
+    """Load and prove in pieces, with one bit of one gathered tensor flipped on the last rank; the proof's complaint."""
     Meeting.new_port()
     processes = start_processes(60)
-    unshard = FSDPModule.unshard
+    unshard, shards.PIECE_BYTES = FSDPModule.unshard, piece_bytes
 
     def unshard_and_flip(unit: FSDPModule, async_op: bool = False) -> object:
         handle = unshard(unit, async_op)
@@ -174,5 +176,5 @@ def load_with_a_flipped_bit(folder: Path, format: Format) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     finally:
-        FSDPModule.unshard = unshard
+        FSDPModule.unshard, shards.PIECE_BYTES = unshard, PIECE_BYTES
         stop_processes()
