@@ -5,6 +5,8 @@ from __future__ import annotations
 import bitsandbytes.functional as bnb
 import pytest
 import torch
+from transformers.models.llama.modeling_llama import LlamaMLP
+from transformers.models.phi3.modeling_phi3 import Phi3MLP
 
 from qlora_fsdp.quantized import Format, QuantizedLinear
 from qlora_fsdp.quantized.fuse import fuse_layers, remake_norms
@@ -16,11 +18,12 @@ FORMATS = [Format("nf4", True), Format("fp4"), Format("int8", storage=torch.floa
 HAS_FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 
 
+@pytest.mark.parametrize("mlp", [LlamaMLP, Phi3MLP])  # gate and up apart; as one layer
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
 @pytest.mark.parametrize("format", FORMATS, ids=str)
-def test_bfloat16(format: Format, activation: str, fused: bool):
-    ours, reference = make_parts(format, activation, torch.bfloat16, "cuda")
+def test_bfloat16(format: Format, activation: str, fused: bool, mlp: type[torch.nn.Module]):
+    ours, reference = make_parts(format, activation, torch.bfloat16, "cuda", mlp)
     if fused:
         assert fuse_layers(ours) == 2
         remake_norms(ours.base_model.model)
@@ -35,11 +38,12 @@ def test_float32(format: Format):
 
 
 @pytest.mark.skipif(not HAS_FP8, reason="needs a GPU with fp8")
+@pytest.mark.parametrize("mlp", [LlamaMLP, Phi3MLP])
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("format", FORMATS[:2], ids=str)
-def test_fp8(format: Format, fused: bool):
-    ours, reference = make_parts(format, "silu", torch.bfloat16, "cuda")
-    assert use_fp8(ours) == 6
+def test_fp8(format: Format, fused: bool, mlp: type[torch.nn.Module]):
+    ours, reference = make_parts(format, "silu", torch.bfloat16, "cuda", mlp)
+    assert use_fp8(ours) == (6 if mlp is LlamaMLP else 5)
     if fused:
         fuse_layers(ours)
     errors = differences(ours, reference)

@@ -21,12 +21,12 @@ HIDDEN, WIDTH = 128, 192
 class Part(nn.Module):
     """x -> q + pad(k) * pad(v) + mlp(norm(x)); q, k and v of norm(x)."""
 
-    def __init__(self, activation: str) -> None:
+    def __init__(self, activation: str, mlp: type[nn.Module]) -> None:
         super().__init__()
         config = LlamaConfig(hidden_size=HIDDEN, intermediate_size=WIDTH, hidden_act=activation)
         self.norm = LlamaRMSNorm(HIDDEN)
         self.q_proj, self.k_proj, self.v_proj = (nn.Linear(HIDDEN, n, bias=False) for n in (HIDDEN, 64, 64))
-        self.mlp = LlamaMLP(config)
+        self.mlp = mlp(config)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm(x)
@@ -39,7 +39,8 @@ def adapt(model: nn.Module, ours: bool) -> peft.PeftModel:
     settings = peft.LoraConfig(
         r=8, lora_alpha=24, target_modules="all-linear", rank_pattern={"up_proj": 4, "k_proj": 6}
     )
-    settings.target_modules = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    attention, mlp = ["q_proj", "k_proj", "v_proj", "o_proj"], ["gate_proj", "up_proj", "gate_up_proj", "down_proj"]
+    settings.target_modules = [*attention, *mlp]
     if ours:
         settings._register_custom_module({nn.Linear: LoraLinear})
     return peft.get_peft_model(model, settings, autocast_adapter_dtype=False)  # type: ignore[arg-type]
@@ -62,11 +63,11 @@ def quantize(plain: nn.Module, quantized: nn.Module, format: Format, dtype: torc
 
 
 def make_parts(
-    format: Format, activation: str, dtype: torch.dtype, device: str
+    format: Format, activation: str, dtype: torch.dtype, device: str, mlp: type[nn.Module] = LlamaMLP
 ) -> tuple[peft.PeftModel, peft.PeftModel]:
     """The part, quantized, with adapters in fp32; and one in float64 that has the dequantized weights."""
     torch.manual_seed(0)
-    plain = Part(activation)
+    plain = Part(activation, mlp)
     quantized = copy.deepcopy(plain).to(dtype)
     quantize(plain, quantized, format, dtype)
     ours, reference = adapt(quantized, ours=True), adapt(plain, ours=False).double()

@@ -14,7 +14,9 @@ from tests.helpers.fused import WIDTH, Part, adapt, differences, make_parts, qua
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP, LlamaRotaryEmbedding
+from transformers.models.phi3.modeling_phi3 import Phi3MLP
 
 from qlora_fsdp.quantized import Format, QuantizedLinear, gate
 from qlora_fsdp.quantized.fuse import fuse_layers, remake_norms
@@ -24,21 +26,23 @@ from qlora_fsdp.quantized.prenorm import NormAndResidual
 NF4 = Format("nf4", double_quant=True)
 
 
-def fused_parts(format: Format = NF4, activation: str = "silu"):
-    ours, reference = make_parts(format, activation, torch.float32, "cpu")
+def fused_parts(format: Format = NF4, activation: str = "silu", mlp: type[torch.nn.Module] = LlamaMLP):
+    ours, reference = make_parts(format, activation, torch.float32, "cpu", mlp)
     assert fuse_layers(ours) == 2
     return ours, reference
 
 
+@pytest.mark.parametrize("mlp", [LlamaMLP, Phi3MLP])  # gate and up apart; as one layer
 @pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
 @pytest.mark.parametrize("format", [NF4, Format("int8")], ids=str)
-def test_output_and_gradients(format: Format, activation: str):
-    assert max(differences(*fused_parts(format, activation)).values()) < 1e-5
+def test_output_and_gradients(format: Format, activation: str, mlp: type[torch.nn.Module]):
+    assert max(differences(*fused_parts(format, activation, mlp)).values()) < 1e-5
 
 
+@pytest.mark.parametrize("mlp", [LlamaMLP, Phi3MLP])
 @pytest.mark.parametrize("recompute", [False, True])
-def test_with_norms_made_again(recompute: bool):
-    ours, reference = fused_parts()
+def test_with_norms_made_again(recompute: bool, mlp: type[torch.nn.Module]):
+    ours, reference = fused_parts(mlp=mlp)
     remake_norms(ours.base_model.model)
     call = partial(checkpoint, use_reentrant=False) if recompute else None
     errors = differences(ours, reference, call) if call else differences(ours, reference)
@@ -58,9 +62,10 @@ def kept(model: torch.nn.Module) -> list[Tensor]:
     return [tensor for tensor in tensors.values() if not isinstance(tensor, torch.nn.Parameter)]
 
 
-def test_what_is_kept_for_backward():
+@pytest.mark.parametrize("mlp", [LlamaMLP, Phi3MLP])
+def test_what_is_kept_for_backward(mlp: type[torch.nn.Module]):
     """Of the MLP: gate and up side by side, and nothing else as wide."""
-    ours, _ = fused_parts()
+    ours, _ = fused_parts(mlp=mlp)
     wide = [tensor for tensor in kept(ours) if tensor.shape[-1] in (WIDTH, 2 * WIDTH)]
     assert [tuple(tensor.shape) for tensor in wide if tensor.numel() > 8 * WIDTH] == [(150, 2 * WIDTH)]
 
@@ -82,6 +87,21 @@ def test_a_layer_called_with_another_tensor_is_computed_alone():
         found, expected = getattr(part, name)(tensor), getattr(other, name)(tensor.double())
         torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-4)
     assert isinstance(part.q_proj.group, SharedInput)
+
+
+def test_norms_of_heads_copy_nothing():
+    """Gemma 3 transposes heads before it normalizes them; Qwen 3 after."""
+    attention = torch.nn.Module()
+    attention.q_norm = Gemma3RMSNorm(32)
+    attention.q_norm.weight.data.normal_()
+    x, plain = torch.randn(2, 5, 3, 32), copy.deepcopy(attention)
+    fuse_layers(attention)
+    seen: list[bool] = []
+    attention.q_norm._norm = lambda x: (seen.append(x.is_contiguous()), plain.q_norm._norm(x))[1]
+    for heads in (x.transpose(1, 2), x):
+        torch.testing.assert_close(attention.q_norm(heads), plain.q_norm(heads), rtol=0, atol=0)
+        assert attention.q_norm(heads).stride() == heads.stride()
+    assert seen == [True] * 4
 
 
 class Layer(torch.nn.Module):

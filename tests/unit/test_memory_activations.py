@@ -107,7 +107,7 @@ def test_table_is_what_autograd_saves(family: str, tolerance: float, policy: Pol
     set_activation_policy(model.layers, [policy, policy])
     found = sum(saved_by_layer(model, 1).values())
     # Low-rank products are kept by the functions themselves, unseen by hooks, but for those of a fused MLP's input.
-    seen = TOKENS * 2 * 8 * 4 if fuses_mlp(work) else 0
+    seen = TOKENS * (1 if family == "phi3" else 2) * 8 * 4 if fuses_mlp(work) else 0
     expected = saved_bytes(work, policy) - TOKENS * round(layer_tensors(work)["low_rank"]) + seen
     assert expected <= found <= expected * (1 + tolerance)
 

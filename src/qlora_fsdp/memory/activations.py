@@ -32,6 +32,7 @@ class Policy(Enum):
     offload = "offload"
 
 
+GATES = ("mlp.gate_proj", "mlp.up_proj", "mlp.gate_up_proj")
 NORM_OUTPUTS = frozenset({"attention_norm", "mlp_norm"})
 MAX_FUSED_RANK = 64  # quantized/gate.py
 OFFLOAD_SLOTS = 2  # inputs of offloaded layers that are on the GPU at a time: on their way out, or back
@@ -140,18 +141,18 @@ def dequantized_bytes(work: Workload) -> int:
         if is_quantized(f"model.layers.0.{linear.name}", quant)
     ]
     if _is_fp8(work):
-        return max(sizes, default=0) * (2 if fuses_mlp(work) else 1)
+        return max(sizes, default=0) * (2 if fuses_mlp(work) and not shape.has_fused_linears else 1)
     return max(sizes, default=0) * (work.compute_bytes + (12 if work.config.lora.use_dora else 0))
 
 
 def fuses_mlp(work: Workload) -> bool:
     """Whether the MLP is one function that keeps gate and up alone (quantized/mlp.py)."""
     config, shape = work.config, work.shape
-    if not config.kernels.fuse_layers or shape.has_fused_linears or config.lora.lora_dropout or config.lora.use_dora:
+    if not config.kernels.fuse_layers or config.lora.lora_dropout or config.lora.use_dora:
         return False
     names = [f"model.layers.0.{linear.name}" for linear in shape.linears if linear.name.startswith("mlp.")]
     ranks = [adapter_rank(name, config.lora) for name in names]
-    has_bias = any(linear.has_bias for linear in shape.linears if linear.name in ("mlp.gate_proj", "mlp.up_proj"))
+    has_bias = any(linear.has_bias for linear in shape.linears if linear.name in GATES)
     quantized = all(is_quantized(name, config.quant) for name in names)
     return quantized and not has_bias and all(0 < rank <= MAX_FUSED_RANK for rank in ranks)
 
@@ -173,7 +174,7 @@ def _kept_low_rank(work: Workload) -> int:
     config = work.config
     if config.lora.lora_dropout or config.lora.use_dora:
         return 0
-    in_gate = ("mlp.gate_proj", "mlp.up_proj") if fuses_mlp(work) else ()
+    in_gate = GATES if fuses_mlp(work) else ()
     names = [f"model.layers.0.{linear.name}" for linear in work.shape.linears if linear.name not in in_gate]
     ranks = [adapter_rank(name, config.lora) for name in names if is_quantized(name, config.quant)]
     return sum(ranks) * work.compute_bytes

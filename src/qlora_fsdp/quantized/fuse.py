@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
 
-from torch import nn
+from torch import Tensor, nn
 
 from qlora_fsdp.quantized.gate import MAX_RANK
 from qlora_fsdp.quantized.linear import QuantizedLinear
@@ -12,14 +14,15 @@ from qlora_fsdp.quantized.lora import LoraLinear, SharedInput, remake_output
 from qlora_fsdp.quantized.mlp import GatedMlp
 from qlora_fsdp.quantized.prenorm import join_norms
 
+HEAD_NORMS = ("q_norm", "k_norm")
 SAME_INPUT = ("q_proj", "k_proj", "v_proj")
-GATED = ("gate_proj", "up_proj", "down_proj")
+GATED = (("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj"))
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 # MLPs whose forward is down(act(gate(x)) * up(x)), of transformers and of Liger.
 GATED_MLPS = {
-    *("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP", "Gemma2MLP", "Gemma3MLP"),
-    *("LigerSwiGLUMLP", "LigerGEGLUMLP"),
+    *("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP", "Gemma2MLP", "Gemma3MLP", "Phi3MLP"),
+    *("LigerSwiGLUMLP", "LigerGEGLUMLP", "LigerPhi3SwiGLUMLP"),
 }
 
 
@@ -43,16 +46,35 @@ def fuse_layers(model: nn.Module, norms: bool = True) -> int:
             for layer in shared:
                 layer.group = group
             num_groups += 1
-        gated = _lora_children(module, GATED)
-        if gated is not None and type(module).__name__ in GATED_MLPS:
-            config = module.config
-            activation = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
-            ranks = [rank for layer in gated for rank in layer.r.values()]
-            has_bias = any(layer.base_layer.bias is not None for layer in gated[:2])
-            if activation in ACTIVATIONS and max(ranks) <= MAX_RANK and not has_bias:
-                module.forward = GatedMlp(module, ACTIVATIONS[activation])
-                num_groups += 1
+        if type(module).__name__ in GATED_MLPS:
+            num_groups += _fuse_mlp(module)
+        for name in HEAD_NORMS:
+            if isinstance(norm := module._modules.get(name), nn.Module):
+                norm.forward = partial(_norm_as_stored, norm.forward)
     return num_groups
+
+
+def _fuse_mlp(module: nn.Module) -> bool:
+    """Compute a gated MLP's layers together, where they allow it."""
+    config: Any = module.config
+    activation = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
+    for names in GATED:
+        layers = _lora_children(module, names)
+        if layers is None or activation not in ACTIVATIONS:
+            continue
+        ranks = [rank for layer in layers for rank in layer.r.values()]
+        has_bias = any(layer.base_layer.bias is not None for layer in layers[:-1])
+        if max(ranks) <= MAX_RANK and not has_bias:
+            module.forward = GatedMlp(module, names, ACTIVATIONS[activation])
+            return True
+    return False
+
+
+def _norm_as_stored(normalize: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Of heads that lie in memory as [B, L, H, D], but are seen as [B, H, L, D] (Gemma 3): kernels would copy them."""
+    if x.ndim == 4 and not x.is_contiguous() and (stored := x.transpose(1, 2)).is_contiguous():
+        return normalize(stored).transpose(1, 2)
+    return normalize(x)
 
 
 def _lora_children(module: nn.Module, names: tuple[str, ...]) -> list[LoraLinear] | None:

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 # Layers whose forward is x + self_attn(input_layernorm(x)), then x + mlp(post_attention_layernorm(x)).
-PRENORM_LAYERS = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}
+PRENORM_LAYERS = {
+    *("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer", "Phi3DecoderLayer"),
+}
 
 
 def join_norms(layer: nn.Module) -> None:
@@ -21,7 +23,8 @@ def join_norms(layer: nn.Module) -> None:
 
     By a class of its own: transformers recomputes a layer in its class's forward, and would not know an instance's.
     """
-    if type(layer).__name__ in PRENORM_LAYERS:
+    drops = any(child.p > 0 for child in layer.children() if isinstance(child, nn.Dropout))
+    if type(layer).__name__ in PRENORM_LAYERS and not drops:
         kind: Any = type(layer)
         layer.__class__ = _joined(kind)
 
