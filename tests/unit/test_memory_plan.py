@@ -137,6 +137,28 @@ def test_phases_are_what_was_measured(num_ranks, model, length, size, more, forw
     assert plan.tensors("backward") / GIB == pytest.approx(backward, abs=0.05)
 
 
+# The same of the other presets on one H100 (Phi 4: H200), 4096 x 1.
+MEASURED_PRESETS = [
+    ("mistral-7b", (18.18, 18.19), (5.80, 6.02)),
+    ("qwen3-8b", (21.97, 21.97), (7.70, 7.95)),
+    ("phi4", (32.59, 32.77), (11.42, 11.75)),
+    ("gemma3-27b", (61.09, 61.10), (19.47, 19.95)),
+    ("qwen3-32b", (68.62, 68.63), (22.71, 23.16)),
+    ("llama3-70b", None, (45.23, 45.66)),
+    ("qwen2.5-72b", None, (46.87, 47.31)),
+]
+
+
+@pytest.mark.parametrize(("model", "kept", "recomputed"), MEASURED_PRESETS)
+def test_presets_take_what_was_measured(model, kept, recomputed):
+    work = workload(f"model={model}", "training.max_length=4096")
+    for policy, peaks in ((Policy.none, kept), (Policy.full, recomputed)):
+        if peaks is not None:
+            plan = make_plan(work, (policy,) * work.shape.num_layers)
+            found = plan.tensors("forward") / GIB, plan.tensors("backward") / GIB
+            assert found == pytest.approx(peaks, rel=0.01)
+
+
 def test_offloaded_parameters_are_what_was_measured():
     """Ends come from the host: the rank's own part, and the whole; FSDP2 gathers on streams of its own."""
     work = workload("model=llama3-70b", "training.max_length=2048", "fsdp=offload", num_ranks=2)
