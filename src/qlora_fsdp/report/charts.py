@@ -109,7 +109,7 @@ def smooth(values: Sequence[float | None], weight: float = 0.95) -> list[float |
 
 def ticks(low: float, high: float, at_most: int = 6) -> list[float]:
     """Round numbers from at most `low` to at least `high`."""
-    if low == high:
+    if high - low <= 1e-9 * max(abs(low), abs(high)):  # the same but for rounding, as a line and its running mean are
         low, high = low - abs(low) * 0.1 - 1e-9, high + abs(high) * 0.1 + 1e-9
     rough = (high - low) / (at_most - 1)
     power = 10.0 ** math.floor(math.log10(rough))
