@@ -41,6 +41,17 @@ from qlora_fsdp.task_model import TaskModel
 
 ANOTHER = "set data.chat_template=chatml (or llama3, alpaca, or a Jinja file)"
 NO_ADAPTER = LoraConfig(r=1)  # B is zero: it changes nothing
+PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")  # of lora.init_lora_weights: the base stays what it is
+OTHER_PASSES = (  # of PEFT's LoraConfig: a forward pass that is not base + B A
+    "alora_invocation_tokens",
+    "arrow_config",
+    "kasa_config",
+    "layer_replication",
+    "lora_bias",
+    "monteclora_config",
+    "target_parameters",
+    "use_bdlora",
+)
 
 
 @dataclass(frozen=True)
@@ -139,12 +150,24 @@ def read_lora(folder: Path) -> LoraConfig:
             f"adapter={folder} is {saved.peft_type}, bias={getattr(saved, 'bias', None)}; only LoRA "
             "adapters without biases can be used here. Set adapter to one of these."
         )
+    if saved.init_lora_weights not in PLAIN_STARTS:
+        raise AdapterError(
+            f"adapter={folder} has init_lora_weights={saved.init_lora_weights}, which also changes the base's weights "
+            "when PEFT loads it; here they stay what they are. Save it as a plain adapter, by PEFT's "
+            "save_pretrained(..., path_initial_model_for_weight_conversion=...), and set adapter to that."
+        )
+    others = [f"{name}={getattr(saved, name)}" for name in OTHER_PASSES if getattr(saved, name, None)]
+    if others:
+        raise AdapterError(f"adapter={folder} has {', '.join(others)}, which is not here. Set adapter to a plain LoRA.")
     targets: Any = saved.target_modules
+    excluded: Any = saved.exclude_modules
+    if saved.layers_to_transform is not None or isinstance(excluded, str):  # what these leave, the file tells as well
+        targets, excluded = _adapted_layers(folder), None
     return LoraConfig(
         r=saved.r,
         lora_alpha=saved.lora_alpha,
         target_modules=targets if isinstance(targets, str) else sorted(targets or []),
-        exclude_modules=None if saved.exclude_modules is None else sorted(saved.exclude_modules),
+        exclude_modules=None if excluded is None else sorted(excluded),
         modules_to_save=_names(saved.modules_to_save, saved.task_type),
         use_rslora=saved.use_rslora,
         use_dora=saved.use_dora,
@@ -164,12 +187,25 @@ def read_tokens(folder: Path | None) -> AddedTokens:
     return AddedTokens(ids, vocab_size=max(ids) + 1, with_head=isinstance(saved, dict) and len(saved) > 1)
 
 
+def _adapted_layers(folder: Path) -> list[str]:
+    shapes, ending = _read_shapes(folder), ".lora_A.weight"
+    return [key.removeprefix("base_model.model.").removesuffix(ending) for key in shapes if key.endswith(ending)]
+
+
 def _names(modules_to_save: Any, task_type: Any) -> list[str] | None:
     """PEFT adds the usual names of a classifier's head, whether the model has them or not, and does so again."""
     if modules_to_save is None:
         return None
     usual = {"score", "classifier"} if str(task_type).endswith(("SEQ_CLS", "TOKEN_CLS")) else set()
     return sorted(set(modules_to_save) - usual) or None
+
+
+def _read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    try:
+        with safe_open(folder / "adapter_model.safetensors", "pt") as file:
+            return {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise AdapterError(f"adapter={folder}: its weights can't be read: {error}. Copy it again.") from error
 
 
 def check_adapter(model: peft.PeftModel, folder: Path) -> None:
@@ -179,11 +215,7 @@ def check_adapter(model: peft.PeftModel, folder: Path) -> None:
         AdapterError: its file is damaged, or tensors are missing, left over or of another shape; all are listed.
     """
     shapes = {key: tuple(param.shape) for key, param in _adapter_parameters(model).items()}
-    try:
-        with safe_open(folder / "adapter_model.safetensors", "pt") as file:
-            found = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        raise AdapterError(f"adapter={folder}: its weights can't be read: {error}. Copy it again.") from error
+    found = _read_shapes(folder)
     problems = [f"{key} is missing" for key in sorted(shapes.keys() - found.keys())]
     problems += [f"{key} is not in the model" for key in sorted(found.keys() - shapes.keys())]
     problems += [

@@ -23,6 +23,7 @@ from torch import nn
 from transformers import AutoTokenizer
 
 from qlora_fsdp import chat, evaluate, generate, merge
+from qlora_fsdp.config.schema import QuantConfig
 from qlora_fsdp.errors import DataError
 from tests.helpers.checkpoints import VOCAB
 from tests.helpers.quick_config import load_config
@@ -283,6 +284,47 @@ def test_an_adapter_with_nan_is_refused(adapters, rows: Path, tmp_path: Path, nu
     for _, said in by_rank[0]:
         assert said.count("Error: ") == said.count(f"{key} has 2 NaN or infinite values") == 1
     assert not (tmp_path / "damaged-merged").exists()
+
+
+@pytest.mark.parametrize(
+    ("other", "part"),
+    [
+        ({"init_lora_weights": "pissa"}, "has init_lora_weights=pissa, which also changes the base's weights"),
+        ({"init_lora_weights": "olora"}, "has init_lora_weights=olora, which also changes the base's weights"),
+        ({"alora_invocation_tokens": [1, 2]}, "has alora_invocation_tokens=[1, 2], which is not here"),
+        ({"lora_bias": True}, "has lora_bias=True, which is not here"),
+    ],
+)
+def test_adapters_that_peft_computes_otherwise(
+    capsys: pytest.CaptureFixture[str], rows: Path, tmp_path: Path, other: dict[str, Any], part: str
+):
+    """Their tensors fit those of a plain adapter, or nearly: the results would be others, without a word."""
+    peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", **other).save_pretrained(tmp_path)
+    (tmp_path / "adapter_model.safetensors").touch()
+    assert evaluate.main(["model=tiny", f"adapter={tmp_path}", f"data.path={rows}"]) == 2
+    printed = capsys.readouterr().err
+    assert part in printed and "et adapter to" in printed and "Traceback" not in printed
+
+
+@pytest.mark.parametrize("chosen", [{"layers_to_transform": [1]}, {"exclude_modules": r".*layers\.0\..*"}])
+def test_adapters_of_some_layers(
+    bases, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], chosen: dict[str, Any]
+):
+    """What PEFT adapts by them is told by the adapter's tensors."""
+    losses = []
+    for name, layers in (("some", chosen), ("named", {"target_modules": ["layers.1.self_attn.q_proj"]})):
+        torch.manual_seed(0)
+        config = peft.LoraConfig(**{"target_modules": ["q_proj"], "task_type": "CAUSAL_LM"} | layers)
+        model = peft.get_peft_model(load_stock(bases["qwen2"], QuantConfig(load_in_4bit=False)), config)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data.normal_(std=0.3)
+        model.save_pretrained(tmp_path / name)
+        data = [f"data.path={rows}", f"data.cache_folder={tmp_path}", "training.max_length=64"]
+        base = [f"model.path={bases['qwen2']}", "model.tokenizer_path=bytes", "quant=none"]
+        assert evaluate.main([f"adapter={tmp_path / name}", *base, *data]) == 0
+        losses.append(json.loads(capsys.readouterr().out)["loss"])
+    assert losses[0] == losses[1]
 
 
 @pytest.mark.parametrize(
