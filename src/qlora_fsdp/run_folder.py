@@ -40,7 +40,7 @@ from qlora_fsdp.config.schema import Config
 from qlora_fsdp.distributed import Processes
 from qlora_fsdp.errors import RunFolderError
 from qlora_fsdp.files import write_atomically, write_json
-from qlora_fsdp.run_state import BAD_STEPS_FOLDER, GENERATIONS_FILE, LOCK, TENSORBOARD_FOLDER
+from qlora_fsdp.run_state import LOCK, RECORDS
 
 PACKAGES = (
     "qlora-fsdp",
@@ -53,9 +53,6 @@ PACKAGES = (
     "hydra-core",
     "safetensors",
 )
-
-# What one run after another would mix in one folder.
-RECORDS = ("metrics.jsonl", "train.log", "report.html", GENERATIONS_FILE, BAD_STEPS_FOLDER, TENSORBOARD_FOLDER)
 
 LOCK_SECONDS = 5.0  # for the run before this one to end, and for those that only look whether there is one
 

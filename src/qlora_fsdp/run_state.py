@@ -25,6 +25,8 @@ ATTEMPT = ".attempt"  # which start of which launch has begun to train here
 GENERATIONS_FILE = "generations.jsonl"
 BAD_STEPS_FOLDER = "bad_steps"
 TENSORBOARD_FOLDER = "tensorboard"
+# What one run after another would mix in one folder.
+RECORDS = ("metrics.jsonl", "train.log", "report.html", GENERATIONS_FILE, BAD_STEPS_FOLDER, TENSORBOARD_FOLDER)
 SLURM_FILE = "slurm.json"  # the number of the job that was submitted
 FRESH_SECONDS = 120.0  # a file system without locks: who wrote that lately is alive
 NUM_STEPS_TIMED = 50  # for the ETA

@@ -207,6 +207,16 @@ class TestRunFolder:
         (tmp_path / "summary.json").write_text(summary)
         assert complaints(configure(f"run.folder={tmp_path}")) == []
 
+    def test_what_no_run_wrote_is_kept_unless_told(self, tmp_path: Path) -> None:
+        """An adapter that was copied there, or a folder of something else: a run would replace it at its end."""
+        (tmp_path / "adapter").mkdir()
+        (tmp_path / "config.yaml").write_text("mine")
+        (message,) = complaints(configure(f"run.folder={tmp_path}"))
+        assert f"run.folder={tmp_path} holds adapter, config.yaml, of no run. Set another run.name=" in message
+        assert complaints(configure(f"run.folder={tmp_path}", "run.overwrite=true")) == []
+        (tmp_path / ".lock").touch()  # a run has begun here
+        assert complaints(configure(f"run.folder={tmp_path}")) == []
+
     def test_file_in_the_way(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("")
         (message,) = complaints(configure(f"run.folder={tmp_path}/{'x' * 300}"))

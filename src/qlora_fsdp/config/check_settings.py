@@ -34,6 +34,7 @@ from qlora_fsdp.config.schema import (
 )
 from qlora_fsdp.config.settings import all_settings, problem_with, show, value_of
 from qlora_fsdp.errors import Problem
+from qlora_fsdp.run_state import LOCK, RECORDS, is_run_folder
 
 # Lower bound, whether it is allowed itself, and upper bound, which never is.
 _BOUNDS: dict[str, tuple[float, bool, float]] = {
@@ -124,9 +125,20 @@ def _run(config: Config) -> Iterator[Problem]:
     elif not os.access(nearest, os.W_OK | os.X_OK):
         fix = "Set run.folder to a folder that you may write to."
         yield problem_with(config, "run.folder", f"can't be written: no permission in {nearest}.", fix)
-    elif _is_finished(folder) and not config.run.overwrite:
-        fix = "Set another run.name= or run.folder=, or run.overwrite=true to replace it."
-        yield problem_with(config, "run.folder", "already holds a finished run.", fix)
+    elif not config.run.overwrite:
+        fix = "Set another run.name= or run.folder=, or run.overwrite=true to replace"
+        others = _others_files(folder)
+        if _is_finished(folder):
+            yield problem_with(config, "run.folder", "already holds a finished run.", f"{fix} it.")
+        elif others:
+            yield problem_with(config, "run.folder", f"holds {', '.join(others)}, of no run.", f"{fix} these.")
+
+
+def _others_files(folder: Path) -> list[str]:
+    """What a run would replace in a folder in which none has been started."""
+    if (folder / LOCK).exists() or is_run_folder(folder):
+        return []
+    return [name for name in ("adapter", "config.yaml", "environment.json", *RECORDS) if (folder / name).exists()]
 
 
 def _is_finished(folder: Path) -> bool:
