@@ -76,6 +76,9 @@ def apply_adapters(
         task_type=PEFT_TASKS[task],
     )
     settings._register_custom_module({nn.Linear: LoraLinear})
+    fix = "Take it out, or train it in full with lora.modules_to_save."
+    if config.target_modules == "all-linear":  # to PEFT, experts, routers and GPT-2's Conv1D too
+        fix = f"Set lora.target_modules to a list of linear layers; here are {_linear_endings(model)}."
     tables = [model.get_input_embeddings(), model.get_output_embeddings()]
     try:
         with warnings.catch_warnings():
@@ -88,8 +91,7 @@ def apply_adapters(
         name = name.removeprefix("base_model.model.")
         if isinstance(module, LoraLayer) and not isinstance(module, LoraLinear):
             raise AdapterError(
-                f"lora.target_modules: {name} is no linear layer ({type(module.get_base_layer()).__name__}). "
-                "Take it out, or train it in full with lora.modules_to_save."
+                f"lora.target_modules: {name} is no linear layer ({type(module.get_base_layer()).__name__}). {fix}"
             )
         if isinstance(module, ModulesToSaveWrapper):
             if any(isinstance(child, QuantizedLayer) for child in module.modules()):
@@ -140,8 +142,7 @@ def _check_names(model: nn.Module, config: LoraConfig) -> None:
         for target in wanted:
             if not any(name == target or name.endswith(f".{target}") for name in names):
                 close = difflib.get_close_matches(target, sorted(endings), n=3, cutoff=0.5)
-                linear = {n.rsplit(".", 1)[-1] for n, m in model.named_modules() if isinstance(m, nn.Linear)}
-                hint = f"Close: {', '.join(close)}." if close else f"Its linear layers: {', '.join(sorted(linear))}."
+                hint = f"Close: {', '.join(close)}." if close else f"Its linear layers: {_linear_endings(model)}."
                 problems.append(f"lora.{key}: {target} fits no module of {type(model).__name__}. {hint}")
     for key in ("rank_pattern", "alpha_pattern"):  # PEFT only warns, and goes on with r and lora_alpha
         for pattern in getattr(config, key):
@@ -150,6 +151,10 @@ def _check_names(model: nn.Module, config: LoraConfig) -> None:
                 problems.append(f"lora.{key}: {pattern} fits no module of {type(model).__name__}. {fix}")
     if problems:
         raise AdapterError("\n".join(problems))
+
+
+def _linear_endings(model: nn.Module) -> str:
+    return ", ".join(sorted({n.rsplit(".", 1)[-1] for n, m in model.named_modules() if isinstance(m, nn.Linear)}))
 
 
 def _to_fp32(module: nn.Module) -> None:

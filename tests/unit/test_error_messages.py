@@ -16,10 +16,11 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from qlora_fsdp import evaluate, train
-from qlora_fsdp.build import build_model
-from qlora_fsdp.config.schema import ModelConfig, QuantConfig
+from qlora_fsdp.adapters import apply_adapters
+from qlora_fsdp.build import BuiltModel, build_model
+from qlora_fsdp.config.schema import LoraConfig, ModelConfig, QuantConfig
 from qlora_fsdp.distributed import start_processes
-from qlora_fsdp.errors import CheckpointError, ConfigError, RankError, TrainingError
+from qlora_fsdp.errors import AdapterError, CheckpointError, ConfigError, RankError, TrainingError
 from qlora_fsdp.load.files import StoredTensor, read_headers
 from qlora_fsdp.load.stream import Request, run_requests
 from qlora_fsdp.loop import _stop_on_bad_gradients
@@ -94,16 +95,23 @@ def test_processes_that_do_not_meet(monkeypatch: pytest.MonkeyPatch):
         start_processes(1, use_cpu=True)
 
 
-def build(folder: Path, quant: QuantConfig) -> None:
+def build(folder: Path, quant: QuantConfig) -> BuiltModel:
     files = find_model(ModelConfig(path=str(folder)), is_main=True, first_error=lambda error: error)
-    build_model(files, quant, torch.float32, "sdpa")
+    return build_model(files, quant, torch.float32, "sdpa")
 
 
 def test_a_layout_that_is_split_or_merged(tmp_path: Path):
     config = AutoConfig.for_model("mixtral", hidden_size=64, num_local_experts=2, num_key_value_heads=2, **SIZES)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    with pytest.raises(CheckpointError, match="transformers would split or merge these tensors"):
+    with pytest.raises(CheckpointError, match="transformers would split or merge these tensors") as caught:
         build(tmp_path, QuantConfig())
+    # What it says to do helps; save_pretrained alone writes the old layout again.
+    assert "save_pretrained(FOLDER, save_original_format=False)" in str(caught.value)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    model.save_pretrained(tmp_path / "new", save_original_format=False)
+    with pytest.raises(AdapterError, match=r"no linear layer .*a list of linear layers; here are k_proj, lm_head, o_p"):
+        apply_adapters(build(tmp_path / "new", QuantConfig()).model, LoraConfig())
+    apply_adapters(build(tmp_path / "new", QuantConfig()).model, LoraConfig(target_modules=["q_proj", "v_proj"]))
 
 
 def test_files_that_are_missing_or_end_early(tmp_path: Path):

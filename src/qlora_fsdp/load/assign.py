@@ -56,8 +56,9 @@ def map_keys(model: PreTrainedModel, tensors: dict[str, StoredTensor]) -> dict[s
         renamed[name + suffix] = stored
     if unsupported:
         raise CheckpointError(
-            "transformers would split or merge these tensors while loading, which row-wise loading can't do. Save the "
-            f"model with the installed transformers (`save_pretrained`) and load that:\n{list_some(unsupported)}"
+            "transformers would split or merge these tensors while loading, which row-wise loading can't do. Load the "
+            "model with the installed transformers, save it with save_pretrained(FOLDER, save_original_format=False), "
+            f"and set model.path to that:\n{list_some(unsupported)}"
         )
     return renamed
 
