@@ -118,7 +118,28 @@ def test_csv_lines(tmp_path, run):
     assert places == {"empty": ["a.csv:4"], "wrong keys": ["a.csv:5", "a.csv:8"], "not UTF-8": ["a.csv:7"]}
 
 
+@pytest.mark.parametrize("rows", ['text\nfine\n"open\nfine\n', 'text\nfine\n"it ""is"" open', '"text\nfine\n'])
+def test_a_quote_that_is_not_closed(tmp_path, run, rows):
+    """All that follows was one row, cut to pieces and trained on."""
+    (tmp_path / "a.csv").write_text(rows)
+    line = 1 if rows.startswith('"') else 3
+    with pytest.raises(DataError, match=rf"a\.csv can't be read: a quote in the row of line {line} is not closed"):
+        run(tmp_path / "a.csv")
+    (tmp_path / "a.csv").write_text('text\n"closed\n"\nhe said "hi"\n5" wide\n"and ""so"""')
+    assert sorted(texts(run(tmp_path / "a.csv").train)) == ['5" wide', 'and "so"', "closed\n", 'he said "hi"']
+
+
+def test_a_json_list_that_can_not_be_read(tmp_path, run):
+    (tmp_path / "a.json").write_text("[" * 100_000 + "]" * 100_000)
+    with pytest.raises(DataError, match="can't be read as a JSON list: maximum recursion depth"):
+        run(tmp_path / "a.json")
+
+
 def test_half_characters_are_bad_rows(tmp_path, run):
+    (tmp_path / "list.json").write_text('[{"text": "half \\ud83d of it"}, {"text": "caf\\u00e9"}]')
+    prepared = run(tmp_path / "list.json")
+    assert texts(prepared.train) == ["caf\u00e9"]
+    assert [p.kind for p in prepared.report.sources[0].problems] == ["not UTF-8"]
     lines = b'{"text": "half \\ud83d of it"}', b'{"text": "both \\ud83d\\ude00"}'
     prepared = run(write_lines(tmp_path / "a.jsonl", *lines))
     assert texts(prepared.train) == ["both \U0001f600"]

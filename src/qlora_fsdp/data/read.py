@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -149,7 +149,7 @@ def _read_json(file: Path) -> Iterator[RawRow]:
         return
     try:
         rows = json.loads(file.read_bytes().decode("utf-8-sig"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{file} can't be read as a JSON list: {error}. Repair it, or write a row a line.") from error
     for number, row in enumerate(rows, start=1):
         yield f"{file.name} row {number}", _dump(row)
@@ -158,21 +158,38 @@ def _read_json(file: Path) -> Iterator[RawRow]:
 def _read_csv(file: Path) -> Iterator[RawRow]:
     csv.field_size_limit(2**31 - 1)  # the default refuses cells over 128 KiB
     with file.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as stream:
-        lines = csv.reader(stream)
-        header = next(lines, [])
+        read: list[str] = []  # the lines of a row
+        lines = csv.reader(_keep(stream, read))
+        header, last = next(lines, []), _take(read)
         twice = [name for name in header if name and header.count(name) > 1]
         if twice:
             raise DataError(f"{file} has two columns {twice[0]}. Rename one, so that it is clear which is meant.")
         first_line = lines.line_num + 1  # a quoted cell may hold line breaks
         for cells in lines:
             place = f"{file.name}:{first_line}"
-            first_line = lines.line_num + 1
+            first_line, last = lines.line_num + 1, _take(read)
             if not cells:
                 yield place, b""
             elif len(cells) != len(header):
                 yield place, _dump(cells)  # a list: the check refuses it
             else:
                 yield place, _dump(dict(zip(header, cells, strict=True)))
+        # Of the last row alone: such a quote takes in all that follows it.
+        if last and len(list(csv.reader([*last, '"\n']))) == 1:
+            line = first_line - len(last)
+            raise csv.Error(f"a quote in the row of line {line} is not closed, and takes in all lines after it")
+
+
+def _keep(lines: Iterable[str], kept: list[str]) -> Iterator[str]:
+    for line in lines:
+        kept.append(line)
+        yield line
+
+
+def _take(kept: list[str]) -> list[str]:
+    taken = kept.copy()
+    kept.clear()
+    return taken
 
 
 def _read_parquet(file: Path) -> Iterator[RawRow]:
@@ -190,8 +207,11 @@ def _read_text(file: Path) -> Iterator[RawRow]:
 
 
 def _dump(row: Any) -> bytes:
-    # surrogateescape gives back the bytes that were not UTF-8, for the check to find.
-    return json.dumps(row, ensure_ascii=False, default=_as_text).encode("utf-8", errors="surrogateescape")
+    try:
+        # surrogateescape gives back the bytes that were not UTF-8, for the check to find.
+        return json.dumps(row, ensure_ascii=False, default=_as_text).encode("utf-8", errors="surrogateescape")
+    except UnicodeEncodeError:  # half of a character: its escape, for the check as well
+        return json.dumps(row, default=_as_text).encode("ascii")
 
 
 def _as_text(value: Any) -> str:
