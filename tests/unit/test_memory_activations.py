@@ -32,7 +32,9 @@ def make_model(family: str, config: Config) -> tuple[CausalLM, Workload]:
     """A small model with random weights on the CPU, unsharded, and its workload."""
     torch.manual_seed(0)
     hf_config = AutoConfig.for_model(family, **{**SHAPE, **FAMILIES[family]}, initializer_range=0.1)
-    built = build_model(ModelFiles(None, hf_config), config.quant, torch.float32, "sdpa")
+    built = build_model(
+        ModelFiles(None, hf_config), config.quant, torch.float32, "sdpa", keep=config.lora.modules_to_save
+    )
     model = CausalLM(apply_adapters(built.model, config.lora))
     if config.kernels.fuse_layers:
         fuse_layers(model)
@@ -110,6 +112,16 @@ def test_table_is_what_autograd_saves(family: str, tolerance: float, policy: Pol
     seen = TOKENS * (1 if family == "phi3" else 2) * 8 * 4 if fuses_mlp(work) else 0
     expected = saved_bytes(work, policy) - TOKENS * round(layer_tensors(work)["low_rank"]) + seen
     assert expected <= found <= expected * (1 + tolerance)
+
+
+@pytest.mark.parametrize("saved", [["down_proj"], ["q_proj", "gate_proj"]])
+@pytest.mark.parametrize("policy", [Policy.none, Policy.selective])
+def test_table_counts_layers_that_are_trained_as_a_whole(saved: list[str], policy: Policy):
+    lora = LoraConfig(r=8, modules_to_save=saved)
+    model, work = make_model("llama", Config(lora=lora))
+    set_activation_policy(model.layers, [policy, policy])
+    found = sum(saved_by_layer(model, 1).values())
+    assert found == saved_bytes(work, policy) - TOKENS * round(layer_tensors(work)["low_rank"])
 
 
 def gradients(model: CausalLM, policies: list[Policy]) -> list[Tensor]:

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from enum import Enum
 
 from qlora_fsdp.config.schema import MatmulKind
-from qlora_fsdp.memory.parameters import adapter_rank, is_quantized
+from qlora_fsdp.memory.parameters import adapter_rank, is_quantized, is_saved
+from qlora_fsdp.memory.shape import Linear
 from qlora_fsdp.memory.workload import Workload
 
 
@@ -58,11 +59,11 @@ def layer_tensors(work: Workload) -> dict[str, float]:
         table |= {"attention_projected": stream, "mlp_projected": stream, "post_rstd": 8}
     if "glu" not in work.fused and not fuses_mlp(work):
         table["activated"] = inner
-    inputs = {"qkv": "attention_norm", "q": "attention_norm", "k": "attention_norm", "v": "attention_norm"}
-    inputs |= {"gate": "mlp_norm", "up": "mlp_norm", "gate_up": "mlp_norm", "down": "product", "o": "attention_out"}
     low_rank = dropped = dora = 0.0
     for linear in shape.linears:
-        rank = adapter_rank(f"model.layers.0.{linear.name}", lora)
+        rank, name = adapter_rank(_name(work, linear), lora), _input_of(linear)
+        if is_saved(_name(work, linear), lora):
+            table.setdefault(name, linear.in_features * item)
         if not rank:
             continue
         low_rank += rank * item
@@ -70,17 +71,28 @@ def layer_tensors(work: Workload) -> dict[str, float]:
             dora += linear.out_features * (item + 4) + (linear.in_features * 4 if item < 4 else 0)
         if lora.lora_dropout > 0:  # each adapter has its own dropped input, and a mask of bytes
             dropped += linear.in_features * (item + 1)
-        else:
-            name = inputs[linear.name.rpartition(".")[2].removesuffix("_proj")]
-            if name != "product" or not fuses_mlp(work):
-                table.setdefault(name, linear.in_features * item)
+        elif name != "product" or not fuses_mlp(work):
+            table.setdefault(name, linear.in_features * item)
     table |= {"low_rank": low_rank, "dropped": dropped, "dora": dora}
     return {name: size for name, size in table.items() if size}
 
 
+def _name(work: Workload, linear: Linear) -> str:
+    """In the layer in the middle, which stands for all: settings that tell layers apart leave out the first or last."""
+    return f"model.layers.{work.shape.num_layers // 2}.{linear.name}"
+
+
+def _input_of(linear: Linear) -> str:
+    """The tensor of the table that a linear layer gets."""
+    if linear.name.startswith("self_attn."):
+        return "attention_out" if linear.name.endswith(".o_proj") else "attention_norm"
+    return "product" if linear.name.endswith(".down_proj") else "mlp_norm"
+
+
 def saved_bytes(work: Workload, policy: Policy) -> int:
     """What a layer under a policy keeps on the GPU for a micro-batch."""
-    return round(work.num_tokens * sum(_saved(work, policy).values()))
+    casts = 0 if policy in (Policy.full, Policy.offload) else _cast_bytes(work)
+    return round(work.num_tokens * sum(_saved(work, policy).values())) + casts
 
 
 def host_bytes(work: Workload, policies: Sequence[Policy]) -> int:
@@ -97,7 +109,7 @@ def backward_bytes(work: Workload, policy: Policy) -> int:
     before the layer is computed again: then the gradient of `product` waits, beside `product` itself and the input.
     """
     table, saved = layer_tensors(work), _saved(work, policy)
-    remade = NORM_OUTPUTS if _remakes_norms(work) and policy is not Policy.none else frozenset()
+    remade = _remade(work) if policy is not Policy.none else frozenset()
     again = sum(size for name, size in table.items() if name not in remade) - sum(
         size for name, size in saved.items() if name not in remade
     )
@@ -107,11 +119,11 @@ def backward_bytes(work: Workload, policy: Policy) -> int:
     in_fp8 = shape.intermediate_size * (2 if is_fused else 1) if _is_fp8(work) else 0  # copy of a gradient, in bytes
     if is_fused and recomputes:
         in_mlp = max(weight + work.num_tokens * in_fp8, work.num_tokens * inner)
-        return round(work.num_tokens * (again + 2 * hidden + inner)) + in_mlp
+        return round(work.num_tokens * (again + 2 * hidden + inner)) + in_mlp + _cast_bytes(work)
     gradients = hidden + inner + in_fp8
     if "glu" not in work.fused and not is_fused:  # of the activation and of `up`, where Liger's writes over its inputs
         gradients += 2 * inner
-    return round(work.num_tokens * (again + gradients)) + weight
+    return round(work.num_tokens * (again + gradients)) + weight + (_cast_bytes(work) if recomputes else 0)
 
 
 def forward_bytes(work: Workload, policy: Policy) -> int:
@@ -134,15 +146,23 @@ def dequantized_bytes(work: Workload) -> int:
 
     For the norms of its rows DoRA makes BA, scaled, and adds it to the weight: three matrices in fp32.
     """
-    quant, shape = work.config.quant, work.shape
+    config, shape = work.config, work.shape
     sizes = [
         linear.out_features * linear.in_features
         for linear in shape.linears
-        if is_quantized(f"model.layers.0.{linear.name}", quant)
+        if is_quantized(_name(work, linear), config.quant, config.lora)
     ]
     if _is_fp8(work):
         return max(sizes, default=0) * (2 if fuses_mlp(work) and not shape.has_fused_linears else 1)
-    return max(sizes, default=0) * (work.compute_bytes + (12 if work.config.lora.use_dora else 0))
+    return max(sizes, default=0) * (work.compute_bytes + (12 if config.lora.use_dora else 0))
+
+
+def _cast_bytes(work: Workload) -> int:
+    """Copies in the compute dtype of a layer's matrices that are trained in fp32, which backward needs."""
+    shape, lora = work.shape, work.config.lora
+    saved = [linear for linear in shape.linears if is_saved(_name(work, linear), lora)]
+    weights = sum(linear.out_features * linear.in_features for linear in saved)
+    return weights * work.compute_bytes if work.compute_bytes < 4 else 0
 
 
 def fuses_mlp(work: Workload) -> bool:
@@ -150,10 +170,10 @@ def fuses_mlp(work: Workload) -> bool:
     config, shape = work.config, work.shape
     if not config.kernels.fuse_layers or config.lora.lora_dropout or config.lora.use_dora:
         return False
-    names = [f"model.layers.0.{linear.name}" for linear in shape.linears if linear.name.startswith("mlp.")]
+    names = [_name(work, linear) for linear in shape.linears if linear.name.startswith("mlp.")]
     ranks = [adapter_rank(name, config.lora) for name in names]
     has_bias = any(linear.has_bias for linear in shape.linears if linear.name in GATES)
-    quantized = all(is_quantized(name, config.quant) for name in names)
+    quantized = all(is_quantized(name, config.quant, config.lora) for name in names)
     return quantized and not has_bias and all(0 < rank <= MAX_FUSED_RANK for rank in ranks)
 
 
@@ -161,12 +181,22 @@ def _is_fp8(work: Workload) -> bool:
     return work.config.compute.matmul is MatmulKind.fp8
 
 
-def _remakes_norms(work: Workload) -> bool:
-    """Whether keeping a norm's input instead of its output saves anything: not where that is a copy in fp32."""
+def _remade(work: Workload) -> frozenset[str]:
+    """The norms' outputs that are not kept: where keeping the input saves anything, which is no copy in fp32.
+
+    Adapted quantized layers make them again (quantized/lora.py); any other layer with something to train keeps its own.
+    """
     config = work.config
-    is_quantized = config.quant.load_in_4bit or config.quant.load_in_8bit
     keeps_own_input = "rms_norm" in work.fused or work.compute_bytes == 4
-    return is_quantized and keeps_own_input and not config.lora.lora_dropout and not config.lora.use_dora
+    if not keeps_own_input or config.lora.lora_dropout or config.lora.use_dora:
+        return frozenset()
+    keeping = set()
+    for linear in work.shape.linears:
+        name = _name(work, linear)
+        is_adapted = adapter_rank(name, config.lora) > 0
+        if is_saved(name, config.lora) or (is_adapted and not is_quantized(name, config.quant, config.lora)):
+            keeping.add(_input_of(linear))
+    return NORM_OUTPUTS - keeping
 
 
 def _kept_low_rank(work: Workload) -> int:
@@ -175,8 +205,8 @@ def _kept_low_rank(work: Workload) -> int:
     if config.lora.lora_dropout or config.lora.use_dora:
         return 0
     in_gate = GATES if fuses_mlp(work) else ()
-    names = [f"model.layers.0.{linear.name}" for linear in work.shape.linears if linear.name not in in_gate]
-    ranks = [adapter_rank(name, config.lora) for name in names if is_quantized(name, config.quant)]
+    names = [_name(work, linear) for linear in work.shape.linears if linear.name not in in_gate]
+    ranks = [adapter_rank(name, config.lora) for name in names if is_quantized(name, config.quant, config.lora)]
     return sum(ranks) * work.compute_bytes
 
 
@@ -186,5 +216,5 @@ def _saved(work: Workload, policy: Policy) -> dict[str, float]:
         return {"low_rank": _kept_low_rank(work)}
     if policy is Policy.full:  # the checkpoint keeps the input as it is, not a norm's copy of it
         return {"input": work.shape.hidden_size * work.compute_bytes, "low_rank": _kept_low_rank(work)}
-    remade = NORM_OUTPUTS if _remakes_norms(work) and policy is Policy.selective else frozenset()
+    remade = _remade(work) if policy is Policy.selective else frozenset()
     return {name: size for name, size in layer_tensors(work).items() if name not in remade}

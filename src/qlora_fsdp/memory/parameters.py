@@ -82,7 +82,9 @@ def layer_tensors(
         yield Tensor("full_precision", size, compute_bytes)
     for linear in shape.linears:
         name = f"model.layers.{index}.{linear.name}"
-        yield from _linear_tensors(linear, is_quantized(name, quant), quant, compute_bytes)
+        yield from _linear_tensors(linear, is_quantized(name, quant, lora), quant, compute_bytes)
+        if is_saved(name, lora):
+            yield from _saved_tensors(linear)
         rank = adapter_rank(name, lora)
         if rank:
             yield from _adapter_tensors(linear, rank, lora)
@@ -101,7 +103,7 @@ def end_tensors(shape: ModelShape, config: Config, compute_bytes: int) -> dict[s
     head_linear = Linear(HEAD, shape.vocab_size, shape.hidden_size)
     is_tied = shape.is_tied and predicts_tokens
     embeddings, head = [*table], [*table] if predicts_tokens and not is_tied else []
-    if head and quant.llm_int8_skip_modules is not None and is_quantized(HEAD, quant):
+    if head and quant.llm_int8_skip_modules is not None and is_quantized(HEAD, quant, lora):
         head = list(_linear_tensors(head_linear, True, quant, compute_bytes))
     root = [Tensor("full_precision", shape.hidden_size, compute_bytes)]
     for tensors, name in ((embeddings, EMBEDDINGS), (head, HEAD)):
@@ -127,8 +129,10 @@ def num_new_tokens(config: Config) -> int:
 
 
 def is_saved(name: str, lora: LoraConfig) -> bool:
-    """Whether the module of this name is trained as a whole."""
-    return any(_ends_with(name, target) for target in lora.modules_to_save or [])
+    """Whether the module of this name, or one that it lies in, is trained as a whole: by ends of names, as in PEFT."""
+    parts = name.split(".")
+    outer = [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
+    return any(module.endswith(tuple(lora.modules_to_save or [])) for module in outer)
 
 
 def _new_head(shape: ModelShape, config: Config, compute_bytes: int) -> Iterator[Tensor]:
@@ -151,17 +155,22 @@ def optimizer_bytes(tensors: Iterator[Tensor], optimizer: Optimizer, num_shards:
     return total
 
 
-def is_quantized(name: str, quant: QuantConfig) -> bool:
+def is_quantized(name: str, quant: QuantConfig, lora: LoraConfig) -> bool:
     """Whether the linear layer of this name is quantized."""
-    if not (quant.load_in_4bit or quant.load_in_8bit):
+    if not (quant.load_in_4bit or quant.load_in_8bit) or is_saved(name, lora):
         return False
-    return not any(_ends_with(name, skip) for skip in quant.llm_int8_skip_modules or [])
+    return not any(_is_skipped(name, skip) for skip in quant.llm_int8_skip_modules or [])
+
+
+def _is_skipped(name: str, skip: str) -> bool:
+    """As transformers reads llm_int8_skip_modules: a regular expression of outer modules, or the end of a name."""
+    return name.endswith(skip) or re.match(rf"(?:{skip})(?:(?<=\.)|(?=\.|$))", name) is not None
 
 
 def adapter_rank(name: str, lora: LoraConfig) -> int:
     """Rank of the adapter of the linear layer of this name; 0 for none."""
     targets = lora.target_modules
-    if targets != "all-linear" and not _matches(name, targets):
+    if is_saved(name, lora) or (targets != "all-linear" and not _matches(name, targets)):
         return 0
     if lora.exclude_modules is not None and _matches(name, lora.exclude_modules):
         return 0
@@ -204,6 +213,13 @@ def _adapter_tensors(linear: Linear, rank: int, lora: LoraConfig) -> Iterator[Te
     yield Tensor("adapters", rank, linear.in_features * 4)
     yield Tensor("adapters", linear.out_features, rank * 4)
     if lora.use_dora:
+        yield Tensor("adapters", linear.out_features, 4)
+
+
+def _saved_tensors(linear: Linear) -> Iterator[Tensor]:
+    """The trained copy of a layer."""
+    yield Tensor("adapters", linear.out_features, linear.in_features * 4)
+    if linear.has_bias:
         yield Tensor("adapters", linear.out_features, 4)
 
 
