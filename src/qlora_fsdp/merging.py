@@ -19,7 +19,7 @@ import peft
 import torch
 from peft.utils import ModulesToSaveWrapper
 from peft.utils.other import TrainableTokensWrapper
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -305,5 +305,9 @@ def _keys(file: Path) -> Iterator[str]:
 
 def _save(tensors: dict[str, Tensor], target: Path) -> None:
     temporary = target.with_name(f".{target.name}.tmp")
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, {"format": "pt"})
+    try:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, {"format": "pt"})
+    except SafetensorError as error:  # of a full disk, for one
+        temporary.unlink(missing_ok=True)
+        raise OSError(str(error)) from error
     temporary.rename(target)

@@ -140,6 +140,14 @@ def test_a_merge_that_was_cut_off_goes_on_and_another_is_refused(adapters, tmp_p
     assert "holds another merge. Set out to a new folder" in capsys.readouterr().err
 
 
+def test_a_full_disk_is_named(adapters, tmp_path: Path, monkeypatch, capsys):
+    """safetensors has an error of its own for it."""
+    save = merging.save_file
+    monkeypatch.setattr(merging, "save_file", lambda tensors, file, about: save(tensors, "/dev/full/x", about))
+    assert merge.main([f"adapter={adapters['llama']}", f"out={tmp_path / 'merged'}"]) == 2
+    assert "merged can't be written: Error while serializing: I/O error" in capsys.readouterr().err
+
+
 def test_an_adapter_of_another_base_is_refused(adapters, tmp_path: Path, capsys):
     demo = Path(__file__).parents[2] / "demo" / "base"
     arguments = [f"adapter={adapters['llama']}", f"out={tmp_path / 'merged'}", f"model.path={demo}"]
