@@ -223,7 +223,8 @@ class Watch:
             if self._stopped.is_set():
                 return
             if ready:
-                number = self._judge(signal.Signals(os.read(self._read_end, 1)[0]))
+                caught = os.read(self._read_end, 1)[0]
+                number = self._judge(signal.Signals(caught)) if caught in SIGNALS else None  # a library's: SIGCHLD
             elif self.num_ranks > 1 and self._has_failed():
                 number = signal.SIGTERM
                 self._interrupt(number)
