@@ -71,6 +71,20 @@ def test_parameters_are_those_of_the_model(model: str, quant: str):
         assert sum(parts.values()) - parts["workspace"] == expected
 
 
+HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim")
+LEFT_OUT = {"mistral": ["num_key_value_heads"], "qwen3": ["head_dim"], "gemma3_text": ["vocab_size", *HEADS]}
+
+
+@pytest.mark.parametrize("family", LEFT_OUT)
+def test_a_config_that_says_little_means_what_transformers_assumes(family: str):
+    """As those of small Gemma 3 models."""
+    sizes = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "vocab_size": 1000}
+    sizes |= {"num_attention_heads": 32, "num_key_value_heads": 16, "head_dim": 96}
+    values = {name: size for name, size in sizes.items() if name not in LEFT_OUT[family]}
+    whole = AutoConfig.for_model(family, **values).to_dict()
+    assert model_shape({"model_type": family, **values}) == model_shape(whole)
+
+
 # GiB that tensors took in backward on H200s, layers fused (docs/benchmarks.md).
 MEASURED_BACKWARD = [
     (1, "llama3-8b", 512, 1, "keep", (), 7.67),

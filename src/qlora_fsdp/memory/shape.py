@@ -8,6 +8,13 @@ from typing import Any
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "phi3")
 
+# What transformers assumes where a config.json says nothing, as those of small Gemma 3 models do.
+DEFAULTS: dict[str, dict[str, int]] = {
+    "mistral": {"num_key_value_heads": 8},
+    "qwen3": {"head_dim": 128},
+    "gemma3_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262208},
+}
+
 
 @dataclass(frozen=True)
 class Linear:
@@ -98,6 +105,7 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape | None:
     family = config.get("model_type", "")
     if family not in FAMILIES:
         return None
+    config = DEFAULTS.get(family, {}) | dict(config)
     hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
     kv_heads = int(config.get("num_key_value_heads") or heads)
     head_dim = int(config.get("head_dim") or hidden // heads)
