@@ -80,6 +80,8 @@ def _why_none_for_rows(config: PretrainedConfig, device: torch.device, dtype: to
         return "it needs a GPU of compute capability 8.0 or newer"
     if getattr(config, "attn_logit_softcapping", None):
         return "it can't cap attention logits, as this model does"
+    if getattr(config, "attention_dropout", None):
+        return "it can't drop attention weights, as this model does (attention_dropout)"
     size = head_dim(config)
     if size > MAX_HEAD_DIM or size % 8:
         return f"its head size {size} is not a multiple of 8 up to {MAX_HEAD_DIM}"

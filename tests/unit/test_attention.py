@@ -85,6 +85,15 @@ def test_auto_takes_it_where_it_works_and_says_why_not_elsewhere(hopper, monkeyp
         attention.choose_attention("flash_attention_4", config, CPU, torch.bfloat16)
 
 
+def test_a_model_that_drops_attention_weights_gets_a_kernel_that_can(hopper):
+    config = LlamaConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, attention_dropout=0.1)
+    hopper(whole, packed)
+    name, note = attention.choose_attention("auto", config, torch.device("cuda", 0), torch.bfloat16)
+    assert name == "sdpa" and "it can't drop attention weights" in note
+    with pytest.raises(ConfigError, match="varlen can't be used: it can't drop attention weights"):
+        attention.choose_attention("varlen", config, torch.device("cuda", 0), torch.bfloat16)
+
+
 @pytest.mark.parametrize("lengths", [None, [5, 7, 12]])
 @pytest.mark.parametrize("is_short", [False, True])
 def test_it_gets_tokens_before_heads_and_where_rows_start(hopper, monkeypatch, lengths: list[int] | None, is_short):
