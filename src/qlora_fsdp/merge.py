@@ -19,6 +19,7 @@ from qlora_fsdp.config.commands import AdapterSettings
 from qlora_fsdp.config.schema import Config, EmbeddingStorage, QuantType4bit, TaskName, TokenizerConfig, Weights
 from qlora_fsdp.config.settings import show
 from qlora_fsdp.errors import ConfigError, Problem
+from qlora_fsdp.files import write_json
 from qlora_fsdp.imports import quick_imports
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def merge(settings: MergeSettings, config: Config, processes: Processes) -> None
     assert settings.adapter is not None and settings.out is not None
     with quick_imports():
         from qlora_fsdp.inference import build_trained
-        from qlora_fsdp.merging import Merge, merge_files
+        from qlora_fsdp.merging import Merge, merge_files, merging_to
 
     built_as = config
     if settings.quantize is not None and settings.base == "full":  # whichever the adapter was trained on
@@ -89,8 +90,9 @@ def merge(settings: MergeSettings, config: Config, processes: Processes) -> None
     if settings.report_data is not None:
         config.data.path, config.data.mix, config.data.max_rows = settings.report_data, {}, None
         report = compare(settings, config, processes)
-        (Path(out).expanduser() / "merge_report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         print(json.dumps(report))
+        with merging_to(out):
+            write_json(Path(out).expanduser() / "merge_report.json", report)
 
 
 def compare(settings: MergeSettings, config: Config, processes: Processes) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -27,7 +28,7 @@ from tqdm import tqdm
 from qlora_fsdp.adapters import ADAPTER
 from qlora_fsdp.build import BuiltModel
 from qlora_fsdp.errors import CheckpointError, RunFolderError
-from qlora_fsdp.files import digest_file
+from qlora_fsdp.files import digest_file, write_json
 from qlora_fsdp.load.files import INDEX_NAME, SINGLE_NAME, StoredTensor
 from qlora_fsdp.load.fill import Assignment, fill_from_files
 from qlora_fsdp.model_files import ModelFiles
@@ -86,13 +87,24 @@ def merge_files(merge: Merge) -> None:
             f"{folder} is quantized and has no full-precision weights to merge onto. Set base=dequantized, or "
             "model.path to the model in full precision."
         )
-    try:
+    with merging_to(merge.out):
         _open_folder(merge)
         changes = _find_changes(merge)
         untied = _write_weights(merge, changes)
         _write_config(merge, folder, untied)
+
+
+@contextmanager
+def merging_to(out: str | Path) -> Iterator[None]:
+    """Around what is written to the folder of the result: a failure names the setting.
+
+    Raises:
+        RunFolderError: no permission, read-only, or full.
+    """
+    try:
+        yield
     except OSError as error:
-        raise RunFolderError(f"out={merge.out} can't be written: {error}. Free space there, or set another.") from error
+        raise RunFolderError(f"out={out} can't be written: {error}. Free space there, or set another.") from error
 
 
 def _open_folder(merge: Merge) -> None:
@@ -110,7 +122,7 @@ def _open_folder(merge: Merge) -> None:
             raise RunFolderError(f"out={merge.out} holds another merge. Set out to a new folder, or remove this one.")
     elif any(merge.out.iterdir()):
         raise RunFolderError(f"out={merge.out} is not empty. Set out to a new folder.")
-    file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    write_json(file, record)
 
 
 def _find_changes(merge: Merge) -> dict[str, dict[str, Tensor]]:

@@ -148,6 +148,23 @@ def test_a_full_disk_is_named(adapters, tmp_path: Path, monkeypatch, capsys):
     assert "merged can't be written: Error while serializing: I/O error" in capsys.readouterr().err
 
 
+def test_a_merge_whose_disk_was_full_at_once_can_be_started_again(adapters, tmp_path: Path, monkeypatch, capsys):
+    """No half of its record is left, which the next start would read."""
+    arguments, write = [f"adapter={adapters['llama']}", f"out={tmp_path / 'merged'}"], Path.write_text
+
+    def write_half(path: Path, text: str, **options: str) -> int:
+        if path.parent != tmp_path / "merged":
+            return write(path, text, **options)
+        write(path, text[: len(text) // 2], **options)
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(Path, "write_text", write_half)
+        assert merge.main(arguments) == 2
+    assert "merged can't be written: [Errno 28]" in capsys.readouterr().err
+    assert merge.main(arguments) == 0
+
+
 def test_an_adapter_of_another_base_is_refused(adapters, tmp_path: Path, capsys):
     demo = Path(__file__).parents[2] / "demo" / "base"
     arguments = [f"adapter={adapters['llama']}", f"out={tmp_path / 'merged'}", f"model.path={demo}"]
