@@ -49,6 +49,7 @@ OTHER_NUMBERS = {
     "fp4 without double quantization": ["quant=fp4", "quant.bnb_4bit_use_double_quant=false"],
     "int8": ["quant=int8"],
     "dora": ["lora.use_dora=true"],
+    "ranks without a row of A": ["lora.r=1"],
     "head and embeddings trained": ["lora.modules_to_save=[lm_head,embed_tokens]"],
 }
 
