@@ -54,6 +54,7 @@ CASES: dict[str, list[str]] = {
     "tied": [TIED],
     "ends trained": ["lora.modules_to_save=[embed_tokens,lm_head]"],
     "head trained": ["lora.modules_to_save=[lm_head]"],
+    "norms trained": ["lora.modules_to_save=[norm]"],
     "layers trained": ["lora.modules_to_save=[down_proj,v_proj]", "lora.target_modules=[q_proj,v_proj]"],
     "MLPs trained, no skips": ["lora.modules_to_save=[mlp,lm_head]", "quant.llm_int8_skip_modules=[]"],
     "some layers unquantized": ["quant.llm_int8_skip_modules=[model.layers.0,'.*v_proj',lm_head]"],

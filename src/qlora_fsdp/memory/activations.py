@@ -12,7 +12,7 @@ from enum import Enum
 
 from qlora_fsdp.config.schema import MatmulKind
 from qlora_fsdp.memory.parameters import adapter_rank, is_quantized, is_saved
-from qlora_fsdp.memory.shape import Linear
+from qlora_fsdp.memory.shape import HEAD_NORMS, Linear
 from qlora_fsdp.memory.workload import Workload
 
 
@@ -59,10 +59,13 @@ def layer_tensors(work: Workload) -> dict[str, float]:
         table |= {"attention_projected": stream, "mlp_projected": stream, "post_rstd": 8}
     if "glu" not in work.fused and not fuses_mlp(work):
         table["activated"] = inner
+    for norm, (name, width) in _norm_inputs(work).items():
+        if is_saved(_name(work, norm), lora):  # computes in fp32, and keeps that copy of its input
+            table[name] = width * 4
     low_rank = dropped = dora = 0.0
     for linear in shape.linears:
-        rank, name = adapter_rank(_name(work, linear), lora), _input_of(linear)
-        if is_saved(_name(work, linear), lora):
+        rank, name = adapter_rank(_name(work, linear.name), lora), _input_of(linear)
+        if is_saved(_name(work, linear.name), lora):
             table.setdefault(name, linear.in_features * item)
         if not rank:
             continue
@@ -77,9 +80,22 @@ def layer_tensors(work: Workload) -> dict[str, float]:
     return {name: size for name, size in table.items() if size}
 
 
-def _name(work: Workload, linear: Linear) -> str:
+def _name(work: Workload, part: str) -> str:
     """In the layer in the middle, which stands for all: settings that tell layers apart leave out the first or last."""
-    return f"model.layers.{work.shape.num_layers // 2}.{linear.name}"
+    return f"model.layers.{work.shape.num_layers // 2}.{part}"
+
+
+def _norm_inputs(work: Workload) -> dict[str, tuple[str, int]]:
+    """The tensor of the table that each norm gets, and its width."""
+    shape = work.shape
+    streams: tuple[str, ...] = ("input", "residual")
+    if shape.has_post_norms:
+        streams = ("input", "attention_projected", "residual", "mlp_projected")
+    found = {norm: (stream, shape.hidden_size) for norm, stream in zip(shape.norms, streams, strict=False)}
+    if shape.has_head_norms:
+        queries, keys = HEAD_NORMS
+        found |= {queries: ("query_before_norm", shape.query_size), keys: ("key_before_norm", shape.key_size)}
+    return found
 
 
 def _input_of(linear: Linear) -> str:
@@ -150,7 +166,7 @@ def dequantized_bytes(work: Workload) -> int:
     sizes = [
         linear.out_features * linear.in_features
         for linear in shape.linears
-        if is_quantized(_name(work, linear), config.quant, config.lora)
+        if is_quantized(_name(work, linear.name), config.quant, config.lora)
     ]
     if _is_fp8(work):
         return max(sizes, default=0) * (2 if fuses_mlp(work) and not shape.has_fused_linears else 1)
@@ -160,7 +176,7 @@ def dequantized_bytes(work: Workload) -> int:
 def _cast_bytes(work: Workload) -> int:
     """Copies in the compute dtype of a layer's matrices that are trained in fp32, which backward needs."""
     shape, lora = work.shape, work.config.lora
-    saved = [linear for linear in shape.linears if is_saved(_name(work, linear), lora)]
+    saved = [linear for linear in shape.linears if is_saved(_name(work, linear.name), lora)]
     weights = sum(linear.out_features * linear.in_features for linear in saved)
     return weights * work.compute_bytes if work.compute_bytes < 4 else 0
 
@@ -170,7 +186,7 @@ def fuses_mlp(work: Workload) -> bool:
     config, shape = work.config, work.shape
     if not config.kernels.fuse_layers or config.lora.lora_dropout or config.lora.use_dora:
         return False
-    names = [_name(work, linear) for linear in shape.linears if linear.name.startswith("mlp.")]
+    names = [_name(work, linear.name) for linear in shape.linears if linear.name.startswith("mlp.")]
     ranks = [adapter_rank(name, config.lora) for name in names]
     has_bias = any(linear.has_bias for linear in shape.linears if linear.name in GATES)
     quantized = all(is_quantized(name, config.quant, config.lora) for name in names)
@@ -184,15 +200,18 @@ def _is_fp8(work: Workload) -> bool:
 def _remade(work: Workload) -> frozenset[str]:
     """The norms' outputs that are not kept: where keeping the input saves anything, which is no copy in fp32.
 
-    Adapted quantized layers make them again (quantized/lora.py); any other layer with something to train keeps its own.
+    Adapted quantized layers make them again (quantized/lora.py), of norms that are frozen; any other layer with
+    something to train keeps its own.
     """
     config = work.config
     keeps_own_input = "rms_norm" in work.fused or work.compute_bytes == 4
     if not keeps_own_input or config.lora.lora_dropout or config.lora.use_dora:
         return frozenset()
-    keeping = set()
+    outputs = {"input": "attention_norm", "residual": "mlp_norm"}
+    saved = (name for norm, (name, _) in _norm_inputs(work).items() if is_saved(_name(work, norm), config.lora))
+    keeping = {outputs.get(name, name) for name in saved}
     for linear in work.shape.linears:
-        name = _name(work, linear)
+        name = _name(work, linear.name)
         is_adapted = adapter_rank(name, config.lora) > 0
         if is_saved(name, config.lora) or (is_adapted and not is_quantized(name, config.quant, config.lora)):
             keeping.add(_input_of(linear))
@@ -205,7 +224,7 @@ def _kept_low_rank(work: Workload) -> int:
     if config.lora.lora_dropout or config.lora.use_dora:
         return 0
     in_gate = GATES if fuses_mlp(work) else ()
-    names = [_name(work, linear) for linear in work.shape.linears if linear.name not in in_gate]
+    names = [_name(work, linear.name) for linear in work.shape.linears if linear.name not in in_gate]
     ranks = [adapter_rank(name, config.lora) for name in names if is_quantized(name, config.quant, config.lora)]
     return sum(ranks) * work.compute_bytes
 

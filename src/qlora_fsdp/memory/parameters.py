@@ -25,7 +25,7 @@ from qlora_fsdp.sizes import BLOCKSIZE, NESTED_BLOCKSIZE
 
 MIN_8BIT_ELEMENTS = 4096  # bitsandbytes keeps fp32 state for smaller tensors
 BLOCK_8BIT = 256  # elements of its 8-bit state that share a scale
-EMBEDDINGS, HEAD = "model.embed_tokens", "lm_head"
+EMBEDDINGS, LAST_NORM, HEAD = "model.embed_tokens", "model.norm", "lm_head"
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,10 @@ def layer_tensors(
     shape: ModelShape, index: int, quant: QuantConfig, lora: LoraConfig, compute_bytes: int
 ) -> Iterator[Tensor]:
     """The parameters of transformer layer `index`."""
-    for size in shape.norm_sizes:
+    for norm, size in shape.norms.items():
         yield Tensor("full_precision", size, compute_bytes)
+        if is_saved(f"model.layers.{index}.{norm}", lora):
+            yield Tensor("adapters", size, 4)
     for linear in shape.linears:
         name = f"model.layers.{index}.{linear.name}"
         yield from _linear_tensors(linear, is_quantized(name, quant, lora), quant, compute_bytes)
@@ -106,6 +108,8 @@ def end_tensors(shape: ModelShape, config: Config, compute_bytes: int) -> dict[s
     if head and quant.llm_int8_skip_modules is not None and is_quantized(HEAD, quant, lora):
         head = list(_linear_tensors(head_linear, True, quant, compute_bytes))
     root = [Tensor("full_precision", shape.hidden_size, compute_bytes)]
+    if is_saved(LAST_NORM, lora):
+        root.append(Tensor("adapters", shape.hidden_size, 4))
     for tensors, name in ((embeddings, EMBEDDINGS), (head, HEAD)):
         if name == HEAD and not predicts_tokens:
             continue

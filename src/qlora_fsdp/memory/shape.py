@@ -15,6 +15,10 @@ DEFAULTS: dict[str, dict[str, int]] = {
     "gemma3_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262208},
 }
 
+NORMS = ("input_layernorm", "post_attention_layernorm")
+POST_NORMS = (*NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm")
+HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
+
 
 @dataclass(frozen=True)
 class Linear:
@@ -36,7 +40,7 @@ class ModelShape:
 
     Attributes:
         linears: of one layer.
-        norm_sizes: number of weights of each norm of one layer.
+        norms: of one layer: names, as in the model behind `model.layers.N.`, and numbers of weights.
         has_head_norms: queries and keys are normalized a head (Qwen 3, Gemma 3).
         has_post_norms: what attention and MLP give is normalized too (Gemma 3).
         has_fused_linears: q, k, v are one linear layer, and gate and up are one (Phi 3).
@@ -53,7 +57,7 @@ class ModelShape:
     head_dim: int
     vocab_size: int
     linears: tuple[Linear, ...]
-    norm_sizes: tuple[int, ...]
+    norms: dict[str, int]
     has_head_norms: bool
     has_post_norms: bool
     has_fused_linears: bool
@@ -84,7 +88,7 @@ class ModelShape:
     def num_parameters(self) -> int:
         """Of the base model, as its authors count them."""
         biases = sum(linear.out_features for linear in self.linears if linear.has_bias)
-        layer = self.layer_weights + biases + sum(self.norm_sizes)
+        layer = self.layer_weights + biases + sum(self.norms.values())
         return self.num_layers * layer + self.hidden_size + self.vocab_weights * (1 if self.is_tied else 2)
 
 
@@ -114,6 +118,7 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape | None:
     has_head_norms, has_post_norms = family in ("qwen3", "gemma3_text"), is_gemma
     attention_bias = family == "qwen2" or bool(config.get("attention_bias", False))
     mlp_bias = bool(config.get("mlp_bias", False))
+    norms = POST_NORMS if has_post_norms else NORMS
     query, key = heads * head_dim, kv_heads * head_dim
     if is_fused:
         inputs = [Linear("self_attn.qkv_proj", query + 2 * key, hidden)]
@@ -140,7 +145,7 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape | None:
             *gates,
             Linear("mlp.down_proj", hidden, inner, mlp_bias),
         ),
-        norm_sizes=(hidden,) * (4 if has_post_norms else 2) + ((head_dim,) * 2 if has_head_norms else ()),
+        norms=dict.fromkeys(norms, hidden) | dict.fromkeys(HEAD_NORMS if has_head_norms else (), head_dim),
         has_head_norms=has_head_norms,
         has_post_norms=has_post_norms,
         has_fused_linears=is_fused,
