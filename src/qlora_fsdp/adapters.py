@@ -18,6 +18,7 @@ import torch
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.dora import DoraLinearLayer
 from peft.utils import ModulesToSaveWrapper
+from peft.utils.constants import DUMMY_TARGET_MODULES
 from peft.utils.other import TrainableTokensWrapper
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -130,7 +131,7 @@ def _check_names(model: nn.Module, config: LoraConfig) -> None:
     problems = []
     for key in ("target_modules", "exclude_modules", "modules_to_save"):
         wanted = getattr(config, key)
-        if wanted is None or wanted == "all-linear":
+        if wanted in (None, "all-linear", DUMMY_TARGET_MODULES):
             continue
         if isinstance(wanted, str):
             if not any(re.fullmatch(wanted, name) for name in names):

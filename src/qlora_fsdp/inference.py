@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import peft
 import torch
+from peft.utils.constants import DUMMY_TARGET_MODULES
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase
@@ -40,7 +41,7 @@ from qlora_fsdp.tables import count
 from qlora_fsdp.task_model import TaskModel
 
 ANOTHER = "set data.chat_template=chatml (or llama3, alpaca, or a Jinja file)"
-NO_ADAPTER = LoraConfig(r=1)  # B is zero: it changes nothing
+NO_ADAPTER = LoraConfig(r=1, target_modules=DUMMY_TARGET_MODULES)  # PEFT's wrapper around nothing
 PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")  # of lora.init_lora_weights: the base stays what it is
 OTHER_PASSES = (  # of PEFT's LoraConfig: a forward pass that is not base + B A
     "alora_invocation_tokens",

@@ -1,0 +1,86 @@
+"""Families that are not packed: experts fused into one tensor, and GPT-2's Conv1D, are no nn.Linear."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from qlora_fsdp import evaluate, generate, merge, train
+from tests.helpers.checkpoints import SHAPE
+from tests.helpers.quick_config import load_config
+from tests.helpers.ranks import Meeting, run_ranks
+from tests.helpers.reference import load_stock
+from tests.helpers.runs import settings, write_rows
+
+pytestmark = pytest.mark.distributed
+NUM_ROWS = 6
+CASES = {  # GPT-2 in full precision, as transformers quantizes its Conv1D and we do not
+    "qwen3_moe": ({"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 16}, []),
+    "mixtral": ({"num_local_experts": 4, "num_experts_per_tok": 2}, []),
+    "gpt2": ({}, ["quant=none"]),
+}
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("bases")
+    for family, (shape, _) in CASES.items():
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(family, **{**SHAPE, **shape}, initializer_range=0.1)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model.save_pretrained(folder / family, save_original_format=False)
+    return {family: folder / family for family in CASES}
+
+
+@pytest.fixture(scope="module")
+def few_rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_rows(tmp_path_factory.mktemp("rows") / "rows.jsonl", NUM_ROWS)
+
+
+def evaluate_here(arguments: list[str]) -> str:
+    Meeting.new_port()
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        assert evaluate.main(arguments) == 0
+    return printed.getvalue()
+
+
+def stock_loss(model: nn.Module, rows: Path) -> float:
+    loss_sum, num_targets = 0.0, 0
+    for row in map(json.loads, rows.read_text().splitlines()):
+        prompt, text = (256, *row["prompt"].encode()), (256, *(row["prompt"] + row["completion"]).encode(), 257)
+        ids = torch.tensor([text[:64]])
+        with torch.no_grad():
+            logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1]
+        targets = ids[0, len(prompt) :]
+        loss_sum += nn.functional.cross_entropy(logits, targets, reduction="sum").item()
+        num_targets += len(targets)
+    return loss_sum / num_targets
+
+
+@pytest.mark.parametrize(("family", "num_ranks"), [*((family, 1) for family in CASES), ("qwen3_moe", 2)])
+def test_the_base_alone(bases, few_rows: Path, family: str, num_ranks: int):
+    base = [f"model.path={bases[family]}", "model.tokenizer_path=bytes", *CASES[family][1]]
+    data = [f"data.path={few_rows}", f"data.cache_folder={few_rows.parent}", "training.max_length=64"]
+    found, *_ = run_ranks(num_ranks, evaluate_here, [*base, *data, "training=padded"])
+    expected = stock_loss(load_stock(bases[family], load_config(base).quant).eval(), few_rows)
+    assert json.loads(found)["loss"] == pytest.approx(expected, abs=1e-5)
+    if num_ranks == 1:
+        assert generate.main([*base, "prompt=rain", "max_new_tokens=2"]) == 0
+
+
+def test_a_merge_with_a_report(bases, few_rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    more = ["lora=attention", "training.max_steps=2", f"run.folder={tmp_path / 'run'}"]
+    assert train.main(settings(bases["qwen3_moe"], few_rows, *more, packing=False)) == 0
+    report = [f"report_data={few_rows}", "report_rows=2", f"data.cache_folder={few_rows.parent}"]
+    arguments = [f"adapter={tmp_path / 'run' / 'adapter'}", f"out={tmp_path / 'merged'}", "base=dequantized"]
+    assert merge.main([*arguments, *report]) == 0
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert figures["loss_merged"] == pytest.approx(figures["loss_trained"], abs=1e-5)
