@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AttentionInterface, PretrainedConfig
+from transformers import MODEL_MAPPING, AttentionInterface, PretrainedConfig
 
 from qlora_fsdp import flash_4
 from qlora_fsdp.errors import ConfigError, Problem
@@ -23,7 +23,6 @@ from qlora_fsdp.errors import ConfigError, Problem
 VARLEN = "qlora_fsdp_varlen"
 FLASH_4 = "qlora_fsdp_varlen_4"  # "flash" in a name would have transformers look for a package of its own
 MAX_HEAD_DIM = 256
-EAGER_FAMILIES = {"longformer", "big_bird", "deberta", "deberta-v2"}  # their attention is their own code
 
 
 def choose_attention(
@@ -44,7 +43,7 @@ def choose_attention(
     Raises:
         ConfigError: `varlen` or `flash_attention_4` was asked for and can't run this model here.
     """
-    config = config.get_text_config()
+    whole, config = config, config.get_text_config()
     neither = _why_none_for_rows(config, device, dtype) if is_causal else "padding is masked, which it can't do"
     no_varlen, no_flash_4 = neither, neither
     if neither is None and find_spec("torch.nn.attention.varlen") is None:
@@ -64,7 +63,7 @@ def choose_attention(
         AttentionInterface.register(VARLEN, varlen_attention)
         return VARLEN, _note(no_flash_4, device) if wanted == "auto" else None
     if wanted == "auto":
-        is_plain = getattr(config, "attn_logit_softcapping", None) or config.model_type in EAGER_FAMILIES
+        is_plain = getattr(config, "attn_logit_softcapping", None) or _lacks_sdpa(whole, config)
         is_slower = is_causal and device.type == "cuda" and config.model_type in PACKED_FAMILIES
         note = f"varlen attention can't be used: {no_varlen}; packed rows are kept apart by a mask (slower)"
         return ("eager" if is_plain else "sdpa"), note if is_slower else None
@@ -88,6 +87,13 @@ def _why_none_for_rows(config: PretrainedConfig, device: torch.device, dtype: to
     if getattr(config, "model_type", "") not in PACKED_FAMILIES:
         return f"it was not tested with model_type={config.model_type}"
     return None
+
+
+def _lacks_sdpa(*configs: PretrainedConfig) -> bool:
+    """Whether transformers' classes for these refuse sdpa: their attention is their own code, or they have none."""
+    found: list[Any] = [MODEL_MAPPING.get(type(config), ()) for config in configs]  # a class or several; none: its own
+    classes = [each for some in found for each in (some if isinstance(some, tuple) else (some,))]
+    return any(not each._supports_sdpa for each in classes)
 
 
 def head_dim(config: PretrainedConfig) -> int:

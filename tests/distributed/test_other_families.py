@@ -16,8 +16,8 @@ from qlora_fsdp import evaluate, generate, merge, train
 from tests.helpers.checkpoints import SHAPE
 from tests.helpers.quick_config import load_config
 from tests.helpers.ranks import Meeting, run_ranks
-from tests.helpers.reference import load_stock
-from tests.helpers.runs import settings, write_rows
+from tests.helpers.reference import load_stock, stock_losses
+from tests.helpers.runs import settings, train_here, write_rows
 
 pytestmark = pytest.mark.distributed
 NUM_ROWS = 6
@@ -26,17 +26,21 @@ CASES = {  # GPT-2 in full precision, as transformers quantizes its Conv1D and w
     "mixtral": ({"num_local_experts": 4, "num_experts_per_tok": 2}, []),
     "gpt2": ({}, ["quant=none"]),
 }
+WITHOUT_SDPA = {
+    "bloom": ({}, []),
+    "gpt_oss": ({"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}, ["lora=attention"]),
+}
 
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("bases")
-    for family, (shape, _) in CASES.items():
+    for family, (shape, _) in (CASES | WITHOUT_SDPA).items():
         torch.manual_seed(0)
         config = AutoConfig.for_model(family, **{**SHAPE, **shape}, initializer_range=0.1)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         model.save_pretrained(folder / family, save_original_format=False)
-    return {family: folder / family for family in CASES}
+    return {family: folder / family for family in CASES | WITHOUT_SDPA}
 
 
 @pytest.fixture(scope="module")
@@ -84,3 +88,16 @@ def test_a_merge_with_a_report(bases, few_rows: Path, tmp_path: Path, capsys: py
     assert merge.main([*arguments, *report]) == 0
     figures = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert figures["loss_merged"] == pytest.approx(figures["loss_trained"], abs=1e-5)
+
+
+@pytest.mark.parametrize("family", WITHOUT_SDPA)
+def test_auto_takes_eager_where_transformers_has_no_sdpa(
+    bases, few_rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], family: str
+):
+    more = [*WITHOUT_SDPA[family][1], "training.max_steps=2", f"run.folder={tmp_path / 'run'}"]
+    argv = settings(bases[family], few_rows, *more, packing=False)
+    (found,) = run_ranks(1, train_here, argv)
+    assert found.losses == pytest.approx(stock_losses(argv), abs=1e-4)
+    assert "eager attention" in (tmp_path / "run" / "train.log").read_text()
+    assert train.main([*argv, "model.attn_implementation=sdpa"]) == 2
+    assert "model.attn_implementation=eager" in capsys.readouterr().err

@@ -172,7 +172,7 @@ class ModelConfig:
     # `random` makes up weights from the config alone: dry runs at real size, with no download.
     weights: Weights = Weights.checkpoint
     # Attention kernel. `auto`: flash_attention_4 where it is installed, on a Hopper or Blackwell GPU; else varlen,
-    # where torch and the GPU have it; else sdpa.
+    # where torch and the GPU have it; else sdpa, or eager for models that transformers has no sdpa for.
     attn_implementation: AttnImplementation = AttnImplementation.auto
     # Keep the quantized weights in files (bitsandbytes' format), which later runs and the jobs of a sweep load: a
     # quarter of the bytes, quantized already. Written by the first run that needs them.
