@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -33,7 +34,9 @@ from qlora_fsdp.load.files import list_some
 from qlora_fsdp.load.fill import Assignment
 from qlora_fsdp.model_files import ModelFiles
 from qlora_fsdp.multimodal import find_decoder
+from qlora_fsdp.plan import dtype_name
 from qlora_fsdp.quantized import Format, QuantizedEmbedding, QuantizedLinear, parse_storage
+from qlora_fsdp.tables import count, show_bytes, show_size
 
 AUTO_CLASSES: dict[TaskName, Any] = {
     TaskName.causal_lm: AutoModelForCausalLM,
@@ -151,6 +154,8 @@ def build_model(
                 if all(should_convert_module(name, [skip]) for name in linears):
                     notes.append(f"quant.llm_int8_skip_modules: {skip} fits no linear layer, so that none is left out")
             _swap_chosen_linears(model, format, quant, dtype, [*(keep or []), *head])
+    if format is not None:
+        notes += _note_experts(model, format)
     if quant.embeddings is EmbeddingStorage.int8:
         _swap_ends(model, parse_storage(quant.bnb_4bit_quant_storage.value), dtype, new_head=bool(head))
     model.requires_grad_(False)
@@ -256,6 +261,26 @@ def _swap_chosen_linears(
                 )
             ]
         )
+
+
+def _note_experts(model: PreTrainedModel, format: Format) -> list[str]:
+    """Experts that are one tensor, most of such a model, which is then far larger than its number of bits says."""
+    if not any("expert" in key for key in model.config.get_text_config().to_dict()):
+        return []
+    found = {
+        name: [p for p in module.parameters(recurse=False) if p.ndim > 2 and len(p) > 1]
+        for name, module in model.named_modules()
+        if not isinstance(module, (QuantizedLinear, _ConvNd))
+    }
+    names, params = [name for name in found if found[name]], [p for each in found.values() for p in each]
+    if not params:
+        return []
+    modules = f"{count(len(names), 'module')} such as {names[0]}"
+    size = show_bytes(sum(p.numel() * p.dtype.itemsize for p in params))
+    return [
+        f"{show_size(sum(p.numel() for p in params))} parameters stay in {dtype_name(params[0].dtype)} ({size}): "
+        f"{format.quant_type} is for linear layers, and experts are one tensor in {modules}"
+    ]
 
 
 def _check_stored(model: nn.Module, formats: dict[str, Format]) -> None:

@@ -51,6 +51,7 @@ from qlora_fsdp.resume import (
 from qlora_fsdp.run_folder import check_room, close_run_folder, log, open_run_folder, writing
 from qlora_fsdp.saver import Saver
 from qlora_fsdp.shard import place_model, shard_model
+from qlora_fsdp.tables import show_bytes
 from qlora_fsdp.watch import Watch
 
 
@@ -142,9 +143,9 @@ def _load_and_prove(
     prepared.peaks.enter("proof")
     proof = prove_shards(model, units, processes, int(os.environ.get("WORLD_SIZE", 1)))
     proof_seconds = time.perf_counter() - started - load_seconds
-    proved = f"proved {_bytes(proof.num_bytes)} in {proof.num_tensors} gathered tensors, 0 bytes differ, "
+    proved = f"proved {show_bytes(proof.num_bytes)} in {proof.num_tensors} gathered tensors, 0 bytes differ, "
     log.info(
-        f"Loaded {_bytes(num_read)} a rank in {load_seconds:.1f} s ({num_read / load_seconds / 1e9:.2f} GB/s); "
+        f"Loaded {show_bytes(num_read)} a rank in {load_seconds:.1f} s ({num_read / load_seconds / 1e9:.2f} GB/s); "
         f"{f'{proved}in {proof_seconds:.1f} s' if units else 'nothing is sharded: each rank has the whole base'}"
     )
     return {
@@ -281,7 +282,3 @@ def _complete(world: World, processes: Processes) -> World:
     has_bf16 = not cuda or torch.cuda.is_bf16_supported(including_emulation=False)
     has_fp8 = cuda and torch.cuda.get_device_capability() >= (8, 9)
     return replace(world, device_type="cuda" if cuda else "cpu", has_bf16=has_bf16, has_fp8=has_fp8)
-
-
-def _bytes(number: int) -> str:
-    return f"{number / 2**30:.2f} GiB" if number >= 2**29 else f"{number / 2**20:.1f} MiB"

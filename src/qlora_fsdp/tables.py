@@ -33,3 +33,8 @@ def count(number: int, what: str) -> str:
 def show_size(number: int) -> str:
     """A number of parameters: `70.55 B` or `3.48 M`."""
     return f"{number / 1e9:.2f} B" if number >= 1e8 else f"{number / 1e6:.2f} M"
+
+
+def show_bytes(number: int) -> str:
+    """`1.50 GiB` or `36.0 MiB`."""
+    return f"{number / 2**30:.2f} GiB" if number >= 2**29 else f"{number / 2**20:.1f} MiB"
