@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import socket
 from copy import copy
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import cast
+from typing import Any, cast
 
 import peft
 import torch
+from peft.utils import ModulesToSaveWrapper
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qlora_fsdp import __version__
@@ -22,6 +24,7 @@ from qlora_fsdp.config.commands import SETTINGS_FILE
 from qlora_fsdp.distributed import Processes
 from qlora_fsdp.errors import RunFolderError
 from qlora_fsdp.new_tokens import count_tokens
+from qlora_fsdp.quantized import QuantizedLinear
 from qlora_fsdp.run_folder import writing
 from qlora_fsdp.shards import gather_rows, local_tensor, shard_group
 
@@ -38,7 +41,7 @@ Trained with qlora-fsdp {version}: {card}.
 ```python
 {usage}
 ```
-"""
+{quantized}"""
 
 USAGE = """\
 from peft import PeftModel
@@ -55,6 +58,28 @@ folder = "path/to/this/folder"
 config = AutoConfig.from_pretrained(folder)  # has the labels; the head is in the adapter
 model = {auto_class}.from_pretrained("{base}", config=config){resize}
 model = PeftModel.from_pretrained(model, folder)"""
+
+# PEFT finds no place for a trained layer where bitsandbytes has made codes of the base's.
+QUANTIZED = """
+Onto a quantized base, which must have the layers that were trained in full as they are:
+
+```python
+import torch
+from transformers import BitsAndBytesConfig
+{imports}
+
+quantization = BitsAndBytesConfig(
+    {options},
+    llm_int8_skip_modules={skip},
+)
+{lines}
+```
+"""
+OPTIONS_4BIT = """\
+load_in_4bit=True,
+    bnb_4bit_quant_type="{quant_type}",
+    bnb_4bit_use_double_quant={double_quant},
+    bnb_4bit_compute_dtype={dtype}"""
 
 CLASSIFIERS = {"SEQ_CLS": "AutoModelForSequenceClassification", "TOKEN_CLS": "AutoModelForTokenClassification"}
 RESIZE = "\nmodel.resize_token_embeddings({num_tokens})  # as many as the tokenizer in this folder has"
@@ -169,8 +194,35 @@ def write_adapter(
     num_tokens, num_rows = count_tokens(base_model)
     resize = RESIZE.format(num_tokens=num_tokens) if num_tokens > num_rows else ""
     usage = (CLASSIFIER_USAGE if auto_class else USAGE).format(base=base, resize=resize, auto_class=auto_class)
-    (folder / "README.md").write_text(CARD.format(base=base, version=__version__, card=card, usage=usage))
+    quantized = _quantized_usage(model, usage, base)
+    readme = CARD.format(base=base, version=__version__, card=card, usage=usage, quantized=quantized)
+    (folder / "README.md").write_text(readme)
     (folder / SETTINGS_FILE).write_text(settings, encoding="utf-8")
+
+
+def _quantized_usage(model: peft.PeftModel, usage: str, base: str) -> str:
+    """How to load the adapter onto a quantized base, if that takes more than its BitsAndBytesConfig; else nothing."""
+    base_model = cast(PreTrainedModel, model.get_base_model())
+    modules, head = dict(base_model.named_modules()), base_model.get_output_embeddings()
+    formats = [m.format for m in modules.values() if isinstance(m, QuantizedLinear) and m is not head]
+    config: Any = model.peft_config[ADAPTER]
+    wanted, skip = config.modules_to_save or (), set[str]()
+    for name, module in modules.items():
+        if isinstance(module, ModulesToSaveWrapper):
+            start = len(name) - max((len(end) for end in wanted if name.endswith(end)), default=len(name))
+            linears = [n for n, m in module.original_module.named_modules() if isinstance(m, nn.Linear)]
+            skip |= {f"{name[start:]}.{inner}".rstrip(".") for inner in linears}
+    heads = {name for name, module in modules.items() if module is head}  # transformers leaves it out by itself
+    if not formats or skip <= heads:
+        return ""
+    options = "load_in_8bit=True"
+    if formats[0].is_4bit:
+        dtype, double_quant = base_model.dtype, formats[0].double_quant
+        options = OPTIONS_4BIT.format(quant_type=formats[0].quant_type, double_quant=double_quant, dtype=dtype)
+    start_of_base = f'from_pretrained("{base}"'
+    usage = usage.replace(start_of_base, f"{start_of_base}, quantization_config=quantization")
+    imports, lines = usage.split("\n\n", 1)
+    return QUANTIZED.format(imports=imports, options=options, skip=json.dumps(sorted(skip | heads)), lines=lines)
 
 
 def replace_folder(new: Path, target: Path) -> None:

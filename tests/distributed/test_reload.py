@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import bitsandbytes as bnb
 import peft
 import pytest
 import torch
@@ -78,3 +80,33 @@ def test_the_folder_is_whole(runs, checkpoint: Callable[..., Path]):
     saved = json.loads((adapter / "adapter_config.json").read_text())
     assert saved["base_model_name_or_path"] == str(checkpoint("llama")) and saved["peft_type"] == "LORA"
     assert not list(adapter.parent.glob(".adapter*"))
+
+
+WHOLE = [("q_proj", "nf4"), ("mlp", "nf4"), ("q_proj", "int8")]  # linear layers that are trained in full
+
+
+@pytest.fixture(scope="module")
+def whole_runs(checkpoint: Callable[..., Path], rows: Path, tmp_path_factory: pytest.TempPathFactory):
+    """The adapter of every case, and logits of our trained model."""
+    folder, base = tmp_path_factory.mktemp("runs"), checkpoint("llama", torch.float32)
+    cases = {}
+    for name, quant in WHOLE:
+        lora = ["lora.target_modules=[o_proj]", f"lora.modules_to_save=[{name}]", f"quant={quant}"]
+        more = ["training.max_steps=2", "training.learning_rate=1e-2", f"run.folder={folder / name / quant}"]
+        cases[name, quant] = settings(base, rows, *lora, *more)
+    (trained,) = run_ranks(1, train_all, cases, logits)
+    return {case: (folder.joinpath(*case, "adapter"), trained[case].inspected) for case in cases}
+
+
+@pytest.mark.parametrize("case", WHOLE)
+def test_the_model_card_loads_layers_trained_in_full_onto_a_quantized_base(whole_runs, case: tuple[str, str]):
+    adapter, ours = whole_runs[case]
+    _, onto_full, onto_quantized = (adapter / "README.md").read_text().split("```python\n")
+    for code in (onto_full, onto_quantized):
+        scope: dict[str, Any] = {}
+        exec(code.partition("```")[0].replace("path/to/this/folder", str(adapter)), scope)
+    assert any(isinstance(module, (bnb.nn.Linear4bit, bnb.nn.Linear8bitLt)) for module in scope["model"].modules())
+    with torch.no_grad():
+        stock = scope["model"].eval()(input_ids=INPUT_IDS).logits
+    # In int8 stock layers quantize activations too, which ours do not.
+    torch.testing.assert_close(ours, stock.float(), rtol=0, atol=1e-4 if case[1] == "nf4" else 0.2)
