@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from qlora_fsdp import evaluate, generate, merge, train
 from tests.helpers.checkpoints import SHAPE
 from tests.helpers.quick_config import load_config
-from tests.helpers.ranks import Meeting, run_ranks
-from tests.helpers.reference import load_stock, stock_losses
-from tests.helpers.runs import settings, train_here, write_rows
+from tests.helpers.ranks import run_ranks
+from tests.helpers.reference import load_stock, stock_loss, stock_losses
+from tests.helpers.runs import printed_by, settings, train_here, write_rows
 
 pytestmark = pytest.mark.distributed
 NUM_ROWS = 6
@@ -48,33 +45,12 @@ def few_rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_rows(tmp_path_factory.mktemp("rows") / "rows.jsonl", NUM_ROWS)
 
 
-def evaluate_here(arguments: list[str]) -> str:
-    Meeting.new_port()
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        assert evaluate.main(arguments) == 0
-    return printed.getvalue()
-
-
-def stock_loss(model: nn.Module, rows: Path) -> float:
-    loss_sum, num_targets = 0.0, 0
-    for row in map(json.loads, rows.read_text().splitlines()):
-        prompt, text = (256, *row["prompt"].encode()), (256, *(row["prompt"] + row["completion"]).encode(), 257)
-        ids = torch.tensor([text[:64]])
-        with torch.no_grad():
-            logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1]
-        targets = ids[0, len(prompt) :]
-        loss_sum += nn.functional.cross_entropy(logits, targets, reduction="sum").item()
-        num_targets += len(targets)
-    return loss_sum / num_targets
-
-
 @pytest.mark.parametrize(("family", "num_ranks"), [*((family, 1) for family in CASES), ("qwen3_moe", 2)])
 def test_the_base_alone(bases, few_rows: Path, family: str, num_ranks: int):
     base = [f"model.path={bases[family]}", "model.tokenizer_path=bytes", *CASES[family][1]]
     data = [f"data.path={few_rows}", f"data.cache_folder={few_rows.parent}", "training.max_length=64"]
-    found, *_ = run_ranks(num_ranks, evaluate_here, [*base, *data, "training=padded"])
-    expected = stock_loss(load_stock(bases[family], load_config(base).quant).eval(), few_rows)
+    found, *_ = run_ranks(num_ranks, printed_by, evaluate.main, [*base, *data, "training=padded"])
+    expected, _ = stock_loss(load_stock(bases[family], load_config(base).quant).eval(), few_rows)
     assert json.loads(found)["loss"] == pytest.approx(expected, abs=1e-5)
     if num_ranks == 1:
         assert generate.main([*base, "prompt=rain", "max_new_tokens=2"]) == 0

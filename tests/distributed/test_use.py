@@ -25,11 +25,10 @@ from transformers import AutoTokenizer
 from qlora_fsdp import chat, evaluate, generate, merge
 from qlora_fsdp.config.schema import QuantConfig
 from qlora_fsdp.errors import DataError
-from tests.helpers.checkpoints import VOCAB
 from tests.helpers.quick_config import load_config
 from tests.helpers.ranks import Meeting, StartedRanks, once, run_ranks
-from tests.helpers.reference import load_stock
-from tests.helpers.runs import settings, train_all
+from tests.helpers.reference import load_stock, stock_loss
+from tests.helpers.runs import printed_by, settings, train_all
 
 pytestmark = pytest.mark.distributed
 PROMPTS = ["the cat sat", "rain", "old town and birds sang on"]
@@ -54,12 +53,8 @@ def use(adapter: Path, rows: Path, folder: Path) -> dict[str, str | int]:
         "loss": (evaluate.main, [f"data.path={rows}", f"data.cache_folder={folder}", "training.max_length=64"]),
     }
     for name, (main, arguments) in commands.items():
-        Meeting.new_port()
         sys.stdin = io.StringIO("\n".join(TURNS) + "\n")
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
-            assert main([f"adapter={adapter}", *arguments]) == 0
-        found[name] = printed.getvalue()
+        found[name] = printed_by(main, [f"adapter={adapter}", *arguments])
     return found
 
 
@@ -161,17 +156,9 @@ def test_sampling_differs_from_greedy_and_repeats(used):
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_losses_are_those_of_stock_libraries(used, stock, rows: Path, num_ranks: int):
     figures = json.loads(used(num_ranks)["qwen2"]["loss"])
-    loss_sum, num_targets = 0.0, 0
-    for row in map(json.loads, rows.read_text().splitlines()):
-        prompt, text = (256, *row["prompt"].encode()), (256, *(row["prompt"] + row["completion"]).encode(), 257)
-        ids = torch.tensor([text[:64]])
-        with torch.no_grad():
-            logits = stock("qwen2")(input_ids=ids).logits[0, len(prompt) - 1 : -1]
-        targets = ids[0, len(prompt) :]
-        loss_sum += nn.functional.cross_entropy(logits[:, :VOCAB], targets, reduction="sum").item()
-        num_targets += len(targets)
+    loss, num_targets = stock_loss(stock("qwen2"), rows)
     assert figures["num_target_tokens"] == num_targets
-    assert figures["loss"] == pytest.approx(loss_sum / num_targets, abs=1e-5)
+    assert figures["loss"] == pytest.approx(loss, abs=1e-5)
     assert figures["perplexity"] == pytest.approx(math.exp(figures["loss"]))
 
 
@@ -192,14 +179,6 @@ TASKS: dict[str, dict[str, Any]] = {  # of every kind of request that lm-eval ma
         "metric_list": ["exact_match"],
     },
 }
-
-
-def run_lm_eval(arguments: list[str]) -> str:
-    Meeting.new_port()
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        assert evaluate.main(arguments) == 0
-    return printed.getvalue()
 
 
 def test_tasks_of_lm_eval_score_as_by_its_own_model(adapters, stock, tmp_path: Path):
@@ -223,7 +202,7 @@ def test_tasks_of_lm_eval_score_as_by_its_own_model(adapters, stock, tmp_path: P
     expected = evaluator.simple_evaluate(reference, tasks=list(map(str, files)), bootstrap_iters=0)["results"]
     arguments = [f"adapter={adapters['demo']}", f"tasks={','.join(map(str, files))}", "batch_size=2", "max_length=64"]
     for num_ranks in (1, 2):
-        printed, *others = run_ranks(num_ranks, run_lm_eval, arguments)
+        printed, *others = run_ranks(num_ranks, printed_by, evaluate.main, arguments)
         assert not any(others)
         found = json.loads(printed)["tasks"]
         for name, task in TASKS.items():

@@ -5,6 +5,7 @@ No padding, no packing. It takes the same settings as our runs, so that a test s
 
 from __future__ import annotations
 
+import json
 import math
 import zlib
 from collections.abc import Sequence
@@ -35,6 +36,20 @@ def stock_losses(argv: Sequence[str], device: str = "cpu", dtype: torch.dtype = 
     model = load_stock(Path(config.model.path), config.quant, device, dtype)
     model = add_lora(model, config, token_rows=grow(model, config))
     return train_stock(model, global_batches(config), config)
+
+
+def stock_loss(model: nn.Module, rows: Path, max_length: int = 64) -> tuple[float, int]:
+    """Mean loss of the completions of a file's rows, byte tokens cut to `max_length`, and the number of targets."""
+    loss_sum, num_targets = 0.0, 0
+    for row in map(json.loads, rows.read_text().splitlines()):
+        prompt, text = (256, *row["prompt"].encode()), (256, *(row["prompt"] + row["completion"]).encode(), 257)
+        ids = torch.tensor([text[:max_length]])
+        with torch.no_grad():
+            logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1]
+        targets = ids[0, len(prompt) :]
+        loss_sum += F.cross_entropy(logits[:, :VOCAB], targets, reduction="sum").item()
+        num_targets += len(targets)
+    return loss_sum / num_targets, num_targets
 
 
 def load_stock(folder: Path, quant: QuantConfig, device: str = "cpu", dtype: torch.dtype = torch.float32) -> nn.Module:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import random
@@ -68,6 +70,15 @@ def settings(checkpoint: Path, rows: Path, *more: str, packing: bool = True) -> 
         f"training.packing={str(packing).lower()}",
         *more,
     ]
+
+
+def printed_by(main: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> str:
+    """What a command prints on this rank of a world."""
+    Meeting.new_port()
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        assert main(arguments) == 0
+    return printed.getvalue()
 
 
 def train_here(argv: Sequence[str], inspect: Inspect | None = None, train: bool = True) -> Trained:
