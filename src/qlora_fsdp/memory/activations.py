@@ -208,8 +208,8 @@ def _remade(work: Workload) -> frozenset[str]:
     if not keeps_own_input or config.lora.lora_dropout or config.lora.use_dora:
         return frozenset()
     outputs = {"input": "attention_norm", "residual": "mlp_norm"}
-    saved = (name for norm, (name, _) in _norm_inputs(work).items() if is_saved(_name(work, norm), config.lora))
-    keeping = {outputs.get(name, name) for name in saved}
+    inputs = (name for norm, (name, _) in _norm_inputs(work).items() if is_saved(_name(work, norm), config.lora))
+    keeping = {outputs[name] for name in inputs if name in outputs}
     for linear in work.shape.linears:
         name = _name(work, linear.name)
         is_adapted = adapter_rank(name, config.lora) > 0

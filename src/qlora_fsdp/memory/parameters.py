@@ -134,9 +134,11 @@ def num_new_tokens(config: Config) -> int:
 
 def is_saved(name: str, lora: LoraConfig) -> bool:
     """Whether the module of this name, or one that it lies in, is trained as a whole: by ends of names, as in PEFT."""
+    endings = tuple(lora.modules_to_save or ())
+    if not endings:  # as mostly; plans are made by the hundred
+        return False
     parts = name.split(".")
-    outer = [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
-    return any(module.endswith(tuple(lora.modules_to_save or [])) for module in outer)
+    return any(".".join(parts[:length]).endswith(endings) for length in range(1, len(parts) + 1))
 
 
 def _new_head(shape: ModelShape, config: Config, compute_bytes: int) -> Iterator[Tensor]:
