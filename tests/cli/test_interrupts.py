@@ -42,8 +42,8 @@ FINISHED: dict[str, tuple[Any, str, int, int, str]] = {
 }
 
 
-def hold(stage: str) -> None:
-    """Let a rank that comes to the stage wait there for a signal."""
+def hold(stage: str, signalled: Path) -> None:
+    """Let a rank that comes to the stage wait there until the signals have been sent, and for a minute at most."""
     owner, name, due, _, _ = (STAGES | FINISHED)[stage]
     function, num_calls = getattr(owner, name), 0
 
@@ -52,7 +52,9 @@ def hold(stage: str) -> None:
         num_calls += 1
         if num_calls == due:
             Path(f"held-{os.environ['RANK']}").touch()
-            time.sleep(3)
+            deadline = time.monotonic() + 60
+            while not signalled.exists() and time.monotonic() < deadline:
+                time.sleep(0.05)
         return function(*arguments, **named)
 
     setattr(owner, name, held)
@@ -70,16 +72,25 @@ def interrupt(folder: Path, stage: str) -> ForkedLaunch:
             f"data.cache_folder={folder}",
             "data.num_proc=2",
         ]
-    command = ForkedLaunch(folder, num_ranks, *SETTINGS, *more, preexec=partial(hold, stage))
+    signalled = folder / "signalled"
+    command = ForkedLaunch(folder, num_ranks, *SETTINGS, *more, preexec=partial(hold, stage, signalled))
     holding = [0] if stage == "report" else range(num_ranks)
     command.wait_for(lambda: all((folder / f"held-{rank}").exists() for rank in holding), "the stage")
-    for _ in range(2 if "twice" in stage else 1):
-        ranks = [command.rank(rank) for rank in range(num_ranks)]
-        for process in (*(child for rank in ranks for child in rank.children(recursive=True)), *ranks):
-            process.send_signal(signal.SIGINT)
-        time.sleep(0.5)
+    if "twice" in stage:  # the second ends the run without waiting for the thread that writes
+        command.wait_for((command.run_folder / "checkpoints" / "step-00000002").is_dir, "the checkpoint of step 2")
+        send_to_all(command, num_ranks)
+        command.wait_for(lambda: AT_THE_END in command.output, "the answer to the first")
+    send_to_all(command, num_ranks)
+    time.sleep(0.5)
+    signalled.touch()
     command.finish()
     return command
+
+
+def send_to_all(command: ForkedLaunch, num_ranks: int) -> None:
+    ranks = [command.rank(rank) for rank in range(num_ranks)]
+    for process in (*(child for rank in ranks for child in rank.children(recursive=True)), *ranks):
+        process.send_signal(signal.SIGINT)
 
 
 @pytest.mark.parametrize("stage", STAGES)
