@@ -151,7 +151,8 @@ class Format:
             return torch.empty(out_features, in_features, dtype=dtype, device="meta")
         if not self.is_4bit:
             rows = self.unpack(codes, in_features).view(torch.int8)
-            return rows.to(dtype).mul_((scales * INT8_DEQUANT_FACTOR).to(dtype).unsqueeze(1))
+            out = torch.empty(rows.shape, dtype=dtype, device=rows.device)
+            return torch.mul(rows, (scales * INT8_DEQUANT_FACTOR).unsqueeze(1), out=out)  # in fp32, rounded once
         if codes.is_cuda and _has_triton():
             from qlora_fsdp.quantized import triton_dequantize
 
