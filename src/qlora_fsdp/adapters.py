@@ -34,6 +34,7 @@ from qlora_fsdp.quantized import QuantizedLayer, QuantizedLinear
 from qlora_fsdp.quantized.lora import LoraLinear
 from qlora_fsdp.shards import gather_rows, local_rows, local_tensor, shard_group
 
+WRAPPERS = re.compile(r"\.(base_layer|original_module|modules_to_save\.\w+|token_adapter)\b")  # PEFT's, in names
 NO_TOKENS = AddedTokens()
 PEFT_TASKS = {
     TaskName.causal_lm: "CAUSAL_LM",

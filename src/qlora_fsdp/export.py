@@ -8,23 +8,22 @@ import socket
 from copy import copy
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Any, cast
+from typing import cast
 
 import peft
 import torch
-from peft.utils import ModulesToSaveWrapper
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qlora_fsdp import __version__
-from qlora_fsdp.adapters import ADAPTER
+from qlora_fsdp.adapters import ADAPTER, WRAPPERS
 from qlora_fsdp.config.commands import SETTINGS_FILE
 from qlora_fsdp.distributed import Processes
 from qlora_fsdp.errors import RunFolderError
 from qlora_fsdp.new_tokens import count_tokens
-from qlora_fsdp.quantized import QuantizedLinear
+from qlora_fsdp.quantized import Format, QuantizedLinear
 from qlora_fsdp.run_folder import writing
 from qlora_fsdp.shards import gather_rows, local_tensor, shard_group
 
@@ -59,9 +58,9 @@ config = AutoConfig.from_pretrained(folder)  # has the labels; the head is in th
 model = {auto_class}.from_pretrained("{base}", config=config){resize}
 model = PeftModel.from_pretrained(model, folder)"""
 
-# PEFT finds no place for a trained layer where bitsandbytes has made codes of the base's.
+# Where bitsandbytes has made codes of a layer that was trained in full, PEFT finds no place for it.
 QUANTIZED = """
-Onto a quantized base, which must have the layers that were trained in full as they are:
+Onto a quantized base, in which these layers must stay in full precision, as they did in training:
 
 ```python
 import torch
@@ -203,26 +202,27 @@ def write_adapter(
 def _quantized_usage(model: peft.PeftModel, usage: str, base: str) -> str:
     """How to load the adapter onto a quantized base, if that takes more than its BitsAndBytesConfig; else nothing."""
     base_model = cast(PreTrainedModel, model.get_base_model())
-    modules, head = dict(base_model.named_modules()), base_model.get_output_embeddings()
-    formats = [m.format for m in modules.values() if isinstance(m, QuantizedLinear) and m is not head]
-    config: Any = model.peft_config[ADAPTER]
-    wanted, skip = config.modules_to_save or (), set[str]()
-    for name, module in modules.items():
-        if isinstance(module, ModulesToSaveWrapper):
-            start = len(name) - max((len(end) for end in wanted if name.endswith(end)), default=len(name))
-            linears = [n for n, m in module.original_module.named_modules() if isinstance(m, nn.Linear)]
-            skip |= {f"{name[start:]}.{inner}".rstrip(".") for inner in linears}
-    heads = {name for name, module in modules.items() if module is head}  # transformers leaves it out by itself
-    if not formats or skip <= heads:
+    head, heads, formats = base_model.get_output_embeddings(), set[str](), dict[str, Format | None]()
+    for name, module in base_model.named_modules():
+        if isinstance(module, nn.Linear) and "lora_" not in name:
+            formats[WRAPPERS.sub("", name)] = module.format if isinstance(module, QuantizedLinear) else None
+        if module is head:  # transformers leaves it out by itself
+            heads.add(name)
+    format = next((format for name, format in formats.items() if format is not None and name not in heads), None)
+    plain = {name for name, own in formats.items() if own != format}
+    if format is None or plain <= heads:
         return ""
     options = "load_in_8bit=True"
-    if formats[0].is_4bit:
-        dtype, double_quant = base_model.dtype, formats[0].double_quant
-        options = OPTIONS_4BIT.format(quant_type=formats[0].quant_type, double_quant=double_quant, dtype=dtype)
+    if format.is_4bit:
+        dtype, double_quant = base_model.dtype, format.double_quant
+        options = OPTIONS_4BIT.format(quant_type=format.quant_type, double_quant=double_quant, dtype=dtype)
     start_of_base = f'from_pretrained("{base}"'
     usage = usage.replace(start_of_base, f"{start_of_base}, quantization_config=quantization")
     imports, lines = usage.split("\n\n", 1)
-    return QUANTIZED.format(imports=imports, options=options, skip=json.dumps(sorted(skip | heads)), lines=lines)
+    quantized_ends = {name.rpartition(".")[2] for name in formats.keys() - plain}
+    ends = {name: name.rpartition(".")[2] for name in plain}
+    skip = sorted({name if end in quantized_ends else end for name, end in ends.items()})
+    return QUANTIZED.format(imports=imports, options=options, skip=json.dumps(skip), lines=lines)
 
 
 def replace_folder(new: Path, target: Path) -> None:

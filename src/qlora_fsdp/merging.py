@@ -7,7 +7,6 @@ was cut off goes on with the next file. Memory is one file of the base and a few
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from qlora_fsdp.adapters import ADAPTER
+from qlora_fsdp.adapters import ADAPTER, WRAPPERS
 from qlora_fsdp.build import BuiltModel
 from qlora_fsdp.errors import CheckpointError, RunFolderError
 from qlora_fsdp.files import digest_file, write_json
@@ -42,7 +41,6 @@ VALUES_A_TIME = 2**22  # of a weight, in float32: 16 MiB, which the allocator ke
 EXTRA_NAME = "model-adapter.safetensors"
 BASE_NAME = "model-base.safetensors"
 RECORD_NAME = "merge.json"
-WRAPPERS = re.compile(r"\.(base_layer|original_module|modules_to_save\.\w+|token_adapter)\b")  # PEFT's, in names
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from qlora_fsdp.config.schema import LoraConfig
 from qlora_fsdp.data.tokenizer import AddedTokens
 from qlora_fsdp.errors import AdapterError
-from qlora_fsdp.quantized import QuantizedLayer
+from qlora_fsdp.quantized import QuantizedEmbedding, QuantizedLayer
 from qlora_fsdp.shards import gather_rows, local_rows, local_tensor, shard_group
 
 ADAPTER = "default"
@@ -120,6 +120,8 @@ def count_tokens(model: PreTrainedModel) -> tuple[int, int]:
     if isinstance(module, TrainableTokensWrapper):
         layer: Any = module.token_adapter
         return len(layer.slots), len(layer.base_layer.weight)
+    if isinstance(module, QuantizedEmbedding):  # its `weight` would dequantize the table
+        return module.num_embeddings, module.num_embeddings
     base: Any = module.original_module if isinstance(module, ModulesToSaveWrapper) else module
     return module.weight.shape[0], base.weight.shape[0]
 

@@ -82,26 +82,36 @@ def test_the_folder_is_whole(runs, checkpoint: Callable[..., Path]):
     assert not list(adapter.parent.glob(".adapter*"))
 
 
-WHOLE = [("q_proj", "nf4"), ("mlp", "nf4"), ("q_proj", "int8")]  # linear layers that are trained in full
+# Layers that stay in full precision, most of them trained in full; the format of the others; and the card's list.
+PLAIN = [
+    ("lora.modules_to_save=[q_proj]", "nf4", '["lm_head", "q_proj"]'),
+    ("lora.modules_to_save=[mlp]", "nf4", '["down_proj", "gate_proj", "lm_head", "up_proj"]'),
+    ("lora.modules_to_save=[q_proj]", "int8", '["lm_head", "q_proj"]'),
+    (
+        "quant.llm_int8_skip_modules=[lm_head,1.mlp.up_proj,v_proj]",
+        "nf4",
+        '["lm_head", "model.layers.1.mlp.up_proj", "v_proj"]',
+    ),
+]
 
 
 @pytest.fixture(scope="module")
-def whole_runs(checkpoint: Callable[..., Path], rows: Path, tmp_path_factory: pytest.TempPathFactory):
+def plain_runs(checkpoint: Callable[..., Path], rows: Path, tmp_path_factory: pytest.TempPathFactory):
     """The adapter of every case, and logits of our trained model."""
     folder, base = tmp_path_factory.mktemp("runs"), checkpoint("llama", torch.float32)
     cases = {}
-    for name, quant in WHOLE:
-        lora = ["lora.target_modules=[o_proj]", f"lora.modules_to_save=[{name}]", f"quant={quant}"]
-        more = ["training.max_steps=2", "training.learning_rate=1e-2", f"run.folder={folder / name / quant}"]
-        cases[name, quant] = settings(base, rows, *lora, *more)
+    for index, (setting, quant, _) in enumerate(PLAIN):
+        more = ["training.max_steps=2", "training.learning_rate=1e-2", f"run.folder={folder / str(index)}"]
+        cases[index] = settings(base, rows, "lora.target_modules=[o_proj]", setting, f"quant={quant}", *more)
     (trained,) = run_ranks(1, train_all, cases, logits)
-    return {case: (folder.joinpath(*case, "adapter"), trained[case].inspected) for case in cases}
+    return {index: (folder / str(index) / "adapter", trained[index].inspected) for index in cases}
 
 
-@pytest.mark.parametrize("case", WHOLE)
-def test_the_model_card_loads_layers_trained_in_full_onto_a_quantized_base(whole_runs, case: tuple[str, str]):
-    adapter, ours = whole_runs[case]
+@pytest.mark.parametrize("index", range(len(PLAIN)), ids=[f"{setting}-{quant}" for setting, quant, _ in PLAIN])
+def test_the_model_card_loads_onto_a_quantized_base_with_layers_in_full_precision(plain_runs, index: int):
+    (adapter, ours), (_, quant, skip) = plain_runs[index], PLAIN[index]
     _, onto_full, onto_quantized = (adapter / "README.md").read_text().split("```python\n")
+    assert f"llm_int8_skip_modules={skip}," in onto_quantized
     for code in (onto_full, onto_quantized):
         scope: dict[str, Any] = {}
         exec(code.partition("```")[0].replace("path/to/this/folder", str(adapter)), scope)
@@ -109,4 +119,4 @@ def test_the_model_card_loads_layers_trained_in_full_onto_a_quantized_base(whole
     with torch.no_grad():
         stock = scope["model"].eval()(input_ids=INPUT_IDS).logits
     # In int8 stock layers quantize activations too, which ours do not.
-    torch.testing.assert_close(ours, stock.float(), rtol=0, atol=1e-4 if case[1] == "nf4" else 0.2)
+    torch.testing.assert_close(ours, stock.float(), rtol=0, atol=1e-4 if quant == "nf4" else 0.2)
