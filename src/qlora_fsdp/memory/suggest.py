@@ -19,6 +19,7 @@ from qlora_fsdp.memory.workload import Workload
 MAX_RANKS = 1024
 MAX_TOGETHER = 3  # changes
 MAX_SHOWN = 3
+MIN_LENGTH = 512  # tokens of a sequence, below which none is offered
 MIN_GAIN = 0.03  # of speed, from which on whole copies of the base are worth a line
 
 
@@ -45,7 +46,8 @@ _Values = tuple[tuple[str, str, Any], ...]  # section, field, value
 def smaller_runs(work: Workload, target: float, gpu: Gpu) -> list[Change]:
     """The changes that make the run fit `target` bytes, the fastest run first.
 
-    Single settings and pairs, of which each setting is needed; more together only where these will not do.
+    Single settings and pairs, of which each setting is needed; more together only where these will not do, and much
+    shorter sequences where nothing else does.
     """
     candidates = list(_candidates(work, fixed_policies(work.config, work.shape.num_layers) or ()))
     found: dict[tuple[_Values, ...], Change] = {}
@@ -57,7 +59,8 @@ def smaller_runs(work: Workload, target: float, gpu: Gpu) -> list[Change]:
                     found[some] = change
         if found and together > 1:
             break
-    return sorted(found.values(), key=lambda change: -change.speed)
+    changes = list(found.values()) or _much_shorter(work, candidates, target, gpu)
+    return sorted(changes, key=lambda change: -change.speed)
 
 
 def cheapest_changes(work: Workload, target: float, gpu: Gpu) -> list[Change]:
@@ -136,8 +139,22 @@ def _candidates(work: Workload, policies: Sequence[Policy]) -> Iterator[_Values]
         yield (("fsdp", "sharding_strategy", ShardingStrategy.FULL_SHARD), ("fsdp", "hybrid_shard_size", None))
     if work.is_cuda and not config.fsdp.cpu_offload and strategy is not ShardingStrategy.NO_SHARD:
         yield (("fsdp", "cpu_offload", True), ("optim", "name", Optimizer.adamw))
-    if config.training.max_length > 512:
+    if config.training.max_length >= 2 * MIN_LENGTH:
         yield (("training", "max_length", config.training.max_length // 2),)
+
+
+def _much_shorter(work: Workload, candidates: Sequence[_Values], target: float, gpu: Gpu) -> list[Change]:
+    """What fits with sequences cut in four, or else in eight and so on; each alone or with one other change."""
+    others = [values for values in candidates if values[0][1] != "max_length"]
+    length = work.config.training.max_length // 4
+    while length >= MIN_LENGTH:
+        shorter = (("training", "max_length", length),)
+        for sets in ([(shorter,)], [(other, shorter) for other in others]):
+            changes = [change for some in sets if (change := _change(work, some, target, gpu)).fits]
+            if changes:
+                return changes
+        length //= 2
+    return []
 
 
 def _change(work: Workload, some: Sequence[_Values], target: float, gpu: Gpu) -> Change:
