@@ -96,7 +96,7 @@ def grow(model: nn.Module, config: Config) -> dict[str, list[int]] | None:
     model.resize_token_embeddings(max(VOCAB, len(tokenizer)), mean_resizing=False)
     tables = {"embed_tokens": model.get_input_embeddings(), "lm_head": model.get_output_embeddings()}
     for name, table in tables.items():
-        table.weight[first:] = means[name].to(table.weight.dtype)
+        table.weight[first : len(tokenizer)] = means[name].to(table.weight.dtype)
     whole, ids = config.lora.modules_to_save or [], list(range(first, len(tokenizer)))
     is_tied = tables["embed_tokens"].weight is tables["lm_head"].weight
     names = ["embed_tokens"] if is_tied and not whole else tables
