@@ -196,6 +196,9 @@ def initialize_adapters(
 
     `modules_to_save` start from the base's weights, and new tokens from the mean of all; DoRA magnitudes from the row
     norms of the dequantized base.
+
+    Raises:
+        AdapterError: a row of a base weight under DoRA is all zero: its magnitude over its norm would be NaN.
     """
     base = cast(PreTrainedModel, model.get_base_model())
     tables = [base.get_input_embeddings(), base.get_output_embeddings()]
@@ -218,7 +221,7 @@ def initialize_adapters(
             if ADAPTER in getattr(module, "lora_magnitude_vector", {}):
                 delta = (values_b @ values_a) * module.scaling[ADAPTER]
                 magnitude = cast(DoraLinearLayer, module.lora_magnitude_vector[ADAPTER]).weight
-                _fill_magnitude(magnitude, cast(nn.Linear, module.get_base_layer()), delta)
+                _fill_magnitude(name, magnitude, cast(nn.Linear, module.get_base_layer()), delta)
 
 
 def _draw(
@@ -239,11 +242,17 @@ def _draw(
     return values_a.contiguous(), values_b
 
 
-def _fill_magnitude(magnitude: Tensor, base: nn.Linear, delta: Tensor) -> None:
+def _fill_magnitude(name: str, magnitude: Tensor, base: nn.Linear, delta: Tensor) -> None:
     """DoRA's magnitudes: norms of the rows of W + delta, each rank its own rows (arXiv:2402.09353, section 4.1)."""
     first, last = local_rows(magnitude)
     weight = _dequantize_local_rows(base) if isinstance(base, QuantizedLinear) else local_tensor(base.weight)
     norms = torch.linalg.vector_norm(weight.float() + delta[first:last].to(weight.device), dim=1)
+    if not norms.all():  # as of a padding token in a head that is tied to the embeddings: 0 / 0 in forward
+        name = name.removeprefix("base_model.model.")
+        raise AdapterError(
+            f"lora.use_dora=true: {name} has rows that are all zero, and so no direction for DoRA to keep. Add {name} "
+            "to lora.exclude_modules, or set lora.use_dora=false."
+        )
     local_tensor(magnitude).copy_(norms)
 
 

@@ -235,15 +235,15 @@ def quant_settings(format: Format | None, quant: QuantConfig) -> QuantConfig:
 
 
 def _swap_chosen_linears(
-    model: nn.Module, format: Format, quant: QuantConfig, dtype: torch.dtype, keep: list[str]
+    model: PreTrainedModel, format: Format, quant: QuantConfig, dtype: torch.dtype, keep: list[str]
 ) -> None:
     skip = quant.llm_int8_skip_modules
     skip = get_keys_to_not_convert(model) if skip is None else list(skip)
     skip += [name for name, _ in model.named_modules() if name.endswith(tuple(keep))]  # as PEFT finds modules_to_save
-    problems = []
+    problems, table = [], model.get_input_embeddings().weight
 
     def choose(name: str, layer: nn.Linear) -> Format | None:
-        if not should_convert_module(name, skip):
+        if not should_convert_module(name, skip) or layer.weight is table:
             return None
         reason = format.refuses(layer.in_features)
         if reason is not None:

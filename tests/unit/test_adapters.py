@@ -10,13 +10,14 @@ import torch
 from tests.helpers.checkpoints import VOCAB, quantize_checkpoint
 from torch import nn
 
-from qlora_fsdp.adapters import apply_adapters, trainable_names
+from qlora_fsdp.adapters import apply_adapters, initialize_adapters, trainable_names
 from qlora_fsdp.build import build_model
 from qlora_fsdp.config.schema import LoraConfig, ModelConfig, QuantConfig
 from qlora_fsdp.data.tokenizer import AddedTokens
 from qlora_fsdp.errors import AdapterError
 from qlora_fsdp.model_files import find_model
 from qlora_fsdp.quantized import QuantizedLinear
+from qlora_fsdp.shard import place_model
 
 DTYPE = torch.bfloat16
 
@@ -54,6 +55,24 @@ def test_what_is_trained_is_in_float32_and_all_else_is_frozen(checkpoint: Callab
 def test_names_that_can_not_be_adapted(checkpoint: Callable[..., Path], config: LoraConfig, message: str):
     with pytest.raises(AdapterError, match=message):
         adapt(checkpoint("llama"), config)
+
+
+def test_a_head_that_shares_the_embeddings_weight_is_never_quantized(checkpoint: Callable[..., Path]):
+    files = find_model(ModelConfig(path=str(checkpoint("qwen2"))), True, lambda error: error)
+    model = build_model(files, QuantConfig(llm_int8_skip_modules=["v_proj"]), DTYPE, "eager").model
+    assert type(model.lm_head) is nn.Linear and model.lm_head.weight is model.model.embed_tokens.weight
+    assert type(model.model.layers[0].self_attn.k_proj) is QuantizedLinear
+
+
+def test_dora_needs_rows_with_a_direction(checkpoint: Callable[..., Path]):
+    """Stock trains on NaN: a padding token's row in a tied head is zero, and so is its norm."""
+    model = adapt(checkpoint("qwen2"), LoraConfig(target_modules=["lm_head"], use_dora=True))
+    place_model(model, torch.device("cpu"), torch.device("cpu"))
+    weight = model.get_base_model().lm_head.base_layer.weight.data.fill_(1.0)
+    initialize_adapters(model, True, seed=0)
+    weight[258] = 0.0
+    with pytest.raises(AdapterError, match=r"lora.use_dora=true: lm_head has rows that are all zero.*Add lm_head to"):
+        initialize_adapters(model, True, seed=0)
 
 
 def test_codes_are_not_trained(checkpoint: Callable[..., Path], tmp_path: Path):
