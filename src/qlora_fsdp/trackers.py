@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 from functools import partial
 from html import escape
@@ -11,6 +10,7 @@ from typing import Any, Protocol, cast
 
 import yaml
 
+from qlora_fsdp.config.check_settings import has_wandb_key
 from qlora_fsdp.config.compose import to_yaml
 from qlora_fsdp.config.schema import Config, WandbMode
 from qlora_fsdp.files import write_json
@@ -38,7 +38,7 @@ def start_trackers(folder: Path, config: Config, first_step: int) -> list[Tracke
     trackers: list[Tracker] = []
     mode = config.tracking.wandb
     if mode is WandbMode.auto:
-        mode = WandbMode.online if _has_key() else WandbMode.disabled
+        mode = WandbMode.online if has_wandb_key() else WandbMode.disabled
     if mode is not WandbMode.disabled:
         trackers.append(WandbTracker(folder, config, mode, goes_on=first_step > 0))
     if config.tracking.tensorboard:
@@ -122,12 +122,3 @@ class TensorBoardTracker:
 
     def close(self, summary: dict[str, Any], adapter: Path | None) -> None:
         self.writer.close()
-
-
-def _has_key() -> bool:
-    import netrc
-
-    try:
-        return "WANDB_API_KEY" in os.environ or netrc.netrc().authenticators("api.wandb.ai") is not None
-    except (OSError, netrc.NetrcParseError):
-        return False

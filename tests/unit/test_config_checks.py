@@ -43,6 +43,18 @@ def test_every_kind_of_file_that_is_read_is_missed() -> None:
         assert f"held_out{suffix} does not exist" in problem
 
 
+def test_wandb_is_missed_before_the_run_where_a_key_turns_it_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("qlora_fsdp.config.check_settings.find_spec", lambda name: None)
+    monkeypatch.setenv("HOME", str(tmp_path))  # without .netrc
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    assert complaints(configure("tracking=wandb")) == []
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    expected = "tracking.wandb=auto needs the package wandb, which is not installed."
+    assert [problem.startswith(expected) for problem in complaints(configure("tracking=wandb"))] == [True]
+
+
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [

@@ -361,8 +361,20 @@ def _training(config: Config) -> Iterator[Problem]:
         yield problem_with(config, "training.max_steps", reason, "Set training.max_steps=10.")
 
 
+def has_wandb_key() -> bool:
+    """Whether W&B has a key to log in with."""
+    import netrc
+
+    try:
+        return "WANDB_API_KEY" in os.environ or netrc.netrc().authenticators("api.wandb.ai") is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
 def _packages(config: Config) -> Iterator[Problem]:
-    if config.tracking.wandb in (WandbMode.online, WandbMode.offline) and find_spec("wandb") is None:
+    mode = config.tracking.wandb
+    uses_wandb = mode in (WandbMode.online, WandbMode.offline) or (mode is WandbMode.auto and has_wandb_key())
+    if uses_wandb and find_spec("wandb") is None:
         reason = "needs the package wandb, which is not installed."
         yield problem_with(config, "tracking.wandb", reason, "Run pip install wandb, or set tracking=none.")
     if config.tracking.tensorboard and find_spec("tensorboard") is None:
