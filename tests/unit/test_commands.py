@@ -47,6 +47,13 @@ def test_a_group_that_is_typed_wins_over_the_saved_settings(adapter: Path) -> No
     assert load(adapter, "quant=int8").task.labels == labels
 
 
+def test_rows_stay_unpacked_where_training_left_them_so(adapter: Path) -> None:
+    assert load(adapter).training.packing
+    (adapter / SETTINGS_FILE).write_text(saved_settings(load_config(["model=tiny", "data=random", "training=padded"])))
+    assert not load(adapter, "quant=int8").training.packing
+    assert load(adapter, "training=packed").training.packing
+
+
 def test_an_experiment_does_not_take_the_place_of_the_saved_settings(adapter: Path) -> None:
     with pytest.raises(ConfigError, match="experiment can't be used with adapter="):
         load(adapter, "experiment=qlora_paper")

@@ -99,8 +99,9 @@ def saved_settings(config: Config, class_weights: list[float] | None = None) -> 
     path = config.model.path
     if path is not None and Path(path).expanduser().is_dir():
         values["model"].path = str(Path(path).expanduser().resolve())
-    if config.task.name is not TaskName.causal_lm:
+    if not config.training.packing:  # always of a classifier; else the model may not be one whose rows are packed
         values["training"] = {"packing": False}
+    if config.task.name is not TaskName.causal_lm:
         values["task"].class_weights = class_weights
     return OmegaConf.to_yaml(OmegaConf.create(values))
 
