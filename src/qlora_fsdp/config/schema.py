@@ -394,7 +394,8 @@ class TrainingConfig:
     seed: int = 0
     # Put several rows into one sequence of max_length tokens, without letting them see one another.
     packing: bool = True
-    # dtype of activations and matrix products. `auto`: bfloat16 where the hardware is fast at it, else float32.
+    # dtype of activations and matrix products. `auto`: bfloat16 on GPUs that have it, else float32. float16 is refused:
+    # it needs loss scaling, which is not here.
     precision: Dtype = Dtype.auto
     # Evaluate every so many steps, and at the end. null: only before and after.
     eval_every_steps: int | None = None
