@@ -33,7 +33,7 @@ usage: [accelerate launch -m | torchrun ... -m | python -m] qlora_fsdp.evaluate 
        ... qlora_fsdp.evaluate [adapter=DIR] tasks=NAME,NAME,FILE.yaml [...]
 
   adapter=DIR     the adapter's folder, which also knows its base model. Without one: the base model, model.path=...
-  data.path=FILE  rows as for training, all of them; training.max_length and data.* as there
+  data.path=FILE  rows as for training, all of them; data.* and training.max_length=2048 as there, to be typed again
   out=FILE.json   write the figures there too
 
 Tasks of EleutherAI's lm-eval (pip install "qlora-fsdp[lm-eval]"), named as there:
