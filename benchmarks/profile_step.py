@@ -2,7 +2,7 @@
 r"""Where a training step's time goes, by part: a run of qlora_fsdp.train under torch's profiler.
 
     python benchmarks/profile_step.py model.path=/tmp/random-8b data=random training.max_length=4096 \
-        training.micro_batch_size=4 memory=keep run.folder=/tmp/profile
+        training.micro_batch_size=4 memory=keep training.max_steps=8 run.folder=/tmp/profile
     torchrun --nproc_per_node 4 benchmarks/profile_step.py ...
 
 Profiles steps 4 and 5. Writes `profile.json` (milliseconds a step by part) and `trace.json.gz` (for Perfetto or

@@ -2,10 +2,11 @@
 
 usage: python scripts/check_versions.py [--folder DIR] [--python oldest=python3.10] [oldest] [newest]
 
-`oldest` is every lower bound of pyproject.toml, `newest` constraints.txt. Each gets a virtual environment in DIR, made
-once (gigabytes: a torch of its own), and runs a short set of tests there: bytes and losses against stock libraries, in
-one process and two. A combination that passes goes into src/qlora_fsdp/versions.json; one that fails is named, is
-listed there as known to be bad, and the exit code is 1.
+`oldest` has pyproject.toml's lower bounds of five libraries (torch, transformers, peft, accelerate, bitsandbytes),
+`newest` is constraints.txt. Each gets a virtual environment in DIR, made once (gigabytes: a torch of its own), and runs
+a short set of tests there: bytes and losses against stock libraries, in one process and two. A combination that passes
+goes into src/qlora_fsdp/versions.json; one that fails is named, is listed there as known to be bad, and the exit code
+is 1.
 """
 
 from __future__ import annotations
