@@ -54,6 +54,14 @@ def test_overrides_win_over_the_experiment_which_wins_over_groups() -> None:
     assert (config.quant.load_in_4bit, config.quant.load_in_8bit) == (False, True)
 
 
+def test_the_dtype_of_4_bit_products_is_the_precision_where_that_is_open() -> None:
+    asked = ["model=tiny", "quant.bnb_4bit_compute_dtype=float32"]
+    assert load_config(asked).training.precision is Dtype.float32
+    assert load_config([*asked, "training.precision=bfloat16"]).training.precision is Dtype.bfloat16  # refused later
+    assert load_config([*asked, "quant=int8"]).training.precision is Dtype.auto
+    assert load_config(["model=tiny"]).training.precision is Dtype.auto
+
+
 def test_mappings_take_keys_of_the_users_own() -> None:
     config = load_config(
         ["lora.rank_pattern={layers.0.q_proj: 8}", "+lora.alpha_pattern.k_proj=4", "model.config.rope_scaling.factor=2"]

@@ -194,7 +194,10 @@ def _quant(config: Config) -> Iterator[Problem]:
     if not quant.load_in_4bit:
         return
     compute, storage = quant.bnb_4bit_compute_dtype, quant.bnb_4bit_quant_storage
-    if Dtype.auto not in (compute, precision) and compute is not precision:
+    if compute is Dtype.float16:
+        reason = "needs loss scaling, which is not here: small gradients would become 0."
+        yield problem_with(config, "quant.bnb_4bit_compute_dtype", reason, "Set quant.bnb_4bit_compute_dtype=auto.")
+    elif Dtype.auto not in (compute, precision) and compute is not precision:
         reason = f"contradicts {show('training.precision', precision)}: products and activations have one dtype."
         fix = "Set only training.precision, which quant.bnb_4bit_compute_dtype=auto follows."
         yield problem_with(config, "quant.bnb_4bit_compute_dtype", reason, fix)

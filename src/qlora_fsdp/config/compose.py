@@ -28,7 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from qlora_fsdp.config.check_settings import check_settings
 from qlora_fsdp.config.command_line import Arguments, group_options, help_text, parse_arguments
-from qlora_fsdp.config.schema import Config
+from qlora_fsdp.config.schema import Config, Dtype
 from qlora_fsdp.config.settings import all_settings, nearest_settings, show
 from qlora_fsdp.errors import ConfigError, Problem
 
@@ -162,6 +162,9 @@ def read_config(composed: DictConfig) -> tuple[Config, list[Problem]]:
                 problems.append(_wrong_type(key, value))
     config = OmegaConf.to_object(typed)
     assert isinstance(config, Config)
+    compute = config.quant.bnb_4bit_compute_dtype
+    if config.quant.load_in_4bit and compute is not Dtype.float16 and config.training.precision is Dtype.auto:
+        config.training.precision = compute  # products and activations have one dtype, and this one is asked for
     return config, problems
 
 

@@ -206,9 +206,10 @@ class QuantConfig:
     bnb_4bit_quant_type: QuantType4bit = QuantType4bit.nf4
     # Quantize the scales too: 0.37 bits a weight less.
     bnb_4bit_use_double_quant: bool = True
-    # dtype in which codes are stored and gathered. `auto`: bfloat16. uint8 needs torch >= 2.13.
+    # dtype in which codes are stored and gathered. `auto`: bfloat16. uint8 needs torch >= 2.13; float16 is refused.
     bnb_4bit_quant_storage: QuantStorage = QuantStorage.auto
-    # dtype of the matrix products. `auto`: training.precision.
+    # dtype of the matrix products. `auto`: training.precision; where that is auto, another value sets both. float16 is
+    # refused.
     bnb_4bit_compute_dtype: Dtype = Dtype.auto
     # How frozen input embeddings and a frozen output head are stored. none: in training.precision. int8: codes with one
     # fp32 scale a row, half the memory.
@@ -297,7 +298,8 @@ class MemoryConfig:
 @dataclass
 class ComputeConfig:
     # Products with the quantized base. dequantized: in training.precision. fp8: both factors in float8_e4m3fn with a
-    # scale a row, forward and for the input's gradient; adapters stay in bfloat16. 4-bit bases on Ada, Hopper or later.
+    # scale a row, forward and for the input's gradient; the adapters' products stay in bfloat16. 4-bit bases on Ada,
+    # Hopper or later.
     matmul: MatmulKind = MatmulKind.dequantized
 
 
