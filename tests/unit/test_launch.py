@@ -6,6 +6,7 @@ import csv
 import itertools
 import json
 import os
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -94,6 +95,19 @@ def test_every_override_is_checked_before_the_first_job(tmp_path: Path, capsys: 
     assert main(["-m", *BASE, "lora.r=4,0", "run.folder=s"]) == 2
     assert capsys.readouterr().err.startswith("\nError: lora.r=0 must be finite and at least 1.")
     assert not (tmp_path / "s" / "starts.jsonl").exists()
+
+
+def test_a_glob_sweeps_over_the_options_of_a_group(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    mine = tmp_path / "my_conf" / "optim"
+    mine.mkdir(parents=True)
+    (mine / "mine.yaml").write_text("name: adamw\nweight_decay: 0.1\n")
+    argv = ["-m", "--config-dir", str(mine.parent), *BASE, "launch.dry_run=true"]
+    assert main([*argv, "optim=glob([a*,m*],exclude=*_8bit)"]) == 0
+    assert re.findall(r" optim=(\w+) ", capsys.readouterr().out) == ["adamw", "mine"]
+    assert main([*argv, "optim=glob(z*)", "lora.r=glob(*)"]) == 2
+    errors = capsys.readouterr().err
+    assert "optim=glob(z*) matches no option of optim, which has adamw, adamw_8bit, mine. Set optim=glob(*)." in errors
+    assert "lora.r=glob(*) matches no option of lora.r, which has none. List the values: lora.r=a,b." in errors
 
 
 def test_a_finished_job_of_other_settings_is_not_taken_for_this_one(capsys: pytest.CaptureFixture[str]) -> None:

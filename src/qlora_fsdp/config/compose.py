@@ -21,7 +21,7 @@ import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Glob, Override
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -115,9 +115,14 @@ def prepare_overrides(
             fix += f", for a text with a comma {key}='\"{value}\"'." if kind in (Any, str) else "."
             fix += _SEVERAL_DATA_SETS if key == "data.path" else ""
             problems.append(Problem(text, "gives several values to one run.", fix))
+        elif isinstance(glob := override.value(), Glob) and not glob.filter(options):
+            reason = f"matches no option of {key}, which has {', '.join(options) or 'none'}."
+            problems.append(Problem(text, reason, f"Set {key}=glob(*)." if options else f"List the values: {key}=a,b."))
         elif options and (found := [p for v in _values(override) if (p := _check_option(key, v, options))]):
             problems += found
         else:
+            if isinstance(glob, Glob):  # Hydra itself does not look into --config-dir for these
+                override.input_line = f"{key}={','.join(glob.filter(options))}"
             # Hydra wants a plus sign for what its defaults do not name; the check against the schema comes later.
             plus = "" if group_options(key, folders[:1]) else "+" if options else "++"
             usable.append(plus + (override.input_line or text).lstrip("+"))
@@ -207,7 +212,9 @@ def _without_effect(arguments: Arguments) -> list[Problem]:
 
 
 def _values(override: Override) -> list[Any]:
-    """The value of an override, or all those of a sweep."""
+    """The value of an override, or all those of a sweep; none of a glob, which is of options that are there."""
+    if isinstance(override.value(), Glob):
+        return []
     return list(override.sweep_iterator()) if override.is_discrete_sweep() else [override.value()]
 
 
