@@ -7,6 +7,7 @@ them. What is saved is the same: stock PEFT loads it on a base that was resized 
 
 from __future__ import annotations
 
+import re
 from typing import Any, cast
 
 import torch
@@ -48,14 +49,17 @@ def token_rows(model: PreTrainedModel, tokens: AddedTokens, lora: LoraConfig) ->
     if head is not None:
         tables[_name(model, head)] = head
     rows = {name: table for name, table in tables.items() if not _is_named(name, lora.modules_to_save)}
-    is_tied = len(rows) == 2 and getattr(head, "weight", None) is embeddings.weight
+    shares_weight = getattr(head, "weight", None) is embeddings.weight
+    is_tied = shares_weight and len(rows) == 2
     for name, table in rows.items():
         reason, fix = None, f"Add it to lora.modules_to_save, which trains {name} as a whole."
         if isinstance(table, QuantizedLayer):
             reason, fix = "is quantized", f"Add {name} to quant.llm_int8_skip_modules."
         elif isinstance(table, nn.Linear) and table.bias is not None:
             reason = "has a bias, which PEFT's trainable tokens leave out"
-        elif isinstance(lora.target_modules, list) and _is_named(name, lora.target_modules):
+        elif shares_weight and not is_tied and table is embeddings:  # PEFT would look for its rows in the head's copy
+            reason = "shares its weight with the head, which lora.modules_to_save trains as a whole"
+        elif _is_named(name, lora.target_modules):
             reason, fix = "is in lora.target_modules", "Take it out there, or add it to lora.modules_to_save instead."
         if reason is not None:
             raise AdapterError(f"tokenizer.add_tokens: {name} {reason}, and can't have rows for new tokens. {fix}")
@@ -201,5 +205,8 @@ def _short(model: nn.Module, name: str) -> str:
     return last if sum(other.endswith(last) for other, _ in model.named_modules()) == 1 else name
 
 
-def _is_named(name: str, wanted: list[str] | None) -> bool:
+def _is_named(name: str, wanted: list[str] | str | None) -> bool:
+    """Whether PEFT finds a module by these names or ends of names, or by a regular expression."""
+    if isinstance(wanted, str):
+        return re.fullmatch(wanted, name) is not None
     return any(name == target or name.endswith(f".{target}") for target in wanted or [])

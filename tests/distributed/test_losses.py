@@ -63,6 +63,10 @@ OTHER_NUMBERS = {
     "tied lm_head trained": (2, "qwen2", ["lora.modules_to_save=[lm_head]"]),
     "one module adapted": (2, "llama", ["lora.target_modules=[q_proj]"]),
     "head adapted": (2, "llama", ["lora.target_modules=[q_proj,lm_head]"]),
+    "some layers not quantized": (2, "qwen2", ["quant.llm_int8_skip_modules=[v_proj,layers.0.mlp,lm_head]"]),
+    "the head quantized": (2, "llama", ["quant.llm_int8_skip_modules=[v_proj]"]),
+    "layers excluded": (2, "llama", ["lora.exclude_modules=[o_proj,layers.1.mlp.up_proj]"]),
+    "decay and momentum": (2, "llama", ["optim.weight_decay=0.1", "optim.betas=[0.8,0.95]", "optim.eps=1e-6"]),
     "ranks and alphas that differ": (2, "llama", ["lora.rank_pattern={q_proj:3}", "lora.alpha_pattern={v_proj:5.0}"]),
     "adamw_8bit": (1, "llama", ["optim=adamw_8bit", "lora.r=64"]),
 }

@@ -64,6 +64,7 @@ def load_stock(folder: Path, quant: QuantConfig, device: str = "cpu", dtype: tor
             bnb_4bit_quant_type=quant.bnb_4bit_quant_type.value,
             bnb_4bit_use_double_quant=quant.bnb_4bit_use_double_quant,
             bnb_4bit_compute_dtype=dtype,
+            llm_int8_skip_modules=quant.llm_int8_skip_modules,
         )
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, attn_implementation="eager", device_map={"": device}, **options
@@ -122,6 +123,7 @@ def add_lora(
         use_rslora=wanted.use_rslora,
         use_dora=wanted.use_dora,
         target_modules=wanted.target_modules,
+        exclude_modules=wanted.exclude_modules,
         modules_to_save=wanted.modules_to_save,
         rank_pattern=wanted.rank_pattern,
         alpha_pattern=wanted.alpha_pattern,
@@ -157,7 +159,8 @@ def train_stock(model: peft.PeftModel, steps: Sequence[Sequence[Row]], config: C
     """Losses of plain AdamW steps at a constant rate; each step's loss is the mean over all its target tokens."""
     params = [p for p in model.parameters() if p.requires_grad]
     adamw = bnb.optim.AdamW8bit if config.optim.name is Optimizer.adamw_8bit else torch.optim.AdamW
-    optimizer = adamw(params, lr=config.training.learning_rate, weight_decay=0.0)
+    wanted = config.optim
+    optimizer = adamw(params, config.training.learning_rate, tuple(wanted.betas), wanted.eps, wanted.weight_decay)
     device = params[0].device
     losses = []
     model.train()

@@ -97,6 +97,18 @@ def test_codes_are_not_trained(checkpoint: Callable[..., Path], tmp_path: Path):
             LoraConfig(target_modules=["lm_head"]),
             "lm_head is in lora.target_modules",
         ),
+        (
+            "llama",
+            QuantConfig(),
+            LoraConfig(target_modules=".*(q_proj|lm_head)"),
+            "lm_head is in lora.target_modules",
+        ),
+        (
+            "qwen2",
+            QuantConfig(),
+            LoraConfig(modules_to_save=["lm_head"]),
+            "embed_tokens shares its weight with the head, which lora.modules_to_save trains as a whole, and can't",
+        ),
     ],
 )
 def test_tables_that_can_not_have_new_tokens(checkpoint, family: str, quant: QuantConfig, lora: LoraConfig, message):
