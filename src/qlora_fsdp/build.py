@@ -240,7 +240,7 @@ def _swap_chosen_linears(
     skip = quant.llm_int8_skip_modules
     skip = get_keys_to_not_convert(model) if skip is None else list(skip)
     skip += [name for name, _ in model.named_modules() if name.endswith(tuple(keep))]  # as PEFT finds modules_to_save
-    problems, table = [], model.get_input_embeddings().weight
+    problems, table = [], getattr(model.get_input_embeddings(), "weight", None)
 
     def choose(name: str, layer: nn.Linear) -> Format | None:
         if not should_convert_module(name, skip) or layer.weight is table:
