@@ -81,7 +81,7 @@ _BOUNDS: dict[str, tuple[float, bool, float]] = {
 _CHAT_TEMPLATES = Path(__file__).parents[1] / "data" / "templates"
 
 # PEFT's initialisations that leave the base weight as it is.
-_INIT_LORA_WEIGHTS = (True, "gaussian", "orthogonal")
+_INIT_LORA_WEIGHTS = ("gaussian", "orthogonal")  # besides true
 
 
 def check_settings(config: Config) -> list[Problem]:
@@ -233,7 +233,7 @@ def _embeddings(config: Config) -> Iterator[Problem]:
 def _lora(config: Config) -> Iterator[Problem]:
     lora = config.lora
     init = lora.init_lora_weights.lower() if isinstance(lora.init_lora_weights, str) else lora.init_lora_weights
-    if init not in _INIT_LORA_WEIGHTS:
+    if init is not True and init not in _INIT_LORA_WEIGHTS:
         quantized = config.quant.load_in_4bit or config.quant.load_in_8bit
         reason = (
             "starts from the base weights, which are packed codes here: it would take the packed bytes for numbers."

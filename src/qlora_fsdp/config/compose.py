@@ -120,6 +120,8 @@ def prepare_overrides(
             problems.append(Problem(text, reason, f"Set {key}=glob(*)." if options else f"List the values: {key}=a,b."))
         elif options and (found := [p for v in _values(override) if (p := _check_option(key, v, options))]):
             problems += found
+        elif other_kind := [value for value in _values(override) if _is_list_for_mapping(key, value)]:
+            problems += [_wrong_type(key, value) for value in other_kind]  # Hydra stops at the first
         else:
             if isinstance(glob, Glob):  # Hydra itself does not look into --config-dir for these
                 override.input_line = f"{key}={','.join(glob.filter(options))}"
@@ -209,6 +211,12 @@ def _without_effect(arguments: Arguments) -> list[Problem]:
         for text in texts
         if text.lstrip("+").startswith(("launch.", "slurm."))
     ]
+
+
+def _is_list_for_mapping(key: str, value: Any) -> bool:
+    """Or a mapping for a list: of neither the other can be made."""
+    kind = get_origin(all_settings()[key].type) if key in all_settings() else None
+    return (kind is dict and isinstance(value, list)) or (kind is list and isinstance(value, dict))
 
 
 def _values(override: Override) -> list[Any]:
