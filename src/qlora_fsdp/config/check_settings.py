@@ -99,7 +99,6 @@ def is_local_path(text: str) -> bool:
 def _numbers(config: Config) -> Iterator[Problem]:
     for key, (low, low_allowed, high) in _BOUNDS.items():
         value = value_of(config, key)
-        high = min(high, 2**63) if isinstance(value, int) else high  # a count of torch's
         if not isinstance(value, (int, float)) or (low < value < high or (low_allowed and value == low)):
             continue
         needed = f"at least {low:g}" if low_allowed else f"greater than {low:g}"
