@@ -11,6 +11,7 @@ import math
 import re
 import warnings
 import zlib
+from collections.abc import Iterator
 from typing import Any, cast
 
 import peft
@@ -34,7 +35,7 @@ from qlora_fsdp.quantized import QuantizedLayer, QuantizedLinear
 from qlora_fsdp.quantized.lora import LoraLinear
 from qlora_fsdp.shards import gather_rows, local_rows, local_tensor, shard_group
 
-WRAPPERS = re.compile(r"\.(base_layer|original_module|modules_to_save\.\w+|token_adapter)\b")  # PEFT's, in names
+_WRAPPERS = re.compile(r"\.(base_layer|original_module|modules_to_save\.\w+|token_adapter)\b")  # PEFT's, in names
 NO_TOKENS = AddedTokens()
 PEFT_TASKS = {
     TaskName.causal_lm: "CAUSAL_LM",
@@ -119,6 +120,13 @@ def _targets(model: PreTrainedModel, config: LoraConfig) -> Any:
     name, decoder = found
     endings = sorted({n.rsplit(".", 1)[-1] for n, module in decoder.named_modules() if isinstance(module, nn.Linear)})
     return rf"{re.escape(name)}\..*\.({'|'.join(endings)})"
+
+
+def base_linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    """Linear layers of an adapted base by their names without adapters; a copy trained in full has the original's."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and "lora_" not in name:
+            yield _WRAPPERS.sub("", name), module
 
 
 def trainable_names(model: nn.Module) -> list[str]:

@@ -14,16 +14,16 @@ import peft
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qlora_fsdp import __version__
-from qlora_fsdp.adapters import ADAPTER, WRAPPERS
+from qlora_fsdp.adapters import ADAPTER, base_linears
 from qlora_fsdp.config.commands import SETTINGS_FILE
 from qlora_fsdp.distributed import Processes
 from qlora_fsdp.errors import RunFolderError
 from qlora_fsdp.new_tokens import count_tokens
-from qlora_fsdp.quantized import Format, QuantizedLinear
+from qlora_fsdp.quantized import QuantizedLinear
 from qlora_fsdp.run_folder import writing
 from qlora_fsdp.shards import gather_rows, local_tensor, shard_group
 
@@ -202,12 +202,9 @@ def write_adapter(
 def _quantized_usage(model: peft.PeftModel, usage: str, base: str) -> str:
     """How to load the adapter onto a quantized base, if that takes more than its BitsAndBytesConfig; else nothing."""
     base_model = cast(PreTrainedModel, model.get_base_model())
-    head, heads, formats = base_model.get_output_embeddings(), set[str](), dict[str, Format | None]()
-    for name, module in base_model.named_modules():
-        if isinstance(module, nn.Linear) and "lora_" not in name:
-            formats[WRAPPERS.sub("", name)] = module.format if isinstance(module, QuantizedLinear) else None
-        if module is head:  # transformers leaves it out by itself
-            heads.add(name)
+    head = base_model.get_output_embeddings()
+    heads = {name for name, module in base_model.named_modules() if module is head}  # transformers leaves it out
+    formats = {name: m.format if isinstance(m, QuantizedLinear) else None for name, m in base_linears(base_model)}
     format = next((format for name, format in formats.items() if format is not None and name not in heads), None)
     plain = {name for name, own in formats.items() if own != format}
     if format is None or plain <= heads:

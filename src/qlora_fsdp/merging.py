@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from qlora_fsdp.adapters import ADAPTER, WRAPPERS
+from qlora_fsdp.adapters import ADAPTER, base_linears
 from qlora_fsdp.build import BuiltModel
 from qlora_fsdp.errors import CheckpointError, RunFolderError
 from qlora_fsdp.files import digest_file, write_json
@@ -285,15 +285,14 @@ def _write_config(merge: Merge, folder: Path, untied: bool) -> None:
     if untied:
         config["tie_word_embeddings"] = False
     if merge.quantize is not None:
-        layers = {name: m for name, m in merge.built.model.named_modules() if isinstance(m, nn.Linear)}
-        plain = {n for n, layer in layers.items() if "lora_" not in n and not _takes_codes(layer, merge)}
+        plain = {name for name, layer in base_linears(merge.built.model) if not _takes_codes(layer, merge)}
         config["quantization_config"] = {
             "quant_method": "bitsandbytes",
             "load_in_4bit": True,
             "bnb_4bit_quant_type": merge.quantize,
             "bnb_4bit_use_double_quant": True,
             "bnb_4bit_compute_dtype": str(merge.dtype).removeprefix("torch."),
-            "llm_int8_skip_modules": sorted({WRAPPERS.sub("", name) for name in plain}) or None,
+            "llm_int8_skip_modules": sorted(plain) or None,
         }
     (merge.out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 

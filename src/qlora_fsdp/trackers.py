@@ -10,7 +10,7 @@ from typing import Any, Protocol, cast
 
 import yaml
 
-from qlora_fsdp.config.check_settings import has_wandb_key
+from qlora_fsdp.config.check_settings import wandb_mode
 from qlora_fsdp.config.compose import to_yaml
 from qlora_fsdp.config.schema import Config, WandbMode
 from qlora_fsdp.files import write_json
@@ -36,9 +36,7 @@ class Tracker(Protocol):
 def start_trackers(folder: Path, config: Config, first_step: int) -> list[Tracker]:
     """What `tracking` asks for; a run that goes on from `first_step` goes on there too."""
     trackers: list[Tracker] = []
-    mode = config.tracking.wandb
-    if mode is WandbMode.auto:
-        mode = WandbMode.online if has_wandb_key() else WandbMode.disabled
+    mode = wandb_mode(config)
     if mode is not WandbMode.disabled:
         trackers.append(WandbTracker(folder, config, mode, goes_on=first_step > 0))
     if config.tracking.tensorboard:

@@ -82,6 +82,7 @@ _CHAT_TEMPLATES = Path(__file__).parents[1] / "data" / "templates"
 
 # PEFT's initialisations that leave the base weight as it is.
 _INIT_LORA_WEIGHTS = ("gaussian", "orthogonal")  # besides true
+_NO_FLOAT16 = "needs loss scaling, which is not here: small gradients would become 0."
 
 
 def check_settings(config: Config) -> list[Problem]:
@@ -195,8 +196,9 @@ def _quant(config: Config) -> Iterator[Problem]:
         return
     compute, storage = quant.bnb_4bit_compute_dtype, quant.bnb_4bit_quant_storage
     if compute is Dtype.float16:
-        reason = "needs loss scaling, which is not here: small gradients would become 0."
-        yield problem_with(config, "quant.bnb_4bit_compute_dtype", reason, "Set quant.bnb_4bit_compute_dtype=auto.")
+        yield problem_with(
+            config, "quant.bnb_4bit_compute_dtype", _NO_FLOAT16, "Set quant.bnb_4bit_compute_dtype=auto."
+        )
     elif Dtype.auto not in (compute, precision) and compute is not precision:
         reason = f"contradicts {show('training.precision', precision)}: products and activations have one dtype."
         fix = "Set only training.precision, which quant.bnb_4bit_compute_dtype=auto follows."
@@ -352,11 +354,10 @@ def _training(config: Config) -> Iterator[Problem]:
         reason = "needs a global batch to divide, and training.global_batch_size=null follows from the micro-batch."
         yield problem_with(config, "training.micro_batch_size", reason, "Set training.global_batch_size=16.")
     if training.precision is Dtype.float16:
-        reason = "needs loss scaling, which is not here: small gradients would become 0."
         yield problem_with(
             config,
             "training.precision",
-            reason,
+            _NO_FLOAT16,
             "Set training.precision=auto.",
         )
     if config.data.format is DataFormat.random and training.max_steps is None and config.data.max_rows is None:
@@ -364,20 +365,21 @@ def _training(config: Config) -> Iterator[Problem]:
         yield problem_with(config, "training.max_steps", reason, "Set training.max_steps=10.")
 
 
-def has_wandb_key() -> bool:
-    """Whether W&B has a key to log in with."""
+def wandb_mode(config: Config) -> WandbMode:
+    """`tracking.wandb`; for `auto`, online where W&B has a key to log in with, else disabled."""
     import netrc
 
+    if config.tracking.wandb is not WandbMode.auto:
+        return config.tracking.wandb
     try:
-        return "WANDB_API_KEY" in os.environ or netrc.netrc().authenticators("api.wandb.ai") is not None
+        has_key = "WANDB_API_KEY" in os.environ or netrc.netrc().authenticators("api.wandb.ai") is not None
     except (OSError, netrc.NetrcParseError):
-        return False
+        has_key = False
+    return WandbMode.online if has_key else WandbMode.disabled
 
 
 def _packages(config: Config) -> Iterator[Problem]:
-    mode = config.tracking.wandb
-    uses_wandb = mode in (WandbMode.online, WandbMode.offline) or (mode is WandbMode.auto and has_wandb_key())
-    if uses_wandb and find_spec("wandb") is None:
+    if wandb_mode(config) is not WandbMode.disabled and find_spec("wandb") is None:
         reason = "needs the package wandb, which is not installed."
         yield problem_with(config, "tracking.wandb", reason, "Run pip install wandb, or set tracking=none.")
     if config.tracking.tensorboard and find_spec("tensorboard") is None:
