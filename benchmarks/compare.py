@@ -151,7 +151,7 @@ def add_ratios(rows: list[dict[str, Any]], matrix_rate: float | None) -> None:
     """MFU over the measured rate for the sides that count FLOPs, and every side's speed over TRL's best."""
     import torch
 
-    from qlora_fsdp.hardware import peak_flops
+    from qlora_fsdp.runtime.hardware import peak_flops
 
     peak = peak_flops(torch.device("cuda", 0)) if matrix_rate else None
     peers = [row["tokens_s_gpu"] for row in rows if row["side"].startswith("trl") and "failed" not in row]

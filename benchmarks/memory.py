@@ -214,10 +214,10 @@ def run_worker(folder: Path) -> None:
 
     import torch
 
+    from qlora_fsdp.common.errors import UserError
     from qlora_fsdp.config.compose import load_config
     from qlora_fsdp.config.world import World
-    from qlora_fsdp.errors import UserError
-    from qlora_fsdp.run import run
+    from qlora_fsdp.training.run import run
 
     rank = int(os.environ["RANK"])
     for index, values in enumerate(json.loads((folder / "cases.json").read_text())):

@@ -21,11 +21,11 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from qlora_fsdp import loop
 from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.config.world import World
-from qlora_fsdp.optim import learning_rate_at
-from qlora_fsdp.run import run
+from qlora_fsdp.training import loop
+from qlora_fsdp.training.optim import learning_rate_at
+from qlora_fsdp.training.run import run
 
 FIRST_STEPS, NUM_STEPS = 3, 2
 

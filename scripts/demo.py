@@ -16,7 +16,7 @@ import time
 import warnings
 from pathlib import Path
 
-from qlora_fsdp.imports import quick_imports
+from qlora_fsdp.common.startup import quick_imports
 
 ROOT = Path(__file__).resolve().parents[1]
 RUN_FOLDER = ROOT / "outputs" / "demo"

@@ -12,7 +12,7 @@ import pytest
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: without a GPU its kernels run in Python
 
-from qlora_fsdp.imports import quick_imports
+from qlora_fsdp.common.startup import quick_imports
 
 with quick_imports():  # most of what the modules of tests import, once in each of the workers
     import bitsandbytes.nn.modules

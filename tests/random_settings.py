@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from qlora_fsdp.errors import UserError
+from qlora_fsdp.common.errors import UserError
 from tests import conftest as conftest  # how this process computes
 from tests.helpers.checkpoints import FAMILIES, SHAPE, quantize_checkpoint
 from tests.helpers.ranks import RanksFailed, run_ranks

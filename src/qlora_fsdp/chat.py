@@ -9,18 +9,18 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 if __name__ == "__main__":
-    from qlora_fsdp.interrupts import end_at_once
+    from qlora_fsdp.common.startup import end_at_once
 
     end_at_once()
 
-from qlora_fsdp.command import run_command
+from qlora_fsdp.common.errors import DataError, UserError
+from qlora_fsdp.common.startup import quick_imports
 from qlora_fsdp.config.schema import Config
-from qlora_fsdp.errors import DataError, UserError
 from qlora_fsdp.generate import GenerateSettings, check_generation, run_generate
-from qlora_fsdp.imports import quick_imports
+from qlora_fsdp.runtime.run_command import run_command
 
 if TYPE_CHECKING:
-    from qlora_fsdp.distributed import Processes
+    from qlora_fsdp.runtime.processes import Processes
 
 USAGE = """
 Talk to a model: the quantized base, with an adapter or without.
@@ -52,7 +52,7 @@ def chat(settings: ChatSettings, config: Config, processes: Processes) -> None:
     settings.prompt = ""  # there is none beforehand
     check_generation(settings, config)
     with quick_imports():
-        from qlora_fsdp.inference import check_template, load_trained
+        from qlora_fsdp.inference.trained import check_template, load_trained
 
     trained = load_trained(config, settings.adapter, processes, generates=True)
     check_template(trained.tokenizer, "chat")
@@ -115,7 +115,7 @@ def _reply(trained: Any, messages: list[dict[str, str]], settings: ChatSettings,
     import torch
     from transformers import TextStreamer
 
-    from qlora_fsdp.inference import chat_tokens, num_positions, pad_left
+    from qlora_fsdp.inference.trained import chat_tokens, num_positions, pad_left
 
     tokenizer = trained.tokenizer
     tokens = chat_tokens(tokenizer, messages, None, "the conversation")

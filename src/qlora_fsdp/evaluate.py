@@ -12,18 +12,18 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if __name__ == "__main__":
-    from qlora_fsdp.interrupts import end_at_once
+    from qlora_fsdp.common.startup import end_at_once
 
     end_at_once()
 
-from qlora_fsdp.command import check_out, log, run_command, write_out
+from qlora_fsdp.common.errors import ConfigError, Problem
+from qlora_fsdp.common.startup import quick_imports
 from qlora_fsdp.config.commands import AdapterSettings
 from qlora_fsdp.config.schema import Config, TaskName
-from qlora_fsdp.errors import ConfigError, Problem
-from qlora_fsdp.imports import quick_imports
+from qlora_fsdp.runtime.run_command import check_out, log, run_command, write_out
 
 if TYPE_CHECKING:
-    from qlora_fsdp.distributed import Processes
+    from qlora_fsdp.runtime.processes import Processes
 
 USAGE = """
 Loss and perplexity of a model on data of yours, or its scores on lm-eval's tasks, with an adapter or without. Several
@@ -80,13 +80,13 @@ def evaluate_model(settings: EvaluateSettings, config: Config, processes: Proces
 def evaluate_on_data(settings: EvaluateSettings, config: Config, processes: Processes) -> dict[str, Any]:
     """Loss and perplexity, or a classifier's figures."""
     with quick_imports():
-        from qlora_fsdp.attention import check_packing
-        from qlora_fsdp.classifier import Classifier
         from qlora_fsdp.data.prepare import prepare_data
-        from qlora_fsdp.inference import load_trained
-        from qlora_fsdp.loop import evaluate
-        from qlora_fsdp.plan import split_batches
-        from qlora_fsdp.positions import check_positions
+        from qlora_fsdp.inference.trained import load_trained
+        from qlora_fsdp.layers.attention import check_packing
+        from qlora_fsdp.model.classifier import Classifier
+        from qlora_fsdp.model.count import split_batches
+        from qlora_fsdp.model.positions import check_positions
+        from qlora_fsdp.training.loop import evaluate
 
     trained = load_trained(config, settings.adapter, processes)
     check_packing(config.training.packing, trained.files.config)
@@ -127,8 +127,8 @@ def evaluate_on_tasks(settings: EvaluateSettings, config: Config, processes: Pro
     """
     names = [name.strip() for name in (settings.tasks or "").split(",") if name.strip()]
     check_tasks(settings, config, names)
-    from qlora_fsdp.harness import evaluate_tasks, find_tasks
-    from qlora_fsdp.inference import load_trained
+    from qlora_fsdp.inference.lm_eval import evaluate_tasks, find_tasks
+    from qlora_fsdp.inference.trained import load_trained
 
     manager = find_tasks(names)
     trained = load_trained(config, settings.adapter, processes, generates=True)

@@ -10,22 +10,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if __name__ == "__main__":
-    from qlora_fsdp.interrupts import end_at_once
+    from qlora_fsdp.common.startup import end_at_once
 
     end_at_once()
 
-from qlora_fsdp.command import check_out, log, run_command, write_out
+from qlora_fsdp.common.errors import ConfigError, DataError, Problem
+from qlora_fsdp.common.startup import quick_imports
 from qlora_fsdp.config.commands import AdapterSettings
 from qlora_fsdp.config.schema import Config, TaskName
 from qlora_fsdp.config.settings import show
-from qlora_fsdp.errors import ConfigError, DataError, Problem
-from qlora_fsdp.imports import quick_imports
+from qlora_fsdp.runtime.run_command import check_out, log, run_command, write_out
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from qlora_fsdp.distributed import Processes
-    from qlora_fsdp.inference import Trained
+    from qlora_fsdp.inference.trained import Trained
+    from qlora_fsdp.runtime.processes import Processes
 
 USAGE = """
 Completions of prompts on the quantized base, with an adapter or without.
@@ -69,7 +69,7 @@ def generate_completions(settings: GenerateSettings, config: Config, processes: 
     check_generation(settings, config, check_out(settings.out) if processes.is_main else [])
     rows = _read_rows(settings)
     with quick_imports():
-        from qlora_fsdp.inference import load_trained, num_positions
+        from qlora_fsdp.inference.trained import load_trained, num_positions
 
     trained = load_trained(config, settings.adapter, processes, generates=True)
     prompts = [_tokens(trained, row, number) for number, row in enumerate(rows, start=1)]
@@ -105,7 +105,7 @@ def complete(
     """
     import torch
 
-    from qlora_fsdp.inference import pad_left
+    from qlora_fsdp.inference.trained import pad_left
 
     size, tokenizer = settings.batch_size, trained.tokenizer
     assert isinstance(tokenizer.pad_token_id, int)
@@ -128,8 +128,8 @@ def run_generate(
     **options: Any,
 ) -> Tensor:
     """transformers' `generate`: prompt and completion, int64 [num_rows, length], on the CPU."""
-    from qlora_fsdp.inference import generation_config
-    from qlora_fsdp.shard import computing_inside
+    from qlora_fsdp.inference.trained import generation_config
+    from qlora_fsdp.model.shard import computing_inside
 
     samples = settings.temperature > 0
     base: Any = trained.model.base
@@ -180,7 +180,7 @@ def check_generation(settings: GenerateSettings, config: Config, others: Sequenc
 def _read_rows(settings: GenerateSettings) -> list[dict[str, Any]]:
     if settings.prompts is None:
         return [{"prompt": settings.prompt}]
-    from qlora_fsdp.data.check import BadRow, check_unicode
+    from qlora_fsdp.data.row import BadRow, check_unicode
 
     rows: list[dict[str, Any]] = []
     for number, line in enumerate(Path(settings.prompts).expanduser().read_bytes().splitlines(), start=1):
@@ -203,7 +203,7 @@ def _read_rows(settings: GenerateSettings) -> list[dict[str, Any]]:
 
 
 def _tokens(trained: Trained, row: dict[str, Any], number: int) -> list[int]:
-    from qlora_fsdp.inference import chat_tokens, prompt_tokens
+    from qlora_fsdp.inference.trained import chat_tokens, prompt_tokens
 
     if isinstance(row.get("prompt"), str):
         return prompt_tokens(trained.tokenizer, row["prompt"])

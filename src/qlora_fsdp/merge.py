@@ -10,22 +10,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 if __name__ == "__main__":
-    from qlora_fsdp.interrupts import end_at_once
+    from qlora_fsdp.common.startup import end_at_once
 
     end_at_once()
 
-from qlora_fsdp.command import log, run_command
+from qlora_fsdp.common.errors import ConfigError, Problem
+from qlora_fsdp.common.files import write_json
+from qlora_fsdp.common.startup import quick_imports
 from qlora_fsdp.config.commands import AdapterSettings
 from qlora_fsdp.config.schema import Config, EmbeddingStorage, QuantType4bit, TaskName, TokenizerConfig, Weights
 from qlora_fsdp.config.settings import show
-from qlora_fsdp.errors import ConfigError, Problem
-from qlora_fsdp.files import write_json
-from qlora_fsdp.imports import quick_imports
+from qlora_fsdp.runtime.run_command import log, run_command
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from qlora_fsdp.distributed import Processes
+    from qlora_fsdp.runtime.processes import Processes
 
 USAGE = """
 One model out of a base and its adapter: safetensors files, config and tokenizer, for any program that loads models.
@@ -64,8 +64,8 @@ def merge(settings: MergeSettings, config: Config, processes: Processes) -> None
     _check(settings, config, processes)
     assert settings.adapter is not None and settings.out is not None
     with quick_imports():
-        from qlora_fsdp.inference import build_trained
-        from qlora_fsdp.merging import Merge, merge_files, merging_to
+        from qlora_fsdp.inference.merge_files import Merge, merge_files, merging_to
+        from qlora_fsdp.inference.trained import build_trained
 
     built_as = config
     if settings.quantize is not None and settings.base == "full":  # whichever the adapter was trained on
@@ -131,7 +131,7 @@ def _log_probabilities(
     import torch
 
     from qlora_fsdp.data.prepare import prepare_data
-    from qlora_fsdp.inference import load_trained
+    from qlora_fsdp.inference.trained import load_trained
 
     trained = load_trained(config, adapter, processes, generates=True)
     config.training.packing, config.training.max_length = False, min(config.training.max_length, MAX_REPORT_TOKENS)

@@ -13,17 +13,19 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from qlora_fsdp.common.errors import CheckpointError, ConfigError, Problem, UserError, print_error
+from qlora_fsdp.common.files import write_json
+from qlora_fsdp.common.text import count, show_duration, show_size
 from qlora_fsdp.config.check_settings import check_settings, int8_embeddings_problem, is_local_path
 from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.config.schema import Config, Dtype, EmbeddingStorage, Kernel, Weights
 from qlora_fsdp.config.validate import check_world
 from qlora_fsdp.config.world import World
-from qlora_fsdp.errors import CheckpointError, ConfigError, Problem, UserError, print_error
-from qlora_fsdp.files import write_json
 from qlora_fsdp.memory.choose import AUTO, MARGIN, Choice, choose, describe_choice
 from qlora_fsdp.memory.gpus import Hardware, parse_hardware
 from qlora_fsdp.memory.plan import GIB
-from qlora_fsdp.memory.report import (
+from qlora_fsdp.memory.shape import FAMILIES, ModelShape, model_shape
+from qlora_fsdp.memory.show import (
     as_json,
     changes_table,
     faster_lines,
@@ -34,11 +36,9 @@ from qlora_fsdp.memory.report import (
     table,
     waiting_lines,
 )
-from qlora_fsdp.memory.shape import FAMILIES, ModelShape, model_shape
 from qlora_fsdp.memory.speed import load_seconds, tokens_per_second
 from qlora_fsdp.memory.suggest import cheapest_changes
 from qlora_fsdp.memory.workload import FUSED_KERNELS, Workload
-from qlora_fsdp.tables import count, show_duration, show_size
 
 DOES_NOT_FIT = 3  # exit code
 BYTES_A_TOKEN = 4.0  # of text in a file of rows: an estimate

@@ -11,21 +11,21 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 if __name__ == "__main__":
-    from qlora_fsdp.interrupts import end_at_once
+    from qlora_fsdp.common.startup import end_at_once
 
     end_at_once()
 
-from qlora_fsdp.command import run_command
+from qlora_fsdp.common.errors import ConfigError, Problem
 from qlora_fsdp.config.commands import AdapterSettings
 from qlora_fsdp.config.schema import Config
-from qlora_fsdp.errors import ConfigError, Problem
+from qlora_fsdp.runtime.run_command import run_command
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from qlora_fsdp.data.prepare import PreparedData
     from qlora_fsdp.data.sequences import Sequences
-    from qlora_fsdp.distributed import Processes
+    from qlora_fsdp.runtime.processes import Processes
 
 USAGE = """
 Rows as the model sees them, coloured by what is trained on, with lengths and how full sequences are. Loads no weights.
@@ -65,10 +65,10 @@ def preview(settings: PreviewSettings, config: Config, processes: Processes) -> 
         problems.append(Problem(f"color={settings.color}", "is none of auto, always, never.", "Set color=auto."))
     if problems:
         raise ConfigError(problems)
-    from qlora_fsdp.data.open_stream import open_stream
     from qlora_fsdp.data.prepare import PreparedData, prepare_data
+    from qlora_fsdp.data.stream import open_stream
     from qlora_fsdp.data.tokenizer import add_tokens, load_tokenizer
-    from qlora_fsdp.plan import BatchSplit
+    from qlora_fsdp.model.count import BatchSplit
 
     tokenizer = load_tokenizer(config.model, config.data)
     add_tokens(tokenizer, config.tokenizer)

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from qlora_fsdp.errors import LaunchError, UserError, print_error
-from qlora_fsdp.run_state import SLURM_FILE, RunState, find_runs, read_json, read_run, slurm_queue, step_of
-from qlora_fsdp.tables import format_table, show_duration, show_number
+from qlora_fsdp.common.errors import LaunchError, UserError, print_error
+from qlora_fsdp.common.text import format_table, show_duration, show_number
+from qlora_fsdp.records.run_state import SLURM_FILE, RunState, find_runs, read_json, read_run, slurm_queue, step_of
 
 EXPLAINED = {"stopped": "ended without a word: killed, perhaps for want of memory"}
 

@@ -10,18 +10,18 @@ import sys
 from collections.abc import Sequence
 
 if __name__ == "__main__":
-    from qlora_fsdp.interrupts import end_at_once
+    from qlora_fsdp.common.startup import end_at_once
 
     end_at_once("No run was going on.")
 
-from qlora_fsdp.command import show_error
+from qlora_fsdp.common.errors import ConfigError, UserError
+from qlora_fsdp.common.startup import quick_imports
 from qlora_fsdp.config.check_settings import check_settings
 from qlora_fsdp.config.command_line import parse_arguments
 from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.config.launch_environment import check_launch_environment
 from qlora_fsdp.config.world import World
-from qlora_fsdp.errors import ConfigError, UserError
-from qlora_fsdp.imports import quick_imports
+from qlora_fsdp.runtime.run_command import show_error
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if problems:
             raise ConfigError(problems)
         with quick_imports():  # torch and transformers only from here on
-            from qlora_fsdp.run import run
+            from qlora_fsdp.training.run import run
 
         run(config, world)
     except UserError as error:

@@ -16,7 +16,8 @@ from typing import Any, NoReturn
 import psutil
 
 import qlora_fsdp
-from qlora_fsdp import train, watch
+from qlora_fsdp import train
+from qlora_fsdp.runtime import watch
 from tests.helpers.ranks import StartedRanks
 
 ROOT = Path(__file__).parents[2]

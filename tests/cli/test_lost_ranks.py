@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from qlora_fsdp.run_state import checkpoint_folders
+from qlora_fsdp.records.run_state import checkpoint_folders
 from tests.cli.launch import Command, ForkedLaunch, Launch
 
 pytestmark = pytest.mark.distributed
@@ -144,7 +144,7 @@ def test_interrupted_run_saves_stops_on_all_ranks_and_says_so(ended: dict[str, F
     assert run.exit_code == SIGNALS[case]
     assert run.message.startswith(f"Interrupted by {case.split()[0]}. Step ")
     assert run.command.summary["status"] == "interrupted"
-    assert "qlora_fsdp/run.py" not in run.command.output, "a rank's traceback"
+    assert "qlora_fsdp/training/run.py" not in run.command.output, "a rank's traceback"
     (saved,) = checkpoint_folders(run.command.run_folder / "checkpoints")
     lines = map(json.loads, (run.command.run_folder / "metrics.jsonl").read_text().splitlines())
     last = [line for line in lines if "checkpoint_seconds" not in line][-1]
@@ -157,7 +157,7 @@ def test_error_of_one_rank_stops_all(ended: dict[str, Future[Ended]], case: str)
     run = ended[case].result()
     assert run.exit_code != 0
     assert run.message.startswith("rank 1: model.path=")
-    assert "qlora_fsdp/run.py" not in run.command.output, "a rank's traceback"
+    assert "qlora_fsdp/training/run.py" not in run.command.output, "a rank's traceback"
 
 
 def test_full_disk_is_named_and_leaves_no_half_adapter(ended: dict[str, Future[Ended]]) -> None:

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from qlora_fsdp import prepare, run
-from qlora_fsdp.causal_lm import CausalLM
-from qlora_fsdp.run_state import checkpoint_folders
+from qlora_fsdp.model.causal_lm import CausalLM
+from qlora_fsdp.records.run_state import checkpoint_folders
+from qlora_fsdp.training import prepare, run
 from tests.cli.launch import ForkedLaunch
 
 pytestmark = pytest.mark.distributed

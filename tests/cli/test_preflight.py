@@ -14,10 +14,10 @@ import pytest
 import torch
 
 import qlora_fsdp
-import qlora_fsdp.run as pipeline
+import qlora_fsdp.training.run as pipeline
 from qlora_fsdp import preflight
+from qlora_fsdp.common.errors import MemoryShortage
 from qlora_fsdp.config.world import World
-from qlora_fsdp.errors import MemoryShortage
 from tests.helpers.quick_config import load_config
 from tests.helpers.ranks import Meeting, run_ranks
 

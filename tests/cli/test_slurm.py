@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import qlora_fsdp
-from qlora_fsdp.run_state import read_json, slurm_queue
+from qlora_fsdp.records.run_state import read_json, slurm_queue
 from qlora_fsdp.status import show_status
 from tests.cli.launch import ROOT
 

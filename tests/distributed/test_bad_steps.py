@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-import qlora_fsdp.optim as optim
-from qlora_fsdp.errors import TrainingError
-from qlora_fsdp.run_state import checkpoint_folders
+import qlora_fsdp.training.optim as optim
+from qlora_fsdp.common.errors import TrainingError
+from qlora_fsdp.records.run_state import checkpoint_folders
 from tests.helpers.ranks import once, run_ranks
 from tests.helpers.runs import settings, train_here
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qlora_fsdp import export
-from qlora_fsdp.checkpoint import Checkpoint, read_manifest
-from qlora_fsdp.checkpoint_write import HostCopy, write_checkpoint
-from qlora_fsdp.distributed import start_processes, stop_processes
+from qlora_fsdp.model import save_adapter
+from qlora_fsdp.runtime.processes import start_processes, stop_processes
+from qlora_fsdp.training.checkpoint import Checkpoint, read_manifest
+from qlora_fsdp.training.checkpoint_write import HostCopy, write_checkpoint
 from tests.helpers.ranks import Meeting, run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -55,13 +55,17 @@ def save_slowly(folder: Path) -> bool:
         time.sleep(4)
         (folder / ".adapter.tmp").mkdir()
 
-    before = export.gather_trainable, export.adapter_keys, export.write_adapter
-    export.gather_trainable, export.adapter_keys, export.write_adapter = (lambda *_: {}), (lambda _: {}), write
+    before = save_adapter.gather_trainable, save_adapter.adapter_keys, save_adapter.write_adapter
+    save_adapter.gather_trainable, save_adapter.adapter_keys, save_adapter.write_adapter = (
+        (lambda *_: {}),
+        (lambda _: {}),
+        write,
+    )
     try:
-        export.save_adapter(None, folder / "adapter", None, "", "", processes)  # type: ignore[arg-type]
+        save_adapter.save_adapter(None, folder / "adapter", None, "", "", processes)  # type: ignore[arg-type]
         return (folder / "adapter").is_dir()
     finally:
-        export.gather_trainable, export.adapter_keys, export.write_adapter = before
+        save_adapter.gather_trainable, save_adapter.adapter_keys, save_adapter.write_adapter = before
         stop_processes()
 
 

@@ -15,14 +15,14 @@ from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
 from qlora_fsdp import evaluate, generate, merge
-from qlora_fsdp.build import AUTO_CLASSES
 from qlora_fsdp.config.commands import SETTINGS_FILE
 from qlora_fsdp.config.schema import ProblemType, TaskName
 from qlora_fsdp.data.tokenizer import byte_tokenizer
-from qlora_fsdp.distributed import Processes
-from qlora_fsdp.load.files import read_headers
-from qlora_fsdp.shard import computing_inside
-from qlora_fsdp.task_model import TaskModel
+from qlora_fsdp.model.build import AUTO_CLASSES
+from qlora_fsdp.model.shard import computing_inside
+from qlora_fsdp.model.task_model import TaskModel
+from qlora_fsdp.runtime.processes import Processes
+from qlora_fsdp.weights.safetensors_files import read_headers
 from tests.helpers.classification import (
     LABELS,
     WORD_LABELS,

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from qlora_fsdp.causal_lm import CausalLM
-from qlora_fsdp.distributed import Processes
+from qlora_fsdp.model.causal_lm import CausalLM
+from qlora_fsdp.runtime.processes import Processes
 from tests.helpers.quick_config import load_config
 from tests.helpers.ranks import once, run_ranks
 from tests.helpers.reference import add_lora, load_stock

@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from qlora_fsdp import merge, merging
-from qlora_fsdp.load.files import read_headers
+from qlora_fsdp import merge
+from qlora_fsdp.inference.trained import merge_files
+from qlora_fsdp.weights.safetensors_files import read_headers
 from tests.helpers.checkpoints import VOCAB, make_checkpoint
 from tests.helpers.quick_config import load_config
 from tests.helpers.ranks import run_ranks
@@ -120,7 +121,7 @@ def test_quantized_results_load_as_bitsandbytes_makes_them(adapters, tmp_path: P
 
 def test_a_merge_that_was_cut_off_goes_on_and_another_is_refused(adapters, tmp_path, monkeypatch, capsys):
     out, saved = tmp_path / "merged", []
-    save = merging._save
+    save = merge_files._save
 
     def save_two(tensors: dict[str, Tensor], target: Path) -> None:
         if len(saved) == 2:
@@ -128,11 +129,13 @@ def test_a_merge_that_was_cut_off_goes_on_and_another_is_refused(adapters, tmp_p
         saved.append(target.name)
         save(tensors, target)
 
-    monkeypatch.setattr(merging, "_save", save_two)
+    monkeypatch.setattr(merge_files, "_save", save_two)
     arguments = [f"adapter={adapters['llama']}", f"out={out}"]
     assert merge.main(arguments) == 2
     assert "can't be written: [Errno 28] No space left" in capsys.readouterr().err
-    monkeypatch.setattr(merging, "_save", lambda tensors, target: (saved.append(target.name), save(tensors, target)))
+    monkeypatch.setattr(
+        merge_files, "_save", lambda tensors, target: (saved.append(target.name), save(tensors, target))
+    )
     assert merge.main(arguments) == 0
     assert len(saved) == len(set(saved)) == len(list(out.glob("*.safetensors"))) > 3  # none was written twice
     assert read_headers(out).keys() and load_merged(out).isfinite().all()
@@ -142,8 +145,8 @@ def test_a_merge_that_was_cut_off_goes_on_and_another_is_refused(adapters, tmp_p
 
 def test_a_full_disk_is_named(adapters, tmp_path: Path, monkeypatch, capsys):
     """safetensors has an error of its own for it."""
-    save = merging.save_file
-    monkeypatch.setattr(merging, "save_file", lambda tensors, file, about: save(tensors, "/dev/full/x", about))
+    save = merge_files.save_file
+    monkeypatch.setattr(merge_files, "save_file", lambda tensors, file, about: save(tensors, "/dev/full/x", about))
     assert merge.main([f"adapter={adapters['llama']}", f"out={tmp_path / 'merged'}"]) == 2
     assert "merged can't be written: Error while serializing: I/O error" in capsys.readouterr().err
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from qlora_fsdp import evaluate, generate
-from qlora_fsdp.distributed import Processes
-from qlora_fsdp.task_model import TaskModel
+from qlora_fsdp.model.task_model import TaskModel
+from qlora_fsdp.runtime.processes import Processes
 from tests.helpers.quick_config import load_config
 from tests.helpers.ranks import once, run_ranks
 from tests.helpers.reference import load_stock, stock_losses

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from qlora_fsdp import model_files
+from qlora_fsdp.common.errors import CheckpointError
 from qlora_fsdp.config.schema import ModelConfig
-from qlora_fsdp.distributed import start_processes, stop_processes
-from qlora_fsdp.errors import CheckpointError
+from qlora_fsdp.model import find
+from qlora_fsdp.runtime.processes import start_processes, stop_processes
 from tests.helpers.ranks import Meeting, run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -26,16 +26,16 @@ def find_on_each(folders: list[Path]) -> str:
     def no_hub(path: str, **options: object) -> str:
         raise OSError(f"no network on rank {rank}")
 
-    download, model_files.snapshot_download = model_files.snapshot_download, no_hub
+    download, find.snapshot_download = find.snapshot_download, no_hub
     Meeting.new_port()
     processes = start_processes(20, use_cpu=True)
     try:
-        model_files.find_model(ModelConfig(path="here"), processes.is_local_main, processes.first_error)
+        find.find_model(ModelConfig(path="here"), processes.is_local_main, processes.first_error)
         return "found"
     except CheckpointError as error:
         return str(error)
     finally:
-        model_files.snapshot_download = download
+        find.snapshot_download = download
         stop_processes()
 
 

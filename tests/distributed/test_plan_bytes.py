@@ -17,25 +17,25 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig
 
-from qlora_fsdp import shards
-from qlora_fsdp.adapt import adapt_model
-from qlora_fsdp.build import build_model
 from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.config.schema import Config, TaskName
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.data.tokenizer import add_tokens, byte_tokenizer
-from qlora_fsdp.distributed import start_processes
-from qlora_fsdp.memory.activations import Policy
+from qlora_fsdp.memory.activation_bytes import Policy
 from qlora_fsdp.memory.plan import WORKSPACE, MemoryPlan, make_plan
-from qlora_fsdp.memory.recompute import set_activation_policy
 from qlora_fsdp.memory.shape import model_shape
 from qlora_fsdp.memory.workload import Workload
-from qlora_fsdp.model_files import ModelFiles
-from qlora_fsdp.optim import make_optimizer
-from qlora_fsdp.prove import prove_shards
-from qlora_fsdp.shard import place_model, shard_model
-from qlora_fsdp.shards import local_tensor
-from qlora_fsdp.task_model import TaskModel
+from qlora_fsdp.model.activations import set_activation_policy
+from qlora_fsdp.model.assemble import adapt_model
+from qlora_fsdp.model.build import build_model
+from qlora_fsdp.model.find import ModelFiles
+from qlora_fsdp.model.prove import prove_shards
+from qlora_fsdp.model.shard import place_model, shard_model
+from qlora_fsdp.model.task_model import TaskModel
+from qlora_fsdp.runtime import rows as sharded_rows
+from qlora_fsdp.runtime.processes import start_processes
+from qlora_fsdp.runtime.rows import local_tensor
+from qlora_fsdp.training.optim import make_optimizer
 from tests.helpers.ranks import Meeting, once, run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -199,7 +199,7 @@ def peak_bytes(cases: Mapping[str, Sequence[str]]) -> dict[str, tuple[int, int]]
 def proof_bytes(arguments: Sequence[str]) -> tuple[int, int]:
     """Most bytes of this rank's tensors while gathered weights are proven, in small pieces; and those it holds."""
     Meeting.new_port()
-    shards.PIECE_BYTES = 2**20
+    sharded_rows.PIECE_BYTES = 2**20
     processes, config = start_processes(60), read(arguments)
     model = build(config, torch.float32)
     units = shard_model(model, config.fsdp, processes)

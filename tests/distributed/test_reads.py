@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from qlora_fsdp.load.files import read_headers
+from qlora_fsdp.weights.safetensors_files import read_headers
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import settings, train_here
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from qlora_fsdp import loop
-from qlora_fsdp.memory.activations import Policy
-from qlora_fsdp.memory.recompute import Relief
-from qlora_fsdp.task_model import TaskModel
+from qlora_fsdp.memory.activation_bytes import Policy
+from qlora_fsdp.model.activations import Relief
+from qlora_fsdp.model.task_model import TaskModel
+from qlora_fsdp.training import loop
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import Trained, settings, train_here
 

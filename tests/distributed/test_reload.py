@@ -13,8 +13,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from qlora_fsdp.causal_lm import CausalLM
-from qlora_fsdp.distributed import Processes
+from qlora_fsdp.model.causal_lm import CausalLM
+from qlora_fsdp.runtime.processes import Processes
 from tests.helpers.quick_config import load_config
 from tests.helpers.ranks import run_ranks
 from tests.helpers.reference import load_stock

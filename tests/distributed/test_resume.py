@@ -15,7 +15,7 @@ from typing import Any
 import peft
 import pytest
 
-from qlora_fsdp.run_state import checkpoint_folders
+from qlora_fsdp.records.run_state import checkpoint_folders
 from tests.cli.launch import Launch
 from tests.helpers.quick_config import load_config
 from tests.helpers.ranks import RanksFailed, once, run_ranks

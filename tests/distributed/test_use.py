@@ -23,8 +23,8 @@ from torch import nn
 from transformers import AutoTokenizer
 
 from qlora_fsdp import chat, evaluate, generate, merge
+from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.schema import QuantConfig
-from qlora_fsdp.errors import DataError
 from tests.helpers.quick_config import load_config
 from tests.helpers.ranks import Meeting, StartedRanks, once, run_ranks
 from tests.helpers.reference import load_stock, stock_loss

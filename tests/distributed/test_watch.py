@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from qlora_fsdp.distributed import start_processes, stop_processes
-from qlora_fsdp.watch import Watch
+from qlora_fsdp.runtime.processes import start_processes, stop_processes
+from qlora_fsdp.runtime.watch import Watch
 from tests.helpers.ranks import Meeting, run_ranks
 
 pytestmark = pytest.mark.distributed

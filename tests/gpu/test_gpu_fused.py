@@ -8,10 +8,10 @@ import torch
 from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.phi3.modeling_phi3 import Phi3MLP
 
-from qlora_fsdp.quantized import Format, QuantizedLinear
-from qlora_fsdp.quantized.fuse import fuse_layers, remake_norms
-from qlora_fsdp.quantized.linear import use_fp8
-from qlora_fsdp.quantized.prenorm import NormAndResidual
+from qlora_fsdp.layers import Format, QuantizedLinear
+from qlora_fsdp.layers.fuse import fuse_layers, remake_norms
+from qlora_fsdp.layers.norm import NormAndResidual
+from qlora_fsdp.layers.quantized_linear import use_fp8
 from tests.helpers.fused import differences, make_parts
 
 FORMATS = [Format("nf4", True), Format("fp4"), Format("int8", storage=torch.float32)]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-import qlora_fsdp.run as pipeline
+import qlora_fsdp.training.run as pipeline
 from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.config.world import World
 from tests.helpers.ranks import Meeting, once, run_ranks

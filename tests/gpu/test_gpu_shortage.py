@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from qlora_fsdp.causal_lm import CausalLM
-from qlora_fsdp.run_state import checkpoint_folders
+from qlora_fsdp.model.causal_lm import CausalLM
+from qlora_fsdp.records.run_state import checkpoint_folders
 from tests.cli.launch import ForkedLaunch
 
 NUM_RANKS = torch.cuda.device_count()

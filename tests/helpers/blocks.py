@@ -13,15 +13,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from qlora_fsdp import shards
+from qlora_fsdp.common.sizes import PIECE_BYTES
 from qlora_fsdp.config.schema import FsdpConfig
-from qlora_fsdp.distributed import Processes, start_processes, stop_processes
-from qlora_fsdp.load.files import INDEX_NAME, read_headers
-from qlora_fsdp.load.fill import Assignment, fill_from_files
-from qlora_fsdp.prove import prove_shards
-from qlora_fsdp.quantized import Format, QuantizedLinear
-from qlora_fsdp.shard import place_model, shard_model
-from qlora_fsdp.sizes import PIECE_BYTES
+from qlora_fsdp.layers import Format, QuantizedLinear
+from qlora_fsdp.model.prove import prove_shards
+from qlora_fsdp.model.shard import place_model, shard_model
+from qlora_fsdp.runtime import rows as sharded_rows
+from qlora_fsdp.runtime.processes import Processes, start_processes, stop_processes
+from qlora_fsdp.weights.fill import Assignment, fill_from_files
+from qlora_fsdp.weights.safetensors_files import INDEX_NAME, read_headers
 from tests.helpers.ranks import Meeting
 
 # (out_features, in_features): rows that no number of ranks divides, fewer rows than ranks, groups of 256 scales that
@@ -160,7 +160,7 @@ def load_with_a_flipped_bit(folder: Path, format: Format, piece_bytes: int = PIE
     """Load and prove in pieces, with one bit of one gathered tensor flipped on the last rank; the proof's complaint."""
     Meeting.new_port()
     processes = start_processes(60)
-    unshard, shards.PIECE_BYTES = FSDPModule.unshard, piece_bytes
+    unshard, sharded_rows.PIECE_BYTES = FSDPModule.unshard, piece_bytes
 
     def unshard_and_flip(unit: FSDPModule, async_op: bool = False) -> object:
         handle = unshard(unit, async_op)
@@ -176,5 +176,5 @@ def load_with_a_flipped_bit(folder: Path, format: Format, piece_bytes: int = PIE
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     finally:
-        FSDPModule.unshard, shards.PIECE_BYTES = unshard, PIECE_BYTES
+        FSDPModule.unshard, sharded_rows.PIECE_BYTES = unshard, PIECE_BYTES
         stop_processes()

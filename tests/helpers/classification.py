@@ -26,7 +26,7 @@ from qlora_fsdp.config.schema import Config, ProblemType, TaskName
 from qlora_fsdp.data import epoch_order
 from qlora_fsdp.data.prepare import prepare_data
 from qlora_fsdp.data.tokenizer import byte_tokenizer
-from qlora_fsdp.head import describe_task
+from qlora_fsdp.model.parts import describe_task
 from tests.helpers.checkpoints import SHAPE, VOCAB
 from tests.helpers.quick_config import load_config
 from tests.helpers.reference import add_lora, dequantize_int8

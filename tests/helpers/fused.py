@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from qlora_fsdp.quantized import Format, QuantizedLinear
-from qlora_fsdp.quantized.lora import LoraLinear
+from qlora_fsdp.layers import Format, QuantizedLinear
+from qlora_fsdp.layers.lora import LoraLinear
 
 HIDDEN, WIDTH = 128, 192
 

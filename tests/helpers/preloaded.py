@@ -6,7 +6,7 @@ Besides a run, what test modules import: a rank imports the one that its functio
 import gc
 from pathlib import Path
 
-from qlora_fsdp.imports import quick_imports
+from qlora_fsdp.common.startup import quick_imports
 
 with quick_imports():
     import peft.tuners.lora.bnb  # noqa: F401
@@ -14,7 +14,7 @@ with quick_imports():
     import transformers.models.llama.modeling_llama  # noqa: F401
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-    import qlora_fsdp.run  # noqa: F401
+    import qlora_fsdp.training.run  # noqa: F401
     import tests.helpers.classification  # noqa: F401
     from tests.helpers.quick_config import load_config
     from tests.helpers.runs import settings

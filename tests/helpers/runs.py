@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-import qlora_fsdp.run as pipeline
+import qlora_fsdp.training.run as pipeline
 from qlora_fsdp.config.world import World
-from qlora_fsdp.distributed import Processes
-from qlora_fsdp.loop import TrainResult
-from qlora_fsdp.quantized import QuantizedLinear
-from qlora_fsdp.shard import computing_inside
-from qlora_fsdp.shards import gather_rows, local_tensor, shard_group
-from qlora_fsdp.task_model import TaskModel
+from qlora_fsdp.layers import QuantizedLinear
+from qlora_fsdp.model.shard import computing_inside
+from qlora_fsdp.model.task_model import TaskModel
+from qlora_fsdp.runtime.processes import Processes
+from qlora_fsdp.runtime.rows import gather_rows, local_tensor, shard_group
+from qlora_fsdp.training.loop import TrainResult
 from tests.helpers.quick_config import load_config
 from tests.helpers.ranks import Meeting
 

@@ -10,14 +10,14 @@ import torch
 from tests.helpers.checkpoints import VOCAB, quantize_checkpoint
 from torch import nn
 
-from qlora_fsdp.adapters import apply_adapters, initialize_adapters, trainable_names
-from qlora_fsdp.build import build_model
+from qlora_fsdp.common.errors import AdapterError
 from qlora_fsdp.config.schema import LoraConfig, ModelConfig, QuantConfig
 from qlora_fsdp.data.tokenizer import AddedTokens
-from qlora_fsdp.errors import AdapterError
-from qlora_fsdp.model_files import find_model
-from qlora_fsdp.quantized import QuantizedLinear
-from qlora_fsdp.shard import place_model
+from qlora_fsdp.layers import QuantizedLinear
+from qlora_fsdp.model.adapters import apply_adapters, initialize_adapters, trainable_names
+from qlora_fsdp.model.build import build_model
+from qlora_fsdp.model.find import find_model
+from qlora_fsdp.model.shard import place_model
 
 DTYPE = torch.bfloat16
 

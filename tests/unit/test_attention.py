@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import LlamaConfig
 
-from qlora_fsdp import attention, flash_4
-from qlora_fsdp.errors import ConfigError
+from qlora_fsdp.common.errors import ConfigError
+from qlora_fsdp.layers import attention
+from qlora_fsdp.layers import flash_attention_4 as flash_4
 
 CPU = torch.device("cpu")
 

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from qlora_fsdp.bad_steps import MAX_IN_A_ROW, BadSteps
+from qlora_fsdp.common.errors import TrainingError
 from qlora_fsdp.config.schema import OnBadStep, TrainingConfig
 from qlora_fsdp.data.sequences import RandomRows, make_sequences
-from qlora_fsdp.errors import TrainingError
-from qlora_fsdp.plan import BatchSplit
+from qlora_fsdp.model.count import BatchSplit
+from qlora_fsdp.training.bad_steps import MAX_IN_A_ROW, BadSteps
 
 NORMS = [1.0 + 0.01 * i for i in range(20)]
 

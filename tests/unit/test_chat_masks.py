@@ -15,7 +15,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.config.schema import BadRows, DataConfig, DataFormat, LossOn, ModelConfig
-from qlora_fsdp.data.check import BadRow, check_row
+from qlora_fsdp.data.row import BadRow, check_row
 from qlora_fsdp.data.tokenize import RowTokenizer
 from qlora_fsdp.data.tokenizer import load_tokenizer
 

@@ -15,23 +15,23 @@ from safetensors.torch import save_file
 from tests.helpers.quick_config import load_config
 from torch import Tensor, nn
 
-from qlora_fsdp import run_folder
-from qlora_fsdp.checkpoint import (
+from qlora_fsdp.common.errors import ConfigError, ResumeError, RunFolderError
+from qlora_fsdp.config.schema import Config
+from qlora_fsdp.records import run_folder
+from qlora_fsdp.records.journal import Journal
+from qlora_fsdp.records.run_folder import close_run_folder, open_run_folder
+from qlora_fsdp.records.run_state import checkpoint_folders
+from qlora_fsdp.runtime.processes import Processes, start_processes, stop_processes
+from qlora_fsdp.training.checkpoint import (
     Checkpoint,
     load_checkpoint,
     read_manifest,
     remove_checkpoints,
     verify_files,
 )
-from qlora_fsdp.checkpoint_write import HostCopy, write_checkpoint
-from qlora_fsdp.config.schema import Config
-from qlora_fsdp.distributed import Processes, start_processes, stop_processes
-from qlora_fsdp.errors import ConfigError, ResumeError, RunFolderError
-from qlora_fsdp.journal import Journal
-from qlora_fsdp.load.files import INDEX_NAME, SINGLE_NAME, fingerprint, read_headers
-from qlora_fsdp.resume import begin_attempt, check_base, check_changes, find_checkpoint, settings_of
-from qlora_fsdp.run_folder import close_run_folder, open_run_folder
-from qlora_fsdp.run_state import checkpoint_folders
+from qlora_fsdp.training.checkpoint_write import HostCopy, write_checkpoint
+from qlora_fsdp.training.resume import begin_attempt, check_base, check_changes, find_checkpoint, settings_of
+from qlora_fsdp.weights.safetensors_files import INDEX_NAME, SINGLE_NAME, fingerprint, read_headers
 
 
 @pytest.fixture(scope="module")

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from qlora_fsdp.common.errors import ConfigError
 from qlora_fsdp.config.commands import SETTINGS_FILE, AdapterSettings, load_command, saved_settings
 from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.config.schema import Config, TaskName
-from qlora_fsdp.errors import ConfigError
 
 TASK_LABELS = "task.labels=['1e5','yes','a: b']"
 

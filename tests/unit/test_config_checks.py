@@ -12,13 +12,13 @@ import pytest
 import yaml
 from tests.helpers.quick_config import load_config
 
+from qlora_fsdp.common.errors import ConfigError, DeviceError
 from qlora_fsdp.config.launch_environment import check_launch_environment
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.config.settings import all_settings
 from qlora_fsdp.config.validate import check, check_settings, check_world
 from qlora_fsdp.config.world import World
 from qlora_fsdp.data.read import READERS, TEXT_SUFFIXES
-from qlora_fsdp.errors import ConfigError, DeviceError
 
 CLASSIFY = "task=sequence_classification data=default data.path=org/name"
 DRY_RUN = ["model=tiny", "data=random", "training.max_steps=10"]

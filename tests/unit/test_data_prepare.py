@@ -15,9 +15,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.schema import BadRows, Config, DataConfig, DataFormat, ModelConfig, TrainingConfig
 from qlora_fsdp.data import PreparedData, Sequences, load_tokenizer, prepare, prepare_data
-from qlora_fsdp.errors import DataError
 
 TOKENIZER = load_tokenizer(ModelConfig(tokenizer_path="bytes"), DataConfig())
 

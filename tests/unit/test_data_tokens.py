@@ -9,10 +9,10 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from qlora_fsdp.common.errors import CheckpointError, DataError
 from qlora_fsdp.config.schema import BadRows, DataConfig, DataFormat, LossOn, ModelConfig
 from qlora_fsdp.data.tokenize import RowTokenizer
 from qlora_fsdp.data.tokenizer import load_tokenizer
-from qlora_fsdp.errors import CheckpointError, DataError
 
 BOS, EOS = 256, 257
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from qlora_fsdp.common.errors import DeviceError
 from qlora_fsdp.config.schema import Dtype
-from qlora_fsdp.distributed import start_processes
-from qlora_fsdp.errors import DeviceError
-from qlora_fsdp.hardware import choose_dtype
+from qlora_fsdp.runtime.hardware import choose_dtype
+from qlora_fsdp.runtime.processes import start_processes
 
 
 def test_more_processes_than_gpus(monkeypatch: pytest.MonkeyPatch):

@@ -16,16 +16,16 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from qlora_fsdp import evaluate, train
-from qlora_fsdp.adapters import apply_adapters
-from qlora_fsdp.build import BuiltModel, build_model
+from qlora_fsdp.common.errors import AdapterError, CheckpointError, ConfigError, RankError, TrainingError
 from qlora_fsdp.config.schema import LoraConfig, ModelConfig, QuantConfig
-from qlora_fsdp.distributed import start_processes
-from qlora_fsdp.errors import AdapterError, CheckpointError, ConfigError, RankError, TrainingError
-from qlora_fsdp.load.files import StoredTensor, read_headers
-from qlora_fsdp.load.stream import Request, run_requests
-from qlora_fsdp.loop import _stop_on_bad_gradients
-from qlora_fsdp.merging import Merge, merge_files
-from qlora_fsdp.model_files import find_model
+from qlora_fsdp.inference.merge_files import Merge, merge_files
+from qlora_fsdp.model.adapters import apply_adapters
+from qlora_fsdp.model.build import BuiltModel, build_model
+from qlora_fsdp.model.find import find_model
+from qlora_fsdp.runtime.processes import start_processes
+from qlora_fsdp.training.loop import _stop_on_bad_gradients
+from qlora_fsdp.weights.row_reader import Request, run_requests
+from qlora_fsdp.weights.safetensors_files import StoredTensor, read_headers
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")

@@ -6,9 +6,11 @@ import pytest
 import torch
 from bitsandbytes import cextension
 
-from qlora_fsdp import attention, fallbacks, flash_4, kernels
+from qlora_fsdp.common.errors import ConfigError, DeviceError
 from qlora_fsdp.config.compose import load_config
-from qlora_fsdp.errors import ConfigError, DeviceError
+from qlora_fsdp.layers import attention, liger
+from qlora_fsdp.layers import flash_attention_4 as flash_4
+from qlora_fsdp.runtime import fallbacks
 
 GPU = torch.device("cuda", 0)
 
@@ -99,8 +101,8 @@ def test_without_varlen_attention_auto_takes_another_and_varlen_is_refused(witho
 
 
 def test_liger_needs_triton(monkeypatch):
-    monkeypatch.setattr(kernels, "find_spec", lambda name: None if name == "triton" else object())
+    monkeypatch.setattr(liger, "find_spec", lambda name: None if name == "triton" else object())
     config = settings("kernels.rms_norm=liger").kernels
     with pytest.raises(ConfigError, match=r"kernels\.rms_norm=liger can't be used: Triton is not installed"):
-        kernels.use_fused_kernels(config, "llama", GPU)
-    assert kernels.use_fused_kernels(settings().kernels, "llama", GPU) == []
+        liger.use_fused_kernels(config, "llama", GPU)
+    assert liger.use_fused_kernels(settings().kernels, "llama", GPU) == []

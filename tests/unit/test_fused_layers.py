@@ -18,10 +18,10 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP, LlamaRotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import Phi3MLP
 
-from qlora_fsdp.quantized import Format, QuantizedLinear, gate
-from qlora_fsdp.quantized.fuse import fuse_layers, remake_norms
-from qlora_fsdp.quantized.lora import SharedInput
-from qlora_fsdp.quantized.prenorm import NormAndResidual
+from qlora_fsdp.layers import Format, QuantizedLinear, gated_activation
+from qlora_fsdp.layers.fuse import fuse_layers, remake_norms
+from qlora_fsdp.layers.lora import SharedInput
+from qlora_fsdp.layers.norm import NormAndResidual
 
 NF4 = Format("nf4", double_quant=True)
 
@@ -147,7 +147,7 @@ def plain_norm_and_residual(x: Tensor, weight: Tensor, eps: float) -> tuple[Tens
 def triton_modules() -> tuple[ModuleType, ModuleType]:
     """The kernels' modules; tests/conftest.py has switched Triton's interpreter on."""
     pytest.importorskip("triton")
-    return tuple(import_module(f"qlora_fsdp.quantized.{name}") for name in ("triton_gate", "triton_dequantize"))
+    return tuple(import_module(f"qlora_fsdp.layers.kernels.{name}") for name in ("triton_gate", "triton_dequantize"))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the kernels themselves")
@@ -163,12 +163,12 @@ class TestTritonKernels:
         small = (torch.randn(160, 8), torch.randn(160, 6), torch.randn(5, 160))
         torch.testing.assert_close(
             triton_gate.forward(gate_up, h, *small, activation),
-            gate.gate_forward(gate_up, h, *small, activation),
+            gated_activation.gate_forward(gate_up, h, *small, activation),
             rtol=1e-4,
             atol=1e-3,
         )
         results = []
-        for backward in (triton_gate.backward, gate.gate_backward):
+        for backward in (triton_gate.backward, gated_activation.gate_backward):
             inputs = [gate_up.clone(), torch.arange(70.0 * 160).view(70, 160).cos()]
             grad_h = backward(inputs[0], h, *small, inputs[1], grad_h_down, activation)
             results.append([grad_h, *inputs])

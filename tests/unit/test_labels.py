@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.schema import BadRows, Config, DataConfig, ProblemType, TaskConfig, TaskName, TrainingConfig
 from qlora_fsdp.data import PreparedData, collate, prepare_data
-from qlora_fsdp.data.check import BadRow
 from qlora_fsdp.data.labels import label_first_tokens, read_labels
+from qlora_fsdp.data.row import BadRow
 from qlora_fsdp.data.tokenizer import byte_tokenizer
-from qlora_fsdp.errors import DataError
-from qlora_fsdp.metrics import (
+from qlora_fsdp.model.classifier_metrics import (
     classification_metrics,
     entity_metrics,
     multi_label_metrics,

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from qlora_fsdp.common.errors import ConfigError
 from qlora_fsdp.config.compose import load_config
-from qlora_fsdp.errors import ConfigError
 from qlora_fsdp.launch import local
 from qlora_fsdp.launch.command import launch_command, share_gpus
 from qlora_fsdp.launch.jobs import job_name

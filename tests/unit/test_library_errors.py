@@ -21,11 +21,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint as recompute
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from qlora_fsdp.build import build_model
+from qlora_fsdp.common.errors import CheckpointError
 from qlora_fsdp.config.schema import ModelConfig, QuantConfig
-from qlora_fsdp.errors import CheckpointError
-from qlora_fsdp.model_files import find_model
-from qlora_fsdp.quantized import Format, QuantizedLinear
+from qlora_fsdp.layers import Format, QuantizedLinear
+from qlora_fsdp.model.build import build_model
+from qlora_fsdp.model.find import find_model
 
 
 @pytest.fixture

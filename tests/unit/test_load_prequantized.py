@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.helpers.checkpoints import quantize_checkpoint
 
-from qlora_fsdp.build import build_model
+from qlora_fsdp.common.errors import CheckpointError
 from qlora_fsdp.config.schema import ModelConfig, QuantConfig, Weights
-from qlora_fsdp.errors import CheckpointError
-from qlora_fsdp.model_files import find_model
-from qlora_fsdp.quantized import QuantizedLinear
+from qlora_fsdp.layers import QuantizedLinear
+from qlora_fsdp.model.build import build_model
+from qlora_fsdp.model.find import find_model
 
 LAYER = "model.layers.1.mlp.up_proj"
 

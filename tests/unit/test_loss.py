@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from qlora_fsdp import sizes
-from qlora_fsdp.attention import PACKED_FAMILIES, check_packing
-from qlora_fsdp.causal_lm import CausalLM
+from qlora_fsdp.common import sizes
+from qlora_fsdp.common.errors import ConfigError
 from qlora_fsdp.data import collate
 from qlora_fsdp.data.cache import TokenizedRows
 from qlora_fsdp.data.sequences import make_sequences
-from qlora_fsdp.errors import ConfigError
-from qlora_fsdp.loss import attach_loss
+from qlora_fsdp.layers.attention import PACKED_FAMILIES, check_packing
+from qlora_fsdp.layers.head_loss import attach_loss
+from qlora_fsdp.model.causal_lm import CausalLM
 
 
 def reference(hidden: Tensor, targets: Tensor, head: nn.Linear, softcap: float | None) -> tuple[Tensor, list[Tensor]]:

@@ -12,18 +12,18 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from qlora_fsdp.adapters import apply_adapters
-from qlora_fsdp.build import build_model
-from qlora_fsdp.causal_lm import CausalLM
 from qlora_fsdp.config.schema import Config, KernelsConfig, LoraConfig
 from qlora_fsdp.data.batch import Batch
-from qlora_fsdp.memory import offload
-from qlora_fsdp.memory.activations import Policy, fuses_mlp, layer_tensors, saved_bytes
-from qlora_fsdp.memory.recompute import set_activation_policy
+from qlora_fsdp.layers.fuse import fuse_layers
+from qlora_fsdp.memory.activation_bytes import Policy, fuses_mlp, layer_tensors, saved_bytes
 from qlora_fsdp.memory.shape import model_shape
 from qlora_fsdp.memory.workload import Workload
-from qlora_fsdp.model_files import ModelFiles
-from qlora_fsdp.quantized.fuse import fuse_layers
+from qlora_fsdp.model import input_offload
+from qlora_fsdp.model.activations import set_activation_policy
+from qlora_fsdp.model.adapters import apply_adapters
+from qlora_fsdp.model.build import build_model
+from qlora_fsdp.model.causal_lm import CausalLM
+from qlora_fsdp.model.find import ModelFiles
 
 TOKENS = 32
 
@@ -134,7 +134,7 @@ def gradients(model: CausalLM, policies: list[Policy]) -> list[Tensor]:
 
 
 def test_policies_change_no_bit(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(offload, "MIN_BYTES", 0)
+    monkeypatch.setattr(input_offload, "MIN_BYTES", 0)
     model, _ = make_model("llama", Config())
     kept = gradients(model, [Policy.none, Policy.none])
     for policies in (
@@ -148,8 +148,8 @@ def test_policies_change_no_bit(monkeypatch: pytest.MonkeyPatch):
 
 def test_host_buffers_are_as_many_as_the_tensors_and_no_larger_than_the_largest_needs(monkeypatch: pytest.MonkeyPatch):
     """Whatever lengths the batches have, in whatever order."""
-    monkeypatch.setattr(offload, "MIN_BYTES", 0)
-    inputs = offload.InputOffload()
+    monkeypatch.setattr(input_offload, "MIN_BYTES", 0)
+    inputs = input_offload.InputOffload()
     for length in (500, 700, 1100, 1200, 90, 2000, 1300, 2048):
         tensors = [torch.randn(length, 4) for _ in range(3)]
         packed = [inputs._pack(tensor) for tensor in tensors]
@@ -160,15 +160,15 @@ def test_host_buffers_are_as_many_as_the_tensors_and_no_larger_than_the_largest_
 
 def test_offloaded_layers_keep_nothing(monkeypatch: pytest.MonkeyPatch):
     """Inputs go to a few host buffers, used again, and nothing of a layer stays where it computes."""
-    monkeypatch.setattr(offload, "MIN_BYTES", 0)
+    monkeypatch.setattr(input_offload, "MIN_BYTES", 0)
     made: list[int] = []
-    copied_out = offload.InputOffload._buffer
+    copied_out = input_offload.InputOffload._buffer
 
-    def count(self: offload.InputOffload, tensor: Tensor) -> Tensor:
+    def count(self: input_offload.InputOffload, tensor: Tensor) -> Tensor:
         made.append(len(self.free))
         return copied_out(self, tensor)
 
-    monkeypatch.setattr(offload.InputOffload, "_buffer", count)
+    monkeypatch.setattr(input_offload.InputOffload, "_buffer", count)
     model, work = make_model("llama", Config())
     gradients(model, [Policy.offload, Policy.offload])
     assert saved_bytes(work, Policy.offload) == TOKENS * (3 + 1 + 1) * 16 * 4, "h of q, k and v, of o, and of down"

@@ -13,26 +13,26 @@ import torch
 from tests.helpers.quick_config import load_config
 from transformers import AutoConfig
 
-from qlora_fsdp.adapters import apply_adapters
-from qlora_fsdp.build import build_model
-from qlora_fsdp.causal_lm import CausalLM
+from qlora_fsdp.common.errors import ConfigError, MemoryShortage
+from qlora_fsdp.common.sizes import SLAB_BYTES
 from qlora_fsdp.config.schema import Activations
-from qlora_fsdp.errors import ConfigError, MemoryShortage
-from qlora_fsdp.memory.activations import Policy
+from qlora_fsdp.memory.activation_bytes import Policy
 from qlora_fsdp.memory.choose import ROOM, choose, next_smaller
-from qlora_fsdp.memory.decide import Machine, decide
 from qlora_fsdp.memory.gpus import find_gpu, gpu_of_size, known_gpus, parse_hardware
-from qlora_fsdp.memory.host import available_bytes
-from qlora_fsdp.memory.measure import SHORT_IN_A_ROW, PhasePeaks
 from qlora_fsdp.memory.plan import GIB, PHASES, MemoryPlan, make_plan
-from qlora_fsdp.memory.report import faster_lines, waiting_lines
+from qlora_fsdp.memory.plan_run import Machine, decide
 from qlora_fsdp.memory.shape import model_shape
+from qlora_fsdp.memory.show import faster_lines, waiting_lines
 from qlora_fsdp.memory.speed import load_seconds, tokens_per_second
 from qlora_fsdp.memory.suggest import enough_gpus, largest_savings, smaller_runs
 from qlora_fsdp.memory.workload import FUSED_KERNELS, Workload
-from qlora_fsdp.model_files import ModelFiles
-from qlora_fsdp.plan import count_bytes
-from qlora_fsdp.sizes import SLAB_BYTES
+from qlora_fsdp.model.adapters import apply_adapters
+from qlora_fsdp.model.build import build_model
+from qlora_fsdp.model.causal_lm import CausalLM
+from qlora_fsdp.model.count import count_bytes
+from qlora_fsdp.model.find import ModelFiles
+from qlora_fsdp.runtime.host_memory import available_bytes
+from qlora_fsdp.training.memory_use import SHORT_IN_A_ROW, PhasePeaks
 
 H200 = known_gpus()["h200"]
 WITHOUT_LIGER_LOSS = FUSED_KERNELS - {"cross_entropy"}

@@ -11,7 +11,7 @@ from tests.helpers.quick_config import load_config
 from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
 
 from qlora_fsdp.config.world import World
-from qlora_fsdp.run import run
+from qlora_fsdp.training.run import run
 
 VISION = {
     "hidden_size": 64,

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from qlora_fsdp.config.schema import OptimConfig
-from qlora_fsdp.optim import make_optimizer
+from qlora_fsdp.training.optim import make_optimizer
 
 
 def test_adamw_is_torchs_own_bit_for_bit():

@@ -7,11 +7,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 
+from qlora_fsdp.common.errors import DataError
+from qlora_fsdp.data.counts import DataReport
 from qlora_fsdp.data.prepare import PreparedData
-from qlora_fsdp.data.report import DataReport
 from qlora_fsdp.data.sequences import RandomRows, Sequences, TrainingData, make_sequences
-from qlora_fsdp.errors import DataError
-from qlora_fsdp.positions import check_positions, num_learned_positions
+from qlora_fsdp.model.positions import check_positions, num_learned_positions
 
 SMALL = {
     "vocab_size": 32,

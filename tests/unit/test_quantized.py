@@ -9,8 +9,8 @@ import torch
 from peft.tuners import lora
 from torch import Tensor, nn
 
-from qlora_fsdp.quantized import Format, QuantizedLinear
-from qlora_fsdp.quantized.lora import LoraLinear
+from qlora_fsdp.layers import Format, QuantizedLinear
+from qlora_fsdp.layers.lora import LoraLinear
 
 FORMATS = [
     Format("nf4", True),

@@ -17,9 +17,9 @@ import pytest
 from tests.helpers.quick_config import load_config
 
 from qlora_fsdp.config.compose import to_yaml
+from qlora_fsdp.records.run_state import LOCK, describe_attempt, read_run
 from qlora_fsdp.report.__main__ import main as report
 from qlora_fsdp.report.charts import Series, chart, smooth, ticks
-from qlora_fsdp.run_state import LOCK, describe_attempt, read_run
 from qlora_fsdp.status import main as status
 
 

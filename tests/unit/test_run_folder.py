@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from tests.helpers.quick_config import load_config
 
-from qlora_fsdp import export
+from qlora_fsdp.common.errors import RunFolderError
+from qlora_fsdp.common.files import write_atomically
 from qlora_fsdp.config.schema import Config
-from qlora_fsdp.distributed import Processes, start_processes, stop_processes
-from qlora_fsdp.errors import RunFolderError
-from qlora_fsdp.files import write_atomically
-from qlora_fsdp.journal import Journal
-from qlora_fsdp.run_folder import check_room, close_run_folder, open_run_folder
+from qlora_fsdp.model import save_adapter
+from qlora_fsdp.records.journal import Journal
+from qlora_fsdp.records.run_folder import check_room, close_run_folder, open_run_folder
+from qlora_fsdp.runtime.processes import Processes, start_processes, stop_processes
 
 
 @pytest.fixture(scope="module")
@@ -78,12 +78,12 @@ def test_an_adapter_for_a_full_disk_is_saved_elsewhere(
             raise OSError(errno.ENOSPC, "No space left on device")
         (folder / "adapter_model.safetensors").touch()
 
-    monkeypatch.setattr(export, "gather_trainable", lambda model, processes: {})
-    monkeypatch.setattr(export, "adapter_keys", lambda model: {})
-    monkeypatch.setattr(export, "write_adapter", write)
+    monkeypatch.setattr(save_adapter, "gather_trainable", lambda model, processes: {})
+    monkeypatch.setattr(save_adapter, "adapter_keys", lambda model: {})
+    monkeypatch.setattr(save_adapter, "write_adapter", write)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with pytest.raises(RunFolderError, match="No space left on device") as caught:
-        export.save_adapter(None, tmp_path / "run" / "adapter", None, "", "", processes)  # type: ignore[arg-type]
+        save_adapter.save_adapter(None, tmp_path / "run" / "adapter", None, "", "", processes)  # type: ignore[arg-type]
     saved = list(tmp_path.glob("qlora_fsdp-*/adapter/adapter_model.safetensors"))
     assert len(saved) == has_room
     assert (not has_room) or f"The adapter is in {saved[0].parent} on " in str(caught.value)

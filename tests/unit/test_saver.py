@@ -18,15 +18,15 @@ from safetensors.torch import load_file, save_file
 from tests.helpers.quick_config import load_config
 from torch import Tensor, nn
 
-from qlora_fsdp import saver as saver_module
-from qlora_fsdp.checkpoint import Checkpoint, read_manifest, verify_files
-from qlora_fsdp.distributed import Processes, start_processes, stop_processes
-from qlora_fsdp.errors import Interrupted
-from qlora_fsdp.journal import Journal
-from qlora_fsdp.run_folder import log
-from qlora_fsdp.run_state import checkpoint_folders
-from qlora_fsdp.saver import Saver
-from qlora_fsdp.watch import Watch
+from qlora_fsdp.common.errors import Interrupted
+from qlora_fsdp.records.journal import Journal
+from qlora_fsdp.records.run_folder import log
+from qlora_fsdp.records.run_state import checkpoint_folders
+from qlora_fsdp.runtime.processes import Processes, start_processes, stop_processes
+from qlora_fsdp.runtime.watch import Watch
+from qlora_fsdp.training import saver as saver_module
+from qlora_fsdp.training.checkpoint import Checkpoint, read_manifest, verify_files
+from qlora_fsdp.training.saver import Saver
 
 ADAPTER = Path("adapter/adapter.safetensors")
 

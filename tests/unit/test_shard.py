@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from qlora_fsdp.config.schema import FsdpConfig, ShardingStrategy
-from qlora_fsdp.shard import place_model
+from qlora_fsdp.model.shard import place_model
 
 
 def test_fsdp_takes_part_where_something_is_split_or_in_host_memory():

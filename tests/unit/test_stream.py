@@ -10,13 +10,13 @@ from typing import Any
 import datasets
 import pytest
 
+from qlora_fsdp.common.errors import DataError, RunFolderError
 from qlora_fsdp.config.schema import BadRows, DataConfig, DataFormat, LossOn
 from qlora_fsdp.data.batch import collate
 from qlora_fsdp.data.read import find_source
-from qlora_fsdp.data.stream import StreamedSequences, find_place, note_place
 from qlora_fsdp.data.tokenize import RowTokenizer
 from qlora_fsdp.data.tokenizer import byte_tokenizer
-from qlora_fsdp.errors import DataError, RunFolderError
+from qlora_fsdp.data.windows import StreamedSequences, find_place, note_place
 
 TOKENIZER = byte_tokenizer()
 NUM_SEQUENCES = 60

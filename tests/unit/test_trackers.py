@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from tests.helpers.quick_config import load_config
 
-from qlora_fsdp.journal import Journal
-from qlora_fsdp.run_folder import log
+from qlora_fsdp.records.journal import Journal
+from qlora_fsdp.records.run_folder import log
 
 ROW = {"prompt": "<b>", "completion": "c", "reference": "r"}
 

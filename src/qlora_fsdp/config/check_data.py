@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
+from qlora_fsdp.common.errors import Problem
 from qlora_fsdp.config.schema import Config, DataFormat, TaskName
 from qlora_fsdp.config.settings import problem_with, show
-from qlora_fsdp.errors import Problem
 
 _SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".txt", ".md")  # of what data/read.py reads
 

@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from qlora_fsdp.common.errors import Problem
 from qlora_fsdp.config.schema import Config, OnBadStep
 from qlora_fsdp.config.settings import all_settings, nearest_settings, problem_with
-from qlora_fsdp.errors import Problem
 
 
 def check_checkpoint(config: Config) -> Iterator[Problem]:

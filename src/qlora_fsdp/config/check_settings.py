@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
+from qlora_fsdp.common.errors import Problem
 from qlora_fsdp.config.check_data import check_data, is_missing
 from qlora_fsdp.config.check_long_runs import check_checkpoint, check_launch
 from qlora_fsdp.config.check_task import check_task
@@ -33,8 +34,7 @@ from qlora_fsdp.config.schema import (
     Weights,
 )
 from qlora_fsdp.config.settings import all_settings, problem_with, show, value_of
-from qlora_fsdp.errors import Problem
-from qlora_fsdp.run_state import LOCK, RECORDS, is_run_folder
+from qlora_fsdp.records.run_state import LOCK, RECORDS, is_run_folder
 
 # Lower bound, whether it is allowed itself, and upper bound, which never is.
 _BOUNDS: dict[str, tuple[float, bool, float]] = {

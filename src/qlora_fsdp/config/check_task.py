@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from qlora_fsdp.common.errors import Problem
 from qlora_fsdp.config.schema import Config, DataFormat, ProblemType, TaskName
 from qlora_fsdp.config.settings import all_settings, problem_with, show, value_of
-from qlora_fsdp.errors import Problem
 
 
 def check_task(config: Config) -> Iterator[Problem]:

@@ -15,8 +15,8 @@ from typing import NoReturn
 
 import yaml
 
+from qlora_fsdp.common.errors import ConfigError, Problem
 from qlora_fsdp.config.settings import all_settings, show
-from qlora_fsdp.errors import ConfigError, Problem
 
 _USAGE = "[accelerate launch -m | torchrun ... -m | python -m] qlora_fsdp.train [group=option ...] [setting=value ...]"
 

@@ -21,11 +21,11 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 import yaml
 from omegaconf import OmegaConf
 
+from qlora_fsdp.common.errors import ConfigError, Problem
 from qlora_fsdp.config.command_line import conf_folder
 from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.config.schema import Config, TaskName
 from qlora_fsdp.config.settings import show
-from qlora_fsdp.errors import ConfigError, Problem
 
 SETTINGS_FILE = "qlora_fsdp.yaml"
 SAVED_SECTIONS = ("model", "tokenizer", "quant", "task")

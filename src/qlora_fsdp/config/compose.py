@@ -26,11 +26,11 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from qlora_fsdp.common.errors import ConfigError, Problem
 from qlora_fsdp.config.check_settings import check_settings
 from qlora_fsdp.config.command_line import Arguments, group_options, help_text, parse_arguments
 from qlora_fsdp.config.schema import Config, Dtype
 from qlora_fsdp.config.settings import all_settings, nearest_settings, show
-from qlora_fsdp.errors import ConfigError, Problem
 
 _SEVERAL_DATA_SETS = " For several data sets set data.mix={a.jsonl: 1, b.jsonl: 1} in its place."
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from qlora_fsdp.common.errors import Problem
 from qlora_fsdp.config.schema import Activations, Config, Dtype
 from qlora_fsdp.config.settings import show, value_of
-from qlora_fsdp.errors import Problem
 
 # accelerate takes names, or numbers from 1.
 _STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")

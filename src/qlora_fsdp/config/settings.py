@@ -12,8 +12,8 @@ from enum import Enum
 from functools import cache
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+from qlora_fsdp.common.errors import Problem
 from qlora_fsdp.config import schema
-from qlora_fsdp.errors import Problem
 
 
 @dataclass(frozen=True)

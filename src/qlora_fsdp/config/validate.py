@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from qlora_fsdp.common.errors import ConfigError, Problem
 from qlora_fsdp.config.check_settings import check_settings
 from qlora_fsdp.config.schema import AttnImplementation, Config, Dtype, MatmulKind, QuantStorage, ShardingStrategy
 from qlora_fsdp.config.settings import problem_with
 from qlora_fsdp.config.world import World
-from qlora_fsdp.errors import ConfigError, Problem
 
 
 def check(config: Config, world: World) -> None:

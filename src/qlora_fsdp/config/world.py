@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Literal
 
-from qlora_fsdp.errors import DeviceError
+from qlora_fsdp.common.errors import DeviceError
 
 
 @dataclass(frozen=True)

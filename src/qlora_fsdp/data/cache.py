@@ -19,7 +19,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from qlora_fsdp.data.report import NUM_EXAMPLES, ReadReport, RowProblem
+from qlora_fsdp.data.counts import NUM_EXAMPLES, ReadReport, RowProblem
 from qlora_fsdp.data.tokenize import Mask, Tokens
 
 CACHE_VERSION = 9  # raise it when the same input gives other tokens

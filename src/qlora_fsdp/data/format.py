@@ -10,9 +10,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.schema import DataFormat, LossOn
-from qlora_fsdp.data.check import EMPTY, NO_TARGET, REFUSED, TRAIN_KEYS, BadRow, is_trained
-from qlora_fsdp.errors import DataError
+from qlora_fsdp.data.row import EMPTY, NO_TARGET, REFUSED, TRAIN_KEYS, BadRow, is_trained
 
 ALPACA = (
     "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"

@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
+from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.schema import BadRows, ProblemType, TaskConfig, TaskName
-from qlora_fsdp.data.check import EMPTY, NO_TARGET, TOO_LONG, WRONG_KEYS, WRONG_LABEL, WRONG_TYPES, BadRow, parse_row
+from qlora_fsdp.data.row import EMPTY, NO_TARGET, TOO_LONG, WRONG_KEYS, WRONG_LABEL, WRONG_TYPES, BadRow, parse_row
 from qlora_fsdp.data.tokenize import FEATURES
-from qlora_fsdp.errors import DataError
 
 LABEL_KEYS = ("label", "labels")
 WORD_LABEL_KEYS = ("labels", "ner_tags", "tags")

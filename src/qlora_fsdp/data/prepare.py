@@ -16,16 +16,16 @@ import numpy as np
 from filelock import FileLock
 from transformers import PreTrainedTokenizerBase
 
+from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.schema import BadRows, Config, DataConfig, DataFormat, TaskName
 from qlora_fsdp.data.cache import TokenizedRows, fingerprint, load_entry, write_entry
-from qlora_fsdp.data.check import TOO_LONG
+from qlora_fsdp.data.counts import DataReport, MixPart, ReadReport
 from qlora_fsdp.data.labels import LabelledRowTokenizer, check_lists, count_labels, label_width
 from qlora_fsdp.data.mix import MixedRows, count_rows, repeat_rows
 from qlora_fsdp.data.read import Source, find_source, name_setting, read_rows
-from qlora_fsdp.data.report import DataReport, MixPart, ReadReport
+from qlora_fsdp.data.row import TOO_LONG
 from qlora_fsdp.data.sequences import Indices, RandomRows, Rows, Sequences, TrainingData, make_sequences
 from qlora_fsdp.data.tokenize import FEATURES, RowTokenizer
-from qlora_fsdp.errors import DataError
 
 DEFAULT_CACHE_FOLDER = "~/.cache/qlora_fsdp/data"
 NUM_RANDOM_ROWS = 65_536  # of format=random, unless data.max_rows says otherwise

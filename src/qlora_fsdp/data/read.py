@@ -19,9 +19,9 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.schema import DataConfig
 from qlora_fsdp.config.settings import show
-from qlora_fsdp.errors import DataError
 
 RawRow = tuple[str, bytes]  # place, JSON
 

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.config.schema import BadRows, DataFormat, LossOn
-from qlora_fsdp.data.check import NO_TARGET, TOO_LONG, BadRow, check_row
 from qlora_fsdp.data.format import FormattedRow, Span, format_row
+from qlora_fsdp.data.row import NO_TARGET, TOO_LONG, BadRow, check_row
 
 Tokens = NDArray[np.int32]
 Mask = NDArray[np.bool_]

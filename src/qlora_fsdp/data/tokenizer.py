@@ -10,8 +10,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from qlora_fsdp.common.errors import CheckpointError, DataError
 from qlora_fsdp.config.schema import DataConfig, ModelConfig, TokenizerConfig
-from qlora_fsdp.errors import CheckpointError, DataError
 
 TEMPLATES = ("chatml", "llama3", "alpaca")
 

@@ -16,17 +16,17 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qlora_fsdp.common.errors import RankError, RunFolderError, UserError, print_error
+from qlora_fsdp.common.files import write_json
+from qlora_fsdp.common.startup import quick_imports
 from qlora_fsdp.doctor.exchange import check_exchange
 from qlora_fsdp.doctor.finding import Finding
 from qlora_fsdp.doctor.gpus import check_cpu_kernels, check_gpus, check_pinned
 from qlora_fsdp.doctor.host import check_disk, check_memory
 from qlora_fsdp.doctor.software import check_bytecode, check_hub, check_slurm, check_versions
-from qlora_fsdp.errors import RankError, RunFolderError, UserError, print_error
-from qlora_fsdp.files import write_json
-from qlora_fsdp.imports import quick_imports
 
 if TYPE_CHECKING:
-    from qlora_fsdp.distributed import Processes
+    from qlora_fsdp.runtime.processes import Processes
 
 MEETING_SECONDS = 120
 
@@ -104,14 +104,14 @@ def _meet() -> Processes | Finding:
     """All processes of the launch, or why they did not meet."""
     try:
         with quick_imports():
-            from qlora_fsdp.distributed import start_processes
+            from qlora_fsdp.runtime.processes import start_processes
         return start_processes(MEETING_SECONDS)
     except (UserError, RuntimeError, ImportError) as error:
         return _failed(error)
 
 
 def _exchanged(processes: Processes) -> list[Finding]:
-    from qlora_fsdp.distributed import stop_processes
+    from qlora_fsdp.runtime.processes import stop_processes
 
     try:
         processes.wait(patiently=True)  # for rank 0's checks; ends if rank 0 does

@@ -9,7 +9,7 @@ from qlora_fsdp.doctor.finding import Finding
 from qlora_fsdp.doctor.timing import seconds_of
 
 if TYPE_CHECKING:
-    from qlora_fsdp.distributed import Processes
+    from qlora_fsdp.runtime.processes import Processes
 
 EXCHANGED_BYTES = {"cuda": 256 * 2**20, "cpu": 16 * 2**20}
 
@@ -19,7 +19,7 @@ def check_exchange(processes: Processes) -> Iterator[Finding]:
     import torch
     import torch.distributed as dist
 
-    from qlora_fsdp.shards import gather_rows
+    from qlora_fsdp.runtime.rows import gather_rows
 
     device, size = processes.device, processes.num_ranks
     num_bytes = EXCHANGED_BYTES[device.type] // size * size

@@ -104,7 +104,7 @@ def _check_kernels(what: str, device: object) -> Finding:
     """Whether bitsandbytes quantizes, and gets the weight back within the error of its format."""
     import torch
 
-    from qlora_fsdp.quantized import Format
+    from qlora_fsdp.layers import Format
 
     weight = torch.randn(64, 128, generator=torch.Generator().manual_seed(0)).to(device)  # type: ignore[call-overload]
     errors = {}

@@ -8,9 +8,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from qlora_fsdp.common.errors import ConfigError
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.config.settings import problem_with
-from qlora_fsdp.errors import ConfigError
 
 Slot = list[str] | None  # names of the GPUs that a job may see; None: there are none to share out
 

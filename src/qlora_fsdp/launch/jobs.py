@@ -13,6 +13,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, open_dict
 
+from qlora_fsdp.common.errors import ConfigError, Problem
 from qlora_fsdp.config.check_settings import check_settings
 from qlora_fsdp.config.compose import quote, read_config
 from qlora_fsdp.config.identity import find_changes, is_harmless, plain_settings, read_settings
@@ -20,8 +21,7 @@ from qlora_fsdp.config.schema import Config
 from qlora_fsdp.config.settings import show
 from qlora_fsdp.config.validate import check_split
 from qlora_fsdp.config.world import World
-from qlora_fsdp.errors import ConfigError, Problem
-from qlora_fsdp.run_state import RunState, read_run
+from qlora_fsdp.records.run_state import RunState, read_run
 
 MAX_NAME = 120  # letters of a folder's name
 NOT_THE_RUNS = ("launch", "slurm", "hydra")  # sections that say how jobs are started

@@ -15,12 +15,12 @@ from types import FrameType
 
 import psutil
 
-from qlora_fsdp.errors import Interrupted
+from qlora_fsdp.common.errors import Interrupted
+from qlora_fsdp.common.text import show_duration
 from qlora_fsdp.launch.command import Slot, launch_command, share_gpus
 from qlora_fsdp.launch.jobs import Job
 from qlora_fsdp.launch.sweep import Sweep
-from qlora_fsdp.run_state import RunState
-from qlora_fsdp.tables import show_duration
+from qlora_fsdp.records.run_state import RunState
 
 POLL_SECONDS = 0.3
 LINE_SECONDS = 30.0  # between lines on how a job gets on

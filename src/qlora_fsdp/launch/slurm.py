@@ -12,13 +12,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from qlora_fsdp.common.errors import ConfigError, LaunchError, Problem
+from qlora_fsdp.common.files import write_atomically
 from qlora_fsdp.config.schema import Config
-from qlora_fsdp.errors import ConfigError, LaunchError, Problem
-from qlora_fsdp.files import write_atomically
 from qlora_fsdp.launch.command import accelerate_config
 from qlora_fsdp.launch.jobs import Job
 from qlora_fsdp.launch.sweep import Sweep
-from qlora_fsdp.run_state import SLURM_FILE, read_json, slurm_queue
+from qlora_fsdp.records.run_state import SLURM_FILE, read_json, slurm_queue
 
 POLL_SECONDS = 5.0  # of the queue, where a sweeper waits
 SCRIPT = "job.sbatch"

@@ -17,7 +17,7 @@ from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import DictConfig
 
 from qlora_fsdp.launch.jobs import Job, collect_jobs
-from qlora_fsdp.launch.results import describe_sweep, write_results
+from qlora_fsdp.report.sweep_table import describe_sweep, write_results
 
 Start = Callable[[list[Job], "Sweep"], None]
 

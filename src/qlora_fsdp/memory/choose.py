@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 
 from qlora_fsdp.config.schema import Activations, Config
-from qlora_fsdp.memory.activations import Policy
+from qlora_fsdp.memory.activation_bytes import Policy
 from qlora_fsdp.memory.gpus import Gpu
 from qlora_fsdp.memory.plan import MemoryPlan, planner
 from qlora_fsdp.memory.speed import tokens_per_second

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import yaml
 
-from qlora_fsdp.errors import ConfigError, Problem
+from qlora_fsdp.common.errors import ConfigError, Problem
 
 GPUS_A_HOST = 8
 MAX_GIB = 1024  # of a GPU: a larger number is no size

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from functools import cached_property
 
+from qlora_fsdp.common.sizes import PIECE_BYTES
 from qlora_fsdp.config.schema import EmbeddingStorage, TaskName
-from qlora_fsdp.memory.parameters import (
+from qlora_fsdp.memory.parameter_bytes import (
     ParameterBytes,
     end_tensors,
     layer_tensors,
@@ -14,7 +15,6 @@ from qlora_fsdp.memory.parameters import (
     sum_bytes,
 )
 from qlora_fsdp.memory.workload import Workload
-from qlora_fsdp.sizes import PIECE_BYTES
 
 Parts = dict[str, int]  # bytes by part
 

@@ -14,14 +14,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from qlora_fsdp.common.sizes import NUM_BUFFERS, PIECE_BYTES, SLAB_BYTES
 from qlora_fsdp.config.schema import Weights
-from qlora_fsdp.memory import activations
-from qlora_fsdp.memory.activations import OFFLOAD_SLOTS, Policy
-from qlora_fsdp.memory.loss import has_chunks, is_trained, loss_backward_bytes, loss_bytes
+from qlora_fsdp.memory import activation_bytes
+from qlora_fsdp.memory.activation_bytes import OFFLOAD_SLOTS, Policy
+from qlora_fsdp.memory.loss_bytes import has_chunks, is_trained, loss_backward_bytes, loss_bytes
 from qlora_fsdp.memory.model_bytes import ModelBytes, Parts
-from qlora_fsdp.memory.parameters import Tensor
+from qlora_fsdp.memory.parameter_bytes import Tensor
 from qlora_fsdp.memory.workload import Workload
-from qlora_fsdp.sizes import NUM_BUFFERS, PIECE_BYTES, SLAB_BYTES
 
 GIB, MIB = 2**30, 2**20
 PHASES = ("load", "forward", "backward", "step")
@@ -125,7 +125,7 @@ def _forward_moments(work: Workload, model: ModelBytes, policies: Sequence[Polic
     """Parts beyond the resident ones when embeddings are looked up, in and before the last layers, and in the loss."""
     saved, slots = _saved(work, policies), _offload_slots(work, policies)
     hidden = work.num_tokens * work.shape.hidden_size * work.compute_bytes
-    dequantized = activations.dequantized_bytes(work)
+    dequantized = activation_bytes.dequantized_bytes(work)
     yield {
         "gathered": model.unit("root") + model.flat(model.unit("root")) + model.gathered_end("embeddings"),
         "activations": hidden,
@@ -138,7 +138,7 @@ def _forward_moments(work: Workload, model: ModelBytes, policies: Sequence[Polic
     }
     for num_after in range(min(work.config.fsdp.forward_prefetch + 1, len(policies))):
         index = len(policies) - 1 - num_after
-        forward = activations.forward_bytes(work, policies[index]) - dequantized
+        forward = activation_bytes.forward_bytes(work, policies[index]) - dequantized
         yield {
             "activations": sum(saved[: index + 1]) + slots + forward,
             "gathered": model.running_layer + model.ahead_in_forward(num_after),
@@ -167,8 +167,8 @@ def _backward_moments(work: Workload, model: ModelBytes, policies: Sequence[Poli
     """
     num_copies = 1 if work.uses_fsdp else 0
     saved = _saved(work, policies)
-    extra = {policy: activations.backward_bytes(work, policy) for policy in set(policies)}
-    dequantized, slots = activations.dequantized_bytes(work), _offload_slots(work, policies)
+    extra = {policy: activation_bytes.backward_bytes(work, policy) for policy in set(policies)}
+    dequantized, slots = activation_bytes.dequantized_bytes(work), _offload_slots(work, policies)
     kept, reduced, leaving = sum(saved), 0, 0
     accumulates = work.num_micro_batches > 1  # then what is whole until the last is resident
     if is_trained(work):
@@ -207,7 +207,7 @@ def _backward_moments(work: Workload, model: ModelBytes, policies: Sequence[Poli
 
 def _saved(work: Workload, policies: Sequence[Policy]) -> list[int]:
     """What each layer keeps on the GPU."""
-    sizes = {policy: activations.saved_bytes(work, policy) for policy in set(policies)}
+    sizes = {policy: activation_bytes.saved_bytes(work, policy) for policy in set(policies)}
     return [sizes[policy] for policy in policies]
 
 
@@ -230,9 +230,9 @@ def _host(work: Workload, model: ModelBytes, policies: Sequence[Policy]) -> tupl
         parts["parameters"] = sum(_pinned(tensor, work.num_shards) for tensor in model.tensors)
         parts["training"] = model.shard.adapters + model.optimizer
         pinned += parts["parameters"]
-    offloaded = activations.host_bytes(work, policies)
+    offloaded = activation_bytes.host_bytes(work, policies)
     if offloaded:
-        one = activations.host_bytes(work, [Policy.offload])
+        one = activation_bytes.host_bytes(work, [Policy.offload])
         parts["activations"] = offloaded // one * _next_power_of_two(one)
         pinned += parts["activations"]
     return parts, pinned

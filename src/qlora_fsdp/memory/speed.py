@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from qlora_fsdp.config.schema import MatmulKind, Weights
-from qlora_fsdp.memory.activations import Policy, layer_tensors
+from qlora_fsdp.memory.activation_bytes import Policy, layer_tensors
 from qlora_fsdp.memory.gpus import Gpu
-from qlora_fsdp.memory.parameters import ParameterBytes, adapter_rank, sum_bytes
-from qlora_fsdp.memory.parameters import layer_tensors as layer_parameters
+from qlora_fsdp.memory.parameter_bytes import ParameterBytes, adapter_rank, sum_bytes
+from qlora_fsdp.memory.parameter_bytes import layer_tensors as layer_parameters
 from qlora_fsdp.memory.plan import MemoryPlan
 from qlora_fsdp.memory.workload import Workload
 

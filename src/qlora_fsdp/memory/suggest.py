@@ -9,7 +9,7 @@ from typing import Any
 
 from qlora_fsdp.config.schema import Activations, Config, EmbeddingStorage, Optimizer, ShardingStrategy
 from qlora_fsdp.config.settings import show
-from qlora_fsdp.memory.activations import Policy
+from qlora_fsdp.memory.activation_bytes import Policy
 from qlora_fsdp.memory.choose import AUTO, LADDER, choose, fixed_policies
 from qlora_fsdp.memory.gpus import Gpu
 from qlora_fsdp.memory.plan import MemoryPlan, make_plan

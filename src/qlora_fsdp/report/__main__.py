@@ -7,9 +7,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from qlora_fsdp.errors import UserError, print_error
-from qlora_fsdp.launch.results import read_results, show_results, write_results
-from qlora_fsdp.report.write import write_report
+from qlora_fsdp.common.errors import UserError, print_error
+from qlora_fsdp.report.page import write_report
+from qlora_fsdp.report.sweep_table import read_results, show_results, write_results
 
 
 def main(argv: Sequence[str] | None = None) -> int:

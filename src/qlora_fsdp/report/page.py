@@ -1,19 +1,23 @@
-"""The page: figures, charts, what differs, settings and environment of one or several runs."""
+"""Write the report of one or several runs: figures, charts, what differs, settings and environment."""
 
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any
 
+from qlora_fsdp.common.errors import RunFolderError
+from qlora_fsdp.common.files import write_atomically
+from qlora_fsdp.common.text import show_number
 from qlora_fsdp.config.identity import plain_default, read_settings
 from qlora_fsdp.config.settings import all_settings
+from qlora_fsdp.records.run_state import GENERATIONS_FILE, RunState, find_runs, read_json, read_metrics, read_run
 from qlora_fsdp.report.charts import Series, chart, smooth
-from qlora_fsdp.run_state import GENERATIONS_FILE, RunState, read_json, read_metrics, read_run
-from qlora_fsdp.tables import show_number
 
 NOT_COMPARED = ("run", "launch", "slurm", "tracking")  # sections that say nothing about how a run trains
 
@@ -39,6 +43,35 @@ th { color: var(--soft); font-weight: normal; } pre { overflow-x: auto; font-siz
     f".c{i} {{ stroke: var(--{i}); }} circle.c{i} {{ fill: var(--{i}); }} .key.k{i} {{ background: var(--{i}); }}\n"
     for i in range(8)
 )
+
+
+def write_report(folders: Sequence[Path], output: Path | None = None) -> Path:
+    """Writes a report about all runs in some folders.
+
+    Args:
+        folders: run folders, or folders that hold some.
+        output: the file; None: report.html in the folder that they share.
+
+    Returns:
+        The file.
+
+    Raises:
+        RunFolderError: there is no run, or the file can't be written.
+    """
+    folders = [folder.resolve() for folder in folders]
+    found = list(dict.fromkeys(run for folder in folders for run in sorted(find_runs(folder), key=_natural)))
+    if not found:
+        where = ", ".join(map(str, folders))
+        raise RunFolderError(f"No run is in {where}. Name a run.folder, or a folder above some.")
+    root = Path(os.path.commonpath(folders))
+    names = {run: run.name if run == root else str(run.relative_to(root)) for run in found}
+    page = make_page(names[found[0]] if len(found) == 1 else root.name, [read(run, names[run]) for run in found])
+    file = root / "report.html" if output is None else output
+    try:
+        write_atomically(file, page)
+    except OSError as error:
+        raise RunFolderError(f"{file} can't be written: {error}. Name another with --output.") from error
+    return file
 
 
 @dataclass(frozen=True)
@@ -223,3 +256,9 @@ def _order(text: str) -> tuple[int, float, str]:
         return 0, float(text), text
     except ValueError:
         return 1, 0.0, text
+
+
+def _natural(path: Path) -> list[tuple[int, float, str]]:
+    """The order that people expect: r=4 before r=16."""
+    parts = re.split(r"(\d+(?:\.\d+)?)", str(path))
+    return [(1, float(part), "") if index % 2 else (0, 0.0, part) for index, part in enumerate(parts)]

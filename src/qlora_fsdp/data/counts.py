@@ -1,0 +1,144 @@
+"""What was read and what was left out, for rank 0 to print."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from qlora_fsdp.common.text import count
+
+NUM_EXAMPLES = 5
+
+
+@dataclass(frozen=True)
+class RowProblem:
+    """Rows with one kind of problem.
+
+    Attributes:
+        kind: one of the kinds of data.check.
+        num_rows: how many rows have it.
+        num_kept: how many of these are used all the same, cut.
+        examples: the first few, with file and line.
+    """
+
+    kind: str
+    num_rows: int
+    num_kept: int
+    examples: tuple[str, ...]
+
+    def __str__(self) -> str:
+        done = "cut" if self.num_kept == self.num_rows else "left out"
+        more = ", ..." if self.num_rows > len(self.examples) else ""
+        return f"{count(self.num_rows, 'row')} {done} ({self.kind}): {', '.join(self.examples)}{more}"
+
+
+@dataclass(frozen=True)
+class ReadReport:
+    """One source, tokenized. Stored beside its tokens.
+
+    Attributes:
+        path: as the user gave it.
+        num_rows: rows read (after data.max_rows).
+        num_used_rows: token rows that came of them; long text makes several of one.
+        num_tokens: in the used rows.
+        max_token_id: the largest of them.
+        problems: the bad rows, the most frequent kind first.
+        label_width: numbers of a label; 0 without labels.
+    """
+
+    path: str
+    num_rows: int
+    num_used_rows: int
+    num_tokens: int
+    max_token_id: int
+    problems: tuple[RowProblem, ...]
+    label_width: int = 0
+
+    def __str__(self) -> str:
+        lines = [f"{self.path}: {count(self.num_rows, 'row')} read, {self.num_used_rows:,} used"]
+        return "\n".join([*lines, *(f"  {problem}" for problem in self.problems)])
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> ReadReport:
+        problems = tuple(RowProblem(**{**p, "examples": tuple(p["examples"])}) for p in value["problems"])
+        return cls(**{**value, "problems": problems})
+
+
+@dataclass(frozen=True)
+class MixPart:
+    """One data set of a mix, as an epoch has it.
+
+    Attributes:
+        path: as the user gave it.
+        num_rows: token rows to train on, each counted once.
+        num_used_rows: with repetitions.
+        row_share: of all rows of the epoch.
+        token_share: of all tokens.
+    """
+
+    path: str
+    num_rows: int
+    num_used_rows: int
+    row_share: float
+    token_share: float
+
+    def __str__(self) -> str:
+        times = self.num_used_rows / self.num_rows
+        often = "once" if times == 1 else f"{times:.3g} times"
+        return (
+            f"mix: {self.path}: {count(self.num_rows, 'row')} {often}, {self.row_share:.1%} of the rows and"
+            f" {self.token_share:.1%} of the tokens"
+        )
+
+
+@dataclass(frozen=True)
+class DataReport:
+    """The data of a run. Token counts are of the training part.
+
+    Attributes:
+        sources: training data, then evaluation data where it has a path of its own.
+        num_sequences: packs, or rows without packing.
+        num_rows: token rows in them.
+        num_tokens: without padding.
+        num_target_tokens: positions with a loss.
+        packing_efficiency: num_tokens over num_sequences x training.max_length.
+        num_eval_sequences: 0 without evaluation.
+        num_eval_target_tokens: likewise.
+        label_counts: rows by label; empty without labels.
+        mix: the data sets of a mix; empty without one.
+        streamed_rows: rows that are read at a time, of which the counts are; 0: all data is there.
+        purpose: what the data other than the evaluation's is for.
+    """
+
+    sources: tuple[ReadReport, ...]
+    num_sequences: int
+    num_rows: int
+    num_tokens: int
+    num_target_tokens: int
+    packing_efficiency: float
+    num_eval_sequences: int
+    num_eval_target_tokens: int
+    label_counts: dict[str, int] = field(default_factory=dict)
+    mix: tuple[MixPart, ...] = ()
+    streamed_rows: int = 0
+    purpose: str = "training"
+
+    def __str__(self) -> str:
+        lines = [
+            *(str(source) for source in self.sources),
+            *(str(part) for part in self.mix),
+            *([f"streaming, {self.streamed_rows:,} rows at a time, of which the first:"] if self.streamed_rows else []),
+            f"{self.purpose}: {count(self.num_rows, 'row')} in {count(self.num_sequences, 'sequence')},"
+            f" {self.packing_efficiency:.1%} full, {self.num_tokens:,} tokens, {self.num_target_tokens:,} with a loss",
+        ]
+        if self.num_eval_sequences:
+            lines.append(
+                f"evaluation: {count(self.num_eval_sequences, 'sequence')},"
+                f" {self.num_eval_target_tokens:,} tokens with a loss"
+            )
+        if self.label_counts:
+            lines.append(f"labels: {', '.join(f'{name} {number:,}' for name, number in self.label_counts.items())}")
+        return "\n".join(lines)

@@ -1,0 +1,203 @@
+"""Attention over packed rows: which kernel runs, and those that keep rows apart without a mask.
+
+Kernels are chosen by name in transformers' registry. `flash_attention_4` (flash_attention_4.py) and
+`varlen`, torch's own variable-length flash attention, are told where rows start; everything else gets a block-diagonal
+mask from transformers, which derives it from the position ids.
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import partial
+from importlib.util import find_spec
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import MODEL_MAPPING, AttentionInterface, PretrainedConfig
+
+from qlora_fsdp.common.errors import ConfigError, Problem
+from qlora_fsdp.layers import flash_attention_4 as flash_4
+
+VARLEN = "qlora_fsdp_varlen"
+FLASH_4 = "qlora_fsdp_varlen_4"  # "flash" in a name would have transformers look for a package of its own
+MAX_HEAD_DIM = 256
+
+
+def choose_attention(
+    wanted: str, config: PretrainedConfig, device: torch.device, dtype: torch.dtype, is_causal: bool = True
+) -> tuple[str, str | None]:
+    """The attention implementation to build the model with.
+
+    Args:
+        wanted: `model.attn_implementation`; `auto` takes the fastest that computes what this model defines.
+        config: the model's config.
+        device: where the model runs.
+        dtype: of queries, keys and values.
+        is_causal: rows see only what comes before, and so never the padding behind them.
+
+    Returns:
+        A name in transformers' registry, and what to tell the user about a faster one that is missing, if anything.
+
+    Raises:
+        ConfigError: `varlen` or `flash_attention_4` was asked for and can't run this model here.
+    """
+    whole, config = config, config.get_text_config()
+    neither = _why_none_for_rows(config, device, dtype) if is_causal else "padding is masked, which it can't do"
+    no_varlen, no_flash_4 = neither, neither
+    if neither is None and find_spec("torch.nn.attention.varlen") is None:
+        no_varlen = "this torch has none"
+    if neither is None and wanted in ("auto", "flash_attention_4"):
+        num_heads = config.num_attention_heads
+        num_key_heads = getattr(config, "num_key_value_heads", None) or num_heads
+        no_flash_4 = flash_4.why_not(num_heads, num_key_heads, head_dim(config), dtype, device)
+    for setting, reason in (("varlen", no_varlen), ("flash_attention_4", no_flash_4)):
+        if wanted == setting and reason is not None:
+            fix = "Set model.attn_implementation=auto."
+            raise ConfigError([Problem(f"model.attn_implementation={setting}", f"can't be used: {reason}.", fix)])
+    if no_flash_4 is None and wanted in ("auto", "flash_attention_4"):
+        AttentionInterface.register(FLASH_4, flash_attention_4)
+        return FLASH_4, None
+    if wanted == "varlen" or (wanted == "auto" and no_varlen is None):
+        AttentionInterface.register(VARLEN, varlen_attention)
+        return VARLEN, _note(no_flash_4, device) if wanted == "auto" else None
+    if wanted == "auto":
+        is_plain = getattr(config, "attn_logit_softcapping", None) or _lacks_sdpa(whole, config)
+        is_slower = is_causal and device.type == "cuda" and config.model_type in PACKED_FAMILIES
+        note = f"varlen attention can't be used: {no_varlen}; packed rows are kept apart by a mask (slower)"
+        return ("eager" if is_plain else "sdpa"), note if is_slower else None
+    return wanted, None
+
+
+def _why_none_for_rows(config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> str | None:
+    if device.type != "cuda":
+        return "it needs a GPU"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"it computes in bfloat16 or float16, not {dtype}"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "it needs a GPU of compute capability 8.0 or newer"
+    if getattr(config, "attn_logit_softcapping", None):
+        return "it can't cap attention logits, as this model does"
+    if getattr(config, "attention_dropout", None):
+        return "it can't drop attention weights, as this model does (attention_dropout)"
+    size = head_dim(config)
+    if size > MAX_HEAD_DIM or size % 8:
+        return f"its head size {size} is not a multiple of 8 up to {MAX_HEAD_DIM}"
+    if getattr(config, "model_type", "") not in PACKED_FAMILIES:
+        return f"it was not tested with model_type={config.model_type}"
+    return None
+
+
+def _lacks_sdpa(*configs: PretrainedConfig) -> bool:
+    """Whether transformers' classes for these refuse sdpa: their attention is their own code, or they have none."""
+    found: list[Any] = [MODEL_MAPPING.get(type(config), ()) for config in configs]  # a class or several; none: its own
+    classes = [each for some in found for each in (some if isinstance(some, tuple) else (some,))]
+    return any(not each._supports_sdpa for each in classes)
+
+
+def head_dim(config: PretrainedConfig) -> int:
+    """Size of an attention head."""
+    heads = getattr(config, "num_attention_heads", 0) or 1
+    return getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // heads
+
+
+def _note(no_flash_4: str | None, device: torch.device) -> str | None:
+    """To whom FlashAttention-4 would be of use: how to get it, or why it was passed over."""
+    if torch.cuda.get_device_capability(device)[0] not in flash_4.CAPABILITIES:
+        return None
+    fix = ": pip install qlora-fsdp[flash]" if no_flash_4 == flash_4.NOT_INSTALLED else ""
+    return f"{no_flash_4}: torch's attention computes in its place (slower over long rows){fix}"
+
+
+# Families whose attention goes through transformers' registry with position ids, tested not to let packed rows see one
+# another.
+PACKED_FAMILIES = {"llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3"}
+
+
+def check_packing(packing: bool, config: PretrainedConfig) -> None:
+    """Packed rows must not see one another, which only the model's own code can ensure.
+
+    Raises:
+        ConfigError: packing is on, and this model was not tested.
+    """
+    model_type = config.get_text_config().model_type
+    if packing and model_type not in PACKED_FAMILIES:
+        reason = f"can't be used with model_type={model_type}: it was not tested to keep packed rows apart."
+        raise ConfigError([Problem("training.packing=true", reason, "Set training.packing=false.")])
+
+
+def varlen_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    uses_flash_4: bool = False,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention in which rows of a packed batch do not see one another.
+
+    Args:
+        module: the attention layer that calls.
+        query: [B, H, L, D].
+        key: [B, H_kv, L, D], H a multiple of H_kv.
+        value: as `key`.
+        attention_mask: None; rows are told apart by `cu_seq_lens_q`.
+        dropout: must be 0.
+        scaling: of the logits; None for 1 / sqrt(D).
+        sliding_window: tokens a query sees, itself included; None for all before it.
+        cu_seq_lens_q: int32 [rows + 1], where rows start in the flattened B * L tokens; None if a sequence is one row.
+        max_length_q: tokens of the longest row.
+        uses_flash_4: by FlashAttention-4's kernels where they are faster, and not for sliding windows, untried there.
+        **kwargs: what transformers passes to other kernels; not used.
+
+    Returns:
+        [B, L, H, D], and None for the attention weights.
+    """
+    assert attention_mask is None and not dropout
+    batch, _, length, _ = query.shape
+    window = sliding_window if sliding_window is not None and sliding_window < length else None
+    num_rows = 0 if cu_seq_lens_q is None else len(cu_seq_lens_q) - 1
+    uses_flash_4 = uses_flash_4 and window is None and batch * length >= flash_4.MIN_MEAN_ROW * num_rows
+    if cu_seq_lens_q is None and uses_flash_4:
+        q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+        return flash_4.attention(q, k, v, scaling), None
+    if cu_seq_lens_q is None and window is None:
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
+        return out.transpose(1, 2), None
+    if cu_seq_lens_q is None:
+        cu_seq_lens_q = torch.arange(batch + 1, dtype=torch.int32, device=query.device) * length
+        max_length_q = length
+    assert max_length_q is not None
+    q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
+    if uses_flash_4:
+        out = flash_4.packed_attention(q, k, v, cu_seq_lens_q, max_length_q, scaling)
+    else:
+        out = _varlen(q, k, v, cu_seq_lens_q, max_length_q, scaling, window)
+    return out.view(batch, length, *out.shape[1:]), None
+
+
+flash_attention_4 = partial(varlen_attention, uses_flash_4=True)
+
+
+def _varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: Tensor,
+    longest: int,
+    scale: float | None,
+    window: int | None,
+) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    options: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0), "scale": scale}
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # torch >= 2.13; before, fewer key heads just work
+        options["enable_gqa"] = query.shape[1] != key.shape[1]
+    return cast(Tensor, varlen_attn(query, key, value, starts, starts, longest, longest, **options))

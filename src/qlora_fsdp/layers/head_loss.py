@@ -1,0 +1,152 @@
+"""The output head and the loss, without ever holding the logits of all tokens.
+
+Tokens go through the head a chunk at a time. With a frozen head the gradient of the hidden states is computed in the
+same pass, so that backward needs neither the logits nor the head (after Liger's fused linear cross-entropy,
+arXiv:2410.10989).
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from qlora_fsdp.common.sizes import loss_chunk
+from qlora_fsdp.data.batch import IGNORE_INDEX
+from qlora_fsdp.layers import QuantizedLinear
+from qlora_fsdp.model.new_tokens import TokenRows, join_columns, plain_table
+from qlora_fsdp.runtime.rows import whole, whole_weight
+
+
+def attach_loss(head: nn.Module, softcap: float | None = None, liger: bool = False) -> bool:
+    """Let the model's output layer compute the loss when it is given targets: `head(hidden, targets)`.
+
+    The loss belongs inside the head's own forward because FSDP gathers the head for exactly that call. A frozen head
+    need not be gathered by FSDP: call its `forward` itself, past FSDP's hooks. Without targets the head gives logits.
+
+    Args:
+        head: hidden size -> vocabulary; may be adapted or trained (PEFT's wrappers).
+        softcap: logits are `softcap * tanh(logits / softcap)` (Gemma 2); None for as they are.
+        liger: use Liger's kernel where the head is frozen.
+
+    Returns:
+        Whether backward needs the head's weight: not where it is frozen.
+    """
+    loss = _HeadLoss(head, softcap, liger)
+    head.forward = loss
+    return not loss.is_frozen_linear
+
+
+class _HeadLoss:
+    def __init__(self, head: nn.Module, softcap: float | None, liger: bool) -> None:
+        self.head, self.logits = cast(nn.Linear, plain_table(head)), head.forward
+        self.softcap, self.liger = softcap, liger
+        is_int8 = type(self.head) is QuantizedLinear and self.head.format.quant_type == "int8"
+        self.is_frozen_linear = is_int8 or (type(self.head) is nn.Linear and not self.head.weight.requires_grad)
+        self.new = cast(TokenRows, head.token_adapter) if self.head is not head else None  # rows of new tokens
+        self.vocab_size = next(m.out_features for m in head.modules() if isinstance(m, nn.Linear))
+
+    def __call__(self, hidden_BLD: Tensor, targets_BL: Tensor | None = None) -> Tensor:
+        """Sum of -log p(target) over all targets that are not -100: a scalar in float32.
+
+        Args:
+            hidden_BLD: final hidden states in the compute dtype.
+            targets_BL: int64, the token that follows each position.
+        """
+        if targets_BL is None:
+            return self.logits(hidden_BLD)  # type: ignore[no-any-return]
+        hidden, targets = hidden_BLD.flatten(0, 1), targets_BL.flatten()
+        if self.is_frozen_linear:  # maybe in shards: called past FSDP, so that the head is gathered into one buffer
+            weight = whole_weight(self.head, hidden.device)
+            bias = None if self.head.bias is None else whole(self.head.bias, hidden.device)
+            if self.liger and self.new is None:
+                return _liger_loss(hidden, weight, bias, targets, self.softcap)
+        chunk = loss_chunk(self.vocab_size)
+        if self.is_frozen_linear:
+            new = (None, None) if self.new is None else (self.new.rows, self.new.replaced)
+            return _FrozenHeadLoss.apply(  # type: ignore[no-any-return,no-untyped-call]
+                hidden, weight, bias, targets, self.softcap, chunk, *new
+            )
+        losses = [
+            checkpoint(self._chunk_loss, h, t, use_reentrant=False)
+            for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True)
+        ]
+        return torch.stack(losses).sum()
+
+    def _chunk_loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        logits = self.logits(hidden).float()
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        return F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
+
+
+def _liger_loss(
+    hidden_ND: Tensor, weight_VD: Tensor, bias: Tensor | None, targets_N: Tensor, softcap: float | None
+) -> Tensor:
+    from liger_kernel.ops import LigerFusedLinearCrossEntropyFunction
+
+    options = (None, IGNORE_INDEX, 0.0, 0.0, "sum", softcap)
+    return cast(Tensor, LigerFusedLinearCrossEntropyFunction.apply(hidden_ND, weight_VD, targets_N, bias, *options)[0])
+
+
+class _FrozenHeadLoss(torch.autograd.Function):
+    """Cross-entropy through a frozen linear head, with the gradient of the hidden states made on the way.
+
+    Shapes: hidden_ND, weight_VD, targets_N, new_KD, replaced; N tokens, D hidden size, V vocabulary, K trained rows of
+    new tokens (float32), of which the first are for the ids `replaced` and the others for those from V on.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        bias: Tensor | None,
+        targets_N: Tensor,
+        softcap: float | None,
+        chunk: int,
+        new_KD: Tensor | None,
+        replaced: Tensor | None,
+    ) -> Tensor:
+        wants_grad = ctx.needs_input_grad[0]
+        grad_ND = torch.empty_like(hidden_ND) if wants_grad else None
+        grad_KD = torch.zeros_like(new_KD) if wants_grad and new_KD is not None else None
+        cast_KD = None if new_KD is None else new_KD.to(hidden_ND.dtype)
+        loss = torch.zeros((), dtype=torch.float32, device=hidden_ND.device)
+        for start in range(0, hidden_ND.shape[0], chunk):
+            hidden, targets = hidden_ND[start : start + chunk], targets_N[start : start + chunk]
+            logits = F.linear(hidden, weight_VD, bias).float()
+            if cast_KD is not None:
+                logits = join_columns(logits, F.linear(hidden, cast_KD).float(), cast(Tensor, replaced))
+            if softcap is not None:
+                logits.div_(softcap).tanh_().mul_(softcap)
+            valid = (targets != IGNORE_INDEX).unsqueeze(1)
+            index = targets.clamp(min=0).unsqueeze(1)
+            norm = torch.logsumexp(logits, 1, keepdim=True)
+            loss += ((norm - logits.gather(1, index)) * valid).sum()
+            if grad_ND is not None:
+                slope = None if softcap is None else 1.0 - (logits / softcap) ** 2
+                grad = logits.sub_(norm).exp_()  # softmax
+                grad.scatter_add_(1, index, grad.new_full((1, 1), -1.0).expand(len(index), 1))
+                grad.mul_(valid)
+                if slope is not None:
+                    grad.mul_(slope)
+                grad_NV = grad[:, : len(weight_VD)]
+                if cast_KD is not None and grad_KD is not None:
+                    grad_NK = torch.cat([grad_NV[:, replaced], grad[:, len(weight_VD) :]], 1)
+                    grad_NV[:, replaced] = 0.0
+                    grad_KD += grad_NK.t() @ hidden.float()
+                grad_ND[start : start + chunk] = grad_NV.to(weight_VD.dtype) @ weight_VD
+                if cast_KD is not None:
+                    grad_ND[start : start + chunk] += grad_NK.to(cast_KD.dtype) @ cast_KD
+        ctx.save_for_backward(grad_ND, grad_KD)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad_ND, grad_KD = ctx.saved_tensors
+        grad_new = None if grad_KD is None else grad_KD * grads[0]
+        return (grad_ND.float() * grads[0]).to(grad_ND.dtype), None, None, None, None, None, grad_new, None

@@ -1,0 +1,71 @@
+"""Fused kernels besides matrix products and attention: Liger's norms, rotary embeddings, activations and loss."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from importlib.util import find_spec
+
+import torch
+
+from qlora_fsdp.common.errors import ConfigError, Problem
+from qlora_fsdp.config.schema import Kernel, KernelsConfig
+
+LIGER_NAMES = {
+    "rms_norm": ("rms_norm",),
+    "rotary": ("rope",),
+    "glu": ("swiglu", "geglu"),
+    "cross_entropy": ("fused_linear_cross_entropy",),
+}
+OURS = {"cross_entropy", "fused_linear_cross_entropy"}  # `head_loss.py` calls the loss; no model is patched for it
+
+
+def use_fused_kernels(config: KernelsConfig, model_type: str, device: torch.device) -> list[str]:
+    """Have the models that transformers builds from here on use Liger's kernels, by Liger's own switch for the family.
+
+    Args:
+        config: a choice for each kernel; `auto` takes Liger's where it can be had.
+        model_type: of the model's config.
+        device: where the model runs.
+
+    Returns:
+        The settings (`rms_norm`, `rotary`, `glu`, `cross_entropy`) whose kernels are Liger's.
+
+    Raises:
+        ConfigError: `liger` was asked for and can't be had here.
+    """
+    reason, options = _liger_options(model_type, device)
+    chosen, problems = [], []
+    for setting, names in LIGER_NAMES.items():
+        choice = getattr(config, setting)
+        missing = reason or (None if any(name in options for name in names) else f"Liger has none for {model_type}")
+        if choice is Kernel.liger and missing is not None:
+            fix = f"Set kernels.{setting}=auto."
+            problems.append(Problem(f"kernels.{setting}=liger", f"can't be used: {missing}.", fix))
+        if choice is not Kernel.torch and missing is None:
+            chosen.append(setting)
+    if problems:
+        raise ConfigError(problems)
+    if chosen:
+        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+        on = {name for setting in chosen for name in LIGER_NAMES[setting]} - OURS
+        MODEL_TYPE_TO_APPLY_LIGER_FN[model_type](**{name: name in on for name in options})
+    return chosen
+
+
+def _liger_options(model_type: str, device: torch.device) -> tuple[str | None, set[str]]:
+    """Why Liger can't be used, or None; and the switches it has for this family."""
+    if device.type != "cuda":
+        return "it needs a GPU", set()
+    if find_spec("liger_kernel") is None:
+        return "liger-kernel is not installed: pip install qlora-fsdp[gpu]", set()
+    if find_spec("triton") is None:
+        return "Triton is not installed: pip install triton", set()
+    logging.getLogger("liger_kernel").setLevel(logging.ERROR)  # it lists the back ends of other chips that it lacks
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+    if model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
+        return f"Liger does not know model_type={model_type}", set()
+    switches = inspect.signature(MODEL_TYPE_TO_APPLY_LIGER_FN[model_type]).parameters
+    return None, {name for name in switches if name != "model"}

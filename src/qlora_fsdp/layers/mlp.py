@@ -1,0 +1,102 @@
+"""A gated MLP of quantized LoRA layers, down(act(gate(x)) * up(x)), as two functions that keep little.
+
+Kept for backward: the input and the two products of gate and up. The activation is made again in the same pass over
+memory that makes its gradient (`gated_activation.py`). Gate and up are two layers, or one with both outputs side by
+side (Phi 3), whose adapter is one too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from qlora_fsdp.layers.gated_activation import gate_backward, gate_forward
+from qlora_fsdp.layers.lora import LoraPart, add_low_rank, join, mm_fp32, origin_of, quantized_part, remade
+from qlora_fsdp.layers.matmul import Addend
+
+
+class GatedMlp:
+    """The forward of a gated MLP.
+
+    Args:
+        mlp: the module; it keeps its own forward for what is not computed here (dropout, adapters that are off).
+        names: of its layers: gate and up, or one for both; and down.
+        activation: `silu` or `gelu_tanh`.
+    """
+
+    def __init__(self, mlp: nn.Module, names: Sequence[str], activation: str) -> None:
+        self.mlp, self.names, self.activation, self.plain = mlp, names, activation, mlp.forward
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x_BI -> y_BI."""
+        found = (quantized_part(cast(nn.Module, getattr(self.mlp, name))) for name in self.names)
+        parts = [part for part in found if part is not None]
+        if len(parts) < len(self.names):
+            return self.plain(x)  # type: ignore[no-any-return]
+        *wide, down = parts
+        weights = [*(p.lora_a.weight for p in wide), *(p.lora_b.weight for p in wide), down.lora_a.weight]
+        act, h_down = _Gate.apply(x, *origin_of(x), wide, self.activation, *weights)  # type: ignore[no-untyped-call]
+        return add_low_rank(act, h_down, [down], h_is_of_x=False)[0]
+
+
+class _Gate(torch.autograd.Function):
+    """act(gate(x)) * up(x), and its product with down's A."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        origin: Tensor | None,
+        make: Callable[[Tensor], Tensor] | None,
+        parts: Sequence[LoraPart],
+        activation: str,
+        *weights: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        x_NI, layers = x.reshape(-1, x.shape[-1]), [part.layer for part in parts]
+        h_NR = x_NI @ join(weights[: len(parts)], x.dtype).t()
+        gate_up = layers[0].matmul.joint_output(x_NI, layers)
+        act, h_down = gate_forward(gate_up, _for_both(h_NR, parts), *_small(parts, weights, x.dtype), activation)
+        ctx.save_for_backward(x_NI if origin is None else origin, gate_up, h_NR, *weights)
+        ctx.make, ctx.parts, ctx.activation, ctx.shape = make, parts, activation, x.shape
+        return act.view(*x.shape[:-1], act.shape[1]), h_down
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        kept, gate_up, h_NR, *weights = ctx.saved_tensors
+        parts: Sequence[LoraPart] = ctx.parts
+        grad_act, grad_h_down = grads[0].reshape(-1, gate_up.shape[1] // 2), grads[1].contiguous()
+        small = _small(parts, weights, gate_up.dtype)
+        grad_h = gate_backward(gate_up, _for_both(h_NR, parts), *small, grad_act, grad_h_down, ctx.activation)
+        if len(parts) == 1:
+            grad_h = torch.add(*grad_h.chunk(2, 1))
+        grad_a_down = mm_fp32(grad_h_down.t(), grad_act)  # which holds the activation now
+        grads_NO = gate_up.split([part.layer.out_features for part in parts], 1)
+        ranks = [part.lora_b.in_features for part in parts]
+        grads_b = [
+            mm_fp32(grad.t(), h).mul_(part.scaling)
+            for grad, h, part in zip(grads_NO, h_NR.split(ranks, 1), parts, strict=True)
+        ]
+        del grad_act, grads
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            addend = Addend(grad_h, join(weights[: len(parts)], grad_h.dtype))
+            grad_x = parts[0].layer.matmul.input_grad(grads_NO, [p.layer for p in parts], addend).view(ctx.shape)
+        x_NI = remade(kept, ctx.make)
+        grads_a = mm_fp32(grad_h.t(), x_NI).split(ranks)
+        return (grad_x, None, None, None, None, *grads_a, *grads_b, grad_a_down)
+
+
+def _for_both(h_NR: Tensor, parts: Sequence[LoraPart]) -> Tensor:
+    """x A^T of gate and of up, side by side; one adapter's is that of both."""
+    return h_NR if len(parts) == 2 else h_NR.repeat(1, 2)
+
+
+def _small(parts: Sequence[LoraPart], weights: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """B of gate and up, scaled, and A of down, all contiguous in the compute dtype."""
+    *lora_b, a_down = weights[len(parts) :]
+    scaled = [(b * part.scaling).to(dtype) for b, part in zip(lora_b, parts, strict=True)]
+    b_gate, b_up = scaled if len(parts) == 2 else scaled[0].chunk(2)
+    return b_gate, b_up, a_down.to(dtype)

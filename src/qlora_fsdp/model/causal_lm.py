@@ -1,0 +1,78 @@
+"""A causal language model with its loss."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import peft
+from torch import Tensor, nn
+
+from qlora_fsdp.data.batch import IGNORE_INDEX, Batch
+from qlora_fsdp.layers import QuantizedEmbedding
+from qlora_fsdp.layers.attention import PACKED_FAMILIES
+from qlora_fsdp.layers.head_loss import attach_loss
+from qlora_fsdp.model.task_model import TaskModel
+from qlora_fsdp.runtime.rows import whole
+
+
+class CausalLM(TaskModel):
+    """A PEFT-wrapped causal language model with its loss.
+
+    For families whose logits are the head of the last hidden state (`PACKED_FAMILIES`, tested) the backbone and the
+    head run apart, and logits are never held whole. Frozen, both are gathered into one buffer, for the look-up and for
+    the loss: FSDP's hooks would take two. Any other family runs its own forward.
+
+    Args:
+        model: the wrapped model, on meta or not.
+        liger_loss: compute the loss with Liger's kernel where the head is frozen.
+    """
+
+    def __init__(self, model: peft.PeftModel, liger_loss: bool = False) -> None:
+        super().__init__(model)
+        config = self.base.config.get_text_config()
+        self.splits_head = config.model_type in PACKED_FAMILIES
+        embeddings, head = self.base.get_input_embeddings(), self.base.get_output_embeddings()
+        own: list[nn.Module] = []
+        if self.splits_head:
+            is_plain = type(embeddings) is nn.Embedding and not embeddings.weight.requires_grad
+            if is_plain or isinstance(embeddings, QuantizedEmbedding):
+                own.append(embeddings)
+            if not attach_loss(head, getattr(config, "final_logit_softcapping", None), liger_loss):
+                own.append(cast(nn.Module, self.head))
+        self.gathers_itself = own
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Sum of the cross-entropy over the batch's targets: float32 scalar, not yet divided by their number."""
+        inputs: dict[str, Any] = {"position_ids": batch.position_ids, "use_cache": False}
+        embeddings, head = self.base.get_input_embeddings(), self.base.get_output_embeddings()
+        if embeddings in self.gathers_itself:
+            inputs["inputs_embeds"] = _look_up(embeddings, batch.input_ids)
+        else:
+            inputs["input_ids"] = batch.input_ids
+        has_several_rows = len(batch.sequence_starts) > len(batch.input_ids) + 1
+        if has_several_rows:
+            inputs |= {
+                "cu_seq_lens_q": batch.sequence_starts,
+                "cu_seq_lens_k": batch.sequence_starts,
+                "max_length_q": batch.max_row_length,
+                "max_length_k": batch.max_row_length,
+            }
+        if self.splits_head:
+            hidden = self.base.get_decoder()(**inputs).last_hidden_state
+            compute = head.forward if self.head in self.gathers_itself else head  # past FSDP's hooks, or through them
+            return compute(hidden, batch.targets)  # type: ignore[no-any-return]
+        logits = self.base(**inputs).logits.float()
+        return nn.functional.cross_entropy(
+            logits.flatten(0, 1), batch.targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
+        )
+
+    def may_get_zero_gradient(self, name: str) -> bool:
+        """Rows of new tokens, where none is in the batch."""
+        return ".trainable_tokens_delta." in name
+
+
+def _look_up(embeddings: nn.Module, ids: Tensor) -> Tensor:
+    """x_BLD of ids_BL, from the whole table, which is there for just that."""
+    if isinstance(embeddings, QuantizedEmbedding):
+        return embeddings.look_up(ids, *(whole(part, ids.device) for part in embeddings.parts()))
+    return nn.functional.embedding(ids, whole(cast(nn.Embedding, embeddings).weight, ids.device))

@@ -1,0 +1,124 @@
+"""A classifier of whole rows or of tokens, or a regression, with its loss and its figures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import peft
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional as F
+
+from qlora_fsdp.config.schema import ProblemType, TaskConfig, TaskName
+from qlora_fsdp.data.batch import Batch
+from qlora_fsdp.data.labels import count_labels
+from qlora_fsdp.data.sequences import TrainingData
+from qlora_fsdp.model.classifier_metrics import (
+    classification_metrics,
+    entity_metrics,
+    multi_label_metrics,
+    name_entities,
+    regression_metrics,
+)
+from qlora_fsdp.model.task_model import TaskModel
+from qlora_fsdp.runtime.processes import Processes
+
+
+class Classifier(TaskModel):
+    """A PEFT-wrapped model for sequence or token classification, with transformers' own pooling and head.
+
+    The loss of a row, or of a labelled token, is its cross-entropy; with several labels a row, the mean of their binary
+    cross-entropies; of numbers, the mean of their squared errors. All count alike whatever the batch, so that the same
+    data gives the same loss at any split: with class weights, too, the sum is divided by their number.
+
+    Args:
+        model: the wrapped model, on meta or not.
+        task: what its head is for.
+    """
+
+    class_weights: Tensor | None
+
+    def __init__(self, model: peft.PeftModel, task: TaskConfig) -> None:
+        super().__init__(model)
+        self.task = task
+        self.register_buffer("class_weights", None, persistent=False)
+        self._seen: list[tuple[Tensor, Tensor, Tensor]] = []  # logits, labels, and which of them begin a row
+
+    def weigh_classes(self, data: TrainingData, device: torch.device) -> None:
+        """Take the class weights of the settings, or balance them by the training data's labels."""
+        weights = self.task.class_weights
+        if weights == "balanced":
+            self.class_weights = _balance(self.task, data.labels_of(np.arange(len(data)))).to(device)
+        elif weights is not None:
+            self.class_weights = torch.tensor(weights, dtype=torch.float32, device=device)
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Sum of the losses of the batch's labels: float32 scalar, not yet divided by their number."""
+        assert batch.labels is not None and batch.label_positions is not None
+        # Positions count from 0 again where padding begins. A sequence that is padding alone attends to itself: a row
+        # of the mask without a 1 would give NaN.
+        columns = torch.arange(batch.input_ids.shape[1], device=batch.input_ids.device)
+        attention_mask = (batch.position_ids == columns).long()
+        # Positions are left to the model: RoBERTa's begin at 2.
+        output = self.base(input_ids=batch.input_ids, attention_mask=attention_mask)
+        logits_NK, labels_NW = output.logits.float().flatten(0, -2)[batch.label_positions], batch.labels
+        if not self.training:
+            rows = batch.label_positions
+            if self.task.name is TaskName.token_classification:
+                rows = rows // batch.input_ids.shape[1]
+            is_first = torch.ones_like(rows, dtype=torch.bool)
+            is_first[1:] = rows[1:] != rows[:-1]
+            self._seen.append((logits_NK.cpu(), labels_NW.cpu(), is_first.cpu()))
+        return self._losses(logits_NK, labels_NW).sum()
+
+    def _losses(self, logits_NK: Tensor, labels_NW: Tensor) -> Tensor:
+        """The loss of each label, float32 [N]: K outputs, W numbers a label."""
+        if self.task.problem_type is ProblemType.single_label_classification:
+            return F.cross_entropy(logits_NK, labels_NW[:, 0].long(), self.class_weights, reduction="none")
+        if self.task.problem_type is ProblemType.multi_label_classification:
+            losses_NK = F.binary_cross_entropy_with_logits(
+                logits_NK, labels_NW, pos_weight=self.class_weights, reduction="none"
+            )
+            return losses_NK.mean(1)
+        return F.mse_loss(logits_NK, labels_NW, reduction="none").mean(1)
+
+    def take_metrics(self, processes: Processes) -> dict[str, float]:
+        """Accuracy, F1 and AUC of the rows seen since.
+
+        Of numbers: mean absolute error, R2 and Pearson's r. Of words in and outside entities (labels such as B-city,
+        I-city and O): accuracy, and precision, recall and F1 of whole entities.
+        """
+        seen, self._seen = self._seen, []
+        mine = [torch.cat(tensors).numpy() for tensors in zip(*seen, strict=True)] if seen else []
+        parts = [part for part in processes.gather(mine) if part]
+        if not parts:
+            return {}
+        logits, labels, is_first = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+        if self.task.name is TaskName.token_classification and name_entities(self.task.labels or []):
+            return entity_metrics(logits, labels[:, 0].astype(np.int64), is_first, self.task.labels or [])
+        if self.task.problem_type is ProblemType.single_label_classification:
+            return classification_metrics(logits, labels[:, 0].astype(np.int64))
+        if self.task.problem_type is ProblemType.multi_label_classification:
+            return multi_label_metrics(logits, labels.astype(bool))
+        return regression_metrics(logits, labels)
+
+    def may_get_zero_gradient(self, name: str) -> bool:
+        """In the last layer, where one token reaches the head: Longformer's local attention, for one."""
+        module: Any = self.layers[-1]
+        prefix = next(n for n, child in self.model.named_modules() if child is module)
+        return name.startswith(f"{prefix}.")
+
+
+def _balance(task: TaskConfig, labels: NDArray[np.float32]) -> Tensor:
+    """float32 [K], as scikit-learn: one label, rows / (labels x rows with it); several, without / with.
+
+    Args:
+        task: which of the two.
+        labels: [num_labels, W].
+    """
+    counts = np.maximum(1, np.array(list(count_labels(labels, task).values())))
+    if task.problem_type is ProblemType.multi_label_classification:
+        return torch.tensor((len(labels) - counts) / counts, dtype=torch.float32)
+    return torch.tensor(len(labels) / (len(counts) * counts), dtype=torch.float32)

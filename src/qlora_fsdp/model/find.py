@@ -1,0 +1,111 @@
+"""Find the model that the settings name: a local folder, a hub model, or a config alone for random weights."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from transformers import AutoConfig, PretrainedConfig
+
+from qlora_fsdp.common.errors import CheckpointError
+from qlora_fsdp.config.schema import ModelConfig, Weights
+from qlora_fsdp.weights.safetensors_files import StoredTensor, read_headers
+
+FirstError = Callable[[str | None], str | None]
+
+
+@dataclass
+class ModelFiles:
+    """A model before it is built.
+
+    Attributes:
+        folder: local folder of the checkpoint; None for `weights=random` from a named config.
+        config: transformers' config.
+        tensors: the checkpoint's tensors by key; empty for random weights.
+    """
+
+    folder: Path | None
+    config: PretrainedConfig
+    tensors: dict[str, StoredTensor] = field(default_factory=dict)
+
+
+def find_model(config: ModelConfig, is_main: bool, first_error: FirstError) -> ModelFiles:
+    """Locate the model, downloading it on a node's main process where `path` is a hub name. Every rank calls this.
+
+    Args:
+        config: the model's settings.
+        is_main: whether this process downloads.
+        first_error: `Processes.first_error`, or of one process `lambda error: error`.
+
+    Raises:
+        CheckpointError: no such folder, no config.json, files cut short, or a hub that can't be reached.
+    """
+    folder = _find_folder(config, is_main, first_error)
+    try:
+        if folder is not None and (folder / "config.json").is_file():
+            hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
+            hf_config.update(dict(config.config) if config.weights is Weights.random else {})
+        elif config.config and config.weights is Weights.random:
+            values = dict(config.config)
+            hf_config = AutoConfig.for_model(values.pop("model_type"), **values)
+        else:
+            raise CheckpointError(
+                f"model.path={config.path} has no config.json. Set model.path to a folder with config.json and "
+                "safetensors files."
+            )
+    except (ValueError, KeyError, OSError, TypeError) as error:
+        raise CheckpointError(
+            f"model.path={config.path}: its config can't be used: {error}. Check model.path, or model.config."
+        ) from error
+    tensors = {} if config.weights is Weights.random or folder is None else read_headers(folder)
+    return ModelFiles(folder, hf_config, tensors)
+
+
+def _find_folder(config: ModelConfig, is_main: bool, first_error: FirstError) -> Path | None:
+    if config.path is None:
+        return None
+    folder, is_made_up = Path(config.path).expanduser(), config.weights is Weights.random and bool(config.config)
+    error = None
+    if is_main and not folder.is_dir() and not is_made_up:
+        error = _download_or_say_why(config)
+    error = first_error(error)  # asked by every rank, whatever its node has: of some nodes alone it would never return
+    if error is not None:
+        raise CheckpointError(error)
+    if folder.is_dir():
+        return folder
+    return None if is_made_up else _download(config, local_files_only=True)
+
+
+def _download_or_say_why(config: ModelConfig) -> str | None:
+    """Get a hub model into this node's cache, or find it there; what went wrong."""
+    failures = []
+    for local_files_only in (False, True):
+        try:
+            _download(config, local_files_only)
+        except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError, ValueError) as error:
+            failures.append(error)
+        else:
+            return None
+    reason = f"{type(failures[0]).__name__}: {str(failures[0]).partition(chr(10))[0]}"
+    return (
+        f"model.path={config.path} is no folder on {platform.node()}, and no hub model that can be had ({reason}). Set "
+        "model.path to a folder that every host has, log in with `hf auth login` if the model is gated, or use "
+        "model.weights=random for a dry run."
+    )
+
+
+def _download(config: ModelConfig, local_files_only: bool) -> Path:
+    assert config.path is not None
+    return Path(
+        snapshot_download(
+            config.path,
+            revision=config.revision,
+            allow_patterns=["*.safetensors", "*.json", "tokenizer*", "*.model", "*.jinja", "*.txt"],
+            ignore_patterns=["original/*", "consolidated*"],  # the same weights in the authors' own format
+            local_files_only=local_files_only,
+        )
+    )

@@ -1,0 +1,212 @@
+"""Rows of embeddings and head for new tokens: PEFT's trainable tokens, on tables that stay as they are.
+
+PEFT writes the trained rows into a copy of the whole table at each call, after a table that is too short was resized.
+Here rows behind the table's end exist as trained ones alone, so that the base is read, sharded and gathered as without
+them. What is saved is the same: stock PEFT loads it on a base that was resized to the tokenizer.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from peft.tuners.trainable_tokens import TrainableTokensLayer
+from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from qlora_fsdp.common.errors import AdapterError
+from qlora_fsdp.config.schema import LoraConfig
+from qlora_fsdp.data.tokenizer import AddedTokens
+from qlora_fsdp.layers import QuantizedEmbedding, QuantizedLayer
+from qlora_fsdp.runtime.rows import gather_rows, local_rows, local_tensor, shard_group
+
+ADAPTER = "default"
+ROWS_A_TIME = 4096  # of a table, in float64
+
+
+def token_rows(model: PreTrainedModel, tokens: AddedTokens, lora: LoraConfig) -> dict[str, list[int]]:
+    """PEFT's `trainable_token_indices`: by name of a table, the rows to train.
+
+    Embeddings and head, but for one that `lora.modules_to_save` trains as a whole, or that shares the other's weight.
+
+    Args:
+        model: on meta, without adapters.
+        tokens: whose rows.
+        lora: settings of the adapter.
+
+    Raises:
+        AdapterError: the head can't have rows of its own.
+    """
+    if not tokens.ids:
+        return {}
+    embeddings: Any = model.get_input_embeddings()
+    head = model.get_output_embeddings() if tokens.with_head else None
+    tables = {_name(model, embeddings): embeddings}
+    if head is not None:
+        tables[_name(model, head)] = head
+    rows = {name: table for name, table in tables.items() if not _is_named(name, lora.modules_to_save)}
+    shares_weight = getattr(head, "weight", None) is embeddings.weight
+    is_tied = shares_weight and len(rows) == 2
+    for name, table in rows.items():
+        reason, fix = None, f"Add it to lora.modules_to_save, which trains {name} as a whole."
+        if isinstance(table, QuantizedLayer):
+            reason, fix = "is quantized", f"Add {name} to quant.llm_int8_skip_modules."
+        elif isinstance(table, nn.Linear) and table.bias is not None:
+            reason = "has a bias, which PEFT's trainable tokens leave out"
+        elif shares_weight and not is_tied and table is embeddings:  # PEFT would look for its rows in the head's copy
+            reason = "shares its weight with the head, which lora.modules_to_save trains as a whole"
+        elif _is_named(name, lora.target_modules):
+            reason, fix = "is in lora.target_modules", "Take it out there, or add it to lora.modules_to_save instead."
+        if reason is not None:
+            raise AdapterError(f"tokenizer.add_tokens: {name} {reason}, and can't have rows for new tokens. {fix}")
+    size = max(tokens.vocab_size, embeddings.weight.shape[0])
+    ids = sorted({*tokens.ids, *range(embeddings.weight.shape[0], size)})
+    return {_short(model, name): ids for name, table in rows.items() if table is embeddings or not is_tied}
+
+
+class TokenRows(TrainableTokensLayer):
+    """Embeddings or a head with trained rows in the place of some of the table's, and behind its end.
+
+    Attributes:
+        slots: int64 [num_tokens], the trained row of a token id, or -1.
+        replaced: int64, the ids of the first of the trained rows, for which the table has a row too.
+    """
+
+    slots: Tensor
+    replaced: Tensor
+
+    @property
+    def rows(self) -> nn.Parameter:
+        """The trained rows, float32 [num_rows, hidden size], by ascending token id."""
+        return cast(nn.Parameter, self.trainable_tokens_delta[ADAPTER])
+
+    def forward_adapters(self, x: Tensor, active_adapters: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Embeddings of token ids x, or logits of hidden states x, with the trained rows among them."""
+        if isinstance(self.base_layer, nn.Embedding):
+            slots = self.slots[x]
+            old = self.base_layer(x.where(slots < 0, 0))
+            new = F.embedding(slots.clamp(min=0), self.rows.to(old.dtype))
+            scale = self._get_embed_scale()  # type: ignore[no-untyped-call]
+            new = new if scale is None else new * scale.to(new.dtype)
+            return torch.where((slots >= 0).unsqueeze(-1), new, old)
+        return join_columns(self.base_layer(x), F.linear(x, self.rows.to(x.dtype)), self.replaced)
+
+
+def use_token_rows(wrapper: TrainableTokensWrapper) -> None:
+    """Let PEFT's wrapper of a table on meta compute as `TokenRows`, with its rows in float32."""
+    layer: Any = wrapper.token_adapter
+    ids = layer.token_indices[ADAPTER]
+    num_rows = layer.base_layer.weight.shape[0]
+    layer.__class__ = TokenRows
+    slots = torch.full((max(num_rows, ids[-1] + 1),), -1)
+    slots[ids] = torch.arange(len(ids))
+    layer.register_buffer("slots", slots, persistent=False)
+    layer.register_buffer(
+        "replaced", torch.tensor([i for i in ids if i < num_rows], dtype=torch.int64), persistent=False
+    )
+    layer.trainable_tokens_original.clear()  # for unmerging, which never happens here
+    if layer.tied_adapter is None:
+        layer.trainable_tokens_delta[ADAPTER] = nn.Parameter(layer.rows.detach().float())
+
+
+def plain_table(module: nn.Module) -> nn.Module:
+    """The table under the trained rows; another module as it is."""
+    return module.token_adapter.base_layer if isinstance(module, TrainableTokensWrapper) else module
+
+
+def count_tokens(model: PreTrainedModel) -> tuple[int, int]:
+    """Tokens that the embeddings of an adapted model know, and rows that they have in the base."""
+    module: Any = model.get_input_embeddings()
+    if isinstance(module, TrainableTokensWrapper):
+        layer: Any = module.token_adapter
+        return len(layer.slots), len(layer.base_layer.weight)
+    if isinstance(module, QuantizedEmbedding):  # its `weight` would dequantize the table
+        return module.num_embeddings, module.num_embeddings
+    base: Any = module.original_module if isinstance(module, ModulesToSaveWrapper) else module
+    return module.weight.shape[0], base.weight.shape[0]
+
+
+def grow_copy(copy: nn.Module, num_rows: int, size: int) -> None:
+    """Give a table on meta that is trained as a whole `size` rows instead of `num_rows`."""
+    for name, param in list(copy.named_parameters(recurse=False)):
+        if param.shape[0] == num_rows:
+            setattr(copy, name, nn.Parameter(param.new_empty(size, *param.shape[1:]), param.requires_grad))
+    setattr(copy, "num_embeddings" if isinstance(copy, nn.Embedding) else "out_features", size)
+
+
+def join_columns(old: Tensor, new: Tensor, replaced: Tensor) -> Tensor:
+    """Logits [..., V] of a table and [..., n] of trained rows, of which the first are for the columns `replaced`."""
+    k = len(replaced)
+    joined = old.index_copy(-1, replaced, new[..., :k]) if k else old
+    return torch.cat([joined, new[..., k:]], -1) if new.shape[-1] > k else joined
+
+
+@torch.no_grad()
+def initialize_rows(wrapper: TrainableTokensWrapper, fresh: frozenset[int]) -> None:
+    """Fill the trained rows: of a token that the model had, with its own; of a fresh one, with the mean of all rows.
+
+    The mean, as transformers' `resize_token_embeddings` takes it, is summed in float64, so that it is the same for any
+    number of ranks.
+    """
+    layer = cast(TokenRows, wrapper.token_adapter)
+    if layer.tied_adapter is None:
+        values = _first_rows(cast(Tensor, layer.base_layer.weight), layer.token_indices[ADAPTER], fresh)
+        first, last = local_rows(layer.rows)
+        local_tensor(layer.rows).copy_(values[first:last])
+
+
+@torch.no_grad()
+def fill_copy(param: Tensor, original: Tensor, fresh: frozenset[int]) -> None:
+    """Fill a table that is trained as a whole, and maybe longer than the original, from it; fresh rows as above."""
+    num_rows, (first, last) = original.shape[0], local_rows(param)
+    if param.shape == original.shape:
+        local_tensor(param).copy_(local_tensor(original))
+    else:
+        rows = gather_rows(local_tensor(original), num_rows, shard_group(original))[first:last]
+        local_tensor(param)[: len(rows)].copy_(rows)
+    ids = sorted({*fresh, *range(num_rows, param.shape[0])})
+    if ids:
+        values = _first_rows(original, ids, fresh)
+        for value, index in zip(values, ids, strict=True):
+            if first <= index < last:
+                local_tensor(param)[index - first].copy_(value)
+
+
+def _first_rows(table: Tensor, ids: list[int], fresh: frozenset[int]) -> Tensor:
+    """float32 [len(ids), ...] on the table's device. Collective over its shards."""
+    local, (first, last) = local_tensor(table), local_rows(table)
+    sums = torch.zeros(len(ids) + 1, *table.shape[1:], dtype=torch.float64, device=local.device)
+    for slot, index in enumerate(ids):
+        if first <= index < last and index not in fresh:
+            sums[slot] = local[index - first]
+    for rows in local.split(ROWS_A_TIME):
+        sums[-1] += rows.double().sum(0)
+    group = shard_group(table)
+    if group is not None:
+        dist.all_reduce(sums, group=group)
+    mean = sums[-1] / table.shape[0]
+    for slot, index in enumerate(ids):
+        if index >= table.shape[0] or index in fresh:
+            sums[slot] = mean
+    return sums[:-1].float()
+
+
+def _name(model: nn.Module, module: nn.Module) -> str:
+    return next(str(name) for name, child in model.named_modules() if child is module)
+
+
+def _short(model: nn.Module, name: str) -> str:
+    """The last part of a module's name, as PEFT finds it, where no other module's ends with it."""
+    last: str = name.rpartition(".")[2]
+    return last if sum(other.endswith(last) for other, _ in model.named_modules()) == 1 else name
+
+
+def _is_named(name: str, wanted: list[str] | str | None) -> bool:
+    """Whether PEFT finds a module by these names or ends of names, or by a regular expression."""
+    if isinstance(wanted, str):
+        return re.fullmatch(wanted, name) is not None
+    return any(name == target or name.endswith(f".{target}") for target in wanted or [])

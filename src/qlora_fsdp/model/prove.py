@@ -1,0 +1,112 @@
+"""The proof at start: what FSDP gathers is, byte for byte, what the ranks hold.
+
+A wrong byte here trains a slightly wrong model whose loss still falls, so this runs at every start and can't be turned
+off. Each quantized weight is gathered twice: by FSDP, as the forward will, and directly as bytes, in pieces, so that no
+more memory is taken than by a step. Comparing costs one pass over the weights. Where FSDP takes no part (shard.py)
+nothing is gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from qlora_fsdp.common.errors import ProofError
+from qlora_fsdp.layers import QuantizedLayer
+from qlora_fsdp.runtime.processes import Processes
+from qlora_fsdp.runtime.rows import gather_pieces, local_tensor, rows_of_rank, shard_group
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What was compared: counts over the whole model."""
+
+    num_tensors: int
+    num_bytes: int
+
+
+@torch.no_grad()
+def prove_shards(model: nn.Module, units: Sequence[FSDPModule], processes: Processes, num_ranks_launched: int) -> Proof:
+    """Check the sharded, loaded model.
+
+    Args:
+        model: the root.
+        units: the FSDP units, as `shard_model` gave them; none: there is nothing to compare.
+        processes: all ranks take part.
+        num_ranks_launched: WORLD_SIZE as the launcher set it.
+
+    Raises:
+        ProofError: the world has another size than launched, a quantized parameter is not sharded or has other rows
+            than planned, or a gathered byte differs; the parameters are named.
+    """
+    problems = []
+    if processes.num_ranks != num_ranks_launched or dist.get_world_size() != num_ranks_launched:
+        problems.append(f"{num_ranks_launched} ranks were launched, {dist.get_world_size()} take part")
+    names = {id(param): name for name, param in model.named_parameters(remove_duplicate=False)}
+    num_tensors = num_bytes = 0
+    counters: list[tuple[str, Tensor]] = []
+    for unit in units:
+        assert isinstance(unit, nn.Module)  # FSDPModule alone is a mix-in
+        sharded = _own_quantized_parts(unit)
+        if not sharded:
+            continue
+        for part in sharded.values():
+            problems.extend(_layout_problems(names[id(part)], part))
+        unit.unshard()
+        for (layer, part_name), part in sharded.items():
+            gathered = getattr(layer, part_name)
+            counters.append((names[id(part)], _count_differences(gathered, part, processes.device)))
+            num_tensors += 1
+            num_bytes += gathered.nbytes
+        unit.reshard()
+    counts = torch.stack([count for _, count in counters]).tolist() if counters else []
+    problems += [f"{name}: {int(n):,} bytes differ" for (name, _), n in zip(counters, counts, strict=True) if n]
+    everyone = [
+        line for rank, lines in enumerate(processes.gather(problems)) for line in (f"rank {rank}: {p}" for p in lines)
+    ]
+    if everyone:
+        shown = "\n".join(f"  - {line}" for line in everyone[:20])
+        raise ProofError(
+            f"The gathered weights are not the ones that were loaded ({len(everyone)} problems). Training on them "
+            "would give a wrong model without an error. Set quant.bnb_4bit_quant_storage=uint8 (torch >= 2.13), and "
+            f"report this with environment.json:\n{shown}"
+        )
+    return Proof(num_tensors, num_bytes)
+
+
+def _own_quantized_parts(unit: nn.Module) -> Mapping[tuple[QuantizedLayer, str], Tensor]:
+    """The codes and scales that this unit gathers, and not a unit inside it."""
+    inner = {
+        id(layer)
+        for child in unit.modules()
+        if isinstance(child, FSDPModule) and child is not unit
+        for layer in child.modules()
+    }
+    layers = [m for m in unit.modules() if isinstance(m, QuantizedLayer) and id(m) not in inner]
+    return {(layer, name): part for layer in layers for name, part in zip(layer.part_names, layer.parts(), strict=True)}
+
+
+def _layout_problems(name: str, part: Tensor) -> list[str]:
+    if not isinstance(part, DTensor):
+        return [f"{name}: not sharded"]
+    group = shard_group(part)
+    rank, size = (dist.get_rank(group), dist.get_world_size(group)) if group is not None else (0, 1)
+    first, last = rows_of_rank(part.shape[0], rank, size)
+    if local_tensor(part).shape[0] != last - first:
+        return [f"{name}: {local_tensor(part).shape[0]} rows here, {last - first} planned"]
+    return []
+
+
+def _count_differences(gathered: Tensor, part: Tensor, device: torch.device) -> Tensor:
+    """Bytes in which FSDP's gathered tensor differs from the ranks' shards: int64 scalar on the device."""
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    for first, (rows,) in gather_pieces([local_tensor(part)], part.shape[0], shard_group(part), device):
+        found = gathered[first : first + len(rows)].contiguous().view(torch.uint8)
+        total += (found != rows.contiguous().view(torch.uint8)).sum()
+    return total

@@ -1,0 +1,232 @@
+"""Save the adapter so that stock PEFT loads it: gathered to rank 0, written under a temporary name, renamed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+from copy import copy
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import cast
+
+import peft
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from qlora_fsdp import __version__
+from qlora_fsdp.common.errors import RunFolderError
+from qlora_fsdp.config.commands import SETTINGS_FILE
+from qlora_fsdp.layers import QuantizedLinear
+from qlora_fsdp.model.adapters import ADAPTER, base_linears
+from qlora_fsdp.model.new_tokens import count_tokens
+from qlora_fsdp.records.run_folder import writing
+from qlora_fsdp.runtime.processes import Processes
+from qlora_fsdp.runtime.rows import gather_rows, local_tensor, shard_group
+
+CARD = """---
+base_model: {base}
+library_name: peft
+tags: [lora, qlora, qlora-fsdp]
+---
+
+# LoRA adapter for {base}
+
+Trained with qlora-fsdp {version}: {card}.
+
+```python
+{usage}
+```
+{quantized}"""
+
+USAGE = """\
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("{base}"){resize}
+model = PeftModel.from_pretrained(model, "path/to/this/folder")"""
+
+CLASSIFIER_USAGE = """\
+from peft import PeftModel
+from transformers import AutoConfig, {auto_class}
+
+folder = "path/to/this/folder"
+config = AutoConfig.from_pretrained(folder)  # has the labels; the head is in the adapter
+model = {auto_class}.from_pretrained("{base}", config=config){resize}
+model = PeftModel.from_pretrained(model, folder)"""
+
+# Where bitsandbytes has made codes of a layer that was trained in full, PEFT finds no place for it.
+QUANTIZED = """
+Onto a quantized base, in which these layers must stay in full precision, as they did in training:
+
+```python
+import torch
+from transformers import BitsAndBytesConfig
+{imports}
+
+quantization = BitsAndBytesConfig(
+    {options},
+    llm_int8_skip_modules={skip},
+)
+{lines}
+```
+"""
+OPTIONS_4BIT = """\
+load_in_4bit=True,
+    bnb_4bit_quant_type="{quant_type}",
+    bnb_4bit_use_double_quant={double_quant},
+    bnb_4bit_compute_dtype={dtype}"""
+
+CLASSIFIERS = {"SEQ_CLS": "AutoModelForSequenceClassification", "TOKEN_CLS": "AutoModelForTokenClassification"}
+RESIZE = "\nmodel.resize_token_embeddings({num_tokens})  # as many as the tokenizer in this folder has"
+
+
+@torch.no_grad()
+def gather_trainable(model: peft.PeftModel, processes: Processes) -> dict[str, Tensor]:
+    """The trained parameters, whole, by name: float32 on the CPU of rank 0; empty elsewhere. Collective."""
+    whole = {}
+    for name, param in model.named_parameters():
+        if param.requires_grad:
+            local = local_tensor(param).to(processes.device)
+            values = gather_rows(local, param.shape[0], shard_group(param))
+            if processes.is_main:
+                whole[name] = values.cpu()
+    return whole
+
+
+def save_adapter(
+    model: peft.PeftModel,
+    folder: Path,
+    tokenizer: PreTrainedTokenizerBase | None,
+    card: str,
+    settings: str,
+    processes: Processes,
+) -> None:
+    """Write `folder` (adapter_model.safetensors, adapter_config.json, tokenizer, ...), whole or not at all.
+
+    Args:
+        model: PEFT's model, sharded.
+        folder: an adapter already there is replaced once the new one is complete. Where it can't be written, the
+            adapter goes to a temporary folder of the host, which the error names: days of training may be in it.
+        tokenizer: saved along; None for none.
+        card: one line for the model card.
+        settings: the text of SETTINGS_FILE.
+        processes: all ranks take part; rank 0 writes.
+
+    Raises:
+        RunFolderError: the folder can't be written; what was there before is untouched.
+    """
+    state = gather_trainable(model, processes)
+    if processes.is_main:
+        temporary = folder.with_name(f".{folder.name}.tmp")
+        shutil.rmtree(temporary, ignore_errors=True)
+        try:
+            with writing(folder.parent):
+                write_adapter(model, state, adapter_keys(model), temporary, tokenizer, card, settings)
+                replace_folder(temporary, folder)
+        except RunFolderError as error:
+            rescue = Path(mkdtemp(prefix="qlora_fsdp-"))
+            try:
+                write_adapter(model, state, adapter_keys(model), rescue / "adapter", tokenizer, card, settings)
+            except (OSError, SafetensorError):
+                shutil.rmtree(rescue, ignore_errors=True)
+                raise error from None
+            place = f"The adapter is in {rescue / 'adapter'} on {socket.gethostname()}: copy it from there."
+            raise RunFolderError(f"{error} {place}") from error
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+    processes.wait(patiently=True)  # the disk may be slow, and the adapter large
+
+
+def adapter_keys(model: peft.PeftModel) -> dict[str, str]:
+    """Keys of adapter_model.safetensors, each with the name of the trained parameter that it is of.
+
+    Not while a step runs: PEFT asks modules for their state, upon which FSDP puts them back into shards.
+    """
+    marks = {
+        name: torch.empty(param.shape, device="meta") for name, param in model.named_parameters() if param.requires_grad
+    }
+    names = {id(mark): name for name, mark in marks.items()}
+    tensors = peft.get_peft_model_state_dict(model, state_dict=marks, save_embedding_layers=False)
+    return {key: names[id(tensor)] for key, tensor in tensors.items()}
+
+
+def write_adapter(
+    model: peft.PeftModel,
+    state: dict[str, Tensor],
+    keys: dict[str, str],
+    folder: Path,
+    tokenizer: PreTrainedTokenizerBase | None,
+    card: str,
+    settings: str,
+) -> None:
+    """Write the files of an adapter.
+
+    Args:
+        model: PEFT's model.
+        state: its trainable parameters, whole, as `gather_trainable` gives them.
+        keys: of `adapter_keys`. The model may be in a step: nothing here asks its modules.
+        folder: made here.
+        tokenizer: saved along; None for none.
+        card: one line for the model card.
+        settings: the text of SETTINGS_FILE.
+    """
+    config = model.peft_config[ADAPTER]
+    folder.mkdir(parents=True)
+    save_file(
+        {key: state[name].contiguous() for key, name in keys.items()},
+        folder / "adapter_model.safetensors",
+        {"format": "pt"},
+    )
+    saved = copy(config)  # training may go on meanwhile
+    saved.inference_mode = True
+    saved.save_pretrained(str(folder))
+    if tokenizer is not None:
+        tokenizer.save_pretrained(str(folder))
+    auto_class, base_model = CLASSIFIERS.get(str(config.task_type)), cast(PreTrainedModel, model.get_base_model())
+    if auto_class is not None:
+        base_model.config.save_pretrained(folder)  # label names, and how many outputs the head has
+    base = config.base_model_name_or_path or "the base model"
+    num_tokens, num_rows = count_tokens(base_model)
+    resize = RESIZE.format(num_tokens=num_tokens) if num_tokens > num_rows else ""
+    usage = (CLASSIFIER_USAGE if auto_class else USAGE).format(base=base, resize=resize, auto_class=auto_class)
+    quantized = _quantized_usage(model, usage, base)
+    readme = CARD.format(base=base, version=__version__, card=card, usage=usage, quantized=quantized)
+    (folder / "README.md").write_text(readme)
+    (folder / SETTINGS_FILE).write_text(settings, encoding="utf-8")
+
+
+def _quantized_usage(model: peft.PeftModel, usage: str, base: str) -> str:
+    """How to load the adapter onto a quantized base, if that takes more than its BitsAndBytesConfig; else nothing."""
+    base_model = cast(PreTrainedModel, model.get_base_model())
+    head = base_model.get_output_embeddings()
+    heads = {name for name, module in base_model.named_modules() if module is head}  # transformers leaves it out
+    formats = {name: m.format if isinstance(m, QuantizedLinear) else None for name, m in base_linears(base_model)}
+    format = next((format for name, format in formats.items() if format is not None and name not in heads), None)
+    plain = {name for name, own in formats.items() if own != format}
+    if format is None or plain <= heads:
+        return ""
+    options = "load_in_8bit=True"
+    if format.is_4bit:
+        dtype, double_quant = base_model.dtype, format.double_quant
+        options = OPTIONS_4BIT.format(quant_type=format.quant_type, double_quant=double_quant, dtype=dtype)
+    start_of_base = f'from_pretrained("{base}"'
+    usage = usage.replace(start_of_base, f"{start_of_base}, quantization_config=quantization")
+    imports, lines = usage.split("\n\n", 1)
+    quantized_ends = {name.rpartition(".")[2] for name in formats.keys() - plain}
+    ends = {name: name.rpartition(".")[2] for name in plain}
+    skip = sorted({name if end in quantized_ends else end for name, end in ends.items()})
+    return QUANTIZED.format(imports=imports, options=options, skip=json.dumps(skip), lines=lines)
+
+
+def replace_folder(new: Path, target: Path) -> None:
+    """Rename `new` to `target`; a folder already there is moved aside first and removed last."""
+    old = target.with_name(f".{target.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if target.exists():
+        target.rename(old)
+    new.rename(target)
+    shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,142 @@
+"""Figures of a run as it goes: metrics.jsonl, one progress line on the console, and the trackers that are on."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TextIO
+
+from qlora_fsdp.common.files import write_atomically
+from qlora_fsdp.config.schema import Config
+from qlora_fsdp.records.run_folder import log, writing
+from qlora_fsdp.records.run_state import GENERATIONS_FILE, read_metrics
+from qlora_fsdp.records.trackers import Tracker, start_trackers
+
+SECONDS_BETWEEN_LINES = 10.0  # of a console that is no terminal, e.g. a batch job's log
+
+
+class Journal:
+    """Takes figures on every rank and writes them on rank 0.
+
+    Args:
+        folder: the run folder.
+        config: for the trackers.
+        num_steps: of the whole run, for the ETA.
+        is_main: whether this rank writes.
+        first_step: steps done before; lines of later ones are dropped.
+    """
+
+    def __init__(self, folder: Path, config: Config, num_steps: int, is_main: bool, first_step: int = 0) -> None:
+        self.folder, self.is_main, self.num_steps, self.first_step = folder, is_main, num_steps, first_step
+        self.started = self.last_line = time.monotonic()
+        self.is_terminal = sys.stdout.isatty()
+        self.metrics: TextIO | None = None
+        if is_main:
+            with writing(folder):
+                _drop_later_lines(folder / "metrics.jsonl", first_step)
+                _drop_later_lines(folder / GENERATIONS_FILE, first_step)
+                self.metrics = (folder / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
+        self.trackers: list[Tracker] = start_trackers(folder, config, first_step) if is_main else []
+
+    def step(self, figures: dict[str, Any]) -> None:
+        """Record an optimizer step; `figures` has the keys of a line of metrics.jsonl."""
+        self._write({"step": figures["step"], "num_steps": self.num_steps, **figures})
+        if not self.is_main:
+            return
+        step, now = figures["step"], time.monotonic()
+        seconds_a_step = (now - self.started) / (step - self.first_step)
+        line = _progress_line(figures, self.num_steps - step, seconds_a_step)
+        if self.is_terminal:
+            print(f"\r\033[K{line}", end="\n" if step == self.num_steps else "", flush=True)
+        elif now - self.last_line > SECONDS_BETWEEN_LINES or step in (self.first_step + 1, self.num_steps):
+            log.info(line)
+            self.last_line = now
+
+    def evaluation(self, step: int, eval_loss: float, metrics: dict[str, float], seconds: float) -> None:
+        """Record an evaluation after `step` optimizer steps; `metrics` are the task's figures besides the loss."""
+        named = {f"eval_{name}": value for name, value in metrics.items()}
+        self._write({"step": step, "eval_loss": eval_loss, **named, "eval_seconds": round(seconds, 3)})
+        if self.is_main:
+            print("\r\033[K" if self.is_terminal else "", end="")
+            figures = "".join(f" | {name} {value:.4f}" for name, value in metrics.items())
+            log.info(f"step {step}/{self.num_steps} | evaluation loss {eval_loss:.4f}{figures} | {seconds:.1f} s")
+
+    def generations(self, step: int, rows: list[dict[str, Any]]) -> None:
+        """Record what the model wrote after `step` optimizer steps: prompt, completion and reference of each row."""
+        if not self.is_main or not rows:
+            return
+        rows = [{"step": step, **row} for row in rows]
+        with writing(self.folder), (self.folder / GENERATIONS_FILE).open("a", encoding="utf-8") as file:
+            file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        self._tell(lambda tracker: tracker.generations(rows, step))
+
+    def checkpoint(self, step: int, folder: Path, stall_seconds: float, write_seconds: float) -> None:
+        """Record that the checkpoint of `step` is there: how long training waited, and how long it was written."""
+        figures = {"checkpoint_stall_seconds": round(stall_seconds, 3), "checkpoint_seconds": round(write_seconds, 3)}
+        self._write({"step": step, **figures})
+        if self.is_main:
+            print("\r\033[K" if self.is_terminal else "", end="")
+            log.info(f"Checkpoint: {folder}, written in {write_seconds:.1f} s; training waited {stall_seconds:.2f} s")
+
+    def good_steps(self, at_most: int) -> list[dict[str, Any]]:
+        """The last steps before this start whose gradient was used; for rank 0."""
+        return [line for line in read_metrics(self.folder) if "loss" in line and not line.get("skipped")][-at_most:]
+
+    def close(self, summary: dict[str, Any]) -> None:
+        """Finish: the summary's figures and the adapter also go to the trackers."""
+        adapter = self.folder / "adapter" if summary.get("status") == "finished" else None
+        self._tell(lambda tracker: tracker.close(summary, adapter))
+        if self.metrics is not None:
+            with writing(self.folder):  # what a full disk did not take is tried once more
+                self.metrics.close()
+
+    def _write(self, figures: dict[str, Any]) -> None:
+        if self.metrics is not None:
+            with writing(self.folder):
+                self.metrics.write(json.dumps(figures) + "\n")
+        numbers = {k: v for k, v in figures.items() if isinstance(v, (int, float)) and k != "step"}
+        self._tell(lambda tracker: tracker.log(numbers, figures["step"]))
+
+    def _tell(self, what: Callable[[Tracker], None]) -> None:
+        """Tell every tracker; the run does not end with one that fails."""
+        for tracker in list(self.trackers):
+            try:
+                what(tracker)
+            except Exception as error:
+                self.trackers.remove(tracker)
+                name = type(tracker).__name__.removesuffix("Tracker")
+                log.warning(f"{name} failed and gets no more figures, which are all in {self.folder}: {error!r}")
+
+
+def _drop_later_lines(file: Path, last_step: int) -> None:
+    """Leave the lines up to the step that a checkpoint was written after; its evaluation came later."""
+    if not file.exists():
+        return
+    kept = []
+    for line in file.read_text().splitlines(keepends=True):
+        with suppress(ValueError):  # a kill may have left half a line
+            figures = json.loads(line)
+            if figures["step"] < last_step or (figures["step"] == last_step and "loss" in figures):
+                kept.append(line)
+    write_atomically(file, "".join(kept))
+
+
+def _progress_line(figures: dict[str, Any], num_left: int, seconds_a_step: float) -> str:
+    step = figures["step"]
+    eta = datetime.timedelta(seconds=round(seconds_a_step * num_left))
+    parts = [
+        f"step {step}/{step + num_left}",
+        "skipped" if figures.get("skipped") else f"loss {figures['loss']:.4f}",
+        f"lr {figures['learning_rate']:.2e}",
+        f"{figures['tokens_per_second_per_gpu']:,.0f} tokens/s/GPU",
+    ]
+    if figures["mfu"] is not None:
+        parts.append(f"MFU {figures['mfu']:.0%}")
+    if figures["gpu_peak_gib"] is not None:
+        parts.append(f"{figures['gpu_peak_gib']:.1f} GiB")
+    return " | ".join([*parts, f"ETA {eta}"])

@@ -1,0 +1,221 @@
+"""What the files of a run folder say about the run, at any time and from any process. Imports no torch.
+
+A run holds a lock on `.lock` as long as it lives, so one that was killed is told from one that is busy.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qlora_fsdp.common.errors import LaunchError, RunFolderError
+
+LOCK = ".lock"
+ATTEMPT = ".attempt"  # which start of which launch has begun to train here
+GENERATIONS_FILE = "generations.jsonl"
+BAD_STEPS_FOLDER = "bad_steps"
+TENSORBOARD_FOLDER = "tensorboard"
+# What one run after another would mix in one folder.
+RECORDS = ("metrics.jsonl", "train.log", "report.html", GENERATIONS_FILE, BAD_STEPS_FOLDER, TENSORBOARD_FOLDER)
+SLURM_FILE = "slurm.json"  # the number of the job that was submitted
+FRESH_SECONDS = 120.0  # a file system without locks: who wrote that lately is alive
+NUM_STEPS_TIMED = 50  # for the ETA
+TAIL_BYTES = 2**20
+
+
+@dataclass(frozen=True)
+class RunState:
+    """A run as its folder shows it.
+
+    Attributes:
+        folder: the run folder.
+        status: `finished`, `failed`, `interrupted`, `running`, `stopped` (it ended without a word) or `new`.
+        step: optimizer steps done.
+        num_steps: of the whole run.
+        loss: of the last step.
+        eval_loss: of the last evaluation.
+        tokens_per_second_per_gpu: median of the last steps.
+        gpu_peak_gib: most memory in any step.
+        eta_seconds: until the last step, while it runs.
+        checkpoint: the newest whole one.
+        checkpoint_age_seconds: how long ago that was written.
+        error: why it failed or was interrupted.
+    """
+
+    folder: Path
+    status: str
+    step: int | None = None
+    num_steps: int | None = None
+    loss: float | None = None
+    eval_loss: float | None = None
+    tokens_per_second_per_gpu: float | None = None
+    gpu_peak_gib: float | None = None
+    eta_seconds: float | None = None
+    checkpoint: Path | None = None
+    checkpoint_age_seconds: float | None = None
+    error: str | None = None
+
+    @property
+    def adapter(self) -> Path | None:
+        """The result, if it is there."""
+        folder = self.folder / "adapter"
+        return folder if self.status == "finished" and folder.is_dir() else None
+
+    @property
+    def final_loss(self) -> float | None:
+        """What runs are compared by: the last evaluation's loss, or else the last step's."""
+        return self.loss if self.eval_loss is None else self.eval_loss
+
+
+def is_run_folder(folder: Path) -> bool:
+    """Whether a run has been started in this folder."""
+    return (folder / "config.yaml").is_file() and (folder / "environment.json").is_file()
+
+
+def find_runs(folder: Path) -> list[Path]:
+    """The run folders in `folder` and below, sorted; what is inside a run folder is looked at too (a sweep's).
+
+    Raises:
+        RunFolderError: the folder is not there.
+    """
+    if not folder.exists():
+        raise RunFolderError(f"{folder} is not there. Name a run.folder, or a folder above some.")
+    found = []
+    for path, folders, _ in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in ("adapter", "checkpoints")]
+        if is_run_folder(Path(path)):
+            found.append(Path(path))
+    return sorted(found)
+
+
+def checkpoint_folders(folder: Path) -> list[Path]:
+    """The whole checkpoints in `folder`, oldest first; not what somebody has copied there under another name."""
+    return sorted(path for path in folder.glob("step-*") if step_of(path) is not None and path.is_dir())
+
+
+def step_of(checkpoint: Path) -> int | None:
+    """Optimizer steps done in a checkpoint, by its folder's name; None for a folder that is none."""
+    number = checkpoint.name.removeprefix("step-")
+    return int(number) if number.isdecimal() else None
+
+
+def read_run(folder: Path) -> RunState:
+    """Reads the state of the run in `folder`; a folder that is not there is a `new` run."""
+    summary = read_json(folder / "summary.json")
+    lines = list(read_metrics(folder, last=True))
+    steps, evaluations = [line for line in lines if "loss" in line], [line for line in lines if "eval_loss" in line]
+    last = steps[-1] if steps else {}
+    status = summary.get("status") or _status(folder)
+    timed = steps[-NUM_STEPS_TIMED:]
+    eta = None
+    if status == "running" and last.get("num_steps"):
+        eta = statistics.median(line["seconds"] for line in timed) * (last["num_steps"] - last["step"])
+    speeds = [line["tokens_per_second_per_gpu"] for line in timed]
+    checkpoints = checkpoint_folders(folder / "checkpoints")
+    age = None
+    if checkpoints:
+        with suppress(OSError):  # it is being removed
+            age = max(0.0, time.time() - (checkpoints[-1] / "manifest.json").stat().st_mtime)
+    return RunState(
+        folder,
+        status,
+        step=summary.get("steps", last.get("step")),
+        num_steps=last.get("num_steps"),
+        loss=summary.get("final_loss", last.get("loss")),
+        eval_loss=summary.get("eval_loss", evaluations[-1]["eval_loss"] if evaluations else None),
+        tokens_per_second_per_gpu=summary.get(
+            "tokens_per_second_per_gpu", statistics.median(speeds) if speeds else None
+        ),
+        gpu_peak_gib=summary.get("step_gpu_peak_gib", last.get("gpu_peak_gib")),
+        eta_seconds=eta,
+        checkpoint=checkpoints[-1] if checkpoints else None,
+        checkpoint_age_seconds=age,
+        error=summary.get("error"),
+    )
+
+
+def slurm_queue() -> dict[str, str]:
+    """What SLURM has of this user's, by job number: `pending (Priority)`, `running`; empty without SLURM.
+
+    Raises:
+        LaunchError: SLURM does not answer, which is no sign that it has none.
+    """
+    command = ["squeue", "--me", "--array", "--noheader", "--format=%i|%T|%r"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    except OSError:
+        return {}
+    except subprocess.TimeoutExpired as error:
+        raise LaunchError(f"squeue does not answer: {error}. Start the command again when it does.") from error
+    if done.returncode != 0:
+        reason = " ".join(done.stderr.split())
+        raise LaunchError(f"squeue does not answer: {reason}. Start the command again when it does.")
+    queue = {}
+    for line in done.stdout.splitlines():
+        number, state, reason = line.split("|", 2)
+        queue[number] = state.lower() + (f" ({reason})" if state == "PENDING" else "")
+    return queue
+
+
+def describe_attempt(environ: Mapping[str, str]) -> dict[str, Any]:
+    """Which launch this process belongs to, and how often SLURM and torchrun have started it again."""
+    names = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
+    launch = environ.get("SLURM_JOB_ID") or f"{platform.node()} {os.getppid()}"
+    return {"launch": launch, "restarts": [int(environ.get(name, "0")) for name in names]}
+
+
+def read_metrics(folder: Path, last: bool = False, file: str = "metrics.jsonl") -> Iterator[dict[str, Any]]:
+    """The lines of metrics.jsonl (or generations.jsonl), whole ones; with `last` only those at its end."""
+    try:
+        with (folder / file).open("rb") as stream:
+            size = stream.seek(0, os.SEEK_END)
+            stream.seek(max(0, size - TAIL_BYTES) if last else 0)
+            content = stream.read()
+    except OSError:
+        return
+    for line in content.splitlines():
+        with suppress(ValueError):  # half a line, at either end
+            values = json.loads(line)
+            if isinstance(values, dict) and "step" in values:
+                yield values
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object; empty where there is none."""
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _status(folder: Path) -> str:
+    """Of a run without a summary."""
+    if not is_run_folder(folder):
+        return "new"
+    files = [folder / name for name in ("metrics.jsonl", "train.log", "environment.json")]
+    newest = max((file.stat().st_mtime for file in files if file.exists()), default=0.0)
+    if _is_locked(folder / LOCK) or (not (folder / LOCK).exists() and time.time() - newest < FRESH_SECONDS):
+        return "running"
+    return "stopped"
+
+
+def _is_locked(file: Path) -> bool:
+    try:
+        with file.open("rb") as stream:
+            fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    return False

@@ -1,0 +1,122 @@
+"""Where figures go besides the run folder: W&B and TensorBoard, each where it is asked for. Only on rank 0."""
+
+from __future__ import annotations
+
+import secrets
+from functools import partial
+from html import escape
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import yaml
+
+from qlora_fsdp.common.files import write_json
+from qlora_fsdp.config.check_settings import wandb_mode
+from qlora_fsdp.config.compose import to_yaml
+from qlora_fsdp.config.schema import Config, WandbMode
+from qlora_fsdp.records.run_folder import log, writing
+from qlora_fsdp.records.run_state import TENSORBOARD_FOLDER, read_json
+
+WANDB_FILE = "wandb.json"  # the run's id there
+
+
+class Tracker(Protocol):
+    """Takes what the journal has."""
+
+    def log(self, figures: dict[str, float], step: int) -> None:
+        """Figures of a step, by name."""
+
+    def generations(self, rows: list[dict[str, Any]], step: int) -> None:
+        """What the model wrote, as lines of generations.jsonl."""
+
+    def close(self, summary: dict[str, Any], adapter: Path | None) -> None:
+        """The end; `adapter` is the result's folder, if there is one."""
+
+
+def start_trackers(folder: Path, config: Config, first_step: int) -> list[Tracker]:
+    """What `tracking` asks for; a run that goes on from `first_step` goes on there too."""
+    trackers: list[Tracker] = []
+    mode = wandb_mode(config)
+    if mode is not WandbMode.disabled:
+        trackers.append(WandbTracker(folder, config, mode, goes_on=first_step > 0))
+    if config.tracking.tensorboard:
+        trackers.append(TensorBoardTracker(folder, first_step))
+    return trackers
+
+
+class WandbTracker:
+    """A run in W&B: the same one again where a checkpoint is gone on from."""
+
+    def __init__(self, folder: Path, config: Config, mode: WandbMode, goes_on: bool) -> None:
+        import wandb
+
+        self.tracking, self.last_step = config.tracking, 0
+        file = folder / WANDB_FILE
+        run_id = (read_json(file).get("id") if goes_on else None) or secrets.token_hex(4)
+        with writing(folder):
+            write_json(file, {"id": run_id})
+        start = partial(
+            wandb.init,
+            id=run_id,
+            resume="allow",
+            project=config.tracking.project,
+            entity=config.tracking.entity,
+            name=config.run.name,
+            dir=str(folder),
+            config=yaml.safe_load(to_yaml(config)),
+        )
+        self.run: Any
+        try:
+            self.run = start(mode=cast(Any, mode.value))
+        except wandb.Error as error:  # no network, or a key that is not taken: no reason to lose a run
+            reason, files = str(error).partition("\n")[0], folder / "wandb" / "offline-run-*"
+            log.warning(f"W&B can't be reached: {reason}. It goes on offline; to send it later: wandb sync {files}")
+            wandb.teardown(exit_code=1)  # its service would say that the run's id is in use
+            self.run = start(mode="offline")
+
+    def log(self, figures: dict[str, float], step: int) -> None:
+        # W&B takes nothing for a step that is past, and a checkpoint's line comes some steps after its own.
+        self.last_step = max(self.last_step, step)
+        self.run.log(figures, step=self.last_step)
+
+    def generations(self, rows: list[dict[str, Any]], step: int) -> None:
+        import wandb
+
+        columns: list[str | int] = ["step", "prompt", "completion", "reference"]
+        table = wandb.Table(columns=columns, data=[[row[str(name)] for name in columns] for row in rows])
+        self.last_step = max(self.last_step, step)
+        self.run.log({"generations": table}, step=self.last_step)
+
+    def close(self, summary: dict[str, Any], adapter: Path | None) -> None:
+        import wandb
+
+        if self.tracking.log_adapter and adapter is not None:
+            artifact = wandb.Artifact(f"adapter-{self.run.id}", type="model")
+            artifact.add_dir(str(adapter))
+            self.run.log_artifact(artifact)
+        self.run.summary.update(summary)
+        self.run.finish(exit_code=0 if summary.get("status") == "finished" else 1)
+
+
+class TensorBoardTracker:
+    """Event files in the run folder: `tensorboard --logdir outputs` shows all runs."""
+
+    def __init__(self, folder: Path, first_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        # Of a run that goes on, TensorBoard forgets what came after the checkpoint.
+        purge = first_step + 1 if first_step else None
+        self.writer: Any = SummaryWriter(str(folder / TENSORBOARD_FOLDER), purge_step=purge)
+        log.info(f"TensorBoard: tensorboard --logdir {folder / TENSORBOARD_FOLDER}")
+
+    def log(self, figures: dict[str, float], step: int) -> None:
+        for name, value in figures.items():
+            self.writer.add_scalar(name, value, step)
+
+    def generations(self, rows: list[dict[str, Any]], step: int) -> None:
+        for number, row in enumerate(rows, start=1):
+            parts = (f"**{name}**\n\n<pre>{escape(row[name])}</pre>" for name in ("prompt", "completion", "reference"))
+            self.writer.add_text(f"generation {number}", "\n\n".join(parts), step)
+
+    def close(self, summary: dict[str, Any], adapter: Path | None) -> None:
+        self.writer.close()

@@ -1,0 +1,80 @@
+"""What came of a sweep: sweep.json, sweep.csv, and a table for the terminal. Imports no torch."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from qlora_fsdp.common.files import write_atomically, write_json
+from qlora_fsdp.common.text import format_table, show_number
+from qlora_fsdp.launch.jobs import Job
+from qlora_fsdp.records.run_state import read_json, read_run
+
+SWEEP_FILE = "sweep.json"
+
+
+def describe_sweep(jobs: Sequence[Job]) -> list[dict[str, Any]]:
+    """The lines of sweep.json, in the sweep's order."""
+    return [_describe(job.folder, job.swept) for job in jobs]
+
+
+def write_results(folder: Path, jobs: list[dict[str, Any]]) -> None:
+    """Writes sweep.json and sweep.csv to the folder of the sweep."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / SWEEP_FILE, {"jobs": jobs})
+    rows = [job["overrides"] | {key: value for key, value in job.items() if key != "overrides"} for job in jobs]
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, names, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_atomically(folder / "sweep.csv", text.getvalue())
+
+
+def read_results(folder: Path) -> list[dict[str, Any]]:
+    """The jobs of the sweep in `folder` as they are now; empty where there is no sweep."""
+    jobs = read_json(folder / SWEEP_FILE).get("jobs", [])
+    return [_describe(Path(job["folder"]), job["overrides"]) for job in jobs]
+
+
+def show_results(folder: Path, jobs: Sequence[dict[str, Any]]) -> str:
+    """The table of a sweep; the best job has a star."""
+    losses = [job["loss"] for job in jobs if job["status"] == "finished" and job["loss"] is not None]
+    best = min(losses, default=None)
+    rows = []
+    for job in jobs:
+        is_best = len(losses) > 1 and job["status"] == "finished" and job["loss"] == best
+        adapter = Path(job["adapter"]) if job["adapter"] else None
+        rows.append(
+            {" ": "*" if is_best else ""}
+            | job["overrides"]
+            | {
+                "status": job["status"],
+                "eval_loss": show_number(job["eval_loss"], ".4f"),
+                "final_loss": show_number(job["final_loss"], ".4f"),
+                "tokens/s/GPU": show_number(job["tokens_per_second_per_gpu"], ",.0f"),
+                "peak_gib": show_number(job["gpu_peak_gib"], ".1f"),
+                "adapter": str(adapter.relative_to(folder) if adapter and adapter.is_relative_to(folder) else ""),
+            }
+        )
+    return format_table(rows)
+
+
+def _describe(folder: Path, swept: dict[str, str]) -> dict[str, Any]:
+    state = read_run(folder)
+    return {
+        "overrides": swept,
+        "status": state.status,
+        "loss": state.final_loss,
+        "eval_loss": state.eval_loss,
+        "final_loss": state.loss,
+        "steps": state.step,
+        "tokens_per_second_per_gpu": state.tokens_per_second_per_gpu,
+        "gpu_peak_gib": state.gpu_peak_gib,
+        "folder": str(folder),
+        "adapter": str(state.adapter) if state.adapter else None,
+        "error": state.error,
+    }

@@ -1,0 +1,89 @@
+"""What the hardware can do: the dtype to compute in, the memory to be had, and rates that figures are compared with."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+import torch
+
+from qlora_fsdp.common.errors import ConfigError, DeviceError, Problem
+from qlora_fsdp.config.schema import Dtype
+from qlora_fsdp.memory.choose import MARGIN
+from qlora_fsdp.memory.gpus import find_gpu, gpu_of_size
+from qlora_fsdp.memory.plan import CUDA_CONTEXT, GIB
+from qlora_fsdp.memory.plan_run import Machine
+from qlora_fsdp.runtime.host_memory import available_bytes
+from qlora_fsdp.runtime.processes import Processes
+
+
+def has_bfloat16(device: torch.device) -> bool:
+    """Whether a device computes in bfloat16 by itself; a CPU can always be asked to."""
+    return device.type == "cpu" or torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def choose_dtype(precision: Dtype, device: torch.device) -> torch.dtype:
+    """The dtype of activations and matrix products.
+
+    `auto` is bfloat16 on a GPU that has it. On a CPU it is float32: without bf16 instructions a bf16 backward is over
+    100 times slower.
+
+    Raises:
+        DeviceError: bfloat16 was asked for on a GPU without it.
+    """
+    if precision is Dtype.bfloat16 and not has_bfloat16(device):
+        raise DeviceError(
+            f"training.precision=bfloat16 can't be used: {torch.cuda.get_device_name(device)} has no bfloat16. "
+            "Set training.precision=float32."
+        )
+    if precision is Dtype.auto:
+        return torch.bfloat16 if device.type == "cuda" and has_bfloat16(device) else torch.float32
+    return getattr(torch, precision.value)  # type: ignore[no-any-return]
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Dense bf16 FLOP/s of the GPU by its datasheet; None if it is not in the table, or on a CPU."""
+    gpu = find_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return None if gpu is None else gpu.tflops * 1e12
+
+
+def find_machine(target_gib: float | None, processes: Processes) -> Machine:
+    """What the ranks run on; of what differs between them, the least counts.
+
+    Raises:
+        ConfigError: `memory.target_gib` is more than a GPU has.
+    """
+    device, host = processes.device, available_bytes()
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        room = min(total, free + torch.cuda.memory_reserved(device) + CUDA_CONTEXT)  # what is ours already counts
+        name = torch.cuda.get_device_name(device)
+        gpu = find_gpu(name) or gpu_of_size(total / GIB)
+    else:
+        total = room = host // processes.local_num_ranks
+        gpu = gpu_of_size(total / GIB)
+    room, total, host = (int(-least) for least in processes.max([-room, -total, -host]))
+    if target_gib is not None and device.type == "cuda" and target_gib * GIB > total:
+        reason = f"is more than the GPU has: {total / GIB:.1f} GiB."
+        raise ConfigError([Problem(f"memory.target_gib={target_gib:g}", reason, "Set memory.target_gib=null.")])
+    target = room * (1 - MARGIN) if target_gib is None else target_gib * GIB
+    return Machine(processes.num_ranks, processes.local_num_ranks, target, gpu, device.type == "cuda", host)
+
+
+def hold_to(target: float, libraries: int, device: torch.device) -> None:
+    """Let torch's allocator have no more than `target` bytes less what CUDA and NCCL take outside it."""
+    if device.type == "cuda":
+        total = torch.cuda.mem_get_info(device)[1]
+        torch.cuda.set_per_process_memory_fraction(min(1.0, max(0.0, target - libraries) / total), device)
+
+
+def host_rss_gib() -> float:
+    """Most host memory this process ever held, in GiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
+
+
+def host_rss_now_gib() -> float:
+    """Host memory this process holds now, page cache of mapped files excluded, in GiB."""
+    with Path("/proc/self/status").open() as status:
+        fields = dict(line.split(":", 1) for line in status)
+    return int(fields["RssAnon"].split()[0]) * 1024 / GIB

@@ -1,0 +1,163 @@
+"""The processes of a run: who this one is, its device, and how it meets the others.
+
+`accelerate launch`, `torchrun` and SLURM wrappers describe the processes in the environment (RANK, WORLD_SIZE,
+LOCAL_RANK, ...); a plain `python -m` is one process. Both `gloo` for CPU tensors and, on GPUs, `nccl` are started,
+because offloaded gradients and objects travel over gloo.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # documented there, not exported
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from qlora_fsdp.common.errors import DeviceError, RankError
+from qlora_fsdp.config.world import World
+
+PATIENCE = timedelta(days=7)
+NCCL_GRACE = timedelta(seconds=60)
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+@dataclass(frozen=True)
+class Processes:
+    """This process among all.
+
+    Attributes:
+        rank: 0 to num_ranks - 1, over all nodes.
+        num_ranks: processes of the run.
+        local_rank: 0 to local_num_ranks - 1, on this node; also the GPU's index.
+        local_num_ranks: processes on this node.
+        device: where this process computes.
+        store: the key-value store they met at; works when no collective does.
+        patient_group: for waits that may take hours, which are no sign that a rank is stuck.
+        group: for all others; None: the default one. It times out before NCCL does.
+    """
+
+    rank: int
+    num_ranks: int
+    local_rank: int
+    local_num_ranks: int
+    device: torch.device
+    store: Store
+    patient_group: dist.ProcessGroup | None = None
+    group: dist.ProcessGroup | None = None
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process prints and writes."""
+        return self.rank == 0
+
+    @property
+    def is_local_main(self) -> bool:
+        """Whether this process does what is done once a node."""
+        return self.local_rank == 0
+
+    def for_thread(self) -> Processes:
+        """The same, for another thread: collectives of two threads need two groups. Patient; never touches a GPU."""
+        group = dist.new_group(backend="gloo", timeout=PATIENCE)
+        return replace(self, group=group, patient_group=group)
+
+    def wait(self, patiently: bool = False) -> None:
+        """A barrier over all processes; it never touches a GPU. Patiently: without distributed.timeout_seconds."""
+        dist.all_reduce(torch.zeros(1), group=self.patient_group if patiently else self.group)
+
+    def share(self, value: Any, patiently: bool = False) -> Any:
+        """Rank 0's value, on every rank. Patiently: without distributed.timeout_seconds."""
+        values, group = [value], self.patient_group if patiently else self.group
+        dist.broadcast_object_list(values, src=0, device=torch.device("cpu"), group=group)
+        return values[0]
+
+    def gather(self, value: Any, patiently: bool = False) -> list[Any]:
+        """Every rank's value, by rank, on every rank. Patiently: without distributed.timeout_seconds."""
+        values: list[Any] = [None] * self.num_ranks
+        dist.all_gather_object(values, value, group=self.patient_group if patiently else self.group)
+        return values
+
+    def first_error(self, error: str | None) -> str | None:
+        """The error of the first rank that has one, on every rank; however long the others took."""
+        return next((found for found in self.gather(error, patiently=True) if found is not None), None)
+
+    def sum(self, values: list[float]) -> list[float]:
+        """Sums over ranks, in float64."""
+        tensor = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(tensor, group=self.group)
+        return tensor.tolist()
+
+    def max(self, values: list[float]) -> list[float]:
+        """Maxima over ranks, in float64."""
+        tensor = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group)
+        return tensor.tolist()
+
+
+def start_processes(timeout_seconds: int, use_cpu: bool | None = None) -> Processes:
+    """Join the process group, and take this process's device.
+
+    Args:
+        timeout_seconds: a meeting of the hosts that takes longer ends the run: a rank is gone or stuck.
+        use_cpu: compute on the CPU though there are GPUs; None: as ACCELERATE_USE_CPU says (`accelerate launch --cpu`).
+
+    Raises:
+        DeviceError: fewer GPUs than processes on this node, or an environment that contradicts itself.
+        RankError: the processes did not meet.
+    """
+    world = World.from_environment(os.environ)
+    rank, num_ranks = world.rank, world.num_ranks
+    local_rank, local_num_ranks = world.local_rank, world.local_num_ranks
+    if use_cpu is None:
+        use_cpu = os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1")
+    cuda = torch.cuda.is_available() and not use_cpu
+    if cuda:
+        num_gpus = torch.cuda.device_count()
+        if local_num_ranks > num_gpus:
+            raise DeviceError(
+                f"--num_processes: {local_num_ranks} processes were started on a node with {num_gpus} GPUs. "
+                f"Start at most {num_gpus} a node, or make more visible through CUDA_VISIBLE_DEVICES."
+            )
+        torch.cuda.set_device(local_rank)
+        _let_segments_grow()
+    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    timeout = timedelta(seconds=timeout_seconds)
+    try:
+        store = next(rendezvous("env://", timeout=timeout))[0] if "RANK" in os.environ else HashStore()
+        # torchrun's store outlives a restart of the ranks (--max_restarts): what the last attempt said must not count.
+        store = PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+        # NCCL's watchdog aborts a process where it stands. The hosts, who meet in every step, are to notice first: they
+        # say which rank is missing.
+        longest = timeout + NCCL_GRACE if cuda else timeout
+        dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=longest)
+        group = dist.new_group(backend="gloo", timeout=timeout) if cuda else None
+        patient_group = dist.new_group(backend="gloo", timeout=PATIENCE)
+    except (dist.DistError, RuntimeError) as error:
+        raise RankError(
+            f"Rank {rank}: the {num_ranks} processes did not meet at MASTER_ADDR={os.environ.get('MASTER_ADDR')}, "
+            f"MASTER_PORT={os.environ.get('MASTER_PORT')} within distributed.timeout_seconds={timeout_seconds}: "
+            f"{str(error).strip().partition(chr(10))[0]} Check that all were started, and that these are the same "
+            "everywhere."
+        ) from error
+    return Processes(rank, num_ranks, local_rank, local_num_ranks, device, store, patient_group, group)
+
+
+def _let_segments_grow() -> None:
+    """Have torch's allocator map pages to large ranges, and give back any page that is free (expandable segments).
+
+    What is reserved and not in use then stays small, whatever sizes come and go. A user's own settings are left alone.
+    Not through the environment: bitsandbytes starts CUDA when it is imported, and the variables are read then.
+    """
+    if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+
+
+def stop_processes() -> None:
+    """Leave the process group; safe to call when it was never joined."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,151 @@
+"""How a command beside training runs: errors are shown once, processes meet and part."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import TYPE_CHECKING, TypeVar
+
+from qlora_fsdp.common.errors import (
+    ConfigError,
+    MemoryShortage,
+    Problem,
+    RankError,
+    RunFolderError,
+    UserError,
+    print_error,
+)
+from qlora_fsdp.common.files import write_atomically
+from qlora_fsdp.common.startup import quick_imports
+from qlora_fsdp.config.check_settings import check_settings
+from qlora_fsdp.config.commands import AdapterSettings, load_command
+from qlora_fsdp.config.schema import Config
+
+if TYPE_CHECKING:
+    from qlora_fsdp.runtime.processes import Processes
+
+log = logging.getLogger("qlora_fsdp")
+Settings = TypeVar("Settings", bound=AdapterSettings)
+
+NO_BASE = "Set adapter to the folder that training wrote; or, without an adapter, model or model.path as for training."
+FIRST_RANK_SECONDS = 3.0  # for a node's first rank to say what this one would
+
+
+def write_out(out: str, text: str) -> None:
+    """Write what a command's `out=` setting asks for, whole or not at all.
+
+    Raises:
+        RunFolderError: the file can't be written.
+    """
+    try:
+        write_atomically(Path(out).expanduser(), text)
+    except OSError as error:
+        raise RunFolderError(f"out={out} can't be written: {error}. Set out to another file.") from error
+
+
+def check_out(out: str | None) -> list[Problem]:
+    """Whether `write_out` can write there, before what it is to write is worked out; None: nothing is written."""
+    if out is None:
+        return []
+    path = Path(out).expanduser()
+    try:
+        if path.is_dir():
+            raise IsADirectoryError("it is a folder")
+        with TemporaryFile(dir=path.parent):
+            return []
+    except OSError as error:
+        reason = f"can't be written: {error.strerror or error}."
+        return [Problem(f"out={out}", reason, "Set out to a file in a folder that is there and can be written.")]
+
+
+def run_command(
+    argv: Sequence[str] | None,
+    kind: type[Settings],
+    usage: str,
+    body: Callable[[Settings, Config, Processes], None],
+    needs_data: bool = True,
+    needs_model: bool = True,
+    takes_adapter: bool = True,
+) -> int:
+    """Parse, check, and run `body` on every process; where it fails on one, all end with that error.
+
+    Args:
+        argv: the arguments; None: this process's own.
+        kind: dataclass of the command's own settings.
+        usage: what --help prints.
+        body: the command.
+        needs_data: data.path must be set.
+        needs_model: model or model.path must be set.
+        takes_adapter: adapter= tells the model, too.
+
+    Returns:
+        The exit code: 0, or that of the `UserError` that has been printed.
+    """
+    rank = os.environ.get("RANK", "0")
+    try:
+        settings, config = load_command(sys.argv[1:] if argv is None else argv, kind, usage)
+        unneeded = {"data.path=null": not needs_data, "model.path=null": not needs_model}
+        problems = [problem for problem in check_settings(config) if not unneeded.get(problem.setting)]
+        if takes_adapter and settings.adapter is None:
+            problems = [replace(p, fix=NO_BASE) if p.setting == "model.path=null" else p for p in problems]
+        if problems:
+            raise ConfigError(problems)
+        with quick_imports():  # torch only from here on
+            from qlora_fsdp.runtime.processes import start_processes, stop_processes
+            from qlora_fsdp.runtime.watch import Watch
+            from qlora_fsdp.training.memory_use import is_shortage
+
+        log.handlers[:] = [logging.StreamHandler(sys.stderr) if rank == "0" else logging.NullHandler()]
+        log.setLevel(logging.INFO)
+        log.propagate = False
+        processes = start_processes(config.distributed.timeout_seconds)
+        watch = Watch(processes) if processes.num_ranks > 1 else None
+        try:
+            try:
+                body(settings, config, processes)
+                processes.wait(patiently=True)  # rank 0 may still write: a rank that ended before would look lost
+            except RuntimeError as error:
+                if not is_shortage(error):
+                    raise
+                raise MemoryShortage(
+                    f"{processes.device} is out of memory: {str(error).partition('. ')[0]}. Start more processes "
+                    "(torchrun --nproc_per_node), which share the model, or set a smaller batch or length."
+                ) from error
+        except BaseException as error:
+            reason = error if watch is None else watch.explain(error)
+            if reason is error:
+                raise
+            raise reason from error
+        finally:
+            stop_processes()
+            if watch is not None:
+                watch.stop()
+    except UserError as error:
+        show_error(error)
+        return error.exit_code
+    return 0
+
+
+def show_error(error: UserError) -> None:
+    """Print what ends this process, unless it has been, and leave the reason to torchrun for the end of its report."""
+    if not error.is_shown:
+        # The processes have not met. A node's first rank finds the same, as a rule, and its end ends the others.
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print_error(error)
+        else:
+            time.sleep(FIRST_RANK_SECONDS)
+            print_error(RankError(f"rank {os.environ.get('RANK')}: {error}"))
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file is not None:
+        message = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        report = {"message": {"message": message, "extraInfo": {"timestamp": int(time.time())}}}
+        with suppress(OSError):  # of a full disk, say; the error itself has been printed
+            Path(file).write_text(json.dumps(report))

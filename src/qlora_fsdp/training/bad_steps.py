@@ -1,0 +1,140 @@
+"""What happens on a step that would spoil the adapter: loss or gradient is NaN, infinite, or far above the last ones.
+
+Its gradient is never used: the optimizer is told so on the device, by the same rule (`optim.measure_step`). What was
+in the batch is written to run.folder/bad_steps/, and training stops, goes on with the next batch, or goes back to the
+weights of the newest checkpoint first.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from qlora_fsdp.common.errors import TrainingError
+from qlora_fsdp.common.files import write_json
+from qlora_fsdp.config.schema import OnBadStep, TrainingConfig
+from qlora_fsdp.data.batch import micro_batch_indices
+from qlora_fsdp.data.sequences import Indices, TrainingData
+from qlora_fsdp.model.count import BatchSplit
+from qlora_fsdp.records.run_folder import log, writing
+from qlora_fsdp.records.run_state import BAD_STEPS_FOLDER
+from qlora_fsdp.runtime.processes import Processes
+from qlora_fsdp.training.saver import Saver
+
+NUM_NORMS = 100  # steps whose median norm is normal
+MIN_NORMS = 20  # below this nothing is known to be normal
+MAX_IN_A_ROW = 10  # bad steps, after which the run is not to be saved
+
+
+class BadSteps:
+    """Judges steps, the same on every rank.
+
+    Args:
+        config: what is bad, and what to do.
+        folder: the run folder.
+        data: the training data.
+        split: how its sequences spread over ranks.
+        decode: text of a row's tokens.
+        norms: gradient norms of the last good steps, oldest first.
+        saver: saves before a stop, and has the checkpoints to go back to.
+        processes: all ranks take part.
+    """
+
+    def __init__(
+        self,
+        config: TrainingConfig,
+        folder: Path,
+        data: TrainingData,
+        split: BatchSplit,
+        decode: Callable[[Sequence[int]], str],
+        norms: Sequence[float],
+        saver: Saver,
+        processes: Processes,
+    ) -> None:
+        self.config, self.folder, self.data, self.split, self.decode = config, folder, data, split, decode
+        self.norms, self.saver, self.processes = list(norms)[-NUM_NORMS:], saver, processes
+        self.num_in_a_row = 0
+
+    def check(self, step: int, loss: float, norm: float, indices: Indices, micro_losses: Sequence[Tensor]) -> bool:
+        """Whether the gradient of a step may be used; if not, do what the configuration says.
+
+        Args:
+            step: optimizer steps done before this one.
+            loss: of the step.
+            norm: of its gradient, before clipping.
+            indices: its sequences.
+            micro_losses: this rank's parts of the loss, by micro-batch.
+
+        Raises:
+            TrainingError: the run stops here.
+        """
+        reason = self._judge(loss, norm)
+        if reason is None:
+            self.norms = [*self.norms, norm][-NUM_NORMS:]
+            self.num_in_a_row = 0
+            return True
+        self.num_in_a_row += 1
+        file = self._write(step, loss, norm, reason, indices, micro_losses)
+        text = f"Step {step + 1}: {reason}. Its gradient was not used; its rows are in {file}."
+        if self.config.on_bad_step is OnBadStep.stop or self.num_in_a_row > MAX_IN_A_ROW:
+            saved = f" Step {step} is saved." if self.saver.save(step) else ""
+            row = f" These were {MAX_IN_A_ROW + 1} in a row." if self.num_in_a_row > MAX_IN_A_ROW else ""
+            raise TrainingError(
+                f"{text}{row}{saved} Look at these rows; set training.on_bad_step=skip to go on with the next batch, "
+                f"or training.learning_rate lower than {self.config.learning_rate}."
+            )
+        if self.config.on_bad_step is OnBadStep.rollback:
+            restored = self.saver.restore()
+            text += (
+                " There is no checkpoint to go back to." if restored is None else f" Back to step {restored}'s weights."
+            )
+        log.warning(f"{text} On with the next batch.")
+        return False
+
+    def limit(self) -> float:
+        """The largest gradient norm that is no spike, by the steps so far."""
+        spike = self.config.grad_norm_spike
+        return math.inf if spike is None or len(self.norms) < MIN_NORMS else spike * statistics.median(self.norms)
+
+    def _judge(self, loss: float, norm: float) -> str | None:
+        """What is wrong with a step."""
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            return f"loss {loss}, gradient norm {norm}"
+        if norm > self.limit():
+            usual = statistics.median(self.norms)
+            return f"gradient norm {norm:.4g}, {norm / max(usual, 1e-30):.1f} times the usual {usual:.4g}"
+        return None
+
+    def _write(
+        self, step: int, loss: float, norm: float, reason: str, indices: Indices, micro_losses: Sequence[Tensor]
+    ) -> Path:
+        """The step's sequences with the loss of the micro-batch that each was in; the worst first."""
+        file = self.folder / BAD_STEPS_FOLDER / f"step-{step + 1:08}.json"
+        losses = self.processes.gather([loss.item() for loss in micro_losses])
+        if self.processes.is_main:
+            found: list[dict[str, Any]] = []
+            size, num_ranks = self.split.micro_batch_size, self.split.num_ranks
+            for rank in range(num_ranks):
+                parts = micro_batch_indices(indices, rank=rank, num_ranks=num_ranks, micro_batch_size=size)
+                for part, part_loss in zip(parts, losses[rank], strict=False):
+                    found += [self._describe(int(sequence), rank, part_loss) for sequence in part]
+            found.sort(key=lambda entry: -math.inf if entry["loss"] is None else -entry["loss"])
+            step_facts = {"step": step + 1, "reason": reason, "loss": _finite(loss), "grad_norm": _finite(norm)}
+            with writing(self.folder):
+                file.parent.mkdir(exist_ok=True)
+                write_json(file, step_facts | {"action": self.config.on_bad_step.name, "sequences": found})
+        return file
+
+    def _describe(self, sequence: int, rank: int, loss: float) -> dict[str, Any]:
+        texts = [self.decode(tokens.tolist()) for tokens, _ in self.data.rows_of(sequence)]
+        return {"sequence": sequence, "rank": rank, "loss": _finite(loss), "rows": texts}
+
+
+def _finite(number: float) -> float | None:
+    """A number that JSON has."""
+    return number if math.isfinite(number) else None

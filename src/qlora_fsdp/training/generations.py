@@ -1,0 +1,87 @@
+"""What the model writes while it is trained: the beginnings of a few held-out rows, completed at every evaluation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+from qlora_fsdp.config.schema import TrackingConfig
+from qlora_fsdp.data.sequences import Sequences
+from qlora_fsdp.model.shard import computing_inside
+from qlora_fsdp.model.task_model import TaskModel
+from qlora_fsdp.runtime.processes import Processes
+
+
+class Generations:
+    """Completes the same prompts again and again, the likeliest token each time.
+
+    A prompt is a row up to what is trained on, e.g. a question or the first turns of a conversation; of a row that is
+    trained on from its start, the first half. The ranks share the prompts. Every new token is a pass over all before
+    it, with training's own attention and no cache of keys and values: for a few short completions.
+
+    Args:
+        config: how many, and how long.
+        data: the held-out rows; None: there is nothing to complete.
+        tokenizer: of the model.
+        processes: all ranks take part.
+    """
+
+    def __init__(
+        self, config: TrackingConfig, data: Sequences | None, tokenizer: PreTrainedTokenizerBase, processes: Processes
+    ) -> None:
+        self.tokenizer, self.processes = tokenizer, processes
+        self.rows: list[tuple[list[int], list[int]]] = []  # prompt, and what follows it in the data
+        for sequence in range(len(data) if data is not None and config.num_generations else 0):
+            assert data is not None
+            for tokens, is_target in data.rows_of(sequence):
+                first = int(is_target.argmax())
+                end = first if first > 1 else max(1, len(tokens) // 2)
+                self.rows.append((tokens[:end].tolist(), tokens[end:].tolist()))
+            if len(self.rows) >= config.num_generations:
+                break
+        del self.rows[config.num_generations :]
+        self.settings = GenerationConfig(
+            do_sample=False,
+            max_new_tokens=config.generation_tokens,
+            use_cache=False,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+
+    def complete(self, model: TaskModel) -> list[dict[str, Any]]:
+        """Prompt, completion and reference of each row, as text; every rank calls this.
+
+        Args:
+            model: after a pass through its root.
+        """
+        if not self.rows:
+            return []
+        was_training, base = model.training, model.base
+        model.eval()
+        mine: dict[int, str] = {}
+        rank, num_ranks = self.processes.rank, self.processes.num_ranks
+        with computing_inside(model, trains=True):
+            for start in range(0, len(self.rows), num_ranks):
+                # A rank without a prompt of its own takes part in the passes.
+                number = min(start + rank, len(self.rows) - 1)
+                prompt = torch.tensor([self.rows[number][0]], device=self.processes.device)
+                output = base.generate(  # type: ignore[operator]
+                    prompt,
+                    attention_mask=torch.ones_like(prompt),
+                    generation_config=self.settings,
+                    synced_gpus=num_ranks > 1,
+                )
+                mine[number] = self._text(output[0, prompt.shape[1] :].tolist())
+        model.train(was_training)
+        texts: dict[int, str] = {}
+        for part in self.processes.gather(mine):
+            texts |= part
+        return [
+            {"prompt": self._text(prompt), "completion": texts[number], "reference": self._text(reference)}
+            for number, (prompt, reference) in enumerate(self.rows)
+        ]
+
+    def _text(self, tokens: list[int]) -> str:
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))

@@ -1,0 +1,159 @@
+"""What a run really takes, phase by phase, and the message when that was too much. Imports torch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qlora_fsdp.common.errors import MemoryShortage
+from qlora_fsdp.common.files import replacing
+from qlora_fsdp.memory.gpus import Gpu
+from qlora_fsdp.memory.plan import GIB, PHASES, MemoryPlan
+from qlora_fsdp.memory.suggest import largest_savings
+
+SNAPSHOT_ENTRIES = 200_000  # allocations that a snapshot goes back
+SHORT_IN_A_ROW = 3  # micro-batches, each of which found memory only after the allocator had given back what it keeps
+log = logging.getLogger("qlora_fsdp")
+
+
+@dataclass
+class PhasePeaks:
+    """Peaks of a GPU's memory by phase, counted by torch's allocator; nothing on a CPU.
+
+    Attributes:
+        allocated: most bytes that tensors held, by phase.
+        reserved: most bytes that the allocator held, by phase.
+        now: the phase that runs.
+        relieve: called before a forward, when memory was short in several micro-batches: each time the allocator waits
+            for the GPU, and ever smaller gaps between tensors might in the end not do.
+    """
+
+    device: torch.device
+    relieve: Callable[[], None] | None = None
+    allocated: dict[str, int] = field(default_factory=dict)
+    reserved: dict[str, int] = field(default_factory=dict)
+    now: str = PHASES[0]
+    _num_retries: int = field(default=0, init=False)
+    _num_retries_before: int = field(default=0, init=False)  # the last forward
+    _num_short: int = field(default=0, init=False)  # micro-batches in a row
+
+    def enter(self, phase: str) -> None:
+        """Record the phase that ends, and begin another. Asks the allocator alone: nothing waits for the GPU."""
+        self.record()
+        self.now = phase
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        if phase == "forward" and self.relieve is not None:
+            self._num_short = self._num_short + 1 if self._num_retries > self._num_retries_before else 0
+            self._num_retries_before = self._num_retries
+            if self._num_short == SHORT_IN_A_ROW:
+                self._num_short = 0
+                self.relieve()
+
+    def record(self) -> None:
+        """Record the phase that runs, up to now."""
+        if self.device.type == "cuda":
+            stats = torch.cuda.memory_stats_as_nested_dict(self.device)
+            self._num_retries = int(stats["num_alloc_retries"])
+            for peaks, key in ((self.allocated, "allocated_bytes"), (self.reserved, "reserved_bytes")):
+                peaks[self.now] = max(peaks.get(self.now, 0), int(stats[key]["all"]["peak"]))
+
+    def peak_gib(self, *phases: str) -> float | None:
+        """The highest of the phases' peaks of tensors; None on a CPU."""
+        found = [self.allocated[phase] for phase in phases if phase in self.allocated]
+        return max(found) / GIB if found else None
+
+    def as_json(self) -> dict[str, Any]:
+        """GiB by phase; outside torch's allocator, of CUDA and others; and how often it had to give memory back."""
+        if self.device.type != "cuda":
+            return {}
+        free, total = torch.cuda.mem_get_info(self.device)
+        outside = total - free - torch.cuda.memory_reserved(self.device)
+        return {
+            name: {phase: round(size / GIB, 3) for phase, size in peaks.items()}
+            for name, peaks in (("tensors_gib", self.allocated), ("reserved_gib", self.reserved))
+        } | {"outside_gib": round(outside / GIB, 3), "num_alloc_retries": self._num_retries}
+
+
+def start_snapshot(device: torch.device) -> None:
+    """Have torch record allocations, with the lines of Python that made them."""
+    if device.type == "cuda":
+        torch.cuda.memory._record_memory_history(max_entries=SNAPSHOT_ENTRIES)
+
+
+def is_shortage(error: RuntimeError) -> bool:
+    """Whether memory ran out: torch's allocator says so by a class of its own, CUDA's calls and NCCL in their text."""
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
+
+
+def explain_early_shortage(error: BaseException, writes_cache: bool) -> MemoryShortage:
+    """The message for a GPU that is out of memory before a rank takes much of it: there may be no plan yet.
+
+    Args:
+        error: torch's own.
+        writes_cache: one rank a node may quantize weights for model.cache_quantized.
+    """
+    text = f"{_quote(error)}, before the model is loaded. See in nvidia-smi what else holds its memory"
+    text += ", or set model.cache_quantized=false, which takes some GiB less here." if writes_cache else "."
+    return MemoryShortage(f"{text}\nCheckpoints are as they were.")
+
+
+def explain_shortage(
+    error: BaseException, plan: MemoryPlan | None, gpu: Gpu | None, peaks: PhasePeaks | None, snapshot: Path | None
+) -> MemoryShortage:
+    """The message for a GPU that is out of memory: the plan beside what was allocated, and what would help most.
+
+    Args:
+        error: torch's own.
+        plan: of this run; None where there is none.
+        gpu: for the rates.
+        peaks: what was allocated so far.
+        snapshot: where to write torch's record of allocations; None: nowhere.
+    """
+    lines = [f"{_quote(error)}."]
+    if peaks is not None:
+        peaks.record()
+        lines[0] = lines[0][:-1] + f", in {peaks.now}."
+    if plan is not None:
+        lines += _phases(plan, peaks)
+        lines.append("What would help most, by the plan:")
+        for change in largest_savings(plan, gpu)[:3] if gpu is not None else []:
+            saved = (plan.needed - change.plan.needed) / GIB
+            lines.append(f"  {change.text}: {saved:.2f} GiB less a GPU, {change.speed:,.0f} tokens/s")
+        lines.append("  or more GPUs")
+    else:
+        lines.append("Set training.micro_batch_size or training.max_length lower, memory=offload, or fsdp=offload.")
+    if snapshot is not None:
+        lines.append(_write_snapshot(snapshot))
+    lines.append("Checkpoints are as they were.")
+    return MemoryShortage("\n".join(lines))
+
+
+def _quote(error: BaseException) -> str:
+    first_sentence = str(error).partition("\n")[0].partition(". ")[0]
+    return f"The GPU is out of memory: {first_sentence}"
+
+
+def _phases(plan: MemoryPlan, peaks: PhasePeaks | None) -> list[str]:
+    allocated: dict[str, Any] = peaks.allocated if peaks is not None else {}
+    reserved: dict[str, Any] = peaks.reserved if peaks is not None else {}
+    lines = [f"  {'GiB':<10}{'planned':>10}{'tensors':>10}{'reserved':>10}"]
+    for phase in PHASES:
+        cells = [f"{plan.tensors(phase) / GIB:.2f}"]
+        cells += [f"{peak[phase] / GIB:.2f}" if phase in peak else "-" for peak in (allocated, reserved)]
+        lines.append(f"  {phase:<10}" + "".join(f"{cell:>10}" for cell in cells))
+    return lines
+
+
+def _write_snapshot(file: Path) -> str:
+    try:
+        with replacing(file) as temporary:
+            torch.cuda.memory._dump_snapshot(str(temporary))
+    except (OSError, RuntimeError) as error:
+        return f"{file} can't be written: {error}."
+    return f"Allocations are in {file}: open it at pytorch.org/memory_viz."

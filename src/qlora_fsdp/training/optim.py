@@ -1,0 +1,196 @@
+"""The optimizer and the learning rate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from qlora_fsdp.config.schema import LrScheduler, OptimConfig, Optimizer
+from qlora_fsdp.runtime.rows import local_tensor, shard_group
+
+
+def make_optimizer(params: Iterable[nn.Parameter], config: OptimConfig, learning_rate: float) -> torch.optim.Optimizer:
+    """AdamW over the trainable shards: torch's fused, or bitsandbytes' with 8-bit block-wise state (arXiv:2110.02861).
+
+    Args:
+        params: trainable, sharded.
+        config: which of the two, and its settings.
+        learning_rate: of the first step; the loop sets the others.
+    """
+    is_8bit = config.name is Optimizer.adamw_8bit
+    adamw: Callable[..., torch.optim.Optimizer] = LocalAdamW8bit if is_8bit else partial(LocalAdamW, fused=True)
+    betas = (config.betas[0], config.betas[1])
+    return adamw(list(params), lr=learning_rate, betas=betas, eps=config.eps, weight_decay=config.weight_decay)
+
+
+class LocalAdamW(torch.optim.AdamW):
+    """torch's fused AdamW on each rank's own rows. State is made, named and saved as AdamW's own.
+
+    Through DTensor the host takes some milliseconds a step for some hundred adapters, while the GPU waits. As with
+    torch's own, nothing changes where the scalar `found_inf` is 1: that is decided on the device.
+    """
+
+    found_inf: Tensor | None = None
+    _tensors: tuple[list[Tensor], ...] = ()
+    _held: Sequence[Tensor] = ()  # the parameters and states that these are the local parts of
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        (group,) = self.param_groups
+        params = [p for p in group["params"] if p.grad is not None]
+        if not params:
+            return
+        for param in params:
+            if not self.state[param]:
+                self.state[param] = {
+                    "step": torch.zeros((), device=param.device),
+                    "exp_avg": torch.zeros_like(param),
+                    "exp_avg_sq": torch.zeros_like(param),
+                }
+        # Others where other parameters have gradients now, or a checkpoint was loaded, which makes the state anew.
+        held = [value for param in params for value in (param, self.state[param]["exp_avg"])]
+        if len(held) != len(self._held) or any(old is not new for old, new in zip(self._held, held, strict=True)):
+            states = [[local_tensor(self.state[p][key]) for p in params] for key in ("exp_avg", "exp_avg_sq", "step")]
+            self._tensors, self._held = ([local_tensor(p) for p in params], *states), held
+        local_params, averages, squares, steps = self._tensors
+        is_skipped = None if self.found_inf is None else self.found_inf.to(steps[0].device)
+        torch._foreach_add_(steps, 1)
+        if is_skipped is not None:
+            torch._foreach_sub_(steps, [is_skipped] * len(steps))  # one tensor alone would be read by the host
+        torch._fused_adamw_(
+            local_params,
+            [local_tensor(cast(Tensor, p.grad)) for p in params],
+            averages,
+            squares,
+            [],
+            steps,
+            lr=group["lr"],
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            amsgrad=False,
+            maximize=False,
+            found_inf=is_skipped,
+        )
+
+
+class LocalAdamW8bit(torch.optim.Optimizer):
+    """bitsandbytes' AdamW8bit on each rank's own rows: its kernels have no DTensor rule, and AdamW is element-wise."""
+
+    found_inf: Tensor | None = None
+
+    def __init__(self, params: Sequence[nn.Parameter], **options: Any) -> None:
+        from bitsandbytes.optim.adamw import AdamW8bit
+
+        super().__init__(params, options)
+        self.pairs = [(p, nn.Parameter(local_tensor(p))) for p in params if local_tensor(p).numel()]
+        self.inner = AdamW8bit([local for _, local in self.pairs], **options)
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        if self.found_inf is not None and self.found_inf.item():
+            return
+        for group in self.inner.param_groups:
+            group["lr"] = self.param_groups[0]["lr"]
+        for param, local in self.pairs:
+            local.grad = None if param.grad is None else local_tensor(param.grad)
+        self.inner.step()
+        for _, local in self.pairs:
+            local.grad = None
+
+
+def learning_rate_at(step: int, num_steps: int, peak: float, config: OptimConfig) -> float:
+    """The learning rate of a step.
+
+    Args:
+        step: 0 for the first optimizer step.
+        num_steps: of the run.
+        peak: reached when warmup ends.
+        config: warmup and shape. Warmup rises linearly over the first steps, the last of which is at the peak; cosine
+            and linear then fall to 0 just after the last step (transformers' schedules of these names).
+    """
+    warmup = config.warmup_steps if config.warmup_steps is not None else math.ceil(config.warmup_ratio * num_steps)
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    if config.lr_scheduler_type is LrScheduler.constant:
+        return peak
+    progress = (step - warmup) / max(1, num_steps - warmup)
+    if config.lr_scheduler_type is LrScheduler.linear:
+        return peak * (1.0 - progress)
+    return peak * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What a step's backward came to.
+
+    Attributes:
+        is_bad: float32 scalar on the device: 1 where the gradient must not be used.
+        wait: waits until the figures are known, and no longer: the loss, and the gradient norm before clipping, the
+            same on every rank.
+    """
+
+    is_bad: Tensor
+    wait: Callable[[], list[float]]
+
+
+@torch.no_grad()
+def measure_step(params: Sequence[nn.Parameter], max_norm: float, local_loss: Tensor, limit: float) -> StepOutcome:
+    """Clip the gradients, and judge the step on the device, so that the host can give it more work meanwhile.
+
+    Args:
+        params: trainable, sharded, after backward.
+        max_norm: as for `clip_gradients`.
+        local_loss: this rank's part of the loss, a scalar on the device.
+        limit: a gradient norm above it is as bad as one that is not finite.
+    """
+    norm = clip_gradients(params, max_norm).to(local_loss.device, torch.float64)
+    loss = local_loss.double()
+    if dist.get_world_size() > 1:  # a rank alone needs no NCCL, which would take half a GiB
+        dist.all_reduce(loss)
+    is_good = loss.isfinite() & norm.isfinite() & (norm <= limit)
+    return StepOutcome((~is_good).float(), _start_reading(torch.stack([loss, norm])))
+
+
+@torch.no_grad()
+def clip_gradients(params: Sequence[nn.Parameter], max_norm: float) -> Tensor:
+    """Scale all gradients so that their global norm is at most `max_norm` (0: leave them), without waiting for a GPU.
+
+    Returns:
+        The norm before scaling: a float64 scalar where the gradients are, the same on every rank.
+    """
+    grads = [p.grad for p in params if p.grad is not None]
+    local_grads = [local_tensor(grad) for grad in grads]
+    norms = torch._foreach_norm(
+        [grad for grad in local_grads if grad.numel()] or [local_tensor(params[0]).new_zeros(1)]
+    )
+    square = torch.stack(list(norms)).double().square().sum()
+    group = shard_group(params[0])
+    if group is not None:
+        dist.all_reduce(square, group=group)
+    norm = square.sqrt()
+    if max_norm > 0:
+        torch._foreach_mul_(local_grads, (max_norm / (norm + 1e-6)).clamp(max=1.0).float())
+    return norm
+
+
+def _start_reading(values: Tensor) -> Callable[[], list[float]]:
+    """Begin to copy to the host; the call of the result waits for that, and for nothing that is begun later."""
+    if values.device.type != "cuda":
+        return values.tolist
+    copied, on_host = torch.cuda.Event(), torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    on_host.copy_(values, non_blocking=True)
+    copied.record()
+
+    def wait() -> list[float]:
+        copied.synchronize()
+        return on_host.tolist()
+
+    return wait

@@ -1,0 +1,161 @@
+"""Which checkpoint a run goes on from, and whether it would still be the same run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from qlora_fsdp.common.errors import ConfigError, Problem, ResumeError
+from qlora_fsdp.common.files import write_json
+from qlora_fsdp.config.identity import find_changes, is_harmless, plain_settings
+from qlora_fsdp.config.schema import Config, Optimizer
+from qlora_fsdp.config.settings import show
+from qlora_fsdp.data.sequences import TrainingData
+from qlora_fsdp.records.run_state import ATTEMPT, checkpoint_folders, describe_attempt, read_json, step_of
+from qlora_fsdp.runtime.processes import Processes
+from qlora_fsdp.training.checkpoint import ANEW, MANIFEST, Checkpoint, another, read_manifest, remove_checkpoints
+from qlora_fsdp.weights.fill import Assignment
+from qlora_fsdp.weights.safetensors_files import fingerprint
+
+# The state of adamw_8bit is saved a file a rank, so the shards must stay as they are.
+SHARDS = ("fsdp.sharding_strategy", "fsdp.hybrid_shard_size")
+
+
+def find_checkpoint(config: Config) -> Checkpoint | None:
+    """The checkpoint that `checkpoint.resume` means; None: start anew. For rank 0.
+
+    A batch system or torchrun that starts the command again, because it was preempted or a rank was lost, means to go
+    on: what the first start did (`run.overwrite`, `checkpoint.resume`) is not done again.
+
+    Raises:
+        ResumeError: it is not there or not whole.
+    """
+    own, resume = checkpoint_folders(_own_folder(config)), config.checkpoint.resume
+    if own and is_restart(config):
+        return read_manifest(own[-1])
+    if resume == "none" or (resume == "auto" and config.run.overwrite):
+        return None
+    if resume != "auto":
+        given = Path(resume).expanduser().resolve()
+        if not (given / MANIFEST).exists():
+            inside = checkpoint_folders(given) or checkpoint_folders(given / "checkpoints")
+            fix = f"Set checkpoint.resume={inside[-1]}, the newest in it." if inside else another(given)
+            raise ResumeError(f"checkpoint.resume={resume} is no checkpoint: it has no {MANIFEST}. {fix}")
+        return read_manifest(given)
+    return read_manifest(own[-1]) if own else None
+
+
+def is_restart(config: Config) -> bool:
+    """Whether an earlier attempt of this same launch has begun to train in the run folder."""
+    before, now = read_json(Path(config.run.folder).expanduser() / ATTEMPT), describe_attempt(os.environ)
+    return bool(before) and before["launch"] == now["launch"] and before["restarts"] < now["restarts"]
+
+
+def is_own(checkpoint: Checkpoint | None, config: Config) -> bool:
+    """Whether the run goes on in the folder that it began in."""
+    return checkpoint is not None and checkpoint.folder.parent == _own_folder(config)
+
+
+def begin_attempt(checkpoint: Checkpoint | None, run_folder: Path) -> None:
+    """From here on the checkpoints in the run folder are this run's, also for a restart; for rank 0.
+
+    Those that don't lead up to `checkpoint` are removed: all, where that is not there.
+    """
+    folder = run_folder / "checkpoints"
+    folders = checkpoint_folders(folder)
+    keep = []
+    if checkpoint is not None and checkpoint.folder in folders:
+        keep = folders[: folders.index(checkpoint.folder) + 1]
+    remove_checkpoints(folder, keep)
+    write_json(run_folder / ATTEMPT, describe_attempt(os.environ))
+
+
+def settings_of(config: Config, num_ranks: int) -> dict[str, Any]:
+    """Every setting by its key, as a manifest has it; a global batch size that follows from the ranks is spelt out."""
+    settings = plain_settings(config)
+    settings["training.global_batch_size"] = (
+        config.training.global_batch_size or config.training.micro_batch_size * num_ranks
+    )
+    return settings
+
+
+def check_changes(checkpoint: Checkpoint, config: Config, num_ranks: int) -> list[str]:
+    """What differs from the run that wrote the checkpoint, and may: `new (was old)`.
+
+    Raises:
+        ConfigError: something differs that makes it another run and is not in checkpoint.allow_changes.
+    """
+    is_8bit = config.optim.name is Optimizer.adamw_8bit
+    changes, problems = [], []
+    for key, (value, old) in find_changes(settings_of(config, num_ranks), checkpoint.settings).items():
+        if (is_harmless(key) and not (is_8bit and key in SHARDS)) or key in config.checkpoint.allow_changes:
+            changes.append(f"{show(key, value)} (was {show('', old)[1:]})")
+        else:
+            reason = f"was {show('', old)[1:]} when {checkpoint.folder} was written: it would be another run."
+            fix = f"Set {show(key, old)}, or checkpoint.allow_changes=[{key}], or checkpoint.resume=none to start anew."
+            problems.append(Problem(show(key, value), reason, fix))
+    if num_ranks != checkpoint.num_ranks:
+        changes.append(f"{num_ranks} ranks (was {checkpoint.num_ranks})")
+        if is_8bit:
+            reason = f"keeps its state by rank: {num_ranks} ranks can't go on from the {checkpoint.num_ranks} of"
+            fix = f"Start {checkpoint.num_ranks} processes, or set checkpoint.resume=none to start anew."
+            problems.append(Problem("optim.name=adamw_8bit", f"{reason} {checkpoint.folder}.", fix))
+    if problems:
+        raise ConfigError(problems)
+    return changes
+
+
+def check_data(checkpoint: Checkpoint, data: TrainingData, config: Config) -> None:
+    """Refuse data that changed under the same settings: rows would be seen twice or skipped.
+
+    Raises:
+        ResumeError: it did, and no changed `data` or `training` setting that is allowed explains it.
+    """
+    found = data.describe()
+    is_allowed = any(key.startswith(("data.", "training.")) for key in config.checkpoint.allow_changes)
+    if found != checkpoint.data and not is_allowed:
+        counts = ", ".join(f"{name} is {found[name]}, was {checkpoint.data.get(name)}" for name in found)
+        raise ResumeError(
+            f"data.path={config.data.path} is not the data that {checkpoint.folder} was trained on: {counts}. Bring "
+            f"the data back, or set checkpoint.allow_changes=[data.path]. Or set {ANEW}"
+        )
+
+
+def describe_base(assignments: Sequence[Assignment], processes: Processes) -> str | None:
+    """Fingerprint of the files that fill the model; None where it is made up. Rank 0 reads."""
+    result: str | None = None
+    if processes.is_main:
+        stored = [tensor for a in assignments for tensor in (a.stored, *a.stored_parts.values()) if tensor is not None]
+        result = fingerprint(stored) if stored else None
+    result = processes.share(result)
+    return result
+
+
+def check_base(checkpoint: Checkpoint, base: str | None, config: Config) -> None:
+    """Refuse another base model under the same path and of the same shapes: the adapter was trained on the first.
+
+    Raises:
+        ResumeError: it is another one, and no changed `model` setting is allowed.
+    """
+    is_allowed = any(key.startswith("model.") for key in config.checkpoint.allow_changes)
+    if checkpoint.base is not None and base != checkpoint.base and not is_allowed:
+        raise ResumeError(
+            f"model.path={config.model.path} holds other weights than when {checkpoint.folder} was written. Bring the "
+            f"files back, or set checkpoint.allow_changes=[model.path] to go on with these. Or set {ANEW}"
+        )
+
+
+def describe_kept(config: Config) -> str:
+    """What there is to go on from, for the message of a run that a signal ends."""
+    own, resume = checkpoint_folders(_own_folder(config)), config.checkpoint.resume
+    if not own:
+        return "No step is saved: the same command starts again."
+    setting = show("checkpoint.resume", resume) if resume != "auto" else "run.overwrite=true"
+    without = f"without {setting} " if resume != "auto" or config.run.overwrite else ""
+    return f"Step {step_of(own[-1])} is saved: {without}the same command goes on from there."
+
+
+def _own_folder(config: Config) -> Path:
+    return Path(config.run.folder).expanduser().resolve() / "checkpoints"

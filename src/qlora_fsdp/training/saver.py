@@ -1,0 +1,242 @@
+"""When checkpoints are written, and what a signal does: all ranks agree at the end of a step, save, and stop.
+
+Training waits for a copy of the state in host memory; a thread on each rank makes files of it. The next checkpoint, a
+signal and the end of the run wait for the thread. An error does so for some seconds; then, and when the process is
+killed, the files stay under their temporary name, which nothing reads.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotYet
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn
+
+from torch import nn, optim
+
+from qlora_fsdp.common.errors import Interrupted
+from qlora_fsdp.config.schema import CheckpointConfig
+from qlora_fsdp.records.journal import Journal
+from qlora_fsdp.records.run_folder import log
+from qlora_fsdp.records.run_state import checkpoint_folders, step_of
+from qlora_fsdp.runtime.processes import Processes
+from qlora_fsdp.runtime.watch import Watch
+from qlora_fsdp.training.checkpoint import Checkpoint, load_checkpoint, read_manifest, remove_checkpoints
+from qlora_fsdp.training.checkpoint_write import HostCopy, Snapshot, WriteAdapter, write_checkpoint
+
+ERROR_SECONDS = 10.0  # that a run which ends in an error gives a checkpoint to be finished
+POLL_SECONDS = 0.2
+
+
+@dataclass
+class _Write:
+    """A checkpoint that is being written."""
+
+    folder: Path
+    step: int
+    stall_seconds: float
+    started: float = field(default_factory=time.monotonic)
+    seconds: float = 0.0
+    result: Future[str | None] = field(default_factory=Future)
+
+
+class Saver:
+    """Writes the checkpoints of a run. Used as a context, it waits for the last of them.
+
+    Args:
+        config: when, and how many to keep.
+        content: what every checkpoint of this run says, but for the step; its folder is run.folder/checkpoints, and its
+            `eval_losses` grow as the loop evaluates.
+        model: sharded.
+        optimizer: over its trainable parameters.
+        write_adapter: writes the adapter to a folder; called in a thread of rank 0.
+        processes: all ranks take part.
+        watch: has the signals.
+        journal: is told what a checkpoint took.
+    """
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        content: Checkpoint,
+        model: nn.Module,
+        optimizer: optim.Optimizer,
+        write_adapter: WriteAdapter,
+        processes: Processes,
+        watch: Watch,
+        journal: Journal,
+    ) -> None:
+        self.config, self.content, self.model, self.optimizer = config, content, model, optimizer
+        self.write_adapter, self.processes, self.watch, self.journal = write_adapter, processes, watch, journal
+        self.thread_processes, self.host_copy = processes.for_thread(), HostCopy()
+        self.last_time = time.monotonic()
+        self._write: _Write | None = None
+        self.stalls: list[float] = []
+        self.write_seconds: list[float] = []
+        self.num_failed = 0
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self._wait()
+        elif not isinstance(error, Interrupted):
+            with suppress(Exception):  # what ends the run is `error`
+                self._wait(ERROR_SECONDS)
+
+    def asks(self) -> bool:
+        """Whether this rank wants a checkpoint after the step it is in: it got a signal, or the time has come."""
+        if self._write is not None and self._write.result.done():
+            self._wait()  # only to report it
+        minutes = self.config.every_minutes
+        is_time = minutes is not None and time.monotonic() - self.last_time >= 60 * minutes
+        return self.watch.asked is not None or (is_time and self.processes.is_main)  # one clock counts
+
+    def is_due(self, step: int, asked: bool) -> bool:
+        """Whether `after_step` has something to do; arguments as there."""
+        every = self.config.every_steps
+        return asked or (every is not None and step % every == 0)
+
+    def after_step(self, step: int, asked: bool) -> None:
+        """Save, because it `is_due`.
+
+        Args:
+            step: optimizer steps done.
+            asked: whether `asks` was true on any rank.
+
+        Raises:
+            Interrupted: a rank got a signal; the checkpoint has been written, if that was possible.
+        """
+        if asked and self.is_signalled():
+            self.stop(step)
+        self._start(step)
+
+    def is_signalled(self) -> bool:
+        """Whether any rank got a signal to stop; every rank calls this."""
+        return self.processes.sum([self.watch.asked is not None])[0] > 0
+
+    def stop(self, step: int) -> NoReturn:
+        """End the run after so many steps, because a rank `is_signalled`; every rank calls this.
+
+        Raises:
+            Interrupted: always; there is a checkpoint of this step, if that was possible.
+        """
+        asked = self.processes.gather(self.watch.asked)
+        number = next(number for number in asked if number is not None)
+        if self.save(step):
+            raise Interrupted(number)  # the watch says what is kept
+        reason = f"Step {step} could not be saved." if step > 0 else "Before the first step there is nothing to save."
+        raise Interrupted(number, reason)
+
+    def save(self, step: int) -> bool:
+        """Save now, after so many steps; whether a checkpoint of this step is there."""
+        self._wait()
+        folder = _step_folder(self.content.folder, step)
+        is_there = self.processes.share(folder.is_dir() if self.processes.is_main else None)
+        if step > 0 and not is_there:
+            self._start(step)
+            is_there = self._wait() is None
+        return step > 0 and is_there
+
+    def restore(self) -> int | None:
+        """Load the newest checkpoint of this run into model and optimizer; its step, or None if there is none."""
+        self._wait()
+        folders = checkpoint_folders(self.content.folder) if self.processes.is_main else []
+        newest = self.processes.share(read_manifest(folders[-1]) if folders else None)
+        if newest is None:
+            return None
+        load_checkpoint(newest, self.model, self.optimizer, self.processes)
+        return int(newest.step)
+
+    def describe(self) -> dict[str, Any]:
+        """Figures for summary.json: how often, and the longest that training waited and that a write took."""
+        if not self.stalls:
+            return {}
+        return {
+            "written": len(self.write_seconds),
+            "failed": self.num_failed,
+            "max_stall_seconds": round(max(self.stalls), 3),
+            "max_write_seconds": round(max(self.write_seconds, default=0.0), 3),
+        }
+
+    def _start(self, step: int) -> None:
+        """Copy the state, and let a thread write it."""
+        started = time.monotonic()
+        self._wait()
+        waited = time.monotonic() - started
+        if waited > 1.0:
+            log.warning(
+                f"Step {step} waited {waited:.1f} s for the checkpoint before it to be written: "
+                "checkpoint.every_steps or every_minutes is too low for this disk."
+            )
+        content = replace(
+            self.content,
+            folder=_step_folder(self.content.folder, step),
+            step=step,
+            # Who goes on from here evaluates at this step again.
+            eval_losses=[(at, loss) for at, loss in self.content.eval_losses if at < step],
+        )
+        snapshot = self.host_copy.take(self.model, self.optimizer)
+        self.last_time = time.monotonic()
+        self._write = write = _Write(content.folder, step, self.last_time - started)
+        self.stalls.append(write.stall_seconds)
+        # A daemon, so that the end of the process waits for no disk.
+        threading.Thread(target=self._work, args=(write, content, snapshot), name="checkpoint", daemon=True).start()
+
+    def _work(self, write: _Write, content: Checkpoint, snapshot: Snapshot) -> None:
+        """The thread."""
+        try:
+            error = write_checkpoint(content, snapshot, self.write_adapter, self.thread_processes)
+            if error is None and self.processes.is_main:
+                self._remove_old(content)
+            self.thread_processes.wait()  # the main threads would wait for rank 0 in a collective with a time limit
+        except BaseException as unexpected:
+            write.result.set_exception(unexpected)
+        else:
+            write.seconds = time.monotonic() - write.started
+            write.result.set_result(error)
+
+    def _wait(self, at_most_seconds: float | None = None) -> str | None:
+        """Wait for the thread, if there is one; what went wrong, the same on every rank."""
+        write, deadline = self._write, time.monotonic() + (at_most_seconds or 0.0)
+        if write is None:
+            return None
+        while not write.result.done():
+            if at_most_seconds is not None and time.monotonic() > deadline:
+                return None
+            with suppress(NotYet):  # signals are seen between two waits
+                write.result.result(POLL_SECONDS)
+        self._write = None
+        error = write.result.result()
+        if error is None:
+            self.write_seconds.append(write.seconds)
+            self.journal.checkpoint(write.step, write.folder, write.stall_seconds, write.seconds)
+        else:
+            self.num_failed += 1
+            log.error(
+                f"No checkpoint of step {write.step}: {write.folder.parent} can't be written: {error}. Earlier ones "
+                "are whole. Training goes on, and the next checkpoint is tried when it is due."
+            )
+        return error
+
+    def _remove_old(self, content: Checkpoint) -> None:
+        folder, losses = self.content.folder, dict(content.eval_losses)
+        folders = checkpoint_folders(folder)
+        best = sorted((losses[step], path) for path in folders if (step := step_of(path)) in losses)
+        keep = [*folders[-self.config.keep_last :], *(path for _, path in best[: self.config.keep_best])]
+        try:
+            remove_checkpoints(folder, keep)
+        except OSError as error:
+            log.error(f"Old checkpoints can't be removed: {error}.")
+
+
+def _step_folder(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:08}"

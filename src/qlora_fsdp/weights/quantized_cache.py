@@ -1,0 +1,214 @@
+"""Quantized weights kept in files, so that later runs and the jobs of a sweep read a quarter of the bytes.
+
+An entry is a folder of safetensors files in bitsandbytes' format, which has the linear layers that are quantized and
+nothing else. It is named by what its bytes depend on: the base's fingerprint, the layers, how and where they are
+quantized. It is written under another name and renamed, and one process of a node at a time looks at it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from bitsandbytes.functional import QuantState
+from filelock import FileLock, Timeout
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from qlora_fsdp.common.errors import CheckpointError
+from qlora_fsdp.common.sizes import NESTED_BLOCKSIZE
+from qlora_fsdp.layers import Format, QuantizedLayer, QuantizedLinear
+from qlora_fsdp.layers.quantized_format import code_book, dynamic_map
+from qlora_fsdp.records.run_folder import log
+from qlora_fsdp.runtime.processes import Processes
+from qlora_fsdp.weights.assign import assign_quantized
+from qlora_fsdp.weights.fill import Assignment, fill_from_files
+from qlora_fsdp.weights.safetensors_files import INDEX_NAME, fingerprint, read_headers
+
+DEFAULT_FOLDER = "~/.cache/qlora_fsdp/quantized"
+CACHE_VERSION = 1  # raise it when the same settings give other bytes
+MANIFEST = "cache.json"
+FILE_BYTES = 2 * 2**30  # of quantized weights a file, which are in host memory while it is written
+
+
+def use_cache(
+    assignments: Sequence[Assignment],
+    base: str | None,
+    folder: str | None,
+    dtype: torch.dtype,
+    processes: Processes,
+    writes: bool = True,
+) -> list[Assignment]:
+    """Let the weights that are to be quantized come from the cache, which is made first if need be.
+
+    Args:
+        assignments: of the whole model.
+        base: fingerprint of the base's files.
+        folder: model.cache_folder.
+        dtype: the model's dtype, to which weights are cast before they are quantized.
+        processes: all ranks take part; the first one of a node writes.
+        writes: make an entry that is missing or damaged.
+
+    Returns:
+        The assignments, with the same bytes to come. If the cache can't be used, they are as they were.
+    """
+    chosen = [a for a in assignments if a.is_quantized and a.stored is not None and not a.stored_parts]
+    if not chosen:
+        log.info("No cache of quantized weights: nothing is read that has to be quantized")
+        return list(assignments)
+    device = processes.device
+    layers = [[a.name, _layer(a).out_features, _layer(a).in_features, _describe(_layer(a).format)] for a in chosen]
+    identity = json.dumps([CACHE_VERSION, base, str(dtype), device.type, layers])
+    entry = Path(folder or DEFAULT_FOLDER).expanduser() / hashlib.sha256(identity.encode()).hexdigest()[:32]
+    error = None
+    if processes.is_local_main:
+        try:
+            if writes:
+                entry.parent.mkdir(parents=True, exist_ok=True)
+                with _alone(entry):
+                    _make(entry, chosen, dtype, device)
+            elif entry.is_dir():
+                error = _find_damage(entry)
+            else:
+                error = f"training with these settings has not written {entry.name} there"
+        except (OSError, SafetensorError) as failure:
+            error = str(failure)
+    error = processes.first_error(error)
+    if error is not None:
+        log.warning(
+            f"No cache of quantized weights: model.cache_folder={entry.parent} can't be used: {error}. Weights are "
+            "quantized as they are loaded."
+        )
+        return list(assignments)
+    tensors, missing = read_headers(entry), list[str]()
+    found = {a.name: assign_quantized(a.name, _layer(a), tensors, set(), missing) for a in chosen}
+    problems = [*missing, *(problem for _, problem in found.values() if problem)]
+    if problems:
+        raise CheckpointError(f"{entry} is damaged: {problems[0]}. Remove it.")
+    log.info(f"Quantized weights come from {entry}")
+    return [found[a.name][0] if a.name in found else a for a in assignments]
+
+
+@contextmanager
+def _alone(entry: Path) -> Iterator[None]:
+    """Other runs, and nodes that share the folder, wait for the first."""
+    lock = FileLock(entry.with_suffix(".lock"))
+    with suppress(Timeout):
+        lock.acquire(timeout=0)
+    if not lock.is_locked:
+        log.info(f"Waiting for the run that writes quantized weights to {entry}")
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _make(entry: Path, chosen: Sequence[Assignment], dtype: torch.dtype, device: torch.device) -> None:
+    """Write the entry if it is not there; write it anew if it is damaged."""
+    if entry.is_dir():
+        problem = _find_damage(entry)
+        if problem is None:
+            return
+        log.warning(f"The cache of quantized weights is damaged and made anew: {problem}")
+        shutil.rmtree(entry)
+    temporary = entry.with_name(f".{entry.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    try:
+        log.info(f"Writing the quantized weights of {len(chosen)} layers to {entry}, for this run and later ones")
+        _write(temporary, chosen, dtype, device)
+        temporary.rename(entry)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _find_damage(entry: Path) -> str | None:
+    """What is wrong with an entry: files missing or cut short, or other values where the fingerprint looks."""
+    try:
+        expected = json.loads((entry / MANIFEST).read_bytes())["fingerprint"]
+        return None if fingerprint(read_headers(entry).values()) == expected else f"{entry} has other values"
+    except (CheckpointError, OSError, ValueError, KeyError, TypeError) as error:
+        return str(error).partition("\n")[0]
+
+
+def _write(folder: Path, chosen: Sequence[Assignment], dtype: torch.dtype, device: torch.device) -> None:
+    weight_map: dict[str, str] = {}
+    for number, group in enumerate(_groups(chosen), start=1):
+        layers = []
+        for a in group:
+            like = _layer(a)
+            layers.append(QuantizedLinear(like.in_features, like.out_features, False, like.format, dtype, device))
+        parts = [replace(a, module=layer) for a, layer in zip(group, layers, strict=True)]
+        fill_from_files(parts, device, dtype)
+        tensors: dict[str, Tensor] = {}
+        for a, layer in zip(group, layers, strict=True):
+            tensors |= _as_bitsandbytes(a.name, layer, dtype)
+        name = f"quantized-{number:05}.safetensors"
+        save_file(tensors, folder / name, {"format": "pt"})
+        weight_map |= dict.fromkeys(tensors, name)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    (folder / INDEX_NAME).write_text(json.dumps({"weight_map": weight_map}, indent=1))
+    (folder / MANIFEST).write_text(json.dumps({"fingerprint": fingerprint(read_headers(folder).values())}))
+
+
+def _as_bitsandbytes(name: str, layer: QuantizedLinear, dtype: torch.dtype) -> dict[str, Tensor]:
+    """A weight's tensors under the names and in the shapes of bitsandbytes' checkpoints; on the CPU."""
+    format, shape = layer.format, (layer.out_features, layer.in_features)
+    scales = layer.scales.detach()
+    if not format.is_4bit:
+        codes = format.unpack(layer.codes.detach(), layer.in_features).view(torch.int8)
+        prefix = name.removesuffix("weight")
+        row_major = torch.zeros((), dtype=torch.uint8)
+        return {name: codes.cpu(), f"{prefix}SCB": scales.cpu(), f"{prefix}weight_format": row_major}
+    codes = format.unpack(layer.codes.detach(), layer.in_features // 2)
+    nested, offset = None, None
+    if format.double_quant:
+        scales = format.unpack(scales, layer.in_features // format.blocksize)
+        values, map = layer.nested_scales.detach(), dynamic_map(scales.device)
+        nested = QuantState(values[:-1].contiguous(), code=map, blocksize=NESTED_BLOCKSIZE, dtype=torch.float32)
+        offset = values[-1]
+    state = QuantState(
+        scales.flatten(),
+        torch.Size(shape),
+        code_book(format.quant_type, scales.device).clone(),
+        format.blocksize,
+        format.quant_type,
+        dtype,
+        offset,
+        nested,
+    )
+    described = {f"{name}.{key}": value.cpu() for key, value in state.as_dict(packed=True).items()}
+    return {name: codes.reshape(-1, 1).cpu(), **described}
+
+
+def _groups(chosen: Sequence[Assignment]) -> Iterator[list[Assignment]]:
+    """The weights of each file, in order."""
+    group: list[Assignment] = []
+    num_bytes = 0
+    for a in chosen:
+        group.append(a)
+        num_bytes += _layer(a).format.num_bytes(_layer(a).out_features, _layer(a).in_features)
+        if num_bytes >= FILE_BYTES:
+            yield group
+            group, num_bytes = [], 0
+    if group:
+        yield group
+
+
+def _describe(format: Format) -> list[object]:
+    """What bytes depend on; not the dtype that they are kept in."""
+    return [format.quant_type, format.double_quant, format.blocksize]
+
+
+def _layer(assignment: Assignment) -> QuantizedLayer:
+    assert isinstance(assignment.module, QuantizedLayer)
+    return assignment.module

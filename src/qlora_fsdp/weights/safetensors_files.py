@@ -1,0 +1,150 @@
+"""What the safetensors files of a checkpoint hold, read from their headers alone.
+
+Format: https://huggingface.co/docs/safetensors (8 bytes of header length, JSON header, then the tensors' bytes).
+Headers are read here, not by `safe_open`, because the reader wants offsets: it reads rows straight into pinned memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+
+from qlora_fsdp.common.errors import CheckpointError
+from qlora_fsdp.common.sizes import PIECE_BYTES
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+DTYPES = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I64": torch.int64,
+}
+MAX_LISTED = 8
+SAMPLE_BYTES = 64  # of each tensor, for a fingerprint
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor's bytes lie: row-major, from byte `offset` of `file`."""
+
+    key: str
+    file: Path
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def list_some(items: list[str]) -> str:
+    """The items one a line, the tail of a long list as a count."""
+    lines = [f"  - {item}" for item in items[:MAX_LISTED]]
+    if len(items) > MAX_LISTED:
+        lines.append(f"  - and {len(items) - MAX_LISTED} more")
+    return "\n".join(lines)
+
+
+def read_headers(folder: Path) -> dict[str, StoredTensor]:
+    """All tensors of the checkpoint in `folder`, one safetensors file or several with an index.
+
+    Raises:
+        CheckpointError: no safetensors files, a file of the index is missing, or files are cut short or damaged; all of
+            them are listed.
+    """
+    if (folder / INDEX_NAME).is_file():
+        try:
+            weight_map = json.loads((folder / INDEX_NAME).read_text())["weight_map"]
+        except (ValueError, KeyError) as error:
+            raise CheckpointError(f"{folder / INDEX_NAME} is damaged ({error}). Copy or download it again.") from error
+        names = sorted(set(weight_map.values()))
+    elif (folder / SINGLE_NAME).is_file():
+        names = [SINGLE_NAME]
+    else:
+        others = sorted(p.name for p in folder.glob("*.bin")) + sorted(p.name for p in folder.glob("*.pth"))
+        hint = f" It has {', '.join(others[:3])}: convert these to safetensors." if others else ""
+        raise CheckpointError(
+            f"model.path={folder} has neither {SINGLE_NAME} nor {INDEX_NAME}.{hint} Set model.path to a folder with "
+            "safetensors files, or model.weights=random for a dry run."
+        )
+    tensors: dict[str, StoredTensor] = {}
+    problems = []
+    for name in names:
+        try:
+            tensors.update(_read_header(folder / name))
+        except (OSError, ValueError, KeyError) as error:
+            problems.append(f"{name}: {error}")
+    if problems:
+        raise CheckpointError(
+            f"model.path={folder} has files that can't be read. Copy or download these again:\n{list_some(problems)}"
+        )
+    return tensors
+
+
+def fingerprint(tensors: Iterable[StoredTensor]) -> str:
+    """SHA-256 over each tensor's name, dtype, shape and the 64 bytes in its middle, however they spread over files.
+
+    It tells a model from another one of the same shapes, and reads a few KB. It is no checksum: a change between the
+    bytes that it looks at is not noticed.
+
+    Raises:
+        CheckpointError: a file can't be read.
+    """
+    digest, files = hashlib.sha256(), dict[Path, BinaryIO]()
+    with ExitStack() as stack:
+        for tensor in sorted(tensors, key=lambda tensor: tensor.key):
+            digest.update(json.dumps([tensor.key, str(tensor.dtype), list(tensor.shape)]).encode())
+            try:
+                if tensor.file not in files:
+                    files[tensor.file] = stack.enter_context(tensor.file.open("rb"))
+                files[tensor.file].seek(tensor.offset + max(0, tensor.num_bytes - SAMPLE_BYTES) // 2)
+                digest.update(files[tensor.file].read(min(SAMPLE_BYTES, tensor.num_bytes)))
+            except OSError as error:
+                raise CheckpointError(f"{tensor.file} can't be read: {error}. Copy or download it again.") from error
+    return digest.hexdigest()
+
+
+def same_bytes(one: StoredTensor, other: StoredTensor) -> bool:
+    """Whether two tensors are the same in the files, of which both are read up to a difference."""
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    with one.file.open("rb") as a, other.file.open("rb") as b:
+        a.seek(one.offset)
+        b.seek(other.offset)
+        sizes = (min(PIECE_BYTES, one.num_bytes - start) for start in range(0, one.num_bytes, PIECE_BYTES))
+        return all(a.read(size) == b.read(size) for size in sizes)
+
+
+def _read_header(file: Path) -> dict[str, StoredTensor]:
+    if not file.is_file():
+        raise ValueError("missing, though the index names it")
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if size < 8 or length > size - 8:
+            raise ValueError(f"cut short inside its header ({size} bytes)")
+        header = json.loads(stream.read(length))
+    header.pop("__metadata__", None)
+    data_start = 8 + length
+    end = data_start + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    if size < end:
+        raise ValueError(f"cut short: {size:,} bytes of {end:,}")
+    tensors = {}
+    for key, entry in header.items():
+        if entry["dtype"] not in DTYPES:
+            raise ValueError(f"{key} has dtype {entry['dtype']}, which is not one of {', '.join(DTYPES)}")
+        offset = data_start + entry["data_offsets"][0]
+        tensors[key] = StoredTensor(key, file, offset, tuple(entry["shape"]), DTYPES[entry["dtype"]])
+    return tensors
