@@ -39,6 +39,8 @@ class Processes:
         store: the key-value store they met at; works when no collective does.
         patient_group: for waits that may take hours, which are no sign that a rank is stuck.
         group: for all others; None: the default one. It times out before NCCL does.
+        timeout_seconds: after which a rank that does not answer is given up.
+        rank_0_holds_store: rank 0's process serves the store; else a process of the launcher does.
     """
 
     rank: int
@@ -49,6 +51,8 @@ class Processes:
     store: Store
     patient_group: dist.ProcessGroup | None = None
     group: dist.ProcessGroup | None = None
+    timeout_seconds: float = 600
+    rank_0_holds_store: bool = False
 
     @property
     def is_main(self) -> bool:
@@ -144,7 +148,18 @@ def start_processes(timeout_seconds: int, use_cpu: bool | None = None) -> Proces
             f"{str(error).strip().partition(chr(10))[0]} Check that all were started, and that these are the same "
             "everywhere."
         ) from error
-    return Processes(rank, num_ranks, local_rank, local_num_ranks, device, store, patient_group, group)
+    return Processes(
+        rank,
+        num_ranks,
+        local_rank,
+        local_num_ranks,
+        device,
+        store,
+        patient_group,
+        group,
+        timeout_seconds,
+        rank_0_holds_store=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",  # as torch's rendezvous asks
+    )
 
 
 def _let_segments_grow() -> None:

@@ -1,51 +1,49 @@
-"""Ends a run on all ranks when one fails, with one message that says which and why.
+"""Ends a run on all ranks when one of them fails, with one message that says which and why.
 
-A rank that waits in a collective runs no Python: it sees neither a signal nor that another rank is gone. So each rank
-has a thread that looks for both, and for what other ranks say, through the store where the processes met (no collective
-is needed):
+A rank that waits in a collective runs no Python, so it notices neither a signal nor that another rank is gone. Two
+threads beside the main one do. The first waits for signals, looks for ranks of this host that have ended, and ends the
+run. The second talks with the store where the processes met, which needs no collective; a thread of its own, because a
+call to a store whose process is stopped does not return. The store has these keys:
 
-    failure      the first failure of any rank; what follows from it on other ranks is not worth a message
-    shown        it has been printed and recorded
-    lost/<rank>  this rank has lost contact: it is not the one that is stuck
+    failure      the first failure of any rank; failures that follow from it on other ranks are not told
+    shown        the failure has been printed and recorded
+    lost/<rank>  this rank has lost contact with others, so it is not the one that is stuck
+    beat/<rank>  where this rank is (heartbeats.py)
 
-The thread ends no healthy run: it acts on a signal, on another rank's word, or on the end of another rank of this host.
-Once it is told to `be_patient` the first signals are only kept, for the loop to stop at the end of a step.
+A healthy run is never ended: the reason is always a signal, another rank's failure, or the loss of another rank.
 """
 
 from __future__ import annotations
 
-import _thread
 import json
-import logging
 import os
 import platform
 import re
-import select
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotYet
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import FrameType
 
 import psutil
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from qlora_fsdp.common.errors import Interrupted, RankError, UserError, print_error
+from qlora_fsdp.common.text import printable
+from qlora_fsdp.runtime.heartbeats import Heartbeats, Unchanged
 from qlora_fsdp.runtime.processes import Processes
-
-log = logging.getLogger("qlora_fsdp")
+from qlora_fsdp.runtime.signals import StopSignals
 
 POLL_SECONDS = 1.0
 ANSWER_SECONDS = 10.0  # for the other ranks to say that they failed, or printed
 UNWIND_SECONDS = 5.0  # for the main thread to notice by itself; torchrun kills 30 s after its SIGTERM
 CLEAN_UP_SECONDS = 20.0  # for it to close what is open
-
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 @dataclass(frozen=True)
@@ -57,12 +55,14 @@ class Failure:
         text: its message.
         exit_code: of every rank.
         is_of_others: the message is about other ranks, which can't tell it themselves.
+        lost: ranks that can't print it.
     """
 
     rank: int
     text: str
     exit_code: int
     is_of_others: bool = False
+    lost: list[int] = field(default_factory=list)
 
 
 class Watch:
@@ -70,19 +70,22 @@ class Watch:
 
     Args:
         processes: all ranks take part in the start.
-
-    Attributes:
         record: called with the failure that ends the run, on one rank: the lowest that is left.
-        kept: what is told of a signal that ends the run at once: what there is to go on from.
-        asked: the signal that asked to stop since `be_patient()`.
+        kept: called when a signal ends the run at once; it says what there is to resume from.
     """
 
-    def __init__(self, processes: Processes) -> None:
-        self.rank, self.num_ranks = processes.rank, processes.num_ranks
-        self.record: Callable[[BaseException], None] = lambda error: None
-        self.kept: Callable[[], str] = lambda: ""
-        # The thread has a connection of its own: a store's calls wait for one another.
+    def __init__(
+        self,
+        processes: Processes,
+        record: Callable[[BaseException], None] = lambda error: None,
+        kept: Callable[[], str] = lambda: "",
+    ) -> None:
+        self.rank, self.num_ranks, self.timeout_seconds = processes.rank, processes.num_ranks, processes.timeout_seconds
+        self.record, self.kept = record, kept
+        self._rank_0_holds_store = processes.rank_0_holds_store
+        # The watch has a connection of its own: calls on one connection wait for one another.
         self.store = PrefixStore("watch", processes.store.clone())  # type: ignore[attr-defined]  # not in the stubs
+        self.heartbeats = Heartbeats(self.rank, self.num_ranks, processes.device, self.store, self.timeout_seconds)
         host = (platform.node(), Path("/proc/self/ns/pid").stat().st_ino)
         self.places: list[tuple[tuple[str, int], int]] = processes.gather((host, os.getpid()))
         self.neighbours = {
@@ -90,36 +93,31 @@ class Watch:
             for rank, (where, pid) in enumerate(self.places)
             if where == host and rank != self.rank
         }
-        self._unwinding, self._stopped = threading.Event(), threading.Event()
-        self._interrupted = False
-        self._is_patient, self._notice = False, ""
-        self.asked: signal.Signals | None = None
-        self._read_end, self._write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._handlers = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
-        signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
-        os.register_at_fork(after_in_child=self._leave)
+        self._unwinding, self._explained, self._stopped = threading.Event(), threading.Event(), threading.Event()
+        self._exit_code = 1
+        self._is_told, self._num_exchanges, self._is_rank_0_lost = False, 0, False
+        self.signals = StopSignals()
         threading.Thread(target=self._work, name="watch", daemon=True).start()
+        if self.num_ranks > 1:
+            threading.Thread(target=self._talk, name="heartbeats", daemon=True).start()
+
+    @property
+    def asked(self) -> signal.Signals | None:
+        """The signal that asked to stop since `be_patient()`."""
+        return self.signals.asked
 
     def be_patient(self, notice: str) -> None:
-        """From here on signals do not end the run, but for a second SIGINT: the first one is in `asked`.
+        """From here on signals are only kept in `asked`, but for a second SIGINT.
 
         Args:
-            notice: what is told of a signal: what happens now.
+            notice: logged with the first signal; it says what happens now.
         """
-        self._is_patient, self._notice = True, notice
+        self.signals.be_patient(notice)
 
     def stop(self) -> None:
         """Watch no more: the run is over on this rank."""
-        if not self._stopped.is_set():
-            self._stopped.set()
-            signal.set_wakeup_fd(-1)
-            for number, handler in self._handlers.items():
-                signal.signal(number, handler)
-
-    def _leave(self) -> None:
-        """In a worker process, which this one ends: a Ctrl-C, which a terminal sends to all, is not its concern."""
-        self.stop()
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        self._stopped.set()
+        self.signals.restore()
 
     def explain(self, error: BaseException) -> BaseException:
         """What ended the run, given what was raised here; other ranks are told, and it is recorded and printed once.
@@ -128,41 +126,63 @@ class Watch:
             `error` itself where it is the first failure of any rank, else a RankError that says which was.
         """
         self._unwinding.set()
-        self._is_patient = False
+        self.signals.stop_raising()
         if (interrupted := _find_interrupted(error)) is not None:
             error = interrupted if interrupted.detail else Interrupted(interrupted.number, self.kept())
+        has_store = True
         try:
-            if isinstance(error, Interrupted) or _is_lost_contact(error):
-                first = self._find_cause(error)
-            else:
-                first = self._tell(_describe(error), getattr(error, "exit_code", 1))
-            gone = self._gone()
-        except (dist.DistError, RuntimeError) as store_error:  # without an agent of torchrun's, rank 0 holds the store
-            text = f"rank 0 is gone: its store can't be reached ({_first_line(store_error)})."
-            first, gone = Failure(self.rank, text, RankError.exit_code, is_of_others=True), [0]
-        if not first.is_of_others and (first.rank == self.rank or str(error) == first.text):
+            first = _in_time(lambda: self._find_first(error), 0 if self._is_rank_0_lost else 2 * ANSWER_SECONDS)
+        except (dist.DistError, RuntimeError, NotYet) as store_error:
+            first, has_store = self._without_store(error, store_error), False
+        if not first.is_of_others and (first.rank == self.rank or printable(str(error)) == first.text):
             result = error
         else:
             result = RankError(first.text if first.is_of_others else f"rank {first.rank}: {first.text}")
             result.exit_code = first.exit_code
-        is_lowest_left = self.rank == min(rank for rank in range(self.num_ranks) if rank not in gone)
-        if not self._is_shown(wait_seconds=0 if is_lowest_left else ANSWER_SECONDS):
+        gone = {*self._gone(), *first.lost}
+        is_lowest_left = self.rank == min((rank for rank in range(self.num_ranks) if rank not in gone), default=None)
+        if has_store:
+            is_shown = self._is_shown(wait_seconds=0 if is_lowest_left else ANSWER_SECONDS)
+        else:
+            is_shown = not is_lowest_left
+        if not is_shown:
             self.record(result)
             if isinstance(result, UserError):
                 print_error(result)
-            with suppress(dist.DistError, RuntimeError):
-                self.store.set("shown", "")
+            if has_store:
+                with suppress(dist.DistError, RuntimeError):
+                    self.store.set("shown", "")
         if isinstance(result, UserError):
             result.is_shown = True
+        self._exit_code = getattr(result, "exit_code", 1)
+        self._explained.set()
         return result
 
-    def _tell(self, text: str, exit_code: int, is_of_others: bool = False) -> Failure:
+    def _find_first(self, error: BaseException) -> Failure:
+        """Tell all ranks of this rank's error, or find the failure that it follows from."""
+        if isinstance(error, Interrupted) or _is_lost_contact(error):
+            return self._find_cause(error)
+        return self._tell(_describe(error), getattr(error, "exit_code", 1))
+
+    def _without_store(self, error: BaseException, store_error: BaseException) -> Failure:
+        """What can be said of an error when the store can't be asked for the first failure."""
+        if not isinstance(store_error, NotYet):  # without an agent of torchrun's, rank 0 holds the store
+            text = f"rank 0 is gone: its store can't be reached ({_first_line(store_error)})."
+        elif self._rank_0_holds_store:
+            text = f"rank 0 does not answer: {self._process(0)}, which holds the store of the run, has stopped."
+        elif _is_lost_contact(error):
+            text = f"The ranks lost contact with one another: {_first_line(error)}."
+        else:
+            return Failure(self.rank, _describe(error), getattr(error, "exit_code", 1))
+        return Failure(self.rank, text, RankError.exit_code, is_of_others=True, lost=[] if self.rank == 0 else [0])
+
+    def _tell(self, text: str, exit_code: int, is_of_others: bool = False, lost: list[int] | None = None) -> Failure:
         """Tell all ranks of a failure; the first that was told."""
-        mine = json.dumps(asdict(Failure(self.rank, text, exit_code, is_of_others)))
-        return Failure(**json.loads(self.store.compare_set("failure", "", mine)))
+        mine = json.dumps(asdict(Failure(self.rank, text, exit_code, is_of_others, lost or [])))
+        return _read_failure(self.store.compare_set("failure", "", mine))
 
     def _told(self) -> Failure | None:
-        return Failure(**json.loads(self.store.get("failure"))) if self.store.check(["failure"]) else None
+        return _read_failure(self.store.get("failure")) if self.store.check(["failure"]) else None
 
     def _find_cause(self, error: BaseException) -> Failure:
         """Look for what is behind a signal or a lost connection: the failure of another rank, or its end."""
@@ -172,7 +192,8 @@ class Watch:
             if (told := self._told()) is not None:
                 return told
             if gone := self._gone():
-                return self._tell_of(gone, "is gone", "ended without a word. It was killed, perhaps for want of memory")
+                what = "ended without a word. It was killed, perhaps for want of memory"
+                return self._tell_of(dict.fromkeys(gone, what), "is gone")
             if isinstance(error, Interrupted):
                 return self._tell(str(error), error.exit_code)
             if time.monotonic() > deadline:
@@ -180,18 +201,21 @@ class Watch:
             time.sleep(0.1)
         silent = [rank for rank in range(self.num_ranks) if not self.store.check([f"lost/{rank}"])]
         if silent:
-            return self._tell_of(silent, "does not answer", f"was waited for: {_first_line(error)}")
+            beats, what = self.heartbeats.read(), f"was waited for: {_first_line(error)}"
+            return self._tell_of({rank: f"{what}. It is {beats[rank].place}" for rank in silent}, "does not answer")
         text = f"The ranks lost contact with one another: {_first_line(error)}."
         return self._tell(text, RankError.exit_code, is_of_others=True)
 
-    def _tell_of(self, ranks: list[int], verdict: str, what: str) -> Failure:
-        lines = []
-        for rank in ranks:
-            (host, _), pid = self.places[rank]
-            state = _state(self.neighbours[rank]) if rank in self.neighbours else None
-            is_in_state = "" if state in (None, psutil.STATUS_ZOMBIE) else f" (it is {state})"
-            lines.append(f"rank {rank} {verdict}: process {pid} on {host}{is_in_state} {what}.")
-        return self._tell("\n".join(lines), RankError.exit_code, is_of_others=True)
+    def _tell_of(self, ranks: dict[int, str], verdict: str) -> Failure:
+        """Tell of lost ranks, given the end of a sentence about the process of each."""
+        lines = [f"rank {rank} {verdict}: {self._process(rank)} {what}." for rank, what in ranks.items()]
+        return self._tell("\n".join(lines), RankError.exit_code, is_of_others=True, lost=list(ranks))
+
+    def _process(self, rank: int) -> str:
+        """A rank's process for a message: its id, its host, and its state where that can be seen."""
+        (host, _), pid = self.places[rank]
+        state = _state(self.neighbours[rank]) if rank in self.neighbours else None
+        return f"process {pid} on {host}" + ("" if state in (None, psutil.STATUS_ZOMBIE) else f" (it is {state})")
 
     def _gone(self) -> list[int]:
         """Ranks of this host whose process has ended."""
@@ -208,56 +232,68 @@ class Watch:
             return True
         return False
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._is_patient:  # the thread decides
-            return
-        if not self._interrupted and not self._unwinding.is_set():  # a second one would break off the cleaning up
-            self._interrupted = True
-            raise Interrupted(number)
-
     def _work(self) -> None:
-        """The thread: wait for a reason to end, give the main thread time to end the run, and else do it from here."""
-        number = None
+        """The first thread: wait for a reason to end the run."""
+        exchanges, number = Unchanged(longest_look=2 * POLL_SECONDS), None
         while number is None:
-            ready, _, _ = select.select([self._read_end], [], [], POLL_SECONDS)
+            number = self.signals.wait(POLL_SECONDS)
             if self._stopped.is_set():
                 return
-            if ready:
-                caught = os.read(self._read_end, 1)[0]
-                number = self._judge(signal.Signals(caught)) if caught in SIGNALS else None  # a library's: SIGCHLD
-            elif self.num_ranks > 1 and self._has_failed():
-                number = signal.SIGTERM
-                self._interrupt(number)
-        error: BaseException = Interrupted(number)
-        if not self._unwinding.wait(UNWIND_SECONDS):
-            error = self.explain(error)
-        elif self._stopped.wait(CLEAN_UP_SECONDS):
-            return
+            if number is None:
+                silence = exchanges.look(self._num_exchanges, time.monotonic())
+                is_silent = self.num_ranks > 1 and silence > self.timeout_seconds
+                self._is_rank_0_lost = is_silent and self._rank_0_holds_store and self.rank > 0
+                if self._is_told or self._is_rank_0_lost or self._gone():
+                    number = signal.SIGTERM
+                    self.signals.interrupt(number)
+        self._end(number)
+
+    def _end(self, number: signal.Signals) -> None:
+        """Give the main thread time to end the run, and else end it from here."""
+        if self._unwinding.wait(UNWIND_SECONDS):
+            self._explained.wait()
+            if self._stopped.wait(CLEAN_UP_SECONDS):
+                return
+        else:
+            self.explain(Interrupted(number))
         sys.stdout.flush()
-        os._exit(getattr(error, "exit_code", 1))
+        os._exit(self._exit_code)
 
-    def _judge(self, number: signal.Signals) -> signal.Signals | None:
-        """The signal if it ends the run now; None if it waits for the end of the step."""
-        if not self._is_patient:
-            return number
-        if self.asked is not None and number == signal.SIGINT:
-            self._interrupt(number)
-            return number
-        if self.asked is None:
-            self.asked = number
-            log.info(f"{number.name}: {self._notice}")
-        return None
+    def _talk(self) -> None:
+        """The second thread: exchange beats, tell of lost ranks, and hear what others tell."""
+        while not self._stopped.wait(min(POLL_SECONDS, self.heartbeats.interval)):
+            with suppress(dist.DistError, RuntimeError):  # the store's host is busy, or gone: collectives will tell
+                if lost := self.heartbeats.exchange(self._cpu_seconds):
+                    self._tell_of(lost, "does not answer")
+                self._is_told = self._told() is not None
+                self._num_exchanges += 1
 
-    def _interrupt(self, number: signal.Signals) -> None:
-        """Raise Interrupted in the main thread."""
-        self._is_patient = False
-        _thread.interrupt_main(number)
+    def _cpu_seconds(self) -> list[float]:
+        """Processor time of each rank's process; 0 for those of other hosts."""
+        return [_cpu_seconds(self.neighbours[rank]) if rank in self.neighbours else 0 for rank in range(self.num_ranks)]
 
-    def _has_failed(self) -> bool:
+
+def _in_time(call: Callable[[], Failure], seconds: float) -> Failure:
+    """What `call` returns or raises, from a thread of its own: it may wait for a store that does not answer.
+
+    Raises:
+        NotYet: it took longer.
+    """
+    result = Future[Failure]()
+
+    def work() -> None:
         try:
-            return bool(self._gone()) or self._told() is not None
-        except (dist.DistError, RuntimeError):
-            return False  # the store's host is busy, or gone: collectives will tell
+            result.set_result(call())
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    return result.result(seconds)
+
+
+def _read_failure(stored: bytes) -> Failure:
+    failure = json.loads(stored)
+    return Failure(**failure | {"text": printable(failure["text"])})
 
 
 def _state(process: psutil.Process) -> str | None:
@@ -265,6 +301,14 @@ def _state(process: psutil.Process) -> str | None:
         return str(process.status()) if process.is_running() else None
     except psutil.NoSuchProcess:
         return None
+
+
+def _cpu_seconds(process: psutil.Process) -> float:
+    try:
+        times = process.cpu_times()
+        return float(times.user + times.system)
+    except psutil.Error:
+        return 0.0
 
 
 def _find_interrupted(error: BaseException | None) -> Interrupted | None:

@@ -1,0 +1,95 @@
+"""The signals that ask a run to stop: SIGINT (Ctrl-C), SIGTERM and SIGUSR1 (from a batch system).
+
+Python runs a signal handler in the main thread, between two of its instructions. A main thread that waits inside a C
+function, for example in a collective, therefore does not notice a signal. So each signal is also written to a pipe, by
+`signal.set_wakeup_fd`, and another thread can read it there.
+"""
+
+from __future__ import annotations
+
+import _thread
+import logging
+import os
+import select
+import signal
+from types import FrameType
+
+from qlora_fsdp.common.errors import Interrupted
+
+log = logging.getLogger("qlora_fsdp")
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
+class StopSignals:
+    """Takes the signals of this process over, until `restore()`.
+
+    At first, a signal raises `Interrupted` in the main thread. After `be_patient()`, a signal is only kept in `asked`,
+    so that training can stop at the end of a step, and a second SIGINT raises.
+
+    Attributes:
+        asked: the first signal since `be_patient()`.
+    """
+
+    def __init__(self) -> None:
+        self.asked: signal.Signals | None = None
+        self._is_patient, self._notice = False, ""
+        self._has_raised = False
+        self._read_end, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._handlers = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+        signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+        os.register_at_fork(after_in_child=self._leave_to_parent)
+
+    def be_patient(self, notice: str) -> None:
+        """From here on only a second SIGINT ends the run at once.
+
+        Args:
+            notice: logged with the first signal; it says what happens now.
+        """
+        self._is_patient, self._notice = True, notice
+
+    def wait(self, seconds: float) -> signal.Signals | None:
+        """Wait for a signal, on a thread beside the main one; the signal if it ends the run at once."""
+        ready, _, _ = select.select([self._read_end], [], [], seconds)
+        if not ready:
+            return None
+        number = os.read(self._read_end, 1)[0]
+        return self._judge(signal.Signals(number)) if number in SIGNALS else None  # others are a library's: SIGCHLD
+
+    def interrupt(self, number: signal.Signals) -> None:
+        """Raise `Interrupted` in the main thread, patient or not."""
+        self._is_patient = False
+        _thread.interrupt_main(number)
+
+    def stop_raising(self) -> None:
+        """From here on no signal raises: another exception would break off the cleaning up."""
+        self._is_patient, self._has_raised = False, True
+
+    def restore(self) -> None:
+        """Give the signals back to the handlers that were there before."""
+        if self._handlers:
+            signal.set_wakeup_fd(-1)
+            for number, handler in self._handlers.items():
+                signal.signal(number, handler)
+            self._handlers = {}
+
+    def _leave_to_parent(self) -> None:
+        """Called in a forked worker process. A terminal sends Ctrl-C to workers too, but this process ends them."""
+        self.restore()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if not self._is_patient and not self._has_raised:
+            self._has_raised = True
+            raise Interrupted(number)
+
+    def _judge(self, number: signal.Signals) -> signal.Signals | None:
+        if not self._is_patient:
+            return number
+        if self.asked is not None and number == signal.SIGINT:
+            self.interrupt(number)
+            return number
+        if self.asked is None:
+            self.asked = number
+            log.info(f"{number.name}: {self._notice}")
+        return None
