@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from qlora_fsdp.config.schema import CheckpointConfig, Config, RunConfig
 from qlora_fsdp.data.prepare import ROWS_A_PROCESS
-from qlora_fsdp.data.tokenize import RowTokenizer
-from qlora_fsdp.model.causal_lm import CausalLM
-from qlora_fsdp.training import run, saver
 from qlora_fsdp.training.resume import describe_kept
 from tests.cli.launch import ForkedLaunch, Launch
+from tests.cli.stages import at_stage, wait_until_signalled
 
 pytestmark = pytest.mark.distributed
 
@@ -25,44 +22,26 @@ SETTINGS = ["model=tiny", "data=random", "data.max_rows=64", "training.max_lengt
 SETTINGS += ["lora.r=4", "checkpoint.every_steps=2"]
 NOTHING, GOES_ON = "No step is saved: the same command starts again.", "the same command goes on from there."
 AT_THE_END = "SIGINT: the run saves and stops at the end of this step, or finishes if that is the last; another Ctrl-C"
-# Stage: what is called there (an object, its function, and which call), how many ranks, and what is said.
-STAGES: dict[str, tuple[Any, str, int, int, str]] = {
-    "settings": (run, "check", 1, 1, NOTHING),
-    "data": (run, "prepare", 1, 1, NOTHING),
-    "workers that tokenize": (RowTokenizer, "__call__", 1, 1, NOTHING),
-    "load": (run, "fill", 1, 2, NOTHING),
-    "first step": (CausalLM, "forward", 1, 1, f"Step 1 is saved: {GOES_ON}"),
-    "third step": (CausalLM, "forward", 3, 2, f"Step 3 is saved: {GOES_ON}"),
-    "third step, twice": (CausalLM, "forward", 3, 2, f"Step 2 is saved: {GOES_ON}"),
-    "checkpoint": (saver, "write_checkpoint", 1, 1, f" is saved: {GOES_ON}"),
+# The stage where the signal comes, at which of its calls, how many ranks, and what is said
+CASES: dict[str, tuple[str, int, int, str]] = {
+    "settings": ("settings", 1, 1, NOTHING),
+    "data": ("data", 1, 1, NOTHING),
+    "workers that tokenize": ("workers that tokenize", 1, 1, NOTHING),
+    "load": ("load", 1, 2, NOTHING),
+    "first step": ("forward", 1, 1, f"Step 1 is saved: {GOES_ON}"),
+    "third step": ("forward", 3, 2, f"Step 3 is saved: {GOES_ON}"),
+    "third step, twice": ("forward", 3, 2, f"Step 2 is saved: {GOES_ON}"),
+    "checkpoint": ("checkpoint", 1, 1, f" is saved: {GOES_ON}"),
 }
-FINISHED: dict[str, tuple[Any, str, int, int, str]] = {
-    "export": (run, "save_adapter", 1, 1, "all steps are done, and the run finishes"),
-    "report": (run, "write_report", 1, 2, "all steps are done, and the run finishes"),
+FINISHED: dict[str, tuple[str, int, int, str]] = {
+    "export": ("export", 1, 1, "all steps are done, and the run finishes"),
+    "report": ("report", 1, 2, "all steps are done, and the run finishes"),
 }
 
 
-def hold(stage: str, signalled: Path) -> None:
-    """Let a rank that comes to the stage wait there until the signals have been sent, and for a minute at most."""
-    owner, name, due, _, _ = (STAGES | FINISHED)[stage]
-    function, num_calls = getattr(owner, name), 0
-
-    def held(*arguments: Any, **named: Any) -> Any:
-        nonlocal num_calls
-        num_calls += 1
-        if num_calls == due:
-            Path(f"held-{os.environ['RANK']}").touch()
-            deadline = time.monotonic() + 60
-            while not signalled.exists() and time.monotonic() < deadline:
-                time.sleep(0.05)
-        return function(*arguments, **named)
-
-    setattr(owner, name, held)
-
-
-def interrupt(folder: Path, stage: str) -> ForkedLaunch:
+def interrupt(folder: Path, case: str) -> ForkedLaunch:
     """All ranks and their workers get SIGINT, as from a terminal; of a report the ranks wait for rank 0."""
-    num_ranks = (STAGES | FINISHED)[stage][3]
+    stage, due, num_ranks, said = (CASES | FINISHED)[case]
     more = []
     if stage == "workers that tokenize":
         (folder / "rows.jsonl").write_text('{"text": "a"}\n' * (ROWS_A_PROCESS + 1))
@@ -73,16 +52,20 @@ def interrupt(folder: Path, stage: str) -> ForkedLaunch:
             "data.num_proc=2",
         ]
     signalled = folder / "signalled"
-    command = ForkedLaunch(folder, num_ranks, *SETTINGS, *more, preexec=partial(hold, stage, signalled))
+    hold = partial(at_stage, stage, due, partial(wait_until_signalled, signalled))
+    command = ForkedLaunch(folder, num_ranks, *SETTINGS, *more, preexec=hold)
     holding = [0] if stage == "report" else range(num_ranks)
     command.wait_for(lambda: all((folder / f"held-{rank}").exists() for rank in holding), "the stage")
-    if "twice" in stage:  # the second ends the run without waiting for the thread that writes
+    if "twice" in case:
         command.wait_for((command.run_folder / "checkpoints" / "step-00000002").is_dir, "the checkpoint of step 2")
-        send_to_all(command, num_ranks)
-        command.wait_for(lambda: AT_THE_END in command.output, "the answer to the first")
     send_to_all(command, num_ranks)
-    time.sleep(0.5)
-    signalled.touch()
+    if said != NOTHING:  # else the signal has ended the stage
+        notice = said if case in FINISHED else AT_THE_END
+        command.wait_for(lambda: notice in command.output, "the answer to the signal")
+        if "twice" in case:  # the second ends the run without waiting for the thread that writes
+            send_to_all(command, num_ranks)
+        else:
+            signalled.touch()
     command.finish()
     return command
 
@@ -93,24 +76,36 @@ def send_to_all(command: ForkedLaunch, num_ranks: int) -> None:
         process.send_signal(signal.SIGINT)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_what_is_kept_is_said(tmp_path: Path, stage: str) -> None:
-    command = interrupt(tmp_path, stage)
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[ForkedLaunch]]]:
+    """The runs, some at the same time: each waits for the test as often as it computes."""
+    folder = tmp_path_factory.mktemp("interrupts")
+    with ThreadPoolExecutor(2) as pool:
+        futures = {}
+        for number, case in enumerate(CASES | FINISHED):
+            (own := folder / str(number)).mkdir()
+            futures[case] = pool.submit(interrupt, own, case)
+        yield futures
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_kept_is_said(ended: dict[str, Future[ForkedLaunch]], case: str) -> None:
+    command, said = ended[case].result(), CASES[case][3]
     assert {process.exitcode for process in command.ranks.processes} == {130}, command.output
     (error,) = command.errors
-    assert error.startswith("Interrupted by SIGINT. ") and STAGES[stage][4] in error
+    assert error.startswith("Interrupted by SIGINT. ") and said in error
     assert "Traceback" not in command.output
-    assert (AT_THE_END in command.output) == (STAGES[stage][4] != NOTHING)
-    if stage != "settings":  # before there is a folder
+    assert (AT_THE_END in command.output) == (said != NOTHING)
+    if case != "settings":  # before there is a folder
         assert command.summary["status"] == "interrupted" and command.summary["error"] == error.strip()
 
 
-@pytest.mark.parametrize("stage", FINISHED)
-def test_a_run_that_has_all_steps_finishes(tmp_path: Path, stage: str) -> None:
-    command = interrupt(tmp_path, stage)
+@pytest.mark.parametrize("case", FINISHED)
+def test_a_run_that_has_all_steps_finishes(ended: dict[str, Future[ForkedLaunch]], case: str) -> None:
+    command = ended[case].result()
     assert {process.exitcode for process in command.ranks.processes} == {0}, command.output
     assert command.summary["status"] == "finished" and not command.errors
-    assert FINISHED[stage][4] in command.output and (command.run_folder / "report.html").is_file()
+    assert FINISHED[case][3] in command.output and (command.run_folder / "report.html").is_file()
 
 
 @pytest.mark.parametrize(

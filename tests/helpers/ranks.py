@@ -11,6 +11,7 @@ import os
 import pickle
 import random
 import socket
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -95,17 +96,21 @@ class StartedRanks:
             process.join()
 
 
+_hiding = threading.Lock()  # ranks may be started by several threads
+
+
 @contextmanager
 def _hidden_gpus() -> Iterator[None]:
     """No GPU for processes that start meanwhile, the fork server above all."""
-    before = os.environ.get("CUDA_VISIBLE_DEVICES")
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    try:
-        yield
-    finally:
-        del os.environ["CUDA_VISIBLE_DEVICES"]
-        if before is not None:
-            os.environ["CUDA_VISIBLE_DEVICES"] = before
+    with _hiding:
+        before = os.environ.get("CUDA_VISIBLE_DEVICES")
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        try:
+            yield
+        finally:
+            del os.environ["CUDA_VISIBLE_DEVICES"]
+            if before is not None:
+                os.environ["CUDA_VISIBLE_DEVICES"] = before
 
 
 def once(world: Callable[..., Any]) -> Callable[..., Any]:

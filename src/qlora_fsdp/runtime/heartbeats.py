@@ -29,7 +29,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store, _world
 
 from qlora_fsdp.common.text import printable
@@ -189,10 +188,7 @@ def _find_main_thread() -> tuple[str, int]:
 
 def _count_collectives(device: torch.device) -> int:
     """NCCL collectives that this process has begun, in all groups; nothing waits for the GPU."""
-    total = 0
-    for group in list(_world.pg_map) if device.type == "cuda" else []:
-        try:
-            total += group._get_backend(device)._get_sequence_number_for_group()
-        except (RuntimeError, dist.DistError):  # a group of the hosts alone
-            continue
-    return total
+    if device.type != "cuda":
+        return 0
+    backends = [group._get_backend(device) for group in list(_world.pg_map)]  # gloo groups have one for GPUs too
+    return sum(backend._get_sequence_number_for_group() for backend in backends if backend.name() == "nccl")

@@ -82,6 +82,7 @@ class Watch:
     ) -> None:
         self.rank, self.num_ranks, self.timeout_seconds = processes.rank, processes.num_ranks, processes.timeout_seconds
         self.record, self.kept = record, kept
+        self._processes = processes
         self._rank_0_holds_store = processes.rank_0_holds_store
         # The watch has a connection of its own: calls on one connection wait for one another.
         self.store = PrefixStore("watch", processes.store.clone())  # type: ignore[attr-defined]  # not in the stubs
@@ -95,7 +96,7 @@ class Watch:
         }
         self._unwinding, self._explained, self._stopped = threading.Event(), threading.Event(), threading.Event()
         self._exit_code = 1
-        self._is_told, self._num_exchanges, self._is_rank_0_lost = False, 0, False
+        self._is_told, self._num_exchanges, self._is_rank_0_lost, self._is_finishing = False, 0, False, False
         self.signals = StopSignals()
         threading.Thread(target=self._work, name="watch", daemon=True).start()
         if self.num_ranks > 1:
@@ -113,6 +114,12 @@ class Watch:
             notice: logged with the first signal; it says what happens now.
         """
         self.signals.be_patient(notice)
+
+    def finish(self) -> None:
+        """Wait, however long, until the run is over on all ranks, and watch no more."""
+        self._is_finishing = True  # from here on a rank of this host may have ended because it has finished
+        self._processes.wait(patiently=True)  # gloo raises an error here if a rank is killed before it has finished
+        self.stop()
 
     def stop(self) -> None:
         """Watch no more: the run is over on this rank."""
@@ -139,7 +146,7 @@ class Watch:
         else:
             result = RankError(first.text if first.is_of_others else f"rank {first.rank}: {first.text}")
             result.exit_code = first.exit_code
-        gone = {*self._gone(), *first.lost}
+        gone = {*first.lost, *(self._gone() if has_store else [])}  # without the store one that has shown it looks gone
         is_lowest_left = self.rank == min((rank for rank in range(self.num_ranks) if rank not in gone), default=None)
         if has_store:
             is_shown = self._is_shown(wait_seconds=0 if is_lowest_left else ANSWER_SECONDS)
@@ -169,7 +176,7 @@ class Watch:
         if not isinstance(store_error, NotYet):  # without an agent of torchrun's, rank 0 holds the store
             text = f"rank 0 is gone: its store can't be reached ({_first_line(store_error)})."
         elif self._rank_0_holds_store:
-            text = f"rank 0 does not answer: {self._process(0)}, which holds the store of the run, has stopped."
+            text = f"rank 0 does not answer: {self._process(0)} holds the store of the run, which is silent."
         elif _is_lost_contact(error):
             text = f"The ranks lost contact with one another: {_first_line(error)}."
         else:
@@ -243,7 +250,8 @@ class Watch:
                 silence = exchanges.look(self._num_exchanges, time.monotonic())
                 is_silent = self.num_ranks > 1 and silence > self.timeout_seconds
                 self._is_rank_0_lost = is_silent and self._rank_0_holds_store and self.rank > 0
-                if self._is_told or self._is_rank_0_lost or self._gone():
+                is_gone = bool(self._gone()) and not self._is_finishing
+                if self._is_told or self._is_rank_0_lost or is_gone:
                     number = signal.SIGTERM
                     self.signals.interrupt(number)
         self._end(number)

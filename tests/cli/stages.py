@@ -1,0 +1,48 @@
+"""Where a run can be caught: the function that each stage begins with, and what replaces it in a test."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from qlora_fsdp.data.tokenize import RowTokenizer
+from qlora_fsdp.model.causal_lm import CausalLM
+from qlora_fsdp.training import run, saver
+
+# An object, and the name of its function
+STAGES: dict[str, tuple[Any, str]] = {
+    "settings": (run, "check"),
+    "data": (run, "prepare"),
+    "workers that tokenize": (RowTokenizer, "__call__"),
+    "load": (run, "fill"),
+    "forward": (CausalLM, "forward"),
+    "checkpoint": (saver, "write_checkpoint"),
+    "export": (run, "save_adapter"),
+    "report": (run, "write_report"),
+}
+
+
+def at_stage(stage: str, due: int, act: Callable[[], Any]) -> None:
+    """Call `act` in this process before the stage, when that is entered for the `due`-th time."""
+    owner, name = STAGES[stage]
+    function, num_calls = getattr(owner, name), 0
+
+    def acting(*arguments: Any, **named: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == due:
+            act()
+        return function(*arguments, **named)
+
+    setattr(owner, name, acting)
+
+
+def wait_until_signalled(signalled: Path) -> None:
+    """Say, in this rank's working folder, that it is here, and wait for the file `signalled`, a minute at most."""
+    Path(f"held-{os.environ['RANK']}").touch()
+    deadline = time.monotonic() + 60
+    while not signalled.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
