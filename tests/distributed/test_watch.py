@@ -1,35 +1,54 @@
-"""The watch, in a process of its own: signals that are none of its concern."""
+"""The watch, in a process of its own."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
+from dataclasses import asdict
 
 import pytest
 
+from qlora_fsdp.common.errors import Interrupted
 from qlora_fsdp.runtime.processes import start_processes, stop_processes
-from qlora_fsdp.runtime.watch import Watch
+from qlora_fsdp.runtime.watch import Failure, Watch
 from tests.helpers.ranks import Meeting, run_ranks
 
 pytestmark = pytest.mark.distributed
 
 
-def catch_another_signal() -> tuple[list[int], signal.Signals | None, signal.Signals | None]:
-    """What a library's handler saw, and what the watch was asked by that and then by SIGTERM."""
+def catch_another_signal() -> tuple[list[int], signal.Signals | None]:
+    """What a library's handler saw, and what the watch was asked by that signal and SIGTERM after it."""
     Meeting.new_port()
     watch, seen = Watch(start_processes(60)), list[int]()
     watch.be_patient("the run stops")
     signal.signal(signal.SIGCHLD, lambda number, frame: seen.append(number))
     os.kill(os.getpid(), signal.SIGCHLD)
-    time.sleep(0.5)
-    before = watch.asked
     os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(0.5)
+    while watch.asked is None:  # it keeps the first one
+        time.sleep(0.01)
     watch.stop()
     stop_processes()
-    return seen, before, watch.asked
+    return seen, watch.asked
 
 
 def test_a_signal_that_a_library_handles_ends_no_run() -> None:
-    assert run_ranks(1, catch_another_signal) == [([signal.SIGCHLD], None, signal.SIGTERM)]
+    assert run_ranks(1, catch_another_signal) == [([signal.SIGCHLD], signal.SIGTERM)]
+
+
+def read_another_ranks_failure(text: str) -> tuple[str, int]:
+    """What a signal is explained by, and the exit code, if another rank has told of a failure with this text."""
+    Meeting.new_port()
+    watch = Watch(start_processes(60))
+    watch.store.set("failure", json.dumps(asdict(Failure(1, text, 3))))
+    reason = watch.explain(Interrupted(signal.SIGTERM))
+    watch.stop()
+    stop_processes()
+    return str(reason), getattr(reason, "exit_code", 0)
+
+
+def test_text_from_the_store_has_nothing_that_a_terminal_obeys() -> None:
+    assert run_ranks(1, read_another_ranks_failure, "no\x1b[2J file\nat\x07 all") == [
+        ("rank 1: no?[2J file\nat? all", 3)
+    ]

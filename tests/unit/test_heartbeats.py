@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from qlora_fsdp.common.text import printable
-from qlora_fsdp.runtime.heartbeats import LONGEST_INTERVAL_SECONDS, Beat, Judge, Unchanged, beat_interval
+from qlora_fsdp.runtime.heartbeats import LONGEST_INTERVAL_SECONDS, Beat, Judge, Unchanged, beat_interval, printable
 
 TIMEOUT = 600.0
 INTERVAL = beat_interval(3, TIMEOUT)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -39,8 +38,3 @@ def show_size(number: int) -> str:
 def show_bytes(number: int) -> str:
     """`1.50 GiB` or `36.0 MiB`."""
     return f"{number / 2**30:.2f} GiB" if number >= 2**29 else f"{number / 2**20:.1f} MiB"
-
-
-def printable(text: str) -> str:
-    """Text of others without control characters, which a terminal might obey; lines and tabs stay."""
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "?", text)

@@ -11,7 +11,8 @@ thread beside its main thread, and reads the beats of all. Two rules decide that
 
 The thread needs the interpreter's lock (GIL). torch releases it wherever a main thread waits for other ranks or for the
 GPU: in collectives and `Work.wait`, in the store's methods, in operators, `.item()`, `synchronize()` and `backward()`.
-Triton's launcher releases it too. A C function that keeps it, for example while a large library is imported, keeps the
+Triton's launcher releases it too. Not every version of torch does so while it records an event, which waits only where
+the GPU's queue is full. A C function that keeps the lock, for example while a large library is imported, keeps the
 beats back. So a rank of this host that uses processor time counts as alive without them.
 
 Time is counted by a rank's own looks at the beats, and a look counts for little however late it comes. So a job that
@@ -21,17 +22,18 @@ was suspended as a whole (Ctrl-Z) and continued loses no rank: while nobody look
 from __future__ import annotations
 
 import json
+import re
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.distributed_c10d import Store, _world
-
-from qlora_fsdp.common.text import printable
 
 PACKAGE = Path(__file__).parents[1]
 LONGEST_INTERVAL_SECONDS = 5.0
@@ -188,7 +190,14 @@ def _find_main_thread() -> tuple[str, int]:
 
 def _count_collectives(device: torch.device) -> int:
     """NCCL collectives that this process has begun, in all groups; nothing waits for the GPU."""
-    if device.type != "cuda":
-        return 0
-    backends = [group._get_backend(device) for group in list(_world.pg_map)]  # gloo groups have one for GPUs too
-    return sum(backend._get_sequence_number_for_group() for backend in backends if backend.name() == "nccl")
+    total = 0
+    for group in list(_world.pg_map) if device.type == "cuda" else []:
+        with suppress(RuntimeError):  # the group has no backend for GPUs
+            backend: Any = group._get_backend(device)  # its numbers are not in torch's stubs
+            total += backend._get_sequence_number_for_group() if backend.name() == "nccl" else 0
+    return total
+
+
+def printable(text: str) -> str:
+    """Text from the store without control characters, which a terminal would obey; line ends and tabs stay."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "?", text)

@@ -35,8 +35,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from qlora_fsdp.common.errors import Interrupted, RankError, UserError, print_error
-from qlora_fsdp.common.text import printable
-from qlora_fsdp.runtime.heartbeats import Heartbeats, Unchanged
+from qlora_fsdp.runtime.heartbeats import Heartbeats, Unchanged, printable
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.signals import StopSignals
 
@@ -270,7 +269,7 @@ class Watch:
     def _talk(self) -> None:
         """The second thread: exchange beats, tell of lost ranks, and hear what others tell."""
         while not self._stopped.wait(min(POLL_SECONDS, self.heartbeats.interval)):
-            with suppress(dist.DistError, RuntimeError):  # the store's host is busy, or gone: collectives will tell
+            with suppress(Exception):  # the store's host is busy or gone; this thread must not end a healthy run
                 if lost := self.heartbeats.exchange(self._cpu_seconds):
                     self._tell_of(lost, "does not answer")
                 self._is_told = self._told() is not None
