@@ -1,4 +1,7 @@
-"""What a run on a GPU does without: it goes on with the next best where results stay the same, and says so once."""
+"""Replacements for libraries that are missing on a GPU host.
+
+Where the results stay the same, the run continues with the next best kernels and logs once what it does without.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +16,18 @@ from qlora_fsdp.runtime.hardware import has_bfloat16
 
 
 def replace_missing(config: Config, device: torch.device) -> list[str]:
-    """Switch off what the installed libraries can't do on this device. Attention has its own choice (`attention.py`).
+    """Switch off what the installed libraries can't do on this device. Attention is chosen in layers/attention.py.
 
     Args:
-        config: `kernels.fuse_layers` is set to false where Triton is missing.
-        device: where the model runs; on a CPU nothing is missing.
+        config: `kernels.fuse_layers` is set to false here if Triton is missing.
+        device: where the model runs. Nothing is missing on a CPU.
 
     Returns:
-        A line for each part that is missing, with what takes its place.
+        A line for each missing part, which says what takes its place.
 
     Raises:
-        DeviceError: bitsandbytes has no binary for this GPU's CUDA, so that nothing can be quantized.
-        ConfigError: fp8 without Triton; no other kernel computes the same.
+        DeviceError: bitsandbytes has no binary for this GPU's version of CUDA, so nothing can be quantized.
+        ConfigError: fp8 without Triton. No other kernel computes the same results.
     """
     if device.type != "cuda":
         return []
@@ -47,12 +50,12 @@ def replace_missing(config: Config, device: torch.device) -> list[str]:
 
 
 def check_bitsandbytes(config: Config, device: torch.device) -> None:
-    """Refuse a bitsandbytes whose library for this CUDA could not be loaded; it would fail in the middle of loading.
+    """Refuse a bitsandbytes whose library for this version of CUDA could not be loaded.
 
-    On a CPU, or where nothing is quantized, none is needed.
+    Otherwise the run would fail while it loads the model. On a CPU, or if nothing is quantized, no library is needed.
 
     Raises:
-        DeviceError: with its own reason.
+        DeviceError: it has none; the message quotes the reason that bitsandbytes gives.
     """
     if device.type != "cuda" or not (config.quant.load_in_4bit or config.quant.load_in_8bit):
         return

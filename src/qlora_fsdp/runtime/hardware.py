@@ -1,4 +1,4 @@
-"""What the hardware can do: the dtype to compute in, the memory to be had, and rates that figures are compared with."""
+"""What the hardware offers: the dtype to compute in, the memory that is available, and the GPU's peak rate."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from qlora_fsdp.runtime.processes import Processes
 
 
 def has_bfloat16(device: torch.device) -> bool:
-    """Whether a device computes in bfloat16 by itself; a CPU can always be asked to."""
+    """Whether a device computes in bfloat16 without emulation. A CPU counts as one that does, though it may be slow."""
     return device.type == "cpu" or torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def choose_dtype(precision: Dtype, device: torch.device) -> torch.dtype:
     """The dtype of activations and matrix products.
 
-    `auto` is bfloat16 on a GPU that has it. On a CPU it is float32: without bf16 instructions a bf16 backward is over
-    100 times slower.
+    `auto` chooses bfloat16 on a GPU that supports it. On a CPU it chooses float32, because a backward pass in bfloat16
+    is over 100 times slower there without special instructions.
 
     Raises:
-        DeviceError: bfloat16 was asked for on a GPU without it.
+        DeviceError: bfloat16 was asked for on a GPU that does not support it.
     """
     if precision is Dtype.bfloat16 and not has_bfloat16(device):
         raise DeviceError(
@@ -42,13 +42,13 @@ def choose_dtype(precision: Dtype, device: torch.device) -> torch.dtype:
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Dense bf16 FLOP/s of the GPU by its datasheet; None if it is not in the table, or on a CPU."""
+    """FLOP/s of dense bf16 products by the GPU's datasheet; None on a CPU and for a GPU that is not in our table."""
     gpu = find_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     return None if gpu is None else gpu.tflops * 1e12
 
 
 def find_machine(target_gib: float | None, processes: Processes) -> Machine:
-    """What the ranks run on; of what differs between them, the least counts.
+    """What the ranks run on. Where they differ, the smallest amount of memory counts.
 
     Raises:
         ConfigError: `memory.target_gib` is more than a GPU has.
@@ -56,7 +56,7 @@ def find_machine(target_gib: float | None, processes: Processes) -> Machine:
     device, host = processes.device, available_bytes()
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        room = min(total, free + torch.cuda.memory_reserved(device) + CUDA_CONTEXT)  # what is ours already counts
+        room = min(total, free + torch.cuda.memory_reserved(device) + CUDA_CONTEXT)  # what we hold already is ours
         name = torch.cuda.get_device_name(device)
         gpu = find_gpu(name) or gpu_of_size(total / GIB)
     else:
@@ -71,19 +71,19 @@ def find_machine(target_gib: float | None, processes: Processes) -> Machine:
 
 
 def hold_to(target: float, libraries: int, device: torch.device) -> None:
-    """Let torch's allocator have no more than `target` bytes less what CUDA and NCCL take outside it."""
+    """Limit torch's allocator to `target` bytes, less the `libraries` bytes that CUDA and NCCL take outside of it."""
     if device.type == "cuda":
         total = torch.cuda.mem_get_info(device)[1]
         torch.cuda.set_per_process_memory_fraction(min(1.0, max(0.0, target - libraries) / total), device)
 
 
 def host_rss_gib() -> float:
-    """Most host memory this process ever held, in GiB."""
+    """The most host memory that this process has ever held, in GiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
 
 
 def host_rss_now_gib() -> float:
-    """Host memory this process holds now, page cache of mapped files excluded, in GiB."""
+    """Host memory that this process holds now, in GiB, without the page cache of mapped files."""
     with Path("/proc/self/status").open() as status:
         fields = dict(line.split(":", 1) for line in status)
     return int(fields["RssAnon"].split()[0]) * 1024 / GIB

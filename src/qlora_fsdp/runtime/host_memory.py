@@ -1,4 +1,4 @@
-"""Host memory that a process may still take: of the machine, and of the cgroups (containers, batch jobs) it is in."""
+"""Host memory that a process can still get, from the machine and within its cgroups (containers, batch jobs)."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import psutil
 
 
 def available_bytes(root: Path = Path("/")) -> int:
-    """Bytes that can be allocated before the machine swaps or a cgroup's limit ends the process.
+    """Bytes that can be allocated before the machine swaps or a cgroup kills the process for exceeding its limit.
 
     Args:
-        root: where /proc and /sys are, for tests.
+        root: the folder that holds /proc and /sys; tests make their own.
     """
     return min([int(psutil.virtual_memory().available), *_cgroup_rooms(root)])
 
 
 def _cgroup_rooms(root: Path) -> list[int]:
-    """What each limited cgroup that this process is in has left; cgroup v2, and v1's memory controller."""
+    """Bytes left in each cgroup with a limit that contains this process: cgroups v2, and v1's memory controller."""
     rooms = []
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
@@ -36,7 +36,7 @@ def _cgroup_rooms(root: Path) -> list[int]:
         else:
             continue
         folder = base / path.lstrip("/")
-        for group in (folder, *folder.parents):  # a limit may be anywhere above
+        for group in (folder, *folder.parents):  # any group above may have a limit
             if not group.is_relative_to(base):
                 break
             room = _room(group, limit_name, usage_name)
@@ -45,9 +45,10 @@ def _cgroup_rooms(root: Path) -> list[int]:
 
 
 def _room(group: Path, limit_name: str, usage_name: str) -> int | None:
+    """Bytes left in one cgroup; None if it has no limit."""
     try:
         limit, usage = int((group / limit_name).read_text()), int((group / usage_name).read_text())
         fields = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):  # `max`: no limit; the root group has no such files
+    except (OSError, ValueError):  # `max` stands for no limit, and the root group has no such files
         return None
-    return max(0, limit - usage + int(fields.get("inactive_file", 0)))  # page cache gives way
+    return max(0, limit - usage + int(fields.get("inactive_file", 0)))  # page cache is dropped when needed

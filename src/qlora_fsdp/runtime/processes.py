@@ -1,8 +1,8 @@
-"""The processes of a run: who this one is, its device, and how it meets the others.
+"""The processes of a run: which one this is, its device, and how it meets the others.
 
-`accelerate launch`, `torchrun` and SLURM wrappers describe the processes in the environment (RANK, WORLD_SIZE,
-LOCAL_RANK, ...); a plain `python -m` is one process. Both `gloo` for CPU tensors and, on GPUs, `nccl` are started,
-because offloaded gradients and objects travel over gloo.
+`accelerate launch`, `torchrun` and SLURM wrappers describe the processes in environment variables (RANK, WORLD_SIZE,
+LOCAL_RANK, ...). A plain `python -m` starts a single process. Runs on GPUs start both NCCL and gloo, because gradients
+that are offloaded to the CPU and Python objects travel over gloo.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ class Processes:
 
     Attributes:
         rank: 0 to num_ranks - 1, over all nodes.
-        num_ranks: processes of the run.
-        local_rank: 0 to local_num_ranks - 1, on this node; also the GPU's index.
-        local_num_ranks: processes on this node.
+        num_ranks: number of processes in the run.
+        local_rank: 0 to local_num_ranks - 1, on this node. It is also the index of this process's GPU.
+        local_num_ranks: number of processes on this node.
         device: where this process computes.
-        store: the key-value store they met at; works when no collective does.
-        patient_group: for waits that may take hours, which are no sign that a rank is stuck.
-        group: for all others; None: the default one. It times out before NCCL does.
-        timeout_seconds: after which a rank that does not answer is given up.
-        rank_0_holds_store: rank 0's process serves the store; else a process of the launcher does.
+        store: the key-value store where the processes met. It works even when collectives do not.
+        patient_group: for waits that may legitimately take hours, such as for downloads.
+        group: for all other waits; None stands for the default group. It times out before NCCL does.
+        timeout_seconds: a rank that does not answer for so long is given up (`distributed.timeout_seconds`).
+        rank_0_holds_store: whether rank 0's process serves the store; otherwise a process of the launcher does.
     """
 
     rank: int
@@ -61,53 +61,57 @@ class Processes:
 
     @property
     def is_local_main(self) -> bool:
-        """Whether this process does what is done once a node."""
+        """Whether this process does the work that each node needs once."""
         return self.local_rank == 0
 
     def for_thread(self) -> Processes:
-        """The same, for another thread: collectives of two threads need two groups. Patient; never touches a GPU."""
+        """The same processes, for use by another thread: collectives of two threads must not share a group.
+
+        Every wait of the result is patient, and none touches a GPU.
+        """
         group = dist.new_group(backend="gloo", timeout=PATIENCE)
         return replace(self, group=group, patient_group=group)
 
     def wait(self, patiently: bool = False) -> None:
-        """A barrier over all processes; it never touches a GPU. Patiently: without distributed.timeout_seconds."""
+        """A barrier over all processes that touches no GPU; if patient, without distributed.timeout_seconds."""
         dist.all_reduce(torch.zeros(1), group=self.patient_group if patiently else self.group)
 
     def share(self, value: Any, patiently: bool = False) -> Any:
-        """Rank 0's value, on every rank. Patiently: without distributed.timeout_seconds."""
+        """Rank 0's value, on every rank; if patient, without distributed.timeout_seconds."""
         values, group = [value], self.patient_group if patiently else self.group
         dist.broadcast_object_list(values, src=0, device=torch.device("cpu"), group=group)
         return values[0]
 
     def gather(self, value: Any, patiently: bool = False) -> list[Any]:
-        """Every rank's value, by rank, on every rank. Patiently: without distributed.timeout_seconds."""
+        """Every rank's value, by rank, on every rank; if patient, without distributed.timeout_seconds."""
         values: list[Any] = [None] * self.num_ranks
         dist.all_gather_object(values, value, group=self.patient_group if patiently else self.group)
         return values
 
     def first_error(self, error: str | None) -> str | None:
-        """The error of the first rank that has one, on every rank; however long the others took."""
+        """The error of the lowest rank that has one, on every rank. It waits for all ranks, however long they take."""
         return next((found for found in self.gather(error, patiently=True) if found is not None), None)
 
     def sum(self, values: list[float]) -> list[float]:
-        """Sums over ranks, in float64."""
+        """Sums over all ranks, in float64."""
         tensor = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(tensor, group=self.group)
         return tensor.tolist()
 
     def max(self, values: list[float]) -> list[float]:
-        """Maxima over ranks, in float64."""
+        """Maxima over all ranks, in float64."""
         tensor = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group)
         return tensor.tolist()
 
 
 def start_processes(timeout_seconds: int, use_cpu: bool | None = None) -> Processes:
-    """Join the process group, and take this process's device.
+    """Join the process group and choose this process's device.
 
     Args:
-        timeout_seconds: a meeting of the hosts that takes longer ends the run: a rank is gone or stuck.
-        use_cpu: compute on the CPU though there are GPUs; None: as ACCELERATE_USE_CPU says (`accelerate launch --cpu`).
+        timeout_seconds: a collective that takes longer ends the run, because a rank is gone or stuck.
+        use_cpu: whether to compute on the CPU even if there are GPUs. None: as the variable ACCELERATE_USE_CPU says,
+            which `accelerate launch --cpu` sets.
 
     Raises:
         DeviceError: fewer GPUs than processes on this node, or an environment that contradicts itself.
@@ -132,11 +136,11 @@ def start_processes(timeout_seconds: int, use_cpu: bool | None = None) -> Proces
     timeout = timedelta(seconds=timeout_seconds)
     try:
         store = next(rendezvous("env://", timeout=timeout))[0] if "RANK" in os.environ else HashStore()
-        # torchrun's store outlives a restart of the ranks (--max_restarts): what the last attempt said must not count.
+        # torchrun's store outlives a restart of the ranks (--max_restarts), so each attempt gets keys of its own.
         store = PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-        # NCCL's watchdog aborts a process where it stands. The hosts, who meet in every step, are to notice first: they
-        # say which rank is missing.
+        # NCCL's watchdog aborts a process without saying which rank is missing. So it gets a longer timeout than gloo
+        # and the heartbeats, which do say so.
         longest = timeout + NCCL_GRACE if cuda else timeout
         dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=longest)
         group = dist.new_group(backend="gloo", timeout=timeout) if cuda else None
@@ -163,16 +167,17 @@ def start_processes(timeout_seconds: int, use_cpu: bool | None = None) -> Proces
 
 
 def _let_segments_grow() -> None:
-    """Have torch's allocator map pages to large ranges, and give back any page that is free (expandable segments).
+    """Turn on expandable segments, unless the user has configured torch's allocator.
 
-    What is reserved and not in use then stays small, whatever sizes come and go. A user's own settings are left alone.
-    Not through the environment: bitsandbytes starts CUDA when it is imported, and the variables are read then.
+    With these the allocator maps pages into large address ranges and gives free pages back, so that little memory is
+    reserved without being used, whatever sizes of tensors come and go. The allocator's environment variables can't be
+    used for this: they are read when bitsandbytes starts CUDA, which it does when it is imported.
     """
     if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def stop_processes() -> None:
-    """Leave the process group; safe to call when it was never joined."""
+    """Leave the process group, if this process has joined it."""
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,9 +1,10 @@
 """Ends a run on all ranks when one of them fails, with one message that says which and why.
 
-A rank that waits in a collective runs no Python, so it notices neither a signal nor that another rank is gone. Two
-threads beside the main one do. The first waits for signals, looks for ranks of this host that have ended, and ends the
-run. The second talks with the store where the processes met, which needs no collective; a thread of its own, because a
-call to a store whose process is stopped does not return. The store has these keys:
+A main thread that waits in a collective runs no Python, so it notices neither a signal nor that another rank is gone.
+Each rank therefore has two more threads. The first waits for signals, looks for ranks of this host that have ended, and
+ends the run. The second exchanges messages with the other ranks through the store where the processes met, which needs
+no collective. It is a thread of its own, because a call to a store whose process is stopped does not return. The store
+has these keys:
 
     failure      the first failure of any rank; failures that follow from it on other ranks are not told
     shown        the failure has been printed and recorded
@@ -17,7 +18,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import re
 import signal
 import sys
@@ -28,21 +28,20 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 
-import psutil
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from qlora_fsdp.common.errors import Interrupted, RankError, UserError, print_error
 from qlora_fsdp.runtime.heartbeats import Heartbeats, Unchanged, printable
+from qlora_fsdp.runtime.neighbours import Neighbours
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.signals import StopSignals
 
 POLL_SECONDS = 1.0
-ANSWER_SECONDS = 10.0  # for the other ranks to say that they failed, or printed
-UNWIND_SECONDS = 5.0  # for the main thread to notice by itself; torchrun kills 30 s after its SIGTERM
-CLEAN_UP_SECONDS = 20.0  # for it to close what is open
+ANSWER_SECONDS = 10.0  # how long other ranks get to tell of their failure, or to print it
+UNWIND_SECONDS = 5.0  # how long the main thread gets to notice by itself; torchrun kills 30 s after its SIGTERM
+CLEAN_UP_SECONDS = 20.0  # how long it then gets to close what is open
 
 
 @dataclass(frozen=True)
@@ -50,11 +49,11 @@ class Failure:
     """Why the run ends.
 
     Attributes:
-        rank: the rank that tells it.
-        text: its message.
-        exit_code: of every rank.
-        is_of_others: the message is about other ranks, which can't tell it themselves.
-        lost: ranks that can't print it.
+        rank: the rank that tells of it.
+        text: the message.
+        exit_code: the exit code of every rank.
+        is_of_others: whether the message is about other ranks, which could not tell of it themselves.
+        lost: ranks that are not there to print the message.
     """
 
     rank: int
@@ -65,12 +64,12 @@ class Failure:
 
 
 class Watch:
-    """From its start on, signals and failures of other ranks end this rank too.
+    """Ends this rank when a signal comes or another rank fails, from when it is made until `finish()` or `stop()`.
 
     Args:
-        processes: all ranks take part in the start.
-        record: called with the failure that ends the run, on one rank: the lowest that is left.
-        kept: called when a signal ends the run at once; it says what there is to resume from.
+        processes: all ranks take part in making their watches.
+        record: called with the error that ends the run, on one rank alone: the lowest that is left.
+        kept: called when a signal ends the run at once; it returns a sentence on what there is to resume from.
     """
 
     def __init__(
@@ -86,13 +85,7 @@ class Watch:
         # The watch has a connection of its own: calls on one connection wait for one another.
         self.store = PrefixStore("watch", processes.store.clone())  # type: ignore[attr-defined]  # not in the stubs
         self.heartbeats = Heartbeats(self.rank, self.num_ranks, processes.device, self.store, self.timeout_seconds)
-        host = (platform.node(), Path("/proc/self/ns/pid").stat().st_ino)
-        self.places: list[tuple[tuple[str, int], int]] = processes.gather((host, os.getpid()))
-        self.neighbours = {
-            rank: psutil.Process(pid)
-            for rank, (where, pid) in enumerate(self.places)
-            if where == host and rank != self.rank
-        }
+        self.neighbours = Neighbours(processes)  # all ranks meet here, so each has written a beat
         self._unwinding, self._explained, self._stopped = threading.Event(), threading.Event(), threading.Event()
         self._exit_code = 1
         self._is_told, self._num_exchanges, self._is_rank_0_lost, self._is_finishing = False, 0, False, False
@@ -126,10 +119,12 @@ class Watch:
         self.signals.restore()
 
     def explain(self, error: BaseException) -> BaseException:
-        """What ended the run, given what was raised here; other ranks are told, and it is recorded and printed once.
+        """Find out what ended the run, given what was raised here.
+
+        The other ranks are told, and one rank records and prints it.
 
         Returns:
-            `error` itself where it is the first failure of any rank, else a RankError that says which was.
+            `error` itself if it is the first failure of any rank; otherwise a RankError that says which failure was.
         """
         self._unwinding.set()
         self.signals.stop_raising()
@@ -145,13 +140,7 @@ class Watch:
         else:
             result = RankError(first.text if first.is_of_others else f"rank {first.rank}: {first.text}")
             result.exit_code = first.exit_code
-        gone = {*first.lost, *(self._gone() if has_store else [])}  # without the store one that has shown it looks gone
-        is_lowest_left = self.rank == min((rank for rank in range(self.num_ranks) if rank not in gone), default=None)
-        if has_store:
-            is_shown = self._is_shown(wait_seconds=0 if is_lowest_left else ANSWER_SECONDS)
-        else:
-            is_shown = not is_lowest_left
-        if not is_shown:
+        if self._has_to_show(first, has_store):
             self.record(result)
             if isinstance(result, UserError):
                 print_error(result)
@@ -175,7 +164,7 @@ class Watch:
         if not isinstance(store_error, NotYet):  # without an agent of torchrun's, rank 0 holds the store
             text = f"rank 0 is gone: its store can't be reached ({_first_line(store_error)})."
         elif self._rank_0_holds_store:
-            text = f"rank 0 does not answer: {self._process(0)} holds the store of the run, which is silent."
+            text = f"rank 0 does not answer: {self.neighbours.describe(0)} holds the store of the run, which is silent."
         elif _is_lost_contact(error):
             text = f"The ranks lost contact with one another: {_first_line(error)}."
         else:
@@ -183,7 +172,7 @@ class Watch:
         return Failure(self.rank, text, RankError.exit_code, is_of_others=True, lost=[] if self.rank == 0 else [0])
 
     def _tell(self, text: str, exit_code: int, is_of_others: bool = False, lost: list[int] | None = None) -> Failure:
-        """Tell all ranks of a failure; the first that was told."""
+        """Tell all ranks of a failure; returns the failure that was told first."""
         mine = json.dumps(asdict(Failure(self.rank, text, exit_code, is_of_others, lost or [])))
         return _read_failure(self.store.compare_set("failure", "", mine))
 
@@ -191,13 +180,13 @@ class Watch:
         return _read_failure(self.store.get("failure")) if self.store.check(["failure"]) else None
 
     def _find_cause(self, error: BaseException) -> Failure:
-        """Look for what is behind a signal or a lost connection: the failure of another rank, or its end."""
+        """Find the failure or the end of another rank that is behind a signal or a lost connection."""
         self.store.set(f"lost/{self.rank}", "")
         deadline = time.monotonic() + ANSWER_SECONDS
         while True:
             if (told := self._told()) is not None:
                 return told
-            if gone := self._gone():
+            if gone := self.neighbours.gone():
                 what = "ended without a word. It was killed, perhaps for want of memory"
                 return self._tell_of(dict.fromkeys(gone, what), "is gone")
             if isinstance(error, Interrupted):
@@ -213,33 +202,28 @@ class Watch:
         return self._tell(text, RankError.exit_code, is_of_others=True)
 
     def _tell_of(self, ranks: dict[int, str], verdict: str) -> Failure:
-        """Tell of lost ranks, given the end of a sentence about the process of each."""
-        lines = [f"rank {rank} {verdict}: {self._process(rank)} {what}." for rank, what in ranks.items()]
+        """Tell of lost ranks; for each, `ranks` has the end of a sentence about its process."""
+        lines = [f"rank {rank} {verdict}: {self.neighbours.describe(rank)} {what}." for rank, what in ranks.items()]
         return self._tell("\n".join(lines), RankError.exit_code, is_of_others=True, lost=list(ranks))
 
-    def _process(self, rank: int) -> str:
-        """A rank's process for a message: its id, its host, and its state where that can be seen."""
-        (host, _), pid = self.places[rank]
-        state = _state(self.neighbours[rank]) if rank in self.neighbours else None
-        return f"process {pid} on {host}" + ("" if state in (None, psutil.STATUS_ZOMBIE) else f" (it is {state})")
-
-    def _gone(self) -> list[int]:
-        """Ranks of this host whose process has ended."""
-        return [rank for rank, process in self.neighbours.items() if _state(process) in (None, psutil.STATUS_ZOMBIE)]
-
-    def _is_shown(self, wait_seconds: float) -> bool:
-        """Whether a rank has printed and recorded the failure, or does so within this time."""
-        deadline = time.monotonic() + wait_seconds
+    def _has_to_show(self, first: Failure, has_store: bool) -> bool:
+        """Whether this rank has to print and record the failure: the lowest rank that is left does, or else any."""
+        # Without the store, a rank that has ended counts as left: it may have printed the failure before.
+        gone = {*first.lost, *(self.neighbours.gone() if has_store else [])}
+        is_lowest_left = self.rank == min((rank for rank in range(self.num_ranks) if rank not in gone), default=None)
+        if not has_store:
+            return is_lowest_left
+        deadline = time.monotonic() + (0 if is_lowest_left else ANSWER_SECONDS)
         with suppress(dist.DistError, RuntimeError):
             while not self.store.check(["shown"]):
                 if time.monotonic() >= deadline:
-                    return False
+                    return True
                 time.sleep(0.1)
-            return True
-        return False
+            return False
+        return True
 
     def _work(self) -> None:
-        """The first thread: wait for a reason to end the run."""
+        """The first thread: wait for a reason to end the run, and end it."""
         exchanges, number = Unchanged(longest_look=2 * POLL_SECONDS), None
         while number is None:
             number = self.signals.wait(POLL_SECONDS)
@@ -249,16 +233,16 @@ class Watch:
                 silence = exchanges.look(self._num_exchanges, time.monotonic())
                 is_silent = self.num_ranks > 1 and silence > self.timeout_seconds
                 self._is_rank_0_lost = is_silent and self._rank_0_holds_store and self.rank > 0
-                is_gone = bool(self._gone()) and not self._is_finishing
+                is_gone = bool(self.neighbours.gone()) and not self._is_finishing
                 if self._is_told or self._is_rank_0_lost or is_gone:
                     number = signal.SIGTERM
                     self.signals.interrupt(number)
         self._end(number)
 
     def _end(self, number: signal.Signals) -> None:
-        """Give the main thread time to end the run, and else end it from here."""
+        """Give the main thread time to end this process; if it does not, because it waits in C, end it from here."""
         if self._unwinding.wait(UNWIND_SECONDS):
-            self._explained.wait()
+            self._explained.wait(4 * ANSWER_SECONDS)
             if self._stopped.wait(CLEAN_UP_SECONDS):
                 return
         else:
@@ -267,24 +251,21 @@ class Watch:
         os._exit(self._exit_code)
 
     def _talk(self) -> None:
-        """The second thread: exchange beats, tell of lost ranks, and hear what others tell."""
+        """The second thread: hear what others tell, exchange beats, and tell of lost ranks."""
         while not self._stopped.wait(min(POLL_SECONDS, self.heartbeats.interval)):
-            with suppress(Exception):  # the store's host is busy or gone; this thread must not end a healthy run
-                if lost := self.heartbeats.exchange(self._cpu_seconds):
-                    self._tell_of(lost, "does not answer")
+            with suppress(dist.DistError, RuntimeError):  # the store's host is busy or gone
                 self._is_told = self._told() is not None
                 self._num_exchanges += 1
-
-    def _cpu_seconds(self) -> list[float]:
-        """Processor time of each rank's process; 0 for those of other hosts."""
-        return [_cpu_seconds(self.neighbours[rank]) if rank in self.neighbours else 0 for rank in range(self.num_ranks)]
+            with suppress(Exception):  # nothing that goes wrong here may end a healthy run
+                if lost := self.heartbeats.exchange(self.neighbours.cpu_seconds):
+                    self._tell_of(lost, "does not answer")
 
 
 def _in_time(call: Callable[[], Failure], seconds: float) -> Failure:
-    """What `call` returns or raises, from a thread of its own: it may wait for a store that does not answer.
+    """What `call` returns or raises. It runs on a thread of its own, since a silent store may never answer it.
 
     Raises:
-        NotYet: it took longer.
+        NotYet: it takes longer than this.
     """
     result = Future[Failure]()
 
@@ -303,23 +284,8 @@ def _read_failure(stored: bytes) -> Failure:
     return Failure(**failure | {"text": printable(failure["text"])})
 
 
-def _state(process: psutil.Process) -> str | None:
-    try:
-        return str(process.status()) if process.is_running() else None
-    except psutil.NoSuchProcess:
-        return None
-
-
-def _cpu_seconds(process: psutil.Process) -> float:
-    try:
-        times = process.cpu_times()
-        return float(times.user + times.system)
-    except psutil.Error:
-        return 0.0
-
-
 def _find_interrupted(error: BaseException | None) -> Interrupted | None:
-    """The signal behind an error: libraries may fail in their turn where one breaks into them."""
+    """The signal behind an error, if any: a library that a signal interrupts may raise an error of its own."""
     while error is not None and not isinstance(error, Interrupted):
         error = error.__cause__ or error.__context__
     return error
