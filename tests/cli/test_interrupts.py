@@ -18,8 +18,8 @@ from tests.cli.stages import at_stage, wait_until_signalled
 
 pytestmark = pytest.mark.distributed
 
-SETTINGS = ["model=tiny", "data=random", "data.max_rows=64", "training.max_length=32", "training.max_steps=6"]
-SETTINGS += ["lora.r=4", "checkpoint.every_steps=2"]
+SETTINGS = ["model=tiny", "model.config.num_hidden_layers=1", "data=random", "data.max_rows=64"]
+SETTINGS += ["training.max_length=32", "training.max_steps=6", "lora.r=4", "checkpoint.every_steps=2"]
 NOTHING, GOES_ON = "No step is saved: the same command starts again.", "the same command goes on from there."
 AT_THE_END = "SIGINT: the run saves and stops at the end of this step, or finishes if that is the last; another Ctrl-C"
 # The stage where the signal comes, at which of its calls, how many ranks, and what is said

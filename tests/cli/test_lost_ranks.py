@@ -31,7 +31,8 @@ from tests.helpers.ranks import Meeting
 
 pytestmark = pytest.mark.distributed
 
-LONG_RUN = ["model=tiny", "data=random", "training.max_length=64", "training.max_steps=100000"]
+TINY = ["model=tiny", "model.config.num_hidden_layers=1", "data=random", "training.max_length=64"]
+LONG_RUN = [*TINY, "training.max_steps=100000"]
 EVALUATING = [*LONG_RUN, "data.max_rows=120", "data.eval_fraction=0.9", "training.eval_every_steps=2"]  # of 108 rows
 EVALUATING += ["training.micro_batch_size=1", "training.global_batch_size=1"]
 
