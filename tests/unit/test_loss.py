@@ -13,10 +13,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from qlora_fsdp.common import sizes
 from qlora_fsdp.common.errors import ConfigError
+from qlora_fsdp.common.families import PACKED_FAMILIES
 from qlora_fsdp.data import collate
 from qlora_fsdp.data.cache import TokenizedRows
 from qlora_fsdp.data.sequences import make_sequences
-from qlora_fsdp.layers.attention import PACKED_FAMILIES, check_packing
+from qlora_fsdp.layers.attention import check_packing
 from qlora_fsdp.layers.head_loss import attach_loss
 from qlora_fsdp.model.causal_lm import CausalLM
 

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from transformers import MODEL_MAPPING, AttentionInterface, PretrainedConfig
 
 from qlora_fsdp.common.errors import ConfigError, Problem
+from qlora_fsdp.common.families import PACKED_FAMILIES
 from qlora_fsdp.layers import flash_attention_4 as flash_4
 
 VARLEN = "qlora_fsdp_varlen"
@@ -108,11 +109,6 @@ def _note(no_flash_4: str | None, device: torch.device) -> str | None:
         return None
     fix = ": pip install qlora-fsdp[flash]" if no_flash_4 == flash_4.NOT_INSTALLED else ""
     return f"{no_flash_4}: torch's attention computes in its place (slower over long rows){fix}"
-
-
-# Families whose attention goes through transformers' registry with position ids, tested not to let packed rows see one
-# another.
-PACKED_FAMILIES = {"llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3"}
 
 
 def check_packing(packing: bool, config: PretrainedConfig) -> None:

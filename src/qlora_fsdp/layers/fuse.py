@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
+from qlora_fsdp.common.families import GATED_MLPS
 from qlora_fsdp.layers.gated_activation import MAX_RANK
 from qlora_fsdp.layers.lora import LoraLinear, SharedInput, remake_output
 from qlora_fsdp.layers.mlp import GatedMlp
@@ -19,11 +20,7 @@ SAME_INPUT = ("q_proj", "k_proj", "v_proj")
 GATED = (("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj"))
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
-# MLPs whose forward is down(act(gate(x)) * up(x)), of transformers and of Liger.
-GATED_MLPS = {
-    *("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP", "Gemma2MLP", "Gemma3MLP", "Phi3MLP"),
-    *("LigerSwiGLUMLP", "LigerGEGLUMLP", "LigerPhi3SwiGLUMLP"),
-}
+LIGER_MLPS = {"LigerSwiGLUMLP", "LigerGEGLUMLP", "LigerPhi3SwiGLUMLP"}  # what Liger puts in the place of a gated MLP
 
 
 def fuse_layers(model: nn.Module, norms: bool = True) -> int:
@@ -46,7 +43,7 @@ def fuse_layers(model: nn.Module, norms: bool = True) -> int:
             for layer in shared:
                 layer.group = group
             num_groups += 1
-        if type(module).__name__ in GATED_MLPS:
+        if type(module).__name__ in GATED_MLPS | LIGER_MLPS:
             num_groups += _fuse_mlp(module)
         for name in HEAD_NORMS:
             if isinstance(norm := module._modules.get(name), nn.Module):

@@ -12,10 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Layers whose forward is x + self_attn(input_layernorm(x)), then x + mlp(post_attention_layernorm(x)).
-PRENORM_LAYERS = {
-    *("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer", "Phi3DecoderLayer"),
-}
+from qlora_fsdp.common.families import PRENORM_LAYERS
 
 
 def join_norms(layer: nn.Module) -> None:

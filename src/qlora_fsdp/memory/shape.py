@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "phi3")
+from qlora_fsdp.common.families import PLANNED_FAMILIES
 
 # What transformers assumes where a config.json says nothing, as those of small Gemma 3 models do.
 DEFAULTS: dict[str, dict[str, int]] = {
@@ -107,7 +107,7 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape | None:
     if config.get("text_config"):
         config = config["text_config"]
     family = config.get("model_type", "")
-    if family not in FAMILIES:
+    if family not in PLANNED_FAMILIES:
         return None
     config = DEFAULTS.get(family, {}) | dict(config)
     hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])

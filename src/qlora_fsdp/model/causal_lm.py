@@ -7,9 +7,9 @@ from typing import Any, cast
 import peft
 from torch import Tensor, nn
 
+from qlora_fsdp.common.families import PACKED_FAMILIES
 from qlora_fsdp.data.batch import IGNORE_INDEX, Batch
 from qlora_fsdp.layers import QuantizedEmbedding
-from qlora_fsdp.layers.attention import PACKED_FAMILIES
 from qlora_fsdp.layers.head_loss import attach_loss
 from qlora_fsdp.model.task_model import TaskModel
 from qlora_fsdp.runtime.rows import whole
