@@ -20,7 +20,7 @@ from qlora_fsdp.memory.activation_bytes import Policy
 from qlora_fsdp.memory.choose import ROOM, choose, next_smaller
 from qlora_fsdp.memory.gpus import find_gpu, gpu_of_size, known_gpus, parse_hardware
 from qlora_fsdp.memory.plan import GIB, PHASES, MemoryPlan, make_plan
-from qlora_fsdp.memory.plan_run import Machine, decide
+from qlora_fsdp.memory.plan_run import Machine, plan_run
 from qlora_fsdp.memory.shape import model_shape
 from qlora_fsdp.memory.show import faster_lines, waiting_lines
 from qlora_fsdp.memory.speed import load_seconds, tokens_per_second
@@ -194,7 +194,7 @@ def test_405b_is_what_was_measured():
     assert choice.fits and choice.plan.needed <= 40 * GIB
 
 
-# GiB of host memory that a rank held at most, on H200s (docs/memory.md). All but 405B's wrote checkpoints.
+# GiB of host memory that a rank held at most, on H200s (docs/plan-validation.md). All but 405B's wrote checkpoints.
 RANDOM = "model.weights=random"
 MEASURED_HOST = [
     (1, 0, "llama3-8b", 2048, (RANDOM,), 2.34),
@@ -497,7 +497,7 @@ def machine(target_gib: float, host_gib: float = 1000, num_ranks: int = 2) -> Ma
 
 def decide_for(target: Machine, *overrides: str):
     config = load_config(["model=llama3-70b", *overrides])
-    return decide(config, config.model.config, 80, config.quant, 2, FUSED_KERNELS, target)
+    return plan_run(config, config.model.config, 80, config.quant, 2, FUSED_KERNELS, target)
 
 
 def test_target_smaller_than_the_weights():
@@ -531,7 +531,7 @@ def test_on_a_cpu_tensors_are_host_memory():
         changed = replace(config, training=replace(config.training, **training))
         room = host_gib * GIB / num_ranks
         host = Machine(num_ranks, num_ranks, 0.95 * room, gpu_of_size(room / GIB), False, int(host_gib * GIB))
-        return decide(changed, config.model.config, 4, config.quant, 4, frozenset(), host)
+        return plan_run(changed, config.model.config, 4, config.quant, 4, frozenset(), host)
 
     needed = decide_on_cpu(1000).plan.needed / GIB
     assert decide_on_cpu(1.01 * needed).plan.needed / GIB == needed
@@ -576,11 +576,11 @@ def test_a_run_starts_with_the_whole_plan():
 
 def test_models_without_a_plan():
     config = load_config(["model=llama3-8b"])
-    found = decide(config, {"model_type": "bert"}, 12, config.quant, 2, FUSED_KERNELS, machine(80))
+    found = plan_run(config, {"model_type": "bert"}, 12, config.quant, 2, FUSED_KERNELS, machine(80))
     assert found.plan is None and found.policies == (Policy.full,) * 12 and "bert" in found.lines[0]
     config = load_config(["model=llama3-8b", "training.micro_batch_size=auto", "training.global_batch_size=8"])
     with pytest.raises(ConfigError, match="micro_batch_size=auto needs the memory plan"):
-        decide(config, {"model_type": "bert"}, 12, config.quant, 2, FUSED_KERNELS, machine(80))
+        plan_run(config, {"model_type": "bert"}, 12, config.quant, 2, FUSED_KERNELS, machine(80))
 
 
 @pytest.mark.parametrize("activations", list(Activations))

@@ -15,7 +15,7 @@ from qlora_fsdp.common.module_names import fits_pattern, is_skipped, is_target
 from qlora_fsdp.common.quantized_shapes import STORAGE_BYTES
 from qlora_fsdp.config.schema import LoraConfig, QuantConfig, QuantStorage, QuantType4bit
 from qlora_fsdp.layers import QuantizedLinear, parse_storage
-from qlora_fsdp.memory.parameter_bytes import layer_tensors, sum_bytes
+from qlora_fsdp.memory.parameter_bytes import layer_parameters, sum_bytes
 from qlora_fsdp.memory.shape import model_shape
 from qlora_fsdp.model.build import choose_format
 
@@ -56,7 +56,7 @@ def test_plan_counts_the_tensors_of_a_quantized_layer(quant: QuantConfig):
         layer = QuantizedLinear(linear.in_features, linear.out_features, False, format, torch.bfloat16)
         for name, param in layer.named_parameters():
             found["codes" if name == "codes" else "scales"] += param.numel() * param.itemsize
-    planned = sum_bytes(layer_tensors(shape, 0, quant, LoraConfig(), 2))
+    planned = sum_bytes(layer_parameters(shape, 0, quant, LoraConfig(), 2))
     assert (planned.codes, planned.scales) == (found["codes"], found["scales"])
 
 

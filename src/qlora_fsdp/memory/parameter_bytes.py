@@ -6,7 +6,7 @@ of equal size, the last of which is padded if needed. Every rank therefore holds
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 
 from typing_extensions import assert_never
@@ -40,9 +40,6 @@ class ParameterBytes:
     embeddings: int = 0
     adapters: int = 0
 
-    def __add__(self, other: ParameterBytes) -> ParameterBytes:
-        return ParameterBytes(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
-
     @property
     def total(self) -> int:
         return sum(getattr(self, f.name) for f in fields(self))
@@ -60,7 +57,7 @@ class Tensor:
         return -(self.num_rows // -num_shards) * self.row_bytes
 
 
-def sum_bytes(tensors: Iterator[Tensor], num_shards: int = 1) -> ParameterBytes:
+def sum_bytes(tensors: Iterable[Tensor], num_shards: int = 1) -> ParameterBytes:
     """The tensors' bytes in one of `num_shards` shards."""
     totals: dict[str, int] = {}
     for tensor in tensors:
@@ -68,7 +65,7 @@ def sum_bytes(tensors: Iterator[Tensor], num_shards: int = 1) -> ParameterBytes:
     return ParameterBytes(**totals)
 
 
-def layer_tensors(
+def layer_parameters(
     shape: ModelShape, index: int, quant: QuantConfig, lora: LoraConfig, compute_bytes: int
 ) -> Iterator[Tensor]:
     """The parameters of transformer layer `index`."""
@@ -86,7 +83,7 @@ def layer_tensors(
             yield from _adapter_tensors(linear, rank, lora)
 
 
-def end_tensors(shape: ModelShape, config: Config, compute_bytes: int) -> dict[str, tuple[Tensor, ...]]:
+def end_parameters(shape: ModelShape, config: Config, compute_bytes: int) -> dict[str, tuple[Tensor, ...]]:
     """The parameters outside the transformer layers, by FSDP unit: `embeddings`, `head` and `root` (model/shard.py).
 
     Tied embeddings and head are one weight, and belong to the root. So do a classifier's head and the rows of new
@@ -122,7 +119,7 @@ def end_tensors(shape: ModelShape, config: Config, compute_bytes: int) -> dict[s
     return {"embeddings": tuple(embeddings), "head": tuple(head), "root": tuple(root)}
 
 
-def optimizer_bytes(tensors: Iterator[Tensor], optimizer: Optimizer, num_shards: int) -> int:
+def optimizer_bytes(tensors: Iterable[Tensor], optimizer: Optimizer, num_shards: int) -> int:
     """Bytes of the two moments that the optimizer keeps of one shard of the trained tensors."""
     trained = (tensor.shard_bytes(num_shards) // FLOAT32_BYTES for tensor in tensors if tensor.part == "adapters")
     return sum(_moment_bytes(num_elements, optimizer) for num_elements in trained)

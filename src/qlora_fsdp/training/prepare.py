@@ -18,7 +18,7 @@ from qlora_fsdp.layers.attention import check_packing, choose_attention
 from qlora_fsdp.layers.fuse import fuse_layers
 from qlora_fsdp.layers.liger import use_fused_kernels
 from qlora_fsdp.layers.quantized_linear import use_fp8
-from qlora_fsdp.memory.plan_run import Decision, Machine, decide
+from qlora_fsdp.memory.plan_run import Machine, RunPlan, plan_run
 from qlora_fsdp.model.activations import Relief, set_activation_policy
 from qlora_fsdp.model.adapters import trainable_names
 from qlora_fsdp.model.assemble import adapt_model
@@ -53,7 +53,7 @@ class Prepared:
     data: PreparedData[TrainingData]
     split: BatchSplit
     machine: Machine
-    memory: Decision
+    memory: RunPlan
     peaks: PhasePeaks
 
 
@@ -102,8 +102,8 @@ def _prepare(config: Config, processes: Processes, folder: Path, first_step: int
     fuses_norms = config.kernels.rms_norm is Kernel.auto
     num_groups = fuse_layers(model, fuses_norms) if config.kernels.fuse_layers else 0
     machine = find_machine(config.memory.target_gib, processes)
-    memory: Decision = processes.share(  # by the rates of rank 0's GPU, and its words where nothing fits
-        decide(
+    memory: RunPlan = processes.share(  # by the rates of rank 0's GPU, and its words where nothing fits
+        plan_run(
             config,
             files.config.to_dict(),
             len(model.layers),
