@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from functools import cached_property
 
+from qlora_fsdp.common.quantized_shapes import FLOAT32_BYTES
 from qlora_fsdp.common.sizes import PIECE_BYTES
 from qlora_fsdp.config.schema import EmbeddingStorage, TaskName
 from qlora_fsdp.memory.parameter_bytes import (
-    FLOAT32_BYTES,
     ParameterBytes,
     end_parameters,
     layer_parameters,

@@ -84,7 +84,7 @@ def waiting_lines(plan: MemoryPlan, gpu: Gpu) -> list[str]:
 
 
 def faster_lines(choice: Choice, target: float, gpu: Gpu) -> list[str]:
-    """One line if the run fits, and would be faster with whole copies of the base (`suggest.whole_copies`); else none."""
+    """One line if the run fits but would be faster with the whole base on each GPU (`whole_copies`); else none."""
     plan = choice.plan
     whole = whole_copies(plan, target, gpu) if choice.fits else None
     if whole is None:
