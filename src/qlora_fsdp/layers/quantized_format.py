@@ -144,9 +144,7 @@ class Format:
         if not self.is_4bit:
             rows = self.unpack(codes, in_features).view(torch.int8)
             out = torch.empty(rows.shape, dtype=dtype, device=rows.device)
-            return torch.mul(
-                rows, (scales * INT8_DEQUANT_FACTOR).unsqueeze(1), out=out
-            )  # computed in fp32, rounded once
+            return torch.mul(rows, (scales * INT8_DEQUANT_FACTOR).unsqueeze(1), out=out)  # in fp32, rounded once
         if codes.is_cuda and _has_triton():
             from qlora_fsdp.layers.kernels import triton_dequantize
 
