@@ -85,7 +85,7 @@ def test_a_config_that_says_little_means_what_transformers_assumes(family: str):
     assert model_shape({"model_type": family, **values}) == model_shape(whole)
 
 
-# GiB that tensors took in backward on H200s, layers fused (docs/benchmarks.md).
+# GiB that tensors took in backward on H200s, layers fused (benchmarks/results).
 MEASURED_BACKWARD = [
     (1, "llama3-8b", 512, 1, "keep", (), 7.67),
     (1, "llama3-8b", 2048, 1, "keep", (), 12.80),
@@ -126,7 +126,7 @@ def test_backward_under_fsdp_is_what_was_measured(monkeypatch, model, length, si
     test_backward_is_what_was_measured(1, model, length, size, memory, (), backward)
 
 
-# GiB that tensors took in forward and backward on H200s (docs/benchmarks.md): layers gathered once, and twice.
+# GiB that tensors took in forward and backward on H200s (benchmarks/results): layers gathered once, and twice.
 LAYERS_405B = "model.config.num_hidden_layers=20"
 ONCE, TWICE = "fsdp.reshard_after_forward=false", "fsdp.reshard_after_forward=true"
 MEASURED_PHASES = [
@@ -219,7 +219,7 @@ def test_host_memory_is_what_was_measured(num_ranks, rank, model, length, more, 
     assert sum(parts.values()) / GIB == pytest.approx(host, rel=0.1)
 
 
-# GiB that tensors took on H200s (docs/benchmarks.md): of the load, where it was measured, and of the steps. Layers were
+# GiB that tensors took on H200s (benchmarks/results): of the load, where it was measured, and of the steps. Layers were
 # not fused then, and FSDP gathered the head, which took a buffer of its size more.
 MEASURED = [
     (4, "llama3-70b", 2048, 2, Policy.full, (), frozenset(), 9.46, 19.8),
@@ -250,7 +250,7 @@ def test_plan_is_what_was_measured(num_ranks, model, length, size, policy, more,
         assert plan.tensors("load") / GIB == pytest.approx(load, rel=0.02, abs=0.1)
 
 
-# Tokens/s/GPU on H200s (docs/benchmarks.md); `plain`: layers each by itself.
+# Tokens/s/GPU on H200s (benchmarks/results); `plain`: layers each by itself.
 RESHARDS, PLAIN = "fsdp.reshard_after_forward=true", "kernels.fuse_layers=false"
 MEASURED_SPEEDS = [
     (1, "llama3-8b", 4096, 4, ("memory=keep",), 16371),
@@ -330,7 +330,7 @@ def test_speed_under_fsdp_is_what_was_measured(monkeypatch, model, length, size,
     test_speed_is_what_was_measured(1, model, length, size, more, speed)
 
 
-# Seconds to load on H200s from files in the page cache (docs/benchmarks.md).
+# Seconds to load on H200s from files in the page cache (benchmarks/results).
 MEASURED_LOADS = [
     (1, "llama3-8b", (), 1.2),
     (2, "llama3-8b", (), 1.3),

@@ -14,9 +14,7 @@ from pathlib import Path
 
 from qlora_fsdp.doctor.finding import Finding
 
-VERSIONS = (
-    Path(__file__).parents[1] / "versions.json"
-)  # what passed scripts/check_versions.py and what did not
+VERSIONS = Path(__file__).parents[1] / "versions.json"  # what passed scripts/check_versions.py and what did not
 
 
 def check_versions() -> Iterator[Finding]:

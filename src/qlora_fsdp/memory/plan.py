@@ -6,6 +6,9 @@ computed, and so on. For each moment the plan adds up bytes by part. Some parts 
 rank's shard of the parameters, the optimizer's state). Others come and go: gathered layers, a dequantized weight,
 activations, gradients. The largest moment is the peak of its phase, and the largest phase decides whether a run fits.
 
+How many activations wait for backward depends on each layer's policy (memory/activation_bytes.py): a layer may keep all
+of them, or compute some or all of them again. memory/choose.py makes plans for several policies and picks one.
+
 Two more things need GPU memory: what torch's allocator holds beyond the tensors, and what CUDA and NCCL take beside it.
 
 What is gathered at which moment follows FSDP2 (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, torch 2.11 to
@@ -139,8 +142,8 @@ def _plan(work: Workload, model: ModelBytes, policies: Sequence[Policy]) -> Memo
 def _forward_moments(work: Workload, model: ModelBytes, policies: Sequence[Policy]) -> Iterator[BytesByPart]:
     """What each moment of forward needs beyond the resident parts.
 
-    Activations grow from layer to layer, so of the layers only the last ones can be the peak: those whose number of
-    flat buffers differs.
+    Activations pile up from layer to layer, so of the layers only one of the last can be the peak. Which one depends on
+    what is gathered ahead, because towards the end fewer layers are left to gather.
     """
     saved, slots = _saved(work, policies), _offload_slots(work, policies)
     hidden = work.num_tokens * work.shape.hidden_size * work.compute_bytes
