@@ -22,6 +22,7 @@ from qlora_fsdp.layers import Format, QuantizedLinear, gated_activation
 from qlora_fsdp.layers.fuse import fuse_layers, remake_norms
 from qlora_fsdp.layers.lora import SharedInput
 from qlora_fsdp.layers.norm import NormAndResidual
+from qlora_fsdp.layers.quantized_format import code_book, dynamic_map
 
 NF4 = Format("nf4", double_quant=True)
 
@@ -198,11 +199,12 @@ class TestTritonKernels:
             layer.nested_scales.copy_(nested)
         layer.codes.copy_(codes)
         layer.scales.copy_(scales)
-        found = kernels.dequantize(format, codes, scales, nested, torch.empty(70, 320))
+        books = code_book(format.quant_type, codes.device), dynamic_map(codes.device)
+        found = kernels.dequantize(codes, scales, nested, books, 64, torch.empty(70, 320))
         torch.testing.assert_close(found, layer.weight.detach(), rtol=1e-6, atol=0)
         for axis, factors in zip(("row", "column"), layer.fp8_scales(), strict=True):
             out = torch.empty(70, 320) if axis == "row" else torch.empty(320, 70)
-            kernels.dequantize_fp8(format, codes, scales, nested, factors.reciprocal(), out, axis)
+            kernels.dequantize(codes, scales, nested, books, 64, out, factors.reciprocal(), axis)
             assert out.abs().max() <= 448.01
             found = out * factors[:, None] if axis == "row" else (out * factors.repeat_interleave(64)[:, None]).t()
             torch.testing.assert_close(found, layer.weight.detach(), rtol=1e-5, atol=1e-7)

@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from qlora_fsdp.common.sizes import loss_chunk
-from qlora_fsdp.data.batch import IGNORE_INDEX
+from qlora_fsdp.common.sizes import IGNORE_INDEX, loss_chunk
 from qlora_fsdp.layers import QuantizedLinear
-from qlora_fsdp.model.new_tokens import TokenRows, join_columns, plain_table
-from qlora_fsdp.runtime.rows import whole, whole_weight
+from qlora_fsdp.layers.token_rows import TokenRows, join_columns, plain_table
+from qlora_fsdp.runtime.rows import gather_pieces, gather_whole, local_tensor, shard_group
 
 
 def attach_loss(head: nn.Module, softcap: float | None = None, liger: bool = False) -> bool:
@@ -60,8 +59,8 @@ class _HeadLoss:
             return self.logits(hidden_BLD)  # type: ignore[no-any-return]
         hidden, targets = hidden_BLD.flatten(0, 1), targets_BL.flatten()
         if self.is_frozen_linear:  # maybe in shards: called past FSDP, so that the head is gathered into one buffer
-            weight = whole_weight(self.head, hidden.device)
-            bias = None if self.head.bias is None else whole(self.head.bias, hidden.device)
+            weight = _gather_weight(self.head, hidden.device)
+            bias = None if self.head.bias is None else gather_whole(self.head.bias, hidden.device)
             if self.liger and self.new is None:
                 return _liger_loss(hidden, weight, bias, targets, self.softcap)
         chunk = loss_chunk(self.vocab_size)
@@ -81,6 +80,22 @@ class _HeadLoss:
         if self.softcap is not None:
             logits = torch.tanh(logits / self.softcap) * self.softcap
         return F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
+
+
+def _gather_weight(layer: nn.Module, device: torch.device) -> Tensor:
+    """The whole weight of a linear layer on `device`, without autograd; int8 codes are dequantized.
+
+    Codes are gathered in pieces, so that there is one buffer of the weight's size and no second one.
+    """
+    if not isinstance(layer, QuantizedLinear):
+        return gather_whole(cast(nn.Linear, layer).weight, device)
+    num_rows, columns, format = layer.out_features, layer.in_features, layer.format
+    held = [local_tensor(part) for part in (layer.codes, layer.scales)]
+    out = torch.empty(num_rows, columns, dtype=layer.compute_dtype, device=device)
+    for first, (codes, scales) in gather_pieces(held, num_rows, shard_group(layer.codes), device):
+        parts, size = {"codes": codes, "scales": scales}, len(scales)
+        out[first : first + size] = format.dequantize(parts, size, columns, layer.compute_dtype)
+    return out
 
 
 def _liger_loss(

@@ -12,19 +12,17 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from peft.tuners.trainable_tokens import TrainableTokensLayer
 from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from qlora_fsdp.common.errors import AdapterError
 from qlora_fsdp.config.schema import LoraConfig
 from qlora_fsdp.data.tokenizer import AddedTokens
 from qlora_fsdp.layers import QuantizedEmbedding, QuantizedLayer
+from qlora_fsdp.layers.token_rows import ADAPTER, TokenRows
 from qlora_fsdp.runtime.rows import gather_rows, local_rows, local_tensor, shard_group
 
-ADAPTER = "default"
 ROWS_A_TIME = 4096  # of a table, in float64
 
 
@@ -68,34 +66,6 @@ def token_rows(model: PreTrainedModel, tokens: AddedTokens, lora: LoraConfig) ->
     return {_short(model, name): ids for name, table in rows.items() if table is embeddings or not is_tied}
 
 
-class TokenRows(TrainableTokensLayer):
-    """Embeddings or a head with trained rows in the place of some of the table's, and behind its end.
-
-    Attributes:
-        slots: int64 [num_tokens], the trained row of a token id, or -1.
-        replaced: int64, the ids of the first of the trained rows, for which the table has a row too.
-    """
-
-    slots: Tensor
-    replaced: Tensor
-
-    @property
-    def rows(self) -> nn.Parameter:
-        """The trained rows, float32 [num_rows, hidden size], by ascending token id."""
-        return cast(nn.Parameter, self.trainable_tokens_delta[ADAPTER])
-
-    def forward_adapters(self, x: Tensor, active_adapters: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Embeddings of token ids x, or logits of hidden states x, with the trained rows among them."""
-        if isinstance(self.base_layer, nn.Embedding):
-            slots = self.slots[x]
-            old = self.base_layer(x.where(slots < 0, 0))
-            new = F.embedding(slots.clamp(min=0), self.rows.to(old.dtype))
-            scale = self._get_embed_scale()  # type: ignore[no-untyped-call]
-            new = new if scale is None else new * scale.to(new.dtype)
-            return torch.where((slots >= 0).unsqueeze(-1), new, old)
-        return join_columns(self.base_layer(x), F.linear(x, self.rows.to(x.dtype)), self.replaced)
-
-
 def use_token_rows(wrapper: TrainableTokensWrapper) -> None:
     """Let PEFT's wrapper of a table on meta compute as `TokenRows`, with its rows in float32."""
     layer: Any = wrapper.token_adapter
@@ -111,11 +81,6 @@ def use_token_rows(wrapper: TrainableTokensWrapper) -> None:
     layer.trainable_tokens_original.clear()  # for unmerging, which never happens here
     if layer.tied_adapter is None:
         layer.trainable_tokens_delta[ADAPTER] = nn.Parameter(layer.rows.detach().float())
-
-
-def plain_table(module: nn.Module) -> nn.Module:
-    """The table under the trained rows; another module as it is."""
-    return module.token_adapter.base_layer if isinstance(module, TrainableTokensWrapper) else module
 
 
 def count_tokens(model: PreTrainedModel) -> tuple[int, int]:
@@ -136,13 +101,6 @@ def grow_copy(copy: nn.Module, num_rows: int, size: int) -> None:
         if param.shape[0] == num_rows:
             setattr(copy, name, nn.Parameter(param.new_empty(size, *param.shape[1:]), param.requires_grad))
     setattr(copy, "num_embeddings" if isinstance(copy, nn.Embedding) else "out_features", size)
-
-
-def join_columns(old: Tensor, new: Tensor, replaced: Tensor) -> Tensor:
-    """Logits [..., V] of a table and [..., n] of trained rows, of which the first are for the columns `replaced`."""
-    k = len(replaced)
-    joined = old.index_copy(-1, replaced, new[..., :k]) if k else old
-    return torch.cat([joined, new[..., k:]], -1) if new.shape[-1] > k else joined
 
 
 @torch.no_grad()

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from qlora_fsdp.common.sizes import PIECE_BYTES
-from qlora_fsdp.layers import QuantizedLinear
 
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the newer name, torch >= 2.13
 
@@ -97,23 +95,7 @@ def gather_pieces(
                 yield first, [part[rows] for part in gathered]
 
 
-def whole_weight(layer: nn.Module, device: torch.device) -> Tensor:
-    """The weight of a linear layer on `device`: as `whole`, or of a `QuantizedLinear` in int8 dequantized.
-
-    Codes are gathered a piece at a time, so that there is one buffer of the weight's size and no other.
-    """
-    if not isinstance(layer, QuantizedLinear):
-        return whole(cast(nn.Linear, layer).weight, device)
-    num_rows, columns, format = layer.out_features, layer.in_features, layer.format
-    held = [local_tensor(part) for part in (layer.codes, layer.scales)]
-    out = torch.empty(num_rows, columns, dtype=layer.compute_dtype, device=device)
-    for first, (codes, scales) in gather_pieces(held, num_rows, shard_group(layer.codes), device):
-        parts, size = {"codes": codes, "scales": scales}, len(scales)
-        out[first : first + size] = format.dequantize(parts, size, columns, layer.compute_dtype)
-    return out
-
-
-def whole(param: Tensor, device: torch.device) -> Tensor:
+def gather_whole(param: Tensor, device: torch.device) -> Tensor:
     """All rows of a parameter on `device`, without autograd: in one new buffer, or its own memory if this rank has all.
 
     FSDP gathers into a flat buffer and copies it out, so a unit that is large counts twice there.

@@ -17,7 +17,7 @@ from qlora_fsdp.data.tokenizer import AddedTokens, add_tokens, byte_tokenizer, l
 from qlora_fsdp.layers.attention import check_packing, choose_attention
 from qlora_fsdp.layers.fuse import fuse_layers
 from qlora_fsdp.layers.liger import use_fused_kernels
-from qlora_fsdp.layers.quantized_linear import use_fp8
+from qlora_fsdp.layers.rewire import use_fp8
 from qlora_fsdp.memory.plan_run import Decision, Machine, decide
 from qlora_fsdp.model.activations import Relief, set_activation_policy
 from qlora_fsdp.model.adapters import trainable_names
