@@ -9,7 +9,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from qlora_fsdp.common.families import GATED_MLPS
-from qlora_fsdp.layers.gated_activation import MAX_RANK
+from qlora_fsdp.common.fused_mlp import GATED, can_fuse_mlp
 from qlora_fsdp.layers.lora import LoraLinear, SharedInput, remake_output
 from qlora_fsdp.layers.mlp import GatedMlp
 from qlora_fsdp.layers.norm import join_norms
@@ -17,7 +17,6 @@ from qlora_fsdp.layers.quantized_linear import QuantizedLinear
 
 HEAD_NORMS = ("q_norm", "k_norm")
 SAME_INPUT = ("q_proj", "k_proj", "v_proj")
-GATED = (("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj"))
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 LIGER_MLPS = {"LigerSwiGLUMLP", "LigerGEGLUMLP", "LigerPhi3SwiGLUMLP"}  # what Liger puts in the place of a gated MLP
@@ -61,7 +60,7 @@ def _fuse_mlp(module: nn.Module) -> bool:
             continue
         ranks = [rank for layer in layers for rank in layer.r.values()]
         has_bias = any(layer.base_layer.bias is not None for layer in layers[:-1])
-        if max(ranks) <= MAX_RANK and not has_bias:
+        if can_fuse_mlp(ranks, has_bias):
             module.forward = GatedMlp(module, names, ACTIVATIONS[activation])
             return True
     return False

@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-MAX_RANK = 64  # above, tiles of the adapters take too many registers
-
 
 def gate_forward(
     gate_up_N2F: Tensor, h_NR: Tensor, b_gate: Tensor, b_up: Tensor, a_down: Tensor, activation: str
