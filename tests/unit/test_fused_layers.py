@@ -19,10 +19,10 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 from transformers.models.phi3.modeling_phi3 import Phi3MLP
 
 from qlora_fsdp.layers import Format, QuantizedLinear, gated_activation
-from qlora_fsdp.layers.fuse import fuse_layers, remake_norms
 from qlora_fsdp.layers.lora import SharedInput
 from qlora_fsdp.layers.norm import NormAndResidual
 from qlora_fsdp.layers.quantized_format import code_book, dynamic_map
+from qlora_fsdp.layers.rewire import fuse_layers, remake_norms
 
 NF4 = Format("nf4", double_quant=True)
 
@@ -204,7 +204,7 @@ class TestTritonKernels:
         torch.testing.assert_close(found, layer.weight.detach(), rtol=1e-6, atol=0)
         for axis, factors in zip(("row", "column"), layer.fp8_scales(), strict=True):
             out = torch.empty(70, 320) if axis == "row" else torch.empty(320, 70)
-            kernels.dequantize(codes, scales, nested, books, 64, out, factors.reciprocal(), axis)
+            layer.fill_fp8(factors.reciprocal(), out, axis)
             assert out.abs().max() <= 448.01
             found = out * factors[:, None] if axis == "row" else (out * factors.repeat_interleave(64)[:, None]).t()
             torch.testing.assert_close(found, layer.weight.detach(), rtol=1e-5, atol=1e-7)

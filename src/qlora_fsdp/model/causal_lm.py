@@ -11,7 +11,7 @@ from qlora_fsdp.common.families import PACKED_FAMILIES
 from qlora_fsdp.common.sizes import IGNORE_INDEX
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.layers import QuantizedEmbedding
-from qlora_fsdp.layers.head_loss import attach_loss
+from qlora_fsdp.layers.rewire import attach_loss
 from qlora_fsdp.model.task_model import TaskModel
 from qlora_fsdp.runtime.rows import gather_whole
 
