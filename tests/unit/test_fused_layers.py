@@ -4,6 +4,7 @@ against plain torch, through Triton's interpreter."""
 from __future__ import annotations
 
 import copy
+import weakref
 from functools import partial
 from importlib import import_module
 from types import ModuleType
@@ -48,6 +49,17 @@ def test_with_norms_made_again(recompute: bool, mlp: type[torch.nn.Module]):
     call = partial(checkpoint, use_reentrant=False) if recompute else None
     errors = differences(ours, reference, call) if call else differences(ours, reference)
     assert max(errors.values()) < 1e-5
+
+
+def test_norms_made_again_keep_no_activation_alive():
+    ours, _ = fused_parts()
+    remake_norms(ours.base_model.model)
+    x = torch.randn(3, 50, 128)
+    alive = weakref.ref(x)
+    with torch.no_grad():
+        ours(x)
+    del x
+    assert alive() is None
 
 
 def kept(model: torch.nn.Module) -> list[Tensor]:
