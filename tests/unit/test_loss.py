@@ -18,7 +18,7 @@ from qlora_fsdp.data import collate
 from qlora_fsdp.data.cache import TokenizedRows
 from qlora_fsdp.data.sequences import make_sequences
 from qlora_fsdp.layers.attention import check_packing
-from qlora_fsdp.layers.head_loss import attach_loss
+from qlora_fsdp.layers.rewire import attach_loss
 from qlora_fsdp.model.causal_lm import CausalLM
 
 

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from qlora_fsdp.common.fused_mlp import MAX_RANK
 from qlora_fsdp.config.schema import Config, KernelsConfig, LoraConfig
 from qlora_fsdp.data.batch import Batch
-from qlora_fsdp.layers.fuse import fuse_layers
+from qlora_fsdp.layers.rewire import fuse_layers
 from qlora_fsdp.memory.activation_bytes import Policy, fuses_mlp, layer_tensors, saved_bytes
 from qlora_fsdp.memory.shape import model_shape
 from qlora_fsdp.memory.workload import Workload

@@ -1,6 +1,6 @@
 """When the linear layers of a gated MLP, down(act(gate(x)) * up(x)), are computed as one function.
 
-`layers/fuse.py` decides by this rule for the layers of a model, and the memory plan for their names and ranks
+`layers/rewire.py` decides by this rule for the layers of a model, and the memory plan for their names and ranks
 (memory/activation_bytes.py), because a fused MLP keeps less for backward.
 """
 

@@ -149,7 +149,8 @@ class Format:
             from qlora_fsdp.layers.kernels import triton_dequantize
 
             out = torch.empty(out_features, in_features, dtype=dtype, device=codes.device)
-            return triton_dequantize.dequantize(self, codes, scales, parts.get("nested_scales"), out)
+            books = code_book(self.quant_type, codes.device), dynamic_map(codes.device)
+            return triton_dequantize.dequantize(codes, scales, parts.get("nested_scales"), books, self.blocksize, out)
         scales = self.dequantize_scales(parts, out_features, in_features)
         weight: Tensor = torch.ops.bitsandbytes.dequantize_4bit.default(
             codes.view(torch.uint8).view(-1, 1),

@@ -31,7 +31,7 @@ from qlora_fsdp.config.schema import LoraConfig, TaskName
 from qlora_fsdp.data.tokenizer import AddedTokens
 from qlora_fsdp.layers import QuantizedLayer, QuantizedLinear
 from qlora_fsdp.layers.lora import LoraLinear
-from qlora_fsdp.model.new_tokens import ADAPTER as ADAPTER
+from qlora_fsdp.layers.token_rows import ADAPTER as ADAPTER
 from qlora_fsdp.model.new_tokens import fill_copy, grow_copy, initialize_rows, token_rows, use_token_rows
 from qlora_fsdp.model.parts import find_decoder
 from qlora_fsdp.runtime.rows import gather_rows, local_rows, local_tensor, shard_group

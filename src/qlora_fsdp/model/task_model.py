@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from qlora_fsdp.data.batch import Batch
-from qlora_fsdp.model.new_tokens import count_tokens, plain_table
+from qlora_fsdp.layers.token_rows import plain_table
+from qlora_fsdp.model.new_tokens import count_tokens
 from qlora_fsdp.runtime.processes import Processes
 
 
@@ -23,7 +24,7 @@ class TaskModel(nn.Module):
 
     Attributes:
         splits_head: where there is an output head, embeddings and head are FSDP units of their own.
-        gathers_itself: of these, the ones that the model gathers where it uses them (`shards.whole`), in forward alone.
+        gathers_itself: of these, the ones that the model gathers where it uses them (`gather_whole`), in forward alone.
         reduces_gradients: what `shard.reduce_gradients` was told last.
     """
 

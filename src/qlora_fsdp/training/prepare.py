@@ -9,15 +9,14 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.common.text import count, show_size
-from qlora_fsdp.config.schema import Activations, Config, DataFormat, Kernel, MatmulKind, TaskName
+from qlora_fsdp.config.schema import Activations, Config, DataFormat, TaskName
 from qlora_fsdp.data.prepare import PreparedData, prepare_data
 from qlora_fsdp.data.sequences import TrainingData
 from qlora_fsdp.data.stream import open_stream
 from qlora_fsdp.data.tokenizer import AddedTokens, add_tokens, byte_tokenizer, load_tokenizer
 from qlora_fsdp.layers.attention import check_packing, choose_attention
-from qlora_fsdp.layers.fuse import fuse_layers
 from qlora_fsdp.layers.liger import use_fused_kernels
-from qlora_fsdp.layers.quantized_linear import use_fp8
+from qlora_fsdp.layers.rewire import rewire
 from qlora_fsdp.memory.plan_run import Machine, RunPlan, plan_run
 from qlora_fsdp.model.activations import Relief, set_activation_policy
 from qlora_fsdp.model.adapters import trainable_names
@@ -98,9 +97,7 @@ def _prepare(config: Config, processes: Processes, folder: Path, first_step: int
     if config.model.cache_quantized:
         built.assignments = use_cache(built.assignments, base, config.model.cache_folder, dtype, processes)
     model = adapt_model(built, config.lora, config.task, tokens, liger_loss="cross_entropy" in fused)
-    num_fp8 = use_fp8(model) if config.compute.matmul is MatmulKind.fp8 else 0
-    fuses_norms = config.kernels.rms_norm is Kernel.auto
-    num_groups = fuse_layers(model, fuses_norms) if config.kernels.fuse_layers else 0
+    num_fp8, num_groups = rewire(model, config.compute, config.kernels)
     machine = find_machine(config.memory.target_gib, processes)
     memory: RunPlan = processes.share(  # by the rates of rank 0's GPU, and its words where nothing fits
         plan_run(
