@@ -81,10 +81,10 @@ def evaluate_on_data(settings: EvaluateSettings, config: Config, processes: Proc
     """Loss and perplexity, or a classifier's figures."""
     with quick_imports():
         from qlora_fsdp.data.prepare import prepare_data
+        from qlora_fsdp.data.split import split_batches
         from qlora_fsdp.inference.trained import load_trained
         from qlora_fsdp.layers.attention import check_packing
         from qlora_fsdp.model.classifier import Classifier
-        from qlora_fsdp.model.count import split_batches
         from qlora_fsdp.model.positions import check_positions
         from qlora_fsdp.training.loop import evaluate
 

@@ -66,9 +66,9 @@ def preview(settings: PreviewSettings, config: Config, processes: Processes) -> 
     if problems:
         raise ConfigError(problems)
     from qlora_fsdp.data.prepare import PreparedData, prepare_data
+    from qlora_fsdp.data.split import BatchSplit
     from qlora_fsdp.data.stream import open_stream
     from qlora_fsdp.data.tokenizer import add_tokens, load_tokenizer
-    from qlora_fsdp.model.count import BatchSplit
 
     tokenizer = load_tokenizer(config.model, config.data)
     add_tokens(tokenizer, config.tokenizer)

@@ -13,7 +13,7 @@ import torch
 from qlora_fsdp.common.errors import TrainingError
 from qlora_fsdp.config.schema import OnBadStep, TrainingConfig
 from qlora_fsdp.data.sequences import RandomRows, make_sequences
-from qlora_fsdp.model.count import BatchSplit
+from qlora_fsdp.data.split import BatchSplit
 from qlora_fsdp.training.bad_steps import MAX_IN_A_ROW, BadSteps
 
 NORMS = [1.0 + 0.01 * i for i in range(20)]

@@ -19,8 +19,8 @@ from qlora_fsdp.data.prepare import (
     training_paths,
 )
 from qlora_fsdp.data.read import find_source
+from qlora_fsdp.data.split import BatchSplit
 from qlora_fsdp.data.windows import StreamedSequences, find_place, note_place
-from qlora_fsdp.model.count import BatchSplit
 from qlora_fsdp.runtime.processes import Processes
 
 STREAM_FILE = "stream.jsonl"
