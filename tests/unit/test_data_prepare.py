@@ -14,10 +14,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
+from tests.helpers.one_process import Alone, one_process
+from torch.distributed import HashStore
 
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.schema import BadRows, Config, DataConfig, DataFormat, ModelConfig, TrainingConfig
-from qlora_fsdp.data import PreparedData, Sequences, load_tokenizer, prepare, prepare_data
+from qlora_fsdp.data import PreparedData, Sequences, load_tokenizer, prepare_data, tokenize_source
 
 TOKENIZER = load_tokenizer(ModelConfig(tokenizer_path="bytes"), DataConfig())
 
@@ -30,7 +33,7 @@ def run(tmp_path: Path) -> Callable[..., PreparedData]:
         training_keys = {key: settings.pop(key) for key in ("max_length", "seed", "packing") if key in settings}
         data = DataConfig(path=str(path) if path else None, cache_folder=str(tmp_path / "cache"), **settings)
         config = Config(data=data, training=TrainingConfig(**{"max_length": 64, **training_keys}))
-        return prepare_data(config, TOKENIZER, is_main=is_main, wait=lambda error: error, vocab_size=vocab_size)
+        return prepare_data(config, TOKENIZER, one_process(0 if is_main else 1), vocab_size)
 
     return run
 
@@ -230,7 +233,7 @@ def test_missing_paths(tmp_path, run):
     with pytest.raises(DataError, match=r"data\.cache_folder"):
         write = write_lines(tmp_path / "a.jsonl", {"text": "a"})
         config = Config(data=DataConfig(path=str(write), cache_folder=str(tmp_path / "file" / "cache")))
-        prepare_data(config, TOKENIZER, is_main=True, wait=lambda error: error, vocab_size=259)
+        prepare_data(config, TOKENIZER, one_process(), 259)
 
 
 def test_tokens_beyond_the_vocabulary(tmp_path, run):
@@ -243,8 +246,8 @@ def test_cache_is_used_until_something_that_matters_changes(tmp_path, run, monke
     path = write_lines(tmp_path / "a.jsonl", *({"text": f"row {i}"} for i in range(10)), b"{")
     first = run(path)
     calls = []
-    read_rows = prepare.read_rows
-    monkeypatch.setattr(prepare, "read_rows", lambda *args: calls.append(args) or read_rows(*args))
+    read_rows = tokenize_source.read_rows
+    monkeypatch.setattr(tokenize_source, "read_rows", lambda *args: calls.append(args) or read_rows(*args))
     again = run(path, seed=1)
     assert not calls
     assert again.report.sources == first.report.sources
@@ -277,15 +280,16 @@ def test_all_ranks_raise_the_error_of_one(tmp_path):
     barrier, slots, raised = threading.Barrier(3), [None] * 3, [None] * 3
 
     def work(rank: int) -> None:
-        def wait(error: str | None) -> str | None:
-            slots[rank] = error
-            barrier.wait(timeout=60)
-            return next((slot for slot in slots if slot is not None), None)
+        class Rank(Alone):
+            def gather(self, value: Any, patiently: bool = False) -> list[Any]:
+                slots[rank] = value
+                barrier.wait(timeout=60)
+                return list(slots)
 
         path = good if rank < 2 else tmp_path / "gone.jsonl"
         config = Config(data=DataConfig(path=str(path), cache_folder=str(tmp_path / f"node{rank // 2}")))
         try:
-            prepare_data(config, TOKENIZER, is_main=rank != 1, wait=wait, vocab_size=259)
+            prepare_data(config, TOKENIZER, Rank(rank, 3, rank % 2, 2, torch.device("cpu"), HashStore()), 259)
         except DataError as error:
             raised[rank] = str(error)
 

@@ -72,6 +72,11 @@ def find_source(path: str, data: DataConfig) -> Source:
     return Source(path, tuple(found), identity)
 
 
+def training_paths(data: DataConfig) -> list[str]:
+    """Where the training data is."""
+    return list(data.mix) or ([] if data.path is None else [data.path])
+
+
 def name_setting(path: str, data: DataConfig) -> str:
     """The setting that names `path`: `data.path`, `data.mix` or `data.eval_path`."""
     if path in data.mix:

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.common.text import count, show_size
 from qlora_fsdp.config.schema import Activations, Config, DataFormat, Kernel, MatmulKind, TaskName
-from qlora_fsdp.data.prepare import PreparedData, prepare_data
+from qlora_fsdp.data.run_data import PreparedData, prepare_data
 from qlora_fsdp.data.sequences import TrainingData
 from qlora_fsdp.data.split import BatchSplit, split_batches
 from qlora_fsdp.data.stream import open_stream
@@ -139,13 +139,7 @@ def _prepare(config: Config, processes: Processes, folder: Path, first_step: int
         split = split_batches(training, processes.num_ranks, 0)  # training.max_steps tells the end
         data = open_stream(config, tokenizer, split, processes, folder, first_step, model.vocab_size)
     else:
-        data = prepare_data(
-            config,
-            tokenizer,
-            is_main=processes.is_local_main,
-            wait=processes.first_error,
-            vocab_size=model.vocab_size,
-        )
+        data = prepare_data(config, tokenizer, processes, model.vocab_size)
         split = split_batches(training, processes.num_ranks, len(data.train))
     beyond = check_positions(built.model, text_config, data)
     if isinstance(model, Classifier):
