@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import json
+import lzma
 import os
 import threading
 from collections import Counter
@@ -179,6 +182,70 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path, run):
     expected = sorted(f"p{i}c{i}" for i in range(20))
     for path in files.values():
         assert texts(run(path).train) == expected, path
+
+
+COMPRESS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": pa.Codec("zstd").compress}
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+def test_compressed_files_give_the_same_rows(tmp_path, run, suffix):
+    def compress(text: str) -> bytes:
+        packed = COMPRESS[suffix](text.encode())
+        return packed if isinstance(packed, bytes) else packed.to_pybytes()
+
+    rows = [{"prompt": f"p{i}", "completion": f"c{i}\u2028é"} for i in range(2000)]
+    halves = ["".join(json.dumps(row, ensure_ascii=False) + "\n" for row in part) for part in (rows[:900], rows[900:])]
+    files = {name: tmp_path / f"{name}{suffix}" for name in ("a.jsonl", "b.json", "c.json", "d.csv", "cut.jsonl")}
+    files["a.jsonl"].write_bytes(b"".join(map(compress, halves)))  # two compressed streams, one after another
+    files["b.json"].write_bytes(compress("".join(halves)))
+    files["c.json"].write_bytes(compress(json.dumps(rows)))
+    lines = "".join(f"{row['prompt']},{row['completion']}\n" for row in rows)
+    files["d.csv"].write_bytes(compress(f"prompt,completion\n{lines}"))
+    files["cut.jsonl"].write_bytes(compress("".join(halves))[:-40])
+    expected = sorted(f"{row['prompt']}{row['completion']}" for row in rows)
+    for name in ("a.jsonl", "b.json", "c.json", "d.csv"):
+        assert texts(run(files[name]).train) == expected, name
+    with pytest.raises(DataError, match=rf"cut\.jsonl\{suffix} can't be read"):
+        run(files["cut.jsonl"])
+    (tmp_path / f"a.parquet{suffix}").touch()
+    with pytest.raises(DataError, match=r"no known kind.*\.csv also as .*\.gz"):
+        run(tmp_path / f"a.parquet{suffix}")
+
+
+def test_each_file_of_a_folder_that_is_not_used_is_named(tmp_path, run):
+    folder = tmp_path / "rows"
+    (folder / "part").mkdir(parents=True)
+    write_lines(folder / "a.jsonl", {"text": "a"})
+    (folder / "part" / "b.jsonl.gz").write_bytes(gzip.compress(b'{"text": "b"}\n'))
+    assert texts(run(folder).train) == ["a", "b"]
+    assert len(str(run(folder).report).splitlines()) == 2
+    for name in ("README.md", "part/c.log", ".d.jsonl", "e.txt.gz"):
+        (folder / name).write_text("no row")
+    (folder / "other").symlink_to(tmp_path)
+    (folder / "gone.jsonl").symlink_to(tmp_path / "gone")
+    for _ in range(2):  # from the cache too
+        lines = str(run(folder).report).splitlines()
+        assert lines[1:-1] == [
+            "  1 file left out (names that begin with a dot): .d.jsonl",
+            "  2 files left out (of no known kind): e.txt.gz, part/c.log",
+            "  1 file left out (neither files nor folders): gone.jsonl",
+            "  1 file left out (links to folders, which are not followed): other",
+            "  1 file left out (text beside files of rows): README.md",
+        ]
+    for number in range(30):
+        (folder / f"{number:02}.log").touch()
+    assert ", 19.log and 12 more" in str(run(folder).report)
+
+
+def test_blank_lines_at_the_end_are_no_rows(tmp_path, run):
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n\n{"text": "b"}\n\n  \r\n\n')
+    (tmp_path / "a.csv").write_text("text\na\n\nb\n\n\n")
+    for name in ("a.jsonl", "a.csv"):
+        source = run(tmp_path / name).report.sources[0]
+        first_blank = f"{name}:{2 if name == 'a.jsonl' else 3}"
+        assert (source.num_rows, [p.examples for p in source.problems]) == (3, [(first_blank,)])
+    (tmp_path / "b.jsonl").write_bytes(b'{"text": "a"}\n\n\n')
+    assert texts(run(tmp_path / "b.jsonl", bad_rows=BadRows.error).train) == ["a"]
 
 
 def test_folders(tmp_path, run):

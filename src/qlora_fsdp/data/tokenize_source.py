@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -59,7 +60,8 @@ def load_source(
     Raises:
         DataError: the cache entry can't be read, or has tokens that the model does not know.
     """
-    entry = _entry_folder(find_source(path, config.data), config, tokenizer)
+    source = find_source(path, config.data)
+    entry = _entry_folder(source, config, tokenizer)
     try:
         rows, report = load_entry(entry)
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -72,7 +74,7 @@ def load_source(
             f"{path} has token {report.max_token_id}, but the model has only {vocab_size}: the tokenizer is not this"
             " model's. Set model.tokenizer_path to the tokenizer the model was trained with."
         )
-    return rows, report
+    return rows, replace(report, skipped=source.skipped)
 
 
 def row_tokenizer(

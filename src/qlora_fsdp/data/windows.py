@@ -152,7 +152,9 @@ class WindowMaker:
             RowProblem(kind, len(rows), sum(kept for _, kept in rows), tuple(text for text, _ in rows[:NUM_EXAMPLES]))
             for kind, rows in bad.items()
         )
-        report = ReadReport(", ".join(s.path for s in self.sources), len(raw), len(tokens), 0, -1, problems)
+        path = ", ".join(source.path for source in self.sources)
+        skipped = tuple(line for source in self.sources for line in source.skipped)
+        report = ReadReport(path, len(raw), len(tokens), 0, -1, problems, skipped=skipped)
         self._check(report, tokens)
         token_rows = TokenizedRows(
             tokens=np.concatenate(tokens).astype(np.int32),
