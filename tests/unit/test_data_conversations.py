@@ -11,7 +11,7 @@ from tests.helpers.slow_format import slow_format
 from tests.unit.test_data_tokens import MISTRAL_TEMPLATE, PLAIN_TEMPLATE, THINKING_TEMPLATE
 
 from qlora_fsdp.config.schema import DataConfig, LossOn, ModelConfig
-from qlora_fsdp.data import conversation
+from qlora_fsdp.data import chat_template
 from qlora_fsdp.data.conversation import format_messages, has_generation_marks
 from qlora_fsdp.data.row import BadRow
 from qlora_fsdp.data.tokenizer import load_tokenizer
@@ -107,8 +107,8 @@ def test_text_and_spans_are_those_of_the_reference(template: str, with_tools: bo
 def test_long_conversations_take_few_renders(template: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(TOKENIZER, "chat_template", TEMPLATES[template])
     rng, messages, counts = random.Random(0), [{"role": "system", "content": "Be brief."}], []
-    render = conversation.render_jinja_template
-    monkeypatch.setattr(conversation, "render_jinja_template", lambda **kw: counts.append(1) or render(**kw))
+    render = chat_template.render_jinja_template
+    monkeypatch.setattr(chat_template, "render_jinja_template", lambda **kw: counts.append(1) or render(**kw))
     calls = [{"function": {"name": "add", "arguments": {}}}] if template.endswith(("2.5", "calls")) else None
     for _ in range(60):
         messages.append({"role": "user", "content": say(rng)})

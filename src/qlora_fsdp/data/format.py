@@ -9,7 +9,8 @@ from transformers import PreTrainedTokenizerBase
 from typing_extensions import assert_never
 
 from qlora_fsdp.config.schema import DataFormat, LossOn
-from qlora_fsdp.data.conversation import Span, format_messages
+from qlora_fsdp.data.chat_template import Span
+from qlora_fsdp.data.conversation import format_messages
 
 ALPACA = (
     "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.config.schema import BadRows, DataFormat, LossOn
-from qlora_fsdp.data.conversation import Span
+from qlora_fsdp.data.chat_template import Span
 from qlora_fsdp.data.format import FormattedRow, format_row
 from qlora_fsdp.data.row import NO_TARGET, TOO_LONG, BadRow, check_row
 

@@ -19,7 +19,8 @@ import numpy as np
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.data.cache import TokenizedRows
 from qlora_fsdp.data.counts import NUM_EXAMPLES, ReadReport, RowProblem
-from qlora_fsdp.data.read import RawRow, Source, iterate_rows
+from qlora_fsdp.data.read import Source, iterate_rows
+from qlora_fsdp.data.row_files import RawRow
 from qlora_fsdp.data.sequences import Indices, Sequences, SequenceSettings, make_sequences
 from qlora_fsdp.data.tokenize import Mask, Tokens
 from qlora_fsdp.records.run_folder import writing
