@@ -10,8 +10,9 @@ from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.common.text import count, show_size
 from qlora_fsdp.config.schema import Activations, Config, DataFormat, TaskName
-from qlora_fsdp.data.prepare import PreparedData, prepare_data
+from qlora_fsdp.data.run_data import PreparedData, prepare_data
 from qlora_fsdp.data.sequences import TrainingData
+from qlora_fsdp.data.split import BatchSplit, split_batches
 from qlora_fsdp.data.stream import open_stream
 from qlora_fsdp.data.tokenizer import AddedTokens, add_tokens, byte_tokenizer, load_tokenizer
 from qlora_fsdp.layers.attention import check_packing, choose_attention
@@ -23,7 +24,7 @@ from qlora_fsdp.model.adapters import trainable_names
 from qlora_fsdp.model.assemble import adapt_model
 from qlora_fsdp.model.build import BuiltModel, build_configured, quant_settings
 from qlora_fsdp.model.classifier import Classifier
-from qlora_fsdp.model.count import BatchSplit, FlopCounter, Sizes, count_bytes, count_flops, dtype_name, split_batches
+from qlora_fsdp.model.count import FlopCounter, Sizes, count_bytes, count_flops, dtype_name
 from qlora_fsdp.model.find import ModelFiles, find_model
 from qlora_fsdp.model.positions import check_positions
 from qlora_fsdp.model.task_model import TaskModel
@@ -135,13 +136,7 @@ def _prepare(config: Config, processes: Processes, folder: Path, first_step: int
         split = split_batches(training, processes.num_ranks, 0)  # training.max_steps tells the end
         data = open_stream(config, tokenizer, split, processes, folder, first_step, model.vocab_size)
     else:
-        data = prepare_data(
-            config,
-            tokenizer,
-            is_main=processes.is_local_main,
-            wait=processes.first_error,
-            vocab_size=model.vocab_size,
-        )
+        data = prepare_data(config, tokenizer, processes, model.vocab_size)
         split = split_batches(training, processes.num_ranks, len(data.train))
     beyond = check_positions(built.model, text_config, data)
     if isinstance(model, Classifier):
