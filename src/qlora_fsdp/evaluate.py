@@ -127,13 +127,20 @@ def evaluate_on_tasks(settings: EvaluateSettings, config: Config, processes: Pro
     """
     names = [name.strip() for name in (settings.tasks or "").split(",") if name.strip()]
     check_tasks(settings, config, names)
-    from qlora_fsdp.inference.lm_eval import evaluate_tasks, find_tasks
+    from qlora_fsdp.inference.lm_eval import ModelInStep, SharedLM, evaluate_tasks, find_tasks
     from qlora_fsdp.inference.trained import load_trained
 
     manager = find_tasks(names)
     trained = load_trained(config, settings.adapter, processes, generates=True)
     started = time.perf_counter()
-    found = evaluate_tasks(trained, processes, manager, names, settings)
+    found = evaluate_tasks(
+        SharedLM(ModelInStep(trained, processes), settings.batch_size, settings.max_length),
+        manager,
+        names,
+        num_fewshot=settings.num_fewshot,
+        limit=settings.limit,
+        apply_chat_template=settings.apply_chat_template,
+    )
     return {"tasks": found, "seconds": round(time.perf_counter() - started, 2)}
 
 

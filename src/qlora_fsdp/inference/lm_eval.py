@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lm_eval.evaluator import simple_evaluate
@@ -25,9 +25,6 @@ from qlora_fsdp.config.settings import show
 from qlora_fsdp.inference.trained import Trained, generation_config
 from qlora_fsdp.model.shard import computing_inside
 from qlora_fsdp.runtime.processes import Processes
-
-if TYPE_CHECKING:
-    from qlora_fsdp.evaluate import EvaluateSettings
 
 BOOTSTRAP_ITERS = 1000  # for standard errors that have no formula, such as perplexity's
 IDLE, FORWARD, GENERATE = range(3)
@@ -152,29 +149,35 @@ def find_tasks(names: Sequence[str]) -> TaskManager:
 
 
 def evaluate_tasks(
-    trained: Trained, processes: Processes, manager: TaskManager, names: Sequence[str], settings: EvaluateSettings
+    lm: SharedLM,
+    manager: TaskManager,
+    names: Sequence[str],
+    *,
+    num_fewshot: int | None,
+    limit: int | None,
+    apply_chat_template: bool,
 ) -> dict[str, dict[str, Any]]:
     """Each task's and group's metrics as lm-eval names them, such as `acc,none`; empty on all ranks but the first.
 
     Args:
-        trained: of `load_trained`, built to generate.
-        processes: all take part, and share the requests.
-        manager: of `find_tasks`.
-        names: of tasks, groups or tags, or YAML files.
-        settings: the rest of lm-eval's.
+        lm: the model; every rank takes part, and answers its share of the requests.
+        manager: the tasks that `find_tasks` has loaded.
+        names: tasks, groups or tags, or YAML files.
+        num_fewshot: examples before each question; None: the task's own number.
+        limit: rows of each task; None: all.
+        apply_chat_template: ask in turns of a conversation.
     """
-    lm = SharedLM(ModelInStep(trained, processes), settings.batch_size, settings.max_length)
     os.environ["DISABLE_MULTIPROC"] = "1"  # lm-eval would fork this process, GPU and all, to draw samples
     with contextlib.redirect_stdout(sys.stderr):
         results = simple_evaluate(
             lm,
             tasks=list(names),
             task_manager=manager,
-            num_fewshot=settings.num_fewshot,
-            limit=settings.limit,
-            apply_chat_template=settings.apply_chat_template,
+            num_fewshot=num_fewshot,
+            limit=limit,
+            apply_chat_template=apply_chat_template,
             log_samples=False,
-            bootstrap_iters=BOOTSTRAP_ITERS if processes.is_main else 0,
+            bootstrap_iters=BOOTSTRAP_ITERS if lm.processes.is_main else 0,
         )
-    found: dict[str, dict[str, Any]] = results["results"] if processes.is_main else {}
+    found: dict[str, dict[str, Any]] = results["results"] if lm.processes.is_main else {}
     return found

@@ -23,7 +23,7 @@ from qlora_fsdp.data.row import join_parts
 from qlora_fsdp.data.tokenizer import AddedTokens, add_tokens, load_tokenizer
 from qlora_fsdp.layers.attention import choose_attention
 from qlora_fsdp.model.adapters import ADAPTER, initialize_adapters
-from qlora_fsdp.model.assemble import adapt_model
+from qlora_fsdp.model.assemble import adapt_model, describe_base
 from qlora_fsdp.model.build import BuiltModel, build_configured
 from qlora_fsdp.model.classifier import Classifier
 from qlora_fsdp.model.count import dtype_name
@@ -36,7 +36,6 @@ from qlora_fsdp.runtime.hardware import choose_dtype
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.rows import local_rows, local_tensor
 from qlora_fsdp.runtime.run_command import log
-from qlora_fsdp.training.resume import describe_base
 from qlora_fsdp.weights.fill import fill
 from qlora_fsdp.weights.quantized_cache import use_cache
 

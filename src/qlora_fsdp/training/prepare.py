@@ -21,7 +21,7 @@ from qlora_fsdp.layers.quantized_linear import use_fp8
 from qlora_fsdp.memory.plan_run import Decision, Machine, decide
 from qlora_fsdp.model.activations import Relief, set_activation_policy
 from qlora_fsdp.model.adapters import trainable_names
-from qlora_fsdp.model.assemble import adapt_model
+from qlora_fsdp.model.assemble import adapt_model, describe_base
 from qlora_fsdp.model.build import BuiltModel, build_configured, quant_settings
 from qlora_fsdp.model.classifier import Classifier
 from qlora_fsdp.model.count import BatchSplit, FlopCounter, Sizes, count_bytes, count_flops, dtype_name, split_batches
@@ -33,7 +33,6 @@ from qlora_fsdp.runtime.fallbacks import replace_missing
 from qlora_fsdp.runtime.hardware import choose_dtype, find_machine, hold_to
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.training.memory_use import PhasePeaks, explain_early_shortage, is_shortage, start_snapshot
-from qlora_fsdp.training.resume import describe_base
 from qlora_fsdp.weights.quantized_cache import use_cache
 
 
