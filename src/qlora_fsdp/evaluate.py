@@ -89,7 +89,7 @@ def evaluate_on_data(settings: EvaluateSettings, config: Config, processes: Proc
         from qlora_fsdp.training.loop import evaluate
 
     trained = load_trained(config, settings.adapter, processes)
-    check_packing(config.training.packing, trained.files.config)
+    check_packing(config.training.packing, trained.meta.config)
     data = prepare_data(
         config,
         trained.tokenizer,
@@ -99,7 +99,7 @@ def evaluate_on_data(settings: EvaluateSettings, config: Config, processes: Proc
     )
     for line in str(replace(data.report, purpose="evaluation")).splitlines():
         log.info(f"Data: {line}")
-    beyond = check_positions(trained.model, trained.files.config.get_text_config(), data)
+    beyond = check_positions(trained.model, trained.meta.config.get_text_config(), data)
     if beyond is not None:
         log.info(f"Note: {beyond}")
     if isinstance(trained.model, Classifier):

@@ -24,7 +24,7 @@ from qlora_fsdp.runtime.run_command import check_out, log, run_command, write_ou
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from qlora_fsdp.inference.trained import Trained
+    from qlora_fsdp.model.assemble import AssembledModel
     from qlora_fsdp.runtime.processes import Processes
 
 USAGE = """
@@ -92,7 +92,7 @@ def generate_completions(settings: GenerateSettings, config: Config, processes: 
 
 
 def complete(
-    prompts: list[list[int]], num_all: int, trained: Trained, settings: GenerateSettings, processes: Processes
+    prompts: list[list[int]], num_all: int, trained: AssembledModel, settings: GenerateSettings, processes: Processes
 ) -> Iterator[str]:
     """The completions of this rank's prompts.
 
@@ -105,7 +105,7 @@ def complete(
     """
     import torch
 
-    from qlora_fsdp.inference.trained import pad_left
+    from qlora_fsdp.inference.prompts import pad_left
 
     size, tokenizer = settings.batch_size, trained.tokenizer
     assert isinstance(tokenizer.pad_token_id, int)
@@ -120,7 +120,7 @@ def complete(
 
 
 def run_generate(
-    trained: Trained,
+    trained: AssembledModel,
     input_ids: Tensor,
     attention_mask: Tensor,
     settings: GenerateSettings,
@@ -202,8 +202,8 @@ def _read_rows(settings: GenerateSettings) -> list[dict[str, Any]]:
     return rows
 
 
-def _tokens(trained: Trained, row: dict[str, Any], number: int) -> list[int]:
-    from qlora_fsdp.inference.trained import chat_tokens, prompt_tokens
+def _tokens(trained: AssembledModel, row: dict[str, Any], number: int) -> list[int]:
+    from qlora_fsdp.inference.prompts import chat_tokens, prompt_tokens
 
     if isinstance(row.get("prompt"), str):
         return prompt_tokens(trained.tokenizer, row["prompt"])

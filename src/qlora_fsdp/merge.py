@@ -65,24 +65,21 @@ def merge(settings: MergeSettings, config: Config, processes: Processes) -> None
     assert settings.adapter is not None and settings.out is not None
     with quick_imports():
         from qlora_fsdp.inference.merge_files import Merge, merge_files, merging_to
-        from qlora_fsdp.inference.trained import build_trained
+        from qlora_fsdp.inference.trained import assemble_trained
 
     built_as = config
     if settings.quantize is not None and settings.base == "full":  # whichever the adapter was trained on
         kind, ends = QuantType4bit(settings.quantize), EmbeddingStorage.none
         quant = replace(config.quant, load_in_4bit=True, load_in_8bit=False, bnb_4bit_quant_type=kind, embeddings=ends)
         built_as = replace(config, quant=quant)
-    base, adapter, out = build_trained(built_as, settings.adapter, processes), settings.adapter, settings.out
+    adapter, out = settings.adapter, settings.out
     merge_files(
         Merge(
-            base.built,
-            base.model.model,
-            base.files,
+            assemble_trained(built_as, adapter, processes),
             Path(adapter).expanduser(),
             Path(out).expanduser(),
             settings.base == "dequantized",
             cast(Any, settings.quantize),  # one of those, says _check
-            base.dtype,
             processes.device,
         )
     )

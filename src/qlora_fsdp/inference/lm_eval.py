@@ -22,7 +22,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from qlora_fsdp.common.errors import ConfigError, DataError, Problem
 from qlora_fsdp.config.settings import show
-from qlora_fsdp.inference.trained import Trained, generation_config
+from qlora_fsdp.inference.trained import generation_config
+from qlora_fsdp.model.assemble import AssembledModel
 from qlora_fsdp.model.shard import computing_inside
 from qlora_fsdp.runtime.processes import Processes
 
@@ -38,9 +39,9 @@ class ModelInStep:
         processes: all ranks have the model, and a share of the requests.
     """
 
-    def __init__(self, trained: Trained, processes: Processes) -> None:
+    def __init__(self, trained: AssembledModel, processes: Processes) -> None:
         self.trained, self.processes = trained, processes
-        self.device, self.config = processes.device, trained.files.config
+        self.device, self.config = processes.device, trained.meta.config
         self.base: Any = trained.model.base
         self.is_sharded = isinstance(trained.model, FSDPModule)
 

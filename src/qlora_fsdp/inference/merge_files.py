@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import bitsandbytes.functional as bnb
-import peft
 import torch
 from peft.utils import ModulesToSaveWrapper
 from peft.utils.other import TrainableTokensWrapper
@@ -31,8 +30,8 @@ from qlora_fsdp.layers import Format, QuantizedLayer, QuantizedLinear
 from qlora_fsdp.layers.lora import LoraLinear
 from qlora_fsdp.layers.quantized_format import code_book
 from qlora_fsdp.model.adapters import ADAPTER, base_linears
-from qlora_fsdp.model.build import BuiltModel
-from qlora_fsdp.model.find import ModelFiles
+from qlora_fsdp.model.assemble import AssembledModel
+from qlora_fsdp.model.build import MetaModel
 from qlora_fsdp.model.new_tokens import count_tokens
 from qlora_fsdp.weights.fill import Assignment, fill_from_files
 from qlora_fsdp.weights.safetensors_files import INDEX_NAME, SINGLE_NAME, StoredTensor
@@ -48,27 +47,30 @@ class Merge:
     """What is merged into what.
 
     Attributes:
-        built: the base on meta, inside `model`.
-        model: PEFT's, on meta.
-        files: of the base.
+        trained: the base with the adapter's layers, on meta.
         adapter: folder of the adapter.
         out: folder of the result.
-        dequantized: onto the quantized weights that the adapter was trained on, not onto the full-precision ones.
-        quantize: format of the result's linear layers, by transformers and bitsandbytes: `nf4` or `fp4`; None: as the
-            base.
-        dtype: in which the base is quantized, as in training.
-        device: where weights are quantized and adapters multiplied.
+        dequantized: merge into the quantized weights that the adapter was trained on, not the full-precision ones.
+        quantize: write the linear layers in this format of transformers and bitsandbytes; None: as the base has them.
+        device: where weights are quantized and adapters are multiplied.
     """
 
-    built: BuiltModel
-    model: peft.PeftModel
-    files: ModelFiles
+    trained: AssembledModel
     adapter: Path
     out: Path
     dequantized: bool
     quantize: Literal["nf4", "fp4"] | None
-    dtype: torch.dtype
     device: torch.device
+
+    @property
+    def meta(self) -> MetaModel:
+        """The base on meta, and what fills it."""
+        return self.trained.meta
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype in which the base is quantized, as in training."""
+        return self.trained.dtype
 
 
 def merge_files(merge: Merge) -> None:
@@ -78,9 +80,9 @@ def merge_files(merge: Merge) -> None:
         CheckpointError: the base is quantized already, and its full-precision weights were asked for.
         RunFolderError: `merge.out` holds something else, or can't be written.
     """
-    folder = merge.files.folder
+    folder = merge.trained.files.folder
     assert folder is not None
-    if not merge.dequantized and any(a.stored_parts for a in merge.built.assignments):
+    if not merge.dequantized and any(a.stored_parts for a in merge.meta.assignments):
         raise CheckpointError(
             f"{folder} is quantized and has no full-precision weights to merge onto. Set base=dequantized, or "
             "model.path to the model in full precision."
@@ -108,7 +110,7 @@ def merging_to(out: str | Path) -> Iterator[None]:
 def _open_folder(merge: Merge) -> None:
     """Make the folder, or go on in one that the same merge began."""
     record = {
-        "base": str(merge.files.folder),
+        "base": str(merge.trained.files.folder),
         "adapter": digest_file(merge.adapter / "adapter_model.safetensors"),
         "dequantized": merge.dequantized,
         "quantize": merge.quantize,
@@ -129,7 +131,7 @@ def _find_changes(merge: Merge) -> dict[str, dict[str, Tensor]]:
     token_rows: dict[nn.Module, dict[str, Tensor]] = {}  # the same of tied tables
     with safe_open(merge.adapter / "adapter_model.safetensors", "pt") as file:
         stored = {key.removeprefix("base_model.model."): key for key in file.keys()}  # noqa: SIM118
-        for name, module in merge.model.get_base_model().named_modules():
+        for name, module in merge.trained.model.base.named_modules():
             if isinstance(module, LoraLinear):
                 parts = {part: f"{name}.{part}" for part in ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")}
                 found = {part: file.get_tensor(stored[key]) for part, key in parts.items() if key in stored}
@@ -148,12 +150,12 @@ def _find_changes(merge: Merge) -> dict[str, dict[str, Tensor]]:
 
 def _write_weights(merge: Merge, changes: dict[str, dict[str, Tensor]]) -> bool:
     """Write every file that is not there yet, and the index; whether tied weights were written apart."""
-    assignments = {a.stored.key: a for a in merge.built.assignments if a.stored is not None}
+    assignments = {a.stored.key: a for a in merge.meta.assignments if a.stored is not None}
     parts = {part.key for a in assignments.values() for part in a.stored_parts.values()}
     parts |= {key for a in assignments.values() for key in a.copies}  # a tied table is written once
     by_file: dict[str, list[StoredTensor]] = {}
-    for stored in merge.files.tensors.values():
-        is_unused = merge.built.head and stored.key not in assignments  # by a classifier: the base's own head
+    for stored in merge.trained.files.tensors.values():
+        is_unused = merge.meta.head and stored.key not in assignments  # by a classifier: the base's own head
         if not (is_unused or _is_state(stored.key) or stored.key in parts):
             by_file.setdefault(stored.file.name, []).append(stored)
     extra = _find_extra(merge, changes)
@@ -184,9 +186,9 @@ def _write_weights(merge: Merge, changes: dict[str, dict[str, Tensor]]) -> bool:
 def _find_extra(merge: Merge, changes: dict[str, dict[str, Tensor]]) -> dict[str, Assignment]:
     """What the base's files lack: a new head, and the other names of tied weights of which one is changed."""
     extra: dict[str, Assignment] = {}
-    ties = merge.built.model.all_tied_weights_keys or {}
-    by_name = {a.name: a for a in merge.built.assignments}
-    for a in merge.built.assignments:
+    ties = merge.meta.model.all_tied_weights_keys or {}
+    by_name = {a.name: a for a in merge.meta.assignments}
+    for a in merge.meta.assignments:
         if a.stored is None:
             extra[a.name] = a
     for target, source in ties.items():
@@ -259,7 +261,7 @@ def _quantized(key: str, value: Tensor, assignment: Assignment | None, merge: Me
 
 def _takes_codes(module: nn.Module, merge: Merge) -> bool:
     """Whether a quantized result has the layer as codes: rows must be whole blocks, and the head stays as it is."""
-    head = merge.built.model.get_output_embeddings()
+    head = merge.meta.model.get_output_embeddings()
     is_head = module is getattr(head, "base_layer", head)
     return isinstance(module, QuantizedLinear) and module.in_features % BLOCKSIZE == 0 and not is_head
 
@@ -275,17 +277,17 @@ def _write_config(merge: Merge, folder: Path, untied: bool) -> None:
             shutil.copyfile(file, merge.out / file.name)
     config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config.pop("quantization_config", None)
-    if merge.built.head:
-        own = merge.built.model.config
+    if merge.meta.head:
+        own = merge.meta.model.config
         config |= {key: getattr(own, key) for key in ("id2label", "label2id", "problem_type", "pad_token_id")}
-        config["architectures"] = [type(merge.built.model).__name__]
-    num_tokens, num_rows = count_tokens(merge.built.model)
+        config["architectures"] = [type(merge.meta.model).__name__]
+    num_tokens, num_rows = count_tokens(merge.meta.model)
     if num_tokens > num_rows:
         config.get("text_config", config)["vocab_size"] = num_tokens
     if untied:
         config["tie_word_embeddings"] = False
     if merge.quantize is not None:
-        plain = {name for name, layer in base_linears(merge.built.model) if not _takes_codes(layer, merge)}
+        plain = {name for name, layer in base_linears(merge.meta.model) if not _takes_codes(layer, merge)}
         config["quantization_config"] = {
             "quant_method": "bitsandbytes",
             "load_in_4bit": True,

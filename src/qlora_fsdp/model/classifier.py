@@ -84,6 +84,10 @@ class Classifier(TaskModel):
             return losses_NK.mean(1)
         return F.mse_loss(logits_NK, labels_NW, reduction="none").mean(1)
 
+    def forget_outputs(self) -> None:
+        """Drop what `take_metrics` would take into account."""
+        self._seen = []
+
     def take_metrics(self, processes: Processes) -> dict[str, float]:
         """Accuracy, F1 and AUC of the rows seen since.
 
