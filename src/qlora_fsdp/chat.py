@@ -49,8 +49,8 @@ class ChatSettings(GenerateSettings):
 
 
 def chat(settings: ChatSettings, config: Config, processes: Processes) -> None:
-    """Read turns from the terminal until it ends; every rank of a sharded model hears what rank 0 reads."""
-    settings.prompt = ""  # there is none beforehand
+    """Read turns from the terminal until it ends. Rank 0 shares what it reads with the other ranks."""
+    settings.prompt = ""  # a chat starts without one
     check_generation(settings, config)
     with quick_imports():
         from qlora_fsdp.inference.prompts import check_template
@@ -74,7 +74,7 @@ def chat(settings: ChatSettings, config: Config, processes: Processes) -> None:
         conversation.messages.append({"role": "user", "content": line})
         try:
             reply = _reply(trained, conversation.messages, settings, processes)
-        except UserError as error:  # the template refuses, say, a system turn: the chat goes on
+        except UserError as error:  # for example, the template refuses a system turn; the chat continues
             conversation.messages.pop()
             if processes.is_main:
                 print(f"Error: {error}")
@@ -96,7 +96,7 @@ class Conversation:
             self.messages.append({"role": "system", "content": self.system})
 
     def obeys(self, line: str) -> bool:
-        """Whether the line is a command, which has been carried out."""
+        """Carry out a line that is a command. Returns whether it is one."""
         command, _, rest = line.strip().partition(" ")
         if command not in ("/reset", "/system"):
             return False
@@ -131,7 +131,7 @@ def _reply(
         )
     if limit is not None:
         settings = replace(settings, max_new_tokens=min(settings.max_new_tokens, limit - len(tokens)))
-    torch.manual_seed(settings.seed + len(messages))  # the same on every rank, which all draw the same tokens
+    torch.manual_seed(settings.seed + len(messages))  # the same on every rank, so that all draw the same tokens
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if processes.is_main else None
     input_ids, mask = pad_left([tokens], tokenizer.pad_token_id)
     output = run_generate(trained, input_ids, mask, settings, processes, streamer=streamer)

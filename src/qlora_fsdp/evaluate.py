@@ -1,4 +1,4 @@
-"""`python -m qlora_fsdp.evaluate`: loss and perplexity of a model, with or without an adapter, or lm-eval's tasks."""
+"""`python -m qlora_fsdp.evaluate`: a model's loss and perplexity, or its scores on lm-eval's tasks."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class EvaluateSettings(AdapterSettings):
 
 
 def evaluate_model(settings: EvaluateSettings, config: Config, processes: Processes) -> None:
-    """Load, evaluate, and print one line of JSON."""
+    """Load the model, evaluate it, and print one line of JSON."""
     if processes.is_main and (problems := check_out(settings.out)):
         raise ConfigError(problems)
     by = evaluate_on_data if settings.tasks is None else evaluate_on_tasks
@@ -78,7 +78,7 @@ def evaluate_model(settings: EvaluateSettings, config: Config, processes: Proces
 
 
 def evaluate_on_data(settings: EvaluateSettings, config: Config, processes: Processes) -> dict[str, Any]:
-    """Loss and perplexity, or a classifier's figures."""
+    """Loss and perplexity on the user's data, or a classifier's figures."""
     with quick_imports():
         from qlora_fsdp.data.prepare import prepare_data
         from qlora_fsdp.inference.trained import load_trained
@@ -107,7 +107,7 @@ def evaluate_on_data(settings: EvaluateSettings, config: Config, processes: Proc
     started = time.perf_counter()
     split = split_batches(config.training, processes.num_ranks, len(data.train))
     found = evaluate(trained.model, data.train, split, processes)
-    assert found is not None  # nothing stops it
+    assert found is not None  # only training can be told to stop
     loss, metrics = found
     figures: dict[str, Any] = {"data": config.data.path or config.data.mix, "loss": loss}
     if config.task.name is TaskName.causal_lm:
@@ -122,7 +122,7 @@ def evaluate_on_tasks(settings: EvaluateSettings, config: Config, processes: Pro
     """The metrics of lm-eval's tasks.
 
     Raises:
-        ConfigError: lm-eval is not installed, a setting makes no sense, or a name is no task.
+        ConfigError: lm-eval is not installed, a setting makes no sense, or a name is not a task.
         DataError: a task's data can't be loaded.
     """
     names = [name.strip() for name in (settings.tasks or "").split(",") if name.strip()]
@@ -148,7 +148,7 @@ def check_tasks(settings: EvaluateSettings, config: Config, names: Sequence[str]
     """Refuse what lm-eval could not do, before it is imported.
 
     Raises:
-        ConfigError: all that was found.
+        ConfigError: all problems that were found.
     """
     problems = []
     if find_spec("lm_eval") is None:
@@ -173,7 +173,7 @@ def check_tasks(settings: EvaluateSettings, config: Config, names: Sequence[str]
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code."""
     arguments = sys.argv[1:] if argv is None else argv
-    has_own = any(text.startswith("tasks=") for text in arguments)  # lm-eval's tasks bring their data
+    has_own = any(text.startswith("tasks=") for text in arguments)  # tasks of lm-eval come with their data
     return run_command(arguments, EvaluateSettings, USAGE, evaluate_model, needs_data=not has_own)
 
 

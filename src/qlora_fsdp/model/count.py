@@ -67,7 +67,7 @@ class FlopCounter:
     attention_width: int
 
     def of_batch(self, sequence_starts: Tensor) -> float:
-        """FLOPs of a micro-batch with causal attention, whose rows start at `sequence_starts` (int32 [rows + 1], CPU)."""
+        """FLOPs of a micro-batch with causal attention; its rows start at `sequence_starts` (int32 [rows + 1], CPU)."""
         lengths = sequence_starts.diff().double()
         dense = (4 * self.frozen_weights + 6 * self.trained_weights) * float(lengths.sum())
         return dense + 6 * self.attention_width * float((lengths**2).sum())
