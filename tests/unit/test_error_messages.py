@@ -29,8 +29,9 @@ from qlora_fsdp.weights.safetensors_files import StoredTensor, read_headers
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
-ROWS = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in PAGE.splitlines() if line.startswith("| `")]
-OWN = [row[0].strip("| ") for row in ROWS if row[0] in PAGE.partition("### Settings and launch")[2]]
+# Each message is a heading, which other words of it may follow, and a list that ends with the test.
+ENTRIES = re.findall(r"^#{3,4} (.+\n(?:(?!#|- ).*\n)*)((?:- .*\n(?:  .*\n)*)+)", PAGE, flags=re.MULTILINE)
+OWN = [words for words, _ in ENTRIES if words in PAGE.partition("### Settings and launch")[2]]
 SIZES = {"vocab_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
@@ -54,9 +55,9 @@ def sources() -> str:
     return "\n".join(re.sub(r"\s+", " ", words_of(node)) for node in strings)
 
 
-@pytest.mark.parametrize("row", OWN)
-def test_own_messages_are_in_the_sources(sources: str, row: str):
-    messages = re.findall(r"`([^`]+)`", row)
+@pytest.mark.parametrize("words", OWN)
+def test_own_messages_are_in_the_sources(sources: str, words: str):
+    messages = re.findall(r"`([^`]+)`", words.replace("\n", " "))
     assert messages
     for message in messages:
         parts = [part.strip() for part in re.split(r"…|\S+=\S+|\bnan\b| x |SIGTERM|pissa", message)]
@@ -64,10 +65,12 @@ def test_own_messages_are_in_the_sources(sources: str, row: str):
             assert part in sources, f"{part!r} of {message!r}"
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0][:40])
-def test_the_tests_that_provoke_them_exist(row: list[str]):
+@pytest.mark.parametrize(("words", "items"), ENTRIES, ids=[words[:40] for words, _ in ENTRIES])
+def test_the_tests_that_provoke_them_exist(words: str, items: str):
+    assert "- Cause: " in items
+    test = items.partition("- Test: ")[2]
     written = "\n".join(file.read_text(encoding="utf-8") for file in (ROOT / "tests").rglob("test_*.py"))
-    names, links = re.findall(r"`(test_\w+)", row[-1]), re.findall(r"\]\(([^)]+)\)", row[-1])
+    names, links = re.findall(r"`(test_\w+)", test), re.findall(r"\]\(([^)]+)\)", test)
     assert names or links, "no test is named"
     assert all(f"def {name}" in written for name in names), names
     assert all((ROOT / "docs" / link).exists() for link in links), links
