@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from qlora_fsdp.memory.activation_bytes import Policy
-from qlora_fsdp.model.activations import Relief
+from qlora_fsdp.model.activations import MemoryFallback
 from qlora_fsdp.model.task_model import TaskModel
 from qlora_fsdp.training import loop
 from tests.helpers.ranks import run_ranks
@@ -23,11 +23,11 @@ RELIEVED_AT = (2, 5, 6, 9, 10, 11)  # micro-batches, two a step; two layers, eac
 def train_short_of_memory(argv: list[str], rank_short: int | None) -> tuple[Trained, list[Policy]]:
     """A run in which one rank is relieved before these micro-batches; the policies of its layers at the end."""
     policies, num_micro_batches, reduce_gradients = [Policy.none], 0, loop.reduce_gradients
-    relief: Relief | None = None
+    relief: MemoryFallback | None = None
 
     def relieve(model: TaskModel, now: bool) -> None:
         nonlocal relief, num_micro_batches
-        relief = relief or Relief(model.layers, [Policy.none] * len(model.layers))
+        relief = relief or MemoryFallback(model.layers, [Policy.none] * len(model.layers))
         if rank_short == int(os.environ["RANK"]) and num_micro_batches in RELIEVED_AT:
             relief()
         num_micro_batches += 1

@@ -20,7 +20,7 @@ from qlora_fsdp.common.errors import AdapterError, CheckpointError, ConfigError,
 from qlora_fsdp.config.schema import LoraConfig, ModelConfig, QuantConfig
 from qlora_fsdp.inference.merge_files import Merge, merge_files
 from qlora_fsdp.model.adapters import apply_adapters
-from qlora_fsdp.model.build import BuiltModel, build_model
+from qlora_fsdp.model.build import BuildSettings, MetaModel, build_model
 from qlora_fsdp.model.find import find_model
 from qlora_fsdp.runtime.processes import start_processes
 from qlora_fsdp.training.loop import _stop_on_bad_gradients
@@ -98,9 +98,9 @@ def test_processes_that_do_not_meet(monkeypatch: pytest.MonkeyPatch):
         start_processes(1, use_cpu=True)
 
 
-def build(folder: Path, quant: QuantConfig) -> BuiltModel:
+def build(folder: Path, quant: QuantConfig) -> MetaModel:
     files = find_model(ModelConfig(path=str(folder)), is_main=True, first_error=lambda error: error)
-    return build_model(files, quant, torch.float32, "sdpa")
+    return build_model(files, BuildSettings(quant, torch.float32, "sdpa"))
 
 
 def test_a_layout_that_is_split_or_merged(tmp_path: Path):
@@ -159,11 +159,11 @@ def test_blocks_that_cross_rows(tmp_path: Path):
 
 
 def test_a_quantized_base_can_not_be_merged_in_full(tmp_path: Path):
-    built, files = (
-        SimpleNamespace(assignments=[SimpleNamespace(stored_parts={"codes": 0})]),
-        SimpleNamespace(folder=tmp_path),
+    trained = SimpleNamespace(
+        meta=SimpleNamespace(assignments=[SimpleNamespace(stored_parts={"codes": 0})]),
+        files=SimpleNamespace(folder=tmp_path),
     )
-    merge = Merge(built, None, files, tmp_path, tmp_path, False, None, torch.float32, torch.device("cpu"))
+    merge = Merge(trained, tmp_path, tmp_path, False, None, torch.device("cpu"))
     with pytest.raises(CheckpointError, match="is quantized and has no full-precision weights to merge onto"):
         merge_files(merge)
 

@@ -22,7 +22,7 @@ from qlora_fsdp.memory.workload import Workload
 from qlora_fsdp.model import input_offload
 from qlora_fsdp.model.activations import set_activation_policy
 from qlora_fsdp.model.adapters import apply_adapters
-from qlora_fsdp.model.build import build_model
+from qlora_fsdp.model.build import BuildSettings, build_model
 from qlora_fsdp.model.causal_lm import CausalLM
 from qlora_fsdp.model.find import ModelFiles
 
@@ -33,9 +33,8 @@ def make_model(family: str, config: Config, **more: Any) -> tuple[CausalLM, Work
     """A small model with random weights on the CPU, unsharded, and its workload."""
     torch.manual_seed(0)
     hf_config = AutoConfig.for_model(family, **{**SHAPE, **FAMILIES[family], **more}, initializer_range=0.1)
-    built = build_model(
-        ModelFiles(None, hf_config), config.quant, torch.float32, "sdpa", keep=config.lora.modules_to_save
-    )
+    settings = BuildSettings(config.quant, torch.float32, "sdpa", keep=config.lora.modules_to_save or [])
+    built = build_model(ModelFiles(None, hf_config), settings)
     model = CausalLM(apply_adapters(built.model, config.lora))
     if config.kernels.fuse_layers:
         fuse_layers(model)

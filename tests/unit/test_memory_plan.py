@@ -27,7 +27,7 @@ from qlora_fsdp.memory.speed import load_seconds, tokens_per_second
 from qlora_fsdp.memory.suggest import enough_gpus, largest_savings, smaller_runs
 from qlora_fsdp.memory.workload import FUSED_KERNELS, Workload
 from qlora_fsdp.model.adapters import apply_adapters
-from qlora_fsdp.model.build import build_model
+from qlora_fsdp.model.build import BuildSettings, build_model
 from qlora_fsdp.model.causal_lm import CausalLM
 from qlora_fsdp.model.count import count_bytes
 from qlora_fsdp.model.find import ModelFiles
@@ -62,7 +62,7 @@ def test_parameters_are_those_of_the_model(model: str, quant: str):
     assert shape is not None
     settings = dict(values)
     hf_config = AutoConfig.for_model(settings.pop("model_type"), **settings)
-    built = build_model(ModelFiles(None, hf_config), config.quant, torch.bfloat16, "sdpa")
+    built = build_model(ModelFiles(None, hf_config), BuildSettings(config.quant, torch.bfloat16, "sdpa"))
     sizes = count_bytes(CausalLM(apply_adapters(built.model, config.lora)), 0, 3)
     assert shape.num_parameters == sizes.num_base
     for num_ranks, expected in ((1, sizes.total_bytes), (3, sizes.shard_bytes)):

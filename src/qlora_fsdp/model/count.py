@@ -1,4 +1,4 @@
-"""What a run will compute and hold, counted on a model on meta, before anything large is allocated: FLOPs and bytes."""
+"""Count what a run computes and holds, from the model on meta: FLOPs per step and bytes per rank."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from qlora_fsdp.runtime.rows import rows_of_rank
 
 @dataclass(frozen=True)
 class FlopCounter:
-    """Model FLOPs of a training step, recomputation not counted (PaLM's MFU, arXiv:2204.02311, appendix B).
+    """Counts the model FLOPs of a step, without recomputation (PaLM's MFU, arXiv:2204.02311, appendix B).
 
     Attributes:
-        frozen_weights: elements of frozen matrices: 2 FLOPs forward and 2 for the input's gradient, each.
-        trained_weights: elements of trained matrices: 2 more for the weight's gradient.
-        attention_width: sum over layers of heads x head size.
+        frozen_weights: elements of frozen matrices. Each takes 2 FLOPs per token in forward, and 2 for the gradient of
+            the input.
+        trained_weights: elements of trained matrices. Each takes 2 more for its own gradient.
+        attention_width: heads x head size, summed over layers.
     """
 
     frozen_weights: int
@@ -28,14 +29,14 @@ class FlopCounter:
     attention_width: int
 
     def of_batch(self, sequence_starts: Tensor) -> float:
-        """FLOPs of a micro-batch whose rows start there (int32 [rows + 1], on the CPU); attention is causal."""
+        """FLOPs of a micro-batch with causal attention; its rows start at `sequence_starts` (int32 [rows + 1], CPU)."""
         lengths = sequence_starts.diff().double()
         dense = (4 * self.frozen_weights + 6 * self.trained_weights) * float(lengths.sum())
         return dense + 6 * self.attention_width * float((lengths**2).sum())
 
 
 def count_flops(model: nn.Module, config: PretrainedConfig) -> FlopCounter:
-    """The counter of a model on meta, adapters included; embeddings are look-ups and do not count."""
+    """The counter for a model on meta with its adapters. Embeddings are look-ups and do not count."""
     frozen = trained = 0
     for module in model.modules():
         if isinstance(module, QuantizedLinear):
@@ -51,7 +52,14 @@ def count_flops(model: nn.Module, config: PretrainedConfig) -> FlopCounter:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes of the parameters: of the whole model, and of one rank's shard."""
+    """How large the model's parameters are.
+
+    Attributes:
+        total_bytes: bytes of the whole model.
+        shard_bytes: bytes of one rank's shard.
+        num_trainable: number of trained parameters.
+        num_base: number of the base's parameters, before quantization.
+    """
 
     total_bytes: int
     shard_bytes: int

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,7 @@ from qlora_fsdp.config.schema import Config, Optimizer
 from qlora_fsdp.config.settings import show
 from qlora_fsdp.data.sequences import TrainingData
 from qlora_fsdp.records.run_state import ATTEMPT, checkpoint_folders, describe_attempt, read_json, step_of
-from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.training.checkpoint import ANEW, MANIFEST, Checkpoint, another, read_manifest, remove_checkpoints
-from qlora_fsdp.weights.fill import Assignment
-from qlora_fsdp.weights.safetensors_files import fingerprint
 
 # The state of adamw_8bit is saved a file a rank, so the shards must stay as they are.
 SHARDS = ("fsdp.sharding_strategy", "fsdp.hybrid_shard_size")
@@ -121,16 +117,6 @@ def check_data(checkpoint: Checkpoint, data: TrainingData, config: Config) -> No
             f"data.path={config.data.path} is not the data that {checkpoint.folder} was trained on: {counts}. Bring "
             f"the data back, or set checkpoint.allow_changes=[data.path]. Or set {ANEW}"
         )
-
-
-def describe_base(assignments: Sequence[Assignment], processes: Processes) -> str | None:
-    """Fingerprint of the files that fill the model; None where it is made up. Rank 0 reads."""
-    result: str | None = None
-    if processes.is_main:
-        stored = [tensor for a in assignments for tensor in (a.stored, *a.stored_parts.values()) if tensor is not None]
-        result = fingerprint(stored) if stored else None
-    result = processes.share(result)
-    return result
 
 
 def check_base(checkpoint: Checkpoint, base: str | None, config: Config) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -11,10 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import peft
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
-from tqdm import tqdm
 
 from qlora_fsdp.common.errors import UserError
 from qlora_fsdp.common.files import write_json
@@ -25,9 +22,8 @@ from qlora_fsdp.config.validate import check
 from qlora_fsdp.config.world import World
 from qlora_fsdp.memory.show import as_json
 from qlora_fsdp.model.adapters import initialize_adapters
-from qlora_fsdp.model.prove import prove_shards
+from qlora_fsdp.model.materialize import materialize
 from qlora_fsdp.model.save_adapter import adapter_keys, save_adapter, write_adapter
-from qlora_fsdp.model.shard import place_model, shard_model
 from qlora_fsdp.records.journal import Journal
 from qlora_fsdp.records.run_folder import check_room, close_run_folder, log, open_run_folder, writing
 from qlora_fsdp.report.page import write_report
@@ -52,7 +48,6 @@ from qlora_fsdp.training.resume import (
     settings_of,
 )
 from qlora_fsdp.training.saver import Saver
-from qlora_fsdp.weights.fill import fill
 
 
 def run(config: Config, world: World) -> dict[str, Any]:
@@ -109,8 +104,7 @@ def _run(
         check_data(checkpoint, prepared.data.train, config)
         check_base(checkpoint, prepared.base, config)
     try:
-        units = shard_model(prepared.model, config.fsdp, processes, prepared.memory.reshard_after_forward)
-        summary |= _load_and_prove(prepared, units, config, processes)
+        summary |= _load_and_prove(prepared, config, processes)
         summary["setup_seconds"] = time.perf_counter() - started
         result = _train(prepared, config, processes, watch, folder, checkpoint, summary)
     except RuntimeError as error:
@@ -129,43 +123,36 @@ def _run(
     log.info(f"Finished in {summary['seconds']:.1f} s. The adapter is in {folder / 'adapter'}")
 
 
-def _load_and_prove(
-    prepared: Prepared, units: list[FSDPModule], config: Config, processes: Processes
-) -> dict[str, Any]:
+def _load_and_prove(prepared: Prepared, config: Config, processes: Processes) -> dict[str, Any]:
     """Fill every shard, and check what FSDP makes of them; figures for summary.json."""
-    device, model, started = processes.device, prepared.model, time.perf_counter()
-    place_model(model, torch.device("cpu") if config.fsdp.cpu_offload else device, device)
-    num_read = _load(prepared, config, processes)
-    initialize_adapters(model.model, config.lora.init_lora_weights, config.training.seed, prepared.tokens)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    load_seconds = time.perf_counter() - started
-    prepared.peaks.enter("proof")
-    proof = prove_shards(model, units, processes, int(os.environ.get("WORLD_SIZE", 1)))
-    proof_seconds = time.perf_counter() - started - load_seconds
+
+    def fill_adapters(model: peft.PeftModel) -> None:
+        initialize_adapters(model, config.lora.init_lora_weights, config.training.seed, prepared.assembled.tokens)
+
+    loaded = materialize(
+        prepared.assembled,
+        config,
+        processes,
+        fill_adapters,
+        reshard_after_forward=prepared.memory.reshard_after_forward,
+        shows_progress=True,
+        before_proof=lambda: prepared.peaks.enter("proof"),
+    )
+    num_read, seconds, proof = loaded.num_bytes_read, loaded.load_seconds, loaded.proof
     proved = f"proved {show_bytes(proof.num_bytes)} in {proof.num_tensors} gathered tensors, 0 bytes differ, "
+    proved += f"in {loaded.proof_seconds:.1f} s"
     log.info(
-        f"Loaded {show_bytes(num_read)} a rank in {load_seconds:.1f} s ({num_read / load_seconds / 1e9:.2f} GB/s); "
-        f"{f'{proved}in {proof_seconds:.1f} s' if units else 'nothing is sharded: each rank has the whole base'}"
+        f"Loaded {show_bytes(num_read)} a rank in {seconds:.1f} s ({num_read / seconds / 1e9:.2f} GB/s); "
+        f"{proved if loaded.units else 'nothing is sharded: each rank has the whole base'}"
     )
     return {
-        "load_seconds": load_seconds,
+        "load_seconds": seconds,
         "load_gpu_peak_gib": prepared.peaks.peak_gib("load"),
         "load_host_gib": host_rss_now_gib(),
-        "proof_seconds": proof_seconds,
+        "proof_seconds": loaded.proof_seconds,
         "proved_bytes": proof.num_bytes,
         "shard_bytes": prepared.sizes.shard_bytes,
     }
-
-
-def _load(prepared: Prepared, config: Config, processes: Processes) -> int:
-    """Fill the shards, with a bar where there is a terminal; the bytes that this rank read."""
-    assignments, dtype = prepared.built.assignments, prepared.dtype
-    total = sum(a.num_bytes(dtype) for a in assignments) // prepared.num_shards
-    shows = processes.is_main and sys.stderr.isatty()
-    with tqdm(total=total, unit="B", unit_scale=True, desc="Loading", disable=not shows, leave=False) as bar:
-        fill(assignments, processes.device, dtype, prepared.built.std, config.training.seed, bar.update)
-    return total
 
 
 def _train(
@@ -191,7 +178,7 @@ def _train(
     if processes.is_main:
         with writing(folder):
             begin_attempt(checkpoint, folder)
-    card = f"LoRA r={config.lora.r} on {prepared.built.kind} weights, {split.num_steps} steps"
+    card = f"LoRA r={config.lora.r} on {prepared.assembled.meta.kind} weights, {split.num_steps} steps"
     weights = getattr(model, "class_weights", None)
     settings = saved_settings(config, None if weights is None else weights.tolist())
 
