@@ -1,6 +1,6 @@
 """What happens on a step that would spoil the adapter: loss or gradient is NaN, infinite, or far above the last ones.
 
-Its gradient is never used: the optimizer is told so on the device, by the same rule (`optim.measure_step`). What was
+Its gradient is never used: the optimizer is told so on the device, by the same rule (`step.StepRunner`). What was
 in the batch is written to run.folder/bad_steps/, and training stops, goes on with the next batch, or goes back to the
 weights of the newest checkpoint first.
 """

@@ -1,33 +1,18 @@
-"""The optimizer and the learning rate."""
+"""The optimizer, the learning rate of each step, and the clipping of gradients."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from typing_extensions import assert_never
 
 from qlora_fsdp.config.schema import LrScheduler, OptimConfig, Optimizer
 from qlora_fsdp.runtime.rows import local_tensor, shard_group
-
-
-def make_optimizer(params: Iterable[nn.Parameter], config: OptimConfig, learning_rate: float) -> torch.optim.Optimizer:
-    """AdamW over the trainable shards: torch's fused, or bitsandbytes' with 8-bit block-wise state (arXiv:2110.02861).
-
-    Args:
-        params: trainable, sharded.
-        config: which of the two, and its settings.
-        learning_rate: of the first step; the loop sets the others.
-    """
-    is_8bit = config.name is Optimizer.adamw_8bit
-    adamw: Callable[..., torch.optim.Optimizer] = LocalAdamW8bit if is_8bit else partial(LocalAdamW, fused=True)
-    betas = (config.betas[0], config.betas[1])
-    return adamw(list(params), lr=learning_rate, betas=betas, eps=config.eps, weight_decay=config.weight_decay)
 
 
 class LocalAdamW(torch.optim.AdamW):
@@ -106,6 +91,32 @@ class LocalAdamW8bit(torch.optim.Optimizer):
             local.grad = None
 
 
+LocalOptimizer = LocalAdamW | LocalAdamW8bit
+
+
+def make_optimizer(params: Iterable[nn.Parameter], config: OptimConfig, learning_rate: float) -> LocalOptimizer:
+    """AdamW over this rank's shards of the parameters, with the state that `optim.name` asks for.
+
+    Args:
+        params: trainable, sharded.
+        config: which optimizer, and its settings.
+        learning_rate: of the first step; the loop sets it again at every step.
+    """
+    options: dict[str, Any] = {
+        "lr": learning_rate,
+        "betas": (config.betas[0], config.betas[1]),
+        "eps": config.eps,
+        "weight_decay": config.weight_decay,
+    }
+    match config.name:
+        case Optimizer.adamw:
+            return LocalAdamW(list(params), **options, fused=True)
+        case Optimizer.adamw_8bit:
+            return LocalAdamW8bit(list(params), **options)
+        case _:
+            assert_never(config.name)
+
+
 def learning_rate_at(step: int, num_steps: int, peak: float, config: OptimConfig) -> float:
     """The learning rate of a step.
 
@@ -119,44 +130,16 @@ def learning_rate_at(step: int, num_steps: int, peak: float, config: OptimConfig
     warmup = config.warmup_steps if config.warmup_steps is not None else math.ceil(config.warmup_ratio * num_steps)
     if step < warmup:
         return peak * (step + 1) / warmup
-    if config.lr_scheduler_type is LrScheduler.constant:
-        return peak
     progress = (step - warmup) / max(1, num_steps - warmup)
-    if config.lr_scheduler_type is LrScheduler.linear:
-        return peak * (1.0 - progress)
-    return peak * 0.5 * (1.0 + math.cos(math.pi * progress))
-
-
-@dataclass(frozen=True)
-class StepOutcome:
-    """What a step's backward came to.
-
-    Attributes:
-        is_bad: float32 scalar on the device: 1 where the gradient must not be used.
-        wait: waits until the figures are known, and no longer: the loss, and the gradient norm before clipping, the
-            same on every rank.
-    """
-
-    is_bad: Tensor
-    wait: Callable[[], list[float]]
-
-
-@torch.no_grad()
-def measure_step(params: Sequence[nn.Parameter], max_norm: float, local_loss: Tensor, limit: float) -> StepOutcome:
-    """Clip the gradients, and judge the step on the device, so that the host can give it more work meanwhile.
-
-    Args:
-        params: trainable, sharded, after backward.
-        max_norm: as for `clip_gradients`.
-        local_loss: this rank's part of the loss, a scalar on the device.
-        limit: a gradient norm above it is as bad as one that is not finite.
-    """
-    norm = clip_gradients(params, max_norm).to(local_loss.device, torch.float64)
-    loss = local_loss.double()
-    if dist.get_world_size() > 1:  # a rank alone needs no NCCL, which would take half a GiB
-        dist.all_reduce(loss)
-    is_good = loss.isfinite() & norm.isfinite() & (norm <= limit)
-    return StepOutcome((~is_good).float(), _start_reading(torch.stack([loss, norm])))
+    match config.lr_scheduler_type:
+        case LrScheduler.constant:
+            return peak
+        case LrScheduler.linear:
+            return peak * (1.0 - progress)
+        case LrScheduler.cosine:
+            return peak * 0.5 * (1.0 + math.cos(math.pi * progress))
+        case _:
+            assert_never(config.lr_scheduler_type)
 
 
 @torch.no_grad()
@@ -179,18 +162,3 @@ def clip_gradients(params: Sequence[nn.Parameter], max_norm: float) -> Tensor:
     if max_norm > 0:
         torch._foreach_mul_(local_grads, (max_norm / (norm + 1e-6)).clamp(max=1.0).float())
     return norm
-
-
-def _start_reading(values: Tensor) -> Callable[[], list[float]]:
-    """Begin to copy to the host; the call of the result waits for that, and for nothing that is begun later."""
-    if values.device.type != "cuda":
-        return values.tolist
-    copied, on_host = torch.cuda.Event(), torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-    on_host.copy_(values, non_blocking=True)
-    copied.record()
-
-    def wait() -> list[float]:
-        copied.synchronize()
-        return on_host.tolist()
-
-    return wait

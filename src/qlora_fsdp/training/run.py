@@ -35,9 +35,11 @@ from qlora_fsdp.runtime.hardware import host_rss_gib, host_rss_now_gib
 from qlora_fsdp.runtime.processes import Processes, start_processes, stop_processes
 from qlora_fsdp.runtime.watch import Watch
 from qlora_fsdp.training.bad_steps import NUM_NORMS, BadSteps
+from qlora_fsdp.training.batches import GlobalBatches
 from qlora_fsdp.training.checkpoint import Checkpoint, load_checkpoint, verify_files
+from qlora_fsdp.training.evaluate import Evaluation
 from qlora_fsdp.training.generations import Generations
-from qlora_fsdp.training.loop import TrainResult, describe, train
+from qlora_fsdp.training.loop import TrainResult, train
 from qlora_fsdp.training.memory_use import explain_shortage, is_shortage
 from qlora_fsdp.training.optim import make_optimizer
 from qlora_fsdp.training.prepare import Prepared, prepare
@@ -52,6 +54,8 @@ from qlora_fsdp.training.resume import (
     settings_of,
 )
 from qlora_fsdp.training.saver import Saver
+from qlora_fsdp.training.step import StepRunner
+from qlora_fsdp.training.step_recorder import StepRecorder
 from qlora_fsdp.weights.fill import fill
 
 
@@ -121,7 +125,7 @@ def _run(
     finally:
         with suppress(RuntimeError):  # the GPU may be what failed
             summary["memory"] = _compare_memory(prepared)
-    summary |= {"status": "finished"} | describe(result) | {"seconds": time.perf_counter() - started}
+    summary |= {"status": "finished"} | result.describe() | {"seconds": time.perf_counter() - started}
     if processes.is_main:
         with writing(folder):
             write_json(folder / "summary.json", summary)
@@ -223,6 +227,16 @@ def _train(
         saver,
         processes,
     )
+    evaluation = Evaluation(
+        data.eval,
+        config.training.eval_every_steps,
+        split,
+        Generations(config.tracking, data.eval, prepared.tokenizer, processes),
+        processes,
+        prepared.peaks,
+        journal,
+        saver,
+    )
     figures = dict(summary)
     try:
         watch.be_patient(
@@ -231,24 +245,18 @@ def _train(
         )
         with saver:
             result = train(
-                model,
-                optimizer,
-                data.train,
-                data.eval,
-                config,
-                split,
-                prepared.flops,
-                processes,
-                journal,
+                StepRunner(model, optimizer, config.optim.max_grad_norm, prepared.flops, prepared.peaks, processes),
+                GlobalBatches(data.train, split, config.training.seed, processes.rank),
+                evaluation,
+                StepRecorder(journal, prepared.peaks, processes),
                 saver,
                 bad_steps,
-                prepared.peaks,
-                Generations(config.tracking, data.eval, prepared.tokenizer, processes),
+                config,
                 done,
             )
         watch.be_patient("all steps are done, and the run finishes; another Ctrl-C stops it at once")
         save_adapter(model.model, folder / "adapter", prepared.tokenizer, card, settings, processes)
-        figures |= {"status": "finished"} | describe(result)
+        figures |= {"status": "finished"} | result.describe()
     finally:
         summary["checkpoints"] = saver.describe()
         journal.close(figures)
