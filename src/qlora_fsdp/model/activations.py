@@ -41,7 +41,7 @@ def set_activation_policy(layers: Sequence[nn.Module], policies: Sequence[Policy
             layer._gradient_checkpointing_func = partial(offload.run, recompute)  # type: ignore[assignment]
 
 
-class Relief:
+class MemoryFallback:
     """Takes a step towards smaller activation policies each time it is called; of this rank alone.
 
     Args:

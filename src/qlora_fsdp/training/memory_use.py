@@ -29,12 +29,12 @@ class PhasePeaks:
         allocated: most bytes that tensors held, by phase.
         reserved: most bytes that the allocator held, by phase.
         now: the phase that runs.
-        relieve: called before a forward, when memory was short in several micro-batches: each time the allocator waits
-            for the GPU, and ever smaller gaps between tensors might in the end not do.
+        fall_back: called before a forward pass when memory was short in several micro-batches in a row. Each time the
+            allocator waits for the GPU, and the gaps between tensors may become too small for what comes.
     """
 
     device: torch.device
-    relieve: Callable[[], None] | None = None
+    fall_back: Callable[[], None] | None = None
     allocated: dict[str, int] = field(default_factory=dict)
     reserved: dict[str, int] = field(default_factory=dict)
     now: str = PHASES[0]
@@ -48,12 +48,12 @@ class PhasePeaks:
         self.now = phase
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
-        if phase == "forward" and self.relieve is not None:
+        if phase == "forward" and self.fall_back is not None:
             self._num_short = self._num_short + 1 if self._num_retries > self._num_retries_before else 0
             self._num_retries_before = self._num_retries
             if self._num_short == SHORT_IN_A_ROW:
                 self._num_short = 0
-                self.relieve()
+                self.fall_back()
 
     def record(self) -> None:
         """Record the phase that runs, up to now."""

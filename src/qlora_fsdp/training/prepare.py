@@ -19,7 +19,7 @@ from qlora_fsdp.layers.fuse import fuse_layers
 from qlora_fsdp.layers.liger import use_fused_kernels
 from qlora_fsdp.layers.quantized_linear import use_fp8
 from qlora_fsdp.memory.plan_run import Decision, Machine, decide
-from qlora_fsdp.model.activations import Relief, set_activation_policy
+from qlora_fsdp.model.activations import MemoryFallback, set_activation_policy
 from qlora_fsdp.model.adapters import trainable_names
 from qlora_fsdp.model.assemble import adapt_model
 from qlora_fsdp.model.build import BuiltModel, build_configured, quant_settings
@@ -156,7 +156,7 @@ def _prepare(config: Config, processes: Processes, folder: Path, first_step: int
     log.info(f"Steps: {split.num_steps} of {config.training.max_length} tokens a sequence at most")
     flops = count_flops(model, text_config)
     is_auto = config.memory.activations is Activations.auto
-    peaks = PhasePeaks(device, Relief(model.layers, memory.policies) if is_auto else None)
+    peaks = PhasePeaks(device, MemoryFallback(model.layers, memory.policies) if is_auto else None)
     return Prepared(
         built, base, model, dtype, num_shards, sizes, flops, tokenizer, tokens, data, split, machine, memory, peaks
     )
