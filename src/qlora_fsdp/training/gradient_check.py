@@ -1,4 +1,4 @@
-"""Which parameters must get gradients, and the check that they do."""
+"""The check that every trainable parameter gets a gradient that can be used."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from qlora_fsdp.runtime.rows import local_tensor
 
 def check_gradients(
     model: nn.Module,
-    first_step: bool,
+    is_first_update: bool,
     sum_over_ranks: Callable[[list[float]], list[float]],
     may_be_zero: Callable[[str], bool] = lambda name: False,
 ) -> list[str]:
     """Trainable parameters whose gradient is missing, not finite, or zero everywhere.
 
-    At the first step LoRA's A has a zero gradient by construction, because B is zero: only later ones must be non-zero.
+    LoRA's A gets a gradient of zeros as long as B is zero, which it is until the first update of the weights. So A's
+    gradient is not checked for zeros then.
 
     Args:
         model: after backward.
-        first_step: whether no optimizer step has been taken yet.
+        is_first_update: the weights have not been updated yet.
         sum_over_ranks: sums a list of floats over ranks.
-        may_be_zero: whether the parameter of this name may have a gradient of zeros.
+        may_be_zero: tells of a parameter's name whether its gradient may be all zeros.
 
     Returns:
-        One line a parameter: its name and what is wrong; empty when all is well.
+        One line for each parameter with a problem, which names it and says what is wrong.
     """
     params = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
     flags: list[float] = []
@@ -48,6 +49,6 @@ def check_gradients(
             problems.append(f"{name} got no gradient: nothing in the loss depends on it, or its path is detached")
         elif infinite:
             problems.append(f"{name} got a NaN or infinite gradient")
-        elif not nonzero and not (first_step and ".lora_A." in name) and not may_be_zero(name):
+        elif not nonzero and not (is_first_update and ".lora_A." in name) and not may_be_zero(name):
             problems.append(f"{name} got a gradient of zeros: its output does not reach the loss")
     return problems

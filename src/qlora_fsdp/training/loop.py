@@ -85,12 +85,12 @@ def train(
     Args:
         runner: runs the steps; it holds the model and the optimizer.
         batches: what each step trains on.
-        evaluation: what happens between steps where an evaluation is due.
-        recorder: takes each step's time and figures. A step's figures are written while the GPU computes the next.
+        evaluation: evaluates before the first step, between steps where it is due, and after the last step.
+        recorder: takes each step's time and figures. They are written while the GPU computes the next step.
         saver: writes checkpoints between steps.
         bad_steps: judges each step's loss and gradient.
         config: `training` and `optim` are used.
-        result: what was done before: nothing, or what the checkpoint says that the run resumes from.
+        result: what was done before, which is nothing, or what the checkpoint has that the run resumes from.
 
     Returns:
         `result`, filled in.
@@ -116,13 +116,14 @@ def train(
                 group["lr"] = learning_rate
             batch = batches.of_step(step)
             is_first_update = not result.losses
-            ran = runner.run_step(micro_batches, batch, bad_steps.limit(), is_first_update, recorder.deferred.write)
+            write_last = recorder.deferred.write
+            step_result = runner.run_step(micro_batches, batch, bad_steps.limit(), is_first_update, write_last)
             # The hosts meet before they wait for their GPUs, so that a rank that does not come is noticed and named.
             must_save = processes.sum([saver.asks()])[0] > 0
-            loss, grad_norm = ran.wait()  # for the end of backward: the optimizer may still run
-            is_good = bad_steps.check(step, loss, grad_norm, batch.indices, ran.micro_losses)
+            loss, grad_norm = step_result.wait()  # for backward only: the optimizer may still run
+            is_good = bad_steps.check(step, loss, grad_norm, batch.indices, step_result.micro_losses)
             result.add_step(loss, is_good)
-            recorder.end_step(batch, loss, grad_norm, is_good, learning_rate, ran.num_flops)
+            recorder.end_step(batch, loss, grad_norm, is_good, learning_rate, step_result.num_flops)
 
             is_last = step + 1 == num_steps  # the adapter is written after the last step, which needs no checkpoint
             if not is_last and saver.is_due(step + 1, must_save):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -69,6 +69,7 @@ def run(config: Config, world: World) -> dict[str, Any]:
         UserError: anything the user can mend; the same on every rank, before the first step wherever possible.
     """
     with _joined_ranks(config) as (processes, watch, summary):
+        # Which run this is: settings that can be used, its folder, and the checkpoint that it resumes from, if any.
         check(config, _complete(world, processes))
         checkpoint = processes.share(find_checkpoint(config) if processes.is_main else None)
         changes = check_changes(checkpoint, config, processes.num_ranks) if checkpoint is not None else []
@@ -79,6 +80,7 @@ def run(config: Config, world: World) -> dict[str, Any]:
             with summary.resuming():
                 verify_files(checkpoint, processes)
 
+        # All that can be found out before anything large exists: the model without weights, the plan, the data.
         started = time.perf_counter()
         prepared = prepare(config, processes, folder, 0 if checkpoint is None else checkpoint.step)
         check_room(folder, prepared.sizes.num_trainable * 4, processes)  # float32
@@ -86,6 +88,7 @@ def run(config: Config, world: World) -> dict[str, Any]:
             check_data(checkpoint, prepared.data.train, config)
             check_base(checkpoint, prepared.base, config)
 
+        # The weights, and the training.
         with _explained_shortage(prepared, config, processes, folder, summary):
             units = shard_model(prepared.model, config.fsdp, processes, prepared.memory.reshard_after_forward)
             loaded = _load_and_prove(prepared, units, config, processes)
@@ -103,13 +106,13 @@ def run(config: Config, world: World) -> dict[str, Any]:
 
 @contextmanager
 def _joined_ranks(config: Config) -> Iterator[tuple[Processes, Watch, RunSummary]]:
-    """Join the other ranks for a run. Whatever ends it on one rank ends it on all, and is recorded and told once."""
+    """Join the other ranks. An error on one of them ends the run on all, and is recorded and printed once."""
     processes = start_processes(config.distributed.timeout_seconds)
     summary = RunSummary(processes.num_ranks)
     watch = Watch(processes, record=summary.failed, kept=partial(describe_kept, config))
     try:
         yield processes, watch, summary
-        processes.wait(patiently=True)  # rank 0 writes its report: a rank that ended before would look lost
+        processes.wait(patiently=True)  # rank 0 writes its report; a rank that ended before it would look lost
         watch.stop()
     except BaseException as error:
         reason = watch.explain(error)
@@ -126,10 +129,10 @@ def _joined_ranks(config: Config) -> Iterator[tuple[Processes, Watch, RunSummary
 def _explained_shortage(
     prepared: Prepared, config: Config, processes: Processes, folder: Path, summary: RunSummary
 ) -> Iterator[None]:
-    """Around all that takes memory by the plan: the summary gets what it took.
+    """A context for all that takes the planned memory; the summary gets the plan beside what was measured.
 
     Raises:
-        MemoryShortage: instead of torch's own error; it shows the plan beside what was allocated.
+        MemoryShortage: torch ran out of memory in it. The message shows the plan beside what was allocated.
     """
     try:
         yield
@@ -208,10 +211,16 @@ def _train(
     def write_adapter_to(target: Path, state: dict[str, Tensor]) -> None:
         write_adapter(model.model, state, keys, target, prepared.tokenizer, card, settings)
 
+    def decode(tokens: Sequence[int]) -> str:
+        return str(prepared.tokenizer.decode(list(tokens)))
+
     journal = Journal(folder, config, split.num_steps, processes.is_main, result.num_steps)
-    content = _describe_checkpoints(prepared, config, processes, folder, result)
+    content = _checkpoint_content(prepared, config, processes, folder, result)
     saver = Saver(config.checkpoint, content, model.model, optimizer, write_adapter_to, processes, watch, journal)
-    bad_steps = _judge_of_steps(prepared, config, processes, folder, journal, saver, result)
+    before = processes.share(journal.good_steps(NUM_NORMS) if processes.is_main else None)
+    result.last_loss = before[-1]["loss"] if before else None
+    norms = [line["grad_norm"] for line in before]
+    bad_steps = BadSteps(config.training, folder, data.train, split, decode, norms, saver, processes)
     generations = Generations(config.tracking, data.eval, prepared.tokenizer, processes)
     every_steps = config.training.eval_every_steps
     evaluation = Evaluation(data.eval, every_steps, split, generations, processes, peaks, journal, saver)
@@ -219,7 +228,7 @@ def _train(
     batches = GlobalBatches(data.train, split, config.training.seed, processes.rank)
     recorder = StepRecorder(journal, peaks, processes)
 
-    figures = dict(summary.figures)
+    figures = dict(summary.figures)  # for the trackers: up to here, and how training went
     try:
         watch.be_patient(
             "the run saves and stops at the end of this step, or finishes if that is the last; another Ctrl-C stops it "
@@ -243,7 +252,7 @@ def _resume(
     processes: Processes,
     summary: RunSummary,
 ) -> TrainResult:
-    """Load the checkpoint, if there is one, into model and optimizer; what was done up to it."""
+    """Load the checkpoint, if there is one, into model and optimizer. The result is what was done up to it."""
     if checkpoint is None:
         return TrainResult()
     with summary.resuming():
@@ -252,16 +261,16 @@ def _resume(
 
 
 def _describe_adapter(prepared: Prepared, config: Config) -> tuple[str, str]:
-    """The line for its model card, and the settings that are saved with it."""
+    """The adapter's line for its model card, and the settings that are saved with it."""
     card = f"LoRA r={config.lora.r} on {prepared.built.kind} weights, {prepared.split.num_steps} steps"
     weights = getattr(prepared.model, "class_weights", None)
     return card, saved_settings(config, None if weights is None else weights.tolist())
 
 
-def _describe_checkpoints(
+def _checkpoint_content(
     prepared: Prepared, config: Config, processes: Processes, folder: Path, result: TrainResult
 ) -> Checkpoint:
-    """What every checkpoint of this run says; it shares the list of evaluations with the result, which grows."""
+    """What every checkpoint of this run says. Its list of evaluations is the result's own, which grows."""
     return Checkpoint(
         folder / "checkpoints",
         result.num_steps,
@@ -273,30 +282,6 @@ def _describe_checkpoints(
     )
 
 
-def _judge_of_steps(
-    prepared: Prepared,
-    config: Config,
-    processes: Processes,
-    folder: Path,
-    journal: Journal,
-    saver: Saver,
-    result: TrainResult,
-) -> BadSteps:
-    """The judge of this run's steps, who knows the gradient norms from before a resumption; so does the result."""
-    before = processes.share(journal.good_steps(NUM_NORMS) if processes.is_main else None)
-    result.last_loss = before[-1]["loss"] if before else None
-    return BadSteps(
-        config.training,
-        folder,
-        prepared.data.train,
-        prepared.split,
-        lambda tokens: str(prepared.tokenizer.decode(list(tokens))),
-        [line["grad_norm"] for line in before],
-        saver,
-        processes,
-    )
-
-
 def _write_report(folder: Path) -> None:
     try:
         write_report([folder], folder / "report.html")
@@ -305,7 +290,7 @@ def _write_report(folder: Path) -> None:
 
 
 def _complete(world: World, processes: Processes) -> World:
-    """The world with what only torch can tell."""
+    """The world, with what only torch knows of it."""
     cuda = processes.device.type == "cuda"
     has_bf16 = not cuda or torch.cuda.is_bf16_supported(including_emulation=False)
     has_fp8 = cuda and torch.cuda.get_device_capability() >= (8, 9)

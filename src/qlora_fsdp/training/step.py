@@ -3,8 +3,8 @@
 The loss of a step is the sum over all its target tokens divided by their number, over all micro-batches and ranks.
 Gradients are summed, not averaged. So the same data gives the same loss and the same gradient however it is split.
 
-The host does not wait for the GPU here, except to check the gradients of the first two steps. It queues the whole step,
-and reads the step's figures when it asks for them through `StepResult.wait`.
+The host queues the whole step without waiting for the GPU, and reads the step's figures later, by `StepResult.wait`.
+There are two exceptions: the gradients of the first two steps are checked, and bitsandbytes' optimizer waits by itself.
 """
 
 from __future__ import annotations
