@@ -25,12 +25,7 @@ from qlora_fsdp.training.saver import Saver
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """What an evaluation found.
-
-    Attributes:
-        loss: mean over all target tokens.
-        metrics: the task's other figures, by name.
-    """
+    """The mean loss over all target tokens, and the task's other figures by name."""
 
     loss: float
     metrics: dict[str, float]
@@ -43,12 +38,8 @@ class Evaluation:
     Attributes:
         data: the held-out rows, all of them on every rank; None: there is nothing to evaluate on.
         every_steps: evaluate after so many steps; None: only before the first step and after the last.
-        split: how sequences spread over ranks and micro-batches.
         generations: completes some of the rows after each evaluation.
-        processes: all ranks take part.
-        peaks: is told when an evaluation begins.
-        journal: gets the figures.
-        saver: knows of signals; it stops the run where one arrives during an evaluation.
+        saver: knows of signals, and stops the run where one arrives during an evaluation.
     """
 
     data: Sequences | None
@@ -93,14 +84,12 @@ def evaluate(
     """Loss and metrics over all of `data`, which the ranks share.
 
     Args:
-        model: sharded and loaded; it is in training mode again afterwards if it was before.
+        model: sharded and loaded.
         data: all of it on every rank.
         split: how sequences spread over ranks and micro-batches.
         processes: all ranks take part.
-        is_stopped: asked before each micro-batch; it must answer the same on every rank.
-
-    Returns:
-        None where `is_stopped` said so.
+        is_stopped: asked before each micro-batch; it must answer the same on every rank. Where it says so, the result
+            is None.
     """
     was_training = model.training
     model.eval()

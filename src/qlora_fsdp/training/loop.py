@@ -56,6 +56,12 @@ class TrainResult:
             self.eval_losses.append((step, found.loss))
             self.eval_metrics = found.metrics
 
+    def add_measured(self, recorder: StepRecorder) -> None:
+        """Add what was measured over all steps of this start."""
+        self.first_step_seconds = recorder.first_step_seconds
+        self.tokens_per_second_per_gpu = recorder.tokens_per_second_per_gpu
+        self.step_gpu_peak_gib = recorder.step_gpu_peak_gib
+
     def describe(self) -> dict[str, Any]:
         """Figures for summary.json."""
         return {
@@ -83,17 +89,14 @@ def train(
     """Train up to the last step of the run.
 
     Args:
-        runner: runs the steps; it holds the model and the optimizer.
+        runner: holds the model and the optimizer.
         batches: what each step trains on.
         evaluation: evaluates before the first step, between steps where it is due, and after the last step.
         recorder: takes each step's time and figures. They are written while the GPU computes the next step.
         saver: writes checkpoints between steps.
         bad_steps: judges each step's loss and gradient.
         config: `training` and `optim` are used.
-        result: what was done before, which is nothing, or what the checkpoint has that the run resumes from.
-
-    Returns:
-        `result`, filled in.
+        result: what was done before this start. It is filled in and returned.
 
     Raises:
         Interrupted: a signal on any rank, at the end of the step.
@@ -112,11 +115,9 @@ def train(
             recorder.begin_step()
             _seed_dropout(config.training.seed, step, processes.rank)
             learning_rate = learning_rate_at(step, num_steps, config.training.learning_rate, config.optim)
-            for group in runner.optimizer.param_groups:
-                group["lr"] = learning_rate
+            runner.set_learning_rate(learning_rate)
             batch = batches.of_step(step)
-            is_first_update = not result.losses
-            write_last = recorder.deferred.write
+            write_last, is_first_update = recorder.deferred.write, not result.losses
             step_result = runner.run_step(micro_batches, batch, bad_steps.limit(), is_first_update, write_last)
             # The hosts meet before they wait for their GPUs, so that a rank that does not come is noticed and named.
             must_save = processes.sum([saver.asks()])[0] > 0
@@ -133,9 +134,7 @@ def train(
     finally:
         recorder.deferred.write()
     result.add_evaluation(num_steps, evaluation.run(model, num_steps))
-    result.first_step_seconds = recorder.first_step_seconds
-    result.step_gpu_peak_gib = recorder.step_gpu_peak_gib
-    result.tokens_per_second_per_gpu = recorder.tokens_per_second_per_gpu
+    result.add_measured(recorder)
     return result
 
 

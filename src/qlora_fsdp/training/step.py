@@ -56,7 +56,7 @@ class StepRunner:
         max_grad_norm: a gradient of a larger global norm is scaled down to this one; 0: it never is.
         flops: counts the FLOPs of a batch.
         peaks: is told which phase of the step runs.
-        processes: all ranks take part.
+        processes: this process among all.
     """
 
     def __init__(
@@ -71,6 +71,11 @@ class StepRunner:
         self.model, self.optimizer, self.max_grad_norm = model, optimizer, max_grad_norm
         self.flops, self.peaks, self.processes = flops, peaks, processes
         self.params = [param for param in model.parameters() if param.requires_grad]
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """Set the learning rate of the steps from here on."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
 
     def run_step(
         self,
@@ -98,7 +103,11 @@ class StepRunner:
         local_loss, micro_losses, num_flops = self._run_micro_batches(micro_batches, batch, meanwhile)
         self.peaks.enter("step")
         sum_gradients(self.model, self.params)
-        is_bad, wait = self._judge(local_loss, norm_limit)
+        norm = clip_gradients(self.params, self.max_grad_norm).to(local_loss.device, torch.float64)
+        loss = _sum_over_ranks(local_loss.double())
+        is_good = loss.isfinite() & norm.isfinite() & (norm <= norm_limit)
+        is_bad = (~is_good).float()
+        wait = _start_reading(loss, norm)
         if batch.step < GRADIENT_CHECK_STEPS and not is_bad.item():
             stop_on_bad_gradients(self.model, batch.step, is_first_update, self.processes)
         self.optimizer.found_inf = is_bad  # torch's name: the optimizer changes nothing where this is 1
@@ -114,7 +123,7 @@ class StepRunner:
         Returns:
             This rank's part of the step's loss, a scalar on the device; that of each micro-batch; and the FLOPs.
         """
-        device, num_targets = self.peaks.device, max(1, batch.num_targets)
+        device, num_targets = self.processes.device, max(1, batch.num_targets)
         loss_sum, num_flops = torch.zeros((), dtype=torch.float32, device=device), 0.0
         micro_losses = []
         for micro in range(batch.num_micro_batches):
@@ -131,20 +140,6 @@ class StepRunner:
             meanwhile()
         return loss_sum, micro_losses, num_flops
 
-    @torch.no_grad()
-    def _judge(self, local_loss: Tensor, norm_limit: float) -> tuple[Tensor, Callable[[], tuple[float, float]]]:
-        """Clip the gradients, and find out on the device whether they may be used.
-
-        Returns:
-            A float32 scalar on the device, 1 where they must not be used; and `StepResult.wait`.
-        """
-        norm = clip_gradients(self.params, self.max_grad_norm).to(local_loss.device, torch.float64)
-        loss = local_loss.double()
-        if dist.get_world_size() > 1:  # a rank alone needs no NCCL, which would take half a GiB
-            dist.all_reduce(loss)
-        is_good = loss.isfinite() & norm.isfinite() & (norm <= norm_limit)
-        return (~is_good).float(), _start_reading(loss, norm)
-
 
 def stop_on_bad_gradients(model: TaskModel, step: int, is_first_update: bool, processes: Processes) -> None:
     """Check every trainable parameter's gradient after backward; this waits for the GPU.
@@ -159,6 +154,13 @@ def stop_on_bad_gradients(model: TaskModel, step: int, is_first_update: bool, pr
             f"{len(problems)} parameters that should be trained got no usable gradient in step {step + 1}. Take their "
             f"layers out of lora.target_modules or lora.modules_to_save, or check the data:\n{shown}"
         )
+
+
+def _sum_over_ranks(value: Tensor) -> Tensor:
+    """Sum a tensor over ranks, in place. A rank that is alone needs no NCCL, which would take half a GiB."""
+    if dist.get_world_size() > 1:
+        dist.all_reduce(value)
+    return value
 
 
 def _start_reading(loss: Tensor, norm: Tensor) -> Callable[[], tuple[float, float]]:

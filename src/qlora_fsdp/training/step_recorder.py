@@ -47,15 +47,6 @@ class StepRecorder:
 
     The time of a step reaches from the end of the step before it to its own, so that nothing between two steps is
     left out, except for evaluations and checkpoints.
-
-    Args:
-        journal: gets a line for each step.
-        peaks: knows the memory that steps have taken.
-        processes: this process among all.
-
-    Attributes:
-        deferred: the report of the last step.
-        first_step_seconds: of the first step, compilation and allocation included.
     """
 
     def __init__(self, journal: Journal, peaks: PhasePeaks, processes: Processes) -> None:
@@ -75,13 +66,8 @@ class StepRecorder:
     ) -> None:
         """Take the time of a step, and hold its figures for a later report.
 
-        Args:
-            batch: what it trained on.
-            loss: of the step.
-            grad_norm: of its gradient, before clipping.
-            is_good: whether the gradient was used.
-            learning_rate: that it was used with.
-            num_flops: model FLOPs of this rank's micro-batches.
+        `grad_norm` is the norm before clipping, `is_good` says whether the gradient was used, and `num_flops` are the
+        model FLOPs of this rank's micro-batches.
         """
         assert self._started is not None
         ended = time.perf_counter()
