@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from qlora_fsdp.common.errors import TrainingError
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.model.count import FlopCounter
 from qlora_fsdp.model.shard import reduce_gradients, sum_gradients
@@ -109,7 +108,7 @@ class StepRunner:
         is_bad = (~is_good).float()
         wait = _start_reading(loss, norm)
         if batch.step < GRADIENT_CHECK_STEPS and not is_bad.item():
-            stop_on_bad_gradients(self.model, batch.step, is_first_update, self.processes)
+            check_gradients(self.model, batch.step, is_first_update, self.processes)
         self.optimizer.found_inf = is_bad  # torch's name: the optimizer changes nothing where this is 1
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -139,21 +138,6 @@ class StepRunner:
             del loss  # and its graph, before the next micro-batch builds one
             meanwhile()
         return loss_sum, micro_losses, num_flops
-
-
-def stop_on_bad_gradients(model: TaskModel, step: int, is_first_update: bool, processes: Processes) -> None:
-    """Check every trainable parameter's gradient after backward; this waits for the GPU.
-
-    Raises:
-        TrainingError: some are missing, not finite or zero.
-    """
-    problems = check_gradients(model.model, is_first_update, processes.sum, model.may_get_zero_gradient)
-    if problems:
-        shown = "\n".join(f"  - {problem}" for problem in problems[:10])
-        raise TrainingError(
-            f"{len(problems)} parameters that should be trained got no usable gradient in step {step + 1}. Take their "
-            f"layers out of lora.target_modules or lora.modules_to_save, or check the data:\n{shown}"
-        )
 
 
 def _sum_over_ranks(value: Tensor) -> Tensor:
