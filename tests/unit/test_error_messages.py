@@ -23,7 +23,7 @@ from qlora_fsdp.model.adapters import apply_adapters
 from qlora_fsdp.model.build import BuildSettings, MetaModel, build_model
 from qlora_fsdp.model.find import find_model
 from qlora_fsdp.runtime.processes import start_processes
-from qlora_fsdp.training.loop import _stop_on_bad_gradients
+from qlora_fsdp.training.gradient_check import check_gradients
 from qlora_fsdp.weights.row_reader import Request, run_requests
 from qlora_fsdp.weights.safetensors_files import StoredTensor, read_headers
 
@@ -172,7 +172,7 @@ def test_trained_parameters_without_a_gradient():
     model = SimpleNamespace(model=nn.Linear(2, 2), may_get_zero_gradient=lambda name: False)
     processes = SimpleNamespace(sum=lambda values: values)
     with pytest.raises(TrainingError, match=r"(?s)2 parameters that should be trained got no usable gradient.*bias"):
-        _stop_on_bad_gradients(model, 0, True, processes)
+        check_gradients(model, 0, True, processes)
 
 
 def test_tasks_that_can_not_be_evaluated(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
