@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from qlora_fsdp.data.batch import Batch, collate, micro_batch_indices
 from qlora_fsdp.data.sequences import Indices, TrainingData
-from qlora_fsdp.model.count import BatchSplit
+from qlora_fsdp.data.split import BatchSplit
 
 
 @dataclass(frozen=True)
