@@ -79,10 +79,9 @@ def test_saved_state_comes_back(tmp_path: Path, processes: Processes):
 
 
 def test_a_snapshot_is_written_without_copies(tmp_path: Path, processes: Processes, monkeypatch):
-    """DCP copies what is a part of a storage, and keeps all copies until the file is written."""
     content, snapshot = Checkpoint(tmp_path / "step-00000002", 2, 1, {}, {}), HostCopy().take(*trained())
-    assert len(snapshot.values) == 4  # a weight, its moments and its step, in one slab
-    starts = sorted(value.data_ptr() for value in snapshot.values.values())
+    assert len(snapshot.tensors) == 4  # a weight, its moments and its step, in one slab
+    starts = sorted(value.data_ptr() for value in snapshot.tensors.values())
     assert starts[-1] - starts[0] < 2 * 40 * 8 * 4 + 4 * 64
     cloned = []
     monkeypatch.setattr(torch.Tensor, "clone", lambda tensor, **_: cloned.append(tensor) or tensor)
@@ -90,7 +89,9 @@ def test_a_snapshot_is_written_without_copies(tmp_path: Path, processes: Process
     assert cloned == []
 
 
-@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "adapter/adapter_model.safetensors", "manifest.json"])
+@pytest.mark.parametrize(
+    "name", ["rank-00000.safetensors", "index.json", "adapter/adapter_model.safetensors", "manifest.json"]
+)
 @pytest.mark.parametrize("damage", ["flipped", "cut", "missing"])
 def test_damage_is_found(tmp_path: Path, processes: Processes, name: str, damage: str):
     save(tmp_path, 2, processes)

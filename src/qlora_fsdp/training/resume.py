@@ -15,7 +15,7 @@ from qlora_fsdp.config.settings import show
 from qlora_fsdp.data.sequences import TrainingData
 from qlora_fsdp.records.run_state import ATTEMPT, checkpoint_folders, describe_attempt, read_json, step_of
 from qlora_fsdp.runtime.processes import Processes
-from qlora_fsdp.training.checkpoint import ANEW, MANIFEST, Checkpoint, another, read_manifest, remove_checkpoints
+from qlora_fsdp.training.checkpoint import ANEW, MANIFEST, Checkpoint, read_manifest, remove_checkpoints, resume_hint
 from qlora_fsdp.weights.fill import Assignment
 from qlora_fsdp.weights.safetensors_files import fingerprint
 
@@ -41,7 +41,7 @@ def find_checkpoint(config: Config) -> Checkpoint | None:
         given = Path(resume).expanduser().resolve()
         if not (given / MANIFEST).exists():
             inside = checkpoint_folders(given) or checkpoint_folders(given / "checkpoints")
-            fix = f"Set checkpoint.resume={inside[-1]}, the newest in it." if inside else another(given)
+            fix = f"Set checkpoint.resume={inside[-1]}, the newest in it." if inside else resume_hint(given)
             raise ResumeError(f"checkpoint.resume={resume} is no checkpoint: it has no {MANIFEST}. {fix}")
         return read_manifest(given)
     return read_manifest(own[-1]) if own else None

@@ -12,8 +12,9 @@ import math
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 
@@ -83,7 +84,7 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
     problems = []
     for name in names:
         try:
-            tensors.update(_read_header(folder / name))
+            tensors.update(read_header(folder / name))
         except (OSError, ValueError, KeyError) as error:
             problems.append(f"{name}: {error}")
     if problems:
@@ -127,7 +128,13 @@ def same_bytes(one: StoredTensor, other: StoredTensor) -> bool:
         return all(a.read(size) == b.read(size) for size in sizes)
 
 
-def _read_header(file: Path) -> dict[str, StoredTensor]:
+def read_header(file: Path) -> dict[str, StoredTensor]:
+    """The tensors of one file by name.
+
+    Raises:
+        OSError: the file can't be read.
+        ValueError: the file is cut short, or its header contradicts itself or the file's size.
+    """
     if not file.is_file():
         raise ValueError("missing, though the index names it")
     size = file.stat().st_size
@@ -136,15 +143,28 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
         if size < 8 or length > size - 8:
             raise ValueError(f"cut short inside its header ({size} bytes)")
         header = json.loads(stream.read(length))
-    header.pop("__metadata__", None)
-    data_start = 8 + length
-    end = data_start + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    if size < end:
-        raise ValueError(f"cut short: {size:,} bytes of {end:,}")
+    try:
+        header.pop("__metadata__", None)
+        return _place_tensors(file, header, 8 + length, size)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"damaged inside its header ({error!r})") from error
+
+
+def _place_tensors(file: Path, header: dict[str, Any], data_start: int, size: int) -> dict[str, StoredTensor]:
+    """The tensors that a header describes, once they are known to lie in the file, none over another."""
+    last = data_start + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    if size < last:
+        raise ValueError(f"cut short: {size:,} bytes of {last:,}")
     tensors = {}
     for key, entry in header.items():
         if entry["dtype"] not in DTYPES:
             raise ValueError(f"{key} has dtype {entry['dtype']}, which is not one of {', '.join(DTYPES)}")
-        offset = data_start + entry["data_offsets"][0]
-        tensors[key] = StoredTensor(key, file, offset, tuple(entry["shape"]), DTYPES[entry["dtype"]])
+        first, end = entry["data_offsets"]
+        tensor = StoredTensor(key, file, data_start + first, tuple(entry["shape"]), DTYPES[entry["dtype"]])
+        if first < 0 or min(tensor.shape, default=0) < 0 or end - first != tensor.num_bytes:
+            raise ValueError(f"{key} has bytes {first} to {end}, which its shape and dtype do not take")
+        tensors[key] = tensor
+    for one, other in pairwise(sorted(tensors.values(), key=lambda tensor: (tensor.offset, tensor.num_bytes))):
+        if one.offset + one.num_bytes > other.offset:
+            raise ValueError(f"{one.key} and {other.key} overlap")
     return tensors
