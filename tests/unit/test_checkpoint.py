@@ -30,6 +30,7 @@ from qlora_fsdp.training.checkpoint import (
     verify_files,
 )
 from qlora_fsdp.training.checkpoint_write import HostCopy, write_checkpoint
+from qlora_fsdp.training.optim import LocalAdamW8bit
 from qlora_fsdp.training.resume import begin_attempt, check_base, check_changes, find_checkpoint, settings_of
 from qlora_fsdp.weights.safetensors_files import INDEX_NAME, SINGLE_NAME, fingerprint, read_headers
 
@@ -87,6 +88,22 @@ def test_a_snapshot_is_written_without_copies(tmp_path: Path, processes: Process
     monkeypatch.setattr(torch.Tensor, "clone", lambda tensor, **_: cloned.append(tensor) or tensor)
     assert write_checkpoint(content, snapshot, write_adapter, processes) is None
     assert cloned == []
+
+
+def test_the_next_step_does_not_change_a_snapshot(processes: Processes):
+    model = nn.Linear(64, 64, bias=False)
+    optimizer = LocalAdamW8bit([model.weight], lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
+    copies = []
+    for _ in range(2):
+        model(torch.ones(3, 64)).square().sum().backward()
+        optimizer.step()
+        if not copies:
+            snapshot = HostCopy().take(model, optimizer)
+            copies = [{name: value.clone() for name, value in snapshot.tensors.items()}]
+    assert {name.rpartition(".")[2] for name in copies[0]} >= {"weight", "state1", "state2", "absmax1", "step"}
+    assert all(torch.equal(value, copies[0][name]) for name, value in snapshot.tensors.items())
+    changed = HostCopy().take(model, optimizer).tensors
+    assert not torch.equal(changed["own.0.state1"], copies[0]["own.0.state1"])
 
 
 @pytest.mark.parametrize(

@@ -72,10 +72,9 @@ class HostCopy:
             if local.numel() and position % num_replicas == replica:
                 tensors[name], rows[name] = self._copy(name, local), local_rows(value)
         if isinstance(optimizer, LocalAdamW8bit):
-            for number, values in optimizer.inner.state_dict()["state"].items():
-                tensors |= {
-                    f"{OWN}{number}.{key}": torch.as_tensor(value).to("cpu", copy=True) for key, value in values.items()
-                }
+            for number, (_, param) in enumerate(optimizer.pairs):
+                for key, value in optimizer.inner.state[param].items():
+                    tensors[f"{OWN}{number}.{key}"] = torch.as_tensor(value).to("cpu", copy=True)
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # the copies are in the queue
         return Snapshot(tensors, rows, whole)

@@ -24,6 +24,7 @@ from torch import Tensor
 from qlora_fsdp.training.saved_tensors import BadFile, Piece, SavedTensor, make_saved
 
 METADATA = ".metadata"
+WRAPPED = "__bnb_optimizer_quant_state__"  # where bitsandbytes puts the tensors of a state
 
 
 class _Values:
@@ -85,8 +86,11 @@ def read_index(folder: Path, files: Mapping[str, tuple[int, str]]) -> dict[str, 
         for name, entry in metadata.state_dict_metadata.items():
             dtype, pieces = entry.properties.values[0], []
             for chunk in entry.chunks:
-                # A chunk is some rows; the scalars of AdamW (`step`) are a row of one number.
-                place, start, sizes = places[name, chunk.offsets], chunk.offsets or (0,), chunk.sizes or (1,)
+                # A chunk is some rows, or none. A scalar of AdamW's, `step`, is seen as one row.
+                start, sizes = chunk.offsets or (0,), chunk.sizes or (1,)
+                if sizes[0] == 0:
+                    continue
+                place = places[name, chunk.offsets]
                 if any(start[1:]) or sizes[1:] != entry.size[1:] or getattr(place, "transform_descriptors", None):
                     raise ValueError(f"{name} is not cut by rows")
                 if place.relative_path not in files:
@@ -115,8 +119,12 @@ def read_own(file: Path) -> dict[str, Tensor]:
         BadFile: the file can't be read, or holds other things than tensors and numbers.
     """
     try:
-        states = torch.load(file, map_location="cpu", weights_only=True)
-        return {f"{number}.{key}": torch.as_tensor(value) for number, s in states.items() for key, value in s.items()}
+        own = {}
+        for number, state in torch.load(file, map_location="cpu", weights_only=True).items():
+            for key, value in (state | state.get(WRAPPED, {})).items():
+                if key != WRAPPED:
+                    own[f"{number}.{key}"] = torch.as_tensor(value)
+        return own
     except Exception as error:
         raise BadFile(f"{file} can't be used: {_first_line(error)}") from error
 
