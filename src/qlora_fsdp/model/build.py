@@ -34,7 +34,7 @@ from qlora_fsdp.model.count import dtype_name
 from qlora_fsdp.model.find import ModelFiles
 from qlora_fsdp.model.parts import describe_task, find_decoder, find_head, find_new, is_outside_backbone
 from qlora_fsdp.weights.assign import assign, map_keys, stored_formats
-from qlora_fsdp.weights.fill import Assignment
+from qlora_fsdp.weights.assignment import Assignment
 from qlora_fsdp.weights.safetensors_files import list_some
 
 AUTO_CLASSES: dict[TaskName, Any] = {

@@ -1,7 +1,8 @@
-"""What the safetensors files of a checkpoint hold, read from their headers alone.
+"""What safetensors files hold, read from their headers alone.
 
 Format: https://huggingface.co/docs/safetensors (8 bytes of header length, JSON header, then the tensors' bytes).
-Headers are read here, not by `safe_open`, because the reader wants offsets: it reads rows straight into pinned memory.
+Headers are read here and not by `safe_open`, because our readers need the offsets: they read rows straight into memory
+of their own.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ DTYPES = {
     "I64": torch.int64,
 }
 MAX_LISTED = 8
-SAMPLE_BYTES = 64  # of each tensor, for a fingerprint
+SAMPLE_BYTES = 64  # of each tensor, which a fingerprint looks at
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor's bytes lie: row-major, from byte `offset` of `file`."""
+    """A tensor in a file: its bytes lie row-major from byte `offset` of `file`."""
 
     key: str
     file: Path
@@ -51,7 +52,7 @@ class StoredTensor:
 
 
 def list_some(items: list[str]) -> str:
-    """The items one a line, the tail of a long list as a count."""
+    """The items, one per line; the tail of a long list is given as a count."""
     lines = [f"  - {item}" for item in items[:MAX_LISTED]]
     if len(items) > MAX_LISTED:
         lines.append(f"  - and {len(items) - MAX_LISTED} more")
@@ -59,11 +60,11 @@ def list_some(items: list[str]) -> str:
 
 
 def read_headers(folder: Path) -> dict[str, StoredTensor]:
-    """All tensors of the checkpoint in `folder`, one safetensors file or several with an index.
+    """All tensors of the model files in `folder`: one safetensors file, or several with an index.
 
     Raises:
-        CheckpointError: no safetensors files, a file of the index is missing, or files are cut short or damaged; all of
-            them are listed.
+        CheckpointError: there are no safetensors files, a file of the index is missing, or files are cut short or
+            damaged; all of them are listed.
     """
     if (folder / INDEX_NAME).is_file():
         try:
@@ -95,10 +96,10 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
 
 
 def fingerprint(tensors: Iterable[StoredTensor]) -> str:
-    """SHA-256 over each tensor's name, dtype, shape and the 64 bytes in its middle, however they spread over files.
+    """SHA-256 over each tensor's name, dtype, shape and the 64 bytes in its middle.
 
-    It tells a model from another one of the same shapes, and reads a few KB. It is no checksum: a change between the
-    bytes that it looks at is not noticed.
+    It does not depend on how tensors are spread over files. It tells a model from another one of the same shapes, and
+    reads a few KB. It is no checksum: it does not notice a change of any other byte.
 
     Raises:
         CheckpointError: a file can't be read.
@@ -118,7 +119,7 @@ def fingerprint(tensors: Iterable[StoredTensor]) -> str:
 
 
 def same_bytes(one: StoredTensor, other: StoredTensor) -> bool:
-    """Whether two tensors are the same in the files, of which both are read up to a difference."""
+    """Whether two tensors hold the same values. Both are read up to the first difference."""
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
     with one.file.open("rb") as a, other.file.open("rb") as b:
