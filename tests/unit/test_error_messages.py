@@ -24,7 +24,7 @@ from qlora_fsdp.model.build import BuildSettings, MetaModel, build_model
 from qlora_fsdp.model.find import find_model
 from qlora_fsdp.runtime.processes import start_processes
 from qlora_fsdp.training.gradient_check import check_gradients
-from qlora_fsdp.weights.row_reader import Request, run_requests
+from qlora_fsdp.weights.row_reader import Request, Sink, run_requests
 from qlora_fsdp.weights.safetensors_files import StoredTensor, read_headers
 
 ROOT = Path(__file__).parents[2]
@@ -117,6 +117,11 @@ def test_a_layout_that_is_split_or_merged(tmp_path: Path):
     apply_adapters(build(tmp_path / "new", QuantConfig()).model, LoraConfig(target_modules=["q_proj", "v_proj"]))
 
 
+class Ignore(Sink):
+    def put(self, rows: torch.Tensor, first_row: int) -> None:
+        pass
+
+
 def test_files_that_are_missing_or_end_early(tmp_path: Path):
     weight, file = torch.ones(4, 8), tmp_path / "there.safetensors"
     save_file({"w": weight}, file)
@@ -126,7 +131,7 @@ def test_files_that_are_missing_or_end_early(tmp_path: Path):
         read_headers(tmp_path)
     tensor = StoredTensor("w", file, file.stat().st_size - weight.nbytes, (4, 8), torch.float32)
     os.truncate(file, file.stat().st_size - 1)
-    request = Request(tensor, 32, 0, 4, put=lambda rows, first: None)
+    request = Request(tensor, 32, 0, 4, Ignore())
     with pytest.raises(CheckpointError, match="can't be read at w: it ends early"):
         run_requests([request], torch.device("cpu"), on_progress=lambda count: None)
 
