@@ -204,7 +204,8 @@ class Saver:
             error = write_checkpoint(content, snapshot, self.write_adapter, self.thread_processes)
             if error is None and self.processes.is_main:
                 self._remove_old(content)
-            self.thread_processes.wait()  # else the main threads would wait for rank 0 in a collective with a time limit
+            # Otherwise the main threads would wait for rank 0 in a collective, which has a time limit.
+            self.thread_processes.wait()
         except BaseException as unexpected:
             write.result.set_exception(unexpected)
         else:
