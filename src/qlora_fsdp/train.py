@@ -16,11 +16,11 @@ if __name__ == "__main__":
 
 from qlora_fsdp.common.errors import ConfigError, UserError
 from qlora_fsdp.common.startup import quick_imports
-from qlora_fsdp.config.check_settings import check_settings
 from qlora_fsdp.config.command_line import parse_arguments
 from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.config.launch_environment import check_launch_environment
 from qlora_fsdp.config.world import World
+from qlora_fsdp.records.check_run_folder import check_run
 from qlora_fsdp.runtime.run_command import show_error
 
 
@@ -37,9 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             from qlora_fsdp.launch.multirun import start_jobs
 
             return start_jobs(arguments, os.environ)
-        config = load_config(argv)
+        config = load_config(argv, check_run)
         world = World.from_environment(os.environ)
-        problems = [*check_settings(config), *check_launch_environment(config, os.environ)]
+        problems = [*check_run(config), *check_launch_environment(config, os.environ)]
         if problems:
             raise ConfigError(problems)
         with quick_imports():  # torch and transformers only from here on

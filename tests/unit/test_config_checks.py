@@ -16,9 +16,10 @@ from qlora_fsdp.common.errors import ConfigError, DeviceError
 from qlora_fsdp.config.launch_environment import check_launch_environment
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.config.settings import all_settings
-from qlora_fsdp.config.validate import check, check_settings, check_world
+from qlora_fsdp.config.validate import check_world
 from qlora_fsdp.config.world import World
 from qlora_fsdp.data.read import READERS, TEXT_SUFFIXES
+from qlora_fsdp.records.check_run_folder import check, check_run
 
 CLASSIFY = "task=sequence_classification data=default data.path=org/name"
 DRY_RUN = ["model=tiny", "data=random", "training.max_steps=10"]
@@ -30,7 +31,7 @@ def configure(*overrides: str) -> Config:
 
 
 def complaints(config: Config, world: World = GPU) -> list[str]:
-    return [str(problem) for problem in [*check_settings(config), *check_world(config, world)]]
+    return [str(problem) for problem in [*check_run(config), *check_world(config, world)]]
 
 
 def test_dry_run_has_no_problem() -> None:

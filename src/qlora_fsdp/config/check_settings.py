@@ -5,7 +5,6 @@ Each check yields the problems it finds, so that a user sees all of them at once
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -34,7 +33,6 @@ from qlora_fsdp.config.schema import (
     Weights,
 )
 from qlora_fsdp.config.settings import all_settings, problem_with, show, value_of
-from qlora_fsdp.records.run_state import LOCK, RECORDS, is_run_folder
 
 # Lower bound, whether it is allowed itself, and upper bound, which never is.
 _BOUNDS: dict[str, tuple[float, bool, float]] = {
@@ -87,7 +85,7 @@ _NO_FLOAT16 = "needs loss scaling, which is not here: small gradients would beco
 
 def check_settings(config: Config) -> list[Problem]:
     """Returns what is wrong with the configuration whatever it runs on."""
-    own = (_numbers, _run, _model, _compute, _quant, _embeddings, _lora, _fsdp, _data, _optim, _training, _packages)
+    own = (_numbers, _model, _compute, _quant, _embeddings, _lora, _fsdp, _data, _optim, _training, _packages)
     checks = (*own, check_data, check_checkpoint, check_launch, check_task)
     return [problem for find_problems in checks for problem in find_problems(config)]
 
@@ -106,48 +104,6 @@ def _numbers(config: Config) -> Iterator[Problem]:
         needed += f" and less than {high:g}" if math.isfinite(high) else ""
         fix = f"Set {show(key, all_settings()[key].default)}, the default, or another number in this range."
         yield problem_with(config, key, f"must be finite and {needed}.", fix)
-
-
-def _run(config: Config) -> Iterator[Problem]:
-    if not config.run.folder:
-        yield problem_with(config, "run.folder", "is empty.", "Set run.folder=FOLDER.")
-        return
-    folder = Path(config.run.folder).expanduser()
-    # A folder is made with its missing parents: the nearest one that exists must let us.
-    try:
-        nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    except OSError as error:  # a name too long for the file system
-        yield problem_with(config, "run.folder", f"can't be made: {error.strerror}.", "Set a shorter run.name=.")
-        return
-    if not nearest.is_dir():
-        yield problem_with(
-            config, "run.folder", f"can't be made: {nearest} is a file.", "Set run.folder to another folder."
-        )
-    elif not os.access(nearest, os.W_OK | os.X_OK):
-        fix = "Set run.folder to a folder that you may write to."
-        yield problem_with(config, "run.folder", f"can't be written: no permission in {nearest}.", fix)
-    elif not config.run.overwrite:
-        fix = "Set another run.name= or run.folder=, or run.overwrite=true to replace"
-        others = _others_files(folder)
-        if _is_finished(folder):
-            yield problem_with(config, "run.folder", "already holds a finished run.", f"{fix} it.")
-        elif others:
-            yield problem_with(config, "run.folder", f"holds {', '.join(others)}, of no run.", f"{fix} these.")
-
-
-def _others_files(folder: Path) -> list[str]:
-    """What a run would replace in a folder in which none has been started."""
-    if (folder / LOCK).exists() or is_run_folder(folder):
-        return []
-    return [name for name in ("adapter", "config.yaml", "environment.json", *RECORDS) if (folder / name).exists()]
-
-
-def _is_finished(folder: Path) -> bool:
-    try:
-        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(summary, dict) and summary.get("status") == "finished"
 
 
 def _model(config: Config) -> Iterator[Problem]:

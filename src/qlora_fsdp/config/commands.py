@@ -31,7 +31,7 @@ SETTINGS_FILE = "qlora_fsdp.yaml"
 SAVED_SECTIONS = ("model", "tokenizer", "quant", "task")
 
 # Settings that training needs and these commands do not, so that its checks have nothing to say about them.
-WITHOUT_TRAINING = ("training.max_steps=1", "run.overwrite=true")
+WITHOUT_TRAINING = ("training.max_steps=1",)
 
 
 @dataclass

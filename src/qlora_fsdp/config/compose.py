@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import cache
@@ -35,17 +35,17 @@ from qlora_fsdp.config.settings import all_settings, nearest_settings, show
 _SEVERAL_DATA_SETS = " For several data sets set data.mix={a.jsonl: 1, b.jsonl: 1} in its place."
 
 
-def load_config(argv: Sequence[str]) -> Config:
+def load_config(argv: Sequence[str], check: Callable[[Config], list[Problem]] = check_settings) -> Config:
     """Reads the command line and composes the configuration.
 
     `--help` and `--cfg job` print, on rank 0, and exit.
 
     Args:
         argv: the arguments behind the program's name, e.g. `["model=llama3-8b", "lora.r=32"]`.
+        check: what else is wrong with a configuration, to be told together with mistakes in the command line.
 
     Returns:
-        The configuration, typed and with all interpolations resolved. It is well formed but not yet checked: see
-        `qlora_fsdp.config.validate.check`.
+        The configuration, typed and with all interpolations resolved. It is well formed but not yet checked.
 
     Raises:
         ConfigError: unknown keys or options, wrong types, unreadable overrides or YAML: all that were found.
@@ -62,7 +62,7 @@ def load_config(argv: Sequence[str]) -> Config:
     if mistakes:
         # The rest is worth checking too, but not the defaults that stand in for the mistakes.
         mistaken = {_key(problem) for problem in mistakes}
-        raise ConfigError([*mistakes, *(p for p in check_settings(config) if _key(p) not in mistaken)])
+        raise ConfigError([*mistakes, *(p for p in check(config) if _key(p) not in mistaken)])
     if arguments.cfg:
         _print_and_exit(to_yaml(config))
     return config

@@ -4,22 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from qlora_fsdp.common.errors import ConfigError, Problem
-from qlora_fsdp.config.check_settings import check_settings
+from qlora_fsdp.common.errors import Problem
 from qlora_fsdp.config.schema import AttnImplementation, Config, Dtype, MatmulKind, QuantStorage, ShardingStrategy
 from qlora_fsdp.config.settings import problem_with
 from qlora_fsdp.config.world import World
-
-
-def check(config: Config, world: World) -> None:
-    """Checks the configuration against itself, the files it names and the launch.
-
-    Raises:
-        ConfigError: something can't be used. Holds every problem found.
-    """
-    problems = [*check_settings(config), *check_world(config, world)]
-    if problems:
-        raise ConfigError(problems)
 
 
 def check_world(config: Config, world: World) -> list[Problem]:

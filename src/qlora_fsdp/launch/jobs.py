@@ -14,13 +14,13 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, open_dict
 
 from qlora_fsdp.common.errors import ConfigError, Problem
-from qlora_fsdp.config.check_settings import check_settings
 from qlora_fsdp.config.compose import quote, read_config
 from qlora_fsdp.config.identity import find_changes, is_harmless, plain_settings, read_settings
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.config.settings import show
 from qlora_fsdp.config.validate import check_split
 from qlora_fsdp.config.world import World
+from qlora_fsdp.records.check_run_folder import check_run
 from qlora_fsdp.records.run_state import RunState, read_run
 
 MAX_NAME = 120  # letters of a folder's name
@@ -125,7 +125,7 @@ def _check(job: Job) -> list[Problem]:
         changes = _harmful_changes(job)
         if changes or job.is_done:
             return changes
-    problems = check_settings(job.config)
+    problems = check_run(job.config)
     if job.config.launch.num_processes is not None:
         num_ranks = job.config.launch.num_processes * job.config.slurm.nodes
         problems += check_split(job.config, World(num_ranks, local_num_ranks=job.config.launch.num_processes))

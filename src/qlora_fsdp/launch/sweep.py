@@ -11,13 +11,14 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import DictConfig
 
 from qlora_fsdp.launch.jobs import Job, collect_jobs
-from qlora_fsdp.report.sweep_table import describe_sweep, write_results
+from qlora_fsdp.report.sweep_table import describe_job, write_results
 
 Start = Callable[[list[Job], "Sweep"], None]
 
@@ -61,14 +62,18 @@ class Sweep:
         if len(unfinished) < len(different):
             print(f"{len(different) - len(unfinished)} of {len(different)} jobs have finished before.")
         if has_table:
-            write_results(self.folder, describe_sweep(list(self._jobs.values())))
+            write_results(self.folder, self._describe())
         try:
             start(unfinished, self)
         finally:
             if has_table:
-                write_results(self.folder, describe_sweep(list(self._jobs.values())))
+                write_results(self.folder, self._describe())
             sys.stdout.flush()
         return [_job_return(job) for job in jobs]
+
+    def _describe(self) -> list[dict[str, Any]]:
+        """The lines of sweep.json, in the order in which the sweeper asked for the jobs."""
+        return [describe_job(job.folder, job.swept) for job in self._jobs.values()]
 
 
 def _job_return(job: Job) -> JobReturn:

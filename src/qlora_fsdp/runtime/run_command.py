@@ -99,9 +99,9 @@ def run_command(
         if problems:
             raise ConfigError(problems)
         with quick_imports():  # torch only from here on
+            from qlora_fsdp.runtime.hardware import is_shortage
             from qlora_fsdp.runtime.processes import start_processes, stop_processes
             from qlora_fsdp.runtime.watch import Watch
-            from qlora_fsdp.training.memory_use import is_shortage
 
         log.handlers[:] = [logging.StreamHandler(sys.stderr) if rank == "0" else logging.NullHandler()]
         log.setLevel(logging.INFO)

@@ -30,9 +30,9 @@ from qlora_fsdp.model.positions import check_positions
 from qlora_fsdp.model.task_model import TaskModel
 from qlora_fsdp.records.run_folder import log
 from qlora_fsdp.runtime.fallbacks import replace_missing
-from qlora_fsdp.runtime.hardware import choose_dtype, find_machine, hold_to
+from qlora_fsdp.runtime.hardware import choose_dtype, find_machine, hold_to, is_shortage
 from qlora_fsdp.runtime.processes import Processes
-from qlora_fsdp.training.memory_use import PhasePeaks, explain_early_shortage, is_shortage, start_snapshot
+from qlora_fsdp.training.memory_use import PhasePeaks, explain_early_shortage, start_snapshot
 from qlora_fsdp.training.resume import describe_base
 from qlora_fsdp.weights.quantized_cache import use_cache
 
