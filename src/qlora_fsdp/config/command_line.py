@@ -48,7 +48,7 @@ class Arguments:
 
     Attributes:
         overrides: `group=option` and `setting=value` as typed.
-        folders: where groups of options are: the project's conf/, then the one of --config-dir.
+        folders: where groups of options are: the project's conf/, then those of --config-dir.
         help: whether to print the help page.
         cfg: whether to print the configuration.
         multirun: whether values with commas make several jobs.
@@ -82,17 +82,15 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("--cfg", choices=["job"])
-    parser.add_argument("--config-dir", type=Path)
+    parser.add_argument("--config-dir", type=Path, action="append", default=[])
     parser.add_argument("-m", "--multirun", action="store_true")
     options = parser.parse_intermixed_args(argv)
     folders = [conf_folder()]
-    if options.config_dir is not None:
-        if not options.config_dir.is_dir():
-            problem = Problem(
-                f"--config-dir {options.config_dir}", "is not a folder.", "Name the folder that holds your groups."
-            )
+    for folder in options.config_dir:
+        if not folder.is_dir():
+            problem = Problem(f"--config-dir {folder}", "is not a folder.", "Name the folder that holds your groups.")
             raise ConfigError([problem])
-        folders.append(options.config_dir.resolve())
+        folders.append(folder.resolve())
     return Arguments(tuple(options.overrides), tuple(folders), options.help, options.cfg is not None, options.multirun)
 
 
