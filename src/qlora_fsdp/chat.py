@@ -136,7 +136,7 @@ def _reply(trained: Any, messages: list[dict[str, str]], settings: ChatSettings,
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code."""
-    return run_command(argv, ChatSettings, USAGE, chat, needs_data=False)
+    return run_command(argv, ChatSettings, USAGE, chat, optional=["data.path"])
 
 
 if __name__ == "__main__":

@@ -167,7 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The exit code."""
     arguments = sys.argv[1:] if argv is None else argv
     has_own = any(text.startswith("tasks=") for text in arguments)  # lm-eval's tasks bring their data
-    return run_command(arguments, EvaluateSettings, USAGE, evaluate_model, needs_data=not has_own)
+    return run_command(arguments, EvaluateSettings, USAGE, evaluate_model, optional=["data.path"] if has_own else [])
 
 
 if __name__ == "__main__":

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from qlora_fsdp.common.errors import CheckpointError, ConfigError, Problem, UserError, print_error
 from qlora_fsdp.common.files import write_json
 from qlora_fsdp.common.text import count, show_duration, show_size
-from qlora_fsdp.config.check_settings import check_settings, int8_embeddings_problem, is_local_path
+from qlora_fsdp.config.check_model import int8_embeddings_problem, is_local_path
+from qlora_fsdp.config.check_settings import TRAINING, Needs, check_settings, check_world
 from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.config.schema import Config, Dtype, EmbeddingStorage, Kernel, Weights
-from qlora_fsdp.config.validate import check_world
 from qlora_fsdp.config.world import World
 from qlora_fsdp.memory.choose import AUTO, MARGIN, Choice, choose, describe_choice
 from qlora_fsdp.memory.gpus import Hardware, parse_hardware
@@ -42,6 +43,13 @@ from qlora_fsdp.memory.workload import FUSED_KERNELS, Workload
 
 DOES_NOT_FIT = 3  # exit code
 BYTES_A_TOKEN = 4.0  # of text in a file of rows: an estimate
+# A run also needs data, a tokenizer and a folder to write to. The model may be named by its shape alone, and the end of
+# the run matters only for its duration.
+NEEDS = Needs(
+    sections=tuple(section for section in TRAINING.sections if section not in ("run", "data", "tracking")),
+    unused=("model.path", "model.tokenizer_path"),
+    optional=("training.max_steps",),
+)
 USAGE = "python -m qlora_fsdp.preflight hardware=COUNTxGIB|COUNTxNAME [group=option ...] [setting=value ...]"
 
 
@@ -64,10 +72,7 @@ def preflight(argv: Sequence[str], file: Path) -> int:
         print(f"{__doc__.strip()}\n\nusage: {USAGE}")
         return 0
     hardware, overrides = _split(argv)
-    try:
-        config = load_config(overrides)
-    except ConfigError as error:  # what a plan does not need is no news where something else is wrong
-        raise ConfigError(_needed(error.problems) or error.problems) from None
+    config = load_config(overrides, partial(check_settings, needs=NEEDS))
     _check(config, hardware)
     size, shape = config.training.micro_batch_size, read_shape(config)
     if config.quant.embeddings is EmbeddingStorage.int8 and shape.is_tied:
@@ -152,20 +157,15 @@ def _split(argv: Sequence[str]) -> tuple[Hardware, list[str]]:
 
 
 def _check(config: Config, hardware: Hardware) -> None:
-    """What is wrong with the settings, but for what a run needs and a plan does not: data and a folder to write to."""
+    """Refuse settings that a plan can't be made of."""
     has_fp8 = hardware.gpu.fp8_tflops > 0
     world = World(hardware.count, 0, hardware.local_count, 0, device_type="cuda", has_fp8=has_fp8)
-    problems = _needed([*check_settings(config), *check_world(config, world)])
+    problems = [*check_settings(config, NEEDS), *check_world(config, world)]
     if config.memory.target_gib is not None and config.memory.target_gib > hardware.gpu.gib:
         reason = f"is more than a GPU of hardware= has: {hardware.gpu.gib:g} GiB."
         problems.append(Problem(f"memory.target_gib={config.memory.target_gib:g}", reason, "Set it to null, or lower."))
     if problems:
         raise ConfigError(problems)
-
-
-def _needed(problems: Iterable[Problem]) -> list[Problem]:
-    ignored = ("data.", "run.", "tracking.", "model.path", "model.tokenizer_path", "training.max_steps=null")
-    return [problem for problem in problems if not problem.setting.startswith(ignored)]
 
 
 def _fused(config: Config) -> frozenset[str]:

@@ -149,9 +149,9 @@ def _figures(data: PreparedData[Sequences], config: Config) -> Iterator[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code."""
     arguments = sys.argv[1:] if argv is None else argv
-    # nothing else of a model is used
-    has_tokenizer = any(text.startswith("model.tokenizer_path=") for text in arguments)
-    return run_command(arguments, PreviewSettings, USAGE, preview, needs_model=not has_tokenizer, takes_adapter=False)
+    # Only the tokenizer of a model is used, so that where it is named the model need not be.
+    optional = ["model.path"] if any(text.startswith("model.tokenizer_path=") for text in arguments) else []
+    return run_command(arguments, PreviewSettings, USAGE, preview, optional, takes_adapter=False)
 
 
 if __name__ == "__main__":

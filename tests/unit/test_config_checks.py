@@ -13,10 +13,10 @@ import yaml
 from tests.helpers.quick_config import load_config
 
 from qlora_fsdp.common.errors import ConfigError, DeviceError
+from qlora_fsdp.config.check_settings import check_world
 from qlora_fsdp.config.launch_environment import check_launch_environment
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.config.settings import all_settings
-from qlora_fsdp.config.validate import check_world
 from qlora_fsdp.config.world import World
 from qlora_fsdp.data.read import READERS, TEXT_SUFFIXES
 from qlora_fsdp.records.check_run_folder import check, check_run
@@ -207,7 +207,7 @@ def test_all_problems_are_raised_at_once() -> None:
     config = configure("training.global_batch_size=7", "lora.init_lora_weights=eva", "lora.r=0")
     with pytest.raises(ConfigError, match="3 settings can't be used") as caught:
         check(config, GPU)
-    settings = [problem.setting for problem in caught.value.problems]
+    settings = [problem.what for problem in caught.value.problems]
     assert settings == ["lora.r=0", "lora.init_lora_weights=eva", "training.global_batch_size=7"]
 
 

@@ -25,17 +25,20 @@ class Problem:
     """One thing wrong with a setting.
 
     Attributes:
-        setting: the dotted key and its value as a user would type it, e.g. `training.global_batch_size=7`.
-        reason: why it can't be used, as the end of a sentence that starts with the setting.
+        what: the setting and its value as a user would type them, e.g. `training.global_batch_size=7`; or whatever
+            else can't be used.
+        reason: why it can't be used, as the end of a sentence that starts with `what`.
         fix: what to change, as a full sentence.
+        setting: the dotted key, e.g. `training.global_batch_size`, for the code; empty if it is about no setting.
     """
 
-    setting: str
+    what: str
     reason: str
     fix: str
+    setting: str = ""
 
     def __str__(self) -> str:
-        return f"{self.setting} {self.reason} {self.fix}".strip()
+        return f"{self.what} {self.reason} {self.fix}".strip()
 
 
 class ConfigError(UserError):

@@ -30,7 +30,7 @@ from qlora_fsdp.common.errors import ConfigError, Problem
 from qlora_fsdp.config.check_settings import check_settings
 from qlora_fsdp.config.command_line import Arguments, group_options, help_text, parse_arguments
 from qlora_fsdp.config.schema import Config, Dtype
-from qlora_fsdp.config.settings import all_settings, nearest_settings, show
+from qlora_fsdp.config.settings import all_settings, nearest_settings, problem_about, show
 
 _SEVERAL_DATA_SETS = " For several data sets set data.mix={a.jsonl: 1, b.jsonl: 1} in its place."
 
@@ -61,8 +61,8 @@ def load_config(argv: Sequence[str], check: Callable[[Config], list[Problem]] = 
         raise ConfigError([*unusable, *mistakes])
     if mistakes:
         # The rest is worth checking too, but not the defaults that stand in for the mistakes.
-        mistaken = {_key(problem) for problem in mistakes}
-        raise ConfigError([*mistakes, *(p for p in check(config) if _key(p) not in mistaken)])
+        mistaken = {problem.setting for problem in mistakes}
+        raise ConfigError([*mistakes, *(problem for problem in check(config) if problem.setting not in mistaken)])
     if arguments.cfg:
         _print_and_exit(to_yaml(config))
     return config
@@ -272,7 +272,7 @@ def _unknown(key: str, value: Any) -> Problem:
         fix = f"{prefix[:-1]} has: {', '.join(k.removeprefix(prefix) for k in all_settings() if k.startswith(prefix))}."
     else:
         fix = "See --help for the commonest settings, docs/configuration.md for all."
-    return Problem(show(key, value), "is not a setting.", fix)
+    return problem_about(key, value, "is not a setting.", fix)
 
 
 def _wrong_type(key: str, value: Any) -> Problem:
@@ -281,11 +281,7 @@ def _wrong_type(key: str, value: Any) -> Problem:
     by_lower = {choice.lower(): choice for choice in setting.choices}
     best = by_lower[nearest[0]] if nearest else setting.default
     fix = f"Set {show(key, best)}." + (_SEVERAL_DATA_SETS if key == "data.path" else "")
-    return Problem(show(key, value), f"must be {setting.expected}.", fix)
-
-
-def _key(problem: Problem) -> str:
-    return problem.setting.partition("=")[0]
+    return problem_about(key, value, f"must be {setting.expected}.", fix)
 
 
 def _refuse_clock(composed: DictConfig) -> None:

@@ -1,14 +1,40 @@
 """The contract: every setting, its type and its default. YAML under conf/ only supplies values.
 
 Names follow `BitsAndBytesConfig` (quant), `LoraConfig` (lora) and FSDP (fsdp) wherever these have one. The comment
-above a field is its documentation: docs/configuration.md is generated from it. Nothing here imports torch.
+above a field is its documentation, and `bounds` beside it are the numbers that it takes: both are checked or shown
+wherever the setting is, and docs/configuration.md is generated from them. Nothing here imports torch.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The finite numbers that a setting takes: those from `low` on, or above it if `low` is excluded, below `high`."""
+
+    low: float
+    includes_low: bool
+    high: float
+
+    def allow(self, value: float) -> bool:
+        """Whether a setting may have this value."""
+        return self.low < value < self.high or (self.includes_low and value == self.low)
+
+    def __str__(self) -> str:
+        text = f"at least {self.low:g}" if self.includes_low else f"greater than {self.low:g}"
+        return text + (f" and less than {self.high:g}" if math.isfinite(self.high) else "")
+
+
+def bounds(*, at_least: float | None = None, above: float | None = None, below: float = math.inf) -> dict[str, Bounds]:
+    """The metadata of a field whose numbers are bounded; give either `at_least` or `above`."""
+    low = above if at_least is None else at_least
+    assert low is not None, "a bounded setting has a lower bound"
+    return {"bounds": Bounds(low, at_least is not None, below)}
 
 
 class TaskName(Enum):
@@ -162,7 +188,7 @@ class TaskConfig:
 @dataclass
 class ModelConfig:
     # Short name of the model, for messages.
-    name: str = ""
+    name: str = "custom"
     # A folder with config.json and safetensors files, or a hub name such as meta-llama/Meta-Llama-3-8B.
     path: str | None = None
     # Branch, tag or commit of a hub model.
@@ -221,11 +247,11 @@ class QuantConfig:
 @dataclass
 class LoraConfig:
     # Rank of the adapters.
-    r: int = 16
+    r: int = field(default=16, metadata=bounds(at_least=1))
     # The adapters' output is scaled by lora_alpha / r (lora_alpha / sqrt(r) with use_rslora).
-    lora_alpha: float = 32
+    lora_alpha: float = field(default=32, metadata=bounds(above=0))
     # Dropout on the adapters' input.
-    lora_dropout: float = 0.0
+    lora_dropout: float = field(default=0.0, metadata=bounds(at_least=0, below=1))
     # Names, or ends of names, of the linear layers to adapt; a regular expression; or `all-linear`.
     target_modules: Any = "all-linear"
     # Names, or ends of names, of layers that target_modules should not match.
@@ -254,13 +280,13 @@ class FsdpConfig:
     # all layers gathered.
     reshard_after_forward: bool | None = None
     # Ranks a shard group under HYBRID_SHARD. null: the ranks of one node.
-    hybrid_shard_size: int | None = None
+    hybrid_shard_size: int | None = field(default=None, metadata=bounds(at_least=1))
     # Keep shards (and optimizer state) in host memory; layers come to the GPU to be used.
     cpu_offload: bool = False
     # Layers gathered ahead of the one that runs, in forward; at least 1 with cpu_offload.
-    forward_prefetch: int = 1
-    # The same in backward, at least 1.
-    backward_prefetch: int = 1
+    forward_prefetch: int = field(default=1, metadata=bounds(at_least=0))
+    # The same in backward. FSDP2 gathers one layer ahead by itself.
+    backward_prefetch: int = field(default=1, metadata=bounds(at_least=1))
 
     @property
     def reshards(self) -> bool:
@@ -289,7 +315,7 @@ class MemoryConfig:
     every_k: int = 2
     # GiB of a GPU that the run may use in all; held to, so that it stands for a smaller GPU. null: the free memory less
     # 5 %, which auto counts with.
-    target_gib: float | None = None
+    target_gib: float | None = field(default=None, metadata=bounds(above=0))
     # When the GPU is out of memory, write torch's record of allocations to the run folder (for
     # pytorch.org/memory_viz). Slows steps a little.
     snapshot: bool = False
@@ -334,9 +360,9 @@ class DataConfig:
     # Held-out data of the same form. null: eval_fraction of the rows.
     eval_path: str | None = None
     # Part of the rows held out for evaluation when there is no eval_path. 0: no evaluation.
-    eval_fraction: float = 0.0
+    eval_fraction: float = field(default=0.0, metadata=bounds(at_least=0, below=1))
     # Use at most this many rows (after shuffling by training.seed), of a mix of each data set. null: all.
-    max_rows: int | None = None
+    max_rows: int | None = field(default=None, metadata=bounds(at_least=1))
     # Form of the rows. `auto` looks at their keys. `random`: random tokens, for dry runs.
     format: DataFormat = DataFormat.auto
     # Train on the completion (the assistant's turns), or on every token.
@@ -350,9 +376,9 @@ class DataConfig:
     # tells the end, and evaluation needs data.eval_path. Every rank reads and tokenizes all rows.
     streaming: bool = False
     # With streaming: rows that are tokenized, packed together and shuffled at a time, ahead of the training.
-    buffer_rows: int = 10000
+    buffer_rows: int = field(default=10000, metadata=bounds(at_least=1))
     # Processes that tokenize. null: one a CPU core this rank may use, at most 8.
-    num_proc: int | None = None
+    num_proc: int | None = field(default=None, metadata=bounds(at_least=1))
     # Where tokenized data is kept. null: ~/.cache/qlora_fsdp/data
     cache_folder: str | None = None
 
@@ -362,63 +388,63 @@ class OptimConfig:
     # adamw: torch's fused AdamW. adamw_8bit: bitsandbytes' block-wise 8-bit state (arXiv:2110.02861).
     name: Optimizer = Optimizer.adamw
     # Decoupled weight decay (arXiv:1711.05101).
-    weight_decay: float = 0.0
+    weight_decay: float = field(default=0.0, metadata=bounds(at_least=0))
     # Decay of the running means of the gradient and of its square.
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
     # Added to the denominator.
-    eps: float = 1e-8
+    eps: float = field(default=1e-8, metadata=bounds(above=0))
     # Clip the gradient's global norm to this. 0: do not clip.
-    max_grad_norm: float = 1.0
+    max_grad_norm: float = field(default=1.0, metadata=bounds(at_least=0))
     # Shape of the learning rate after warmup.
     lr_scheduler_type: LrScheduler = LrScheduler.cosine
     # Part of the steps over which the learning rate rises from 0.
-    warmup_ratio: float = 0.03
+    warmup_ratio: float = field(default=0.03, metadata=bounds(at_least=0, below=1))
     # Steps of warmup; wins over warmup_ratio.
-    warmup_steps: int | None = None
+    warmup_steps: int | None = field(default=None, metadata=bounds(at_least=0))
 
 
 @dataclass
 class TrainingConfig:
     # Tokens a sequence, at most.
-    max_length: int = 2048
+    max_length: int = field(default=2048, metadata=bounds(at_least=2))
     # Optimizer steps. null: num_epochs over the data. Wins over num_epochs: the data is repeated as often as needed.
-    max_steps: int | None = None
+    max_steps: int | None = field(default=None, metadata=bounds(at_least=1))
     # Passes over the data.
-    num_epochs: float = 1.0
+    num_epochs: float = field(default=1.0, metadata=bounds(above=0))
     # Sequences a GPU a forward pass. `auto`: the power of two, dividing the global batch, with the best predicted
     # speed.
-    micro_batch_size: Any = 1
+    micro_batch_size: Any = field(default=1, metadata=bounds(at_least=1))
     # Sequences an optimizer step, over all ranks. null: micro_batch_size x ranks.
-    global_batch_size: int | None = None
+    global_batch_size: int | None = field(default=None, metadata=bounds(at_least=1))
     # Peak learning rate.
-    learning_rate: float = 2e-4
+    learning_rate: float = field(default=2e-4, metadata=bounds(above=0))
     # Seed of initialisation, data order and dropout.
-    seed: int = 0
+    seed: int = field(default=0, metadata=bounds(at_least=0, below=2**31))
     # Put several rows into one sequence of max_length tokens, without letting them see one another.
     packing: bool = True
     # dtype of activations and matrix products. `auto`: bfloat16 on GPUs that have it, else float32. float16 is refused:
     # it needs loss scaling, which is not here.
     precision: Dtype = Dtype.auto
     # Evaluate every so many steps, and at the end. null: only before and after.
-    eval_every_steps: int | None = None
+    eval_every_steps: int | None = field(default=None, metadata=bounds(at_least=1))
     # What to do when a step's loss or gradient is NaN or infinite; its rows are written to run.folder/bad_steps. stop:
     # save and end. skip: go on with the next batch. rollback: the same, from the weights of the newest checkpoint.
     on_bad_step: OnBadStep = OnBadStep.stop
     # A step is bad, too, when its gradient's norm is more than so many times the median of the last 100. null: never.
-    grad_norm_spike: float | None = None
+    grad_norm_spike: float | None = field(default=None, metadata=bounds(above=1))
 
 
 @dataclass
 class CheckpointConfig:
     # Write a checkpoint, which has the adapter too, every so many steps. null: not by steps. SIGTERM, SIGUSR1 and the
     # first Ctrl-C write one in any case, and end the run.
-    every_steps: int | None = None
+    every_steps: int | None = field(default=None, metadata=bounds(at_least=1))
     # Write a checkpoint when so many minutes have passed since the last.
-    every_minutes: float | None = None
+    every_minutes: float | None = field(default=None, metadata=bounds(above=0))
     # Checkpoints to keep; older ones are removed once a newer one is whole.
-    keep_last: int = 2
+    keep_last: int = field(default=2, metadata=bounds(at_least=1))
     # Besides these, keep so many of those with the lowest evaluation loss.
-    keep_best: int = 0
+    keep_best: int = field(default=0, metadata=bounds(at_least=0))
     # auto: go on from the newest checkpoint in run.folder, if there is one. none: start anew, which removes them. Or
     # the folder of a checkpoint, of this run or another.
     resume: str = "auto"
@@ -440,28 +466,28 @@ class TrackingConfig:
     tensorboard: bool = False
     # At every evaluation, complete the beginnings of so many held-out rows: to generations.jsonl, report.html and the
     # trackers. 0: none.
-    num_generations: int = 0
+    num_generations: int = field(default=0, metadata=bounds(at_least=0))
     # Tokens of each, at most. Every token is a pass through the whole model.
-    generation_tokens: int = 64
+    generation_tokens: int = field(default=64, metadata=bounds(at_least=1))
 
 
 @dataclass
 class DistributedConfig:
     # A collective that takes longer than this means that a rank is gone or stuck: all stop.
-    timeout_seconds: int = 600
+    timeout_seconds: int = field(default=600, metadata=bounds(at_least=1))
 
 
 @dataclass
 class LaunchConfig:
     # For jobs that `-m` or `hydra/launcher=...` starts. Processes a job, one a GPU; on SLURM, a node. null: jobs that
     # run at the same time get equal shares of the GPUs.
-    num_processes: int | None = None
+    num_processes: int | None = field(default=None, metadata=bounds(at_least=1))
     # An accelerate config. null: accelerate_configs/one_node.yaml, or multi_node.yaml where slurm.nodes is above 1.
     config_file: str | None = None
     # GPUs of this host to use, by index. null: all that are visible.
     devices: list[int] | None = None
     # Jobs of a sweep that run at the same time, on disjoint GPUs.
-    parallel: int = 1
+    parallel: int = field(default=1, metadata=bounds(at_least=1))
     # Print the commands or the job script, and start nothing.
     dry_run: bool = False
 
@@ -475,11 +501,11 @@ class SlurmConfig:
     # Time limit of a job, e.g. 24:00:00 or 2-00:00:00 (in YAML with quotes). A run that needs longer queues again.
     time: str | None = None
     # Nodes a job; each starts launch.num_processes processes.
-    nodes: int = 1
+    nodes: int = field(default=1, metadata=bounds(at_least=1))
     # GPUs a node; also the number of processes where launch.num_processes is null.
-    gpus_per_node: int | None = None
+    gpus_per_node: int | None = field(default=None, metadata=bounds(at_least=1))
     # CPU cores a node. null: the cluster's default for one task, which may be 1.
-    cpus_per_task: int | None = None
+    cpus_per_task: int | None = field(default=None, metadata=bounds(at_least=1))
     # Further options of sbatch, one an entry: ["--qos=long","--mem=0"].
     options: list[str] = field(default_factory=list)
     # Environment modules to load, e.g. [cuda/12.8].
@@ -489,7 +515,7 @@ class SlurmConfig:
     # Container image, through srun --container-image (Pyxis). Its `python` is used.
     container: str | None = None
     # Seconds before the time limit at which a run is told to save, after which the job queues again.
-    signal_seconds: int = 120
+    signal_seconds: int = field(default=120, metadata=bounds(at_least=1, below=65536))
 
 
 @dataclass

@@ -26,6 +26,7 @@ class Setting:
         is_optional: whether `null` is a value.
         default: the default, before interpolation.
         comment: the comment above the field.
+        bounds: the numbers that it takes, if these are bounded.
     """
 
     key: str
@@ -33,6 +34,7 @@ class Setting:
     is_optional: bool
     default: Any
     comment: str
+    bounds: schema.Bounds | None = None
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -112,7 +114,12 @@ def value_of(config: schema.Config, key: str) -> Any:
 
 def problem_with(config: schema.Config, key: str, reason: str, fix: str) -> Problem:
     """Returns the problem that the setting `key` has with its present value."""
-    return Problem(show(key, value_of(config, key)), reason, fix)
+    return problem_about(key, value_of(config, key), reason, fix)
+
+
+def problem_about(key: str, value: Any, reason: str, fix: str) -> Problem:
+    """Returns the problem that the setting `key` has with a value."""
+    return Problem(show(key, value), reason, fix, setting=key)
 
 
 def show(key: str, value: Any) -> str:
@@ -146,7 +153,7 @@ def _walk(config_class: type, prefix: str) -> Iterator[Setting]:
         if is_optional:
             (hint,) = (part for part in get_args(hint) if part is not type(None))
         default = field.default if field.default_factory is MISSING else field.default_factory()
-        yield Setting(key, hint, is_optional, default, comments.get(field.name, ""))
+        yield Setting(key, hint, is_optional, default, comments.get(field.name, ""), field.metadata.get("bounds"))
 
 
 def _comments(config_class: type) -> dict[str, str]:

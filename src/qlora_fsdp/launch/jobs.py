@@ -14,11 +14,11 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, open_dict
 
 from qlora_fsdp.common.errors import ConfigError, Problem
+from qlora_fsdp.config.check_settings import check_split
 from qlora_fsdp.config.compose import quote, read_config
 from qlora_fsdp.config.identity import find_changes, is_harmless, plain_settings, read_settings
 from qlora_fsdp.config.schema import Config
-from qlora_fsdp.config.settings import show
-from qlora_fsdp.config.validate import check_split
+from qlora_fsdp.config.settings import problem_about, show
 from qlora_fsdp.config.world import World
 from qlora_fsdp.records.check_run_folder import check_run
 from qlora_fsdp.records.run_state import RunState, read_run
@@ -142,7 +142,7 @@ def _harmful_changes(job: Job) -> list[Problem]:
             has = "finished" if job.is_done else "a checkpoint"
             reason = f"was {show('', was)[1:]} in {job.folder}, which has {has}."
             fix = "Set another run.name, or run.overwrite=true to start anew."
-            problems.append(Problem(show(key, value), reason, fix))
+            problems.append(problem_about(key, value, reason, fix))
     return problems
 
 

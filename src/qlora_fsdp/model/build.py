@@ -27,7 +27,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 from qlora_fsdp.common.errors import CheckpointError, ConfigError, Problem
 from qlora_fsdp.common.text import count, show_bytes, show_size
-from qlora_fsdp.config.check_settings import int8_embeddings_problem
+from qlora_fsdp.config.check_model import int8_embeddings_problem
 from qlora_fsdp.config.schema import Config, EmbeddingStorage, LoraConfig, QuantConfig, TaskConfig, TaskName
 from qlora_fsdp.layers import Format, QuantizedEmbedding, QuantizedLinear, parse_storage
 from qlora_fsdp.model.count import dtype_name

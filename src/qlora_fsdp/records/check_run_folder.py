@@ -11,10 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from qlora_fsdp.common.errors import ConfigError, Problem
-from qlora_fsdp.config.check_settings import check_settings
+from qlora_fsdp.config.check_settings import check_settings, check_world
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.config.settings import problem_with
-from qlora_fsdp.config.validate import check_world
 from qlora_fsdp.config.world import World
 from qlora_fsdp.records.run_state import LOCK, RECORDS, is_run_folder
 

@@ -25,7 +25,7 @@ from qlora_fsdp.common.errors import (
 )
 from qlora_fsdp.common.files import write_atomically
 from qlora_fsdp.common.startup import quick_imports
-from qlora_fsdp.config.check_settings import check_settings
+from qlora_fsdp.config.check_settings import Needs, check_settings
 from qlora_fsdp.config.commands import AdapterSettings, load_command
 from qlora_fsdp.config.schema import Config
 
@@ -71,8 +71,7 @@ def run_command(
     kind: type[Settings],
     usage: str,
     body: Callable[[Settings, Config, Processes], None],
-    needs_data: bool = True,
-    needs_model: bool = True,
+    optional: Sequence[str] = (),
     takes_adapter: bool = True,
 ) -> int:
     """Parse, check, and run `body` on every process; where it fails on one, all end with that error.
@@ -82,9 +81,8 @@ def run_command(
         kind: dataclass of the command's own settings.
         usage: what --help prints.
         body: the command.
-        needs_data: data.path must be set.
-        needs_model: model or model.path must be set.
-        takes_adapter: adapter= tells the model, too.
+        optional: settings that training needs and this command can do without, e.g. `data.path`.
+        takes_adapter: whether adapter= may name the model in place of model.path.
 
     Returns:
         The exit code: 0, or that of the `UserError` that has been printed.
@@ -92,10 +90,9 @@ def run_command(
     rank = os.environ.get("RANK", "0")
     try:
         settings, config = load_command(sys.argv[1:] if argv is None else argv, kind, usage)
-        unneeded = {"data.path=null": not needs_data, "model.path=null": not needs_model}
-        problems = [problem for problem in check_settings(config) if not unneeded.get(problem.setting)]
-        if takes_adapter and settings.adapter is None:
-            problems = [replace(p, fix=NO_BASE) if p.setting == "model.path=null" else p for p in problems]
+        problems = check_settings(config, Needs(optional=tuple(optional)))
+        if takes_adapter and settings.adapter is None and config.model.path is None:
+            problems = [replace(p, fix=NO_BASE) if p.setting == "model.path" else p for p in problems]
         if problems:
             raise ConfigError(problems)
         with quick_imports():  # torch only from here on
