@@ -16,7 +16,7 @@ from typing import Any
 
 from qlora_fsdp.common.errors import CheckpointError, ConfigError, Problem, UserError, print_error
 from qlora_fsdp.common.files import write_json
-from qlora_fsdp.common.text import count, show_duration, show_size
+from qlora_fsdp.common.text import plural, show_duration, show_size
 from qlora_fsdp.config.check_model import int8_embeddings_problem, is_local_path
 from qlora_fsdp.config.check_settings import TRAINING, Needs, check_settings, check_world
 from qlora_fsdp.config.compose import load_config
@@ -183,7 +183,7 @@ def _describe(choice: Choice, hardware: Hardware, target: float) -> tuple[list[s
     lines = [
         f"{_name(config)}: {show_size(work.shape.num_parameters)} parameters, on {hardware.count} x {gpu.name}"
         + (f" ({hardware.note})" if hardware.note else ""),
-        f"{count(work.num_shards, 'shard')}, micro-batch {work.micro_batch_size} x {config.training.max_length} "
+        f"{plural(work.num_shards, 'shard')}, micro-batch {work.micro_batch_size} x {config.training.max_length} "
         f"tokens, {work.num_micro_batches} a step; {describe_choice(plan)}",
         "",
         table(plan),

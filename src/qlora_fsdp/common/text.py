@@ -25,7 +25,7 @@ def show_duration(seconds: float | None) -> str:
     return "" if seconds is None else str(timedelta(seconds=round(seconds)))
 
 
-def count(number: int, what: str) -> str:
+def plural(number: int, what: str) -> str:
     """A number of things, such as `1 row` or `2,000 rows`."""
     return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
 
