@@ -1,6 +1,6 @@
 """`python -m qlora_fsdp.preflight`: does a run fit, and how long will it take? Needs no GPU, no download and no torch.
 
-The command line is that of a run, with `hardware=`:
+The command line is that of the run, and `hardware=` besides:
 
     python -m qlora_fsdp.preflight model=llama3-70b hardware=2x24gib training.max_length=2048
 """
@@ -42,7 +42,7 @@ from qlora_fsdp.memory.suggest import cheapest_changes
 from qlora_fsdp.memory.workload import FUSED_KERNELS, Workload
 
 DOES_NOT_FIT = 3  # exit code
-BYTES_A_TOKEN = 4.0  # of text in a file of rows: an estimate
+BYTES_A_TOKEN = 4.0  # of text in a file of rows, as an estimate
 # A run also needs data, a tokenizer and a folder to write to. The model may be named by its shape alone, and the end of
 # the run matters only for its duration.
 NEEDS = Needs(
@@ -54,7 +54,7 @@ USAGE = "python -m qlora_fsdp.preflight hardware=COUNTxGIB|COUNTxNAME [group=opt
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the plan and write preflight.json; 0 if the run fits, 3 if not, 2 if the command line can't be used."""
+    """Prints the plan and writes preflight.json; returns 0 if the run fits, 3 if not, and 2 after a `UserError`."""
     try:
         return preflight(sys.argv[1:] if argv is None else argv, Path.cwd() / "preflight.json")
     except UserError as error:
@@ -63,10 +63,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def preflight(argv: Sequence[str], file: Path) -> int:
-    """`main`, with the JSON in `file`.
+    """Does what `main` says, with the JSON in `file`.
 
     Raises:
-        UserError: settings that can't be used, unknown hardware, a model that can't be found.
+        UserError: settings can't be used, the hardware is unknown, or the model can't be found.
     """
     if "--help" in argv or "-h" in argv:
         print(f"{__doc__.strip()}\n\nusage: {USAGE}")
@@ -110,10 +110,10 @@ def preflight(argv: Sequence[str], file: Path) -> int:
 
 
 def read_shape(config: Config) -> ModelShape:
-    """The shape of the model that the settings name: of a local folder's config.json, or of conf/model.
+    """Returns the shape of the model that the settings name, from a local folder's config.json or from conf/model.
 
     Raises:
-        CheckpointError: there is neither, or the family is unknown here.
+        CheckpointError: there is neither, or the memory plan does not know the family.
     """
     path = Path(config.model.path).expanduser() / "config.json" if config.model.path else None
     values: dict[str, Any] = {}
@@ -173,7 +173,7 @@ def _fused(config: Config) -> frozenset[str]:
 
 
 def _describe(choice: Choice, hardware: Hardware, target: float) -> tuple[list[str], dict[str, Any]]:
-    """The lines to print, and what preflight.json holds."""
+    """Returns the lines to print, and what preflight.json holds."""
     plan, gpu = choice.plan, hardware.gpu
     work, config = plan.work, plan.work.config
     speed = tokens_per_second(work, plan.policies, gpu)
@@ -217,7 +217,7 @@ def _duration(hours: float) -> str:
 
 
 def count_tokens(config: Config, work: Workload) -> tuple[float, str]:
-    """Tokens of the run, and where the number comes from."""
+    """Returns the tokens of the run, and where the number comes from."""
     training = config.training
     if training.max_steps is not None:
         a_step = work.num_micro_batches * work.num_tokens * work.num_ranks

@@ -1,4 +1,6 @@
-"""`python -m qlora_fsdp.train`: the pipeline, read top to bottom.
+"""`python -m qlora_fsdp.train`: read the command line, check it, and train or start jobs that train.
+
+The stages of a run, which training/run.py calls one after the other:
 
 config -> processes -> build (meta) -> adapt -> plan -> data -> shard -> load -> prove -> loop -> export
 """
@@ -25,10 +27,10 @@ from qlora_fsdp.runtime.run_command import show_error
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse, check, run or start jobs that do.
+    """Parses and checks the command line, then trains, or starts the jobs that it asks for.
 
     Returns:
-        The exit code: 0; that of the `UserError` that has been printed; or 1 if a job of a sweep has not finished.
+        The exit code: 0, that of the `UserError` that has been printed, or 1 if a job of a sweep has not finished.
     """
     try:
         argv = sys.argv[1:] if argv is None else argv

@@ -13,7 +13,7 @@ import yaml
 from tests.helpers.quick_config import load_config
 
 from qlora_fsdp.common.errors import ConfigError, DeviceError
-from qlora_fsdp.config.check_settings import check_world
+from qlora_fsdp.config.check_settings import Needs, check_settings, check_world
 from qlora_fsdp.config.launch_environment import check_launch_environment
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.config.settings import all_settings
@@ -31,7 +31,9 @@ def configure(*overrides: str) -> Config:
 
 
 def complaints(config: Config, world: World = GPU) -> list[str]:
-    return [str(problem) for problem in [*check_run(config), *check_world(config, world)]]
+    problems = [*check_run(config), *check_world(config, world)]
+    assert all(problem.setting in all_settings() for problem in problems)
+    return [str(problem) for problem in problems]
 
 
 def test_dry_run_has_no_problem() -> None:
@@ -209,6 +211,18 @@ def test_all_problems_are_raised_at_once() -> None:
         check(config, GPU)
     settings = [problem.what for problem in caught.value.problems]
     assert settings == ["lora.r=0", "lora.init_lora_weights=eva", "training.global_batch_size=7"]
+
+
+def test_a_command_hears_of_what_it_needs_alone() -> None:
+    config = configure("data=default", "lora.r=0", "checkpoint.keep_best=1")
+    assert [problem.setting for problem in check_settings(config)] == ["lora.r", "data.path", "checkpoint.keep_best"]
+
+    def heard(needs: Needs) -> list[str]:
+        return [problem.setting for problem in check_settings(config, needs)]
+
+    assert heard(Needs(sections=("lora", "data"))) == ["lora.r", "data.path"]
+    assert heard(Needs(unused=("lora.r",))) == ["data.path", "checkpoint.keep_best"]
+    assert heard(Needs(optional=("data.path", "lora.r"))) == ["lora.r", "checkpoint.keep_best"]  # lora.r is not null
 
 
 class TestRunFolder:

@@ -60,12 +60,12 @@ def _evaluation(config: Config) -> Iterator[Problem]:
 def _is_file(path: str) -> bool:
     try:
         return Path(path).expanduser().is_file()
-    except OSError:  # too long for a name: the text of a template in the place of its file
+    except OSError:  # too long for a name: somebody gave a template's text in place of its file
         return False
 
 
 def _is_missing(path: str) -> bool:
-    """Whether a path to data is not there: what is written as a path, or as a file, is no name of a hub data set."""
+    """Whether a path to data does not exist. What looks like a path or a file is never the name of a hub data set."""
     is_local = path.startswith(("/", "./", "../", "~")) or path.endswith(_SUFFIXES)
     return is_local and not Path(path).expanduser().exists()
 

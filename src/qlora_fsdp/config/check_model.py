@@ -12,7 +12,7 @@ from qlora_fsdp.config.schema import Config, DataFormat, Dtype, EmbeddingStorage
 from qlora_fsdp.config.settings import problem_about, problem_with, show, value_of
 
 NO_FLOAT16 = "needs loss scaling, which is not here: small gradients would become 0."
-_INIT_LORA_WEIGHTS = ("gaussian", "orthogonal")  # besides true: what PEFT has that leaves the base weights as they are
+_INIT_LORA_WEIGHTS = ("gaussian", "orthogonal")  # besides true, those of PEFT's that leave the base weights alone
 
 
 def check_model(config: Config) -> Iterator[Problem]:
@@ -22,12 +22,12 @@ def check_model(config: Config) -> Iterator[Problem]:
 
 
 def is_local_path(text: str) -> bool:
-    """Whether a path-or-hub-name means a path: it exists, or is written as one (/..., ./..., ../..., ~...)."""
+    """Whether the text means a path and not a hub name: it exists, or is written as a path (/, ./, ../ or ~ first)."""
     return text.startswith(("/", "./", "../", "~")) or text in (".", "..") or Path(text).exists()
 
 
 def int8_embeddings_problem(is_tied: bool, kind: str = "Embedding") -> Problem:
-    """Why `quant.embeddings=int8` can't be used with a model, whose shape must be known for that."""
+    """Returns why `quant.embeddings=int8` can't be used with a model, once the model's shape is known."""
     reason = f"can't store embeddings of the class {kind}."
     if is_tied:
         reason = "can't be used with this model, whose head shares its weight with the embeddings."

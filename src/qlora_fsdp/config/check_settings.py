@@ -70,7 +70,7 @@ def check_split(config: Config, world: World) -> list[Problem]:
 
 
 def wandb_mode(config: Config) -> WandbMode:
-    """`tracking.wandb`; for `auto`, online where W&B has a key to log in with, else disabled."""
+    """Returns `tracking.wandb`, where `auto` is online if W&B has a key to log in with, and else disabled."""
     import netrc
 
     if config.tracking.wandb is not WandbMode.auto:
@@ -83,7 +83,7 @@ def wandb_mode(config: Config) -> WandbMode:
 
 
 def _check_bounds(config: Config) -> Iterator[Problem]:
-    """Numbers that are outside the bounds that the schema gives them."""
+    """Refuses numbers outside the bounds that the schema gives them."""
     for key, setting in all_settings().items():
         value, bounds = value_of(config, key), setting.bounds
         if bounds is not None and isinstance(value, (int, float)) and not bounds.allow(value):

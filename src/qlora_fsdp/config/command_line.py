@@ -1,4 +1,4 @@
-"""The command line's own options, the folders with YAML, and the page that `--help` prints.
+"""The options of the command line, the folders with YAML, and the page that `--help` prints.
 
 Imports neither Hydra nor torch.
 """
@@ -44,7 +44,7 @@ _COMMONEST = [
 
 @dataclass(frozen=True)
 class Arguments:
-    """The command line, split.
+    """The command line, split into its parts.
 
     Attributes:
         overrides: `group=option` and `setting=value` as typed.
@@ -62,7 +62,7 @@ class Arguments:
 
     @property
     def starts_jobs(self) -> bool:
-        """Whether this process is to start others that train, and not to train."""
+        """Whether this process starts others that train, in place of training itself."""
         starts = ("hydra/launcher=", "hydra/sweeper=")
         return self.multirun or any(override.lstrip("+").startswith(starts) for override in self.overrides)
 
@@ -104,7 +104,7 @@ def conf_folder() -> Path:
 
 
 def group_options(group: str, folders: Sequence[Path]) -> list[str]:
-    """Returns the options of a group, sorted; for the group "" the names of the groups; for no group an empty list."""
+    """Returns the options of a group, sorted; empty if there is no such group. The group "" holds all groups' names."""
     found = [path for folder in folders if (folder / group).is_dir() for path in (folder / group).iterdir()]
     return sorted(
         {path.stem for path in found if path.suffix == ".yaml"}

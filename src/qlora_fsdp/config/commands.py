@@ -1,9 +1,9 @@
-"""The command lines of the commands beside training: own settings, then the run's settings as for training.
+"""The command lines of the commands beside training: settings of their own, and any setting of training.
 
     python -m qlora_fsdp.generate adapter=DIR prompt="..." max_new_tokens=64 model.attn_implementation=eager
 
-An adapter's folder has the settings of model, quantization and task that it was trained with (`SETTINGS_FILE`), which
-come first; what is typed wins. Imports no torch.
+An adapter's folder holds the settings of model, quantization and task that it was trained with (`SETTINGS_FILE`).
+These apply first, and what is typed wins over them. Imports no torch.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from qlora_fsdp.config.settings import show
 
 SETTINGS_FILE = "qlora_fsdp.yaml"
 
-# Settings that training needs and these commands do not, so that its checks have nothing to say about them.
+# Training on random or streamed data needs an end, which these commands do not.
 WITHOUT_TRAINING = ("training.max_steps=1",)
 
 
 @dataclass
 class AdapterSettings:
-    """Settings of every command that takes an adapter.
+    """The settings of every command that takes an adapter.
 
     Attributes:
-        adapter: folder of an adapter; None: the base model alone.
+        adapter: folder of an adapter; None for the base model alone.
     """
 
     adapter: str | None = None
@@ -56,12 +56,12 @@ def load_command(argv: Sequence[str], kind: type[Settings], usage: str) -> tuple
     """Reads the command line of a command.
 
     Args:
-        argv: own settings and the run's, in any order.
-        kind: a dataclass of the own settings.
+        argv: settings of the command and of training, in any order.
+        kind: a dataclass of the command's settings.
         usage: what --help prints.
 
     Raises:
-        ConfigError: unknown keys, wrong types, or a folder that holds no adapter.
+        ConfigError: a key is unknown, a value has a wrong type, or the adapter's folder can't be used.
     """
     if "--help" in argv or "-h" in argv:
         if os.environ.get("RANK", "0") == "0":
@@ -98,11 +98,11 @@ def load_command(argv: Sequence[str], kind: type[Settings], usage: str) -> tuple
 
 
 def saved_settings(config: Config, class_weights: list[float] | None = None) -> str:
-    """The text of SETTINGS_FILE: what is needed to build the model that an adapter belongs to, and to evaluate it.
+    """Returns the text of SETTINGS_FILE: what is needed to build an adapter's model again, and to evaluate it.
 
     Args:
-        config: of the run.
-        class_weights: of a classifier's labels, as numbers.
+        config: the configuration of the run.
+        class_weights: the weights of a classifier's labels, as numbers.
     """
     values = {
         section: {name: getattr(getattr(config, section), name) for name in names} for section, names in ALLOWED.items()
@@ -141,7 +141,7 @@ def _read_saved(adapter: Path, typed: set[str]) -> tuple[str | None, bool]:
 def _split(argv: Sequence[str], kind: type) -> tuple[dict[str, Any], list[str], list[Problem]]:
     hints = get_type_hints(kind)
     names = [field.name for field in fields(kind)]
-    groups = {path.name for path in conf_folder().iterdir() if path.is_dir()}  # task=... is not tasks=... misspelt
+    groups = {path.name for path in conf_folder().iterdir() if path.is_dir()}  # task=... is no misspelt tasks=...
     values: dict[str, Any] = {}
     rest, problems = [], []
     for text in argv:

@@ -1,9 +1,9 @@
-"""Command line and YAML → a typed `Config`.
+"""Makes a typed `Config` of the command line and the YAML files.
 
 Hydra composes plain values: the schema's defaults, then one option of each group, then an experiment, then the
-overrides. Only the result is checked against the schema, in one walk. So a key unknown to the schema is found wherever
-it comes from (an own YAML file, `key=`, `+key=` or `++key=`), and all such mistakes are reported at once; Hydra itself
-would stop at the first one and accept any key behind a plus sign.
+overrides. Only the result is checked against the schema, in one walk. This finds a key that the schema does not know
+wherever it comes from (a user's YAML file, `key=`, `+key=` or `++key=`), and reports all such mistakes at once. Hydra
+itself would stop at the first mistake, and would accept any key behind a plus sign.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def load_config(argv: Sequence[str], check: Callable[[Config], list[Problem]] = 
 
     Args:
         argv: the arguments behind the program's name, e.g. `["model=llama3-8b", "lora.r=32"]`.
-        check: what else is wrong with a configuration, to be told together with mistakes in the command line.
+        check: finds what else is wrong with a configuration. It is called where the command line has mistakes, so that
+            the user sees both at once.
 
     Returns:
         The configuration, typed and with all interpolations resolved. It is well formed but not yet checked.
@@ -60,7 +61,7 @@ def load_config(argv: Sequence[str], check: Callable[[Config], list[Problem]] = 
     if unusable:
         raise ConfigError([*unusable, *mistakes])
     if mistakes:
-        # The rest is worth checking too, but not the defaults that stand in for the mistakes.
+        # The rest is checked too, without the defaults that stand in for the mistaken values.
         mistaken = {problem.setting for problem in mistakes}
         raise ConfigError([*mistakes, *(problem for problem in check(config) if problem.setting not in mistaken)])
     if arguments.cfg:
@@ -69,7 +70,7 @@ def load_config(argv: Sequence[str], check: Callable[[Config], list[Problem]] = 
 
 
 def to_yaml(config: Config) -> str:
-    """Returns the configuration as YAML that `--config-dir` can take as an experiment again."""
+    """Returns the configuration as YAML, which a folder of `--config-dir` can hold as an experiment."""
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
@@ -86,7 +87,7 @@ def _defaults() -> Any:
 def prepare_overrides(
     texts: Sequence[str], folders: Sequence[Path], sweep: bool = False
 ) -> tuple[list[str], list[Problem]]:
-    """Checks the form of overrides and the options of groups, and puts the overrides in the form that Hydra needs.
+    """Checks the form of overrides and the options of groups, and gives the overrides the form that Hydra needs.
 
     Args:
         texts: overrides as typed, e.g. `quant=int8`, `+lora.r=8`, `data.path=/a (1).jsonl`.
@@ -125,7 +126,7 @@ def prepare_overrides(
         else:
             if isinstance(glob, Glob):  # Hydra itself does not look into --config-dir for these
                 override.input_line = f"{key}={','.join(glob.filter(options))}"
-            # Hydra wants a plus sign for what its defaults do not name; the check against the schema comes later.
+            # Hydra wants a plus sign for what its defaults do not name. The check against the schema comes later.
             plus = "" if group_options(key, folders[:1]) else "+" if options else "++"
             usable.append(plus + (override.input_line or text).lstrip("+"))
     return usable, problems
@@ -188,7 +189,7 @@ def _compose(overrides: list[str], folders: Sequence[Path]) -> DictConfig:
 
 @contextmanager
 def composing(folders: Sequence[Path]) -> Iterator[str]:
-    """Around what Hydra does with conf/config.yaml; gives the override that makes it look into all `folders`.
+    """Wraps what Hydra does with conf/config.yaml, and gives the override that makes it look into all `folders`.
 
     Raises:
         ConfigError: Hydra or the YAML parser stopped.
@@ -203,7 +204,7 @@ def composing(folders: Sequence[Path]) -> Iterator[str]:
 
 
 def _without_effect(arguments: Arguments) -> list[Problem]:
-    """Settings of the launch, typed for one run that this process does itself."""
+    """Refuses settings of the launch for a run that this process does itself."""
     texts = [] if arguments.starts_jobs else arguments.overrides
     fix = "Add -m, hydra/launcher=accelerate or hydra/launcher=slurm."
     return [
@@ -214,13 +215,13 @@ def _without_effect(arguments: Arguments) -> list[Problem]:
 
 
 def _is_list_for_mapping(key: str, value: Any) -> bool:
-    """Or a mapping for a list: of neither the other can be made."""
+    """Whether a list is given for a mapping, or a mapping for a list: neither can be made of the other."""
     kind = get_origin(all_settings()[key].type) if key in all_settings() else None
     return (kind is dict and isinstance(value, list)) or (kind is list and isinstance(value, dict))
 
 
 def _values(override: Override) -> list[Any]:
-    """The value of an override, or all those of a sweep; none of a glob, which is of options that are there."""
+    """The value of an override, or all values of a sweep. A glob gives none: it matches options that are there."""
     if isinstance(override.value(), Glob):
         return []
     return list(override.sweep_iterator()) if override.is_discrete_sweep() else [override.value()]
@@ -300,7 +301,7 @@ def _as_dict(composed: DictConfig, *, resolve: bool) -> dict[str, Any]:
 
 
 def _explain(error: Exception, folders: Sequence[Path]) -> Problem:
-    """What Hydra or the YAML parser stopped at, in this project's terms."""
+    """What Hydra or the YAML parser stopped at, in the words of this project."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         place = f"{error.problem_mark.name}, line {error.problem_mark.line + 1},"
         return Problem(place, f"is not valid YAML: {error.problem}.", "Correct this file.")
@@ -320,7 +321,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def quote(text: str) -> str:
-    """Text as a value of an override, whatever characters it has."""
+    """Returns text as the value of an override, whatever characters it has."""
     return f"'{_escape(text)}'"
 
 

@@ -1,4 +1,4 @@
-"""The schema as a table: one `Setting` a field, for messages, for --help and for docs/configuration.md."""
+"""The schema as a table with one `Setting` per field, for messages, for --help and for docs/configuration.md."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Setting:
 
     Attributes:
         key: dotted, as typed on the command line, e.g. `lora.r`.
-        type: the annotation with `Optional` taken off, e.g. `int`, `dict[str, Any]` or an Enum.
+        type: the annotation without `None`, e.g. `int`, `dict[str, Any]` or an Enum.
         is_optional: whether `null` is a value.
         default: the default, before interpolation.
         comment: the comment above the field.
@@ -38,12 +38,12 @@ class Setting:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The values an Enum setting may have; empty for any other."""
+        """The values that an Enum setting may have; empty for any other setting."""
         return tuple(member.name for member in self.type) if isinstance(self.type, type(Enum)) else ()
 
     @property
     def expected(self) -> str:
-        """What a value must be, as the end of 'must be ...'."""
+        """What a value must be, as the end of a sentence that starts with 'must be'."""
         text = f"one of {', '.join(self.choices)}" if self.choices else _NOUNS[self.type]
         return text + (" or null" if self.is_optional else "")
 
@@ -63,7 +63,7 @@ _NOUNS = {
 }
 
 
-# Names of the same settings in transformers, TRL, PEFT and common speech, where these are too unlike to be guessed.
+# The names of settings in transformers, TRL, PEFT and common speech, where these are too different to be guessed.
 _OTHER_NAMES = {
     "alpha": "lora.lora_alpha",
     "batch_size": "training.micro_batch_size",
@@ -101,7 +101,7 @@ def nearest_settings(key: str) -> list[str]:
     name = key.rpartition(".")[2]
     if name in _OTHER_NAMES:
         return [_OTHER_NAMES[name]]
-    # The right name in the wrong section is commoner than a typo: optim.learning_rate, max_steps.
+    # The right name in a wrong section, such as optim.learning_rate, is more common than a typo.
     elsewhere = [k for k in keys if k.rpartition(".")[2] == name]
     return (elsewhere or difflib.get_close_matches(key, keys, n=1, cutoff=0.75))[:2]
 

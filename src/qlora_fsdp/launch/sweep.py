@@ -1,7 +1,7 @@
-"""A sweep: the jobs that Hydra's sweeper asks for, started by one of our launchers, and the table of what came of them.
+"""A sweep: the jobs that Hydra's sweeper asks for, started by one of our launchers, and the table of their results.
 
-The folder of the sweep has a folder for every job, sweep.json, sweep.csv and report.html. The same sweep started again
-goes on with what is unfinished: a job's folder follows from its settings.
+The folder of the sweep has a folder for every job, sweep.json, sweep.csv and report.html. A job's folder follows from
+its settings, so that the same sweep, started again, continues with the jobs that have not finished.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class Sweep:
     """What all jobs of a sweep have in common.
 
     Args:
-        config_loader: Hydra's.
-        config: the sweep's, with `hydra` in it.
+        config_loader: Hydra's loader, which composes the configuration of each job.
+        config: the configuration of the sweep, with its section `hydra`.
 
     Attributes:
-        folder: of the sweep, absolute.
-        waits: whether the sweeper needs a job's result before it asks for the next.
+        folder: the absolute path of the sweep's folder.
+        waits: whether the sweeper needs a job's result before it asks for the next job.
     """
 
     def __init__(self, config_loader: ConfigLoader, config: DictConfig) -> None:
@@ -45,14 +45,14 @@ class Sweep:
         self._jobs: dict[Path, Job] = {}
 
     def launch(self, batch: Sequence[Sequence[str]], first_index: int, start: Start) -> list[JobReturn]:
-        """Start a batch of jobs.
+        """Starts a batch of jobs.
 
         Returns:
-            For each job the loss it ended with, or infinity: a sweeper goes on when a job fails.
+            For each job its last loss, or infinity if it failed: a sweeper then continues with other jobs.
 
         Raises:
-            ConfigError: settings of a job can't be used; none was started.
-            Interrupted: by a signal; running jobs have been told to save and have ended.
+            ConfigError: the settings of some job can't be used, and none was started.
+            Interrupted: by a signal, after which the running jobs have saved and ended.
         """
         jobs = collect_jobs(self._compose, batch, self._typed, self.folder, self._options)
         self._jobs |= {job.folder: job for job in jobs}

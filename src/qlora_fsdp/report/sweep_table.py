@@ -1,4 +1,4 @@
-"""What came of a sweep: sweep.json, sweep.csv, and a table for the terminal. Imports no torch."""
+"""The results of a sweep: sweep.json, sweep.csv, and a table for the terminal. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SWEEP_FILE = "sweep.json"
 
 
 def describe_job(folder: Path, swept: dict[str, str]) -> dict[str, Any]:
-    """The line of sweep.json about a job: what was swept over, and what its folder says about it now."""
+    """Returns the entry of sweep.json about a job: its swept settings, and the present state of its run."""
     state = read_run(folder)
     return {
         "overrides": swept,
@@ -47,13 +47,13 @@ def write_results(folder: Path, jobs: list[dict[str, Any]]) -> None:
 
 
 def read_results(folder: Path) -> list[dict[str, Any]]:
-    """The jobs of the sweep in `folder` as they are now; empty where there is no sweep."""
+    """Returns the present state of the jobs of the sweep in `folder`; empty if there is no sweep."""
     jobs = read_json(folder / SWEEP_FILE).get("jobs", [])
     return [describe_job(Path(job["folder"]), job["overrides"]) for job in jobs]
 
 
 def show_results(folder: Path, jobs: Sequence[dict[str, Any]]) -> str:
-    """The table of a sweep; the best job has a star."""
+    """Returns the table of a sweep, in which the best job has a star."""
     losses = [job["loss"] for job in jobs if job["status"] == "finished" and job["loss"] is not None]
     best = min(losses, default=None)
     rows = []

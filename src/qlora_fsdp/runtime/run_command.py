@@ -1,4 +1,4 @@
-"""How a command beside training runs: errors are shown once, processes meet and part."""
+"""Runs a command beside training on every process, and shows an error once."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ log = logging.getLogger("qlora_fsdp")
 Settings = TypeVar("Settings", bound=AdapterSettings)
 
 NO_BASE = "Set adapter to the folder that training wrote; or, without an adapter, model or model.path as for training."
-FIRST_RANK_SECONDS = 3.0  # for a node's first rank to say what this one would
+FIRST_RANK_SECONDS = 3.0  # time for a node's first rank to print what this one would
 
 
 def write_out(out: str, text: str) -> None:
-    """Write what a command's `out=` setting asks for, whole or not at all.
+    """Writes the file of a command's `out=` setting, whole or not at all.
 
     Raises:
         RunFolderError: the file can't be written.
@@ -52,7 +52,7 @@ def write_out(out: str, text: str) -> None:
 
 
 def check_out(out: str | None) -> list[Problem]:
-    """Whether `write_out` can write there, before what it is to write is worked out; None: nothing is written."""
+    """Returns why `write_out` could not write there, before the work begins; None is for no file."""
     if out is None:
         return []
     path = Path(out).expanduser()
@@ -74,11 +74,11 @@ def run_command(
     optional: Sequence[str] = (),
     takes_adapter: bool = True,
 ) -> int:
-    """Parse, check, and run `body` on every process; where it fails on one, all end with that error.
+    """Parses and checks the command line and runs `body` on every process. If it fails on one, all end with that error.
 
     Args:
-        argv: the arguments; None: this process's own.
-        kind: dataclass of the command's own settings.
+        argv: the arguments; None for those of this process.
+        kind: the dataclass of the command's own settings.
         usage: what --help prints.
         body: the command.
         optional: settings that training needs and this command can do without, e.g. `data.path`.
@@ -108,7 +108,7 @@ def run_command(
         try:
             try:
                 body(settings, config, processes)
-                processes.wait(patiently=True)  # rank 0 may still write: a rank that ended before would look lost
+                processes.wait(patiently=True)  # rank 0 may still write, and a rank that has ended would look lost
             except RuntimeError as error:
                 if not is_shortage(error):
                     raise
@@ -132,9 +132,9 @@ def run_command(
 
 
 def show_error(error: UserError) -> None:
-    """Print what ends this process, unless it has been, and leave the reason to torchrun for the end of its report."""
+    """Prints what ends this process, unless a rank has done so, and leaves the reason for torchrun's report."""
     if not error.is_shown:
-        # The processes have not met. A node's first rank finds the same, as a rule, and its end ends the others.
+        # The processes have not met. As a rule, a node's first rank finds the same error, and its end ends the others.
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print_error(error)
         else:
@@ -144,5 +144,5 @@ def show_error(error: UserError) -> None:
     if file is not None:
         message = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         report = {"message": {"message": message, "extraInfo": {"timestamp": int(time.time())}}}
-        with suppress(OSError):  # of a full disk, say; the error itself has been printed
+        with suppress(OSError):  # the disk may be full; the error itself has been printed
             Path(file).write_text(json.dumps(report))
