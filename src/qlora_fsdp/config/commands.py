@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 
 from qlora_fsdp.common.errors import ConfigError, Problem
 from qlora_fsdp.config.command_line import conf_folder
-from qlora_fsdp.config.compose import load_config, quote
+from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.config.foreign_settings import (
     ALLOWED,
     REMOTE_CODE,
@@ -29,6 +29,7 @@ from qlora_fsdp.config.foreign_settings import (
     read_foreign_settings,
     remote_code_problem,
 )
+from qlora_fsdp.config.overrides import quote
 from qlora_fsdp.config.schema import Config, TaskName
 from qlora_fsdp.config.settings import show
 

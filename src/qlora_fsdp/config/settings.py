@@ -89,6 +89,9 @@ _OTHER_NAMES = {
 }
 
 
+SEVERAL_DATA_SETS = " For several data sets set data.mix={a.jsonl: 1, b.jsonl: 1} in its place."
+
+
 @cache
 def all_settings() -> dict[str, Setting]:
     """Returns every setting of the schema by its dotted key, in the schema's order."""
@@ -120,6 +123,31 @@ def problem_with(config: schema.Config, key: str, reason: str, fix: str) -> Prob
 def problem_about(key: str, value: Any, reason: str, fix: str) -> Problem:
     """Returns the problem that the setting `key` has with a value."""
     return Problem(show(key, value), reason, fix, setting=key)
+
+
+def unknown_setting(key: str, value: Any) -> Problem:
+    """Returns the problem with a key that is no setting, with the one that was probably meant."""
+    section, _, name = key.rpartition(".")
+    sections = [*(field.name for field in fields(schema.Config)), "experiment"]
+    nearest = nearest_settings(key) or ([] if section else difflib.get_close_matches(key, sections, n=1, cutoff=0.7))
+    if nearest:
+        fix = f"Did you mean {' or '.join(nearest)}?"
+    elif (section or name) in sections:
+        prefix = (section or name) + "."
+        fix = f"{prefix[:-1]} has: {', '.join(k.removeprefix(prefix) for k in all_settings() if k.startswith(prefix))}."
+    else:
+        fix = "See --help for the commonest settings, docs/configuration.md for all."
+    return problem_about(key, value, "is not a setting.", fix)
+
+
+def wrong_type(key: str, value: Any) -> Problem:
+    """Returns the problem with a value that the setting `key` can't have."""
+    setting = all_settings()[key]
+    nearest = difflib.get_close_matches(str(value).lower(), [c.lower() for c in setting.choices], n=1)
+    by_lower = {choice.lower(): choice for choice in setting.choices}
+    best = by_lower[nearest[0]] if nearest else setting.default
+    fix = f"Set {show(key, best)}." + (SEVERAL_DATA_SETS if key == "data.path" else "")
+    return problem_about(key, value, f"must be {setting.expected}.", fix)
 
 
 def show(key: str, value: Any) -> str:

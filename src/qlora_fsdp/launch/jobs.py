@@ -15,8 +15,9 @@ from omegaconf import DictConfig, open_dict
 
 from qlora_fsdp.common.errors import ConfigError, Problem
 from qlora_fsdp.config.check_settings import check_split
-from qlora_fsdp.config.compose import quote, read_config
+from qlora_fsdp.config.compose import read_config
 from qlora_fsdp.config.identity import find_changes, is_harmless, plain_settings, read_settings
+from qlora_fsdp.config.overrides import quote
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.config.settings import problem_about, show
 from qlora_fsdp.config.world import World

@@ -12,7 +12,8 @@ from hydra.types import RunMode
 
 from qlora_fsdp.common.errors import ConfigError, Interrupted, LaunchError, Problem, RunFolderError
 from qlora_fsdp.config.command_line import Arguments
-from qlora_fsdp.config.compose import composing, prepare_overrides
+from qlora_fsdp.config.compose import composing
+from qlora_fsdp.config.overrides import prepare_overrides
 from qlora_fsdp.records.run_state import read_run
 from qlora_fsdp.report.page import write_report
 from qlora_fsdp.report.sweep_table import read_results, show_results, write_results

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, TypeVar
@@ -87,7 +88,6 @@ def run_command(
     Returns:
         The exit code: 0, or that of the `UserError` that has been printed.
     """
-    rank = os.environ.get("RANK", "0")
     try:
         settings, config = load_command(sys.argv[1:] if argv is None else argv, kind, usage)
         problems = check_settings(config, Needs(optional=tuple(optional)))
@@ -95,40 +95,50 @@ def run_command(
             problems = [replace(p, fix=NO_BASE) if p.setting == "model.path" else p for p in problems]
         if problems:
             raise ConfigError(problems)
-        with quick_imports():  # torch only from here on
-            from qlora_fsdp.runtime.hardware import is_shortage
-            from qlora_fsdp.runtime.processes import start_processes, stop_processes
-            from qlora_fsdp.runtime.watch import Watch
-
-        log.handlers[:] = [logging.StreamHandler(sys.stderr) if rank == "0" else logging.NullHandler()]
-        log.setLevel(logging.INFO)
-        log.propagate = False
-        processes = start_processes(config.distributed.timeout_seconds)
-        watch = Watch(processes) if processes.num_ranks > 1 else None
-        try:
-            try:
-                body(settings, config, processes)
-                processes.wait(patiently=True)  # rank 0 may still write, and a rank that has ended would look lost
-            except RuntimeError as error:
-                if not is_shortage(error):
-                    raise
-                raise MemoryShortage(
-                    f"{processes.device} is out of memory: {str(error).partition('. ')[0]}. Start more processes "
-                    "(torchrun --nproc_per_node), which share the model, or set a smaller batch or length."
-                ) from error
-        except BaseException as error:
-            reason = error if watch is None else watch.explain(error)
-            if reason is error:
-                raise
-            raise reason from error
-        finally:
-            stop_processes()
-            if watch is not None:
-                watch.stop()
+        _log_to_stderr()
+        _run_together(partial(body, settings, config), config.distributed.timeout_seconds)
     except UserError as error:
         show_error(error)
         return error.exit_code
     return 0
+
+
+def _log_to_stderr() -> None:
+    is_first = os.environ.get("RANK", "0") == "0"
+    log.handlers[:] = [logging.StreamHandler(sys.stderr) if is_first else logging.NullHandler()]
+    log.setLevel(logging.INFO)
+    log.propagate = False
+
+
+def _run_together(body: Callable[[Processes], None], timeout_seconds: int) -> None:
+    """Meets the other processes, runs `body`, and ends all of them with the error of the first that fails."""
+    with quick_imports():  # torch only from here on
+        from qlora_fsdp.runtime.hardware import is_shortage
+        from qlora_fsdp.runtime.processes import start_processes, stop_processes
+        from qlora_fsdp.runtime.watch import Watch
+
+    processes = start_processes(timeout_seconds)
+    watch = Watch(processes) if processes.num_ranks > 1 else None
+    try:
+        try:
+            body(processes)
+            processes.wait(patiently=True)  # rank 0 may still write, and a rank that has ended would look lost
+        except RuntimeError as error:
+            if not is_shortage(error):
+                raise
+            raise MemoryShortage(
+                f"{processes.device} is out of memory: {str(error).partition('. ')[0]}. Start more processes "
+                "(torchrun --nproc_per_node), which share the model, or set a smaller batch or length."
+            ) from error
+    except BaseException as error:
+        reason = error if watch is None else watch.explain(error)
+        if reason is error:
+            raise
+        raise reason from error
+    finally:
+        stop_processes()
+        if watch is not None:
+            watch.stop()
 
 
 def show_error(error: UserError) -> None:
