@@ -97,6 +97,15 @@ def test_who_types_it_allows_it(adapter: Adapter, evil_base: Path, tmp_path: Pat
     assert (tmp_path / "owned").exists(), shown
 
 
+def test_who_has_it_in_a_folder_of_their_own_allows_it(adapter: Adapter, evil_base: Path, tmp_path: Path) -> None:
+    adapter.write_settings({"quant": {"load_in_4bit": False}})
+    (tmp_path / "mine" / "model").mkdir(parents=True)
+    own = {"path": str(evil_base), "trust_remote_code": True}
+    (tmp_path / "mine" / "model" / "trusted.yaml").write_text(yaml.safe_dump(own))
+    shown = adapter.use("--config-dir", str(tmp_path / "mine"), "model=trusted")[1]
+    assert (tmp_path / "owned").exists(), shown
+
+
 @pytest.mark.parametrize(
     ("settings", "named"),
     [

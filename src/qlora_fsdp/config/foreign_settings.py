@@ -53,7 +53,7 @@ MAX_DEPTH = 8  # of lists and mappings inside one another
 MAX_SHOWN = 80  # characters of a value in a message
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # yaml has no types
     """YAML without aliases, with which a few lines can stand for billions of values."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
