@@ -140,7 +140,7 @@ def _reply(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code."""
-    return run_command(argv, ChatSettings, USAGE, chat, needs_data=False)
+    return run_command(argv, ChatSettings, USAGE, chat, optional=["data.path"])
 
 
 if __name__ == "__main__":

@@ -166,8 +166,8 @@ def check_tasks(settings: EvaluateSettings, config: Config, names: Sequence[str]
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code."""
     arguments = sys.argv[1:] if argv is None else argv
-    has_own = any(text.startswith("tasks=") for text in arguments)  # tasks of lm-eval come with their data
-    return run_command(arguments, EvaluateSettings, USAGE, evaluate_model, needs_data=not has_own)
+    has_own = any(text.startswith("tasks=") for text in arguments)  # lm-eval's tasks bring their data
+    return run_command(arguments, EvaluateSettings, USAGE, evaluate_model, optional=["data.path"] if has_own else [])
 
 
 if __name__ == "__main__":

@@ -229,7 +229,7 @@ def _check_lengths(prompts: list[list[int]], settings: GenerateSettings, limit: 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code."""
-    return run_command(argv, GenerateSettings, USAGE, generate_completions, needs_data=False)
+    return run_command(argv, GenerateSettings, USAGE, generate_completions, optional=["data.path"])
 
 
 if __name__ == "__main__":

@@ -174,7 +174,7 @@ def _check(settings: MergeSettings, config: Config, processes: Processes) -> Non
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code."""
-    return run_command(argv, MergeSettings, USAGE, merge, needs_data=False)
+    return run_command(argv, MergeSettings, USAGE, merge, optional=["data.path"])
 
 
 if __name__ == "__main__":

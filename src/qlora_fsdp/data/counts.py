@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from qlora_fsdp.common.text import count
+from qlora_fsdp.common.text import plural
 
 NUM_EXAMPLES = 5
 
@@ -29,7 +29,7 @@ class RowProblem:
     def __str__(self) -> str:
         done = "cut" if self.num_kept == self.num_rows else "left out"
         more = ", ..." if self.num_rows > len(self.examples) else ""
-        return f"{count(self.num_rows, 'row')} {done} ({self.kind}): {', '.join(self.examples)}{more}"
+        return f"{plural(self.num_rows, 'row')} {done} ({self.kind}): {', '.join(self.examples)}{more}"
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class ReadReport:
     skipped: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        lines = [f"{self.path}: {count(self.num_rows, 'row')} read, {self.num_used_rows:,} used"]
+        lines = [f"{self.path}: {plural(self.num_rows, 'row')} read, {self.num_used_rows:,} used"]
         return "\n".join([*lines, *(f"  {line}" for line in (*self.skipped, *self.problems))])
 
     def to_json(self) -> dict[str, Any]:
@@ -92,7 +92,7 @@ class MixPart:
         times = self.num_used_rows / self.num_rows
         often = "once" if times == 1 else f"{times:.3g} times"
         return (
-            f"mix: {self.path}: {count(self.num_rows, 'row')} {often}, {self.row_share:.1%} of the rows and"
+            f"mix: {self.path}: {plural(self.num_rows, 'row')} {often}, {self.row_share:.1%} of the rows and"
             f" {self.token_share:.1%} of the tokens"
         )
 
@@ -134,12 +134,12 @@ class DataReport:
             *(str(source) for source in self.sources),
             *(str(part) for part in self.mix),
             *([f"streaming, {self.streamed_rows:,} rows at a time, of which the first:"] if self.streamed_rows else []),
-            f"{self.purpose}: {count(self.num_rows, 'row')} in {count(self.num_sequences, 'sequence')},"
+            f"{self.purpose}: {plural(self.num_rows, 'row')} in {plural(self.num_sequences, 'sequence')},"
             f" {self.packing_efficiency:.1%} full, {self.num_tokens:,} tokens, {self.num_target_tokens:,} with a loss",
         ]
         if self.num_eval_sequences:
             lines.append(
-                f"evaluation: {count(self.num_eval_sequences, 'sequence')},"
+                f"evaluation: {plural(self.num_eval_sequences, 'sequence')},"
                 f" {self.num_eval_target_tokens:,} tokens with a loss"
             )
         if self.label_counts:

@@ -16,7 +16,7 @@ import datasets
 import pyarrow as pa
 
 from qlora_fsdp.common.errors import DataError
-from qlora_fsdp.common.text import count
+from qlora_fsdp.common.text import plural
 from qlora_fsdp.config.schema import DataConfig
 from qlora_fsdp.config.settings import show
 from qlora_fsdp.data.row_files import (
@@ -104,7 +104,7 @@ def _search(folder: Path) -> tuple[list[Path], tuple[str, ...]]:
     lines = []
     for reason, names in others.items():
         more = f" and {len(names) - MAX_NAMES:,} more" if len(names) > MAX_NAMES else ""
-        lines.append(f"{count(len(names), 'file')} left out ({reason}): {', '.join(names[:MAX_NAMES])}{more}")
+        lines.append(f"{plural(len(names), 'file')} left out ({reason}): {', '.join(names[:MAX_NAMES])}{more}")
     return found or texts, tuple(lines)
 
 

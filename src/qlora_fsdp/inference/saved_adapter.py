@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from qlora_fsdp.common.errors import AdapterError
-from qlora_fsdp.common.text import count
+from qlora_fsdp.common.text import plural
 from qlora_fsdp.config.schema import LoraConfig
 from qlora_fsdp.data.tokenizer import AddedTokens
 from qlora_fsdp.model.adapters import ADAPTER
@@ -124,7 +124,7 @@ def check_values(folder: Path, processes: Processes) -> None:
             num_bad = int((~torch.isfinite(file.get_tensor(key))).sum())
             if num_bad > 0:
                 found = (
-                    f"adapter={folder}: {key} has {count(num_bad, 'NaN or infinite value')}. Set adapter to "
+                    f"adapter={folder}: {key} has {plural(num_bad, 'NaN or infinite value')}. Set adapter to "
                     "an intact copy, or to the adapter of an earlier checkpoint."
                 )
                 break

@@ -9,7 +9,7 @@ import peft
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from qlora_fsdp.common.text import count
+from qlora_fsdp.common.text import plural
 from qlora_fsdp.config.schema import Config, DataConfig
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.data.tokenizer import add_tokens, load_tokenizer
@@ -86,7 +86,7 @@ def load_trained(config: Config, adapter: str | None, processes: Processes, gene
         _run_from_the_root(trained.model, device)
     log.info(
         f"Model: {meta.model.name_or_path}, {meta.kind}, "
-        f"{dtype_name(trained.dtype)}, adapter: {adapter or 'none'}, {count(processes.num_ranks, 'rank')} on "
+        f"{dtype_name(trained.dtype)}, adapter: {adapter or 'none'}, {plural(processes.num_ranks, 'rank')} on "
         f"{device.type}"
     )
     return trained

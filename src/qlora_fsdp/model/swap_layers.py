@@ -13,8 +13,8 @@ from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from qlora_fsdp.common.errors import CheckpointError, ConfigError, Problem
-from qlora_fsdp.common.text import count, show_bytes, show_size
-from qlora_fsdp.config.check_settings import int8_embeddings_problem
+from qlora_fsdp.common.text import plural, show_bytes, show_size
+from qlora_fsdp.config.check_model import int8_embeddings_problem
 from qlora_fsdp.config.schema import QuantConfig
 from qlora_fsdp.layers import Format, QuantizedEmbedding, QuantizedLinear, parse_storage
 from qlora_fsdp.model.count import dtype_name
@@ -147,7 +147,7 @@ def note_experts(model: PreTrainedModel, format: Format) -> list[str]:
     names, params = [name for name in found if found[name]], [p for each in found.values() for p in each]
     if not params:
         return []
-    modules = f"{count(len(names), 'module')} such as {names[0]}"
+    modules = f"{plural(len(names), 'module')} such as {names[0]}"
     size = show_bytes(sum(p.numel() * p.dtype.itemsize for p in params))
     return [
         f"{show_size(sum(p.numel() for p in params))} parameters stay in {dtype_name(params[0].dtype)} ({size}): "

@@ -87,11 +87,6 @@ def start_snapshot(device: torch.device) -> None:
         torch.cuda.memory._record_memory_history(max_entries=SNAPSHOT_ENTRIES)
 
 
-def is_shortage(error: RuntimeError) -> bool:
-    """Whether memory ran out: torch's allocator says so by a class of its own, CUDA's calls and NCCL in their text."""
-    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
-
-
 def explain_early_shortage(error: BaseException, writes_cache: bool) -> MemoryShortage:
     """The error for a GPU that is out of memory before the model is loaded, when there may be no plan yet.
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from qlora_fsdp.common.text import count, show_size
+from qlora_fsdp.common.text import plural, show_size
 from qlora_fsdp.config.schema import Activations, Config, DataFormat
 from qlora_fsdp.data.run_data import PreparedData, prepare_data
 from qlora_fsdp.data.sequences import TrainingData
@@ -30,9 +30,9 @@ from qlora_fsdp.model.swap_layers import quant_settings
 from qlora_fsdp.model.task_model import TaskModel
 from qlora_fsdp.records.run_folder import log
 from qlora_fsdp.runtime.fallbacks import replace_missing
-from qlora_fsdp.runtime.hardware import choose_dtype, find_machine, hold_to
+from qlora_fsdp.runtime.hardware import choose_dtype, find_machine, hold_to, is_shortage
 from qlora_fsdp.runtime.processes import Processes
-from qlora_fsdp.training.memory_use import PhasePeaks, explain_early_shortage, is_shortage, start_snapshot
+from qlora_fsdp.training.memory_use import PhasePeaks, explain_early_shortage, start_snapshot
 from qlora_fsdp.weights.quantized_cache import use_cache
 
 
@@ -96,7 +96,7 @@ def prepare(config: Config, processes: Processes, folder: Path, first_step: int 
 
 def _prepare(config: Config, processes: Processes, folder: Path, first_step: int) -> Prepared:
     device, dtype = processes.device, choose_dtype(config.training.precision, processes.device)
-    ranks = f"{count(processes.num_ranks, 'rank')} on {device.type}"
+    ranks = f"{plural(processes.num_ranks, 'rank')} on {device.type}"
     log.info(f"Run {config.run.name}: {ranks}, {dtype_name(dtype)}, in {folder}")
     missing = replace_missing(config, device)
     assembled = _assemble(config, processes)

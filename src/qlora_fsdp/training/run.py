@@ -17,17 +17,17 @@ from torch import Tensor
 from qlora_fsdp.common.text import show_bytes
 from qlora_fsdp.config.commands import saved_settings
 from qlora_fsdp.config.schema import Config
-from qlora_fsdp.config.validate import check
 from qlora_fsdp.config.world import World
 from qlora_fsdp.memory.show import as_json
 from qlora_fsdp.model.adapters import initialize_adapters
 from qlora_fsdp.model.materialize import materialize
 from qlora_fsdp.model.save_adapter import adapter_keys, save_adapter, write_adapter
+from qlora_fsdp.records.check_run_folder import check
 from qlora_fsdp.records.journal import Journal
 from qlora_fsdp.records.run_folder import check_room, close_run_folder, log, open_run_folder, writing
 from qlora_fsdp.records.run_summary import RunSummary
 from qlora_fsdp.report.page import write_report
-from qlora_fsdp.runtime.hardware import host_rss_gib, host_rss_now_gib
+from qlora_fsdp.runtime.hardware import host_rss_gib, host_rss_now_gib, is_shortage
 from qlora_fsdp.runtime.processes import Processes, start_processes, stop_processes
 from qlora_fsdp.runtime.watch import Watch
 from qlora_fsdp.training.bad_steps import NUM_NORMS, BadSteps
@@ -36,7 +36,7 @@ from qlora_fsdp.training.checkpoint import Checkpoint, load_checkpoint, verify_f
 from qlora_fsdp.training.evaluate import Evaluation
 from qlora_fsdp.training.generations import Generations
 from qlora_fsdp.training.loop import TrainResult, train
-from qlora_fsdp.training.memory_use import explain_shortage, is_shortage
+from qlora_fsdp.training.memory_use import explain_shortage
 from qlora_fsdp.training.optim import LocalOptimizer, make_optimizer
 from qlora_fsdp.training.prepare import Prepared, prepare
 from qlora_fsdp.training.resume import (
