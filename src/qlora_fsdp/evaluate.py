@@ -80,23 +80,17 @@ def evaluate_model(settings: EvaluateSettings, config: Config, processes: Proces
 def evaluate_on_data(settings: EvaluateSettings, config: Config, processes: Processes) -> dict[str, Any]:
     """Loss and perplexity on the user's data, or a classifier's figures."""
     with quick_imports():
-        from qlora_fsdp.data.prepare import prepare_data
+        from qlora_fsdp.data.run_data import prepare_data
+        from qlora_fsdp.data.split import split_batches
         from qlora_fsdp.inference.trained import load_trained
         from qlora_fsdp.layers.attention import check_packing
         from qlora_fsdp.model.classifier import Classifier
-        from qlora_fsdp.model.count import split_batches
         from qlora_fsdp.model.positions import check_positions
         from qlora_fsdp.training.loop import evaluate
 
     trained = load_trained(config, settings.adapter, processes)
     check_packing(config.training.packing, trained.meta.config)
-    data = prepare_data(
-        config,
-        trained.tokenizer,
-        is_main=processes.is_local_main,
-        wait=processes.first_error,
-        vocab_size=trained.model.vocab_size,
-    )
+    data = prepare_data(config, trained.tokenizer, processes, trained.model.vocab_size)
     for line in str(replace(data.report, purpose="evaluation")).splitlines():
         log.info(f"Data: {line}")
     beyond = check_positions(trained.model, trained.meta.config.get_text_config(), data)

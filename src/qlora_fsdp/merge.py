@@ -127,14 +127,12 @@ def _log_probabilities(
     """For each row the log-probabilities [num_targets, vocabulary] (float32, CPU) and the targets [num_targets]."""
     import torch
 
-    from qlora_fsdp.data.prepare import prepare_data
+    from qlora_fsdp.data.run_data import prepare_data
     from qlora_fsdp.inference.trained import load_trained
 
     trained = load_trained(config, adapter, processes, generates=True)
     config.training.packing, config.training.max_length = False, min(config.training.max_length, MAX_REPORT_TOKENS)
-    data = prepare_data(
-        config, trained.tokenizer, is_main=True, wait=lambda error: error, vocab_size=trained.model.vocab_size
-    ).train
+    data = prepare_data(config, trained.tokenizer, processes, trained.model.vocab_size).train
     found = []
     for number in range(min(settings.report_rows, len(data))):
         ((tokens, is_target),) = data.rows_of(number)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from qlora_fsdp.common.errors import CheckpointError, ConfigError, Problem, UserError, print_error
+from qlora_fsdp.common.families import PLANNED_FAMILIES
 from qlora_fsdp.common.files import write_json
 from qlora_fsdp.common.text import count, show_duration, show_size
 from qlora_fsdp.config.check_settings import check_settings, int8_embeddings_problem, is_local_path
@@ -24,7 +25,7 @@ from qlora_fsdp.config.world import World
 from qlora_fsdp.memory.choose import AUTO, MARGIN, Choice, choose, describe_choice
 from qlora_fsdp.memory.gpus import Hardware, parse_hardware
 from qlora_fsdp.memory.plan import GIB
-from qlora_fsdp.memory.shape import FAMILIES, ModelShape, model_shape
+from qlora_fsdp.memory.shape import ModelShape, model_shape
 from qlora_fsdp.memory.show import (
     as_json,
     changes_table,
@@ -137,7 +138,7 @@ def read_shape(config: Config) -> ModelShape:
     if shape is None:
         raise CheckpointError(
             f"The config of {_name(config)} has model_type={values.get('model_type')}, and the memory plan knows "
-            f"{', '.join(FAMILIES)}. Try it on GPUs with experiment=dry_run."
+            f"{', '.join(PLANNED_FAMILIES)}. Try it on GPUs with experiment=dry_run."
         )
     return shape
 

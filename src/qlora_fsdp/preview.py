@@ -23,7 +23,7 @@ from qlora_fsdp.runtime.run_command import run_command
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from qlora_fsdp.data.prepare import PreparedData
+    from qlora_fsdp.data.run_data import PreparedData
     from qlora_fsdp.data.sequences import Sequences
     from qlora_fsdp.runtime.processes import Processes
 
@@ -65,10 +65,10 @@ def preview(settings: PreviewSettings, config: Config, processes: Processes) -> 
         problems.append(Problem(f"color={settings.color}", "is none of auto, always, never.", "Set color=auto."))
     if problems:
         raise ConfigError(problems)
-    from qlora_fsdp.data.prepare import PreparedData, prepare_data
+    from qlora_fsdp.data.run_data import PreparedData, prepare_data
+    from qlora_fsdp.data.split import BatchSplit
     from qlora_fsdp.data.stream import open_stream
     from qlora_fsdp.data.tokenizer import add_tokens, load_tokenizer
-    from qlora_fsdp.model.count import BatchSplit
 
     tokenizer = load_tokenizer(config.model, config.data)
     add_tokens(tokenizer, config.tokenizer)
@@ -78,13 +78,7 @@ def preview(settings: PreviewSettings, config: Config, processes: Processes) -> 
             streamed = open_stream(config, tokenizer, one, processes, Path(folder), 0, len(tokenizer))
             data = PreparedData(streamed.train.first_window.sequences, streamed.eval, streamed.report)
     else:
-        data = prepare_data(
-            config,
-            tokenizer,
-            is_main=processes.is_local_main,
-            wait=processes.first_error,
-            vocab_size=len(tokenizer),
-        )
+        data = prepare_data(config, tokenizer, processes, len(tokenizer))
     if not processes.is_main:
         return
     colored = settings.color == "always" or (settings.color == "auto" and sys.stdout.isatty())

@@ -18,7 +18,7 @@ from qlora_fsdp.config.schema import Config
 from qlora_fsdp.config.settings import all_settings
 from qlora_fsdp.config.validate import check, check_settings, check_world
 from qlora_fsdp.config.world import World
-from qlora_fsdp.data.read import READERS, TEXT_SUFFIXES
+from qlora_fsdp.data.row_files import COMPRESSIONS, READERS, TEXT_SUFFIXES
 
 CLASSIFY = "task=sequence_classification data=default data.path=org/name"
 DRY_RUN = ["model=tiny", "data=random", "training.max_steps=10"]
@@ -38,7 +38,7 @@ def test_dry_run_has_no_problem() -> None:
 
 
 def test_every_kind_of_file_that_is_read_is_missed() -> None:
-    for suffix in (*READERS, *TEXT_SUFFIXES):
+    for suffix in (*READERS, *TEXT_SUFFIXES, *(f".jsonl{suffix}" for suffix in COMPRESSIONS)):
         (problem,) = complaints(configure(f"data.eval_path=held_out{suffix}"))
         assert f"held_out{suffix} does not exist" in problem
 

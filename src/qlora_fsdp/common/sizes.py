@@ -1,4 +1,7 @@
-"""Sizes that both the code and the plan of its memory go by. Imports nothing, so that the plan needs no torch."""
+"""Numbers that several parts of the program must agree on. Imports nothing, so that the memory plan needs no torch."""
+
+# A target that has no loss, as in torch.nn.functional.cross_entropy.
+IGNORE_INDEX = -100
 
 # The loss (layers/head_loss.py): at most so many bytes of fp32 logits at a time, and chunks of a multiple of so many
 # tokens, which suits matrix kernels.

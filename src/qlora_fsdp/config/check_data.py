@@ -10,7 +10,7 @@ from qlora_fsdp.common.errors import Problem
 from qlora_fsdp.config.schema import Config, DataFormat, TaskName
 from qlora_fsdp.config.settings import problem_with, show
 
-_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".txt", ".md")  # of what data/read.py reads
+_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".txt", ".md", ".gz", ".bz2", ".xz", ".zst")  # data/row_files
 
 
 def check_data(config: Config) -> Iterator[Problem]:

@@ -7,7 +7,7 @@ data.streaming, `open_stream` has them run while the model is trained, with no c
 from qlora_fsdp.data.batch import Batch, collate, micro_batch_indices
 from qlora_fsdp.data.counts import DataReport
 from qlora_fsdp.data.prefetch import prefetch
-from qlora_fsdp.data.prepare import PreparedData, prepare_data
+from qlora_fsdp.data.run_data import PreparedData, prepare_data
 from qlora_fsdp.data.sequences import Sequences, epoch_order
 from qlora_fsdp.data.tokenizer import load_tokenizer
 

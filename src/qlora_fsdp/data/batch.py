@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from qlora_fsdp.common.sizes import IGNORE_INDEX
 from qlora_fsdp.data.sequences import Indices, TrainingData
 
-IGNORE_INDEX = -100  # as in torch.nn.functional.cross_entropy
 LENGTH_MULTIPLE = 8  # matrix products run faster on such lengths
 
 

@@ -44,6 +44,7 @@ class ReadReport:
         max_token_id: the largest of them.
         problems: the bad rows, the most frequent kind first.
         label_width: numbers of a label; 0 without labels.
+        skipped: which files of a folder are left out, and why. Not stored, as such files do not change the tokens.
     """
 
     path: str
@@ -53,10 +54,11 @@ class ReadReport:
     max_token_id: int
     problems: tuple[RowProblem, ...]
     label_width: int = 0
+    skipped: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"{self.path}: {count(self.num_rows, 'row')} read, {self.num_used_rows:,} used"]
-        return "\n".join([*lines, *(f"  {problem}" for problem in self.problems)])
+        return "\n".join([*lines, *(f"  {line}" for line in (*self.skipped, *self.problems))])
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -64,7 +66,7 @@ class ReadReport:
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> ReadReport:
         problems = tuple(RowProblem(**{**p, "examples": tuple(p["examples"])}) for p in value["problems"])
-        return cls(**{**value, "problems": problems})
+        return cls(**{**value, "problems": problems, "skipped": ()})
 
 
 @dataclass(frozen=True)

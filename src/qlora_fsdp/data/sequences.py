@@ -8,11 +8,36 @@ from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
 
+from qlora_fsdp.config.schema import TrainingConfig
 from qlora_fsdp.data.pack import pack
 from qlora_fsdp.data.tokenize import Mask, Tokens
 
 Indices = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class SequenceSettings:
+    """How rows become sequences.
+
+    Attributes:
+        max_length: tokens per sequence, at most.
+        pad_token_id: the token that fills sequences up.
+        packing: put several rows into one sequence.
+        seed: decides which rows of the same length go together.
+    """
+
+    max_length: int
+    pad_token_id: int
+    packing: bool
+    seed: int
+
+    @classmethod
+    def of(cls, training: TrainingConfig, tokenizer: PreTrainedTokenizerBase) -> SequenceSettings:
+        """The settings of a run; the tokenizer has a pad token."""
+        assert isinstance(tokenizer.pad_token_id, int)
+        return cls(training.max_length, tokenizer.pad_token_id, training.packing, training.seed)
 
 
 class Rows(Protocol):
@@ -173,13 +198,11 @@ def epoch_order(num_sequences: int, seed: int, epoch: int) -> Indices:
 _epoch_order = lru_cache(maxsize=2)(epoch_order)  # steps ask for it again and again
 
 
-def make_sequences(
-    rows: Rows, row_ids: Indices, *, max_length: int, pad_token_id: int, packing: bool, seed: int
-) -> Sequences:
-    """Packs the rows `row_ids` of `rows` into sequences, or makes each a sequence."""
-    if packing:
-        order, starts = pack(rows.lengths[row_ids], max_length, seed)
+def make_sequences(rows: Rows, row_ids: Indices, settings: SequenceSettings) -> Sequences:
+    """Packs the rows `row_ids` of `rows` into sequences, or makes each of them a sequence."""
+    if settings.packing:
+        order, starts = pack(rows.lengths[row_ids], settings.max_length, settings.seed)
         row_ids = row_ids[order]
     else:
         starts = np.arange(len(row_ids) + 1, dtype=np.int64)
-    return Sequences(rows, row_ids, starts, max_length, pad_token_id, packing)
+    return Sequences(rows, row_ids, starts, settings.max_length, settings.pad_token_id, settings.packing)

@@ -27,11 +27,12 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from qlora_fsdp.common.errors import AdapterError
+from qlora_fsdp.common.module_names import fits_pattern, is_target
 from qlora_fsdp.config.schema import LoraConfig, TaskName
 from qlora_fsdp.data.tokenizer import AddedTokens
 from qlora_fsdp.layers import QuantizedLayer, QuantizedLinear
 from qlora_fsdp.layers.lora import LoraLinear
-from qlora_fsdp.model.new_tokens import ADAPTER as ADAPTER
+from qlora_fsdp.layers.token_rows import ADAPTER as ADAPTER
 from qlora_fsdp.model.new_tokens import fill_copy, grow_copy, initialize_rows, token_rows, use_token_rows
 from qlora_fsdp.model.parts import find_decoder
 from qlora_fsdp.runtime.rows import gather_rows, local_rows, local_tensor, shard_group
@@ -156,20 +157,20 @@ def _check_names(model: nn.Module, config: LoraConfig) -> None:
         if wanted in (None, "all-linear", DUMMY_TARGET_MODULES):
             continue
         if isinstance(wanted, str):
-            if not any(re.fullmatch(wanted, name) for name in names):
+            if not any(is_target(name, wanted) for name in names):
                 problems.append(
                     f"lora.{key}={wanted} is a regular expression that fits no module of {type(model).__name__}. "
                     "Set a list of names, or correct it: it must match a module's whole name."
                 )
             continue
         for target in wanted:
-            if not any(name == target or name.endswith(f".{target}") for name in names):
+            if not any(is_target(name, [target]) for name in names):
                 close = difflib.get_close_matches(target, sorted(endings), n=3, cutoff=0.5)
                 hint = f"Close: {', '.join(close)}." if close else f"Its linear layers: {_linear_endings(model)}."
                 problems.append(f"lora.{key}: {target} fits no module of {type(model).__name__}. {hint}")
     for key in ("rank_pattern", "alpha_pattern"):  # PEFT would warn, and use r and lora_alpha
         for pattern in getattr(config, key):
-            if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in names):
+            if not any(fits_pattern(name, pattern) for name in names):
                 fix = "Correct it, or leave it out."
                 problems.append(f"lora.{key}: {pattern} fits no module of {type(model).__name__}. {fix}")
     if problems:

@@ -14,12 +14,11 @@ import torch
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import assert_never
 
-from qlora_fsdp.config.schema import Config, DataFormat, Kernel, LoraConfig, MatmulKind, TaskConfig, TaskName
+from qlora_fsdp.config.schema import Config, DataFormat, LoraConfig, TaskConfig, TaskName
 from qlora_fsdp.data.tokenizer import AddedTokens, add_tokens, byte_tokenizer, load_tokenizer
 from qlora_fsdp.layers.attention import check_packing, choose_attention
-from qlora_fsdp.layers.fuse import fuse_layers
 from qlora_fsdp.layers.liger import use_fused_kernels
-from qlora_fsdp.layers.quantized_linear import use_fp8
+from qlora_fsdp.layers.rewire import Rewired, rewire
 from qlora_fsdp.model.adapters import NO_TOKENS, apply_adapters
 from qlora_fsdp.model.build import BuildSettings, MetaModel, build_model
 from qlora_fsdp.model.causal_lm import CausalLM
@@ -100,21 +99,9 @@ def assemble(
     attention, slower = choose_attention(wanted, files.config, device, dtype, is_causal)
     model_type = files.config.get_text_config().model_type
     liger_kernels = use_fused_kernels(config.kernels, model_type, device) if trains else []
-    settings = BuildSettings(
-        config.quant,
-        dtype,
-        attention,
-        config.task,
-        keep=list(lora.modules_to_save or []),
-        pad_token_id=tokenizer.pad_token_id,
-        trust_remote_code=config.model.trust_remote_code,
-    )
-    meta = build_model(files, settings)
-    meta.model.name_or_path = config.model.path or config.model.name  # an adapter remembers its base by this name
+    meta = _build(config, lora, files, tokenizer, dtype, attention)
     model = adapt_model(meta, lora, config.task, tokens, liger_loss="cross_entropy" in liger_kernels)
-    num_fp8_layers = use_fp8(model) if trains and config.compute.matmul is MatmulKind.fp8 else 0
-    fuses_norms = config.kernels.rms_norm is Kernel.auto
-    num_fused_groups = fuse_layers(model, fuses_norms) if trains and config.kernels.fuse_layers else 0
+    rewired = rewire(model, config.compute, config.kernels) if trains else Rewired(num_fp8=0, num_groups=0)
     return AssembledModel(
         model,
         meta,
@@ -124,8 +111,8 @@ def assemble(
         dtype,
         attention,
         liger_kernels,
-        num_fp8_layers,
-        num_fused_groups,
+        rewired.num_fp8,
+        rewired.num_groups,
         notes=[*([slower] if slower else []), *meta.notes],
     )
 
@@ -140,6 +127,28 @@ def _find_tokenizer(
     if tokenizer_folder is not None and (tokenizer_folder / "tokenizer_config.json").is_file():
         model = replace(model, tokenizer_path=str(tokenizer_folder))
     return load_tokenizer(model, config.data)
+
+
+def _build(
+    config: Config,
+    lora: LoraConfig,
+    files: ModelFiles,
+    tokenizer: PreTrainedTokenizerBase,
+    dtype: torch.dtype,
+    attention: str,
+) -> MetaModel:
+    settings = BuildSettings(
+        config.quant,
+        dtype,
+        attention,
+        config.task,
+        keep=list(lora.modules_to_save or []),
+        pad_token_id=tokenizer.pad_token_id,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+    meta = build_model(files, settings)
+    meta.model.name_or_path = config.model.path or config.model.name  # an adapter remembers its base by this name
+    return meta
 
 
 def adapt_model(

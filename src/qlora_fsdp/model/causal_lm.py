@@ -7,12 +7,13 @@ from typing import Any, cast
 import peft
 from torch import Tensor, nn
 
-from qlora_fsdp.data.batch import IGNORE_INDEX, Batch
+from qlora_fsdp.common.families import PACKED_FAMILIES
+from qlora_fsdp.common.sizes import IGNORE_INDEX
+from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.layers import QuantizedEmbedding
-from qlora_fsdp.layers.attention import PACKED_FAMILIES
-from qlora_fsdp.layers.head_loss import attach_loss
+from qlora_fsdp.layers.rewire import attach_loss
 from qlora_fsdp.model.task_model import TaskModel
-from qlora_fsdp.runtime.rows import whole
+from qlora_fsdp.runtime.rows import gather_whole
 
 
 class CausalLM(TaskModel):
@@ -77,5 +78,5 @@ class CausalLM(TaskModel):
 def _look_up(embeddings: nn.Module, ids: Tensor) -> Tensor:
     """Embeddings x_BLD of ids_BL, from the whole table, which is gathered for this call alone."""
     if isinstance(embeddings, QuantizedEmbedding):
-        return embeddings.look_up(ids, *(whole(part, ids.device) for part in embeddings.parts()))
-    return nn.functional.embedding(ids, whole(cast(nn.Embedding, embeddings).weight, ids.device))
+        return embeddings.look_up(ids, *(gather_whole(part, ids.device) for part in embeddings.parts()))
+    return nn.functional.embedding(ids, gather_whole(cast(nn.Embedding, embeddings).weight, ids.device))

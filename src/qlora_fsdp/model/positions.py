@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from qlora_fsdp.common.errors import DataError
-from qlora_fsdp.data.prepare import PreparedData
+from qlora_fsdp.data.run_data import PreparedData
 from qlora_fsdp.data.sequences import Sequences, TrainingData
 
 _TABLES = ("position_embeddings", "wpe", "embed_positions")  # in BERT and its relatives, GPT-2, OPT

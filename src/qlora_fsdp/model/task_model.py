@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from qlora_fsdp.data.batch import Batch
-from qlora_fsdp.model.new_tokens import count_tokens, plain_table
+from qlora_fsdp.layers.token_rows import plain_table
+from qlora_fsdp.model.new_tokens import count_tokens
 from qlora_fsdp.runtime.processes import Processes
 
 
@@ -23,7 +24,7 @@ class TaskModel(nn.Module):
 
     Attributes:
         splits_head: whether embeddings and output head are FSDP units of their own, if the model has such a head.
-        gathers_itself: those of these two units that the model gathers itself (`rows.whole`), where forward uses them.
+        gathers_itself: the units among these that the model gathers itself (`gather_whole`), where forward uses them.
         reduces_gradients: what `shard.reduce_gradients` was told last.
     """
 

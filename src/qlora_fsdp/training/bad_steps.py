@@ -20,7 +20,7 @@ from qlora_fsdp.common.files import write_json
 from qlora_fsdp.config.schema import OnBadStep, TrainingConfig
 from qlora_fsdp.data.batch import micro_batch_indices
 from qlora_fsdp.data.sequences import Indices, TrainingData
-from qlora_fsdp.model.count import BatchSplit
+from qlora_fsdp.data.split import BatchSplit
 from qlora_fsdp.records.run_folder import log, writing
 from qlora_fsdp.records.run_state import BAD_STEPS_FOLDER
 from qlora_fsdp.runtime.processes import Processes

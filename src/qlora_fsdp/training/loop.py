@@ -24,7 +24,8 @@ from qlora_fsdp.config.schema import Config
 from qlora_fsdp.data.batch import Batch, collate, micro_batch_indices
 from qlora_fsdp.data.prefetch import prefetch
 from qlora_fsdp.data.sequences import Indices, Sequences, TrainingData
-from qlora_fsdp.model.count import BatchSplit, FlopCounter
+from qlora_fsdp.data.split import BatchSplit
+from qlora_fsdp.model.count import FlopCounter
 from qlora_fsdp.model.shard import free_gathered, reduce_gradients, sum_gradients
 from qlora_fsdp.model.task_model import TaskModel
 from qlora_fsdp.records.journal import Journal

@@ -12,15 +12,16 @@ from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.common.text import count, show_size
 from qlora_fsdp.config.schema import Activations, Config
-from qlora_fsdp.data.prepare import PreparedData, prepare_data
+from qlora_fsdp.data.run_data import PreparedData, prepare_data
 from qlora_fsdp.data.sequences import TrainingData
+from qlora_fsdp.data.split import BatchSplit, split_batches
 from qlora_fsdp.data.stream import open_stream
-from qlora_fsdp.memory.plan_run import Decision, Machine, decide
+from qlora_fsdp.memory.plan_run import Machine, RunPlan, plan_run
 from qlora_fsdp.model.activations import MemoryFallback, set_activation_policy
 from qlora_fsdp.model.adapters import trainable_names
 from qlora_fsdp.model.assemble import AssembledModel, assemble, describe_base
 from qlora_fsdp.model.classifier import Classifier
-from qlora_fsdp.model.count import BatchSplit, FlopCounter, Sizes, count_bytes, count_flops, dtype_name, split_batches
+from qlora_fsdp.model.count import FlopCounter, Sizes, count_bytes, count_flops, dtype_name
 from qlora_fsdp.model.positions import check_positions
 from qlora_fsdp.model.swap_layers import quant_settings
 from qlora_fsdp.model.task_model import TaskModel
@@ -55,7 +56,7 @@ class Prepared:
     data: PreparedData[TrainingData]
     split: BatchSplit
     machine: Machine
-    memory: Decision
+    memory: RunPlan
     peaks: PhasePeaks
 
     @property
@@ -116,11 +117,11 @@ def _prepare(config: Config, processes: Processes, folder: Path, first_step: int
     return Prepared(assembled, base, sizes, flops, data, split, machine, memory, peaks)
 
 
-def _plan_memory(config: Config, assembled: AssembledModel, machine: Machine, processes: Processes) -> Decision:
+def _plan_memory(config: Config, assembled: AssembledModel, machine: Machine, processes: Processes) -> RunPlan:
     """Choose each layer's activation policy and the size of a micro-batch, and hold the GPU to its target."""
     model, meta, device = assembled.model, assembled.meta, processes.device
-    memory: Decision = processes.share(  # every rank takes rank 0's, which depends on the speed measured on its GPU
-        decide(
+    memory: RunPlan = processes.share(  # every rank takes rank 0's, which depends on the speed measured on its GPU
+        plan_run(
             config,
             meta.config.to_dict(),
             len(model.layers),
@@ -154,7 +155,7 @@ def _log_model(assembled: AssembledModel, sizes: Sizes) -> None:
 def _prepare_data(
     config: Config,
     assembled: AssembledModel,
-    memory: Decision,
+    memory: RunPlan,
     processes: Processes,
     folder: Path,
     first_step: int,
@@ -167,13 +168,7 @@ def _prepare_data(
         split = split_batches(training, processes.num_ranks, 0)  # training.max_steps says where a stream ends
         data = open_stream(config, tokenizer, split, processes, folder, first_step, model.vocab_size)
     else:
-        data = prepare_data(
-            config,
-            tokenizer,
-            is_main=processes.is_local_main,
-            wait=processes.first_error,
-            vocab_size=model.vocab_size,
-        )
+        data = prepare_data(config, tokenizer, processes, model.vocab_size)
         split = split_batches(training, processes.num_ranks, len(data.train))
     beyond = check_positions(meta.model, meta.config.get_text_config(), data)
     if isinstance(model, Classifier):
