@@ -2,10 +2,10 @@
 
     make demo-chat
 
-The model is SmolLM2-135M-Instruct, out of a Python package (scripts/make_smollm2.py), so that no model hub is needed. It
-learns from 300 chats of demo/pairs.jsonl to answer what a function of the standard library does in one sentence. Each
-command is shown as a user would type it. On a terminal the demo ends in a conversation; elsewhere three questions are
-asked.
+The model is SmolLM2-135M-Instruct, out of a Python package (scripts/make_smollm2.py), so that no model hub is needed.
+It learns from 300 chats of demo/pairs.jsonl to answer what a function of the standard library does in one sentence.
+Each command is shown as a user would type it. On a terminal the demo ends in a conversation; elsewhere three questions
+are asked.
 """
 
 from __future__ import annotations

@@ -11,11 +11,11 @@ demo-chat` and tests/distributed/test_real_model.py use it. The package's own de
 
 from __future__ import annotations
 
-import os
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from qlora_fsdp.common.startup import quick_imports
 
@@ -52,14 +52,14 @@ def make_model(folder: Path) -> Path:
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.bfloat16)
+    model: Any = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.bfloat16)
     model.hf_quantizer.remove_quantization_config(model)  # it still says GGUF, and the weights are plain by now
     folder.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder.parent) as temporary:
         made = Path(temporary) / folder.name
         model.save_pretrained(made)
         tokenizer.save_pretrained(made)
-        os.replace(made, folder)
+        made.replace(folder)
     return folder
 
 

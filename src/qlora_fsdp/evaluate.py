@@ -86,7 +86,7 @@ def evaluate_on_data(settings: EvaluateSettings, config: Config, processes: Proc
         from qlora_fsdp.layers.attention import check_packing
         from qlora_fsdp.model.classifier import Classifier
         from qlora_fsdp.model.positions import check_positions
-        from qlora_fsdp.training.loop import evaluate
+        from qlora_fsdp.training.evaluate import evaluate
 
     trained = load_trained(config, settings.adapter, processes)
     check_packing(config.training.packing, trained.meta.config)
@@ -102,13 +102,12 @@ def evaluate_on_data(settings: EvaluateSettings, config: Config, processes: Proc
     split = split_batches(config.training, processes.num_ranks, len(data.train))
     found = evaluate(trained.model, data.train, split, processes)
     assert found is not None  # only training can be told to stop
-    loss, metrics = found
-    figures: dict[str, Any] = {"data": config.data.path or config.data.mix, "loss": loss}
+    figures: dict[str, Any] = {"data": config.data.path or config.data.mix, "loss": found.loss}
     if config.task.name is TaskName.causal_lm:
-        figures["perplexity"] = math.exp(min(loss, 700.0))
+        figures["perplexity"] = math.exp(min(found.loss, 700.0))
         figures["num_target_tokens"] = data.report.num_target_tokens
     else:
-        figures |= metrics | {"num_rows": data.report.num_rows}
+        figures |= found.metrics | {"num_rows": data.report.num_rows}
     return figures | {"seconds": round(time.perf_counter() - started, 2)}
 
 

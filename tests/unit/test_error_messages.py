@@ -24,8 +24,8 @@ from qlora_fsdp.model.adapters import apply_adapters
 from qlora_fsdp.model.build import BuildSettings, MetaModel, build_model
 from qlora_fsdp.model.find import find_model
 from qlora_fsdp.runtime.processes import start_processes
-from qlora_fsdp.training.loop import _stop_on_bad_gradients
-from qlora_fsdp.weights.row_reader import Request, run_requests
+from qlora_fsdp.training.gradient_check import check_gradients
+from qlora_fsdp.weights.row_reader import Request, Sink, run_requests
 from qlora_fsdp.weights.safetensors_files import StoredTensor, read_headers
 
 ROOT = Path(__file__).parents[2]
@@ -118,6 +118,11 @@ def test_a_layout_that_is_split_or_merged(tmp_path: Path):
     apply_adapters(build(tmp_path / "new", QuantConfig()).model, LoraConfig(target_modules=["q_proj", "v_proj"]))
 
 
+class Ignore(Sink):
+    def put(self, rows: torch.Tensor, first_row: int) -> None:
+        pass
+
+
 def test_files_that_are_missing_or_end_early(tmp_path: Path):
     weight, file = torch.ones(4, 8), tmp_path / "there.safetensors"
     save_file({"w": weight}, file)
@@ -127,7 +132,7 @@ def test_files_that_are_missing_or_end_early(tmp_path: Path):
         read_headers(tmp_path)
     tensor = StoredTensor("w", file, file.stat().st_size - weight.nbytes, (4, 8), torch.float32)
     os.truncate(file, file.stat().st_size - 1)
-    request = Request(tensor, 32, 0, 4, put=lambda rows, first: None)
+    request = Request(tensor, 32, 0, 4, Ignore())
     with pytest.raises(CheckpointError, match="can't be read at w: it ends early"):
         run_requests([request], torch.device("cpu"), on_progress=lambda count: None)
 
@@ -173,7 +178,7 @@ def test_trained_parameters_without_a_gradient():
     model = SimpleNamespace(model=nn.Linear(2, 2), may_get_zero_gradient=lambda name: False)
     processes = SimpleNamespace(sum=lambda values: values)
     with pytest.raises(TrainingError, match=r"(?s)2 parameters that should be trained got no usable gradient.*bias"):
-        _stop_on_bad_gradients(model, 0, True, processes)
+        check_gradients(model, 0, True, processes)
 
 
 def test_tasks_that_can_not_be_evaluated(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

@@ -1,4 +1,4 @@
-"""What was read and what was left out, for rank 0 to print."""
+"""Counts of what was read and what was left out, which rank 0 prints."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class RowProblem:
     """Rows with one kind of problem.
 
     Attributes:
-        kind: one of the kinds of data.check.
-        num_rows: how many rows have it.
-        num_kept: how many of these are used all the same, cut.
-        examples: the first few, with file and line.
+        kind: one of the kinds of data.row.
+        num_rows: how many rows have the problem.
+        num_kept: how many of these rows are cut and used all the same.
+        examples: the first few of them, with file and line.
     """
 
     kind: str
@@ -34,17 +34,18 @@ class RowProblem:
 
 @dataclass(frozen=True)
 class ReadReport:
-    """One source, tokenized. Stored beside its tokens.
+    """What was read from one source. It is stored beside the source's tokens.
 
     Attributes:
-        path: as the user gave it.
-        num_rows: rows read (after data.max_rows).
-        num_used_rows: token rows that came of them; long text makes several of one.
-        num_tokens: in the used rows.
-        max_token_id: the largest of them.
+        path: path of the source, as the user gave it.
+        num_rows: raw rows read, after data.max_rows.
+        num_used_rows: token rows made of them. Long text becomes several rows.
+        num_tokens: tokens in the used rows.
+        max_token_id: the largest of these tokens.
         problems: the bad rows, the most frequent kind first.
-        label_width: numbers of a label; 0 without labels.
-        skipped: which files of a folder are left out, and why. Not stored, as such files do not change the tokens.
+        label_width: numbers per label; 0 without labels.
+        skipped: which files of a folder are left out, and why. It is not stored, as such files do not change the
+            tokens.
     """
 
     path: str
@@ -71,14 +72,14 @@ class ReadReport:
 
 @dataclass(frozen=True)
 class MixPart:
-    """One data set of a mix, as an epoch has it.
+    """What one data set of a mix contributes to an epoch.
 
     Attributes:
-        path: as the user gave it.
+        path: path of the data set, as the user gave it.
         num_rows: token rows to train on, each counted once.
-        num_used_rows: with repetitions.
-        row_share: of all rows of the epoch.
-        token_share: of all tokens.
+        num_used_rows: the same, with repetitions counted.
+        row_share: share of the epoch's rows.
+        token_share: share of the epoch's tokens.
     """
 
     path: str
@@ -98,21 +99,21 @@ class MixPart:
 
 @dataclass(frozen=True)
 class DataReport:
-    """The data of a run. Token counts are of the training part.
+    """Counts of the data of a run. Those without `eval` in their name are of the training data.
 
     Attributes:
-        sources: training data, then evaluation data where it has a path of its own.
-        num_sequences: packs, or rows without packing.
-        num_rows: token rows in them.
-        num_tokens: without padding.
+        sources: the training data, then the evaluation data if it has a path of its own.
+        num_sequences: packs of rows; without packing, rows.
+        num_rows: token rows in the sequences.
+        num_tokens: tokens without padding.
         num_target_tokens: positions with a loss.
-        packing_efficiency: num_tokens over num_sequences x training.max_length.
-        num_eval_sequences: 0 without evaluation.
-        num_eval_target_tokens: likewise.
-        label_counts: rows by label; empty without labels.
-        mix: the data sets of a mix; empty without one.
-        streamed_rows: rows that are read at a time, of which the counts are; 0: all data is there.
-        purpose: what the data other than the evaluation's is for.
+        packing_efficiency: num_tokens divided by num_sequences x training.max_length.
+        num_eval_sequences: 0 without evaluation data.
+        num_eval_target_tokens: 0 without evaluation data.
+        label_counts: number of rows by label; empty without labels.
+        mix: the data sets of a mix; empty without a mix.
+        streamed_rows: rows that a stream reads at a time. All counts are of the first of these. 0: no stream.
+        purpose: what the training data is used for, if it is not for training.
     """
 
     sources: tuple[ReadReport, ...]

@@ -40,11 +40,11 @@ class Source:
     """Where rows come from: local files, or else a hub data set.
 
     Attributes:
-        path: as the user gave it.
+        path: the path or name, as the user gave it.
         files: local files, sorted; empty for a hub data set.
-        identity: changes when the contents may have changed. A JSON value.
+        identity: a JSON value that changes when the contents may have changed.
         hub: the hub data set.
-        skipped: which files of a folder are left out, and why; a line per reason.
+        skipped: which files of a folder are left out, and why; one line per reason.
     """
 
     path: str

@@ -32,7 +32,7 @@ from qlora_fsdp.inference.merge_weights import (
 )
 from qlora_fsdp.model.adapters import base_linears
 from qlora_fsdp.model.new_tokens import count_tokens
-from qlora_fsdp.weights.fill import Assignment
+from qlora_fsdp.weights.assignment import Assignment
 from qlora_fsdp.weights.safetensors_files import INDEX_NAME, SINGLE_NAME, StoredTensor
 
 EXTRA_NAME = "model-adapter.safetensors"

@@ -20,7 +20,8 @@ from qlora_fsdp.layers.quantized_format import code_book
 from qlora_fsdp.model.adapters import ADAPTER
 from qlora_fsdp.model.assemble import AssembledModel
 from qlora_fsdp.model.build import MetaModel
-from qlora_fsdp.weights.fill import Assignment, fill_from_files
+from qlora_fsdp.weights.assignment import Assignment
+from qlora_fsdp.weights.fill import fill_from_files
 from qlora_fsdp.weights.safetensors_files import StoredTensor
 
 VALUES_A_TIME = 2**22  # of a weight, in float32: 16 MiB, which the allocator reuses; larger blocks need new pages

@@ -121,7 +121,7 @@ def _join_norms(layer: nn.Module) -> None:
     """
     drops = any(child.p > 0 for child in layer.children() if isinstance(child, nn.Dropout))
     if type(layer).__name__ in PRENORM_LAYERS and not drops:
-        layer.__class__ = _with_joined_norms(type(layer))
+        layer.__class__ = _with_joined_norms(cast(Any, type(layer)))
 
 
 @cache

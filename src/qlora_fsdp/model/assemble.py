@@ -27,7 +27,7 @@ from qlora_fsdp.model.find import ModelFiles, find_model
 from qlora_fsdp.model.task_model import TaskModel
 from qlora_fsdp.runtime.hardware import choose_dtype
 from qlora_fsdp.runtime.processes import Processes
-from qlora_fsdp.weights.fill import Assignment
+from qlora_fsdp.weights.assignment import Assignment
 from qlora_fsdp.weights.safetensors_files import fingerprint
 
 

@@ -37,7 +37,7 @@ from qlora_fsdp.model.swap_layers import (
     swap_stored_linears,
 )
 from qlora_fsdp.weights.assign import assign, map_keys, stored_formats
-from qlora_fsdp.weights.fill import Assignment
+from qlora_fsdp.weights.assignment import Assignment
 from qlora_fsdp.weights.safetensors_files import StoredTensor
 
 AUTO_CLASSES: dict[TaskName, Any] = {

@@ -24,7 +24,8 @@ class TaskModel(nn.Module):
 
     Attributes:
         splits_head: whether embeddings and output head are FSDP units of their own, if the model has such a head.
-        gathers_itself: the units among these that the model gathers itself (`gather_whole`), where forward uses them.
+        gathers_itself: those of these two units that the model gathers itself, where forward uses them
+            (`gather_whole`).
         reduces_gradients: what `shard.reduce_gradients` was told last.
     """
 

@@ -29,6 +29,18 @@ def shard_group(param: Tensor) -> dist.ProcessGroup | None:
     return None
 
 
+def replica_of(param: Tensor) -> tuple[int, int]:
+    """Which of the ranks that hold the same rows of the parameter this one is, and how many there are."""
+    if not isinstance(param, DTensor):
+        return dist.get_rank(), dist.get_world_size()
+    index, count = 0, 1
+    for axis, placement in enumerate(param.placements):
+        if not isinstance(placement, Shard):
+            size = param.device_mesh.size(axis)
+            index, count = index * size + param.device_mesh.get_local_rank(axis), count * size
+    return index, count
+
+
 def rows_of_rank(num_rows: int, rank: int, num_ranks: int) -> tuple[int, int]:
     """[first, last) of dim 0 on a rank, split like `torch.chunk`: the last ranks may hold fewer rows, or none."""
     chunk = -(num_rows // -num_ranks)
