@@ -64,7 +64,8 @@ def merge(settings: MergeSettings, config: Config, processes: Processes) -> None
     _check(settings, config, processes)
     assert settings.adapter is not None and settings.out is not None
     with quick_imports():
-        from qlora_fsdp.inference.merge_files import Merge, merge_files, merging_to
+        from qlora_fsdp.inference.merge_files import merge_files, merging_to
+        from qlora_fsdp.inference.merge_weights import Merge
         from qlora_fsdp.inference.trained import assemble_trained
 
     built_as = config

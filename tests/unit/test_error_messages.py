@@ -18,7 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from qlora_fsdp import evaluate, train
 from qlora_fsdp.common.errors import AdapterError, CheckpointError, ConfigError, RankError, TrainingError
 from qlora_fsdp.config.schema import LoraConfig, ModelConfig, QuantConfig
-from qlora_fsdp.inference.merge_files import Merge, merge_files
+from qlora_fsdp.inference.merge_files import merge_files
+from qlora_fsdp.inference.merge_weights import Merge
 from qlora_fsdp.model.adapters import apply_adapters
 from qlora_fsdp.model.build import BuildSettings, MetaModel, build_model
 from qlora_fsdp.model.find import find_model

@@ -11,68 +11,33 @@ import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any
 
-import bitsandbytes.functional as bnb
-import torch
-from peft.utils import ModulesToSaveWrapper
-from peft.utils.other import TrainableTokensWrapper
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
 from qlora_fsdp.common.errors import CheckpointError, RunFolderError
 from qlora_fsdp.common.files import digest_file, write_json
-from qlora_fsdp.common.sizes import BLOCKSIZE, NESTED_BLOCKSIZE
-from qlora_fsdp.layers import Format, QuantizedLayer, QuantizedLinear
-from qlora_fsdp.layers.lora import LoraLinear
-from qlora_fsdp.layers.quantized_format import code_book
-from qlora_fsdp.model.adapters import ADAPTER, base_linears
-from qlora_fsdp.model.assemble import AssembledModel
-from qlora_fsdp.model.build import MetaModel
+from qlora_fsdp.inference.merge_weights import (
+    Merge,
+    find_changes,
+    merged_weight,
+    quantized_if_wanted,
+    read_tensor,
+    takes_codes,
+)
+from qlora_fsdp.model.adapters import base_linears
 from qlora_fsdp.model.new_tokens import count_tokens
 from qlora_fsdp.weights.assignment import Assignment
-from qlora_fsdp.weights.fill import fill_from_files
 from qlora_fsdp.weights.safetensors_files import INDEX_NAME, SINGLE_NAME, StoredTensor
 
-VALUES_A_TIME = 2**22  # of a weight, in float32: 16 MiB, which the allocator reuses; larger blocks need new pages
 EXTRA_NAME = "model-adapter.safetensors"
 BASE_NAME = "model-base.safetensors"
 RECORD_NAME = "merge.json"
-
-
-@dataclass(frozen=True)
-class Merge:
-    """What is merged into what.
-
-    Attributes:
-        trained: the base with the adapter's layers, on meta.
-        adapter: folder of the adapter.
-        out: folder of the result.
-        dequantized: merge into the quantized weights that the adapter was trained on, not the full-precision ones.
-        quantize: write the linear layers in this format of transformers and bitsandbytes; None: as the base has them.
-        device: where weights are quantized and adapters are multiplied.
-    """
-
-    trained: AssembledModel
-    adapter: Path
-    out: Path
-    dequantized: bool
-    quantize: Literal["nf4", "fp4"] | None
-    device: torch.device
-
-    @property
-    def meta(self) -> MetaModel:
-        """The base on meta, and what fills it."""
-        return self.trained.meta
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype in which the base is quantized, as in training."""
-        return self.trained.dtype
 
 
 def merge_files(merge: Merge) -> None:
@@ -91,7 +56,7 @@ def merge_files(merge: Merge) -> None:
         )
     with merging_to(merge.out):
         _open_folder(merge)
-        changes = _find_changes(merge)
+        changes = find_changes(merge)
         untied = _write_weights(merge, changes)
         _write_config(merge, folder, untied)
 
@@ -127,34 +92,6 @@ def _open_folder(merge: Merge) -> None:
     write_json(file, record)
 
 
-def _find_changes(merge: Merge) -> dict[str, dict[str, Tensor]]:
-    """The adapter's tensors by the name of the base's parameter that they change.
-
-    Returns:
-        For each parameter its change: LoRA's matrices with their `scaling`, `whole` for a parameter that was trained in
-        full, or `rows` of new tokens with their `ids`.
-    """
-    changes: dict[str, dict[str, Tensor]] = {}
-    token_rows: dict[nn.Module, dict[str, Tensor]] = {}  # one entry for two tables that are tied
-    with safe_open(merge.adapter / "adapter_model.safetensors", "pt") as file:
-        stored = {key.removeprefix("base_model.model."): key for key in file.keys()}  # noqa: SIM118
-        for name, module in merge.trained.model.base.named_modules():
-            if isinstance(module, LoraLinear):
-                parts = {part: f"{name}.{part}" for part in ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")}
-                found = {part: file.get_tensor(stored[key]) for part, key in parts.items() if key in stored}
-                changes[f"{name}.weight"] = found | {"scaling": torch.tensor(module.scaling[ADAPTER])}
-            elif isinstance(module, ModulesToSaveWrapper):
-                for key, _ in module.original_module.named_parameters():
-                    changes[f"{name}.{key}"] = {"whole": file.get_tensor(stored[f"{name}.{key}"])}
-            elif isinstance(module, TrainableTokensWrapper):
-                layer = module.token_adapter
-                if layer.tied_adapter is None:
-                    rows = file.get_tensor(stored[f"{name}.token_adapter.trainable_tokens_delta"])
-                    token_rows[layer] = {"rows": rows, "ids": torch.tensor(layer.token_indices[ADAPTER])}
-                changes[f"{name}.weight"] = token_rows[layer.tied_adapter or layer]
-    return changes
-
-
 def _write_weights(merge: Merge, changes: dict[str, dict[str, Tensor]]) -> bool:
     """Write every file that is not there yet, and the index. Returns whether tied weights are two weights now."""
     assignments = {a.stored.key: a for a in merge.meta.assignments if a.stored is not None}
@@ -175,12 +112,12 @@ def _write_weights(merge: Merge, changes: dict[str, dict[str, Tensor]]) -> bool:
             found: dict[str, Tensor] = {}
             for stored in tensors:
                 assignment = assignments.get(stored.key)
-                value = _read(stored) if assignment is None else _merged(assignment, changes, merge)
-                found |= _quantized(stored.key, value, assignment, merge)
+                value = read_tensor(stored) if assignment is None else merged_weight(assignment, changes, merge)
+                found |= quantized_if_wanted(stored.key, value, assignment, merge)
             _save(found, target)
         weight_map |= dict.fromkeys(_keys(target), name)
     if extra:
-        values = {name: _merged(replace(a, name=name), changes, merge) for name, a in extra.items()}
+        values = {name: merged_weight(replace(a, name=name), changes, merge) for name, a in extra.items()}
         _save(values, merge.out / EXTRA_NAME)
         weight_map |= dict.fromkeys(values, EXTRA_NAME)
     if set(weight_map.values()) != {SINGLE_NAME}:
@@ -210,72 +147,6 @@ def _find_extra(merge: Merge, changes: dict[str, dict[str, Tensor]]) -> dict[str
     return extra
 
 
-def _merged(assignment: Assignment, changes: dict[str, dict[str, Tensor]], merge: Merge) -> Tensor:
-    """A weight of the base with the adapter merged into it, on the CPU."""
-    change = changes.get(assignment.name, {})
-    stored_dtype = None if assignment.stored is None else assignment.stored.dtype
-    dtype = stored_dtype if stored_dtype is not None and stored_dtype.is_floating_point else merge.dtype
-    if "whole" in change:
-        return change["whole"].to(dtype)
-    weight = _base_weight(assignment, merge)
-    if "rows" in change:
-        ids = change["ids"]
-        table = weight.new_empty(max(len(weight), int(ids.max()) + 1), *weight.shape[1:], dtype=dtype)
-        table[: len(weight)] = weight
-        table[ids] = change["rows"].to(dtype)
-        return table
-    if "lora_A.weight" not in change:
-        return weight if not weight.is_floating_point() or stored_dtype is None else weight.to(dtype)
-    lora_a = change["lora_A.weight"].to(merge.device, torch.float32)
-    lora_b = change["lora_B.weight"].to(merge.device, torch.float32)
-    scaling, magnitude = change["scaling"].item(), change.get("lora_magnitude_vector")
-    merged = torch.empty(weight.shape, dtype=dtype)
-    step = max(1, VALUES_A_TIME // weight.shape[1])
-    for start in range(0, len(weight), step):
-        rows = slice(start, start + step)
-        values = weight[rows].to(merge.device, torch.float32).addmm(lora_b[rows], lora_a, alpha=scaling)
-        if magnitude is not None:  # the norms of the rows, which DoRA trains apart (arXiv:2402.09353, equation 5)
-            norms = torch.linalg.vector_norm(values, dim=1)
-            values.mul_((magnitude[rows].to(merge.device) / norms).unsqueeze(1))
-        merged[rows] = values.to(dtype)
-    return merged
-
-
-def _base_weight(assignment: Assignment, merge: Merge) -> Tensor:
-    assert assignment.stored is not None, assignment.name
-    module = assignment.module
-    if not merge.dequantized or not assignment.is_quantized:
-        return _read(assignment.stored)
-    assert isinstance(module, QuantizedLayer)
-    layer = QuantizedLinear(
-        module.in_features, module.out_features, False, module.format, module.compute_dtype, merge.device
-    )
-    fill_from_files([replace(assignment, module=layer)], merge.device, merge.dtype)
-    return layer.weight.detach().cpu()
-
-
-def _quantized(key: str, value: Tensor, assignment: Assignment | None, merge: Merge) -> dict[str, Tensor]:
-    """The tensor as it is, or bitsandbytes' codes and their state if it is the weight of a layer to be quantized."""
-    is_linear = assignment is not None and assignment.is_quantized and _takes_codes(assignment.module, merge)
-    if merge.quantize is None or not is_linear:
-        return {key: value}
-    value = value.to(merge.device, merge.dtype)
-    codes, absmax = Format(merge.quantize, storage=torch.uint8).quantize_rows(value)
-    offset = absmax.mean()
-    scales, nested = bnb.quantize_blockwise(absmax.flatten() - offset, blocksize=NESTED_BLOCKSIZE)
-    book = code_book(merge.quantize, merge.device).clone()  # a copy, as safetensors refuses tensors that share memory
-    state = bnb.QuantState(scales, value.shape, book, BLOCKSIZE, merge.quantize, value.dtype, offset, nested)
-    parts = {f"{key}.{name}": part.cpu() for name, part in state.as_dict(packed=True).items()}
-    return {key: codes.view(-1, 1).cpu()} | parts
-
-
-def _takes_codes(module: nn.Module, merge: Merge) -> bool:
-    """Whether a quantized result has the layer as codes. Its rows must be whole blocks, and the head stays as it is."""
-    head = merge.meta.model.get_output_embeddings()
-    is_head = module is getattr(head, "base_layer", head)
-    return isinstance(module, QuantizedLinear) and module.in_features % BLOCKSIZE == 0 and not is_head
-
-
 def _write_config(merge: Merge, folder: Path, untied: bool) -> None:
     """Write config.json with what the merge changed, and copy the other small files of base and adapter."""
     for file in sorted(folder.iterdir()):
@@ -297,7 +168,7 @@ def _write_config(merge: Merge, folder: Path, untied: bool) -> None:
     if untied:
         config["tie_word_embeddings"] = False
     if merge.quantize is not None:
-        plain = {name for name, layer in base_linears(merge.meta.model) if not _takes_codes(layer, merge)}
+        plain = {name for name, layer in base_linears(merge.meta.model) if not takes_codes(layer, merge)}
         config["quantization_config"] = {
             "quant_method": "bitsandbytes",
             "load_in_4bit": True,
@@ -312,11 +183,6 @@ def _write_config(merge: Merge, folder: Path, untied: bool) -> None:
 def _is_state(key: str) -> bool:
     """Whether a stored tensor belongs to quantized codes, and is no weight itself."""
     return ".quant_state." in key or key.endswith((".quant_map", ".nested_quant_map", ".weight_format"))
-
-
-def _read(stored: StoredTensor) -> Tensor:
-    with safe_open(stored.file, "pt") as file:
-        return cast(Tensor, file.get_tensor(stored.key))
 
 
 def _keys(file: Path) -> Iterator[str]:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import peft
 import torch
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig
 
 from qlora_fsdp.common.text import plural
-from qlora_fsdp.config.schema import Config, DataConfig
+from qlora_fsdp.config.schema import Config
 from qlora_fsdp.data.batch import Batch
-from qlora_fsdp.data.tokenizer import add_tokens, load_tokenizer
 from qlora_fsdp.inference.saved_adapter import (
     NO_ADAPTER,
     check_adapter,
@@ -21,11 +19,10 @@ from qlora_fsdp.inference.saved_adapter import (
     read_lora,
     read_tokens,
 )
-from qlora_fsdp.model.adapters import initialize_adapters
+from qlora_fsdp.model.adapters import NO_TOKENS, initialize_adapters
 from qlora_fsdp.model.assemble import AssembledModel, assemble, describe_base
 from qlora_fsdp.model.classifier import Classifier
 from qlora_fsdp.model.count import dtype_name
-from qlora_fsdp.model.find import ModelFiles, find_model
 from qlora_fsdp.model.materialize import materialize
 from qlora_fsdp.model.task_model import TaskModel
 from qlora_fsdp.runtime.fallbacks import check_bitsandbytes
@@ -50,13 +47,15 @@ def assemble_trained(
     """
     check_bitsandbytes(config, processes.device)
     folder = None if adapter is None else Path(adapter).expanduser()
-    lora = NO_ADAPTER if folder is None else read_lora(folder)
-    files = find_model(config.model, processes.is_local_main, processes.first_error)
-    tokenizer = _find_tokenizer(config, files, folder)
-    tokens = add_tokens(tokenizer, config.tokenizer)
-    if not tokens.ids and folder is not None:
-        tokens = read_tokens(folder)
-    trained = assemble(config, lora, files, tokenizer, tokens, processes.device, trains=False, generates=generates)
+    trained = assemble(
+        config,
+        NO_ADAPTER if folder is None else read_lora(folder),
+        processes,
+        trains=False,
+        generates=generates,
+        tokenizer_folder=folder,
+        saved_tokens=NO_TOKENS if folder is None else read_tokens(folder),
+    )
     if folder is not None:
         check_adapter(trained.model.model, folder)
         check_values(folder, processes)
@@ -106,14 +105,6 @@ def generation_config(trained: AssembledModel) -> GenerationConfig:
 def num_positions(trained: AssembledModel) -> int | None:
     """Tokens that prompt and completion may have together; None if the model sets no limit."""
     return getattr(trained.model.base.config.get_text_config(), "max_position_embeddings", None)
-
-
-def _find_tokenizer(config: Config, files: ModelFiles, adapter: Path | None) -> PreTrainedTokenizerBase:
-    """The tokenizer in the adapter's folder, or the model's if that has none."""
-    model = replace(config.model, path=str(files.folder) if files.folder is not None else config.model.path)
-    if adapter is not None and (adapter / "tokenizer_config.json").is_file():
-        model = replace(model, tokenizer_path=str(adapter))
-    return load_tokenizer(model, DataConfig(chat_template=config.data.chat_template))
 
 
 @torch.no_grad()

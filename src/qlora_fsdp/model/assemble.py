@@ -1,4 +1,4 @@
-"""Assemble a model on the meta device: transformers' model, its adapters, and the loss of its task around them.
+"""Assemble a model on the meta device: find its files, build transformers' model, and add adapters and a loss.
 
 Training and the commands that use an adapter assemble their models here, so that both compute with the same modules.
 What differs between them is an argument of `assemble`. `materialize.py` then gives the model its weights.
@@ -8,21 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import assert_never
 
-from qlora_fsdp.config.schema import Config, LoraConfig, TaskConfig, TaskName
-from qlora_fsdp.data.tokenizer import AddedTokens
-from qlora_fsdp.layers.attention import choose_attention
+from qlora_fsdp.config.schema import Config, DataFormat, LoraConfig, TaskConfig, TaskName
+from qlora_fsdp.data.tokenizer import AddedTokens, add_tokens, byte_tokenizer, load_tokenizer
+from qlora_fsdp.layers.attention import check_packing, choose_attention
 from qlora_fsdp.layers.liger import use_fused_kernels
 from qlora_fsdp.layers.rewire import Rewired, rewire
-from qlora_fsdp.model.adapters import apply_adapters
+from qlora_fsdp.model.adapters import NO_TOKENS, apply_adapters
 from qlora_fsdp.model.build import BuildSettings, MetaModel, build_model
 from qlora_fsdp.model.causal_lm import CausalLM
 from qlora_fsdp.model.classifier import Classifier
-from qlora_fsdp.model.find import ModelFiles
+from qlora_fsdp.model.find import ModelFiles, find_model
 from qlora_fsdp.model.task_model import TaskModel
 from qlora_fsdp.runtime.hardware import choose_dtype
 from qlora_fsdp.runtime.processes import Processes
@@ -64,46 +65,41 @@ class AssembledModel:
 def assemble(
     config: Config,
     lora: LoraConfig,
-    files: ModelFiles,
-    tokenizer: PreTrainedTokenizerBase,
-    tokens: AddedTokens,
-    device: torch.device,
+    processes: Processes,
     *,
     trains: bool,
     generates: bool = False,
+    tokenizer_folder: Path | None = None,
+    saved_tokens: AddedTokens = NO_TOKENS,
 ) -> AssembledModel:
-    """Build the base model, adapt it, and replace what is computed in another way than transformers does.
+    """Find the model files, build the base model, adapt it, and replace what is computed in a faster way. Collective.
 
     Args:
         config: the settings; of these, the sections on model, quantization, task, precision, kernels and products.
         lora: the adapter's settings: the run's own for training, those saved with the adapter for its use.
-        files: the base's files, as `find_model` returns them.
-        tokenizer: the model's tokenizer, with added tokens.
-        tokens: the tokens whose rows in embeddings and head are trained.
-        device: where the model will compute.
+        processes: all ranks take part; the model will compute on their device.
         trains: use Liger's kernels, fp8 products and fused layers as the settings say. A model in use has none of them.
         generates: choose an attention that knows a cache and padding on the left.
+        tokenizer_folder: the folder of a saved adapter, whose tokenizer is preferred to the model's if it has one.
+        saved_tokens: the tokens whose rows a saved adapter has, if the settings add none.
 
     Raises:
         UserError: the model, the adapter, the settings or the device do not go together.
     """
-    dtype = choose_dtype(config.training.precision, device)
+    device, dtype = processes.device, choose_dtype(config.training.precision, processes.device)
+    files = find_model(config.model, processes.is_local_main, processes.first_error)
+    tokenizer = _find_tokenizer(config, files, tokenizer_folder, trains)
+    tokens = add_tokens(tokenizer, config.tokenizer)
+    if not tokens.ids:
+        tokens = saved_tokens
+    if trains:
+        check_packing(config.training.packing, files.config)
     is_causal = config.task.name is TaskName.causal_lm and not generates
     wanted = config.model.attn_implementation.value
     attention, slower = choose_attention(wanted, files.config, device, dtype, is_causal)
     model_type = files.config.get_text_config().model_type
     liger_kernels = use_fused_kernels(config.kernels, model_type, device) if trains else []
-    settings = BuildSettings(
-        config.quant,
-        dtype,
-        attention,
-        config.task,
-        keep=list(lora.modules_to_save or []),
-        pad_token_id=tokenizer.pad_token_id,
-        trust_remote_code=config.model.trust_remote_code,
-    )
-    meta = build_model(files, settings)
-    meta.model.name_or_path = config.model.path or config.model.name  # an adapter remembers its base by this name
+    meta = _build(config, lora, files, tokenizer, dtype, attention)
     model = adapt_model(meta, lora, config.task, tokens, liger_loss="cross_entropy" in liger_kernels)
     rewired = rewire(model, config.compute, config.kernels) if trains else Rewired(num_fp8=0, num_groups=0)
     return AssembledModel(
@@ -119,6 +115,40 @@ def assemble(
         rewired.num_groups,
         notes=[*([slower] if slower else []), *meta.notes],
     )
+
+
+def _find_tokenizer(
+    config: Config, files: ModelFiles, tokenizer_folder: Path | None, trains: bool
+) -> PreTrainedTokenizerBase:
+    """The saved adapter's tokenizer, else the model's. Training on random tokens needs none, and gets the built-in."""
+    if trains and config.data.format is DataFormat.random:
+        return byte_tokenizer()
+    model = replace(config.model, path=str(files.folder) if files.folder is not None else config.model.path)
+    if tokenizer_folder is not None and (tokenizer_folder / "tokenizer_config.json").is_file():
+        model = replace(model, tokenizer_path=str(tokenizer_folder))
+    return load_tokenizer(model, config.data)
+
+
+def _build(
+    config: Config,
+    lora: LoraConfig,
+    files: ModelFiles,
+    tokenizer: PreTrainedTokenizerBase,
+    dtype: torch.dtype,
+    attention: str,
+) -> MetaModel:
+    settings = BuildSettings(
+        config.quant,
+        dtype,
+        attention,
+        config.task,
+        keep=list(lora.modules_to_save or []),
+        pad_token_id=tokenizer.pad_token_id,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+    meta = build_model(files, settings)
+    meta.model.name_or_path = config.model.path or config.model.name  # an adapter remembers its base by this name
+    return meta
 
 
 def adapt_model(

@@ -11,20 +11,17 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.common.text import plural, show_size
-from qlora_fsdp.config.schema import Activations, Config, DataFormat
+from qlora_fsdp.config.schema import Activations, Config
 from qlora_fsdp.data.run_data import PreparedData, prepare_data
 from qlora_fsdp.data.sequences import TrainingData
 from qlora_fsdp.data.split import BatchSplit, split_batches
 from qlora_fsdp.data.stream import open_stream
-from qlora_fsdp.data.tokenizer import add_tokens, byte_tokenizer, load_tokenizer
-from qlora_fsdp.layers.attention import check_packing
 from qlora_fsdp.memory.plan_run import Machine, RunPlan, plan_run
 from qlora_fsdp.model.activations import MemoryFallback, set_activation_policy
 from qlora_fsdp.model.adapters import trainable_names
 from qlora_fsdp.model.assemble import AssembledModel, assemble, describe_base
 from qlora_fsdp.model.classifier import Classifier
 from qlora_fsdp.model.count import FlopCounter, Sizes, count_bytes, count_flops, dtype_name
-from qlora_fsdp.model.find import ModelFiles, find_model
 from qlora_fsdp.model.positions import check_positions
 from qlora_fsdp.model.swap_layers import quant_settings
 from qlora_fsdp.model.task_model import TaskModel
@@ -99,7 +96,7 @@ def _prepare(config: Config, processes: Processes, folder: Path, first_step: int
     ranks = f"{plural(processes.num_ranks, 'rank')} on {device.type}"
     log.info(f"Run {config.run.name}: {ranks}, {dtype_name(dtype)}, in {folder}")
     missing = replace_missing(config, device)
-    assembled = _assemble(config, processes)
+    assembled = assemble(config, config.lora, processes, trains=True)
     model, meta = assembled.model, assembled.meta
     base = describe_base(meta.assignments, processes)
     if config.model.cache_quantized:
@@ -118,23 +115,6 @@ def _prepare(config: Config, processes: Processes, folder: Path, first_step: int
     is_auto = config.memory.activations is Activations.auto
     peaks = PhasePeaks(device, MemoryFallback(model.layers, memory.policies) if is_auto else None)
     return Prepared(assembled, base, sizes, flops, data, split, machine, memory, peaks)
-
-
-def _assemble(config: Config, processes: Processes) -> AssembledModel:
-    """Find the model files and the tokenizer, and assemble the model on meta."""
-    files = find_model(config.model, processes.is_local_main, processes.first_error)
-    tokenizer = _find_tokenizer(config, files)
-    tokens = add_tokens(tokenizer, config.tokenizer)
-    check_packing(config.training.packing, files.config)
-    return assemble(config, config.lora, files, tokenizer, tokens, processes.device, trains=True)
-
-
-def _find_tokenizer(config: Config, files: ModelFiles) -> PreTrainedTokenizerBase:
-    """The model's tokenizer. Random tokens need none, and get the built-in one for its padding token."""
-    if config.data.format is DataFormat.random:
-        return byte_tokenizer()
-    path = str(files.folder) if files.folder is not None else config.model.path
-    return load_tokenizer(replace(config.model, path=path), config.data)
 
 
 def _plan_memory(config: Config, assembled: AssembledModel, machine: Machine, processes: Processes) -> RunPlan:
