@@ -74,7 +74,7 @@ def begin_attempt(checkpoint: Checkpoint | None, run_folder: Path) -> None:
 
 
 def settings_of(config: Config, num_ranks: int) -> dict[str, Any]:
-    """Every setting by its key, as a manifest has it. A global batch size that follows from the ranks is written out."""
+    """Every setting by its key, as a manifest has it. The global batch size is a number even where none was set."""
     settings = plain_settings(config)
     settings["training.global_batch_size"] = (
         config.training.global_batch_size or config.training.micro_batch_size * num_ranks
