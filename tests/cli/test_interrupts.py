@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from qlora_fsdp.config.schema import CheckpointConfig, Config, RunConfig
-from qlora_fsdp.data.prepare import ROWS_A_PROCESS
 from qlora_fsdp.data.tokenize import RowTokenizer
+from qlora_fsdp.data.tokenize_source import ROWS_A_PROCESS
 from qlora_fsdp.model.causal_lm import CausalLM
 from qlora_fsdp.training import run, saver
 from qlora_fsdp.training.resume import describe_kept

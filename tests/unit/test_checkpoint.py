@@ -257,7 +257,7 @@ def test_harmful_changes_are_refused_unless_allowed(change: str, was: str):
     with pytest.raises(ConfigError) as raised:
         changes([], [change])
     (problem,) = raised.value.problems
-    assert problem.setting.startswith(f"{key}=") and f"was {was} when" in problem.reason
+    assert problem.what.startswith(f"{key}=") and f"was {was} when" in problem.reason
     assert any(key in text for text in changes([], [change, f"checkpoint.allow_changes=[{key}]"]))
 
 

@@ -70,17 +70,21 @@ class Watch:
 
     Args:
         processes: all ranks take part in the start.
+        record: called with the failure that ends the run, on one rank: the lowest that is left.
+        kept: called when a signal ends the run at once; it says what there is to resume from.
 
     Attributes:
-        record: called with the failure that ends the run, on one rank: the lowest that is left.
-        kept: what is told of a signal that ends the run at once: what there is to go on from.
         asked: the signal that asked to stop since `be_patient()`.
     """
 
-    def __init__(self, processes: Processes) -> None:
+    def __init__(
+        self,
+        processes: Processes,
+        record: Callable[[BaseException], None] = lambda error: None,
+        kept: Callable[[], str] = lambda: "",
+    ) -> None:
         self.rank, self.num_ranks = processes.rank, processes.num_ranks
-        self.record: Callable[[BaseException], None] = lambda error: None
-        self.kept: Callable[[], str] = lambda: ""
+        self.record, self.kept = record, kept
         # The thread has a connection of its own: a store's calls wait for one another.
         self.store = PrefixStore("watch", processes.store.clone())  # type: ignore[attr-defined]  # not in the stubs
         host = (platform.node(), Path("/proc/self/ns/pid").stat().st_ino)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,7 @@ from qlora_fsdp.config.schema import Config, Optimizer
 from qlora_fsdp.config.settings import show
 from qlora_fsdp.data.sequences import TrainingData
 from qlora_fsdp.records.run_state import ATTEMPT, checkpoint_folders, describe_attempt, read_json, step_of
-from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.training.checkpoint import ANEW, MANIFEST, Checkpoint, read_manifest, remove_checkpoints, resume_hint
-from qlora_fsdp.weights.assignment import Assignment
-from qlora_fsdp.weights.safetensors_files import fingerprint
 
 # Each rank saves its own state of adamw_8bit, which fits no other shards.
 SHARDS = ("fsdp.sharding_strategy", "fsdp.hybrid_shard_size")
@@ -74,7 +70,7 @@ def begin_attempt(checkpoint: Checkpoint | None, run_folder: Path) -> None:
 
 
 def settings_of(config: Config, num_ranks: int) -> dict[str, Any]:
-    """Every setting by its key, as a manifest has it. The global batch size is a number even where none was set."""
+    """Every setting by its key, as in a manifest. A global batch size that follows from the ranks is written out."""
     settings = plain_settings(config)
     settings["training.global_batch_size"] = (
         config.training.global_batch_size or config.training.micro_batch_size * num_ranks
@@ -122,16 +118,6 @@ def check_data(checkpoint: Checkpoint, data: TrainingData, config: Config) -> No
             f"data.path={config.data.path} is not the data that {checkpoint.folder} was trained on: {counts}. Bring "
             f"the data back, or set checkpoint.allow_changes=[data.path]. Or set {ANEW}"
         )
-
-
-def describe_base(assignments: Sequence[Assignment], processes: Processes) -> str | None:
-    """Fingerprint of the files that fill the model; None where it is made up. Rank 0 reads."""
-    result: str | None = None
-    if processes.is_main:
-        stored = [tensor for a in assignments for tensor in (a.stored, *a.stored_parts.values()) if tensor is not None]
-        result = fingerprint(stored) if stored else None
-    result = processes.share(result)
-    return result
 
 
 def check_base(checkpoint: Checkpoint, base: str | None, config: Config) -> None:

@@ -99,7 +99,9 @@ class Saver:
             self._wait()  # the thread has finished: this only reports the outcome
         minutes = self.config.every_minutes
         is_time = minutes is not None and time.monotonic() - self.last_time >= 60 * minutes
-        return self.watch.asked is not None or (is_time and self.processes.is_main)  # rank 0's clock counts
+        return self.watch.asked is not None or (
+            is_time and self.processes.is_main
+        )  # rank 0's clock is the one that counts
 
     def is_due(self, step: int, asked: bool) -> bool:
         """Whether `after_step` has something to do. The arguments are the same."""
@@ -202,7 +204,8 @@ class Saver:
             error = write_checkpoint(content, snapshot, self.write_adapter, self.thread_processes)
             if error is None and self.processes.is_main:
                 self._remove_old(content)
-            self.thread_processes.wait()  # here without a time limit, which the main threads' collectives have
+            # Otherwise the main threads would wait for rank 0 in a collective, which has a time limit.
+            self.thread_processes.wait()
         except BaseException as unexpected:
             write.result.set_exception(unexpected)
         else:
