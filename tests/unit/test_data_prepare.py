@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -106,6 +107,19 @@ def test_only_five_examples_of_a_kind(tmp_path, run):
     assert problem.num_rows == 3000
     assert [example.split(" ")[0] for example in problem.examples] == [f"a.jsonl:{line}" for line in range(2, 7)]
     assert texts(prepared.train) == ["a", "b"]
+
+
+def test_few_long_rows_are_tokenized_by_several_processes_too(tmp_path, run, monkeypatch):
+    path = write_lines(tmp_path / "a.jsonl", *({"text": str(number) * 5000} for number in range(3)))
+    expected, asked = texts(run(path, max_length=512).train), []
+    map_rows = datasets.Dataset.map
+    monkeypatch.setattr(tokenize_source, "BYTES_A_PROCESS", 10_000)
+    monkeypatch.setattr(
+        datasets.Dataset, "map", lambda *args, **named: asked.append(named["num_proc"]) or map_rows(*args, **named)
+    )
+    os.utime(path, ns=(0, 0))
+    assert texts(run(path, max_length=512, num_proc=8).train) == expected
+    assert asked == [3]  # one row each
 
 
 def test_no_usable_row(tmp_path, run):

@@ -29,9 +29,10 @@ FEATURES = datasets.Features(
         "labels": datasets.List(datasets.Value("float32")),  # of a row, or of its targets; see data.labels
     }
 )
-# A text with more characters than both is tokenized from its beginning on, until it has training.max_length tokens.
+# Of a text with more characters than LONG_TEXT, and than LONG_TOKEN for each token that may be kept, a beginning alone
+# is tokenized.
 LONG_TEXT = 2**17
-LONG_TOKEN = 16  # characters per token that may be kept
+LONG_TOKEN = 16
 
 
 @dataclass(frozen=True)
