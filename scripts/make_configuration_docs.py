@@ -86,7 +86,11 @@ def top_comment(group: str, option: str) -> str:
 def type_text(setting: Setting) -> str:
     """Returns the values that a setting takes."""
     text = " ".join(f"`{choice}`" for choice in setting.choices) if setting.choices else setting.expected
-    return text.removesuffix(" or null") + (" or `null`" if setting.is_optional else "")
+    text = text.removesuffix(" or null")
+    if setting.bounds is not None:  # of the others' types, only `Any` takes a number too
+        text = f"{text}, {setting.bounds}" if setting.type in (int, float) else f"text, or a number {setting.bounds}"
+    or_null = " or `null`" if setting.bounds is None else ", or `null`"
+    return text + (or_null if setting.is_optional else "")
 
 
 def default_text(setting: Setting) -> str:

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 class _SweepLauncher(Launcher):
-    """Starts the jobs of a sweep, a batch at a time as the sweeper gives them.
+    """Starts the jobs of a sweep, in the batches that the sweeper gives.
 
-    Every run of any Hydra program here scans this module, so that the imports wait.
+    Every Hydra program scans this module when it starts, so that the imports wait until a job is to be started.
     """
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
@@ -36,7 +36,7 @@ class _SweepLauncher(Launcher):
 
 
 class AccelerateLauncher(_SweepLauncher):
-    """One `accelerate launch` a job, on this host."""
+    """Starts one `accelerate launch` per job on this host."""
 
     def _start(self, jobs: list[Job], sweep: Sweep) -> None:
         from qlora_fsdp.launch.local import run_jobs
@@ -45,7 +45,7 @@ class AccelerateLauncher(_SweepLauncher):
 
 
 class SlurmLauncher(_SweepLauncher):
-    """One job script for all jobs of a batch, submitted to SLURM."""
+    """Submits one job script for all jobs of a batch to SLURM."""
 
     def _start(self, jobs: list[Job], sweep: Sweep) -> None:
         from qlora_fsdp.launch.slurm import submit_jobs

@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if __name__ == "__main__":
     from qlora_fsdp.common.startup import end_at_once
@@ -20,6 +20,7 @@ from qlora_fsdp.generate import GenerateSettings, check_generation, run_generate
 from qlora_fsdp.runtime.run_command import run_command
 
 if TYPE_CHECKING:
+    from qlora_fsdp.model.assemble import AssembledModel
     from qlora_fsdp.runtime.processes import Processes
 
 USAGE = """
@@ -48,11 +49,12 @@ class ChatSettings(GenerateSettings):
 
 
 def chat(settings: ChatSettings, config: Config, processes: Processes) -> None:
-    """Read turns from the terminal until it ends; every rank of a sharded model hears what rank 0 reads."""
-    settings.prompt = ""  # there is none beforehand
+    """Read turns from the terminal until it ends. Rank 0 shares what it reads with the other ranks."""
+    settings.prompt = ""  # a chat starts without one
     check_generation(settings, config)
     with quick_imports():
-        from qlora_fsdp.inference.trained import check_template, load_trained
+        from qlora_fsdp.inference.prompts import check_template
+        from qlora_fsdp.inference.trained import load_trained
 
     trained = load_trained(config, settings.adapter, processes, generates=True)
     check_template(trained.tokenizer, "chat")
@@ -72,7 +74,7 @@ def chat(settings: ChatSettings, config: Config, processes: Processes) -> None:
         conversation.messages.append({"role": "user", "content": line})
         try:
             reply = _reply(trained, conversation.messages, settings, processes)
-        except UserError as error:  # the template refuses, say, a system turn: the chat goes on
+        except UserError as error:  # for example, the template refuses a system turn; the chat continues
             conversation.messages.pop()
             if processes.is_main:
                 print(f"Error: {error}")
@@ -94,7 +96,7 @@ class Conversation:
             self.messages.append({"role": "system", "content": self.system})
 
     def obeys(self, line: str) -> bool:
-        """Whether the line is a command, which has been carried out."""
+        """Carry out a line that is a command. Returns whether it is one."""
         command, _, rest = line.strip().partition(" ")
         if command not in ("/reset", "/system"):
             return False
@@ -111,11 +113,14 @@ def _read_line() -> str | None:
         return None
 
 
-def _reply(trained: Any, messages: list[dict[str, str]], settings: ChatSettings, processes: Processes) -> str:
+def _reply(
+    trained: AssembledModel, messages: list[dict[str, str]], settings: ChatSettings, processes: Processes
+) -> str:
     import torch
     from transformers import TextStreamer
 
-    from qlora_fsdp.inference.trained import chat_tokens, num_positions, pad_left
+    from qlora_fsdp.inference.prompts import chat_tokens, pad_left
+    from qlora_fsdp.inference.trained import num_positions
 
     tokenizer = trained.tokenizer
     tokens = chat_tokens(tokenizer, messages, None, "the conversation")
@@ -126,17 +131,16 @@ def _reply(trained: Any, messages: list[dict[str, str]], settings: ChatSettings,
         )
     if limit is not None:
         settings = replace(settings, max_new_tokens=min(settings.max_new_tokens, limit - len(tokens)))
-    torch.manual_seed(settings.seed + len(messages))  # the same on every rank, which all draw the same tokens
+    torch.manual_seed(settings.seed + len(messages))  # the same on every rank, so that all draw the same tokens
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if processes.is_main else None
     input_ids, mask = pad_left([tokens], tokenizer.pad_token_id)
     output = run_generate(trained, input_ids, mask, settings, processes, streamer=streamer)
-    reply: str = tokenizer.decode(output[0, len(tokens) :], skip_special_tokens=True)
-    return reply
+    return str(tokenizer.decode(output[0, len(tokens) :], skip_special_tokens=True))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code."""
-    return run_command(argv, ChatSettings, USAGE, chat, needs_data=False)
+    return run_command(argv, ChatSettings, USAGE, chat, optional=["data.path"])
 
 
 if __name__ == "__main__":

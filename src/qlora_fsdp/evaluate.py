@@ -1,4 +1,4 @@
-"""`python -m qlora_fsdp.evaluate`: loss and perplexity of a model, with or without an adapter, or lm-eval's tasks."""
+"""`python -m qlora_fsdp.evaluate`: a model's loss and perplexity, or its scores on lm-eval's tasks."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class EvaluateSettings(AdapterSettings):
 
 
 def evaluate_model(settings: EvaluateSettings, config: Config, processes: Processes) -> None:
-    """Load, evaluate, and print one line of JSON."""
+    """Load the model, evaluate it, and print one line of JSON."""
     if processes.is_main and (problems := check_out(settings.out)):
         raise ConfigError(problems)
     by = evaluate_on_data if settings.tasks is None else evaluate_on_tasks
@@ -78,28 +78,22 @@ def evaluate_model(settings: EvaluateSettings, config: Config, processes: Proces
 
 
 def evaluate_on_data(settings: EvaluateSettings, config: Config, processes: Processes) -> dict[str, Any]:
-    """Loss and perplexity, or a classifier's figures."""
+    """Loss and perplexity on the user's data, or a classifier's figures."""
     with quick_imports():
-        from qlora_fsdp.data.prepare import prepare_data
+        from qlora_fsdp.data.run_data import prepare_data
+        from qlora_fsdp.data.split import split_batches
         from qlora_fsdp.inference.trained import load_trained
         from qlora_fsdp.layers.attention import check_packing
         from qlora_fsdp.model.classifier import Classifier
-        from qlora_fsdp.model.count import split_batches
         from qlora_fsdp.model.positions import check_positions
-        from qlora_fsdp.training.loop import evaluate
+        from qlora_fsdp.training.evaluate import evaluate
 
     trained = load_trained(config, settings.adapter, processes)
-    check_packing(config.training.packing, trained.files.config)
-    data = prepare_data(
-        config,
-        trained.tokenizer,
-        is_main=processes.is_local_main,
-        wait=processes.first_error,
-        vocab_size=trained.model.vocab_size,
-    )
+    check_packing(config.training.packing, trained.meta.config)
+    data = prepare_data(config, trained.tokenizer, processes, trained.model.vocab_size)
     for line in str(replace(data.report, purpose="evaluation")).splitlines():
         log.info(f"Data: {line}")
-    beyond = check_positions(trained.model, trained.files.config.get_text_config(), data)
+    beyond = check_positions(trained.model, trained.meta.config.get_text_config(), data)
     if beyond is not None:
         log.info(f"Note: {beyond}")
     if isinstance(trained.model, Classifier):
@@ -107,14 +101,13 @@ def evaluate_on_data(settings: EvaluateSettings, config: Config, processes: Proc
     started = time.perf_counter()
     split = split_batches(config.training, processes.num_ranks, len(data.train))
     found = evaluate(trained.model, data.train, split, processes)
-    assert found is not None  # nothing stops it
-    loss, metrics = found
-    figures: dict[str, Any] = {"data": config.data.path or config.data.mix, "loss": loss}
+    assert found is not None  # only training can be told to stop
+    figures: dict[str, Any] = {"data": config.data.path or config.data.mix, "loss": found.loss}
     if config.task.name is TaskName.causal_lm:
-        figures["perplexity"] = math.exp(min(loss, 700.0))
+        figures["perplexity"] = math.exp(min(found.loss, 700.0))
         figures["num_target_tokens"] = data.report.num_target_tokens
     else:
-        figures |= metrics | {"num_rows": data.report.num_rows}
+        figures |= found.metrics | {"num_rows": data.report.num_rows}
     return figures | {"seconds": round(time.perf_counter() - started, 2)}
 
 
@@ -122,18 +115,25 @@ def evaluate_on_tasks(settings: EvaluateSettings, config: Config, processes: Pro
     """The metrics of lm-eval's tasks.
 
     Raises:
-        ConfigError: lm-eval is not installed, a setting makes no sense, or a name is no task.
+        ConfigError: lm-eval is not installed, a setting makes no sense, or a name is not a task.
         DataError: a task's data can't be loaded.
     """
     names = [name.strip() for name in (settings.tasks or "").split(",") if name.strip()]
     check_tasks(settings, config, names)
-    from qlora_fsdp.inference.lm_eval import evaluate_tasks, find_tasks
+    from qlora_fsdp.inference.lm_eval import ModelInStep, SharedLM, evaluate_tasks, find_tasks
     from qlora_fsdp.inference.trained import load_trained
 
     manager = find_tasks(names)
     trained = load_trained(config, settings.adapter, processes, generates=True)
     started = time.perf_counter()
-    found = evaluate_tasks(trained, processes, manager, names, settings)
+    found = evaluate_tasks(
+        SharedLM(ModelInStep(trained, processes), settings.batch_size, settings.max_length),
+        manager,
+        names,
+        num_fewshot=settings.num_fewshot,
+        limit=settings.limit,
+        apply_chat_template=settings.apply_chat_template,
+    )
     return {"tasks": found, "seconds": round(time.perf_counter() - started, 2)}
 
 
@@ -141,7 +141,7 @@ def check_tasks(settings: EvaluateSettings, config: Config, names: Sequence[str]
     """Refuse what lm-eval could not do, before it is imported.
 
     Raises:
-        ConfigError: all that was found.
+        ConfigError: all problems that were found.
     """
     problems = []
     if find_spec("lm_eval") is None:
@@ -167,7 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The exit code."""
     arguments = sys.argv[1:] if argv is None else argv
     has_own = any(text.startswith("tasks=") for text in arguments)  # lm-eval's tasks bring their data
-    return run_command(arguments, EvaluateSettings, USAGE, evaluate_model, needs_data=not has_own)
+    return run_command(arguments, EvaluateSettings, USAGE, evaluate_model, optional=["data.path"] if has_own else [])
 
 
 if __name__ == "__main__":

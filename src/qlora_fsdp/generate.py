@@ -1,4 +1,4 @@
-"""`python -m qlora_fsdp.generate`: completions of a prompt, or of a file of prompts, in batches."""
+"""`python -m qlora_fsdp.generate`: complete a prompt, or a file of prompts in batches."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from qlora_fsdp.runtime.run_command import check_out, log, run_command, write_ou
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from qlora_fsdp.inference.trained import Trained
+    from qlora_fsdp.model.assemble import AssembledModel
     from qlora_fsdp.runtime.processes import Processes
 
 USAGE = """
@@ -65,7 +65,7 @@ class GenerateSettings(AdapterSettings):
 
 
 def generate_completions(settings: GenerateSettings, config: Config, processes: Processes) -> None:
-    """Load, complete every prompt, and print or write the rows in their order."""
+    """Load the model, complete every prompt, and print or write the rows in their order."""
     check_generation(settings, config, check_out(settings.out) if processes.is_main else [])
     rows = _read_rows(settings)
     with quick_imports():
@@ -92,20 +92,20 @@ def generate_completions(settings: GenerateSettings, config: Config, processes: 
 
 
 def complete(
-    prompts: list[list[int]], num_all: int, trained: Trained, settings: GenerateSettings, processes: Processes
+    prompts: list[list[int]], num_all: int, trained: AssembledModel, settings: GenerateSettings, processes: Processes
 ) -> Iterator[str]:
-    """The completions of this rank's prompts.
+    """The completions of this rank's prompts. Collective.
 
     Args:
-        prompts: token ids of each.
-        num_all: prompts of all ranks: sharded, each rank takes part in as many passes as any other.
-        trained: of `load_trained`.
+        prompts: token ids of each prompt.
+        num_all: number of prompts of all ranks. With a sharded model, all ranks take part in the same number of passes.
+        trained: what `load_trained` returned for a model that generates.
         settings: how to generate.
         processes: all ranks take part.
     """
     import torch
 
-    from qlora_fsdp.inference.trained import pad_left
+    from qlora_fsdp.inference.prompts import pad_left
 
     size, tokenizer = settings.batch_size, trained.tokenizer
     assert isinstance(tokenizer.pad_token_id, int)
@@ -120,7 +120,7 @@ def complete(
 
 
 def run_generate(
-    trained: Trained,
+    trained: AssembledModel,
     input_ids: Tensor,
     attention_mask: Tensor,
     settings: GenerateSettings,
@@ -136,7 +136,7 @@ def run_generate(
     sampling = {"temperature": settings.temperature, "top_p": settings.top_p, "top_k": 0} if samples else {}
     generation = generation_config(trained)
     generation.update(do_sample=samples, max_new_tokens=settings.max_new_tokens, use_cache=True, **sampling)
-    if not samples:  # the checkpoint's own, which are for sampling
+    if not samples:  # generation_config.json may set these, but they are for sampling
         generation.update(temperature=None, top_p=None, top_k=None)
     with computing_inside(trained.model) as is_sharded:
         output: Tensor = base.generate(
@@ -150,10 +150,15 @@ def run_generate(
 
 
 def check_generation(settings: GenerateSettings, config: Config, others: Sequence[Problem] = ()) -> None:
-    """Refuse a classifier, numbers that make no sense, prompts that are missing or given twice, and what others found.
+    """Refuse a classifier, numbers that make no sense, and prompts that are missing or given twice.
+
+    Args:
+        settings: the command's own.
+        config: the run's settings.
+        others: problems found before, which are reported together with these.
 
     Raises:
-        ConfigError: all that were found.
+        ConfigError: all problems that were found.
     """
     problems = list(others)
     if config.task.name is not TaskName.causal_lm:
@@ -202,8 +207,8 @@ def _read_rows(settings: GenerateSettings) -> list[dict[str, Any]]:
     return rows
 
 
-def _tokens(trained: Trained, row: dict[str, Any], number: int) -> list[int]:
-    from qlora_fsdp.inference.trained import chat_tokens, prompt_tokens
+def _tokens(trained: AssembledModel, row: dict[str, Any], number: int) -> list[int]:
+    from qlora_fsdp.inference.prompts import chat_tokens, prompt_tokens
 
     if isinstance(row.get("prompt"), str):
         return prompt_tokens(trained.tokenizer, row["prompt"])
@@ -224,7 +229,7 @@ def _check_lengths(prompts: list[list[int]], settings: GenerateSettings, limit: 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code."""
-    return run_command(argv, GenerateSettings, USAGE, generate_completions, needs_data=False)
+    return run_command(argv, GenerateSettings, USAGE, generate_completions, optional=["data.path"])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`python -m qlora_fsdp.merge`: one model out of base and adapter, and what that changed in its predictions."""
+"""`python -m qlora_fsdp.merge`: make one model of base and adapter, and report how its predictions changed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ examples:
   python -m qlora_fsdp.merge adapter=outputs/run/adapter out=merged-nf4 base=dequantized quantize=nf4
 """
 
-MAX_REPORT_TOKENS = 512  # a row; all logits of the rows are held at once
+MAX_REPORT_TOKENS = 512  # per row, because the logits of all rows are held at once
 
 
 @dataclass
@@ -60,29 +60,27 @@ class MergeSettings(AdapterSettings):
 
 
 def merge(settings: MergeSettings, config: Config, processes: Processes) -> None:
-    """Check, merge, and compare."""
+    """Check the settings, merge, and compare the merged model with the trained one."""
     _check(settings, config, processes)
     assert settings.adapter is not None and settings.out is not None
     with quick_imports():
-        from qlora_fsdp.inference.merge_files import Merge, merge_files, merging_to
-        from qlora_fsdp.inference.trained import build_trained
+        from qlora_fsdp.inference.merge_files import merge_files, merging_to
+        from qlora_fsdp.inference.merge_weights import Merge
+        from qlora_fsdp.inference.trained import assemble_trained
 
     built_as = config
-    if settings.quantize is not None and settings.base == "full":  # whichever the adapter was trained on
+    if settings.quantize is not None and settings.base == "full":  # whatever format the adapter was trained on
         kind, ends = QuantType4bit(settings.quantize), EmbeddingStorage.none
         quant = replace(config.quant, load_in_4bit=True, load_in_8bit=False, bnb_4bit_quant_type=kind, embeddings=ends)
         built_as = replace(config, quant=quant)
-    base, adapter, out = build_trained(built_as, settings.adapter, processes), settings.adapter, settings.out
+    adapter, out = settings.adapter, settings.out
     merge_files(
         Merge(
-            base.built,
-            base.model.model,
-            base.files,
+            assemble_trained(built_as, adapter, processes),
             Path(adapter).expanduser(),
             Path(out).expanduser(),
             settings.base == "dequantized",
-            cast(Any, settings.quantize),  # one of those, says _check
-            base.dtype,
+            cast(Any, settings.quantize),  # `_check` has refused anything else
             processes.device,
         )
     )
@@ -96,13 +94,13 @@ def merge(settings: MergeSettings, config: Config, processes: Processes) -> None
 
 
 def compare(settings: MergeSettings, config: Config, processes: Processes) -> dict[str, Any]:
-    """Losses of the model as trained and as merged on a few rows, and KL(trained || merged) a token, in nats."""
+    """Losses of the trained and the merged model on a few rows, and KL(trained || merged) per token, in nats."""
     import torch
     from torch.nn import functional as F
 
     trained = _log_probabilities(config, settings.adapter, settings, processes)
-    # The merged folder is what it is: full precision unless its own config.json says otherwise.
-    if (Path(settings.out or "").expanduser() / "tokenizer_config.json").is_file():  # with new tokens in it
+    # The merged model is in full precision, unless its own config.json says otherwise.
+    if (Path(settings.out or "").expanduser() / "tokenizer_config.json").is_file():  # which has the new tokens
         config.model.tokenizer_path, config.tokenizer = None, TokenizerConfig()
     config.model.path, config.quant.load_in_4bit, config.quant.load_in_8bit = settings.out, False, False
     config.quant.embeddings = EmbeddingStorage.none
@@ -127,17 +125,15 @@ def compare(settings: MergeSettings, config: Config, processes: Processes) -> di
 def _log_probabilities(
     config: Config, adapter: str | None, settings: MergeSettings, processes: Processes
 ) -> list[tuple[Tensor, Tensor]]:
-    """For each row, log-probabilities [num_targets, vocabulary] (float32, CPU) and the targets [num_targets]."""
+    """For each row the log-probabilities [num_targets, vocabulary] (float32, CPU) and the targets [num_targets]."""
     import torch
 
-    from qlora_fsdp.data.prepare import prepare_data
+    from qlora_fsdp.data.run_data import prepare_data
     from qlora_fsdp.inference.trained import load_trained
 
     trained = load_trained(config, adapter, processes, generates=True)
     config.training.packing, config.training.max_length = False, min(config.training.max_length, MAX_REPORT_TOKENS)
-    data = prepare_data(
-        config, trained.tokenizer, is_main=True, wait=lambda error: error, vocab_size=trained.model.vocab_size
-    ).train
+    data = prepare_data(config, trained.tokenizer, processes, trained.model.vocab_size).train
     found = []
     for number in range(min(settings.report_rows, len(data))):
         ((tokens, is_target),) = data.rows_of(number)
@@ -179,7 +175,7 @@ def _check(settings: MergeSettings, config: Config, processes: Processes) -> Non
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code."""
-    return run_command(argv, MergeSettings, USAGE, merge, needs_data=False)
+    return run_command(argv, MergeSettings, USAGE, merge, optional=["data.path"])
 
 
 if __name__ == "__main__":

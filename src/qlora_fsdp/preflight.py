@@ -1,6 +1,6 @@
 """`python -m qlora_fsdp.preflight`: does a run fit, and how long will it take? Needs no GPU, no download and no torch.
 
-The command line is that of a run, with `hardware=`:
+The command line is that of the run, and `hardware=` besides:
 
     python -m qlora_fsdp.preflight model=llama3-70b hardware=2x24gib training.max_length=2048
 """
@@ -9,22 +9,24 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from qlora_fsdp.common.errors import CheckpointError, ConfigError, Problem, UserError, print_error
+from qlora_fsdp.common.families import PLANNED_FAMILIES
 from qlora_fsdp.common.files import write_json
-from qlora_fsdp.common.text import count, show_duration, show_size
-from qlora_fsdp.config.check_settings import check_settings, int8_embeddings_problem, is_local_path
+from qlora_fsdp.common.text import plural, show_duration, show_size
+from qlora_fsdp.config.check_model import int8_embeddings_problem, is_local_path
+from qlora_fsdp.config.check_settings import TRAINING, Needs, check_settings, check_world
 from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.config.schema import Config, Dtype, EmbeddingStorage, Kernel, Weights
-from qlora_fsdp.config.validate import check_world
 from qlora_fsdp.config.world import World
 from qlora_fsdp.memory.choose import AUTO, MARGIN, Choice, choose, describe_choice
 from qlora_fsdp.memory.gpus import Hardware, parse_hardware
 from qlora_fsdp.memory.plan import GIB
-from qlora_fsdp.memory.shape import FAMILIES, ModelShape, model_shape
+from qlora_fsdp.memory.shape import ModelShape, model_shape
 from qlora_fsdp.memory.show import (
     as_json,
     changes_table,
@@ -41,12 +43,19 @@ from qlora_fsdp.memory.suggest import cheapest_changes
 from qlora_fsdp.memory.workload import FUSED_KERNELS, Workload
 
 DOES_NOT_FIT = 3  # exit code
-BYTES_A_TOKEN = 4.0  # of text in a file of rows: an estimate
+BYTES_A_TOKEN = 4.0  # of text in a file of rows, as an estimate
+# A run also needs data, a tokenizer and a folder to write to. The model may be named by its shape alone, and the end of
+# the run matters only for its duration.
+NEEDS = Needs(
+    sections=tuple(section for section in TRAINING.sections if section not in ("run", "data", "tracking")),
+    unused=("model.path", "model.tokenizer_path"),
+    optional=("training.max_steps",),
+)
 USAGE = "python -m qlora_fsdp.preflight hardware=COUNTxGIB|COUNTxNAME [group=option ...] [setting=value ...]"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the plan and write preflight.json; 0 if the run fits, 3 if not, 2 if the command line can't be used."""
+    """Prints the plan and writes preflight.json; returns 0 if the run fits, 3 if not, and 2 after a `UserError`."""
     try:
         return preflight(sys.argv[1:] if argv is None else argv, Path.cwd() / "preflight.json")
     except UserError as error:
@@ -55,19 +64,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def preflight(argv: Sequence[str], file: Path) -> int:
-    """`main`, with the JSON in `file`.
+    """Does what `main` says, with the JSON in `file`.
 
     Raises:
-        UserError: settings that can't be used, unknown hardware, a model that can't be found.
+        UserError: settings can't be used, the hardware is unknown, or the model can't be found.
     """
     if "--help" in argv or "-h" in argv:
         print(f"{__doc__.strip()}\n\nusage: {USAGE}")
         return 0
     hardware, overrides = _split(argv)
-    try:
-        config = load_config(overrides)
-    except ConfigError as error:  # what a plan does not need is no news where something else is wrong
-        raise ConfigError(_needed(error.problems) or error.problems) from None
+    config = load_config(overrides, partial(check_settings, needs=NEEDS))
     _check(config, hardware)
     size, shape = config.training.micro_batch_size, read_shape(config)
     if config.quant.embeddings is EmbeddingStorage.int8 and shape.is_tied:
@@ -105,10 +111,10 @@ def preflight(argv: Sequence[str], file: Path) -> int:
 
 
 def read_shape(config: Config) -> ModelShape:
-    """The shape of the model that the settings name: of a local folder's config.json, or of conf/model.
+    """Returns the shape of the model that the settings name, from a local folder's config.json or from conf/model.
 
     Raises:
-        CheckpointError: there is neither, or the family is unknown here.
+        CheckpointError: there is neither, or the memory plan does not know the family.
     """
     path = Path(config.model.path).expanduser() / "config.json" if config.model.path else None
     values: dict[str, Any] = {}
@@ -137,7 +143,7 @@ def read_shape(config: Config) -> ModelShape:
     if shape is None:
         raise CheckpointError(
             f"The config of {_name(config)} has model_type={values.get('model_type')}, and the memory plan knows "
-            f"{', '.join(FAMILIES)}. Try it on GPUs with experiment=dry_run."
+            f"{', '.join(PLANNED_FAMILIES)}. Try it on GPUs with experiment=dry_run."
         )
     return shape
 
@@ -152,10 +158,10 @@ def _split(argv: Sequence[str]) -> tuple[Hardware, list[str]]:
 
 
 def _check(config: Config, hardware: Hardware) -> None:
-    """What is wrong with the settings, but for what a run needs and a plan does not: data and a folder to write to."""
+    """Refuse settings that a plan can't be made of."""
     has_fp8 = hardware.gpu.fp8_tflops > 0
     world = World(hardware.count, 0, hardware.local_count, 0, device_type="cuda", has_fp8=has_fp8)
-    problems = _needed([*check_settings(config), *check_world(config, world)])
+    problems = [*check_settings(config, NEEDS), *check_world(config, world)]
     if config.memory.target_gib is not None and config.memory.target_gib > hardware.gpu.gib:
         reason = f"is more than a GPU of hardware= has: {hardware.gpu.gib:g} GiB."
         problems.append(Problem(f"memory.target_gib={config.memory.target_gib:g}", reason, "Set it to null, or lower."))
@@ -163,17 +169,12 @@ def _check(config: Config, hardware: Hardware) -> None:
         raise ConfigError(problems)
 
 
-def _needed(problems: Iterable[Problem]) -> list[Problem]:
-    ignored = ("data.", "run.", "tracking.", "model.path", "model.tokenizer_path", "training.max_steps=null")
-    return [problem for problem in problems if not problem.setting.startswith(ignored)]
-
-
 def _fused(config: Config) -> frozenset[str]:
     return frozenset(name for name in FUSED_KERNELS if getattr(config.kernels, name) is not Kernel.torch)
 
 
 def _describe(choice: Choice, hardware: Hardware, target: float) -> tuple[list[str], dict[str, Any]]:
-    """The lines to print, and what preflight.json holds."""
+    """Returns the lines to print, and what preflight.json holds."""
     plan, gpu = choice.plan, hardware.gpu
     work, config = plan.work, plan.work.config
     speed = tokens_per_second(work, plan.policies, gpu)
@@ -183,7 +184,7 @@ def _describe(choice: Choice, hardware: Hardware, target: float) -> tuple[list[s
     lines = [
         f"{_name(config)}: {show_size(work.shape.num_parameters)} parameters, on {hardware.count} x {gpu.name}"
         + (f" ({hardware.note})" if hardware.note else ""),
-        f"{count(work.num_shards, 'shard')}, micro-batch {work.micro_batch_size} x {config.training.max_length} "
+        f"{plural(work.num_shards, 'shard')}, micro-batch {work.micro_batch_size} x {config.training.max_length} "
         f"tokens, {work.num_micro_batches} a step; {describe_choice(plan)}",
         "",
         table(plan),
@@ -217,7 +218,7 @@ def _duration(hours: float) -> str:
 
 
 def count_tokens(config: Config, work: Workload) -> tuple[float, str]:
-    """Tokens of the run, and where the number comes from."""
+    """Returns the tokens of the run, and where the number comes from."""
     training = config.training
     if training.max_steps is not None:
         a_step = work.num_micro_batches * work.num_tokens * work.num_ranks

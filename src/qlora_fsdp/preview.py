@@ -1,4 +1,4 @@
-"""`python -m qlora_fsdp.preview`: rows as the model sees them, with what is trained on, before anything is trained."""
+"""`python -m qlora_fsdp.preview`: shows rows as the model will see them, and which of their tokens are trained on."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from qlora_fsdp.runtime.run_command import run_command
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from qlora_fsdp.data.prepare import PreparedData
+    from qlora_fsdp.data.run_data import PreparedData
     from qlora_fsdp.data.sequences import Sequences
     from qlora_fsdp.runtime.processes import Processes
 
@@ -49,7 +49,7 @@ BAR_WIDTH = 40
 
 @dataclass
 class PreviewSettings(AdapterSettings):
-    """Settings of `preview`, as its --help says."""
+    """The settings of `preview`, which its --help describes."""
 
     rows: int = 3
     first: int = 1
@@ -57,7 +57,7 @@ class PreviewSettings(AdapterSettings):
 
 
 def preview(settings: PreviewSettings, config: Config, processes: Processes) -> None:
-    """Prepare the data as training does, and print it."""
+    """Prepares the data as training does, and prints it."""
     problems = []
     if settings.rows < 0 or settings.first < 1:
         problems.append(Problem("rows and first", "must be at least 0 and 1.", "Set rows=3 first=1."))
@@ -65,10 +65,10 @@ def preview(settings: PreviewSettings, config: Config, processes: Processes) -> 
         problems.append(Problem(f"color={settings.color}", "is none of auto, always, never.", "Set color=auto."))
     if problems:
         raise ConfigError(problems)
-    from qlora_fsdp.data.prepare import PreparedData, prepare_data
+    from qlora_fsdp.data.run_data import PreparedData, prepare_data
+    from qlora_fsdp.data.split import BatchSplit
     from qlora_fsdp.data.stream import open_stream
     from qlora_fsdp.data.tokenizer import add_tokens, load_tokenizer
-    from qlora_fsdp.model.count import BatchSplit
 
     tokenizer = load_tokenizer(config.model, config.data)
     add_tokens(tokenizer, config.tokenizer)
@@ -78,13 +78,7 @@ def preview(settings: PreviewSettings, config: Config, processes: Processes) -> 
             streamed = open_stream(config, tokenizer, one, processes, Path(folder), 0, len(tokenizer))
             data = PreparedData(streamed.train.first_window.sequences, streamed.eval, streamed.report)
     else:
-        data = prepare_data(
-            config,
-            tokenizer,
-            is_main=processes.is_local_main,
-            wait=processes.first_error,
-            vocab_size=len(tokenizer),
-        )
+        data = prepare_data(config, tokenizer, processes, len(tokenizer))
     if not processes.is_main:
         return
     colored = settings.color == "always" or (settings.color == "auto" and sys.stdout.isatty())
@@ -95,7 +89,7 @@ def preview(settings: PreviewSettings, config: Config, processes: Processes) -> 
 def _rows(
     data: Sequences, tokenizer: PreTrainedTokenizerBase, settings: PreviewSettings, config: Config, colored: bool
 ) -> Iterator[str]:
-    """The rows in the order of the file, of a mix of each data set, with a line about each."""
+    """The rows in the order of the file, each below a line about it; of a mix, some of each data set."""
     import numpy as np
 
     from qlora_fsdp.data.labels import name_labels
@@ -103,7 +97,7 @@ def _rows(
 
     starts = data.rows.starts.tolist() if isinstance(data.rows, MixedRows) else [0, len(data.rows.num_targets)]
     names = [f"{path}, " for path in config.data.mix] if isinstance(data.rows, MixedRows) else [""]
-    used = np.unique(data.row_ids)  # each once, however often it is repeated
+    used = np.unique(data.row_ids)  # a mix repeats rows
     order = [
         (row, f"{name}row {row - first + 1}")
         for name, (first, last) in zip(names, pairwise(starts), strict=True)
@@ -129,14 +123,14 @@ def _mark(text: str, is_target: bool, colored: bool) -> str:
 
 
 def _figures(data: PreparedData[Sequences], config: Config) -> Iterator[str]:
-    """What was read, lengths of rows as bars, and how much of the sequences is padding."""
+    """What was read, the lengths of the rows as bars, and how much of a batch would be padding."""
     import numpy as np
 
     yield from ("---", *str(data.report).splitlines())
     lengths = data.train.rows.lengths[data.train.row_ids]
     middle, tail = np.percentile(lengths, [50, 95]).astype(int)
     yield f"tokens a row: {lengths.min()} to {lengths.max()}, half up to {middle}, 95 % up to {tail}"
-    width = -(-(int(np.ptp(lengths)) + 1) // NUM_BINS)  # whole numbers of tokens
+    width = -(-(int(np.ptp(lengths)) + 1) // NUM_BINS)  # in tokens, rounded up
     counts = np.bincount((lengths - lengths.min()) // width)
     for low, count in zip(range(lengths.min(), lengths.max() + 1, width), counts, strict=True):
         bar = "#" * round(BAR_WIDTH * count / counts.max())
@@ -147,11 +141,11 @@ def _figures(data: PreparedData[Sequences], config: Config) -> Iterator[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code."""
+    """Returns the exit code."""
     arguments = sys.argv[1:] if argv is None else argv
-    # nothing else of a model is used
-    has_tokenizer = any(text.startswith("model.tokenizer_path=") for text in arguments)
-    return run_command(arguments, PreviewSettings, USAGE, preview, needs_model=not has_tokenizer, takes_adapter=False)
+    # Only the tokenizer of a model is used, so that where it is named the model need not be.
+    optional = ["model.path"] if any(text.startswith("model.tokenizer_path=") for text in arguments) else []
+    return run_command(arguments, PreviewSettings, USAGE, preview, optional, takes_adapter=False)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`python -m qlora_fsdp.status FOLDER...`: every run and job in these folders, and how it gets on. Imports no torch."""
+"""`python -m qlora_fsdp.status FOLDER...`: the state of every run and job in these folders. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EXPLAINED = {"stopped": "ended without a word: killed, perhaps for want of memor
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints a table of the runs in the folders of the command line; the exit code."""
+    """Prints a table of the runs in the folders of the command line, and returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m qlora_fsdp.status", description="Show every run in a folder.")
     parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="a run, a sweep, or what holds several")
     folders = [folder.resolve() for folder in parser.parse_args(argv).folders]
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def show_status(folders: Sequence[Path]) -> str:
-    """The table for `folders` and all below, then the reasons of those that ended early.
+    """Returns the table of the runs in and below `folders`, then why those that ended early did so.
 
     Raises:
         LaunchError: there is no run.
@@ -40,7 +40,7 @@ def show_status(folders: Sequence[Path]) -> str:
     if not found:
         raise LaunchError(f"No run is in {', '.join(map(str, folders))}. Name a run.folder, or a folder above some.")
     root, queue = Path(os.path.commonpath(folders)), dict[str, str]()
-    with suppress(LaunchError):  # what the folders say is true whether SLURM answers or not
+    with suppress(LaunchError):  # the folders can be read whether SLURM answers or not
         queue = slurm_queue()
     rows, reasons = [], []
     for run in found:
@@ -53,7 +53,7 @@ def show_status(folders: Sequence[Path]) -> str:
 
 
 def _in_queue(queued: str, status: str) -> str:
-    """What SLURM will do with a run, or is about to; nothing where the run itself knows better."""
+    """What SLURM will do with a run; empty where the run itself knows better."""
     if not queued or status == "running":
         return ""
     return "starting" if queued.startswith("running") else f"queued: {queued}"
@@ -80,7 +80,7 @@ def _row(name: str, state: RunState, status: str, job_id: str) -> dict[str, str]
 
 
 def _planned(folder: Path) -> list[Path]:
-    """Jobs of a sweep, and jobs that SLURM has, whether they have been started or not."""
+    """The folders of jobs of a sweep and of jobs that SLURM has, whether these have started or not."""
     jobs = [Path(job["folder"]) for file in sorted(folder.rglob("sweep.json")) for job in read_json(file)["jobs"]]
     return [*jobs, *(file.parent for file in sorted(folder.rglob(SLURM_FILE)))]
 

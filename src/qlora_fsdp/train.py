@@ -1,4 +1,6 @@
-"""`python -m qlora_fsdp.train`: the pipeline, read top to bottom.
+"""`python -m qlora_fsdp.train`: read the command line, check it, and train or start jobs that train.
+
+The stages of a run, which training/run.py calls one after the other:
 
 config -> processes -> build (meta) -> adapt -> plan -> data -> shard -> load -> prove -> loop -> export
 """
@@ -16,19 +18,19 @@ if __name__ == "__main__":
 
 from qlora_fsdp.common.errors import ConfigError, UserError
 from qlora_fsdp.common.startup import quick_imports
-from qlora_fsdp.config.check_settings import check_settings
 from qlora_fsdp.config.command_line import parse_arguments
 from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.config.launch_environment import check_launch_environment
 from qlora_fsdp.config.world import World
+from qlora_fsdp.records.check_run_folder import check_run
 from qlora_fsdp.runtime.run_command import show_error
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse, check, run or start jobs that do.
+    """Parses and checks the command line, then trains, or starts the jobs that it asks for.
 
     Returns:
-        The exit code: 0; that of the `UserError` that has been printed; or 1 if a job of a sweep has not finished.
+        The exit code: 0, that of the `UserError` that has been printed, or 1 if a job of a sweep has not finished.
     """
     try:
         argv = sys.argv[1:] if argv is None else argv
@@ -37,9 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             from qlora_fsdp.launch.multirun import start_jobs
 
             return start_jobs(arguments, os.environ)
-        config = load_config(argv)
+        config = load_config(argv, check_run)
         world = World.from_environment(os.environ)
-        problems = [*check_settings(config), *check_launch_environment(config, os.environ)]
+        problems = [*check_run(config), *check_launch_environment(config, os.environ)]
         if problems:
             raise ConfigError(problems)
         with quick_imports():  # torch and transformers only from here on

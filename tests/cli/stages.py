@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from qlora_fsdp.data.tokenize import RowTokenizer
+from qlora_fsdp.model import materialize
 from qlora_fsdp.model.causal_lm import CausalLM
 from qlora_fsdp.training import run, saver
 
@@ -17,7 +18,7 @@ STAGES: dict[str, tuple[Any, str]] = {
     "settings": (run, "check"),
     "data": (run, "prepare"),
     "workers that tokenize": (RowTokenizer, "__call__"),
-    "load": (run, "fill"),
+    "load": (materialize, "fill"),
     "forward": (CausalLM, "forward"),
     "checkpoint": (saver, "write_checkpoint"),
     "export": (run, "save_adapter"),

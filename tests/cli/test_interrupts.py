@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from qlora_fsdp.config.schema import CheckpointConfig, Config, RunConfig
-from qlora_fsdp.data.prepare import ROWS_A_PROCESS
+from qlora_fsdp.data.tokenize_source import ROWS_A_PROCESS
 from qlora_fsdp.training.resume import describe_kept
 from tests.cli.launch import ForkedLaunch, Launch
 from tests.cli.stages import at_stage, wait_until_signalled

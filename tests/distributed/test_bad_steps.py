@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-import qlora_fsdp.training.optim as optim
+import qlora_fsdp.training.step as step
 from qlora_fsdp.common.errors import TrainingError
 from qlora_fsdp.records.run_state import checkpoint_folders
 from tests.helpers.ranks import once, run_ranks
@@ -24,7 +24,7 @@ ADAPTER = Path("adapter/adapter_model.safetensors")
 def train_with_nan(runs: Sequence[tuple[list[str], int | None]]) -> list[str | None]:
     """Runs one after another; in each the gradient norm is NaN once, at the so-many-th step taken. Their errors."""
     errors: list[str | None] = []
-    clip = optim.clip_gradients
+    clip = step.clip_gradients
     for argv, bad in runs:
         count = 0
 
@@ -33,14 +33,14 @@ def train_with_nan(runs: Sequence[tuple[list[str], int | None]]) -> list[str | N
             norm, count = clip(params, max_norm), count + 1
             return torch.full_like(norm, math.nan) if count - 1 == bad else norm
 
-        optim.clip_gradients = clip_or_nan
+        step.clip_gradients = clip_or_nan
         try:
             train_here(argv)
             errors.append(None)
         except TrainingError as error:
             errors.append(str(error))
         finally:
-            optim.clip_gradients = clip
+            step.clip_gradients = clip
     return errors
 
 

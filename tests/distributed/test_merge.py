@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qlora_fsdp import merge
-from qlora_fsdp.inference.trained import merge_files
+from qlora_fsdp.inference import merge_files
 from qlora_fsdp.weights.safetensors_files import read_headers
 from tests.helpers.checkpoints import VOCAB, make_checkpoint
 from tests.helpers.quick_config import load_config

@@ -27,7 +27,7 @@ from qlora_fsdp.memory.shape import model_shape
 from qlora_fsdp.memory.workload import Workload
 from qlora_fsdp.model.activations import set_activation_policy
 from qlora_fsdp.model.assemble import adapt_model
-from qlora_fsdp.model.build import build_model
+from qlora_fsdp.model.build import BuildSettings, build_model
 from qlora_fsdp.model.find import ModelFiles
 from qlora_fsdp.model.prove import prove_shards
 from qlora_fsdp.model.shard import place_model, shard_model
@@ -88,7 +88,7 @@ def build(config: Config, dtype: torch.dtype) -> TaskModel:
     values = dict(config.model.config)
     files = ModelFiles(None, AutoConfig.for_model(values.pop("model_type"), **values))
     keep, pad = list(config.lora.modules_to_save or []), byte_tokenizer().pad_token_id
-    built = build_model(files, config.quant, dtype, "sdpa", keep=keep, task=config.task, pad_token_id=pad)
+    built = build_model(files, BuildSettings(config.quant, dtype, "sdpa", config.task, keep=keep, pad_token_id=pad))
     return adapt_model(built, config.lora, config.task, add_tokens(byte_tokenizer(), config.tokenizer))
 
 

@@ -9,9 +9,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.phi3.modeling_phi3 import Phi3MLP
 
 from qlora_fsdp.layers import Format, QuantizedLinear
-from qlora_fsdp.layers.fuse import fuse_layers, remake_norms
 from qlora_fsdp.layers.norm import NormAndResidual
-from qlora_fsdp.layers.quantized_linear import use_fp8
+from qlora_fsdp.layers.rewire import fuse_layers, remake_norms, use_fp8
 from tests.helpers.fused import differences, make_parts
 
 FORMATS = [Format("nf4", True), Format("fp4"), Format("int8", storage=torch.float32)]

@@ -24,10 +24,11 @@ from transformers import (
 
 from qlora_fsdp.config.schema import Config, ProblemType, TaskName
 from qlora_fsdp.data import epoch_order
-from qlora_fsdp.data.prepare import prepare_data
+from qlora_fsdp.data.run_data import prepare_data
 from qlora_fsdp.data.tokenizer import byte_tokenizer
 from qlora_fsdp.model.parts import describe_task
 from tests.helpers.checkpoints import SHAPE, VOCAB
+from tests.helpers.one_process import one_process
 from tests.helpers.quick_config import load_config
 from tests.helpers.reference import add_lora, dequantize_int8
 
@@ -160,7 +161,7 @@ def _loss(logits: Tensor, labels: Tensor, config: Config) -> Tensor:
 
 
 def _global_batches(config: Config) -> list[list[tuple[list[int], np.ndarray]]]:
-    data = prepare_data(config, byte_tokenizer(), is_main=True, wait=lambda error: error, vocab_size=VOCAB).train
+    data = prepare_data(config, byte_tokenizer(), one_process(), VOCAB).train
     size, num_steps = config.training.global_batch_size, config.training.max_steps
     epochs = range(math.ceil(size * num_steps / len(data)))
     order = np.concatenate([epoch_order(len(data), config.training.seed, epoch) for epoch in epochs])

@@ -22,9 +22,10 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from qlora_fsdp.config.schema import Config, EmbeddingStorage, Optimizer, QuantConfig
 from qlora_fsdp.data import epoch_order
-from qlora_fsdp.data.prepare import prepare_data
+from qlora_fsdp.data.run_data import prepare_data
 from qlora_fsdp.data.tokenizer import add_tokens, byte_tokenizer
 from tests.helpers.checkpoints import VOCAB
+from tests.helpers.one_process import one_process
 from tests.helpers.quick_config import load_config
 
 Row = tuple[list[int], list[bool]]  # tokens, and which of them are targets
@@ -145,7 +146,7 @@ def global_batches(config: Config) -> list[list[Row]]:
     """The rows of every step: the data's own sequences, in the order of the epochs, `global_batch_size` a step."""
     tokenizer = byte_tokenizer()
     vocab_size = max(VOCAB, add_tokens(tokenizer, config.tokenizer).vocab_size)
-    data = prepare_data(config, tokenizer, is_main=True, wait=lambda error: error, vocab_size=vocab_size).train
+    data = prepare_data(config, tokenizer, one_process(), vocab_size).train
     size, num_steps = config.training.global_batch_size, config.training.max_steps
     num_epochs = math.ceil(size * num_steps / len(data))
     order = np.concatenate([epoch_order(len(data), config.training.seed, epoch) for epoch in range(num_epochs)])

@@ -24,6 +24,7 @@ from qlora_fsdp.model.task_model import TaskModel
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.rows import gather_rows, local_tensor, shard_group
 from qlora_fsdp.training.loop import TrainResult
+from qlora_fsdp.training.step import StepRunner
 from tests.helpers.quick_config import load_config
 from tests.helpers.ranks import Meeting
 
@@ -87,11 +88,10 @@ def train_here(argv: Sequence[str], inspect: Inspect | None = None, train: bool 
     seen: dict[str, Any] = {}
     train_stage = pipeline.train
 
-    def train_and_inspect(model: TaskModel, *args: Any) -> TrainResult:
-        result = train_stage(model, *args) if train else TrainResult()
+    def train_and_inspect(runner: StepRunner, *args: Any) -> TrainResult:
+        result = train_stage(runner, *args) if train else TrainResult()
         seen["losses"] = result.losses
-        processes = next(a for a in args if isinstance(a, Processes))
-        seen["inspected"] = inspect(model, processes) if inspect is not None else None
+        seen["inspected"] = inspect(runner.model, runner.processes) if inspect is not None else None
         return result
 
     pipeline.train = train_and_inspect

@@ -15,7 +15,7 @@ from qlora_fsdp.config.schema import LoraConfig, ModelConfig, QuantConfig
 from qlora_fsdp.data.tokenizer import AddedTokens
 from qlora_fsdp.layers import QuantizedLinear
 from qlora_fsdp.model.adapters import apply_adapters, initialize_adapters, trainable_names
-from qlora_fsdp.model.build import build_model
+from qlora_fsdp.model.build import BuildSettings, build_model
 from qlora_fsdp.model.find import find_model
 from qlora_fsdp.model.shard import place_model
 
@@ -24,7 +24,7 @@ DTYPE = torch.bfloat16
 
 def adapt(folder: Path, config: LoraConfig, dtype: torch.dtype = DTYPE) -> nn.Module:
     files = find_model(ModelConfig(path=str(folder)), True, lambda error: error)
-    built = build_model(files, QuantConfig(), dtype, "eager", keep=config.modules_to_save or [])
+    built = build_model(files, BuildSettings(QuantConfig(), dtype, "eager", keep=config.modules_to_save or []))
     return apply_adapters(built.model, config)
 
 
@@ -59,7 +59,7 @@ def test_names_that_can_not_be_adapted(checkpoint: Callable[..., Path], config: 
 
 def test_a_head_that_shares_the_embeddings_weight_is_never_quantized(checkpoint: Callable[..., Path]):
     files = find_model(ModelConfig(path=str(checkpoint("qwen2"))), True, lambda error: error)
-    model = build_model(files, QuantConfig(llm_int8_skip_modules=["v_proj"]), DTYPE, "eager").model
+    model = build_model(files, BuildSettings(QuantConfig(llm_int8_skip_modules=["v_proj"]), DTYPE, "eager")).model
     assert type(model.lm_head) is nn.Linear and model.lm_head.weight is model.model.embed_tokens.weight
     assert type(model.model.layers[0].self_attn.k_proj) is QuantizedLinear
 
@@ -112,9 +112,8 @@ def test_codes_are_not_trained(checkpoint: Callable[..., Path], tmp_path: Path):
     ],
 )
 def test_tables_that_can_not_have_new_tokens(checkpoint, family: str, quant: QuantConfig, lora: LoraConfig, message):
-    built = build_model(
-        find_model(ModelConfig(path=str(checkpoint(family))), True, lambda error: error), quant, DTYPE, "eager"
-    )
+    files = find_model(ModelConfig(path=str(checkpoint(family))), True, lambda error: error)
+    built = build_model(files, BuildSettings(quant, DTYPE, "eager"))
     skips = built.notes == ["quant.llm_int8_skip_modules: none fits no linear layer, so that none is left out"]
     assert skips == (quant.llm_int8_skip_modules is not None)
     tokens = AddedTokens(frozenset({VOCAB}), frozenset({VOCAB}), VOCAB + 1)
@@ -124,7 +123,7 @@ def test_tables_that_can_not_have_new_tokens(checkpoint, family: str, quant: Qua
 
 def test_new_tokens_that_are_all_behind_the_tables(checkpoint):
     files = find_model(ModelConfig(path=str(checkpoint("llama"))), True, lambda error: error)
-    built = build_model(files, QuantConfig(), DTYPE, "eager")
+    built = build_model(files, BuildSettings(QuantConfig(), DTYPE, "eager"))
     tokens = AddedTokens(frozenset({VOCAB}), frozenset({VOCAB}), VOCAB + 1)
     layer = apply_adapters(built.model, LoraConfig(), tokens=tokens).base_model.model.lm_head.token_adapter
     assert layer.replaced.dtype == torch.int64 and len(layer.replaced) == 0 and len(layer.slots) == VOCAB + 1

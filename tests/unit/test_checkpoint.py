@@ -30,6 +30,7 @@ from qlora_fsdp.training.checkpoint import (
     verify_files,
 )
 from qlora_fsdp.training.checkpoint_write import HostCopy, write_checkpoint
+from qlora_fsdp.training.optim import LocalAdamW8bit
 from qlora_fsdp.training.resume import begin_attempt, check_base, check_changes, find_checkpoint, settings_of
 from qlora_fsdp.weights.safetensors_files import INDEX_NAME, SINGLE_NAME, fingerprint, read_headers
 
@@ -79,10 +80,9 @@ def test_saved_state_comes_back(tmp_path: Path, processes: Processes):
 
 
 def test_a_snapshot_is_written_without_copies(tmp_path: Path, processes: Processes, monkeypatch):
-    """DCP copies what is a part of a storage, and keeps all copies until the file is written."""
     content, snapshot = Checkpoint(tmp_path / "step-00000002", 2, 1, {}, {}), HostCopy().take(*trained())
-    assert len(snapshot.values) == 4  # a weight, its moments and its step, in one slab
-    starts = sorted(value.data_ptr() for value in snapshot.values.values())
+    assert len(snapshot.tensors) == 4  # a weight, its moments and its step, in one slab
+    starts = sorted(value.data_ptr() for value in snapshot.tensors.values())
     assert starts[-1] - starts[0] < 2 * 40 * 8 * 4 + 4 * 64
     cloned = []
     monkeypatch.setattr(torch.Tensor, "clone", lambda tensor, **_: cloned.append(tensor) or tensor)
@@ -90,7 +90,25 @@ def test_a_snapshot_is_written_without_copies(tmp_path: Path, processes: Process
     assert cloned == []
 
 
-@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "adapter/adapter_model.safetensors", "manifest.json"])
+def test_the_next_step_does_not_change_a_snapshot(processes: Processes):
+    model = nn.Linear(64, 64, bias=False)
+    optimizer = LocalAdamW8bit([model.weight], lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
+    copies = []
+    for _ in range(2):
+        model(torch.ones(3, 64)).square().sum().backward()
+        optimizer.step()
+        if not copies:
+            snapshot = HostCopy().take(model, optimizer)
+            copies = [{name: value.clone() for name, value in snapshot.tensors.items()}]
+    assert {name.rpartition(".")[2] for name in copies[0]} >= {"weight", "state1", "state2", "absmax1", "step"}
+    assert all(torch.equal(value, copies[0][name]) for name, value in snapshot.tensors.items())
+    changed = HostCopy().take(model, optimizer).tensors
+    assert not torch.equal(changed["own.0.state1"], copies[0]["own.0.state1"])
+
+
+@pytest.mark.parametrize(
+    "name", ["rank-00000.safetensors", "index.json", "adapter/adapter_model.safetensors", "manifest.json"]
+)
 @pytest.mark.parametrize("damage", ["flipped", "cut", "missing"])
 def test_damage_is_found(tmp_path: Path, processes: Processes, name: str, damage: str):
     save(tmp_path, 2, processes)
@@ -239,7 +257,7 @@ def test_harmful_changes_are_refused_unless_allowed(change: str, was: str):
     with pytest.raises(ConfigError) as raised:
         changes([], [change])
     (problem,) = raised.value.problems
-    assert problem.setting.startswith(f"{key}=") and f"was {was} when" in problem.reason
+    assert problem.what.startswith(f"{key}=") and f"was {was} when" in problem.reason
     assert any(key in text for text in changes([], [change, f"checkpoint.allow_changes=[{key}]"]))
 
 

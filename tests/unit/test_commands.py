@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from qlora_fsdp.common.errors import ConfigError
 from qlora_fsdp.config.commands import SETTINGS_FILE, AdapterSettings, load_command, saved_settings
 from qlora_fsdp.config.compose import load_config
+from qlora_fsdp.config.foreign_settings import ALLOWED
 from qlora_fsdp.config.schema import Config, TaskName
 
 TASK_LABELS = "task.labels=['1e5','yes','a: b']"
@@ -32,6 +34,29 @@ def test_saved_settings_stand_where_nothing_is_typed(adapter: Path) -> None:
     assert (config.model.name, config.quant.bnb_4bit_quant_type.value) == ("tiny", "fp4")
     assert config.quant.embeddings.value == "int8"
     assert not config.quant.bnb_4bit_use_double_quant
+
+
+def test_an_adapter_that_was_saved_with_every_setting_still_loads(adapter: Path) -> None:
+    """Training once wrote all settings of these sections."""
+    config = load_config(["model=tiny", "data=random", "quant=fp4", "model.cache_folder=/of/another/machine"])
+    sections = {name: OmegaConf.structured(getattr(config, name)) for name in ("model", "tokenizer", "quant", "task")}
+    (adapter / SETTINGS_FILE).write_text(OmegaConf.to_yaml(OmegaConf.create(sections)))
+    loaded = load(adapter)
+    assert (loaded.model.name, loaded.quant.bnb_4bit_quant_type.value) == ("tiny", "fp4")
+    assert loaded.model.cache_folder is None
+
+
+def test_what_is_saved_can_be_read_again(adapter: Path) -> None:
+    typed = ["model=llama3-8b", "quant=int8", "task=sequence_classification", TASK_LABELS, "model.revision='1e5'"]
+    config = load_config([*typed, "tokenizer.add_tokens=['no','null']", "model.trust_remote_code=true"])
+    text = saved_settings(config, [1e-05, 2.0, 3e20])
+    (adapter / SETTINGS_FILE).write_text(text)
+    loaded = load(adapter)
+    assert "trust_remote_code" not in text
+    assert loaded.task.class_weights == [1e-05, 2.0, 3e20]
+    for section, names in ALLOWED.items():
+        for name in set(names) - {"class_weights"}:
+            assert getattr(getattr(loaded, section), name) == getattr(getattr(config, section), name), name
 
 
 def test_a_group_that_is_typed_wins_over_the_saved_settings(adapter: Path) -> None:

@@ -13,12 +13,13 @@ import yaml
 from tests.helpers.quick_config import load_config
 
 from qlora_fsdp.common.errors import ConfigError, DeviceError
+from qlora_fsdp.config.check_settings import Needs, check_settings, check_world
 from qlora_fsdp.config.launch_environment import check_launch_environment
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.config.settings import all_settings
-from qlora_fsdp.config.validate import check, check_settings, check_world
 from qlora_fsdp.config.world import World
-from qlora_fsdp.data.read import READERS, TEXT_SUFFIXES
+from qlora_fsdp.data.row_files import COMPRESSIONS, READERS, TEXT_SUFFIXES
+from qlora_fsdp.records.check_run_folder import check, check_run
 
 CLASSIFY = "task=sequence_classification data=default data.path=org/name"
 DRY_RUN = ["model=tiny", "data=random", "training.max_steps=10"]
@@ -30,7 +31,9 @@ def configure(*overrides: str) -> Config:
 
 
 def complaints(config: Config, world: World = GPU) -> list[str]:
-    return [str(problem) for problem in [*check_settings(config), *check_world(config, world)]]
+    problems = [*check_run(config), *check_world(config, world)]
+    assert all(problem.setting in all_settings() for problem in problems)
+    return [str(problem) for problem in problems]
 
 
 def test_dry_run_has_no_problem() -> None:
@@ -38,7 +41,7 @@ def test_dry_run_has_no_problem() -> None:
 
 
 def test_every_kind_of_file_that_is_read_is_missed() -> None:
-    for suffix in (*READERS, *TEXT_SUFFIXES):
+    for suffix in (*READERS, *TEXT_SUFFIXES, *(f".jsonl{suffix}" for suffix in COMPRESSIONS)):
         (problem,) = complaints(configure(f"data.eval_path=held_out{suffix}"))
         assert f"held_out{suffix} does not exist" in problem
 
@@ -206,8 +209,20 @@ def test_all_problems_are_raised_at_once() -> None:
     config = configure("training.global_batch_size=7", "lora.init_lora_weights=eva", "lora.r=0")
     with pytest.raises(ConfigError, match="3 settings can't be used") as caught:
         check(config, GPU)
-    settings = [problem.setting for problem in caught.value.problems]
+    settings = [problem.what for problem in caught.value.problems]
     assert settings == ["lora.r=0", "lora.init_lora_weights=eva", "training.global_batch_size=7"]
+
+
+def test_a_command_hears_of_what_it_needs_alone() -> None:
+    config = configure("data=default", "lora.r=0", "checkpoint.keep_best=1")
+    assert [problem.setting for problem in check_settings(config)] == ["lora.r", "data.path", "checkpoint.keep_best"]
+
+    def heard(needs: Needs) -> list[str]:
+        return [problem.setting for problem in check_settings(config, needs)]
+
+    assert heard(Needs(sections=("lora", "data"))) == ["lora.r", "data.path"]
+    assert heard(Needs(unused=("lora.r",))) == ["data.path", "checkpoint.keep_best"]
+    assert heard(Needs(optional=("data.path", "lora.r"))) == ["lora.r", "checkpoint.keep_best"]  # lora.r is not null
 
 
 class TestRunFolder:

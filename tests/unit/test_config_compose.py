@@ -14,8 +14,8 @@ from qlora_fsdp.common.errors import ConfigError
 from qlora_fsdp.config.command_line import conf_folder, default_options, group_options
 from qlora_fsdp.config.compose import load_config, register_schema, to_yaml
 from qlora_fsdp.config.schema import Dtype, LossOn, QuantType4bit, ShardingStrategy, Weights
-from qlora_fsdp.config.validate import check
 from qlora_fsdp.config.world import World
+from qlora_fsdp.records.check_run_folder import check
 
 GROUPS = [group for group in default_options() if group != "experiment"]
 OPTIONS = [(group, option) for group in GROUPS for option in group_options(group, [conf_folder()])]

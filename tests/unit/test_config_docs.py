@@ -1,10 +1,12 @@
-"""docs/configuration.md says what the schema says."""
+"""The schema is the one source: docs/configuration.md and the defaults under conf/ say what it says."""
 
 from __future__ import annotations
 
 import runpy
 from pathlib import Path
 
+from qlora_fsdp.config.compose import load_config
+from qlora_fsdp.config.identity import plain_default, plain_settings
 from qlora_fsdp.config.settings import all_settings
 
 ROOT = Path(__file__).parents[2]
@@ -18,3 +20,16 @@ def test_page_is_up_to_date() -> None:
 
 def test_every_setting_is_described() -> None:
     assert [key for key, setting in all_settings().items() if not setting.comment] == []
+
+
+def test_a_run_without_settings_has_the_schemas_defaults() -> None:
+    composed = plain_settings(load_config([]))
+    defaults = {key: plain_default(key) for key in all_settings()}
+    assert composed == defaults | {"run.folder": "outputs/run"}  # outputs/${run.name}
+
+
+def test_every_default_is_within_its_bounds() -> None:
+    bounded = {key: setting for key, setting in all_settings().items() if setting.bounds is not None}
+    assert len(bounded) > 30
+    for key, setting in bounded.items():
+        assert setting.default is None or setting.bounds.allow(setting.default), key

@@ -11,7 +11,7 @@ import torch
 from qlora_fsdp.data import Batch, collate, epoch_order, micro_batch_indices, prefetch
 from qlora_fsdp.data.cache import TokenizedRows
 from qlora_fsdp.data.pack import pack
-from qlora_fsdp.data.sequences import Sequences, make_sequences
+from qlora_fsdp.data.sequences import Sequences, SequenceSettings, make_sequences
 
 
 def make_rows(*rows: tuple[list[int], str]) -> TokenizedRows:
@@ -48,7 +48,7 @@ def test_collate_packs():
 
 
 def test_collate_rows_without_packing():
-    sequences = make_sequences(ROWS, np.array([0, 1]), max_length=64, pad_token_id=0, packing=False, seed=0)
+    sequences = make_sequences(ROWS, np.array([0, 1]), SequenceSettings(64, 0, packing=False, seed=0))
     batch = collate(sequences, np.array([1]), micro_batch_size=2)  # a short one: the second is padding
     assert batch.input_ids.tolist() == [[4, 5, 6, 7, 0, 0, 0, 0], [0] * 8]
     assert batch.sequence_starts.tolist() == [0, 4, 8, 16]
@@ -67,7 +67,7 @@ def test_targets_equal_a_plain_loop():
     rng = np.random.default_rng(0)
     masks = ["".join(rng.choice(["x", "."], size=n)) for n in rng.integers(2, 60, size=200)]
     rows = make_rows(*((rng.integers(1, 99, size=len(mask)).tolist(), "." + mask[1:]) for mask in masks))
-    sequences = make_sequences(rows, np.arange(200), max_length=64, pad_token_id=0, packing=True, seed=0)
+    sequences = make_sequences(rows, np.arange(200), SequenceSettings(64, 0, packing=True, seed=0))
     indices = np.arange(len(sequences))
     batch = collate(sequences, indices, micro_batch_size=len(sequences))
     flat_targets = batch.targets.flatten().tolist()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import json
+import lzma
 import os
 import threading
 from collections import Counter
@@ -10,14 +13,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
+from tests.helpers.one_process import Alone, one_process
+from torch.distributed import HashStore
 
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.schema import BadRows, Config, DataConfig, DataFormat, ModelConfig, TrainingConfig
-from qlora_fsdp.data import PreparedData, Sequences, load_tokenizer, prepare, prepare_data
+from qlora_fsdp.data import PreparedData, Sequences, load_tokenizer, prepare_data, tokenize_source
 
 TOKENIZER = load_tokenizer(ModelConfig(tokenizer_path="bytes"), DataConfig())
 
@@ -30,7 +37,7 @@ def run(tmp_path: Path) -> Callable[..., PreparedData]:
         training_keys = {key: settings.pop(key) for key in ("max_length", "seed", "packing") if key in settings}
         data = DataConfig(path=str(path) if path else None, cache_folder=str(tmp_path / "cache"), **settings)
         config = Config(data=data, training=TrainingConfig(**{"max_length": 64, **training_keys}))
-        return prepare_data(config, TOKENIZER, is_main=is_main, wait=lambda error: error, vocab_size=vocab_size)
+        return prepare_data(config, TOKENIZER, one_process(0 if is_main else 1), vocab_size)
 
     return run
 
@@ -100,6 +107,19 @@ def test_only_five_examples_of_a_kind(tmp_path, run):
     assert problem.num_rows == 3000
     assert [example.split(" ")[0] for example in problem.examples] == [f"a.jsonl:{line}" for line in range(2, 7)]
     assert texts(prepared.train) == ["a", "b"]
+
+
+def test_few_long_rows_are_tokenized_by_several_processes_too(tmp_path, run, monkeypatch):
+    path = write_lines(tmp_path / "a.jsonl", *({"text": str(number) * 5000} for number in range(3)))
+    expected, asked = texts(run(path, max_length=512).train), []
+    map_rows = datasets.Dataset.map
+    monkeypatch.setattr(tokenize_source, "BYTES_A_PROCESS", 10_000)
+    monkeypatch.setattr(
+        datasets.Dataset, "map", lambda *args, **named: asked.append(named["num_proc"]) or map_rows(*args, **named)
+    )
+    os.utime(path, ns=(0, 0))
+    assert texts(run(path, max_length=512, num_proc=8).train) == expected
+    assert asked == [3]  # one row each
 
 
 def test_no_usable_row(tmp_path, run):
@@ -178,6 +198,70 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path, run):
         assert texts(run(path).train) == expected, path
 
 
+COMPRESS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": pa.Codec("zstd").compress}
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+def test_compressed_files_give_the_same_rows(tmp_path, run, suffix):
+    def compress(text: str) -> bytes:
+        packed = COMPRESS[suffix](text.encode())
+        return packed if isinstance(packed, bytes) else packed.to_pybytes()
+
+    rows = [{"prompt": f"p{i}", "completion": f"c{i}\u2028é"} for i in range(2000)]
+    halves = ["".join(json.dumps(row, ensure_ascii=False) + "\n" for row in part) for part in (rows[:900], rows[900:])]
+    files = {name: tmp_path / f"{name}{suffix}" for name in ("a.jsonl", "b.json", "c.json", "d.csv", "cut.jsonl")}
+    files["a.jsonl"].write_bytes(b"".join(map(compress, halves)))  # two compressed streams, one after another
+    files["b.json"].write_bytes(compress("".join(halves)))
+    files["c.json"].write_bytes(compress(json.dumps(rows)))
+    lines = "".join(f"{row['prompt']},{row['completion']}\n" for row in rows)
+    files["d.csv"].write_bytes(compress(f"prompt,completion\n{lines}"))
+    files["cut.jsonl"].write_bytes(compress("".join(halves))[:-40])
+    expected = sorted(f"{row['prompt']}{row['completion']}" for row in rows)
+    for name in ("a.jsonl", "b.json", "c.json", "d.csv"):
+        assert texts(run(files[name]).train) == expected, name
+    with pytest.raises(DataError, match=rf"cut\.jsonl\{suffix} can't be read"):
+        run(files["cut.jsonl"])
+    (tmp_path / f"a.parquet{suffix}").touch()
+    with pytest.raises(DataError, match=r"no known kind.*\.csv also as .*\.gz"):
+        run(tmp_path / f"a.parquet{suffix}")
+
+
+def test_each_file_of_a_folder_that_is_not_used_is_named(tmp_path, run):
+    folder = tmp_path / "rows"
+    (folder / "part").mkdir(parents=True)
+    write_lines(folder / "a.jsonl", {"text": "a"})
+    (folder / "part" / "b.jsonl.gz").write_bytes(gzip.compress(b'{"text": "b"}\n'))
+    assert texts(run(folder).train) == ["a", "b"]
+    assert len(str(run(folder).report).splitlines()) == 2
+    for name in ("README.md", "part/c.log", ".d.jsonl", "e.txt.gz"):
+        (folder / name).write_text("no row")
+    (folder / "other").symlink_to(tmp_path)
+    (folder / "gone.jsonl").symlink_to(tmp_path / "gone")
+    for _ in range(2):  # from the cache too
+        lines = str(run(folder).report).splitlines()
+        assert lines[1:-1] == [
+            "  1 file left out (names that begin with a dot): .d.jsonl",
+            "  2 files left out (of no known kind): e.txt.gz, part/c.log",
+            "  1 file left out (neither files nor folders): gone.jsonl",
+            "  1 file left out (links to folders, which are not followed): other",
+            "  1 file left out (text beside files of rows): README.md",
+        ]
+    for number in range(30):
+        (folder / f"{number:02}.log").touch()
+    assert ", 19.log and 12 more" in str(run(folder).report)
+
+
+def test_blank_lines_at_the_end_are_no_rows(tmp_path, run):
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n\n{"text": "b"}\n\n  \r\n\n')
+    (tmp_path / "a.csv").write_text("text\na\n\nb\n\n\n")
+    for name in ("a.jsonl", "a.csv"):
+        source = run(tmp_path / name).report.sources[0]
+        first_blank = f"{name}:{2 if name == 'a.jsonl' else 3}"
+        assert (source.num_rows, [p.examples for p in source.problems]) == (3, [(first_blank,)])
+    (tmp_path / "b.jsonl").write_bytes(b'{"text": "a"}\n\n\n')
+    assert texts(run(tmp_path / "b.jsonl", bad_rows=BadRows.error).train) == ["a"]
+
+
 def test_folders(tmp_path, run):
     book = tmp_path / "book"
     (book / "part").mkdir(parents=True)
@@ -230,7 +314,7 @@ def test_missing_paths(tmp_path, run):
     with pytest.raises(DataError, match=r"data\.cache_folder"):
         write = write_lines(tmp_path / "a.jsonl", {"text": "a"})
         config = Config(data=DataConfig(path=str(write), cache_folder=str(tmp_path / "file" / "cache")))
-        prepare_data(config, TOKENIZER, is_main=True, wait=lambda error: error, vocab_size=259)
+        prepare_data(config, TOKENIZER, one_process(), 259)
 
 
 def test_tokens_beyond_the_vocabulary(tmp_path, run):
@@ -243,8 +327,8 @@ def test_cache_is_used_until_something_that_matters_changes(tmp_path, run, monke
     path = write_lines(tmp_path / "a.jsonl", *({"text": f"row {i}"} for i in range(10)), b"{")
     first = run(path)
     calls = []
-    read_rows = prepare.read_rows
-    monkeypatch.setattr(prepare, "read_rows", lambda *args: calls.append(args) or read_rows(*args))
+    read_rows = tokenize_source.read_rows
+    monkeypatch.setattr(tokenize_source, "read_rows", lambda *args: calls.append(args) or read_rows(*args))
     again = run(path, seed=1)
     assert not calls
     assert again.report.sources == first.report.sources
@@ -277,15 +361,16 @@ def test_all_ranks_raise_the_error_of_one(tmp_path):
     barrier, slots, raised = threading.Barrier(3), [None] * 3, [None] * 3
 
     def work(rank: int) -> None:
-        def wait(error: str | None) -> str | None:
-            slots[rank] = error
-            barrier.wait(timeout=60)
-            return next((slot for slot in slots if slot is not None), None)
+        class Rank(Alone):
+            def gather(self, value: Any, patiently: bool = False) -> list[Any]:
+                slots[rank] = value
+                barrier.wait(timeout=60)
+                return list(slots)
 
         path = good if rank < 2 else tmp_path / "gone.jsonl"
         config = Config(data=DataConfig(path=str(path), cache_folder=str(tmp_path / f"node{rank // 2}")))
         try:
-            prepare_data(config, TOKENIZER, is_main=rank != 1, wait=wait, vocab_size=259)
+            prepare_data(config, TOKENIZER, Rank(rank, 3, rank % 2, 2, torch.device("cpu"), HashStore()), 259)
         except DataError as error:
             raised[rank] = str(error)
 

@@ -18,19 +18,21 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from qlora_fsdp import evaluate, train
 from qlora_fsdp.common.errors import AdapterError, CheckpointError, ConfigError, RankError, TrainingError
 from qlora_fsdp.config.schema import LoraConfig, ModelConfig, QuantConfig
-from qlora_fsdp.inference.merge_files import Merge, merge_files
+from qlora_fsdp.inference.merge_files import merge_files
+from qlora_fsdp.inference.merge_weights import Merge
 from qlora_fsdp.model.adapters import apply_adapters
-from qlora_fsdp.model.build import BuiltModel, build_model
+from qlora_fsdp.model.build import BuildSettings, MetaModel, build_model
 from qlora_fsdp.model.find import find_model
 from qlora_fsdp.runtime.processes import start_processes
-from qlora_fsdp.training.loop import _stop_on_bad_gradients
-from qlora_fsdp.weights.row_reader import Request, run_requests
+from qlora_fsdp.training.gradient_check import check_gradients
+from qlora_fsdp.weights.row_reader import Request, Sink, run_requests
 from qlora_fsdp.weights.safetensors_files import StoredTensor, read_headers
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
-ROWS = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in PAGE.splitlines() if line.startswith("| `")]
-OWN = [row[0].strip("| ") for row in ROWS if row[0] in PAGE.partition("### Settings and launch")[2]]
+# Each message is a heading, which other words of it may follow, and a list that ends with the test.
+ENTRIES = re.findall(r"^#{3,4} (.+\n(?:(?!#|- ).*\n)*)((?:- .*\n(?:  .*\n)*)+)", PAGE, flags=re.MULTILINE)
+OWN = [words for words, _ in ENTRIES if words in PAGE.partition("### Settings and launch")[2]]
 SIZES = {"vocab_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
@@ -54,9 +56,9 @@ def sources() -> str:
     return "\n".join(re.sub(r"\s+", " ", words_of(node)) for node in strings)
 
 
-@pytest.mark.parametrize("row", OWN)
-def test_own_messages_are_in_the_sources(sources: str, row: str):
-    messages = re.findall(r"`([^`]+)`", row)
+@pytest.mark.parametrize("words", OWN)
+def test_own_messages_are_in_the_sources(sources: str, words: str):
+    messages = re.findall(r"`([^`]+)`", words.replace("\n", " "))
     assert messages
     for message in messages:
         parts = [part.strip() for part in re.split(r"…|\S+=\S+|\bnan\b| x |SIGTERM|pissa", message)]
@@ -64,10 +66,12 @@ def test_own_messages_are_in_the_sources(sources: str, row: str):
             assert part in sources, f"{part!r} of {message!r}"
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0][:40])
-def test_the_tests_that_provoke_them_exist(row: list[str]):
+@pytest.mark.parametrize(("words", "items"), ENTRIES, ids=[words[:40] for words, _ in ENTRIES])
+def test_the_tests_that_provoke_them_exist(words: str, items: str):
+    assert "- Cause: " in items
+    test = items.partition("- Test: ")[2]
     written = "\n".join(file.read_text(encoding="utf-8") for file in (ROOT / "tests").rglob("test_*.py"))
-    names, links = re.findall(r"`(test_\w+)", row[-1]), re.findall(r"\]\(([^)]+)\)", row[-1])
+    names, links = re.findall(r"`(test_\w+)", test), re.findall(r"\]\(([^)]+)\)", test)
     assert names or links, "no test is named"
     assert all(f"def {name}" in written for name in names), names
     assert all((ROOT / "docs" / link).exists() for link in links), links
@@ -95,9 +99,9 @@ def test_processes_that_do_not_meet(monkeypatch: pytest.MonkeyPatch):
         start_processes(1, use_cpu=True)
 
 
-def build(folder: Path, quant: QuantConfig) -> BuiltModel:
+def build(folder: Path, quant: QuantConfig) -> MetaModel:
     files = find_model(ModelConfig(path=str(folder)), is_main=True, first_error=lambda error: error)
-    return build_model(files, quant, torch.float32, "sdpa")
+    return build_model(files, BuildSettings(quant, torch.float32, "sdpa"))
 
 
 def test_a_layout_that_is_split_or_merged(tmp_path: Path):
@@ -114,6 +118,11 @@ def test_a_layout_that_is_split_or_merged(tmp_path: Path):
     apply_adapters(build(tmp_path / "new", QuantConfig()).model, LoraConfig(target_modules=["q_proj", "v_proj"]))
 
 
+class Ignore(Sink):
+    def put(self, rows: torch.Tensor, first_row: int) -> None:
+        pass
+
+
 def test_files_that_are_missing_or_end_early(tmp_path: Path):
     weight, file = torch.ones(4, 8), tmp_path / "there.safetensors"
     save_file({"w": weight}, file)
@@ -123,7 +132,7 @@ def test_files_that_are_missing_or_end_early(tmp_path: Path):
         read_headers(tmp_path)
     tensor = StoredTensor("w", file, file.stat().st_size - weight.nbytes, (4, 8), torch.float32)
     os.truncate(file, file.stat().st_size - 1)
-    request = Request(tensor, 32, 0, 4, put=lambda rows, first: None)
+    request = Request(tensor, 32, 0, 4, Ignore())
     with pytest.raises(CheckpointError, match="can't be read at w: it ends early"):
         run_requests([request], torch.device("cpu"), on_progress=lambda count: None)
 
@@ -156,11 +165,11 @@ def test_blocks_that_cross_rows(tmp_path: Path):
 
 
 def test_a_quantized_base_can_not_be_merged_in_full(tmp_path: Path):
-    built, files = (
-        SimpleNamespace(assignments=[SimpleNamespace(stored_parts={"codes": 0})]),
-        SimpleNamespace(folder=tmp_path),
+    trained = SimpleNamespace(
+        meta=SimpleNamespace(assignments=[SimpleNamespace(stored_parts={"codes": 0})]),
+        files=SimpleNamespace(folder=tmp_path),
     )
-    merge = Merge(built, None, files, tmp_path, tmp_path, False, None, torch.float32, torch.device("cpu"))
+    merge = Merge(trained, tmp_path, tmp_path, False, None, torch.device("cpu"))
     with pytest.raises(CheckpointError, match="is quantized and has no full-precision weights to merge onto"):
         merge_files(merge)
 
@@ -169,7 +178,7 @@ def test_trained_parameters_without_a_gradient():
     model = SimpleNamespace(model=nn.Linear(2, 2), may_get_zero_gradient=lambda name: False)
     processes = SimpleNamespace(sum=lambda values: values)
     with pytest.raises(TrainingError, match=r"(?s)2 parameters that should be trained got no usable gradient.*bias"):
-        _stop_on_bad_gradients(model, 0, True, processes)
+        check_gradients(model, 0, True, processes)
 
 
 def test_tasks_that_can_not_be_evaluated(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

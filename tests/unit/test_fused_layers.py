@@ -4,6 +4,7 @@ against plain torch, through Triton's interpreter."""
 from __future__ import annotations
 
 import copy
+import weakref
 from functools import partial
 from importlib import import_module
 from types import ModuleType
@@ -19,9 +20,10 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 from transformers.models.phi3.modeling_phi3 import Phi3MLP
 
 from qlora_fsdp.layers import Format, QuantizedLinear, gated_activation
-from qlora_fsdp.layers.fuse import fuse_layers, remake_norms
 from qlora_fsdp.layers.lora import SharedInput
 from qlora_fsdp.layers.norm import NormAndResidual
+from qlora_fsdp.layers.quantized_format import code_book, dynamic_map
+from qlora_fsdp.layers.rewire import fuse_layers, remake_norms
 
 NF4 = Format("nf4", double_quant=True)
 
@@ -47,6 +49,17 @@ def test_with_norms_made_again(recompute: bool, mlp: type[torch.nn.Module]):
     call = partial(checkpoint, use_reentrant=False) if recompute else None
     errors = differences(ours, reference, call) if call else differences(ours, reference)
     assert max(errors.values()) < 1e-5
+
+
+def test_norms_made_again_keep_no_activation_alive():
+    ours, _ = fused_parts()
+    remake_norms(ours.base_model.model)
+    x = torch.randn(3, 50, 128)
+    alive = weakref.ref(x)
+    with torch.no_grad():
+        ours(x)
+    del x
+    assert alive() is None
 
 
 def kept(model: torch.nn.Module) -> list[Tensor]:
@@ -198,11 +211,12 @@ class TestTritonKernels:
             layer.nested_scales.copy_(nested)
         layer.codes.copy_(codes)
         layer.scales.copy_(scales)
-        found = kernels.dequantize(format, codes, scales, nested, torch.empty(70, 320))
+        books = code_book(format.quant_type, codes.device), dynamic_map(codes.device)
+        found = kernels.dequantize(codes, scales, nested, books, 64, torch.empty(70, 320))
         torch.testing.assert_close(found, layer.weight.detach(), rtol=1e-6, atol=0)
         for axis, factors in zip(("row", "column"), layer.fp8_scales(), strict=True):
             out = torch.empty(70, 320) if axis == "row" else torch.empty(320, 70)
-            kernels.dequantize_fp8(format, codes, scales, nested, factors.reciprocal(), out, axis)
+            layer.fill_fp8(factors.reciprocal(), out, axis)
             assert out.abs().max() <= 448.01
             found = out * factors[:, None] if axis == "row" else (out * factors.repeat_interleave(64)[:, None]).t()
             torch.testing.assert_close(found, layer.weight.detach(), rtol=1e-5, atol=1e-7)

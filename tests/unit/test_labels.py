@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.helpers.one_process import one_process
 
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.schema import BadRows, Config, DataConfig, ProblemType, TaskConfig, TaskName, TrainingConfig
@@ -35,7 +36,7 @@ def prepare(
         data=DataConfig(path=str(file), cache_folder=str(folder / "cache"), bad_rows=BadRows.truncate),
         training=TrainingConfig(max_length=16, packing=False),
     )
-    return prepare_data(config, byte_tokenizer(), is_main=True, wait=lambda error: error, vocab_size=259)
+    return prepare_data(config, byte_tokenizer(), one_process(), 259)
 
 
 @pytest.mark.parametrize(

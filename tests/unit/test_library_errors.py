@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from qlora_fsdp.common.errors import CheckpointError
 from qlora_fsdp.config.schema import ModelConfig, QuantConfig
 from qlora_fsdp.layers import Format, QuantizedLinear
-from qlora_fsdp.model.build import build_model
+from qlora_fsdp.model.build import BuildSettings, build_model
 from qlora_fsdp.model.find import find_model
 
 
@@ -131,4 +131,4 @@ def test_a_tensor_missing_from_the_files_is_named_and_never_left_on_meta(
     index_file.write_text(json.dumps(index))
     files = find_model(ModelConfig(path=str(tmp_path)), is_main=True, first_error=lambda error: error)
     with pytest.raises(CheckpointError, match="missing from the files:(?s:.)*" + missing.replace(".", r"\.")):
-        build_model(files, QuantConfig(), torch.float32, "sdpa")
+        build_model(files, BuildSettings(QuantConfig(), torch.float32, "sdpa"))

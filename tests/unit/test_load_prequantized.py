@@ -14,7 +14,7 @@ from tests.helpers.checkpoints import quantize_checkpoint
 from qlora_fsdp.common.errors import CheckpointError
 from qlora_fsdp.config.schema import ModelConfig, QuantConfig, Weights
 from qlora_fsdp.layers import QuantizedLinear
-from qlora_fsdp.model.build import build_model
+from qlora_fsdp.model.build import BuildSettings, build_model
 from qlora_fsdp.model.find import find_model
 
 LAYER = "model.layers.1.mlp.up_proj"
@@ -22,7 +22,7 @@ LAYER = "model.layers.1.mlp.up_proj"
 
 def build(folder: Path, weights: Weights = Weights.checkpoint):
     files = find_model(ModelConfig(path=str(folder), weights=weights), True, lambda error: error)
-    return build_model(files, QuantConfig(), torch.float32, "eager")
+    return build_model(files, BuildSettings(QuantConfig(), torch.float32, "eager"))
 
 
 @pytest.mark.parametrize(

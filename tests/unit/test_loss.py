@@ -13,11 +13,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from qlora_fsdp.common import sizes
 from qlora_fsdp.common.errors import ConfigError
+from qlora_fsdp.common.families import PACKED_FAMILIES
 from qlora_fsdp.data import collate
 from qlora_fsdp.data.cache import TokenizedRows
-from qlora_fsdp.data.sequences import make_sequences
-from qlora_fsdp.layers.attention import PACKED_FAMILIES, check_packing
-from qlora_fsdp.layers.head_loss import attach_loss
+from qlora_fsdp.data.sequences import SequenceSettings, make_sequences
+from qlora_fsdp.layers.attention import check_packing
+from qlora_fsdp.layers.rewire import attach_loss
 from qlora_fsdp.model.causal_lm import CausalLM
 
 
@@ -78,7 +79,7 @@ def batch_of(*rows: list[int]):
         starts=np.cumsum([0, *map(len, rows)]).astype(np.int64),
         num_targets=np.array([mask[1:].sum() for mask in masks], dtype=np.int32),
     )
-    sequences = make_sequences(stored, np.arange(len(rows)), max_length=64, pad_token_id=258, packing=False, seed=0)
+    sequences = make_sequences(stored, np.arange(len(rows)), SequenceSettings(64, 258, packing=False, seed=0))
     packed = type(sequences)(stored, sequences.row_ids, np.array([0, len(rows)]), 64, 258, True)
     return collate(packed, np.array([0]), micro_batch_size=1)
 

@@ -12,29 +12,29 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from qlora_fsdp.common.fused_mlp import MAX_RANK
 from qlora_fsdp.config.schema import Config, KernelsConfig, LoraConfig
 from qlora_fsdp.data.batch import Batch
-from qlora_fsdp.layers.fuse import fuse_layers
+from qlora_fsdp.layers.rewire import fuse_layers
 from qlora_fsdp.memory.activation_bytes import Policy, fuses_mlp, layer_tensors, saved_bytes
 from qlora_fsdp.memory.shape import model_shape
 from qlora_fsdp.memory.workload import Workload
 from qlora_fsdp.model import input_offload
 from qlora_fsdp.model.activations import set_activation_policy
 from qlora_fsdp.model.adapters import apply_adapters
-from qlora_fsdp.model.build import build_model
+from qlora_fsdp.model.build import BuildSettings, build_model
 from qlora_fsdp.model.causal_lm import CausalLM
 from qlora_fsdp.model.find import ModelFiles
 
 TOKENS = 32
 
 
-def make_model(family: str, config: Config) -> tuple[CausalLM, Workload]:
+def make_model(family: str, config: Config, **more: Any) -> tuple[CausalLM, Workload]:
     """A small model with random weights on the CPU, unsharded, and its workload."""
     torch.manual_seed(0)
-    hf_config = AutoConfig.for_model(family, **{**SHAPE, **FAMILIES[family]}, initializer_range=0.1)
-    built = build_model(
-        ModelFiles(None, hf_config), config.quant, torch.float32, "sdpa", keep=config.lora.modules_to_save
-    )
+    hf_config = AutoConfig.for_model(family, **{**SHAPE, **FAMILIES[family], **more}, initializer_range=0.1)
+    settings = BuildSettings(config.quant, torch.float32, "sdpa", keep=config.lora.modules_to_save or [])
+    built = build_model(ModelFiles(None, hf_config), settings)
     model = CausalLM(apply_adapters(built.model, config.lora))
     if config.kernels.fuse_layers:
         fuse_layers(model)
@@ -112,6 +112,19 @@ def test_table_is_what_autograd_saves(family: str, tolerance: float, policy: Pol
     seen = TOKENS * (1 if family == "phi3" else 2) * 8 * 4 if fuses_mlp(work) else 0
     expected = saved_bytes(work, policy) - TOKENS * round(layer_tensors(work)["low_rank"]) + seen
     assert expected <= found <= expected * (1 + tolerance)
+
+
+@pytest.mark.parametrize("rank", [MAX_RANK, MAX_RANK + 1])
+@pytest.mark.parametrize("more", [{}, {"mlp_bias": True}])
+def test_table_knows_which_mlps_are_fused(rank: int, more: dict[str, Any]):
+    """Up to which rank, and only without biases."""
+    model, work = make_model("llama", Config(lora=LoraConfig(r=rank)), **more)
+    set_activation_policy(model.layers, [Policy.none, Policy.none])
+    found = sum(saved_by_layer(model, 1).values())
+    is_fused = rank == MAX_RANK and not more
+    assert fuses_mlp(work) is is_fused
+    seen = TOKENS * 2 * rank * 4 if is_fused else 0  # as above
+    assert found == saved_bytes(work, Policy.none) - TOKENS * round(layer_tensors(work)["low_rank"]) + seen
 
 
 @pytest.mark.parametrize("saved", [["down_proj"], ["q_proj", "gate_proj"]])

@@ -20,14 +20,14 @@ from qlora_fsdp.memory.activation_bytes import Policy
 from qlora_fsdp.memory.choose import ROOM, choose, next_smaller
 from qlora_fsdp.memory.gpus import find_gpu, gpu_of_size, known_gpus, parse_hardware
 from qlora_fsdp.memory.plan import GIB, PHASES, MemoryPlan, make_plan
-from qlora_fsdp.memory.plan_run import Machine, decide
+from qlora_fsdp.memory.plan_run import Machine, plan_run
 from qlora_fsdp.memory.shape import model_shape
 from qlora_fsdp.memory.show import faster_lines, waiting_lines
 from qlora_fsdp.memory.speed import load_seconds, tokens_per_second
 from qlora_fsdp.memory.suggest import enough_gpus, largest_savings, smaller_runs
 from qlora_fsdp.memory.workload import FUSED_KERNELS, Workload
 from qlora_fsdp.model.adapters import apply_adapters
-from qlora_fsdp.model.build import build_model
+from qlora_fsdp.model.build import BuildSettings, build_model
 from qlora_fsdp.model.causal_lm import CausalLM
 from qlora_fsdp.model.count import count_bytes
 from qlora_fsdp.model.find import ModelFiles
@@ -62,7 +62,7 @@ def test_parameters_are_those_of_the_model(model: str, quant: str):
     assert shape is not None
     settings = dict(values)
     hf_config = AutoConfig.for_model(settings.pop("model_type"), **settings)
-    built = build_model(ModelFiles(None, hf_config), config.quant, torch.bfloat16, "sdpa")
+    built = build_model(ModelFiles(None, hf_config), BuildSettings(config.quant, torch.bfloat16, "sdpa"))
     sizes = count_bytes(CausalLM(apply_adapters(built.model, config.lora)), 0, 3)
     assert shape.num_parameters == sizes.num_base
     for num_ranks, expected in ((1, sizes.total_bytes), (3, sizes.shard_bytes)):
@@ -85,7 +85,7 @@ def test_a_config_that_says_little_means_what_transformers_assumes(family: str):
     assert model_shape({"model_type": family, **values}) == model_shape(whole)
 
 
-# GiB that tensors took in backward on H200s, layers fused (docs/benchmarks.md).
+# GiB that tensors took in backward on H200s, layers fused (benchmarks/results).
 MEASURED_BACKWARD = [
     (1, "llama3-8b", 512, 1, "keep", (), 7.67),
     (1, "llama3-8b", 2048, 1, "keep", (), 12.80),
@@ -126,7 +126,7 @@ def test_backward_under_fsdp_is_what_was_measured(monkeypatch, model, length, si
     test_backward_is_what_was_measured(1, model, length, size, memory, (), backward)
 
 
-# GiB that tensors took in forward and backward on H200s (docs/benchmarks.md): layers gathered once, and twice.
+# GiB that tensors took in forward and backward on H200s (benchmarks/results): layers gathered once, and twice.
 LAYERS_405B = "model.config.num_hidden_layers=20"
 ONCE, TWICE = "fsdp.reshard_after_forward=false", "fsdp.reshard_after_forward=true"
 MEASURED_PHASES = [
@@ -194,7 +194,7 @@ def test_405b_is_what_was_measured():
     assert choice.fits and choice.plan.needed <= 40 * GIB
 
 
-# GiB of host memory that a rank held at most, on H200s (docs/memory.md). All but 405B's wrote checkpoints.
+# GiB of host memory that a rank held at most, on H200s (docs/plan-validation.md). All but 405B's wrote checkpoints.
 RANDOM = "model.weights=random"
 MEASURED_HOST = [
     (1, 0, "llama3-8b", 2048, (RANDOM,), 2.34),
@@ -219,7 +219,7 @@ def test_host_memory_is_what_was_measured(num_ranks, rank, model, length, more, 
     assert sum(parts.values()) / GIB == pytest.approx(host, rel=0.1)
 
 
-# GiB that tensors took on H200s (docs/benchmarks.md): of the load, where it was measured, and of the steps. Layers were
+# GiB that tensors took on H200s (benchmarks/results): of the load, where it was measured, and of the steps. Layers were
 # not fused then, and FSDP gathered the head, which took a buffer of its size more.
 MEASURED = [
     (4, "llama3-70b", 2048, 2, Policy.full, (), frozenset(), 9.46, 19.8),
@@ -250,7 +250,7 @@ def test_plan_is_what_was_measured(num_ranks, model, length, size, policy, more,
         assert plan.tensors("load") / GIB == pytest.approx(load, rel=0.02, abs=0.1)
 
 
-# Tokens/s/GPU on H200s (docs/benchmarks.md); `plain`: layers each by itself.
+# Tokens/s/GPU on H200s (benchmarks/results); `plain`: layers each by itself.
 RESHARDS, PLAIN = "fsdp.reshard_after_forward=true", "kernels.fuse_layers=false"
 MEASURED_SPEEDS = [
     (1, "llama3-8b", 4096, 4, ("memory=keep",), 16371),
@@ -330,7 +330,7 @@ def test_speed_under_fsdp_is_what_was_measured(monkeypatch, model, length, size,
     test_speed_is_what_was_measured(1, model, length, size, more, speed)
 
 
-# Seconds to load on H200s from files in the page cache (docs/benchmarks.md).
+# Seconds to load on H200s from files in the page cache (benchmarks/results).
 MEASURED_LOADS = [
     (1, "llama3-8b", (), 1.2),
     (2, "llama3-8b", (), 1.3),
@@ -497,7 +497,7 @@ def machine(target_gib: float, host_gib: float = 1000, num_ranks: int = 2) -> Ma
 
 def decide_for(target: Machine, *overrides: str):
     config = load_config(["model=llama3-70b", *overrides])
-    return decide(config, config.model.config, 80, config.quant, 2, FUSED_KERNELS, target)
+    return plan_run(config, config.model.config, 80, config.quant, 2, FUSED_KERNELS, target)
 
 
 def test_target_smaller_than_the_weights():
@@ -531,7 +531,7 @@ def test_on_a_cpu_tensors_are_host_memory():
         changed = replace(config, training=replace(config.training, **training))
         room = host_gib * GIB / num_ranks
         host = Machine(num_ranks, num_ranks, 0.95 * room, gpu_of_size(room / GIB), False, int(host_gib * GIB))
-        return decide(changed, config.model.config, 4, config.quant, 4, frozenset(), host)
+        return plan_run(changed, config.model.config, 4, config.quant, 4, frozenset(), host)
 
     needed = decide_on_cpu(1000).plan.needed / GIB
     assert decide_on_cpu(1.01 * needed).plan.needed / GIB == needed
@@ -576,11 +576,11 @@ def test_a_run_starts_with_the_whole_plan():
 
 def test_models_without_a_plan():
     config = load_config(["model=llama3-8b"])
-    found = decide(config, {"model_type": "bert"}, 12, config.quant, 2, FUSED_KERNELS, machine(80))
+    found = plan_run(config, {"model_type": "bert"}, 12, config.quant, 2, FUSED_KERNELS, machine(80))
     assert found.plan is None and found.policies == (Policy.full,) * 12 and "bert" in found.lines[0]
     config = load_config(["model=llama3-8b", "training.micro_batch_size=auto", "training.global_batch_size=8"])
     with pytest.raises(ConfigError, match="micro_batch_size=auto needs the memory plan"):
-        decide(config, {"model_type": "bert"}, 12, config.quant, 2, FUSED_KERNELS, machine(80))
+        plan_run(config, {"model_type": "bert"}, 12, config.quant, 2, FUSED_KERNELS, machine(80))
 
 
 @pytest.mark.parametrize("activations", list(Activations))

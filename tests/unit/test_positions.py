@@ -9,8 +9,8 @@ from transformers import AutoConfig, AutoModel, PreTrainedModel
 
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.data.counts import DataReport
-from qlora_fsdp.data.prepare import PreparedData
-from qlora_fsdp.data.sequences import RandomRows, Sequences, TrainingData, make_sequences
+from qlora_fsdp.data.run_data import PreparedData
+from qlora_fsdp.data.sequences import RandomRows, Sequences, SequenceSettings, TrainingData, make_sequences
 from qlora_fsdp.model.positions import check_positions, num_learned_positions
 
 SMALL = {
@@ -34,8 +34,8 @@ def make_data(*lengths: int, packing: bool = False) -> PreparedData[TrainingData
     parts: list[Sequences] = []
     for length in lengths:
         rows = RandomRows(4, length, 32, seed=0)
-        options = {"max_length": 100, "pad_token_id": 3, "packing": packing, "seed": 0}
-        parts.append(make_sequences(rows, np.arange(4), **options))
+        settings = SequenceSettings(max_length=100, pad_token_id=3, packing=packing, seed=0)
+        parts.append(make_sequences(rows, np.arange(4), settings))
     report = DataReport((), 4, 4, 4, 4, 1.0, 0, 0)
     return PreparedData(parts[0], parts[1] if len(parts) > 1 else None, report)
 

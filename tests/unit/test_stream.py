@@ -14,9 +14,11 @@ from qlora_fsdp.common.errors import DataError, RunFolderError
 from qlora_fsdp.config.schema import BadRows, DataConfig, DataFormat, LossOn
 from qlora_fsdp.data.batch import collate
 from qlora_fsdp.data.read import find_source
+from qlora_fsdp.data.sequences import SequenceSettings
+from qlora_fsdp.data.stream import StreamedSequences
 from qlora_fsdp.data.tokenize import RowTokenizer
 from qlora_fsdp.data.tokenizer import byte_tokenizer
-from qlora_fsdp.data.windows import StreamedSequences, find_place, note_place
+from qlora_fsdp.data.windows import WindowMaker, find_place, note_place
 
 TOKENIZER = byte_tokenizer()
 NUM_SEQUENCES = 60
@@ -27,14 +29,16 @@ def write(file: Path, *rows: Any) -> Path:
     return file
 
 
-def stream(paths: list[Path], weights: tuple[float, ...] = (1.0,), **more: Any) -> StreamedSequences:
+def stream(
+    paths: list[Path], weights: tuple[float, ...] = (1.0,), packing: bool = True, **more: Any
+) -> StreamedSequences:
     tokenize = RowTokenizer(TOKENIZER, DataFormat.auto, LossOn.completion, 32, BadRows.skip)
     sources = [find_source(str(path), DataConfig(streaming=True)) for path in paths]
-    settings = {"packing": True, "vocab_size": 259, "strict": False, "num_kept": 20, "buffer_rows": 20, **more}
-    return StreamedSequences(
-        sources, weights, tokenize, num_sequences=NUM_SEQUENCES, max_length=32, pad_token_id=258, seed=3, key="ab" * 16,
-        **settings,
-    )  # fmt: skip
+    settings = SequenceSettings(max_length=32, pad_token_id=258, packing=packing, seed=3)
+    making = {"buffer_rows": 20, "vocab_size": 259, "strict": False}
+    making = {key: more.pop(key, value) for key, value in making.items()}
+    maker = WindowMaker(sources, weights, tokenize, settings, **making)
+    return StreamedSequences(maker, num_sequences=NUM_SEQUENCES, num_kept=20, key="ab" * 16, **more)
 
 
 def texts(data: StreamedSequences, first: int, last: int) -> list[list[str]]:

@@ -1,7 +1,7 @@
-"""The errors a user can cause, and how each is shown.
+"""The errors that a user can cause, and how each is shown.
 
-Everything here is a `UserError`: the command line prints its message once, on rank 0, without a traceback, and exits
-with `exit_code`. Anything else that escapes is a bug of ours and keeps its traceback.
+Every class here is a `UserError`: the command line prints its message once, on rank 0 and without a traceback, and
+exits with `exit_code`. Any other exception that escapes is a bug of this program and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -14,32 +14,35 @@ from dataclasses import dataclass
 
 
 class UserError(Exception):
-    """An error the user can fix: the message names the value, the reason and the setting to change."""
+    """An error that the user can fix: the message names the value, the reason and the setting to change."""
 
     exit_code = 2
-    is_shown = False  # it has been printed, by whichever rank
+    is_shown = False  # whether any rank has printed it
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing wrong with a setting.
+    """One thing that is wrong with a setting.
 
     Attributes:
-        setting: the dotted key and its value as a user would type it, e.g. `training.global_batch_size=7`.
-        reason: why it can't be used, as the end of a sentence that starts with the setting.
+        what: the setting and its value as a user would type them, e.g. `training.global_batch_size=7`; or whatever
+            else can't be used.
+        reason: why it can't be used, as the end of a sentence that starts with `what`.
         fix: what to change, as a full sentence.
+        setting: the dotted key, e.g. `training.global_batch_size`, for the code; empty if it is about no setting.
     """
 
-    setting: str
+    what: str
     reason: str
     fix: str
+    setting: str = ""
 
     def __str__(self) -> str:
-        return f"{self.setting} {self.reason} {self.fix}".strip()
+        return f"{self.what} {self.reason} {self.fix}".strip()
 
 
 class ConfigError(UserError):
-    """The configuration can't be used. Holds every problem found, not only the first."""
+    """The configuration can't be used. Holds every problem that was found, and not only the first."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         self.problems = tuple(problems)
@@ -51,7 +54,7 @@ class ConfigError(UserError):
 
 
 class CheckpointError(UserError):
-    """A model folder or its files can't be used: missing, cut short, or of other shapes than its config says."""
+    """A model's files can't be used: they are missing, cut short, or have other shapes than its config says."""
 
 
 class AdapterError(UserError):
@@ -59,45 +62,45 @@ class AdapterError(UserError):
 
 
 class DataError(UserError):
-    """The data can't be used: no such file, bad rows under `data.bad_rows=error`, or no usable row."""
+    """The data can't be used: there is no such file, a bad row under `data.bad_rows=error`, or no usable row."""
 
 
 class DeviceError(UserError):
-    """The hardware or the launch can't run this configuration: too few GPUs, no bf16, wrong world size."""
+    """The hardware or the launch can't run this configuration: too few GPUs, no bf16, a wrong world size."""
 
 
 class MemoryShortage(UserError):
-    """Not enough GPU or host memory for the run; what was written is intact."""
+    """GPU or host memory is not enough for the run. What has been written is intact."""
 
     exit_code = 3
 
 
 class ProofError(UserError):
-    """The proof at start failed: what FSDP gathers is not what the ranks hold. Training would be silently wrong."""
+    """What FSDP gathers is not what the ranks hold, so that training would be silently wrong."""
 
     exit_code = 4
 
 
 class TrainingError(UserError):
-    """Training can't go on: a NaN or infinite loss, or a parameter that gets no gradient."""
+    """Training can't continue: a loss is NaN or infinite, or a parameter gets no gradient."""
 
     exit_code = 5
 
 
 class RunFolderError(UserError):
-    """The run folder can't be written: no permission, read-only, or full."""
+    """The run folder can't be written: there is no permission, or the disk is read-only or full."""
 
 
 class ResumeError(UserError):
-    """A checkpoint of a run can't be gone on from: missing, damaged, or of another model, data or configuration."""
+    """A run can't resume from a checkpoint: it is missing, damaged, or of another model, data or configuration."""
 
 
 class LaunchError(UserError):
-    """Jobs can't be started from here: inside a run, or without SLURM's commands; or SLURM refused them."""
+    """Jobs can't be started: this process is part of a run, SLURM's commands are missing, or SLURM refused them."""
 
 
 class RankError(UserError):
-    """Another rank failed, is gone, or does not answer."""
+    """Another rank has failed, is gone, or does not answer."""
 
     exit_code = 6
 
@@ -105,7 +108,7 @@ class RankError(UserError):
 class Interrupted(UserError):
     """A signal ended the run: SIGINT (Ctrl-C), SIGTERM or SIGUSR1 (a batch system, or torchrun once a rank has failed).
 
-    The exit code is the shell's for it: 130, 143 or 138. `detail` says what is kept.
+    The exit code is the one that a shell gives for the signal: 130, 143 or 138. `detail` says what is kept.
     """
 
     def __init__(self, number: int, detail: str = "") -> None:
@@ -115,6 +118,6 @@ class Interrupted(UserError):
 
 
 def print_error(error: UserError) -> None:
-    """Show an error to the user, below whatever progress line is there."""
-    with suppress(OSError):  # a file on a full disk
+    """Print an error for the user, below whatever progress line is there."""
+    with suppress(OSError):  # stderr may be a file on a full disk
         print(f"\nError: {error}", file=sys.stderr, flush=True)

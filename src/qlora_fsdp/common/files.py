@@ -12,29 +12,29 @@ from typing import Any
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write JSON under a temporary name, then rename: a reader never sees half a file."""
+    """Writes JSON so that a reader never sees half a file; what JSON does not know becomes text."""
     write_atomically(path, json.dumps(value, indent=2, default=str) + "\n")
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write text under a temporary name in the same folder, then rename."""
+    """Writes text so that a reader never sees half a file."""
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """The temporary name, in the same folder, of a file that takes the path's place once it is written."""
+    """Gives a temporary name in the same folder. What the caller writes there takes the path's place at the end."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield temporary
         temporary.replace(path)
     finally:
-        temporary.unlink(missing_ok=True)  # half a file, of a full disk
+        temporary.unlink(missing_ok=True)  # half a file, if the disk is full
 
 
 def digest_file(file: Path) -> str:
-    """SHA-256 of a file's bytes."""
+    """Returns the SHA-256 of a file's bytes."""
     digest = hashlib.sha256()
     with file.open("rb") as stream:
         while block := stream.read(2**22):

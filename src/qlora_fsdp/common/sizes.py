@@ -1,23 +1,26 @@
-"""Sizes that both the code and the plan of its memory go by. Imports nothing, so that the plan needs no torch."""
+"""Numbers that several parts of the program must agree on. Imports nothing, so that the memory plan needs no torch."""
 
-# The loss (layers/head_loss.py): at most so many bytes of fp32 logits at a time, and chunks of a multiple of so many
-# tokens, which suits matrix kernels.
+# A target that has no loss, as in torch.nn.functional.cross_entropy.
+IGNORE_INDEX = -100
+
+# The loss (layers/head_loss.py) holds at most this many bytes of fp32 logits at a time. Its chunks are a multiple of
+# this many tokens, which suits matrix kernels.
 LOGITS_BYTES = 256 * 2**20
 MIN_CHUNK = 256
 
 
 def loss_chunk(vocab_size: int) -> int:
-    """Tokens that go through the head at a time."""
+    """Returns the number of tokens that go through the head at a time."""
     return max(MIN_CHUNK, LOGITS_BYTES // (4 * vocab_size) // MIN_CHUNK * MIN_CHUNK)
 
 
-# Reading (weights/row_reader.py): pieces of files, and host buffers for them.
+# Files are read (weights/row_reader.py) in pieces of this size, into this many host buffers.
 PIECE_BYTES = 32 * 2**20
 NUM_BUFFERS = 12
 
-# bitsandbytes' 4-bit formats: weights that share a scale, and scales that share one.
+# In bitsandbytes' 4-bit formats, this many weights share a scale, and this many scales share a scale of their own.
 BLOCKSIZE = 64
 NESTED_BLOCKSIZE = 256
 
-# The copy of the trained state that a checkpoint is written from (checkpoint_write.py): slabs of host memory.
+# A checkpoint is written from a copy of the trained state, which is in slabs of host memory of this size.
 SLAB_BYTES = 64 * 2**20

@@ -1,4 +1,4 @@
-"""The seconds between a command and its first line: most of them go into importing libraries."""
+"""The seconds between a command and its first line, most of which libraries take to be imported."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from functools import partial
 from types import FrameType
 
 NO_COMPILER = "TORCHDYNAMO_DISABLE"
-SECONDS_BETWEEN_BARS = "30"  # in a file, where each state of a progress bar stays, and not ten a second
+SECONDS_BETWEEN_BARS = "30"  # in a log file, where every state of a progress bar stays
 
 
 @contextmanager
 def quick_imports() -> Iterator[None]:
-    """Around the import of torch and what is built on it: a quarter less time.
+    """Wraps the import of torch and of what is built on it, which then takes a quarter less time.
 
-    What modules make stays: the garbage collector would look through it again and again. And bitsandbytes puts
-    torch.compile around fallbacks that nothing here calls, for which torch would import its compiler.
+    The garbage collector is off meanwhile: it would look again and again through objects that stay. Nor does torch
+    import its compiler, for which bitsandbytes asks by putting torch.compile around fallbacks that nothing here calls.
     """
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_MININTERVAL", SECONDS_BETWEEN_BARS)
-    # It misses a kernel for 4-bit inference on CPUs, which nothing here calls either.
+    # It warns that a kernel for 4-bit inference on CPUs is missing, which nothing here calls either.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-    # It prints a traceback where it has no library for the GPU; `fallbacks.py` and doctor say so in a line.
+    # Without a library for the GPU it prints a traceback; `fallbacks.py` and doctor say the same in one line.
     logging.getLogger("bitsandbytes.cextension").setLevel(logging.CRITICAL)
     is_ours = NO_COMPILER not in os.environ
     os.environ.setdefault(NO_COMPILER, "1")
@@ -41,16 +41,16 @@ def quick_imports() -> Iterator[None]:
 
 
 def end_at_once(detail: str = "") -> None:
-    """Until another handler takes its place, SIGINT ends this process with a line and the shell's exit code for it.
+    """Lets SIGINT end this process with one line and the exit code of a shell, until another handler is set.
 
-    The imports that a command begins with would answer Ctrl-C with tracebacks of their own.
+    Without it, Ctrl-C during the imports that a command begins with would print their tracebacks.
     """
     signal.signal(signal.SIGINT, partial(_end, os.getpid(), f"Interrupted by SIGINT. {detail}".strip()))
 
 
 def _end(main_pid: int, text: str, number: int, frame: FrameType | None) -> None:
-    if os.environ.get("RANK", "0") == "0" and os.getpid() == main_pid:  # worker processes have nothing to say
-        with suppress(OSError, RuntimeError):  # it may be in the middle of a line
+    if os.environ.get("RANK", "0") == "0" and os.getpid() == main_pid:  # worker processes say nothing
+        with suppress(OSError, RuntimeError):  # the signal may come while stdout is being written
             sys.stdout.flush()
         os.write(2, f"\nError: {text}\n".encode())
     os._exit(128 + number)

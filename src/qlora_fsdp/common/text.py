@@ -1,4 +1,4 @@
-"""Tables and numbers for a terminal. Imports no torch."""
+"""Tables and numbers as text. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from datetime import timedelta
 
 
 def format_table(rows: Sequence[dict[str, str]]) -> str:
-    """Rows as aligned columns under their names; a column that is empty in every row is left out."""
+    """Returns rows as aligned columns under their names. A column that is empty in every row is left out."""
     names = [name for name in dict.fromkeys(name for row in rows for name in row) if any(row.get(name) for row in rows)]
     widths = {name: max(len(name), *(len(row.get(name, "")) for row in rows)) for name in names}
     lines = ["  ".join(name.ljust(widths[name]) for name in names)]
@@ -16,25 +16,28 @@ def format_table(rows: Sequence[dict[str, str]]) -> str:
 
 
 def show_number(value: float | None, spec: str) -> str:
-    """A number in a format of Python's; nothing for None."""
+    """Returns a number in a format of Python's, and an empty text for None."""
     return "" if value is None else format(value, spec)
 
 
 def show_duration(seconds: float | None) -> str:
-    """`0:03:20`; nothing for None."""
+    """Returns a duration such as `0:03:20`, and an empty text for None."""
     return "" if seconds is None else str(timedelta(seconds=round(seconds)))
 
 
-def count(number: int, what: str) -> str:
-    """A number of things, such as `1 row` or `2,000 rows`."""
+def plural(number: int, what: str) -> str:
+    """Returns a number of things, such as `1 row` or `2,000 rows`."""
     return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
 
 
+count = plural  # its old name, until every caller has the new one
+
+
 def show_size(number: int) -> str:
-    """A number of parameters: `70.55 B` or `3.48 M`."""
+    """Returns a number of parameters, such as `70.55 B` or `3.48 M`."""
     return f"{number / 1e9:.2f} B" if number >= 1e8 else f"{number / 1e6:.2f} M"
 
 
 def show_bytes(number: int) -> str:
-    """`1.50 GiB` or `36.0 MiB`."""
+    """Returns a number of bytes, such as `1.50 GiB` or `36.0 MiB`."""
     return f"{number / 2**30:.2f} GiB" if number >= 2**29 else f"{number / 2**20:.1f} MiB"

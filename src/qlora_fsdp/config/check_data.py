@@ -1,27 +1,72 @@
-"""Do the settings of a mix, of streaming and of new tokens make sense? Imports no torch."""
+"""Do the settings of the data and of the task make sense? Part of `check_settings`."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from qlora_fsdp.common.errors import Problem
-from qlora_fsdp.config.schema import Config, DataFormat, TaskName
-from qlora_fsdp.config.settings import problem_with, show
+from qlora_fsdp.config.schema import Config, DataFormat, ProblemType, TaskName
+from qlora_fsdp.config.settings import all_settings, problem_with, show, value_of
 
-_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".txt", ".md")  # of what data/read.py reads
+_CHAT_TEMPLATES = Path(__file__).parents[1] / "data" / "templates"
+# Suffixes of the files that data/row_files.py reads.
+_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".txt", ".md", ".gz", ".bz2", ".xz", ".zst")
 
 
 def check_data(config: Config) -> Iterator[Problem]:
-    """Yields what is wrong with `data.mix`, `data.streaming` and `tokenizer`."""
-    yield from _mix(config)
-    yield from _streaming(config)
-    yield from _tokens(config)
+    """Yields what is wrong with `data` and `task`, and with the evaluation that they are to feed."""
+    for find_problems in (_data, _evaluation, _mix, _streaming, _task):
+        yield from find_problems(config)
 
 
-def is_missing(path: str) -> bool:
-    """Whether a path to data is not there: what is written as a path, or as a file, is no name of a hub data set."""
+def _data(config: Config) -> Iterator[Problem]:
+    data = config.data
+    is_random = data.format is DataFormat.random
+    if data.path is None and not data.mix and not is_random:
+        fix = "Set data.path to a file, a folder or a hub name, or data=random for a dry run."
+        yield problem_with(config, "data.path", "names no data.", fix)
+    for key in ("data.path", "data.eval_path"):
+        path = value_of(config, key)
+        if path is not None and _is_missing(path):
+            yield problem_with(
+                config, key, f"does not exist, seen from {Path.cwd()}.", f"Set {key} to a file or folder that does."
+            )
+    template, shipped = data.chat_template, sorted(path.stem for path in _CHAT_TEMPLATES.glob("*.jinja"))
+    if template is not None and template not in shipped and not _is_file(template):
+        reason = f"is neither a file nor one of {', '.join(shipped)}."
+        yield problem_with(
+            config,
+            "data.chat_template",
+            reason,
+            "Set data.chat_template to one of these, or null for the tokenizer's own.",
+        )
+
+
+def _evaluation(config: Config) -> Iterator[Problem]:
+    data = config.data
+    if config.training.eval_every_steps is not None and data.eval_path is None and data.eval_fraction == 0:
+        fix = "Set data.eval_path, or data.eval_fraction=0.05."
+        yield problem_with(config, "training.eval_every_steps", "has no data to evaluate on.", fix)
+    if config.tracking.num_generations > 0 and data.eval_path is None and data.eval_fraction == 0:
+        fix = "Set data.eval_path, or data.eval_fraction=0.05."
+        yield problem_with(config, "tracking.num_generations", "has no held-out rows to complete.", fix)
+    if config.tracking.num_generations > 0 and config.task.name is not TaskName.causal_lm:
+        reason = f"needs a model that writes, and task.name is {config.task.name.value}."
+        yield problem_with(config, "tracking.num_generations", reason, "Set it to 0.")
+
+
+def _is_file(path: str) -> bool:
+    try:
+        return Path(path).expanduser().is_file()
+    except OSError:  # too long for a name: somebody gave a template's text in place of its file
+        return False
+
+
+def _is_missing(path: str) -> bool:
+    """Whether a path to data does not exist. What looks like a path or a file is never the name of a hub data set."""
     is_local = path.startswith(("/", "./", "../", "~")) or path.endswith(_SUFFIXES)
     return is_local and not Path(path).expanduser().exists()
 
@@ -40,7 +85,7 @@ def _mix(config: Config) -> Iterator[Problem]:
         fix = "Give each path a weight above 0, or leave it out."
         yield problem_with(config, "data.mix", f"has a weight that is not positive: {', '.join(bad)}.", fix)
     for path in data.mix:
-        if is_missing(path):
+        if _is_missing(path):
             fix = "Set data.mix={path: weight, ...} with files or folders that do."
             yield problem_with(config, "data.mix", f"names {path}, which does not exist, seen from {Path.cwd()}.", fix)
 
@@ -65,13 +110,44 @@ def _streaming(config: Config) -> Iterator[Problem]:
         yield problem_with(config, "data.streaming", reason, "Set data.streaming=false.")
 
 
-def _tokens(config: Config) -> Iterator[Problem]:
-    wanted = [*config.tokenizer.add_tokens, *config.tokenizer.add_special_tokens]
-    for key in ("add_tokens", "add_special_tokens"):
-        if any(not token.strip() for token in getattr(config.tokenizer, key)):
-            fix = 'Set tokens of at least one letter, e.g. ["<call>","</call>"].'
-            yield problem_with(config, f"tokenizer.{key}", "has a token that is empty.", fix)
-    twice = sorted({token for token in wanted if wanted.count(token) > 1})
-    if twice:
-        reason = f"names a token twice, or one that tokenizer.add_special_tokens names too: {', '.join(twice)}."
-        yield problem_with(config, "tokenizer.add_tokens", reason, "Name each once.")
+def _task(config: Config) -> Iterator[Problem]:
+    task = config.task
+    if task.name is TaskName.causal_lm:
+        for key in ("task.problem_type", "task.labels", "task.class_weights"):
+            if value_of(config, key) != all_settings()[key].default:
+                fix = f"Set task=sequence_classification or token_classification too, or leave {key} out."
+                yield problem_with(config, key, f"has no effect with {show('task.name', task.name)}.", fix)
+        return
+    if config.training.packing:
+        reason = f"can't be used with {show('task.name', task.name)}: a labelled row is a sequence of its own."
+        yield problem_with(config, "training.packing", reason, f"Set task={task.name.value}, or training=padded.")
+    if config.data.format is not DataFormat.auto:
+        of_words = task.name is TaskName.token_classification
+        keys = "tokens and labels" if of_words else "text and label"
+        reason = f"has no effect with {show('task.name', task.name)}: rows have {keys}."
+        yield problem_with(config, "data.format", reason, "Set data.format=auto.")
+    is_regression = task.problem_type is ProblemType.regression
+    labels = task.labels or []
+    if task.name is TaskName.token_classification and task.problem_type is not ProblemType.single_label_classification:
+        reason = f"can't be used with {show('task.name', task.name)}: a word has one label."
+        yield problem_with(config, "task.problem_type", reason, "Leave it out, or set task=sequence_classification.")
+    if not is_regression and len(labels) < (2 if task.problem_type is ProblemType.single_label_classification else 1):
+        fix = "Set task.labels=[first,second,...], the values of label in the rows; in a YAML file if they are many."
+        yield problem_with(config, "task.labels", "names too few labels.", fix)
+    if len(set(labels)) < len(labels):
+        yield problem_with(config, "task.labels", "names a label twice.", "Name each once.")
+    weights = task.class_weights
+    if weights is None:
+        return
+    if is_regression:
+        fix = "Leave it out, or set another task.problem_type."
+        yield problem_with(config, "task.class_weights", "has no effect on a regression.", fix)
+    elif weights != "balanced" and not _are_weights(weights, len(labels)):
+        reason = f"is neither `balanced` nor a positive number for each of the {len(labels)} labels."
+        yield problem_with(config, "task.class_weights", reason, "Set task.class_weights=balanced, or such a list.")
+
+
+def _are_weights(value: Any, num_labels: int) -> bool:
+    if not isinstance(value, list) or len(value) != num_labels:
+        return False
+    return all(isinstance(w, (int, float)) and not isinstance(w, bool) and 0 < w < math.inf for w in value)

@@ -1,4 +1,4 @@
-"""The command line's own options, the folders with YAML, and the page that `--help` prints.
+"""The options of the command line, the folders with YAML, and the page that `--help` prints.
 
 Imports neither Hydra nor torch.
 """
@@ -44,11 +44,11 @@ _COMMONEST = [
 
 @dataclass(frozen=True)
 class Arguments:
-    """The command line, split.
+    """The command line, split into its parts.
 
     Attributes:
         overrides: `group=option` and `setting=value` as typed.
-        folders: where groups of options are: the project's conf/, then the one of --config-dir.
+        folders: where groups of options are: the project's conf/, then those of --config-dir.
         help: whether to print the help page.
         cfg: whether to print the configuration.
         multirun: whether values with commas make several jobs.
@@ -62,7 +62,7 @@ class Arguments:
 
     @property
     def starts_jobs(self) -> bool:
-        """Whether this process is to start others that train, and not to train."""
+        """Whether this process starts others that train, in place of training itself."""
         starts = ("hydra/launcher=", "hydra/sweeper=")
         return self.multirun or any(override.lstrip("+").startswith(starts) for override in self.overrides)
 
@@ -82,17 +82,15 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("--cfg", choices=["job"])
-    parser.add_argument("--config-dir", type=Path)
+    parser.add_argument("--config-dir", type=Path, action="append", default=[])
     parser.add_argument("-m", "--multirun", action="store_true")
     options = parser.parse_intermixed_args(argv)
     folders = [conf_folder()]
-    if options.config_dir is not None:
-        if not options.config_dir.is_dir():
-            problem = Problem(
-                f"--config-dir {options.config_dir}", "is not a folder.", "Name the folder that holds your groups."
-            )
+    for folder in options.config_dir:
+        if not folder.is_dir():
+            problem = Problem(f"--config-dir {folder}", "is not a folder.", "Name the folder that holds your groups.")
             raise ConfigError([problem])
-        folders.append(options.config_dir.resolve())
+        folders.append(folder.resolve())
     return Arguments(tuple(options.overrides), tuple(folders), options.help, options.cfg is not None, options.multirun)
 
 
@@ -106,7 +104,7 @@ def conf_folder() -> Path:
 
 
 def group_options(group: str, folders: Sequence[Path]) -> list[str]:
-    """Returns the options of a group, sorted; for the group "" the names of the groups; for no group an empty list."""
+    """Returns the options of a group, sorted; empty if there is no such group. The group "" holds all groups' names."""
     found = [path for folder in folders if (folder / group).is_dir() for path in (folder / group).iterdir()]
     return sorted(
         {path.stem for path in found if path.suffix == ".yaml"}

@@ -1,15 +1,14 @@
-"""The command lines of the commands beside training: own settings, then the run's settings as for training.
+"""The command lines of the commands beside training: settings of their own, and any setting of training.
 
     python -m qlora_fsdp.generate adapter=DIR prompt="..." max_new_tokens=64 model.attn_implementation=eager
 
-An adapter's folder has the settings of model, quantization and task that it was trained with (`SETTINGS_FILE`), which
-come first; what is typed wins. Imports no torch.
+An adapter's folder holds the settings of model, quantization and task that it was trained with (`SETTINGS_FILE`).
+These apply first, and what is typed wins over them. Imports no torch.
 """
 
 from __future__ import annotations
 
 import difflib
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -18,28 +17,34 @@ from tempfile import TemporaryDirectory
 from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-import yaml
 from omegaconf import OmegaConf
 
 from qlora_fsdp.common.errors import ConfigError, Problem
 from qlora_fsdp.config.command_line import conf_folder
 from qlora_fsdp.config.compose import load_config
+from qlora_fsdp.config.foreign_settings import (
+    ALLOWED,
+    REMOTE_CODE,
+    read_base_model,
+    read_foreign_settings,
+    remote_code_problem,
+)
+from qlora_fsdp.config.overrides import quote
 from qlora_fsdp.config.schema import Config, TaskName
 from qlora_fsdp.config.settings import show
 
 SETTINGS_FILE = "qlora_fsdp.yaml"
-SAVED_SECTIONS = ("model", "tokenizer", "quant", "task")
 
-# Settings that training needs and these commands do not, so that its checks have nothing to say about them.
-WITHOUT_TRAINING = ("training.max_steps=1", "run.overwrite=true")
+# Training on random or streamed data needs an end, which these commands do not.
+WITHOUT_TRAINING = ("training.max_steps=1",)
 
 
 @dataclass
 class AdapterSettings:
-    """Settings of every command that takes an adapter.
+    """The settings of every command that takes an adapter.
 
     Attributes:
-        adapter: folder of an adapter; None: the base model alone.
+        adapter: folder of an adapter; None for the base model alone.
     """
 
     adapter: str | None = None
@@ -52,12 +57,12 @@ def load_command(argv: Sequence[str], kind: type[Settings], usage: str) -> tuple
     """Reads the command line of a command.
 
     Args:
-        argv: own settings and the run's, in any order.
-        kind: a dataclass of the own settings.
+        argv: settings of the command and of training, in any order.
+        kind: a dataclass of the command's settings.
         usage: what --help prints.
 
     Raises:
-        ConfigError: unknown keys, wrong types, or a folder that holds no adapter.
+        ConfigError: a key is unknown, a value has a wrong type, or the adapter's folder can't be used.
     """
     if "--help" in argv or "-h" in argv:
         if os.environ.get("RANK", "0") == "0":
@@ -73,60 +78,71 @@ def load_command(argv: Sequence[str], kind: type[Settings], usage: str) -> tuple
             problems.append(Problem("experiment", reason, "Type the settings that are to be others."))
     if problems:
         raise ConfigError(problems)
-    saved = None if settings.adapter is None else Path(settings.adapter).expanduser() / SETTINGS_FILE
     with TemporaryDirectory() as folder:
-        first = list(WITHOUT_TRAINING)
-        if saved is not None and saved.is_file():
-            experiment = Path(folder) / "experiment" / "adapter.yaml"
-            experiment.parent.mkdir()
-            experiment.write_text(f"# @package _global_\n{_read_saved(saved, groups)}", encoding="utf-8")
-            first = ["--config-dir", folder, "experiment=adapter", *first]
-        elif settings.adapter is not None and "model" not in groups:
-            first = [f"model.path={_base_model(settings.adapter)}", *first]
-        return settings, load_config([*first, *rest])
+        first, wants_code = list(WITHOUT_TRAINING), False
+        if settings.adapter is not None:
+            adapter = Path(settings.adapter).expanduser()
+            saved, wants_code = _read_saved(adapter, groups)
+            if saved is not None:
+                experiment = Path(folder) / "experiment" / "adapter.yaml"
+                experiment.parent.mkdir()
+                experiment.write_text(f"# @package _global_\n{saved}", encoding="utf-8")
+                first = ["--config-dir", folder, "experiment=adapter", *first]
+            elif "model" not in groups:
+                base = read_base_model(adapter)
+                first = [f"model.path={'null' if base is None else quote(base)}", *first]
+        config = load_config([*first, *rest])
+    if wants_code and not config.model.trust_remote_code and REMOTE_CODE not in groups:
+        file = Path(str(settings.adapter)).expanduser() / SETTINGS_FILE
+        raise ConfigError([remote_code_problem(file, config.model.path or config.model.name)])
+    return settings, config
 
 
 def saved_settings(config: Config, class_weights: list[float] | None = None) -> str:
-    """The text of SETTINGS_FILE: what is needed to build the model that an adapter belongs to, and to evaluate it.
+    """Returns the text of SETTINGS_FILE: what is needed to build an adapter's model again, and to evaluate it.
 
     Args:
-        config: of the run.
-        class_weights: of a classifier's labels, as numbers.
+        config: the configuration of the run.
+        class_weights: the weights of a classifier's labels, as numbers.
     """
-    values: dict[str, Any] = {}
-    for section in SAVED_SECTIONS:
-        values[section] = OmegaConf.structured(getattr(config, section))
+    values = {
+        section: {name: getattr(getattr(config, section), name) for name in names} for section, names in ALLOWED.items()
+    }
     path = config.model.path
     if path is not None and Path(path).expanduser().is_dir():
-        values["model"].path = str(Path(path).expanduser().resolve())
-    if not config.training.packing:  # always of a classifier; else the model may not be one whose rows are packed
-        values["training"] = {"packing": False}
+        values["model"]["path"] = str(Path(path).expanduser().resolve())
+    if config.training.packing:  # else it is a classifier, or the model may not be one whose rows are packed
+        del values["training"]
     if config.task.name is not TaskName.causal_lm:
-        values["task"].class_weights = class_weights
+        values["task"]["class_weights"] = class_weights
     return OmegaConf.to_yaml(OmegaConf.create(values))
 
 
-def _read_saved(file: Path, typed: set[str]) -> str:
-    """The text of SETTINGS_FILE without what is typed as a whole, `quant=int8` say: as an experiment, it would win.
+def _read_saved(adapter: Path, typed: set[str]) -> tuple[str | None, bool]:
+    """What an adapter's folder says of the model: the text of SETTINGS_FILE, or None where there is no such file.
+
+    What is typed as a whole, such as `quant=int8`, is left out: the file is used as an experiment, which would win.
+
+    Returns:
+        The text, and whether the file asks for `model.trust_remote_code`.
 
     Raises:
-        ConfigError: the file can't be read.
+        ConfigError: the file can't be read, or sets what it may not.
     """
-    try:
-        saved = OmegaConf.load(file)
-        kept = {section: value for section, value in saved.items() if section not in typed}
-    except (OSError, ValueError, AttributeError, yaml.YAMLError) as error:
-        reason = f"can't be read: {' '.join(str(error).split())}."
-        raise ConfigError([Problem(str(file), reason, "Copy the adapter again, or remove this file.")]) from None
+    file = adapter / SETTINGS_FILE
+    if not file.is_file():
+        return None, False
+    saved, wants_code = read_foreign_settings(file)
+    kept = {section: values for section, values in saved.items() if section not in typed}
     if "task" in typed:
         kept.pop("training", None)  # packing, which goes with the task
-    return OmegaConf.to_yaml(OmegaConf.create(kept))
+    return OmegaConf.to_yaml(OmegaConf.create(kept)), wants_code and "model" not in typed
 
 
 def _split(argv: Sequence[str], kind: type) -> tuple[dict[str, Any], list[str], list[Problem]]:
     hints = get_type_hints(kind)
     names = [field.name for field in fields(kind)]
-    groups = {path.name for path in conf_folder().iterdir() if path.is_dir()}  # task=... is not tasks=... misspelt
+    groups = {path.name for path in conf_folder().iterdir() if path.is_dir()}  # task=... is no misspelt tasks=...
     values: dict[str, Any] = {}
     rest, problems = [], []
     for text in argv:
@@ -171,13 +187,3 @@ def _adapter_problems(adapter: str) -> list[Problem]:
         f"Set adapter={adapter}/{inside}." if inside else "Set adapter to the folder that training wrote, run/adapter."
     )
     return [Problem(show("adapter", adapter), f"holds no adapter: no {' and no '.join(missing)}.", fix)]
-
-
-def _base_model(adapter: str) -> str:
-    try:
-        saved = json.loads((Path(adapter).expanduser() / "adapter_config.json").read_text(encoding="utf-8"))
-        base = saved["base_model_name_or_path"]
-        return "null" if base is None else str(base)
-    except (ValueError, KeyError) as error:
-        reason = f"has an adapter_config.json that can't be read: {error!r}."
-        raise ConfigError([Problem(show("adapter", adapter), reason, "Copy or download it again.")]) from None

@@ -1,27 +1,23 @@
-"""Command line and YAML → a typed `Config`.
+"""Makes a typed `Config` of the command line and the YAML files.
 
 Hydra composes plain values: the schema's defaults, then one option of each group, then an experiment, then the
-overrides. Only the result is checked against the schema, in one walk. So a key unknown to the schema is found wherever
-it comes from (an own YAML file, `key=`, `+key=` or `++key=`), and all such mistakes are reported at once; Hydra itself
-would stop at the first one and accept any key behind a plus sign.
+overrides. Only the result is checked against the schema, in one walk. This finds a key that the schema does not know
+wherever it comes from (a user's YAML file, `key=`, `+key=` or `++key=`), and reports all such mistakes at once. Hydra
+itself would stop at the first mistake, and would accept any key behind a plus sign.
 """
 
 from __future__ import annotations
 
-import difflib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
 from functools import cache
 from pathlib import Path
-from typing import Any, NoReturn, get_origin
+from typing import Any, NoReturn
 
 import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Glob, Override
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -29,23 +25,23 @@ from omegaconf.errors import OmegaConfBaseException
 from qlora_fsdp.common.errors import ConfigError, Problem
 from qlora_fsdp.config.check_settings import check_settings
 from qlora_fsdp.config.command_line import Arguments, group_options, help_text, parse_arguments
+from qlora_fsdp.config.overrides import did_you_mean, escape, prepare_overrides
 from qlora_fsdp.config.schema import Config, Dtype
-from qlora_fsdp.config.settings import all_settings, nearest_settings, show
-
-_SEVERAL_DATA_SETS = " For several data sets set data.mix={a.jsonl: 1, b.jsonl: 1} in its place."
+from qlora_fsdp.config.settings import all_settings, unknown_setting, wrong_type
 
 
-def load_config(argv: Sequence[str]) -> Config:
+def load_config(argv: Sequence[str], check: Callable[[Config], list[Problem]] = check_settings) -> Config:
     """Reads the command line and composes the configuration.
 
     `--help` and `--cfg job` print, on rank 0, and exit.
 
     Args:
         argv: the arguments behind the program's name, e.g. `["model=llama3-8b", "lora.r=32"]`.
+        check: finds what else is wrong with a configuration. It is called where the command line has mistakes, so that
+            the user sees both at once.
 
     Returns:
-        The configuration, typed and with all interpolations resolved. It is well formed but not yet checked: see
-        `qlora_fsdp.config.validate.check`.
+        The configuration, typed and with all interpolations resolved. It is well formed but not yet checked.
 
     Raises:
         ConfigError: unknown keys or options, wrong types, unreadable overrides or YAML: all that were found.
@@ -60,16 +56,16 @@ def load_config(argv: Sequence[str]) -> Config:
     if unusable:
         raise ConfigError([*unusable, *mistakes])
     if mistakes:
-        # The rest is worth checking too, but not the defaults that stand in for the mistakes.
-        mistaken = {_key(problem) for problem in mistakes}
-        raise ConfigError([*mistakes, *(p for p in check_settings(config) if _key(p) not in mistaken)])
+        # The rest is checked too, without the defaults that stand in for the mistaken values.
+        mistaken = {problem.setting for problem in mistakes}
+        raise ConfigError([*mistakes, *(problem for problem in check(config) if problem.setting not in mistaken)])
     if arguments.cfg:
         _print_and_exit(to_yaml(config))
     return config
 
 
 def to_yaml(config: Config) -> str:
-    """Returns the configuration as YAML that `--config-dir` can take as an experiment again."""
+    """Returns the configuration as YAML, which a folder of `--config-dir` can hold as an experiment."""
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
@@ -81,54 +77,6 @@ def register_schema() -> None:
 @cache
 def _defaults() -> Any:
     return OmegaConf.to_container(OmegaConf.structured(Config), enum_to_str=True)
-
-
-def prepare_overrides(
-    texts: Sequence[str], folders: Sequence[Path], sweep: bool = False
-) -> tuple[list[str], list[Problem]]:
-    """Checks the form of overrides and the options of groups, and puts the overrides in the form that Hydra needs.
-
-    Args:
-        texts: overrides as typed, e.g. `quant=int8`, `+lora.r=8`, `data.path=/a (1).jsonl`.
-        folders: folders with groups of options; the first is the project's own.
-        sweep: whether an override may have several values, e.g. `lora.r=8,16`.
-
-    Returns:
-        The usable overrides for Hydra, and a problem for each of the others.
-    """
-    usable, problems = [], []
-    for text in texts:
-        override = _parse(text, sweep)
-        if isinstance(override, Problem):
-            problems.append(override)
-            continue
-        key, options = override.key_or_group, group_options(override.key_or_group, folders)
-        if key.startswith(("hydra.", "hydra/")):
-            usable.append(text)
-        elif override.is_delete():
-            problems.append(Problem(text, "removes a setting, which is not possible.", "Set it to another value."))
-        elif override.is_sweep_override() and not sweep:
-            value, setting = text.partition("=")[2], all_settings().get(key)
-            kind = Any if setting is None else setting.type
-            fix = "For a sweep add -m"
-            fix += f", for a list write {key}=[{value}]" if kind is Any or get_origin(kind) is list else ""
-            fix += f", for a text with a comma {key}='\"{value}\"'." if kind in (Any, str) else "."
-            fix += _SEVERAL_DATA_SETS if key == "data.path" else ""
-            problems.append(Problem(text, "gives several values to one run.", fix))
-        elif isinstance(glob := override.value(), Glob) and not glob.filter(options):
-            reason = f"matches no option of {key}, which has {', '.join(options) or 'none'}."
-            problems.append(Problem(text, reason, f"Set {key}=glob(*)." if options else f"List the values: {key}=a,b."))
-        elif options and (found := [p for v in _values(override) if (p := _check_option(key, v, options))]):
-            problems += found
-        elif other_kind := [value for value in _values(override) if _is_list_for_mapping(key, value)]:
-            problems += [_wrong_type(key, value) for value in other_kind]  # Hydra stops at the first
-        else:
-            if isinstance(glob, Glob):  # Hydra itself does not look into --config-dir for these
-                override.input_line = f"{key}={','.join(glob.filter(options))}"
-            # Hydra wants a plus sign for what its defaults do not name; the check against the schema comes later.
-            plus = "" if group_options(key, folders[:1]) else "+" if options else "++"
-            usable.append(plus + (override.input_line or text).lstrip("+"))
-    return usable, problems
 
 
 def read_config(composed: DictConfig) -> tuple[Config, list[Problem]]:
@@ -156,17 +104,17 @@ def read_config(composed: DictConfig) -> tuple[Config, list[Problem]]:
     problems = []
     for section, section_values in values.items():
         if not isinstance(section_values, dict):
-            problems.append(_unknown(section, section_values))
+            problems.append(unknown_setting(section, section_values))
             continue
         for name, value in section_values.items():
             key = f"{section}.{name}"
             if key not in all_settings():
-                problems.append(_unknown(key, value))
+                problems.append(unknown_setting(key, value))
                 continue
             try:
                 typed[section][name] = value
             except OmegaConfBaseException:
-                problems.append(_wrong_type(key, value))
+                problems.append(wrong_type(key, value))
     config = OmegaConf.to_object(typed)
     assert isinstance(config, Config)
     compute = config.quant.bnb_4bit_compute_dtype
@@ -188,13 +136,13 @@ def _compose(overrides: list[str], folders: Sequence[Path]) -> DictConfig:
 
 @contextmanager
 def composing(folders: Sequence[Path]) -> Iterator[str]:
-    """Around what Hydra does with conf/config.yaml; gives the override that makes it look into all `folders`.
+    """Wraps what Hydra does with conf/config.yaml, and gives the override that makes it look into all `folders`.
 
     Raises:
         ConfigError: Hydra or the YAML parser stopped.
     """
     register_schema()
-    extra = ",".join(f"'file://{_escape(str(folder))}'" for folder in folders[1:])
+    extra = ",".join(f"'file://{escape(str(folder))}'" for folder in folders[1:])
     try:
         with initialize_config_dir(config_dir=str(folders[0]), version_base="1.3", job_name="train"):
             yield f"hydra.searchpath=[{extra}]"
@@ -203,7 +151,7 @@ def composing(folders: Sequence[Path]) -> Iterator[str]:
 
 
 def _without_effect(arguments: Arguments) -> list[Problem]:
-    """Settings of the launch, typed for one run that this process does itself."""
+    """Refuses settings of the launch for a run that this process does itself."""
     texts = [] if arguments.starts_jobs else arguments.overrides
     fix = "Add -m, hydra/launcher=accelerate or hydra/launcher=slurm."
     return [
@@ -211,81 +159,6 @@ def _without_effect(arguments: Arguments) -> list[Problem]:
         for text in texts
         if text.lstrip("+").startswith(("launch.", "slurm."))
     ]
-
-
-def _is_list_for_mapping(key: str, value: Any) -> bool:
-    """Or a mapping for a list: of neither the other can be made."""
-    kind = get_origin(all_settings()[key].type) if key in all_settings() else None
-    return (kind is dict and isinstance(value, list)) or (kind is list and isinstance(value, dict))
-
-
-def _values(override: Override) -> list[Any]:
-    """The value of an override, or all those of a sweep; none of a glob, which is of options that are there."""
-    if isinstance(override.value(), Glob):
-        return []
-    return list(override.sweep_iterator()) if override.is_discrete_sweep() else [override.value()]
-
-
-def _parse(text: str, sweep: bool = False) -> Override | Problem:
-    parser = OverridesParser.create()
-    key, equals, value = text.partition("=")
-    if not equals and not key.startswith("~"):
-        return Problem(text, "is not of the form key=value.", "See --help for examples.")
-    try:
-        return parser.parse_overrides([text])[0]
-    except HydraException:
-        pass
-    # Hydra's grammar has no unquoted ~, =, (, < or letters outside ASCII, which are common in paths and new tokens.
-    setting = all_settings().get(key.lstrip("+"))
-    if setting is not None and setting.type is str:
-        values = value.split(",") if sweep else [value]
-        return parser.parse_overrides([f"{key}={','.join(quote(value) for value in values)}"])[0]
-    items = value.removeprefix("[").removesuffix("]")
-    if setting is not None and setting.type == list[str] and value == f"[{items}]" and not set("[]'\"") & set(items):
-        return parser.parse_overrides([f"{key}=[{','.join(quote(item.strip()) for item in items.split(','))}]"])[0]
-    return Problem(text, "can't be read.", f"Put quotes around special characters: {key}='\"...\"'.")
-
-
-def _check_option(group: str, option: Any, options: Sequence[str]) -> Problem | None:
-    if option in options or (option is None and group == "experiment"):
-        return None
-    return Problem(
-        show(group, option),
-        f"is no option of {group}: it has {', '.join(options)}.",
-        _did_you_mean(group, option, options),
-    )
-
-
-def _did_you_mean(group: str, option: Any, options: Sequence[str]) -> str:
-    nearest = difflib.get_close_matches(str(option), options, n=1, cutoff=0.5)
-    return f"Did you mean {group}={nearest[0]}?" if nearest else f"Set {group} to one of these."
-
-
-def _unknown(key: str, value: Any) -> Problem:
-    section, _, name = key.rpartition(".")
-    sections = [*(field.name for field in fields(Config)), "experiment"]
-    nearest = nearest_settings(key) or ([] if section else difflib.get_close_matches(key, sections, n=1, cutoff=0.7))
-    if nearest:
-        fix = f"Did you mean {' or '.join(nearest)}?"
-    elif (section or name) in sections:
-        prefix = (section or name) + "."
-        fix = f"{prefix[:-1]} has: {', '.join(k.removeprefix(prefix) for k in all_settings() if k.startswith(prefix))}."
-    else:
-        fix = "See --help for the commonest settings, docs/configuration.md for all."
-    return Problem(show(key, value), "is not a setting.", fix)
-
-
-def _wrong_type(key: str, value: Any) -> Problem:
-    setting = all_settings()[key]
-    nearest = difflib.get_close_matches(str(value).lower(), [c.lower() for c in setting.choices], n=1)
-    by_lower = {choice.lower(): choice for choice in setting.choices}
-    best = by_lower[nearest[0]] if nearest else setting.default
-    fix = f"Set {show(key, best)}." + (_SEVERAL_DATA_SETS if key == "data.path" else "")
-    return Problem(show(key, value), f"must be {setting.expected}.", fix)
-
-
-def _key(problem: Problem) -> str:
-    return problem.setting.partition("=")[0]
 
 
 def _refuse_clock(composed: DictConfig) -> None:
@@ -304,7 +177,7 @@ def _as_dict(composed: DictConfig, *, resolve: bool) -> dict[str, Any]:
 
 
 def _explain(error: Exception, folders: Sequence[Path]) -> Problem:
-    """What Hydra or the YAML parser stopped at, in this project's terms."""
+    """What Hydra or the YAML parser stopped at, in the words of this project."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         place = f"{error.problem_mark.name}, line {error.problem_mark.line + 1},"
         return Problem(place, f"is not valid YAML: {error.problem}.", "Correct this file.")
@@ -314,19 +187,10 @@ def _explain(error: Exception, folders: Sequence[Path]) -> Problem:
         return Problem(
             f"{group}={option}" if group else option,
             f"is in a defaults list but does not exist: {group or 'this folder'} has {', '.join(options) or 'none'}.",
-            _did_you_mean(group, option, options),
+            did_you_mean(group, option, options),
         )
     return Problem("The YAML files", f"can't be composed: {_first_line(error)}", "See the files under --config-dir.")
 
 
 def _first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0] or (str(error.__cause__) if error.__cause__ else type(error).__name__)
-
-
-def quote(text: str) -> str:
-    """Text as a value of an override, whatever characters it has."""
-    return f"'{_escape(text)}'"
-
-
-def _escape(text: str) -> str:
-    return text.replace("\\", "\\\\").replace("'", "\\'")

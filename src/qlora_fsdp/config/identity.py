@@ -1,4 +1,4 @@
-"""Which settings make a run what it is, and which may change without making it another one. Imports no torch."""
+"""Which settings make a run what it is, and which may change without making it another run. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import yaml
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.config.settings import all_settings, value_of
 
-# What changes no number, or only the rounding of sums. A setting that is not here is part of what the run is.
+# These settings change no number, or only the rounding of sums. Any other setting is part of what the run is.
 _HARMLESS_SECTIONS = ("run", "fsdp", "memory", "kernels", "checkpoint", "tracking", "distributed", "launch", "slurm")
 _HARMLESS = (
     "model.name",
@@ -35,12 +35,12 @@ def is_harmless(key: str) -> bool:
 
 
 def plain_settings(config: Config) -> dict[str, Any]:
-    """Every setting by its key, as JSON has it."""
+    """Returns every setting by its key, as JSON has it."""
     return {key: _plain(value_of(config, key)) for key in all_settings()}
 
 
 def read_settings(file: Path) -> dict[str, Any]:
-    """Every setting in a run's config.yaml by its key, as JSON has it; empty where there is none."""
+    """Returns every setting in a run's config.yaml by its key, as JSON has it; empty if there is no such file."""
     try:
         sections = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError):
@@ -50,7 +50,7 @@ def read_settings(file: Path) -> dict[str, Any]:
 
 
 def find_changes(new: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Settings that differ: new and old value by key. One that did not exist then had its default."""
+    """Returns the settings that differ, with the new and the old value. A setting that was not yet had its default."""
     was = {key: old[key] if key in old else plain_default(key) for key in new}
     return {key: (value, was[key]) for key, value in new.items() if value != was[key]}
 
@@ -64,5 +64,5 @@ def _plain(value: Any) -> Any:
 
 
 def plain_default(key: str) -> Any:
-    """The default of a setting, as JSON has it; for what was written before the setting existed."""
+    """Returns the default of a setting, as JSON has it, for what was written before the setting existed."""
     return _plain(all_settings()[key].default)

@@ -1,8 +1,8 @@
 """Does what accelerate was told about the run contradict the configuration?
 
-accelerate only starts the processes; settings come from Hydra. But whoever keeps an accelerate config from another
+accelerate only starts the processes, and the settings come from Hydra. A user with an accelerate config from another
 project may ask there for offload or mixed precision, and would not get it. accelerate writes its own defaults into
-every `FSDP_*` variable, so only a value that asks for more than the default tells what a user wrote.
+every `FSDP_*` variable, so that only a value that asks for more than the default shows what a user wrote.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from qlora_fsdp.common.errors import Problem
 from qlora_fsdp.config.schema import Activations, Config, Dtype
 from qlora_fsdp.config.settings import show, value_of
 
-# accelerate takes names, or numbers from 1.
+# accelerate takes these names, or their numbers from 1.
 _STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 
 _OTHER_ENGINES = {

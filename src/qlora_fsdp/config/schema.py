@@ -1,14 +1,41 @@
-"""The contract: every setting, its type and its default. YAML under conf/ only supplies values.
+"""Every setting, its type, its default and its bounds. YAML under conf/ only chooses other values.
 
 Names follow `BitsAndBytesConfig` (quant), `LoraConfig` (lora) and FSDP (fsdp) wherever these have one. The comment
-above a field is its documentation: docs/configuration.md is generated from it. Nothing here imports torch.
+above a field is its documentation: docs/configuration.md is generated from this module. Nothing here imports torch.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
+
+from typing_extensions import assert_never
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The finite numbers that a setting takes: those from `low` on, or above it if `low` is excluded, below `high`."""
+
+    low: float
+    includes_low: bool
+    high: float
+
+    def allow(self, value: float) -> bool:
+        """Whether a setting may have this value."""
+        return self.low < value < self.high or (self.includes_low and value == self.low)
+
+    def __str__(self) -> str:
+        text = f"at least {self.low:g}" if self.includes_low else f"greater than {self.low:g}"
+        return text + (f" and less than {self.high:g}" if math.isfinite(self.high) else "")
+
+
+def bounds(*, at_least: float | None = None, above: float | None = None, below: float = math.inf) -> dict[str, Bounds]:
+    """The metadata of a field whose numbers are bounded; give either `at_least` or `above`."""
+    low = above if at_least is None else at_least
+    assert low is not None, "a bounded setting has a lower bound"
+    return {"bounds": Bounds(low, at_least is not None, below)}
 
 
 class TaskName(Enum):
@@ -136,63 +163,66 @@ class WandbMode(Enum):
 
 @dataclass
 class RunConfig:
-    # Name of the run; also the last part of the default folder, and the run's name in W&B.
+    # Name of the run. It is also the last part of the default folder, and the run's name in W&B.
     name: str = "run"
-    # The run folder itself. Everything the run writes is in it.
+    # The run folder. Everything that the run writes is in it.
     folder: str = "outputs/${run.name}"
-    # Start anew in a folder that already holds a run; its files, checkpoints included, are replaced.
+    # Start anew in a folder that already holds a run. Its files are replaced, checkpoints included.
     overwrite: bool = False
 
 
 @dataclass
 class TaskConfig:
-    # What is learned: the next token; or, with a new head, the labels of whole rows, {"text": ..., "label": ...}, or of
-    # words, {"tokens": [...], "labels": [...]}.
+    # What the model learns. `causal_lm` is the next token. The other two train a new head: on the labels of whole rows,
+    # {"text": ..., "label": ...}, or on the labels of words, {"tokens": [...], "labels": [...]}.
     name: TaskName = TaskName.causal_lm
-    # One label a row, any number of labels a row (a list), or numbers. The names are those of transformers.
+    # Whether a row has one label, any number of labels (a list), or numbers. The names are those of transformers.
     problem_type: ProblemType = ProblemType.single_label_classification
-    # Names of the labels in the order of the head's outputs; rows give a label by its name or its index. For
-    # regression, names of the numbers; null: one number.
+    # Names of the labels in the order of the head's outputs. Rows give a label by its name or its index. For regression
+    # these are the names of the numbers, and null means that there is one number.
     labels: list[str] | None = None
-    # Weights of the labels in the loss, in the same order (with several labels a row: of their positives), or
-    # `balanced`: inverse to how often each occurs. null: all count alike.
+    # Weights of the labels in the loss, in the same order. Where a row may have several labels, they weigh the positive
+    # ones. `balanced` weighs each label inversely to how often it occurs. null weighs all alike.
     class_weights: Any = None
 
 
 @dataclass
 class ModelConfig:
     # Short name of the model, for messages.
-    name: str = ""
+    name: str = "custom"
     # A folder with config.json and safetensors files, or a hub name such as meta-llama/Meta-Llama-3-8B.
     path: str | None = None
     # Branch, tag or commit of a hub model.
     revision: str | None = None
-    # Where the tokenizer is, if not beside the model. `bytes` is a built-in byte-level tokenizer.
+    # Where the tokenizer is, if it is not beside the model. `bytes` is a built-in tokenizer whose tokens are bytes.
     tokenizer_path: str | None = None
-    # `random` makes up weights from the config alone: dry runs at real size, with no download.
+    # `random` initialises the weights randomly, from the model's config alone. This is for dry runs at real size, and
+    # needs no download.
     weights: Weights = Weights.checkpoint
-    # Attention kernel. `auto`: flash_attention_4 where it is installed, on a Hopper or Blackwell GPU; else varlen,
+    # Attention kernel. `auto` is flash_attention_4 where it is installed, on a Hopper or Blackwell GPU; else varlen,
     # where torch and the GPU have it; else sdpa, or eager for models that transformers has no sdpa for.
     attn_implementation: AttnImplementation = AttnImplementation.auto
-    # Keep the quantized weights in files (bitsandbytes' format), which later runs and the jobs of a sweep load: a
-    # quarter of the bytes, quantized already. Written by the first run that needs them.
+    # Keep the quantized weights in files, in bitsandbytes' format. Later runs and the other jobs of a sweep then load
+    # these: they are a quarter of the bytes, and quantized already. The first run that needs them writes them.
     cache_quantized: bool = False
-    # Where these are kept; of many nodes, best a disk of each. null: ~/.cache/qlora_fsdp/quantized
+    # Folder of these files. With several nodes, a disk of each node is best. null: ~/.cache/qlora_fsdp/quantized
     cache_folder: str | None = None
-    # Run model code that comes with the checkpoint. Only for checkpoints you trust.
+    # Run model code that comes with the model's files. Set it only for models that you trust. It counts where you set
+    # it yourself, and never in the settings that come with an adapter.
     trust_remote_code: bool = False
-    # The transformers config of the model (model_type, hidden_size, ...), for `weights=random`: used alone, or, where
-    # `path` is a local folder, over its config.json. A checkpoint that is loaded keeps its own config.json.
+    # The transformers config of the model (model_type, hidden_size, ...), for `model.weights=random`. It is used alone,
+    # or over the config.json in `model.path` if that is a local folder. A model that is loaded from files keeps its own
+    # config.json.
     config: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
 class TokenizerConfig:
-    # New tokens, which the tokenizer then never splits. Their rows of embeddings and head are trained, alone (PEFT's
-    # trainable_token_indices), unless lora.modules_to_save names the embeddings or the head; a new row starts at the
-    # mean of the old ones. A token that the tokenizer has already is trained from the row it has.
+    # New tokens, which the tokenizer then never splits. Only their rows of the embeddings and of the head are trained
+    # (PEFT's trainable_token_indices), unless lora.modules_to_save names the embeddings or the head. A new row starts
+    # at the mean of the old ones. A token that the tokenizer already has is trained from the row that it has.
     add_tokens: list[str] = field(default_factory=list)
-    # The same, as special tokens: left out when text is decoded with skip_special_tokens.
+    # The same, as special tokens: they are left out when text is decoded with skip_special_tokens.
     add_special_tokens: list[str] = field(default_factory=list)
 
 
@@ -200,39 +230,42 @@ class TokenizerConfig:
 class QuantConfig:
     # Quantize linear layers to 4 bits (QLoRA, arXiv:2305.14314).
     load_in_4bit: bool = True
-    # Quantize linear layers to 8 bits: int8 codes with one fp32 scale a row (LLM.int8, arXiv:2208.07339, weights only).
+    # Quantize linear layers to 8 bits: int8 codes with one fp32 scale per row (the weights of LLM.int8,
+    # arXiv:2208.07339).
     load_in_8bit: bool = False
     # Code book of the 4-bit codes.
     bnb_4bit_quant_type: QuantType4bit = QuantType4bit.nf4
-    # Quantize the scales too: 0.37 bits a weight less.
+    # Quantize the scales too, which saves 0.37 bits per weight.
     bnb_4bit_use_double_quant: bool = True
-    # dtype in which codes are stored and gathered. `auto`: bfloat16. uint8 needs torch >= 2.13; float16 is refused.
+    # dtype in which codes are stored and gathered. `auto` is bfloat16. uint8 needs torch >= 2.13. float16 is refused.
     bnb_4bit_quant_storage: QuantStorage = QuantStorage.auto
-    # dtype of the matrix products. `auto`: training.precision; where that is auto, another value sets both. float16 is
-    # refused.
+    # dtype of the matrix products. `auto` follows training.precision. If training.precision is auto, another value here
+    # sets both. float16 is refused.
     bnb_4bit_compute_dtype: Dtype = Dtype.auto
-    # How frozen input embeddings and a frozen output head are stored. none: in training.precision. int8: codes with one
-    # fp32 scale a row, half the memory.
+    # How frozen input embeddings and a frozen output head are stored. `none`: in training.precision. `int8`: as codes
+    # with one fp32 scale per row, in half the memory.
     embeddings: EmbeddingStorage = EmbeddingStorage.none
-    # Linear layers to leave unquantized, by name or end of name. null: the output head, as in transformers.
+    # Linear layers to leave unquantized, by their names or by the ends of these. null leaves out the output head, as
+    # transformers does.
     llm_int8_skip_modules: list[str] | None = None
 
 
 @dataclass
 class LoraConfig:
     # Rank of the adapters.
-    r: int = 16
-    # The adapters' output is scaled by lora_alpha / r (lora_alpha / sqrt(r) with use_rslora).
-    lora_alpha: float = 32
+    r: int = field(default=16, metadata=bounds(at_least=1))
+    # The adapters' output is scaled by lora_alpha / r, or by lora_alpha / sqrt(r) with use_rslora.
+    lora_alpha: float = field(default=32, metadata=bounds(above=0))
     # Dropout on the adapters' input.
-    lora_dropout: float = 0.0
-    # Names, or ends of names, of the linear layers to adapt; a regular expression; or `all-linear`.
+    lora_dropout: float = field(default=0.0, metadata=bounds(at_least=0, below=1))
+    # The linear layers to adapt: a list of names or of ends of names; a regular expression; or `all-linear`.
     target_modules: Any = "all-linear"
     # Names, or ends of names, of layers that target_modules should not match.
     exclude_modules: list[str] | None = None
-    # Modules trained in full and saved with the adapter, e.g. a classification head.
+    # Modules that are trained in full and saved with the adapter, e.g. a classification head.
     modules_to_save: list[str] | None = None
-    # true (Kaiming A, zero B), gaussian, or orthogonal. Others start from the full-precision weight: refused by name.
+    # true (Kaiming A, zero B), gaussian, or orthogonal. Other initialisations of PEFT start from the full-precision
+    # weights, and are refused by name.
     init_lora_weights: Any = True
     # Rank-stabilized scaling (arXiv:2312.03732).
     use_rslora: bool = False
@@ -246,21 +279,21 @@ class LoraConfig:
 
 @dataclass
 class FsdpConfig:
-    # FULL_SHARD: every rank holds a part of each layer. SHARD_GRAD_OP: the same, with layers that stay gathered between
-    # forward and backward. HYBRID_SHARD: shard within groups of hybrid_shard_size, replicate between them. NO_SHARD:
-    # every rank holds all.
+    # FULL_SHARD: every rank holds a part of each layer. SHARD_GRAD_OP: the same, but layers stay gathered between
+    # forward and backward. HYBRID_SHARD: parameters are sharded within groups of hybrid_shard_size ranks and replicated
+    # between the groups. NO_SHARD: every rank holds all parameters.
     sharding_strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD
-    # Free a layer after its forward, and gather it again for backward. null: unless the memory plan has room to keep
-    # all layers gathered.
+    # Free a layer after its forward, and gather it again for backward. null frees layers unless the memory plan has
+    # room to keep all of them gathered.
     reshard_after_forward: bool | None = None
-    # Ranks a shard group under HYBRID_SHARD. null: the ranks of one node.
-    hybrid_shard_size: int | None = None
-    # Keep shards (and optimizer state) in host memory; layers come to the GPU to be used.
+    # Ranks per shard group under HYBRID_SHARD. null: the ranks of one node.
+    hybrid_shard_size: int | None = field(default=None, metadata=bounds(at_least=1))
+    # Keep shards and optimizer state in host memory. Layers come to the GPU only to be used.
     cpu_offload: bool = False
-    # Layers gathered ahead of the one that runs, in forward; at least 1 with cpu_offload.
-    forward_prefetch: int = 1
-    # The same in backward, at least 1.
-    backward_prefetch: int = 1
+    # Layers that are gathered ahead of the running one in forward. With cpu_offload it is at least 1.
+    forward_prefetch: int = field(default=1, metadata=bounds(at_least=0))
+    # The same in backward, where FSDP2 always gathers one layer ahead.
+    backward_prefetch: int = field(default=1, metadata=bounds(at_least=1))
 
     @property
     def reshards(self) -> bool:
@@ -268,44 +301,50 @@ class FsdpConfig:
         return self.reshard_after_forward is not False and self.sharding_strategy is not ShardingStrategy.SHARD_GRAD_OP
 
     def num_shards(self, num_ranks: int, local_num_ranks: int) -> int:
-        """Ranks among which every parameter is split, of so many in all and on a node."""
-        if self.sharding_strategy is ShardingStrategy.HYBRID_SHARD:
-            return self.hybrid_shard_size or local_num_ranks
-        return 1 if self.sharding_strategy is ShardingStrategy.NO_SHARD else num_ranks
+        """Ranks among which every parameter is split, given the ranks in all and those of one node."""
+        match self.sharding_strategy:
+            case ShardingStrategy.FULL_SHARD | ShardingStrategy.SHARD_GRAD_OP:
+                return num_ranks
+            case ShardingStrategy.HYBRID_SHARD:
+                return self.hybrid_shard_size or local_num_ranks
+            case ShardingStrategy.NO_SHARD:
+                return 1
+            case other:
+                assert_never(other)
 
     def takes_part(self, num_shards: int) -> bool:
-        """Whether there is anything for FSDP to do: parameters are split, or come from host memory."""
+        """Whether FSDP has anything to do: parameters are split, or they come from host memory."""
         return num_shards > 1 or self.cpu_offload
 
 
 @dataclass
 class MemoryConfig:
-    # What becomes of a layer's activations until backward. none: they are kept. selective: but for the norms' outputs,
-    # which cost little to make again. full: only the layer's input is kept, the rest is computed again. every_k: full
-    # for every k-th layer. offload: as full, with the inputs in host memory. auto: for each layer the fastest of these
-    # with which the run fits, by the memory plan.
+    # What happens to a layer's activations until backward needs them. none: all are kept. selective: all but the norms'
+    # outputs, which cost little to compute again. full: only the layer's input is kept, and the rest is computed again.
+    # every_k: full for every k-th layer. offload: full, with the layers' inputs in host memory. auto: for each layer
+    # the fastest of these with which the run fits, by the memory plan.
     activations: Activations = Activations.auto
-    # k of every_k.
+    # The k of every_k.
     every_k: int = 2
-    # GiB of a GPU that the run may use in all; held to, so that it stands for a smaller GPU. null: the free memory less
-    # 5 %, which auto counts with.
-    target_gib: float | None = None
-    # When the GPU is out of memory, write torch's record of allocations to the run folder (for
-    # pytorch.org/memory_viz). Slows steps a little.
+    # GiB of each GPU that the run may use in all. The limit is enforced, so that a large GPU can stand for a smaller
+    # one. null: the free memory less 5 %, by which auto decides.
+    target_gib: float | None = field(default=None, metadata=bounds(above=0))
+    # When the GPU runs out of memory, write torch's record of allocations to the run folder, for
+    # pytorch.org/memory_viz. This slows steps a little.
     snapshot: bool = False
 
 
 @dataclass
 class ComputeConfig:
-    # Products with the quantized base. dequantized: in training.precision. fp8: both factors in float8_e4m3fn with a
-    # scale a row, forward and for the input's gradient; the adapters' products stay in bfloat16. 4-bit bases on Ada,
-    # Hopper or later.
+    # Matrix products with the quantized base. dequantized: in training.precision. fp8: both factors in float8_e4m3fn
+    # with one scale per row, in forward and for the gradient of the input; the adapters' products stay in bfloat16. fp8
+    # needs a 4-bit base and an Ada, Hopper or later GPU.
     matmul: MatmulKind = MatmulKind.dequantized
 
 
 @dataclass
 class KernelsConfig:
-    # RMS norms. auto: Liger's fused kernels (arXiv:2410.10989) on a GPU where they are installed and know the model,
+    # RMS norms. auto: Liger's fused kernels (arXiv:2410.10989) on a GPU, where they are installed and know the model;
     # else torch's own operations.
     rms_norm: Kernel = Kernel.auto
     # Rotary position embeddings.
@@ -314,18 +353,19 @@ class KernelsConfig:
     glu: Kernel = Kernel.auto
     # The loss over a frozen output head.
     cross_entropy: Kernel = Kernel.auto
-    # Compute q, k and v together, and gate, up and down, where all are quantized and adapted without dropout or DoRA;
-    # with rms_norm=auto also, on a GPU, each norm of a Llama, Mistral, Qwen 2 or 3 layer with its residual. false: each
-    # by itself.
+    # Compute q, k and v together, and gate, up and down, where all of them are quantized and adapted without dropout or
+    # DoRA. On a GPU with rms_norm=auto, each norm of a Llama, Mistral, Qwen 2 or Qwen 3 layer is also computed together
+    # with its residual. false computes each by itself.
     fuse_layers: bool = True
 
 
 @dataclass
 class DataConfig:
-    # A .jsonl, .json, .csv or .parquet file, a folder of .txt/.md files or of any of these, or a hub data set's name.
+    # A .jsonl, .json, .csv or .parquet file; a folder of .txt or .md files or of any of these; or a hub data set's
+    # name.
     path: str | None = None
-    # Several of these with their weights, instead of path: {chats.jsonl: 3, code.jsonl: 1} makes three of four rows
-    # chats. An epoch has every row at least once; what is small for its weight is repeated.
+    # Several of these with their weights, in place of path: {chats.jsonl: 3, code.jsonl: 1} takes three of four rows
+    # from chats. An epoch has every row at least once. A data set that is small for its weight is repeated.
     mix: dict[str, float] = field(default_factory=dict)
     # Subset of a hub data set.
     name: str | None = None
@@ -333,96 +373,98 @@ class DataConfig:
     split: str = "train"
     # Held-out data of the same form. null: eval_fraction of the rows.
     eval_path: str | None = None
-    # Part of the rows held out for evaluation when there is no eval_path. 0: no evaluation.
-    eval_fraction: float = 0.0
-    # Use at most this many rows (after shuffling by training.seed), of a mix of each data set. null: all.
-    max_rows: int | None = None
-    # Form of the rows. `auto` looks at their keys. `random`: random tokens, for dry runs.
+    # Part of the rows that is held out for evaluation when there is no eval_path. 0: no evaluation.
+    eval_fraction: float = field(default=0.0, metadata=bounds(at_least=0, below=1))
+    # Use at most this many rows, after shuffling by training.seed. For a mix this holds for each of its data sets.
+    # null: all rows.
+    max_rows: int | None = field(default=None, metadata=bounds(at_least=1))
+    # Form of the rows. `auto` looks at their keys. `random` makes random tokens, for dry runs.
     format: DataFormat = DataFormat.auto
-    # Train on the completion (the assistant's turns), or on every token.
+    # Whether to train on the completion, which is the assistant's turns, or on every token.
     loss_on: LossOn = LossOn.completion
     # A Jinja file, or the name of a template that ships here (chatml, llama3, alpaca). null: the tokenizer's own.
     chat_template: str | None = None
-    # What to do with an unusable row: stop and list them, leave them out, or cut rows longer than training.max_length
-    # (other bad rows are left out).
+    # What to do with an unusable row. error: stop and list all of them. skip: leave it out. truncate: cut it if it is
+    # longer than training.max_length, and leave it out if it is unusable for another reason.
     bad_rows: BadRows = BadRows.truncate
-    # Read the rows while training, for data that is larger than the disk, in the order of the files. training.max_steps
-    # tells the end, and evaluation needs data.eval_path. Every rank reads and tokenizes all rows.
+    # Read the rows while training, in the order of the files. This is for data that is larger than the disk. It needs
+    # training.max_steps to know the end, and data.eval_path to evaluate. Every rank reads and tokenizes all rows.
     streaming: bool = False
-    # With streaming: rows that are tokenized, packed together and shuffled at a time, ahead of the training.
-    buffer_rows: int = 10000
-    # Processes that tokenize. null: one a CPU core this rank may use, at most 8.
-    num_proc: int | None = None
+    # With streaming: the rows that are tokenized, packed and shuffled together, ahead of the training.
+    buffer_rows: int = field(default=10000, metadata=bounds(at_least=1))
+    # Processes that tokenize. null: one per CPU core that this rank may use, at most 8.
+    num_proc: int | None = field(default=None, metadata=bounds(at_least=1))
     # Where tokenized data is kept. null: ~/.cache/qlora_fsdp/data
     cache_folder: str | None = None
 
 
 @dataclass
 class OptimConfig:
-    # adamw: torch's fused AdamW. adamw_8bit: bitsandbytes' block-wise 8-bit state (arXiv:2110.02861).
+    # adamw: torch's fused AdamW. adamw_8bit: bitsandbytes' AdamW with block-wise 8-bit state (arXiv:2110.02861).
     name: Optimizer = Optimizer.adamw
     # Decoupled weight decay (arXiv:1711.05101).
-    weight_decay: float = 0.0
+    weight_decay: float = field(default=0.0, metadata=bounds(at_least=0))
     # Decay of the running means of the gradient and of its square.
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
     # Added to the denominator.
-    eps: float = 1e-8
-    # Clip the gradient's global norm to this. 0: do not clip.
-    max_grad_norm: float = 1.0
+    eps: float = field(default=1e-8, metadata=bounds(above=0))
+    # Clip the gradient's global norm to this. 0 does not clip.
+    max_grad_norm: float = field(default=1.0, metadata=bounds(at_least=0))
     # Shape of the learning rate after warmup.
     lr_scheduler_type: LrScheduler = LrScheduler.cosine
-    # Part of the steps over which the learning rate rises from 0.
-    warmup_ratio: float = 0.03
-    # Steps of warmup; wins over warmup_ratio.
-    warmup_steps: int | None = None
+    # Part of the steps during which the learning rate rises from 0.
+    warmup_ratio: float = field(default=0.03, metadata=bounds(at_least=0, below=1))
+    # Number of warmup steps. It wins over warmup_ratio.
+    warmup_steps: int | None = field(default=None, metadata=bounds(at_least=0))
 
 
 @dataclass
 class TrainingConfig:
-    # Tokens a sequence, at most.
-    max_length: int = 2048
-    # Optimizer steps. null: num_epochs over the data. Wins over num_epochs: the data is repeated as often as needed.
-    max_steps: int | None = None
+    # Most tokens per sequence.
+    max_length: int = field(default=2048, metadata=bounds(at_least=2))
+    # Optimizer steps. It wins over num_epochs: the data is repeated as often as needed. null: num_epochs over the data.
+    max_steps: int | None = field(default=None, metadata=bounds(at_least=1))
     # Passes over the data.
-    num_epochs: float = 1.0
-    # Sequences a GPU a forward pass. `auto`: the power of two, dividing the global batch, with the best predicted
-    # speed.
-    micro_batch_size: Any = 1
-    # Sequences an optimizer step, over all ranks. null: micro_batch_size x ranks.
-    global_batch_size: int | None = None
+    num_epochs: float = field(default=1.0, metadata=bounds(above=0))
+    # Sequences per GPU and forward pass. `auto`: the power of two that divides the global batch and has the best
+    # predicted speed.
+    micro_batch_size: Any = field(default=1, metadata=bounds(at_least=1))
+    # Sequences per optimizer step, over all ranks. null: micro_batch_size x ranks.
+    global_batch_size: int | None = field(default=None, metadata=bounds(at_least=1))
     # Peak learning rate.
-    learning_rate: float = 2e-4
-    # Seed of initialisation, data order and dropout.
-    seed: int = 0
-    # Put several rows into one sequence of max_length tokens, without letting them see one another.
+    learning_rate: float = field(default=2e-4, metadata=bounds(above=0))
+    # Seed of the initialisation, of the data's order and of dropout.
+    seed: int = field(default=0, metadata=bounds(at_least=0, below=2**31))
+    # Put several rows into one sequence of max_length tokens, without letting them attend to one another.
     packing: bool = True
-    # dtype of activations and matrix products. `auto`: bfloat16 on GPUs that have it, else float32. float16 is refused:
-    # it needs loss scaling, which is not here.
+    # dtype of activations and matrix products. `auto`: bfloat16 on GPUs that have it, else float32. float16 is refused,
+    # because it needs loss scaling, which is not here.
     precision: Dtype = Dtype.auto
-    # Evaluate every so many steps, and at the end. null: only before and after.
-    eval_every_steps: int | None = None
-    # What to do when a step's loss or gradient is NaN or infinite; its rows are written to run.folder/bad_steps. stop:
-    # save and end. skip: go on with the next batch. rollback: the same, from the weights of the newest checkpoint.
+    # Evaluate each time this many steps are done, and at the end. null: only before and after training.
+    eval_every_steps: int | None = field(default=None, metadata=bounds(at_least=1))
+    # What to do when a step's loss or gradient is NaN or infinite. Its rows are written to run.folder/bad_steps. stop:
+    # save and end. skip: continue with the next batch. rollback: the same, from the weights of the newest checkpoint.
     on_bad_step: OnBadStep = OnBadStep.stop
-    # A step is bad, too, when its gradient's norm is more than so many times the median of the last 100. null: never.
-    grad_norm_spike: float | None = None
+    # A step is also bad when its gradient norm is more than this many times the median of the last 100 steps. null:
+    # never.
+    grad_norm_spike: float | None = field(default=None, metadata=bounds(above=1))
 
 
 @dataclass
 class CheckpointConfig:
-    # Write a checkpoint, which has the adapter too, every so many steps. null: not by steps. SIGTERM, SIGUSR1 and the
-    # first Ctrl-C write one in any case, and end the run.
-    every_steps: int | None = None
-    # Write a checkpoint when so many minutes have passed since the last.
-    every_minutes: float | None = None
-    # Checkpoints to keep; older ones are removed once a newer one is whole.
-    keep_last: int = 2
-    # Besides these, keep so many of those with the lowest evaluation loss.
-    keep_best: int = 0
-    # auto: go on from the newest checkpoint in run.folder, if there is one. none: start anew, which removes them. Or
-    # the folder of a checkpoint, of this run or another.
+    # Write a checkpoint, which includes the adapter, each time this many steps are done. null: not by steps. SIGTERM,
+    # SIGUSR1 and the first Ctrl-C write one in any case, and end the run.
+    every_steps: int | None = field(default=None, metadata=bounds(at_least=1))
+    # Write a checkpoint when this many minutes have passed since the last one.
+    every_minutes: float | None = field(default=None, metadata=bounds(above=0))
+    # Number of checkpoints to keep. An older one is removed once a newer one is complete.
+    keep_last: int = field(default=2, metadata=bounds(at_least=1))
+    # Besides these, keep this many of those with the lowest evaluation loss.
+    keep_best: int = field(default=0, metadata=bounds(at_least=0))
+    # auto: resume from the newest checkpoint in run.folder, if there is one. none: start anew, which removes the
+    # checkpoints. Or the folder of a checkpoint, of this run or of another.
     resume: str = "auto"
-    # Settings that may differ from the checkpoint's though the run is then another one, e.g. [training.learning_rate].
+    # Settings that may differ from the checkpoint's although this makes it another run, e.g. [training.learning_rate].
     allow_changes: list[str] = field(default_factory=list)
 
 
@@ -434,53 +476,53 @@ class TrackingConfig:
     project: str = "qlora-fsdp"
     # W&B user or team. null: the key's own.
     entity: str | None = None
-    # Upload the adapter to W&B when the run has finished, as an artifact.
+    # Upload the adapter to W&B as an artifact when the run has finished.
     log_adapter: bool = False
     # Write TensorBoard's event files to run.folder/tensorboard.
     tensorboard: bool = False
-    # At every evaluation, complete the beginnings of so many held-out rows: to generations.jsonl, report.html and the
-    # trackers. 0: none.
-    num_generations: int = 0
-    # Tokens of each, at most. Every token is a pass through the whole model.
-    generation_tokens: int = 64
+    # At every evaluation, let the model complete the beginnings of this many held-out rows. The texts go to
+    # generations.jsonl, report.html and the trackers. 0: none.
+    num_generations: int = field(default=0, metadata=bounds(at_least=0))
+    # Most tokens per completion. Every token is a pass through the whole model.
+    generation_tokens: int = field(default=64, metadata=bounds(at_least=1))
 
 
 @dataclass
 class DistributedConfig:
-    # A collective that takes longer than this means that a rank is gone or stuck: all stop.
-    timeout_seconds: int = 600
+    # A collective that takes longer than this means that a rank is gone or stuck, and ends all ranks.
+    timeout_seconds: int = field(default=600, metadata=bounds(at_least=1))
 
 
 @dataclass
 class LaunchConfig:
-    # For jobs that `-m` or `hydra/launcher=...` starts. Processes a job, one a GPU; on SLURM, a node. null: jobs that
-    # run at the same time get equal shares of the GPUs.
-    num_processes: int | None = None
+    # For jobs that `-m` or `hydra/launcher=...` starts: processes per job, one per GPU; on SLURM, per node. null: jobs
+    # that run at the same time get equal shares of the GPUs.
+    num_processes: int | None = field(default=None, metadata=bounds(at_least=1))
     # An accelerate config. null: accelerate_configs/one_node.yaml, or multi_node.yaml where slurm.nodes is above 1.
     config_file: str | None = None
     # GPUs of this host to use, by index. null: all that are visible.
     devices: list[int] | None = None
     # Jobs of a sweep that run at the same time, on disjoint GPUs.
-    parallel: int = 1
+    parallel: int = field(default=1, metadata=bounds(at_least=1))
     # Print the commands or the job script, and start nothing.
     dry_run: bool = False
 
 
 @dataclass
 class SlurmConfig:
-    # Partition (queue). null: the cluster's default, as for all below.
+    # Partition (queue). null: the cluster's default, as for all settings below.
     partition: str | None = None
     # Account to charge.
     account: str | None = None
-    # Time limit of a job, e.g. 24:00:00 or 2-00:00:00 (in YAML with quotes). A run that needs longer queues again.
+    # Time limit of a job, e.g. 24:00:00 or 2-00:00:00 (in YAML with quotes). A run that needs longer is queued again.
     time: str | None = None
-    # Nodes a job; each starts launch.num_processes processes.
-    nodes: int = 1
-    # GPUs a node; also the number of processes where launch.num_processes is null.
-    gpus_per_node: int | None = None
-    # CPU cores a node. null: the cluster's default for one task, which may be 1.
-    cpus_per_task: int | None = None
-    # Further options of sbatch, one an entry: ["--qos=long","--mem=0"].
+    # Nodes per job. Each starts launch.num_processes processes.
+    nodes: int = field(default=1, metadata=bounds(at_least=1))
+    # GPUs per node. It is also the number of processes where launch.num_processes is null.
+    gpus_per_node: int | None = field(default=None, metadata=bounds(at_least=1))
+    # CPU cores per node. null: the cluster's default for one task, which may be 1.
+    cpus_per_task: int | None = field(default=None, metadata=bounds(at_least=1))
+    # Further options of sbatch, one per entry: ["--qos=long","--mem=0"].
     options: list[str] = field(default_factory=list)
     # Environment modules to load, e.g. [cuda/12.8].
     modules: list[str] = field(default_factory=list)
@@ -488,8 +530,8 @@ class SlurmConfig:
     setup: list[str] = field(default_factory=list)
     # Container image, through srun --container-image (Pyxis). Its `python` is used.
     container: str | None = None
-    # Seconds before the time limit at which a run is told to save, after which the job queues again.
-    signal_seconds: int = 120
+    # Seconds before the time limit at which a run is told to save. The job is then queued again.
+    signal_seconds: int = field(default=120, metadata=bounds(at_least=1, below=65536))
 
 
 @dataclass

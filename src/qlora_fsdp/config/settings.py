@@ -1,4 +1,4 @@
-"""The schema as a table: one `Setting` a field, for messages, for --help and for docs/configuration.md."""
+"""The schema as a table with one `Setting` per field, for messages, for --help and for docs/configuration.md."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ class Setting:
 
     Attributes:
         key: dotted, as typed on the command line, e.g. `lora.r`.
-        type: the annotation with `Optional` taken off, e.g. `int`, `dict[str, Any]` or an Enum.
+        type: the annotation without `None`, e.g. `int`, `dict[str, Any]` or an Enum.
         is_optional: whether `null` is a value.
         default: the default, before interpolation.
         comment: the comment above the field.
+        bounds: the numbers that it takes, if these are bounded.
     """
 
     key: str
@@ -33,15 +34,16 @@ class Setting:
     is_optional: bool
     default: Any
     comment: str
+    bounds: schema.Bounds | None = None
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The values an Enum setting may have; empty for any other."""
+        """The values that an Enum setting may have; empty for any other setting."""
         return tuple(member.name for member in self.type) if isinstance(self.type, type(Enum)) else ()
 
     @property
     def expected(self) -> str:
-        """What a value must be, as the end of 'must be ...'."""
+        """What a value must be, as the end of a sentence that starts with 'must be'."""
         text = f"one of {', '.join(self.choices)}" if self.choices else _NOUNS[self.type]
         return text + (" or null" if self.is_optional else "")
 
@@ -61,7 +63,7 @@ _NOUNS = {
 }
 
 
-# Names of the same settings in transformers, TRL, PEFT and common speech, where these are too unlike to be guessed.
+# The names of settings in transformers, TRL, PEFT and common speech, where these are too different to be guessed.
 _OTHER_NAMES = {
     "alpha": "lora.lora_alpha",
     "batch_size": "training.micro_batch_size",
@@ -87,6 +89,9 @@ _OTHER_NAMES = {
 }
 
 
+SEVERAL_DATA_SETS = " For several data sets set data.mix={a.jsonl: 1, b.jsonl: 1} in its place."
+
+
 @cache
 def all_settings() -> dict[str, Setting]:
     """Returns every setting of the schema by its dotted key, in the schema's order."""
@@ -99,7 +104,7 @@ def nearest_settings(key: str) -> list[str]:
     name = key.rpartition(".")[2]
     if name in _OTHER_NAMES:
         return [_OTHER_NAMES[name]]
-    # The right name in the wrong section is commoner than a typo: optim.learning_rate, max_steps.
+    # The right name in a wrong section, such as optim.learning_rate, is more common than a typo.
     elsewhere = [k for k in keys if k.rpartition(".")[2] == name]
     return (elsewhere or difflib.get_close_matches(key, keys, n=1, cutoff=0.75))[:2]
 
@@ -112,7 +117,37 @@ def value_of(config: schema.Config, key: str) -> Any:
 
 def problem_with(config: schema.Config, key: str, reason: str, fix: str) -> Problem:
     """Returns the problem that the setting `key` has with its present value."""
-    return Problem(show(key, value_of(config, key)), reason, fix)
+    return problem_about(key, value_of(config, key), reason, fix)
+
+
+def problem_about(key: str, value: Any, reason: str, fix: str) -> Problem:
+    """Returns the problem that the setting `key` has with a value."""
+    return Problem(show(key, value), reason, fix, setting=key)
+
+
+def unknown_setting(key: str, value: Any) -> Problem:
+    """Returns the problem with a key that is no setting, with the one that was probably meant."""
+    section, _, name = key.rpartition(".")
+    sections = [*(field.name for field in fields(schema.Config)), "experiment"]
+    nearest = nearest_settings(key) or ([] if section else difflib.get_close_matches(key, sections, n=1, cutoff=0.7))
+    if nearest:
+        fix = f"Did you mean {' or '.join(nearest)}?"
+    elif (section or name) in sections:
+        prefix = (section or name) + "."
+        fix = f"{prefix[:-1]} has: {', '.join(k.removeprefix(prefix) for k in all_settings() if k.startswith(prefix))}."
+    else:
+        fix = "See --help for the commonest settings, docs/configuration.md for all."
+    return problem_about(key, value, "is not a setting.", fix)
+
+
+def wrong_type(key: str, value: Any) -> Problem:
+    """Returns the problem with a value that the setting `key` can't have."""
+    setting = all_settings()[key]
+    nearest = difflib.get_close_matches(str(value).lower(), [c.lower() for c in setting.choices], n=1)
+    by_lower = {choice.lower(): choice for choice in setting.choices}
+    best = by_lower[nearest[0]] if nearest else setting.default
+    fix = f"Set {show(key, best)}." + (SEVERAL_DATA_SETS if key == "data.path" else "")
+    return problem_about(key, value, f"must be {setting.expected}.", fix)
 
 
 def show(key: str, value: Any) -> str:
@@ -146,7 +181,7 @@ def _walk(config_class: type, prefix: str) -> Iterator[Setting]:
         if is_optional:
             (hint,) = (part for part in get_args(hint) if part is not type(None))
         default = field.default if field.default_factory is MISSING else field.default_factory()
-        yield Setting(key, hint, is_optional, default, comments.get(field.name, ""))
+        yield Setting(key, hint, is_optional, default, comments.get(field.name, ""), field.metadata.get("bounds"))
 
 
 def _comments(config_class: type) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The processes and the device that a run is launched on, as far as a configuration has to fit them."""
+"""The processes and the device on which a run is launched, as far as a configuration has to fit them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from qlora_fsdp.common.errors import DeviceError
 
 @dataclass(frozen=True)
 class World:
-    """What a run is launched on.
+    """The processes and the device on which a run is launched.
 
     Attributes:
-        num_ranks: processes in all.
-        rank: this process, from 0.
-        local_num_ranks: processes on this node.
-        local_rank: this process on its node, from 0.
-        device_type: where the model computes.
+        num_ranks: number of all processes.
+        rank: number of this process, from 0.
+        local_num_ranks: number of processes on this node.
+        local_rank: number of this process on its node, from 0.
+        device_type: the kind of device that computes the model.
         has_bf16: whether that device computes in bfloat16.
         has_fp8: whether that device multiplies matrices in fp8.
         torch_version: major and minor number, e.g. (2, 13).
@@ -36,12 +36,12 @@ class World:
 
     @staticmethod
     def from_environment(environ: Mapping[str, str]) -> World:
-        """Reads what accelerate or torchrun put into the environment; without any of it, one process.
+        """Reads what accelerate or torchrun has put into the environment. Without any of it, there is one process.
 
-        The device fields keep their defaults: only torch can tell them.
+        The fields about the device keep their defaults, because only torch knows them.
 
         Raises:
-            DeviceError: a variable is no number, or they contradict one another.
+            DeviceError: a variable is no number, or the variables contradict one another.
         """
         num_ranks = _number(environ, "WORLD_SIZE", 1)
         rank = _number(environ, "RANK", 0)

@@ -1,7 +1,7 @@
-"""Stage 7, batch: the order of an epoch, its split over ranks and micro-batches, and their tensors.
+"""Stage 7, batch: which sequences each rank computes, and their tensors.
 
-The order is of the whole data and the split comes after it, so the same data gives the same global batches at any
-number of ranks and any micro-batch size.
+The whole data is put in order first, and divided among ranks and micro-batches afterwards. So the same data gives the
+same global batches at any number of ranks and any micro-batch size.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from qlora_fsdp.common.sizes import IGNORE_INDEX
 from qlora_fsdp.data.sequences import Indices, TrainingData
 
-IGNORE_INDEX = -100  # as in torch.nn.functional.cross_entropy
-LENGTH_MULTIPLE = 8  # matrix products run faster on such lengths
+LENGTH_MULTIPLE = 8  # matrix products run faster on lengths that are multiples of it
 
 
 @dataclass(frozen=True)
@@ -26,14 +26,14 @@ class Batch:
 
     Attributes:
         input_ids: int64 [B, L].
-        targets: int64 [B, L], the token that follows in the same row, or -100: no loss there.
+        targets: int64 [B, L], the token that follows in the same row, or -100 where there is no loss.
         position_ids: int64 [B, L], from 0 in each row.
         sequence_starts: int32 [num_rows + 1], where rows begin in the flattened B x L tokens, and B x L at the end.
-            Padding at the end of a sequence is a row too.
-        max_row_length: tokens of the longest row.
-        labels: float32 [num_labels, numbers a label]; None where tokens are predicted.
-        label_positions: int64 [num_labels], where they belong: among the B sequences, or, if tokens have them, among
-            the B x L tokens.
+            Padding at the end of a sequence counts as a row.
+        max_row_length: number of tokens of the longest row.
+        labels: float32 [num_labels, numbers per label]; None where tokens are predicted.
+        label_positions: int64 [num_labels], what the labels belong to: their index among the B sequences, or among the
+            B x L tokens if tokens have labels.
     """
 
     input_ids: torch.Tensor
@@ -45,7 +45,7 @@ class Batch:
     label_positions: torch.Tensor | None = None
 
     def to(self, device: torch.device | str) -> Batch:
-        """Copies the tensors to `device`; without waiting if they are pinned."""
+        """Copies the tensors to `device`. The host does not wait for the copy if they are pinned."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> Batch:
@@ -62,8 +62,8 @@ class Batch:
 def micro_batch_indices(global_indices: Indices, *, rank: int, num_ranks: int, micro_batch_size: int) -> list[Indices]:
     """This rank's micro-batches of a global batch.
 
-    Micro-batch m of rank r is `global_indices[(m * num_ranks + r) * micro_batch_size :][:micro_batch_size]`. Where the
-    global batch is short, the last of some ranks are short or empty, but all ranks have as many.
+    Micro-batch m of rank r is `global_indices[(m * num_ranks + r) * micro_batch_size :][:micro_batch_size]`. All ranks
+    have the same number of micro-batches. If the global batch is short, some of the last ones are short or empty.
     """
     num_micro_batches = -(-len(global_indices) // (num_ranks * micro_batch_size))
     starts = [(micro * num_ranks + rank) * micro_batch_size for micro in range(num_micro_batches)]
@@ -73,12 +73,12 @@ def micro_batch_indices(global_indices: Indices, *, rank: int, num_ranks: int, m
 def collate(sequences: TrainingData, indices: Indices, *, micro_batch_size: int) -> Batch:
     """Makes the tensors of a micro-batch, on the CPU.
 
-    L is max_length with packing, so that shapes never change; else that of the longest row here, rounded up to a
-    multiple of 8.
+    With packing, L is max_length, so that shapes never change. Otherwise it is the length of the longest row in the
+    micro-batch, rounded up to a multiple of 8.
 
     Args:
-        sequences: where they are.
-        indices: [at most micro_batch_size]; the rest of the batch is padding, with no target.
+        sequences: the data.
+        indices: the sequences of the micro-batch. If they are fewer than B, the rest is padding without targets.
         micro_batch_size: B.
     """
     assert len(indices) <= micro_batch_size

@@ -1,7 +1,7 @@
-"""Stage 5, cache: tokenized rows as flat files, which every rank of the host maps into memory and shares.
+"""Stage 5, cache: tokenized rows as flat files, which all ranks of a host map into memory and share.
 
-A cache entry is a folder named by a fingerprint of everything its contents depend on. It is written under a temporary
-name and renamed, so that a folder with its final name is complete.
+A cache entry is a folder whose name is a fingerprint of everything that its contents depend on. It is written under a
+temporary name and then renamed, so a folder with its final name is complete.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from qlora_fsdp.data.counts import NUM_EXAMPLES, ReadReport, RowProblem
 from qlora_fsdp.data.tokenize import Mask, Tokens
 
-CACHE_VERSION = 9  # raise it when the same input gives other tokens
+CACHE_VERSION = 9  # to be raised when the same input gives other tokens
 REPORT = "report.json"
 
 
@@ -32,10 +32,11 @@ class TokenizedRows:
 
     Attributes:
         tokens: int32 [num_tokens], all rows one after another.
-        is_target: bool [num_tokens], whether a token is trained on, never the first of a row; or has a label.
-        starts: int64 [num_rows + 1], where rows begin in them.
-        num_targets: int32 [num_rows]; 1 for a row that has a label as a whole.
-        labels: float32 [sum of num_targets, numbers a label], as `data.labels` reads them; no numbers without labels.
+        is_target: bool [num_tokens], whether a token is trained on, or has a label. A row's first token is never
+            trained on, because nothing predicts it.
+        starts: int64 [num_rows + 1], where rows begin in `tokens`.
+        num_targets: int32 [num_rows], targets of each row; 1 for a row that has a label as a whole.
+        labels: float32 [sum of num_targets, numbers per label], as `data.labels` reads them; [0, 0] without labels.
     """
 
     tokens: Tokens
@@ -54,9 +55,12 @@ class TokenizedRows:
 
 
 def fingerprint(tokenizer: PreTrainedTokenizerBase, *parts: Any) -> str:
-    """Names a cache entry: a hash of the tokenizer (vocabulary, rules, special tokens, template) and of JSON values."""
+    """A hash of the tokenizer (vocabulary, rules, special tokens, template) and of JSON values."""
     rules = json.loads(tokenizer.backend_tokenizer.to_str())
-    for state in ("truncation", "padding"):  # of the last call, or whatever its author called last
+    for state in (
+        "truncation",
+        "padding",
+    ):  # left over from the last call, of this process or of the tokenizer's author
         rules.pop(state, None)
     identity = [
         CACHE_VERSION,
@@ -71,14 +75,14 @@ def fingerprint(tokenizer: PreTrainedTokenizerBase, *parts: Any) -> str:
 def write_entry(
     folder: Path, path: str, num_rows: int, tokenized: datasets.Dataset, label_width: int = 0
 ) -> ReadReport:
-    """Writes tokenized rows (columns as in tokenize.FEATURES) to `folder`, which is there and empty.
+    """Writes tokenized rows (columns as in tokenize.FEATURES) to `folder`, which exists and is empty.
 
     Args:
-        folder: where to.
-        path: of the source, as the user gave it.
-        num_rows: rows read.
+        folder: where the files go.
+        path: path of the source, as the user gave it.
+        num_rows: number of raw rows that were read.
         tokenized: the rows.
-        label_width: numbers of a label, which a row without target tokens has as a whole; 0: tokens are predicted.
+        label_width: numbers per label. A row without target tokens has its label as a whole. 0: tokens are predicted.
     """
     counter = _Counter()
     num_tokens, max_token_id = 0, -1
@@ -114,7 +118,7 @@ def load_entry(folder: Path) -> tuple[TokenizedRows, ReadReport]:
     """Maps a cache entry into memory.
 
     Raises:
-        OSError, ValueError, KeyError, TypeError: it is not there, or not whole.
+        OSError, ValueError, KeyError, TypeError: it does not exist, or is not whole.
     """
     report = ReadReport.from_json(json.loads((folder / REPORT).read_text(encoding="utf-8")))
 

@@ -1,11 +1,11 @@
-"""What was read and what was left out, for rank 0 to print."""
+"""Counts of what was read and what was left out, which rank 0 prints."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from qlora_fsdp.common.text import count
+from qlora_fsdp.common.text import plural
 
 NUM_EXAMPLES = 5
 
@@ -15,10 +15,10 @@ class RowProblem:
     """Rows with one kind of problem.
 
     Attributes:
-        kind: one of the kinds of data.check.
-        num_rows: how many rows have it.
-        num_kept: how many of these are used all the same, cut.
-        examples: the first few, with file and line.
+        kind: one of the kinds of data.row.
+        num_rows: how many rows have the problem.
+        num_kept: how many of these rows are cut and used all the same.
+        examples: the first few of them, with file and line.
     """
 
     kind: str
@@ -29,21 +29,23 @@ class RowProblem:
     def __str__(self) -> str:
         done = "cut" if self.num_kept == self.num_rows else "left out"
         more = ", ..." if self.num_rows > len(self.examples) else ""
-        return f"{count(self.num_rows, 'row')} {done} ({self.kind}): {', '.join(self.examples)}{more}"
+        return f"{plural(self.num_rows, 'row')} {done} ({self.kind}): {', '.join(self.examples)}{more}"
 
 
 @dataclass(frozen=True)
 class ReadReport:
-    """One source, tokenized. Stored beside its tokens.
+    """What was read from one source. It is stored beside the source's tokens.
 
     Attributes:
-        path: as the user gave it.
-        num_rows: rows read (after data.max_rows).
-        num_used_rows: token rows that came of them; long text makes several of one.
-        num_tokens: in the used rows.
-        max_token_id: the largest of them.
+        path: path of the source, as the user gave it.
+        num_rows: raw rows read, after data.max_rows.
+        num_used_rows: token rows made of them. Long text becomes several rows.
+        num_tokens: tokens in the used rows.
+        max_token_id: the largest of these tokens.
         problems: the bad rows, the most frequent kind first.
-        label_width: numbers of a label; 0 without labels.
+        label_width: numbers per label; 0 without labels.
+        skipped: which files of a folder are left out, and why. It is not stored, as such files do not change the
+            tokens.
     """
 
     path: str
@@ -53,10 +55,11 @@ class ReadReport:
     max_token_id: int
     problems: tuple[RowProblem, ...]
     label_width: int = 0
+    skipped: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        lines = [f"{self.path}: {count(self.num_rows, 'row')} read, {self.num_used_rows:,} used"]
-        return "\n".join([*lines, *(f"  {problem}" for problem in self.problems)])
+        lines = [f"{self.path}: {plural(self.num_rows, 'row')} read, {self.num_used_rows:,} used"]
+        return "\n".join([*lines, *(f"  {line}" for line in (*self.skipped, *self.problems))])
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -64,19 +67,19 @@ class ReadReport:
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> ReadReport:
         problems = tuple(RowProblem(**{**p, "examples": tuple(p["examples"])}) for p in value["problems"])
-        return cls(**{**value, "problems": problems})
+        return cls(**{**value, "problems": problems, "skipped": ()})
 
 
 @dataclass(frozen=True)
 class MixPart:
-    """One data set of a mix, as an epoch has it.
+    """What one data set of a mix contributes to an epoch.
 
     Attributes:
-        path: as the user gave it.
+        path: path of the data set, as the user gave it.
         num_rows: token rows to train on, each counted once.
-        num_used_rows: with repetitions.
-        row_share: of all rows of the epoch.
-        token_share: of all tokens.
+        num_used_rows: the same, with repetitions counted.
+        row_share: share of the epoch's rows.
+        token_share: share of the epoch's tokens.
     """
 
     path: str
@@ -89,28 +92,28 @@ class MixPart:
         times = self.num_used_rows / self.num_rows
         often = "once" if times == 1 else f"{times:.3g} times"
         return (
-            f"mix: {self.path}: {count(self.num_rows, 'row')} {often}, {self.row_share:.1%} of the rows and"
+            f"mix: {self.path}: {plural(self.num_rows, 'row')} {often}, {self.row_share:.1%} of the rows and"
             f" {self.token_share:.1%} of the tokens"
         )
 
 
 @dataclass(frozen=True)
 class DataReport:
-    """The data of a run. Token counts are of the training part.
+    """Counts of the data of a run. Those without `eval` in their name are of the training data.
 
     Attributes:
-        sources: training data, then evaluation data where it has a path of its own.
-        num_sequences: packs, or rows without packing.
-        num_rows: token rows in them.
-        num_tokens: without padding.
+        sources: the training data, then the evaluation data if it has a path of its own.
+        num_sequences: packs of rows; without packing, rows.
+        num_rows: token rows in the sequences.
+        num_tokens: tokens without padding.
         num_target_tokens: positions with a loss.
-        packing_efficiency: num_tokens over num_sequences x training.max_length.
-        num_eval_sequences: 0 without evaluation.
-        num_eval_target_tokens: likewise.
-        label_counts: rows by label; empty without labels.
-        mix: the data sets of a mix; empty without one.
-        streamed_rows: rows that are read at a time, of which the counts are; 0: all data is there.
-        purpose: what the data other than the evaluation's is for.
+        packing_efficiency: num_tokens divided by num_sequences x training.max_length.
+        num_eval_sequences: 0 without evaluation data.
+        num_eval_target_tokens: 0 without evaluation data.
+        label_counts: number of rows by label; empty without labels.
+        mix: the data sets of a mix; empty without a mix.
+        streamed_rows: rows that a stream reads at a time. All counts are of the first of these. 0: no stream.
+        purpose: what the training data is used for, if it is not for training.
     """
 
     sources: tuple[ReadReport, ...]
@@ -131,12 +134,12 @@ class DataReport:
             *(str(source) for source in self.sources),
             *(str(part) for part in self.mix),
             *([f"streaming, {self.streamed_rows:,} rows at a time, of which the first:"] if self.streamed_rows else []),
-            f"{self.purpose}: {count(self.num_rows, 'row')} in {count(self.num_sequences, 'sequence')},"
+            f"{self.purpose}: {plural(self.num_rows, 'row')} in {plural(self.num_sequences, 'sequence')},"
             f" {self.packing_efficiency:.1%} full, {self.num_tokens:,} tokens, {self.num_target_tokens:,} with a loss",
         ]
         if self.num_eval_sequences:
             lines.append(
-                f"evaluation: {count(self.num_eval_sequences, 'sequence')},"
+                f"evaluation: {plural(self.num_eval_sequences, 'sequence')},"
                 f" {self.num_eval_target_tokens:,} tokens with a loss"
             )
         if self.label_counts:

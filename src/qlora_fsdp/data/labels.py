@@ -1,6 +1,6 @@
-"""Stages 2 to 4 for labelled rows: tokens as the tokenizer makes them, and numbers.
+"""Stages 2 to 4 for rows with labels: checked and tokenized, with their labels as numbers.
 
-A row is {"text": ..., "label": ...}, or, where words have labels, {"tokens": [words], "labels": [one a word]}. The
+A row is {"text": ..., "label": ...}. If words have labels, it is {"tokens": [words], "labels": [one per word]}. The
 tokens are those that a stock pipeline makes of the same text, special tokens included, so that an adapter sees in use
 what it saw in training.
 """
@@ -19,11 +19,11 @@ from transformers import PreTrainedTokenizerBase
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.schema import BadRows, ProblemType, TaskConfig, TaskName
 from qlora_fsdp.data.row import EMPTY, NO_TARGET, TOO_LONG, WRONG_KEYS, WRONG_LABEL, WRONG_TYPES, BadRow, parse_row
-from qlora_fsdp.data.tokenize import FEATURES
+from qlora_fsdp.data.tokenize import FEATURES, first_text, show_length
 
 LABEL_KEYS = ("label", "labels")
 WORD_LABEL_KEYS = ("labels", "ner_tags", "tags")
-NO_LABEL = (None, -100)  # of a word
+NO_LABEL = (None, -100)  # the labels of a word that has none
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
@@ -37,7 +37,7 @@ class LabelledRowTokenizer:
     bad_rows: BadRows
 
     def __call__(self, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        """Maps columns `place` and `row` to those of FEATURES: a row a row, and a bad one stays, empty."""
+        """Maps columns `place` and `row` to those of FEATURES. Each row gives one; a bad one stays, empty."""
         out: dict[str, list[Any]] = {name: [] for name in FEATURES}
         for place, raw in zip(batch["place"], batch["row"], strict=True):
             try:
@@ -63,11 +63,12 @@ class LabelledRowTokenizer:
         return *problem, tokens, is_labelled, labels
 
     def _tokenize(self, text: str) -> tuple[tuple[str, str], list[int], list[tuple[int, int]]]:
-        """What is wrong with the length, token ids, and where each token is in the text, special ones nowhere."""
+        """What is wrong with the length, token ids, and where each token is in the text; special ones are nowhere."""
+        whole, text = text, first_text(self.tokenizer, text, self.max_length)
         encoded = self.tokenizer(text, return_offsets_mapping=True, verbose=False)
         problem = ("", "")
         if len(encoded["input_ids"]) > self.max_length:
-            problem = (TOO_LONG, f"{len(encoded['input_ids'])} tokens")
+            problem = (TOO_LONG, show_length(whole, text, len(encoded["input_ids"])))
             if self.bad_rows is not BadRows.truncate:
                 raise BadRow(*problem)
             # The tokenizer cuts, because its last token may be a special one that must stay.
@@ -89,11 +90,11 @@ def _read_text(row: dict[str, Any]) -> str:
 def read_labels(row: dict[str, Any], task: TaskConfig) -> list[float]:
     """The numbers that a row's label stands for: its index; 0 or 1 for each label; or the numbers themselves.
 
-    Several labels are a list of names or indices, or of 0 or 1 for each label; `check_lists` has seen that the two
-    can be told apart.
+    Several labels are a list of names or indices, or of a 0 or 1 for each label. `check_lists` has made sure that the
+    two forms can be told apart.
 
     Raises:
-        BadRow: it has none, or one that is not in task.labels.
+        BadRow: the row has no label, or one that is not in task.labels.
     """
     key = _label_key(row)
     if key is None:
@@ -120,20 +121,20 @@ def read_labels(row: dict[str, Any], task: TaskConfig) -> list[float]:
 
 
 def check_lists(rows: Iterable[tuple[str, bytes]], task: TaskConfig) -> None:
-    """Refuse lists of labels that may be indices as well as a 0 or 1 for each label: [0, 1] where there are two.
+    """Refuses lists of labels of which nobody can tell whether they are indices or a 0 or 1 for each label.
 
-    They are the latter if the lists of all rows may be.
+    With two labels, [0, 1] may be either. It is taken for a 0 or 1 for each label if the lists of all rows may be that.
 
     Args:
         rows: places and rows.
-        task: of the run.
+        task: the task of the run.
 
     Raises:
-        DataError: other rows are of another form.
+        DataError: there is such a list, and the list of another row can only be indices or names.
     """
     names = task.labels or []
     if task.problem_type is not ProblemType.multi_label_classification or len(names) not in (1, 2):
-        return  # with more than two labels, 0 or 1 for each of them names one twice if it is read as indices
+        return  # with more than two labels, a 0 or 1 for each names a label twice if it is read as indices
     unclear: tuple[str, list[Any]] | None = None
     other: tuple[str, list[Any]] | None = None
     for place, raw in rows:
@@ -159,10 +160,10 @@ def check_lists(rows: Iterable[tuple[str, bytes]], task: TaskConfig) -> None:
 
 
 def read_words(row: dict[str, Any], task: TaskConfig) -> tuple[list[str], list[int | None]]:
-    """The words of a row and the index of each one's label; None: the word has none (-100 or null in the row).
+    """The words of a row and the index of each word's label; None: the word has none (-100 or null in the row).
 
     Raises:
-        BadRow: there are no words, not as many labels, or some that are not in task.labels.
+        BadRow: there are no words, not as many labels as words, or a label that is not in task.labels.
     """
     key = next((key for key in WORD_LABEL_KEYS if key in row), None)
     if "tokens" not in row or key is None:
@@ -182,16 +183,16 @@ def read_words(row: dict[str, Any], task: TaskConfig) -> tuple[list[str], list[i
 def label_first_tokens(
     words: list[str], labels: list[int | None], offsets: list[tuple[int, int]]
 ) -> tuple[list[bool], list[float]]:
-    """Give each word's label to the first token that has a character of it.
+    """Gives each word's label to the first token that has a character of the word.
 
     Args:
-        words: of the text, in which single spaces stand between them.
-        labels: of the words; None: without.
-        offsets: of the tokens in the text; empty ones for special tokens.
+        words: the words of the text, which single spaces join.
+        labels: the index of each word's label; None: the word has none.
+        offsets: start and end of the tokens in the text; those of special tokens are equal.
 
     Returns:
-        For each token whether it has a label, and these labels. A word that the tokenizer drops, or that is behind the
-        cut of a long row, has no token and is left out.
+        For each token whether it has a label, and the labels of those that have one. A word has no token, and its
+        label is left out, if the tokenizer drops it or the row is cut before it.
     """
     is_labelled, found = [False] * len(offsets), []
     begin = token = 0
@@ -208,17 +209,17 @@ def label_first_tokens(
 
 
 def num_outputs(task: TaskConfig) -> int:
-    """Outputs of the head."""
+    """Number of outputs of the head."""
     return len(task.labels) if task.labels else 1
 
 
 def label_width(task: TaskConfig) -> int:
-    """Numbers of a label."""
+    """Numbers per label."""
     return 1 if task.problem_type is ProblemType.single_label_classification else num_outputs(task)
 
 
 def count_labels(labels: NDArray[np.float32], task: TaskConfig) -> dict[str, int]:
-    """How often each label occurs; empty for regression. labels: [num_labels, width], as `read_labels` gives them."""
+    """How often each label occurs; empty for a regression. `labels` is [num_labels, width], as of `read_labels`."""
     names = task.labels or []
     if task.problem_type is ProblemType.single_label_classification:
         counts = np.bincount(labels[:, 0].astype(np.int64), minlength=len(names))
@@ -230,7 +231,7 @@ def count_labels(labels: NDArray[np.float32], task: TaskConfig) -> dict[str, int
 
 
 def name_labels(labels: NDArray[np.float32], task: TaskConfig) -> str:
-    """Labels for people to read, as `read_labels` gives them: [num_labels, width]."""
+    """The names of labels, for people to read. `labels` is [num_labels, width], as of `read_labels`."""
     names = task.labels or []
     if task.problem_type is ProblemType.single_label_classification:
         return " ".join(names[int(index)] for index in labels[:, 0])
@@ -244,7 +245,7 @@ def _label_key(row: dict[str, Any]) -> str | None:
 
 
 def _may_be_flags(value: list[Any], names: list[str]) -> bool:
-    """Whether a list has a 0 or 1 (or false or true) for each label; where names are numbers, these are names."""
+    """Whether a list may be a 0 or 1 (or false or true) for each label. Where names are numbers, numbers are names."""
     if len(value) != len(names):
         return False
     are_numbers = not any(map(_is_index, names)) and all(isinstance(item, (int, float)) for item in value)
@@ -252,7 +253,7 @@ def _may_be_flags(value: list[Any], names: list[str]) -> bool:
 
 
 def _index(value: Any, names: list[str]) -> int:
-    """The index of a label, of which a row has the name; or the index, unless names are numbers too. CSV has text."""
+    """The index of a label that a row gives by its name, or by its index unless names are numbers. CSV has text."""
     if isinstance(value, (str, int, float)) and not isinstance(value, bool):
         name = str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
         if name in names:
@@ -268,7 +269,7 @@ def _is_index(text: str) -> bool:
 
 
 def _number(value: Any) -> float | None:
-    """A finite number of float32, which CSV has as text; None: it is none."""
+    """A value as a finite number of float32; None: it is no such number. CSV has numbers as text."""
     if not isinstance(value, (str, int, float)) or isinstance(value, bool):
         return None
     try:

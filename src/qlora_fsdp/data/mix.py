@@ -1,4 +1,4 @@
-"""Several data sets as one: rows of each in the shares that their weights say."""
+"""Several data sets as one, with rows of each in the shares that their weights ask for."""
 
 from __future__ import annotations
 
@@ -15,17 +15,13 @@ from qlora_fsdp.data.tokenize import Mask, Tokens
 
 @dataclass(frozen=True)
 class MixedRows:
-    """Rows of several data sets, one set after another.
-
-    Attributes:
-        parts: the data sets.
-    """
+    """The rows of several data sets (`parts`), one set after another."""
 
     parts: tuple[Rows, ...]
 
     @cached_property
     def starts(self) -> Indices:
-        """Where the rows of each part begin, and the number of all: int64 [num_parts + 1]."""
+        """Where the rows of each part begin, and the number of all rows: int64 [num_parts + 1]."""
         return np.cumsum([0, *(len(part.num_targets) for part in self.parts)])
 
     @cached_property
@@ -45,13 +41,13 @@ class MixedRows:
         return self.parts[part].read(row)
 
     def locate(self, row: int) -> tuple[int, int]:
-        """The part that a row is in, and its number there."""
+        """The part that a row is in, and the row's number there."""
         part = int(np.searchsorted(self.starts, row, side="right")) - 1
         return part, row - int(self.starts[part])
 
 
 def count_rows(num_rows: Sequence[int], weights: Sequence[float]) -> list[int]:
-    """Rows of each data set in an epoch: by the weights, and as few as have every row once.
+    """How many rows of each data set an epoch has: as few as the weights allow if every row is to be seen once.
 
     So the data set that is largest for its weight is seen once, and the others are repeated.
     """
@@ -60,7 +56,7 @@ def count_rows(num_rows: Sequence[int], weights: Sequence[float]) -> list[int]:
 
 
 def repeat_rows(row_ids: Indices, count: int, seed: int, part: int) -> Indices:
-    """`count` of the rows of a data set: all of them as often as it goes, and some once more, drawn by the seed."""
+    """`count` rows of a data set: all of them as often as they fit, and some once more, drawn by the seed."""
     times, left = divmod(count, len(row_ids))
     drawn = np.random.default_rng([seed, part]).permutation(row_ids)[:left]
     return np.concatenate([np.tile(row_ids, times), np.sort(drawn)])

@@ -1,8 +1,8 @@
-"""Stage 6, pack: rows into sequences of at most `capacity` tokens, by best-fit decreasing.
+"""Stage 6, pack: rows are put together into sequences of at most `capacity` tokens, by best-fit decreasing.
 
-Long rows come first, and each goes into the fullest open pack that still has room. Which packs have how much room is
-one Python integer, bit s set if a pack with s tokens of room is open: the best fit is its lowest bit from the row's
-length on, one shift away. A million rows take about a second.
+Long rows come first, and each row goes into the fullest open pack that still has room for it. One Python integer keeps
+the rooms: its bit s is set if a pack with room for s tokens is open. Shifted by the row's length, its lowest bit is the
+best fit. A million rows take about a second.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ def pack(lengths: NDArray[np.int64], capacity: int, seed: int) -> tuple[NDArray[
     """Assigns each row to a pack. Rows are kept whole.
 
     Args:
-        lengths: [num_rows], tokens, each from 1 to `capacity`.
-        capacity: tokens a pack, at most.
+        lengths: [num_rows], tokens of each row, from 1 to `capacity`.
+        capacity: tokens per pack, at most.
         seed: decides which of several rows of the same length go together.
 
     Returns:
         row_ids: [num_rows], the rows ordered by pack.
-        starts: [num_packs + 1], where packs begin in `row_ids`.
+        starts: [num_packs + 1], where packs begin in `row_ids`, and num_rows at the end.
     """
     assert len(lengths) == 0 or (lengths.min() >= 1 and lengths.max() <= capacity)
     shuffled = np.random.default_rng(seed).permutation(len(lengths))
     order = shuffled[np.argsort(-lengths[shuffled], kind="stable")]
 
-    open_packs: list[list[int]] = [[] for _ in range(capacity)]  # by room left
+    open_packs: list[list[int]] = [[] for _ in range(capacity)]  # by the room that is left in them
     rooms = 0
     num_packs = 0
-    packs: list[int] = []  # of each row in `order`
+    packs: list[int] = []  # the pack of each row in `order`
     for length in lengths[order].tolist():
         fitting = rooms >> length
         if fitting:

@@ -1,4 +1,4 @@
-"""Makes the next batches in a thread while the GPU works on this one."""
+"""Stage 8, prefetch: a thread makes the next batches while the GPU works on this one."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from qlora_fsdp.data.batch import Batch
 
 
 def prefetch(batches: Iterable[Batch], num_ahead: int = 2) -> Generator[Batch, None, None]:
-    """Yields `batches`, made ahead in a thread, in page-locked memory where there is a GPU.
+    """Yields `batches`, which a thread makes ahead, in page-locked memory if there is a GPU.
 
-    An error in the thread is raised here, in its place. Closing the iterator ends the thread.
+    An error in the thread is raised here, where its batch would have come. Closing the iterator ends the thread.
 
     Args:
-        batches: lazy, such as a generator that collates.
-        num_ahead: batches kept ready, at most.
+        batches: makes a batch when it is asked for one, such as a generator that collates.
+        num_ahead: batches that are kept ready, at most.
     """
-    ready: queue.Queue[Batch | Exception | None] = queue.Queue(num_ahead)  # None: the end
+    ready: queue.Queue[Batch | Exception | None] = queue.Queue(num_ahead)  # None: there are no more
     stop = threading.Event()
     pin = torch.cuda.is_available()
 

@@ -1,4 +1,4 @@
-"""Stage 2, check: a raw row → a dict of a known form, or a `BadRow` that says what is wrong with it."""
+"""Stage 2, row: a raw row → a dict of a known form, or a `BadRow` that says what is wrong with it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ REQUIRED_KEYS = {
 }
 
 
-TRAIN_KEYS = ("train", "weight")  # of a message: whether it is trained on
+TRAIN_KEYS = ("train", "weight")  # keys of a message that say whether it is trained on
 
 # The roles of ShareGPT's turns, {"from": ..., "value": ...}, by the names that data sets give them.
 SHAREGPT_ROLES = {
@@ -41,8 +41,8 @@ class BadRow(Exception):
     """A row that can't be used.
 
     Attributes:
-        kind: one of the kinds above, by which rows are counted.
-        detail: what is wrong with this one.
+        kind: one of the kinds above, by which bad rows are counted.
+        detail: what is wrong with this row.
     """
 
     def __init__(self, kind: str, detail: str = "") -> None:
@@ -55,10 +55,10 @@ def check_row(raw: bytes, data_format: DataFormat) -> tuple[DataFormat, dict[str
     """Parses a row and checks the keys and types that its form needs. Other keys are ignored.
 
     Returns:
-        The form (never `auto`) and the row.
+        The form and the row. ShareGPT's rows become messages, so the form is never `sharegpt`, and never `auto`.
 
     Raises:
-        BadRow: it can't be used.
+        BadRow: the row can't be used.
     """
     row = parse_row(raw)
     form = _detect(row) if data_format is DataFormat.auto else data_format
@@ -86,7 +86,7 @@ def parse_row(raw: bytes) -> dict[str, Any]:
     """Parses a row, whatever its keys.
 
     Raises:
-        BadRow: it is empty, not UTF-8 or no JSON object.
+        BadRow: the row is empty, not UTF-8 or no JSON object.
     """
     if not raw.strip():
         raise BadRow(EMPTY)
@@ -105,10 +105,10 @@ def parse_row(raw: bytes) -> dict[str, Any]:
 
 
 def check_unicode(raw: bytes, row: Any) -> None:
-    """JSON's escapes can write half of a character beyond U+FFFF (a lone surrogate), which no tokenizer takes.
+    """Refuses half of a character beyond U+FFFF (a lone surrogate). JSON's escapes can write it; no tokenizer takes it.
 
     Raises:
-        BadRow: `row`, parsed from `raw`, has one.
+        BadRow: `row`, which was parsed from `raw`, has one.
     """
     if b"\\u" in raw:
         try:
@@ -144,7 +144,7 @@ def _from_sharegpt(turns: Any, system: Any) -> list[dict[str, Any]]:
 
 
 def _read_calls(value: Any, number: int) -> list[dict[str, Any]]:
-    """ShareGPT's call of tools, a JSON object or a list of such, in the form of messages."""
+    """ShareGPT's calls of tools, a JSON object or a list of objects, in the form that messages have."""
     try:
         found = json.loads(value) if isinstance(value, str) else value
     except ValueError as error:
@@ -156,7 +156,7 @@ def _read_calls(value: Any, number: int) -> list[dict[str, Any]]:
 
 
 def is_trained(message: dict[str, Any]) -> bool:
-    """Whether a message of the assistant is to be trained on: unless it says `train: false` or `weight: 0`."""
+    """Whether a message of the assistant is trained on: it is, unless it says `train: false` or `weight: 0`."""
     return all(bool(message.get(key, True)) for key in TRAIN_KEYS)
 
 
@@ -181,7 +181,7 @@ def _check_messages(messages: Any) -> None:
 
 
 def join_parts(content: Any) -> Any:
-    """The content of a message, of which parts that are all text are joined: most templates know text alone."""
+    """The content of a message. Parts that are all text are joined, because most templates know text alone."""
     if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
         return content
     texts = [part.get("text") for part in content if part.get("type") == "text"]
@@ -190,7 +190,7 @@ def join_parts(content: Any) -> Any:
 
 
 def _read_tools(tools: Any) -> list[dict[str, Any]] | None:
-    """The tools of a conversation: a list of JSON schemas, or, as data sets with fixed columns have it, its text."""
+    """The tools of a conversation: a list of JSON schemas. Data sets with fixed columns have the list as text."""
     if isinstance(tools, str) and tools.strip():
         try:
             tools = json.loads(tools)

@@ -1,4 +1,4 @@
-"""Sequences: what the loop counts in. A pack of rows with packing, else a row."""
+"""Stage 6, sequences: what the training loop counts in. With packing a sequence is several rows, otherwise one row."""
 
 from __future__ import annotations
 
@@ -8,11 +8,36 @@ from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
 
+from qlora_fsdp.config.schema import TrainingConfig
 from qlora_fsdp.data.pack import pack
 from qlora_fsdp.data.tokenize import Mask, Tokens
 
 Indices = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class SequenceSettings:
+    """How rows become sequences.
+
+    Attributes:
+        max_length: tokens per sequence, at most.
+        pad_token_id: the token that fills sequences up.
+        packing: put several rows into one sequence.
+        seed: decides which rows of the same length go together.
+    """
+
+    max_length: int
+    pad_token_id: int
+    packing: bool
+    seed: int
+
+    @classmethod
+    def of(cls, training: TrainingConfig, tokenizer: PreTrainedTokenizerBase) -> SequenceSettings:
+        """The settings of a run; the tokenizer has a pad token."""
+        assert isinstance(tokenizer.pad_token_id, int)
+        return cls(training.max_length, tokenizer.pad_token_id, training.packing, training.seed)
 
 
 class Rows(Protocol):
@@ -31,7 +56,7 @@ class Rows(Protocol):
 
 
 class TrainingData(Protocol):
-    """What the loop asks of data: `Sequences`, or `stream.StreamedSequences`."""
+    """What the training loop asks of data. It is `Sequences` or `stream.StreamedSequences`."""
 
     @property
     def max_length(self) -> int: ...
@@ -62,7 +87,7 @@ class TrainingData(Protocol):
 
 @dataclass(frozen=True)
 class RandomRows:
-    """Rows of random tokens, each made when it is read, from the seed and its number. For dry runs."""
+    """Rows of random tokens, for dry runs. Each row is made when it is read, from the seed and its number."""
 
     num_rows: int
     length: int
@@ -92,12 +117,12 @@ class Sequences:
     """Sequences over rows.
 
     Attributes:
-        rows: the rows, of which some are used here.
-        row_ids: int64 [num_rows], the rows in use, by sequence.
+        rows: the rows. Not all of them need be in use.
+        row_ids: int64 [num_rows], the rows in use, ordered by sequence.
         starts: int64 [num_sequences + 1], where sequences begin in `row_ids`.
-        max_length: tokens a sequence, at most.
-        pad_token_id: fills sequences up.
-        is_packed: sequences may hold several rows.
+        max_length: tokens per sequence, at most.
+        pad_token_id: the token that fills sequences up.
+        is_packed: whether sequences may hold several rows.
     """
 
     rows: Rows
@@ -122,11 +147,11 @@ class Sequences:
 
     @property
     def has_labels(self) -> bool:
-        """Rows, or their target tokens, have labels; each row is a sequence then."""
+        """Whether rows, or their target tokens, have labels. Each row is a sequence then."""
         return bool(self.rows.labels.shape[1])
 
     def labels_of(self, indices: Indices) -> NDArray[np.float32]:
-        """Labels of sequences that are one row each, one sequence after another: [num_labels, numbers a label]."""
+        """Labels of sequences of one row each, one sequence after another: [num_labels, numbers per label]."""
         assert not self.is_packed
         rows = self.row_ids[indices]
         counts, ends = self.rows.num_targets[rows], self._label_ends[rows]
@@ -138,12 +163,12 @@ class Sequences:
         return np.cumsum(self.rows.num_targets, dtype=np.int64)
 
     def describe(self) -> dict[str, int]:
-        """Counts that tell this data from other data."""
+        """Counts that tell this data from other data, for a run that resumes."""
         tokens, targets = int(self.lengths.sum()), int(self.num_targets.sum())
         return {"num_sequences": len(self), "num_tokens": tokens, "num_target_tokens": targets}
 
     def order(self, first: int, last: int, seed: int) -> Indices:
-        """The sequences first to last of a run: one epoch's order after another's."""
+        """The sequences `first` to `last` of a run, in which one epoch's order follows another's."""
         parts = []
         while first < last:
             epoch, offset = divmod(first, len(self))
@@ -156,7 +181,7 @@ class Sequences:
         return self.lengths[indices]
 
     def num_target_tokens(self, indices: Indices) -> int:
-        """Positions with a target in these sequences: the weight of their mean loss."""
+        """Number of positions with a target in these sequences, which is the weight of their mean loss."""
         return int(self.num_targets[indices].sum())
 
     def rows_of(self, sequence: int) -> list[tuple[Tokens, Mask]]:
@@ -170,16 +195,14 @@ def epoch_order(num_sequences: int, seed: int, epoch: int) -> Indices:
     return np.random.default_rng([seed, epoch]).permutation(num_sequences)
 
 
-_epoch_order = lru_cache(maxsize=2)(epoch_order)  # steps ask for it again and again
+_epoch_order = lru_cache(maxsize=2)(epoch_order)  # every step asks for it
 
 
-def make_sequences(
-    rows: Rows, row_ids: Indices, *, max_length: int, pad_token_id: int, packing: bool, seed: int
-) -> Sequences:
-    """Packs the rows `row_ids` of `rows` into sequences, or makes each a sequence."""
-    if packing:
-        order, starts = pack(rows.lengths[row_ids], max_length, seed)
+def make_sequences(rows: Rows, row_ids: Indices, settings: SequenceSettings) -> Sequences:
+    """Packs the rows `row_ids` of `rows` into sequences, or makes each of them a sequence."""
+    if settings.packing:
+        order, starts = pack(rows.lengths[row_ids], settings.max_length, settings.seed)
         row_ids = row_ids[order]
     else:
         starts = np.arange(len(row_ids) + 1, dtype=np.int64)
-    return Sequences(rows, row_ids, starts, max_length, pad_token_id, packing)
+    return Sequences(rows, row_ids, starts, settings.max_length, settings.pad_token_id, settings.packing)

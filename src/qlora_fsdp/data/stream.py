@@ -1,30 +1,135 @@
-"""A run's data as a stream: the sources found, the place to begin at, the first window made."""
+"""Data that is read while it is trained on, because it is larger than the disk.
+
+A thread makes the next window of rows while the present one is trained on (see `windows`). Every rank makes every
+window, so the global batches are the same at any number of ranks. The run folder's stream.jsonl lists where windows
+begin. A run that resumes reads its data up to the window that it needs, and tokenizes from there.
+"""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.config.schema import BadRows, Config
 from qlora_fsdp.data.cache import fingerprint
-from qlora_fsdp.data.prepare import (
-    PreparedData,
-    count_data,
-    prepare_held_out,
-    raise_on_all,
-    row_tokenizer,
-    training_paths,
-)
-from qlora_fsdp.data.read import find_source
-from qlora_fsdp.data.windows import StreamedSequences, find_place, note_place
-from qlora_fsdp.model.count import BatchSplit
+from qlora_fsdp.data.read import find_source, training_paths
+from qlora_fsdp.data.run_data import PreparedData, count_data, prepare_held_out, raise_on_all
+from qlora_fsdp.data.sequences import Indices, Sequences, SequenceSettings
+from qlora_fsdp.data.split import BatchSplit
+from qlora_fsdp.data.tokenize import Mask, Tokens
+from qlora_fsdp.data.tokenize_source import row_tokenizer
+from qlora_fsdp.data.windows import Place, Window, WindowMaker, find_place, note_place
 from qlora_fsdp.runtime.processes import Processes
 
 STREAM_FILE = "stream.jsonl"
-BATCHES_KEPT = 8  # behind the newest one asked for: they are made ahead, and a bad step asks for its own again
+BATCHES_KEPT = 8  # behind the newest one: batches are made ahead, and a bad step asks for its own again
+
+
+class StreamedSequences:
+    """Streamed data in the form that the training loop knows, `TrainingData`.
+
+    Args:
+        maker: makes the windows.
+        num_sequences: sequences that the run trains on.
+        num_kept: sequences behind the newest one asked for that may still be asked for.
+        key: tells this data and these settings from others; hexadecimal.
+        start: where to begin; None: at the beginning of the data.
+        note: called with every window, in the thread that made it.
+    """
+
+    has_labels = False
+
+    def __init__(
+        self,
+        maker: WindowMaker,
+        *,
+        num_sequences: int,
+        num_kept: int,
+        key: str,
+        start: Place | None = None,
+        note: Callable[[Window], None] = lambda window: None,
+    ) -> None:
+        self.maker, self.num_sequences, self.num_kept, self.key, self.note = maker, num_sequences, num_kept, key, note
+        settings = maker.settings
+        self.max_length, self.pad_token_id = settings.max_length, settings.pad_token_id
+        self.is_packed = settings.packing
+        nothing = [0] * len(maker.sources)
+        start = start or Place(0, 0, nothing, nothing)
+        self._rows = maker.read(start)
+        self._lock, self._windows = threading.Lock(), [self._make(start)]
+        self._next = self._make_ahead()
+
+    def __len__(self) -> int:
+        return self.num_sequences
+
+    @property
+    def first_window(self) -> Window:
+        """The window that the run begins or resumes in."""
+        return self._windows[0]
+
+    def describe(self) -> dict[str, int]:
+        """What tells this data from other data."""
+        return {"stream": int(self.key[:12], 16)}
+
+    def order(self, first: int, last: int, seed: int) -> Indices:
+        """The sequences `first` to `last` of the run. Their windows have shuffled them already."""
+        return np.arange(first, last)
+
+    def lengths_of(self, indices: Indices) -> NDArray[np.int64]:
+        """Tokens of sequences, [len(indices)]."""
+        found = [self._find(int(index)) for index in indices]
+        return np.array([sequences.lengths[local] for sequences, local in found], dtype=np.int64)
+
+    def num_target_tokens(self, indices: Indices) -> int:
+        """Positions with a target in these sequences."""
+        found = [self._find(int(index)) for index in indices]
+        return sum(int(sequences.num_targets[local]) for sequences, local in found)
+
+    def rows_of(self, sequence: int) -> list[tuple[Tokens, Mask]]:
+        """The rows of a sequence: tokens, and which of them are trained on."""
+        sequences, local = self._find(sequence)
+        return sequences.rows_of(local)
+
+    def labels_of(self, indices: Indices) -> NDArray[np.float32]:
+        """No labels, because classifiers are not trained on streams."""
+        return np.zeros((len(indices), 0), dtype=np.float32)
+
+    def _find(self, index: int) -> tuple[Sequences, int]:
+        """The sequences of the window that has sequence `index` of the run, and its number among them."""
+        with self._lock:
+            while index >= self._windows[-1].next_place.sequence:
+                self._windows.append(self._next.result())
+                self._next = self._make_ahead()
+            oldest = index - self.num_kept
+            self._windows = [w for w in self._windows if w.next_place.sequence > oldest]
+            window = next(w for w in reversed(self._windows) if w.place.sequence <= index)
+        return window.sequences, int(window.order[index - window.place.sequence])
+
+    def _make_ahead(self) -> Future[Window]:
+        future: Future[Window] = Future()
+        place = self._windows[-1].next_place
+
+        def work() -> None:
+            try:
+                future.set_result(self._make(place))
+            except BaseException as error:  # raised where the window is asked for
+                future.set_exception(error)
+
+        threading.Thread(target=work, name="stream", daemon=True).start()
+        return future
+
+    def _make(self, place: Place) -> Window:
+        window = self.maker.make(place, self._rows)
+        self.note(window)
+        return window
 
 
 def open_stream(
@@ -36,77 +141,73 @@ def open_stream(
     first_step: int,
     vocab_size: int,
 ) -> PreparedData[StreamedSequences]:
-    """Begin to read the data, at the step that a run goes on from; held-out data is there as a whole.
+    """Begins to read the data, at the step that the run starts or resumes at. Held-out data is prepared as a whole.
 
     Args:
-        config: `data` and `training` are used.
-        tokenizer: of `load_tokenizer`, with new tokens.
+        config: `data`, `training` and `checkpoint.resume` are used.
+        tokenizer: the result of `load_tokenizer`, with new tokens added.
         split: how many sequences a step has, and the run.
         processes: all ranks take part; rank 0 writes.
         folder: the run folder, in which the places of windows are noted.
-        first_step: steps that are done.
-        vocab_size: of the model.
+        first_step: number of steps that are done.
+        vocab_size: number of tokens that the model knows.
 
     Raises:
-        DataError: the data can't be used; on every rank.
+        DataError: the data can't be used; raised on every rank.
     """
     stream: StreamedSequences | None = None
     failure: Exception | None = None
     try:
-        stream = _open(config, tokenizer, split, processes, folder, first_step, vocab_size)
+        maker = _window_maker(config, tokenizer, vocab_size)
+        key = _key(config, tokenizer, maker)
+        file = folder / STREAM_FILE
+        stream = StreamedSequences(
+            maker,
+            num_sequences=split.num_sequences,
+            num_kept=BATCHES_KEPT * split.global_batch_size,
+            key=key,
+            start=find_place(_place_files(config, file), key, first_step * split.global_batch_size),
+            note=partial(note_place, file, key) if processes.is_main else lambda window: None,
+        )
     except Exception as error:
         failure = error
-    raise_on_all(failure, processes.first_error)
+    raise_on_all(failure, processes)
     assert stream is not None
     held_out = None
     if config.data.eval_path is not None:
-        held_out = prepare_held_out(
-            replace(config, data=replace(config.data, streaming=False)),
-            tokenizer,
-            is_main=processes.is_local_main,
-            wait=processes.first_error,
-            vocab_size=vocab_size,
-        )
+        whole = replace(config, data=replace(config.data, streaming=False))
+        held_out = prepare_held_out(whole, tokenizer, processes, vocab_size)
     window = stream.first_window
     report = count_data([window.report], window.sequences, held_out)
     return PreparedData(stream, held_out, replace(report, streamed_rows=config.data.buffer_rows))
 
 
-def _open(
-    config: Config,
-    tokenizer: PreTrainedTokenizerBase,
-    split: BatchSplit,
-    processes: Processes,
-    folder: Path,
-    first_step: int,
-    vocab_size: int,
-) -> StreamedSequences:
-    data, training, first = config.data, config.training, first_step * split.global_batch_size
-    sources = [find_source(path, data) for path in training_paths(data)]
-    weights = list(data.mix.values()) or [1.0]
-    key = fingerprint(
-        tokenizer,
-        [[source.identity for source in sources], weights, data.format.value, data.loss_on.value, data.bad_rows.value],
-        [training.max_length, training.packing, training.seed, data.buffer_rows],
-    )
-    files = [folder / STREAM_FILE]
-    if config.checkpoint.resume not in ("auto", "none"):  # run/checkpoints/step-...
-        files.append(Path(config.checkpoint.resume).expanduser().resolve().parents[1] / STREAM_FILE)
-    assert isinstance(tokenizer.pad_token_id, int)
-    return StreamedSequences(
-        sources,
-        weights,
-        row_tokenizer(config, tokenizer),
-        num_sequences=split.num_sequences,
-        num_kept=BATCHES_KEPT * split.global_batch_size,
+def _window_maker(config: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> WindowMaker:
+    data = config.data
+    return WindowMaker(
+        sources=[find_source(path, data) for path in training_paths(data)],
+        weights=list(data.mix.values()) or [1.0],
+        tokenize=row_tokenizer(config, tokenizer),
+        settings=SequenceSettings.of(config.training, tokenizer),
         buffer_rows=data.buffer_rows,
-        max_length=training.max_length,
-        pad_token_id=tokenizer.pad_token_id,
-        packing=training.packing,
-        seed=training.seed,
         vocab_size=vocab_size,
         strict=data.bad_rows is BadRows.error,
-        key=key,
-        start=find_place(files, key, first),
-        note=partial(note_place, files[0], key) if processes.is_main else lambda window: None,
     )
+
+
+def _key(config: Config, tokenizer: PreTrainedTokenizerBase, maker: WindowMaker) -> str:
+    """A hash of everything that the windows depend on."""
+    data, training = config.data, config.training
+    identities = [source.identity for source in maker.sources]
+    return fingerprint(
+        tokenizer,
+        [identities, maker.weights, data.format.value, data.loss_on.value, data.bad_rows.value],
+        [training.max_length, training.packing, training.seed, data.buffer_rows],
+    )
+
+
+def _place_files(config: Config, own: Path) -> list[Path]:
+    """The lists of windows: this run's, and that of the run whose checkpoint is resumed."""
+    if config.checkpoint.resume in ("auto", "none"):
+        return [own]
+    return [own, Path(config.checkpoint.resume).expanduser().resolve().parents[1] / STREAM_FILE]  # run/checkpoints/step

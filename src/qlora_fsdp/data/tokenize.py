@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.config.schema import BadRows, DataFormat, LossOn
-from qlora_fsdp.data.format import FormattedRow, Span, format_row
+from qlora_fsdp.data.chat_template import Span
+from qlora_fsdp.data.format import FormattedRow, format_row
 from qlora_fsdp.data.row import NO_TARGET, TOO_LONG, BadRow, check_row
 
 Tokens = NDArray[np.int32]
@@ -21,21 +22,25 @@ Mask = NDArray[np.bool_]
 FEATURES = datasets.Features(
     {
         "place": datasets.Value("string"),
-        "problem": datasets.Value("string"),  # a kind of data.check, or empty
+        "problem": datasets.Value("string"),  # a kind of data.row, or empty
         "detail": datasets.Value("string"),
         "tokens": datasets.List(datasets.Value("int32")),  # empty: the row is left out
         "is_target": datasets.List(datasets.Value("bool")),
         "labels": datasets.List(datasets.Value("float32")),  # of a row, or of its targets; see data.labels
     }
 )
+# Of a text with more characters than LONG_TEXT, and than LONG_TOKEN for each token that may be kept, a beginning alone
+# is tokenized.
+LONG_TEXT = 2**17
+LONG_TOKEN = 16
 
 
 @dataclass(frozen=True)
 class RowTokenizer:
     """Checks, formats and tokenizes batches of raw rows; the function of `datasets.map`.
 
-    The begin token, where the tokenizer adds one by itself, and the end token stand exactly once around what is no
-    chat; of a chat, the template decides.
+    The end token stands exactly once behind what is no chat, and so does the begin token before it, if the tokenizer
+    adds one by itself. In a chat the template decides.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -45,7 +50,7 @@ class RowTokenizer:
     bad_rows: BadRows
 
     def __call__(self, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        """Maps columns `place` and `row` to those of FEATURES: a row may become several, and a bad one stays, empty."""
+        """Maps columns `place` and `row` to those of FEATURES. A row may become several; a bad one stays, empty."""
         out: dict[str, list[Any]] = {name: [] for name in FEATURES}
 
         def add(place: str, problem: str, detail: str, tokens: Tokens, is_target: Mask) -> None:
@@ -60,10 +65,11 @@ class RowTokenizer:
             except BadRow as bad:
                 add(place, bad.kind, bad.detail, *_NOTHING)
 
-        for (place, row), (tokens, is_target) in zip(formatted, self._encode([r for _, r in formatted]), strict=True):
+        encoded = self._encode([row for _, row in formatted])
+        for (place, row), (tokens, is_target, length) in zip(formatted, encoded, strict=True):
             problem, detail = "", ""
             if len(tokens) > self.max_length:
-                problem, detail = TOO_LONG, f"{len(tokens)} tokens"
+                problem, detail = TOO_LONG, length
                 if self.bad_rows is not BadRows.truncate:
                     add(place, problem, detail, *_NOTHING)
                     continue
@@ -77,25 +83,31 @@ class RowTokenizer:
                 add(place, NO_TARGET, f"within {self.max_length} tokens" if problem else "", *_NOTHING)
         return out
 
-    def _encode(self, rows: list[FormattedRow]) -> Iterator[tuple[Tokens, Mask]]:
+    def _encode(self, rows: list[FormattedRow]) -> Iterator[tuple[Tokens, Mask, str]]:
+        """For each row its tokens, which of them are trained on, and its length in words."""
         if not rows:
             return
+        keeps_all = self.bad_rows is BadRows.truncate
+        texts = [
+            row.text if row.may_split and keeps_all else first_text(self.tokenizer, row.text, self.max_length)
+            for row in rows
+        ]
         encoded = self.tokenizer(
-            [row.text for row in rows],
+            texts,
             add_special_tokens=False,
             return_attention_mask=False,
             return_offsets_mapping=True,
             verbose=False,
         )
         bos, eos = self._bos_token_id(), self.tokenizer.eos_token_id
-        for row, ids, offsets in zip(rows, encoded["input_ids"], encoded["offset_mapping"], strict=True):
+        for row, text, ids, offsets in zip(rows, texts, encoded["input_ids"], encoded["offset_mapping"], strict=True):
             tokens = np.array(ids, dtype=np.int32)
             is_target = _overlaps(np.array(offsets, dtype=np.int64).reshape(-1, 2), row.spans)
             if not row.is_chat and bos is not None and (len(tokens) == 0 or tokens[0] != bos):
                 tokens, is_target = np.insert(tokens, 0, bos), np.insert(is_target, 0, False)
             if not row.is_chat and eos is not None and (len(tokens) == 0 or tokens[-1] != eos):
                 tokens, is_target = np.append(tokens, np.int32(eos)), np.append(is_target, True)
-            yield tokens, is_target
+            yield tokens, is_target, show_length(row.text, text, len(tokens))
 
     def _bos_token_id(self) -> int | None:
         bos: int | None = self.tokenizer.bos_token_id
@@ -108,6 +120,28 @@ class RowTokenizer:
             piece_target = is_target[piece].copy()
             piece_target[:1] = False  # nothing stands before the first token to predict it from
             yield tokens[piece], piece_target
+
+
+def first_text(tokenizer: PreTrainedTokenizerBase, text: str, num_tokens: int) -> str:
+    """The text, or, of a very long one, a beginning that has the same first tokens and more than `num_tokens`.
+
+    Where a text is cut, the last tokens before the cut may be others than in the whole text. So beginnings of twice
+    the length each are tokenized until two in a row agree in their first `num_tokens` + 1 tokens.
+    """
+    length = max(LONG_TEXT, LONG_TOKEN * num_tokens)
+    before: list[int] | None = None
+    while 2 * length < len(text):
+        found = tokenizer(text[:length], add_special_tokens=False, verbose=False)["input_ids"][: num_tokens + 1]
+        if len(found) > num_tokens and found == before:
+            return text[:length]
+        before = found
+        length *= 2
+    return text
+
+
+def show_length(text: str, tokenized: str, num_tokens: int) -> str:
+    """How long a row is, by its tokens; by its characters where a beginning of it alone was tokenized."""
+    return f"{num_tokens} tokens" if len(tokenized) == len(text) else f"{len(text)} characters"
 
 
 def _overlaps(offsets: NDArray[np.int64], spans: tuple[Span, ...]) -> Mask:

@@ -1,4 +1,4 @@
-"""The tokenizer: the checkpoint's own, or a built-in one whose tokens are bytes."""
+"""The tokenizer: the model's own, or a built-in one whose tokens are bytes."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ TEMPLATES = ("chatml", "llama3", "alpaca")
 
 @dataclass(frozen=True)
 class AddedTokens:
-    """Tokens to be trained.
+    """Tokens that `tokenizer.add_tokens` and `tokenizer.add_special_tokens` name, whose rows are trained.
 
     Attributes:
-        ids: of all.
-        fresh: of those that the tokenizer did not have.
+        ids: the ids of all of them.
+        fresh: the ids of those that the tokenizer did not have.
         vocab_size: the tokenizer's largest id + 1.
-        with_head: whether the head gets rows too, not the embeddings alone.
+        with_head: whether the head has rows for them too, or the embeddings alone.
     """
 
     ids: frozenset[int] = frozenset()
@@ -34,11 +34,11 @@ class AddedTokens:
 
 
 def load_tokenizer(model: ModelConfig, data: DataConfig) -> PreTrainedTokenizerBase:
-    """Loads the tokenizer of `model.tokenizer_path`, else of `model.path`.
+    """Loads the tokenizer of `model.tokenizer_path`, or of `model.path` if that is not set.
 
-    `data.chat_template`, if set, replaces its chat template, so that the template is saved with the adapter. A
-    tokenizer with no pad token gets its end token as one: padding never has a target, and the embeddings keep their
-    size.
+    `data.chat_template`, if set, replaces its chat template, so that the template is saved with the adapter. If the
+    tokenizer has no pad token, its end token becomes the pad token: padding never has a target, and the embeddings keep
+    their size.
 
     Raises:
         CheckpointError: there is no tokenizer, or it has no fast (Rust) version.
@@ -61,7 +61,7 @@ def load_tokenizer(model: ModelConfig, data: DataConfig) -> PreTrainedTokenizerB
 
 
 def add_tokens(tokenizer: PreTrainedTokenizerBase, config: TokenizerConfig) -> AddedTokens:
-    """Adds the tokens of the settings to the tokenizer, changed in place. Ids go on where the tokenizer's end."""
+    """Adds the tokens of the settings to the tokenizer, in place. Their ids follow the tokenizer's last one."""
     wanted = [*config.add_tokens, *config.add_special_tokens]
     if not wanted:
         return AddedTokens()
@@ -77,7 +77,7 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, config: TokenizerConfig) -> A
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Builds a tokenizer of 259 tokens: byte b is token b, then <bos> 256, <eos> 257, <pad> 258; ChatML turns."""
+    """Builds a tokenizer of 259 tokens: byte b is token b, then <bos> 256, <eos> 257, <pad> 258. Chats are ChatML."""
     alphabet = bytes_to_unicode()
     vocab = {alphabet[byte]: byte for byte in range(256)}
     special_tokens = {"<bos>": 256, "<eos>": 257, "<pad>": 258}
@@ -101,7 +101,7 @@ def _load(model: ModelConfig) -> PreTrainedTokenizerBase:
     fix = "Set model.tokenizer_path to a folder that has one, or to `bytes` for the built-in byte tokenizer."
     if path is None:
         raise CheckpointError(f"There is no tokenizer: neither model.tokenizer_path nor model.path is set. {fix}")
-    # A mistyped folder would be asked for on the hub, and fail there with a message about the network.
+    # transformers would look for a mistyped folder on the hub, and fail with a message about the network.
     if path.startswith(("/", "./", "../", "~")) and not Path(path).expanduser().is_dir():
         raise CheckpointError(f"There is no tokenizer: {path} is not a folder. {fix}")
     try:

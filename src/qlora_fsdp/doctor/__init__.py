@@ -1,1 +1,4 @@
-"""Can a host train? A file a topic, of checks that yield findings; the command is in `__main__`."""
+"""Checks whether a host can train.
+
+Each module has the checks of one topic, which yield findings. `__main__` is the command that runs them all.
+"""

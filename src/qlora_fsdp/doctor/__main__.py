@@ -1,7 +1,8 @@
 """`python -m qlora_fsdp.doctor`: can this host train, and what would be in the way?
 
-Each check gives findings: green, yellow (training runs, but ...) or red (it does not), with what to do. Under
-`torchrun` or `accelerate launch` the processes also measure what they exchange.
+Each check yields findings. Green means that all is well, yellow that training runs with a drawback, and red that it
+does not run. Yellow and red findings say what to do. Under `torchrun` or `accelerate launch` the processes also measure
+how fast they exchange data.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ COLORS = {"green": "\033[32m", "yellow": "\033[33m", "red": "\033[31m"}
 
 
 def diagnose(folder: Path) -> list[Finding]:
-    """What every check finds; one that fails is itself a finding."""
+    """The findings of every check. A check that fails is a red finding itself."""
     checks: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
         ("versions", check_versions),
         ("bytecode", check_bytecode),
@@ -57,20 +58,24 @@ def diagnose(folder: Path) -> list[Finding]:
         ("hub", check_hub),
         ("SLURM", check_slurm),
     ]
-    with quick_imports(), suppress(Exception):  # what can't be imported is found below
+    with quick_imports(), suppress(Exception):  # a check below reports what can't be imported
         import_module("bitsandbytes")
     findings: list[Finding] = []
     for name, check in checks:
         try:
             findings += check()
-        except Exception as error:  # whatever is broken here is what this command is for
+        except Exception as error:  # any failure is what this command is there to find
             first_line = str(error).partition("\n")[0]
             findings.append(Finding("red", name, f"{type(error).__name__}: {first_line}", "Mend this first."))
     return findings
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Check and print. Returns 1 if anything is red, 2 if the findings can't be written, else 0."""
+    """Run all checks and print the findings.
+
+    Returns:
+        1 if anything is red, 2 if the findings can't be written, else 0.
+    """
     parser = argparse.ArgumentParser("qlora_fsdp.doctor", usage=USAGE.partition("usage: ")[2], add_help=False)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--folder", type=Path, default=Path())
@@ -78,9 +83,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     is_main = os.environ.get("RANK", "0") == "0"
     if options.help:
-        print(USAGE.strip() if is_main else "", end="\n" if is_main else "")
+        if is_main:
+            print(USAGE.strip())
         return 0
-    # The processes meet before rank 0 looks around: on a slow disk or hub that may take longer than a meeting may.
+    # The processes meet before rank 0 runs its checks, which may take longer than the others would wait for it.
     met = _meet() if int(os.environ.get("WORLD_SIZE", "1")) > 1 else None
     findings: list[Finding] = diagnose(options.folder) if is_main else []
     if met is not None:
@@ -101,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _meet() -> Processes | Finding:
-    """All processes of the launch, or why they did not meet."""
+    """All processes of the launch; or a finding if they did not meet."""
     try:
         with quick_imports():
             from qlora_fsdp.runtime.processes import start_processes
@@ -111,10 +117,11 @@ def _meet() -> Processes | Finding:
 
 
 def _exchanged(processes: Processes) -> list[Finding]:
+    """What the processes measure together, once rank 0 has run its own checks."""
     from qlora_fsdp.runtime.processes import stop_processes
 
     try:
-        processes.wait(patiently=True)  # for rank 0's checks; ends if rank 0 does
+        processes.wait(patiently=True)  # for rank 0, however long its checks take, as long as it lives
         return list(check_exchange(processes))
     except (UserError, RuntimeError) as error:
         return [_failed(error)]
@@ -123,6 +130,7 @@ def _exchanged(processes: Processes) -> list[Finding]:
 
 
 def _failed(error: Exception) -> Finding:
+    """Print an error on the rank that has it, and turn it into a finding."""
     print_error(error if isinstance(error, UserError) else RankError(str(error)))
     return Finding("red", "processes", str(error).partition("\n")[0], "See docs/errors.md.")
 

@@ -1,4 +1,4 @@
-"""What processes exchange, where there are several."""
+"""Measures how fast several processes exchange data."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EXCHANGED_BYTES = {"cuda": 256 * 2**20, "cpu": 16 * 2**20}
 
 
 def check_exchange(processes: Processes) -> Iterator[Finding]:
-    """Rates of all-reduce and all-gather between the processes, as NCCL's own tests count them."""
+    """The rates of all-reduce and all-gather between the processes, counted as NCCL's own tests count them."""
     import torch
     import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""What a check finds."""
+"""The result of a check."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing looked at: what was found, and what to do unless all is well."""
+    """What a check found about one thing, and what to do unless all is well."""
 
     level: Literal["green", "yellow", "red"]
     what: str

@@ -1,4 +1,4 @@
-"""GPUs, their driver, bitsandbytes' kernels and the memory that copies to GPUs go through."""
+"""Checks of GPUs, their driver, bitsandbytes' kernels, and the pinned memory through which data is copied to GPUs."""
 
 from __future__ import annotations
 
@@ -6,16 +6,20 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from qlora_fsdp.doctor.finding import Finding
 from qlora_fsdp.doctor.timing import seconds_of
+
+if TYPE_CHECKING:
+    import torch
 
 GIB = 2**30
 PINNED_BYTES = 256 * 2**20
 
 
 def check_gpus() -> Iterator[Finding]:
-    """Each GPU: memory, what it computes in, the copies of bytes, the kernels of bitsandbytes; and GPUs in pairs."""
+    """Memory, dtypes, exact copies and bitsandbytes' kernels of each GPU, and whether each pair has peer access."""
     import torch
 
     if not torch.cuda.is_available():
@@ -40,9 +44,9 @@ def check_gpus() -> Iterator[Finding]:
             yield Finding("yellow", what, found, "Other processes hold its memory: see nvidia-smi.")
         else:
             yield Finding("green", what, found)
-        with torch.cuda.device(index):  # kernels start on the current one
+        with torch.cuda.device(index):  # kernels run on the current device
             checks = [_check_bytes(f"GPU {index} bytes", "cuda")]
-            if driver.level == "green":  # else bitsandbytes has no kernels to try
+            if driver.level == "green":  # if not, bitsandbytes has no kernels to try
                 checks.append(_check_kernels(f"GPU {index} bnb", "cuda"))
         yield from checks
     pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
@@ -55,7 +59,7 @@ def check_gpus() -> Iterator[Finding]:
 
 
 def _check_driver() -> Finding:
-    """The driver, torch's CUDA, and which of its libraries bitsandbytes has taken."""
+    """The versions of the driver and of torch's CUDA, and which of its libraries bitsandbytes has loaded."""
     import torch
     from bitsandbytes import cextension
 
@@ -73,18 +77,21 @@ def _check_driver() -> Finding:
 
 
 def check_cpu_kernels() -> Iterator[Finding]:
-    """bitsandbytes on the CPU, where a machine without a GPU trains."""
+    """bitsandbytes' kernels on the CPU, if the host has no GPU."""
     import torch
 
     if not torch.cuda.is_available():
         yield _check_kernels("bnb on CPU", torch.device("cpu"))
 
 
-def _check_bytes(what: str, device: object) -> Finding:
-    """Whether bf16 copies as FSDP2 gathers keep every bit pattern (pytorch#159333); gathered as bytes they must."""
+def _check_bytes(what: str, device: torch.device | str) -> Finding:
+    """Whether copies made as FSDP2 gathers keep every 16-bit pattern.
+
+    As bf16 they need not (pytorch#159333), and this project does not rely on it. As bytes they must.
+    """
     import torch
 
-    patterns = torch.arange(2**16, dtype=torch.int32, device=device).to(torch.uint16).view(torch.bfloat16)  # type: ignore[call-overload]
+    patterns = torch.arange(2**16, dtype=torch.int32, device=device).to(torch.uint16).view(torch.bfloat16)
     changed = []
     for view in (torch.bfloat16, torch.uint8):
         copied = torch.empty_like(patterns)
@@ -100,13 +107,13 @@ def _check_bytes(what: str, device: object) -> Finding:
     return Finding("green", what, f"copied exactly as bytes{note}")
 
 
-def _check_kernels(what: str, device: object) -> Finding:
-    """Whether bitsandbytes quantizes, and gets the weight back within the error of its format."""
+def _check_kernels(what: str, device: torch.device | str) -> Finding:
+    """Whether bitsandbytes quantizes a weight and restores it within the error of its format."""
     import torch
 
     from qlora_fsdp.layers import Format
 
-    weight = torch.randn(64, 128, generator=torch.Generator().manual_seed(0)).to(device)  # type: ignore[call-overload]
+    weight = torch.randn(64, 128, generator=torch.Generator().manual_seed(0)).to(device)
     errors = {}
     for format in (Format("nf4"), Format("int8")):
         codes, scales = format.quantize_rows(weight)
@@ -119,7 +126,7 @@ def _check_kernels(what: str, device: object) -> Finding:
 
 
 def check_pinned() -> Iterator[Finding]:
-    """Whether host memory can be pinned, as loading and offloading do, and how fast it is copied to the first GPU."""
+    """Whether host memory can be pinned, as loading and offloading need, and how fast it is copied to GPU 0."""
     import torch
 
     if not torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""Host memory and disk."""
+"""Checks of host memory and disk."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MIN_FREE_GIB = 20
 
 
 def check_memory() -> Iterator[Finding]:
-    """Host memory, and how much of it may be locked: loading reads into locked buffers."""
+    """Free host memory, and how much memory may be locked: loading reads into locked buffers."""
     import psutil
 
     memory = psutil.virtual_memory()
@@ -37,7 +37,7 @@ def check_memory() -> Iterator[Finding]:
 
 
 def check_disk(folder: Path) -> Iterator[Finding]:
-    """Free space, and the speed of writing, and of reading what was written without the page cache."""
+    """Free space, and how fast a file is written and then read back, without the page cache."""
     free = shutil.disk_usage(folder).free / GIB
     started = time.perf_counter()
     with tempfile.TemporaryFile(dir=folder) as file:

@@ -1,4 +1,4 @@
-"""Versions of Python and packages, the hub, SLURM."""
+"""Checks of the versions of Python and packages, of the hub and of SLURM."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from pathlib import Path
 
 from qlora_fsdp.doctor.finding import Finding
 
-VERSIONS = Path(__file__).parents[1] / "versions.json"  # what passed scripts/check_versions.py, and what did not
+VERSIONS = Path(__file__).parents[1] / "versions.json"  # what passed scripts/check_versions.py and what did not
 
 
 def check_versions() -> Iterator[Finding]:
-    """Python and packages against the combinations that were tested, from the oldest to the newest."""
+    """Compares Python and packages with the combinations that were tested, from the oldest to the newest."""
     table = json.loads(VERSIONS.read_text(encoding="utf-8"))
     combinations = [entry["versions"] for entry in table["tested"]]
     installed = {}
@@ -52,9 +52,12 @@ def check_versions() -> Iterator[Finding]:
 
 
 def check_bytecode() -> Iterator[Finding]:
-    """Whether Python keeps what it compiles; nothing where it does. Not every installer compiles what it installs."""
+    """Whether Python keeps the bytecode that it compiles; a finding only if it does not.
+
+    pip compiles what it installs, but not every installer does. Without bytecode each start compiles all again.
+    """
     spec = find_spec("torch")
-    if spec is None or spec.origin is None or Path(cache_from_source(spec.origin)).exists():  # it was imported before
+    if spec is None or spec.origin is None or Path(cache_from_source(spec.origin)).exists():  # torch has bytecode
         return
     advice = "Set PYTHONPYCACHEPREFIX to a folder that can be written."
     if sys.dont_write_bytecode:
@@ -63,7 +66,7 @@ def check_bytecode() -> Iterator[Finding]:
 
 
 def check_hub() -> Iterator[Finding]:
-    """Whether models can be downloaded, and as whom."""
+    """Whether the hub can be reached, and whether a user is logged in."""
     from huggingface_hub import constants, get_session, get_token
 
     if constants.HF_HUB_OFFLINE:
@@ -71,7 +74,7 @@ def check_hub() -> Iterator[Finding]:
         return
     try:
         get_session().head(constants.ENDPOINT, timeout=5)
-    except Exception as error:  # any failure of any client means the same here
+    except Exception as error:  # the client in use decides which class of error this is
         advice = "Set model.path and data.path to local folders."
         yield Finding("yellow", "hub", f"can't be reached ({type(error).__name__})", advice)
         return
@@ -83,7 +86,7 @@ def check_hub() -> Iterator[Finding]:
 
 
 def check_slurm() -> Iterator[Finding]:
-    """Whether jobs can be submitted from here."""
+    """Whether SLURM jobs can be submitted from this host."""
     if shutil.which("sbatch"):
         job = os.environ.get("SLURM_JOB_ID")
         yield Finding("green", "SLURM", f"in job {job}" if job else "sbatch is here: hydra/launcher=slurm submits")

@@ -1,4 +1,4 @@
-"""How long something takes on a device."""
+"""Measures how long something takes on a device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ REPEATS = 3
 
 
 def seconds_of(function: Callable[[], object], device: torch.device) -> float:
-    """Seconds of a call: the mean of a few, after one that does not count."""
+    """Seconds per call: the mean of REPEATS calls, after one call to warm up."""
     import torch
 
     def wait() -> None:

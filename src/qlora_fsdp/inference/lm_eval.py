@@ -1,7 +1,7 @@
-"""EleutherAI's lm-eval on the quantized base with its adapter, whole or in shards.
+"""Run EleutherAI's lm-eval on the quantized base with its adapter, whole or sharded.
 
-lm-eval's own class for transformers models does the work: tokens, windows, stop sequences, likelihoods. Here it gets a
-model that runs under FSDP, and each process answers its share of the requests.
+lm-eval's own class for transformers models does the work: tokens, windows, stop sequences, likelihoods. This module
+gives it a model that runs under FSDP, and lets each process answer its share of the requests.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Sequence
+from enum import IntEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lm_eval.evaluator import simple_evaluate
@@ -19,65 +20,80 @@ from lm_eval.models.huggingface import HFLM, eval_logger
 from lm_eval.tasks import TaskManager
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from typing_extensions import assert_never
 
 from qlora_fsdp.common.errors import ConfigError, DataError, Problem
 from qlora_fsdp.config.settings import show
-from qlora_fsdp.inference.trained import Trained, generation_config
+from qlora_fsdp.inference.trained import generation_config
+from qlora_fsdp.model.assemble import AssembledModel
 from qlora_fsdp.model.shard import computing_inside
 from qlora_fsdp.runtime.processes import Processes
 
-if TYPE_CHECKING:
-    from qlora_fsdp.evaluate import EvaluateSettings
-
 BOOTSTRAP_ITERS = 1000  # for standard errors that have no formula, such as perplexity's
-IDLE, FORWARD, GENERATE = range(3)
+
+
+class Work(IntEnum):
+    """What the ranks of a sharded model compute together."""
+
+    none = 0
+    forward = 1
+    generate = 2
 
 
 class ModelInStep:
-    """What lm-eval calls in place of a transformers model: in shards, every rank computes whenever one does.
+    """What lm-eval calls in place of a transformers model.
+
+    Computing with a sharded model is collective, and ranks have different numbers of requests. Before each computation
+    the ranks agree on what comes next, and those without a request compute on a dummy input.
 
     Args:
-        trained: of `load_trained`, built to generate.
+        trained: what `load_trained` returned for a model that generates.
         processes: all ranks have the model, and a share of the requests.
     """
 
-    def __init__(self, trained: Trained, processes: Processes) -> None:
+    def __init__(self, trained: AssembledModel, processes: Processes) -> None:
         self.trained, self.processes = trained, processes
-        self.device, self.config = processes.device, trained.files.config
+        self.device, self.config = processes.device, trained.meta.config
         self.base: Any = trained.model.base
         self.is_sharded = isinstance(trained.model, FSDPModule)
 
     def __call__(self, input_ids: Tensor) -> Any:
         """The model's output for int64 [B, L], with logits [B, L, vocabulary]."""
-        return self._run(FORWARD, lambda: self.base(input_ids=input_ids, use_cache=False))
+        return self._run(Work.forward, lambda: self.base(input_ids=input_ids, use_cache=False))
 
     def generate(self, **options: Any) -> Tensor:
         """Transformers' `generate`."""
-        return self._run(GENERATE, lambda: self._generate(**options))  # type: ignore[no-any-return]
+        return self._run(Work.generate, lambda: self._generate(**options))  # type: ignore[no-any-return]
 
     def keep_step(self) -> None:
-        """With nothing left to do: compute along until no rank has."""
+        """Once this rank has no requests left, compute with the others until none has any."""
         if not self.is_sharded:
             return
         ones = torch.ones((1, 1), dtype=torch.int64, device=self.device)
-        while kind := self._agree(IDLE):
-            if kind == FORWARD:
-                self._compute(lambda: self.base(input_ids=ones, use_cache=False))
-            else:
-                self._compute(lambda: self._generate(input_ids=ones, attention_mask=ones, max_new_tokens=1))
+        while True:
+            work = self._agree(Work.none)
+            match work:
+                case Work.none:
+                    return
+                case Work.forward:
+                    self._compute(lambda: self.base(input_ids=ones, use_cache=False))
+                case Work.generate:
+                    self._compute(lambda: self._generate(input_ids=ones, attention_mask=ones, max_new_tokens=1))
+                case _:
+                    assert_never(work)
 
-    def _run(self, kind: int, compute: Callable[[], Any]) -> Any:
+    def _run(self, work: Work, compute: Callable[[], Any]) -> Any:
         if self.is_sharded:
-            self._agree(kind)
+            self._agree(work)
         return self._compute(compute)
 
     def _generate(self, **options: Any) -> Any:
         config = generation_config(self.trained)
         return self.base.generate(generation_config=config, synced_gpus=self.is_sharded, **options)
 
-    def _agree(self, kind: int) -> int:
-        """What the ranks compute next; IDLE once none has anything left."""
-        return int(self.processes.max([kind])[0])
+    def _agree(self, work: Work) -> Work:
+        """What the ranks compute next: the highest of what they ask for."""
+        return Work(int(self.processes.max([work])[0]))
 
     def _compute(self, compute: Callable[[], Any]) -> Any:
         with computing_inside(self.trained.model):
@@ -85,12 +101,12 @@ class ModelInStep:
 
 
 class SharedLM(HFLM):  # type: ignore[misc]
-    """lm-eval's model. Each rank is given all requests, answers every n-th, and returns what all have answered.
+    """lm-eval's model. Each of n ranks is given all requests, answers every n-th, and returns the answers of all.
 
     Args:
         model: what computes.
-        batch_size: requests a rank at a time.
-        max_length: tokens of a request at most, from its end; None: as many as the model knows positions.
+        batch_size: requests that a rank answers at a time.
+        max_length: most tokens of a request, counted from its end; None for as many as the model knows positions.
     """
 
     def __init__(self, model: ModelInStep, batch_size: int, max_length: int | None) -> None:
@@ -129,10 +145,10 @@ class SharedLM(HFLM):  # type: ignore[misc]
 
 
 def find_tasks(names: Sequence[str]) -> TaskManager:
-    """Load lm-eval's tasks by name, or from YAML files of yours, data and all, before any model is loaded.
+    """Load lm-eval's tasks with their data, by name or from YAML files of the user's, before any model is loaded.
 
     Raises:
-        ConfigError: a name is no task.
+        ConfigError: a name is not a task.
         DataError: a task's data can't be loaded.
     """
     manager = TaskManager()
@@ -142,7 +158,7 @@ def find_tasks(names: Sequence[str]) -> TaskManager:
         raise ConfigError([Problem(show("tasks", name), "is no task of lm-eval's.", fix) for name in unknown])
     try:
         manager.load(list(names))
-    except Exception as error:  # a task is YAML and code of its own, and its data a download
+    except Exception as error:  # a task is YAML with code of its own, and its data may be downloaded
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise DataError(
             f"tasks={','.join(names)} can't be loaded: {reason} Without a network, tasks need data in the cache of "
@@ -152,29 +168,35 @@ def find_tasks(names: Sequence[str]) -> TaskManager:
 
 
 def evaluate_tasks(
-    trained: Trained, processes: Processes, manager: TaskManager, names: Sequence[str], settings: EvaluateSettings
+    lm: SharedLM,
+    manager: TaskManager,
+    names: Sequence[str],
+    *,
+    num_fewshot: int | None,
+    limit: int | None,
+    apply_chat_template: bool,
 ) -> dict[str, dict[str, Any]]:
     """Each task's and group's metrics as lm-eval names them, such as `acc,none`; empty on all ranks but the first.
 
     Args:
-        trained: of `load_trained`, built to generate.
-        processes: all take part, and share the requests.
-        manager: of `find_tasks`.
-        names: of tasks, groups or tags, or YAML files.
-        settings: the rest of lm-eval's.
+        lm: the model; every rank takes part, and answers its share of the requests.
+        manager: the tasks that `find_tasks` has loaded.
+        names: tasks, groups or tags, or YAML files.
+        num_fewshot: examples before each question; None: the task's own number.
+        limit: rows of each task; None: all.
+        apply_chat_template: ask in turns of a conversation.
     """
-    lm = SharedLM(ModelInStep(trained, processes), settings.batch_size, settings.max_length)
     os.environ["DISABLE_MULTIPROC"] = "1"  # lm-eval would fork this process, GPU and all, to draw samples
     with contextlib.redirect_stdout(sys.stderr):
         results = simple_evaluate(
             lm,
             tasks=list(names),
             task_manager=manager,
-            num_fewshot=settings.num_fewshot,
-            limit=settings.limit,
-            apply_chat_template=settings.apply_chat_template,
+            num_fewshot=num_fewshot,
+            limit=limit,
+            apply_chat_template=apply_chat_template,
             log_samples=False,
-            bootstrap_iters=BOOTSTRAP_ITERS if processes.is_main else 0,
+            bootstrap_iters=BOOTSTRAP_ITERS if lm.processes.is_main else 0,
         )
-    found: dict[str, dict[str, Any]] = results["results"] if processes.is_main else {}
+    found: dict[str, dict[str, Any]] = results["results"] if lm.processes.is_main else {}
     return found

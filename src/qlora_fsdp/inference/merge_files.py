@@ -1,7 +1,8 @@
-"""An adapter added into its base's weights, a file of the base at a time.
+"""Merge an adapter into its base's weights, one file of the base at a time.
 
-Each file of the result is written under a temporary name and renamed, so that what is there is whole and a merge that
-was cut off goes on with the next file. Memory is one file of the base and a few matrices, whatever the model's size.
+Each file of the result is written under a temporary name and renamed. So every file that is there is whole, and a merge
+that was cut off resumes with the next one. It takes the memory of one file of the base and a few matrices, whatever the
+model's size.
 """
 
 from __future__ import annotations
@@ -10,65 +11,33 @@ import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any
 
-import bitsandbytes.functional as bnb
-import peft
-import torch
-from peft.utils import ModulesToSaveWrapper
-from peft.utils.other import TrainableTokensWrapper
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
 from qlora_fsdp.common.errors import CheckpointError, RunFolderError
 from qlora_fsdp.common.files import digest_file, write_json
-from qlora_fsdp.common.sizes import BLOCKSIZE, NESTED_BLOCKSIZE
-from qlora_fsdp.layers import Format, QuantizedLayer, QuantizedLinear
-from qlora_fsdp.layers.lora import LoraLinear
-from qlora_fsdp.layers.quantized_format import code_book
-from qlora_fsdp.model.adapters import ADAPTER, base_linears
-from qlora_fsdp.model.build import BuiltModel
-from qlora_fsdp.model.find import ModelFiles
+from qlora_fsdp.inference.merge_weights import (
+    Merge,
+    find_changes,
+    merged_weight,
+    quantized_if_wanted,
+    read_tensor,
+    takes_codes,
+)
+from qlora_fsdp.model.adapters import base_linears
 from qlora_fsdp.model.new_tokens import count_tokens
-from qlora_fsdp.weights.fill import Assignment, fill_from_files
+from qlora_fsdp.weights.assignment import Assignment
 from qlora_fsdp.weights.safetensors_files import INDEX_NAME, SINGLE_NAME, StoredTensor
 
-VALUES_A_TIME = 2**22  # of a weight, in float32: 16 MiB, which the allocator keeps; more is made of new pages each time
 EXTRA_NAME = "model-adapter.safetensors"
 BASE_NAME = "model-base.safetensors"
 RECORD_NAME = "merge.json"
-
-
-@dataclass(frozen=True)
-class Merge:
-    """What is merged into what.
-
-    Attributes:
-        built: the base on meta, inside `model`.
-        model: PEFT's, on meta.
-        files: of the base.
-        adapter: folder of the adapter.
-        out: folder of the result.
-        dequantized: onto the quantized weights that the adapter was trained on, not onto the full-precision ones.
-        quantize: format of the result's linear layers, by transformers and bitsandbytes: `nf4` or `fp4`; None: as the
-            base.
-        dtype: in which the base is quantized, as in training.
-        device: where weights are quantized and adapters multiplied.
-    """
-
-    built: BuiltModel
-    model: peft.PeftModel
-    files: ModelFiles
-    adapter: Path
-    out: Path
-    dequantized: bool
-    quantize: Literal["nf4", "fp4"] | None
-    dtype: torch.dtype
-    device: torch.device
 
 
 def merge_files(merge: Merge) -> None:
@@ -78,26 +47,26 @@ def merge_files(merge: Merge) -> None:
         CheckpointError: the base is quantized already, and its full-precision weights were asked for.
         RunFolderError: `merge.out` holds something else, or can't be written.
     """
-    folder = merge.files.folder
+    folder = merge.trained.files.folder
     assert folder is not None
-    if not merge.dequantized and any(a.stored_parts for a in merge.built.assignments):
+    if not merge.dequantized and any(a.stored_parts for a in merge.meta.assignments):
         raise CheckpointError(
             f"{folder} is quantized and has no full-precision weights to merge onto. Set base=dequantized, or "
             "model.path to the model in full precision."
         )
     with merging_to(merge.out):
         _open_folder(merge)
-        changes = _find_changes(merge)
+        changes = find_changes(merge)
         untied = _write_weights(merge, changes)
         _write_config(merge, folder, untied)
 
 
 @contextmanager
 def merging_to(out: str | Path) -> Iterator[None]:
-    """Around what is written to the folder of the result: a failure names the setting.
+    """Turn a failure to write to the folder of the result into an error that names the setting.
 
     Raises:
-        RunFolderError: no permission, read-only, or full.
+        RunFolderError: the folder can't be written: no permission, read-only, or full.
     """
     try:
         yield
@@ -106,9 +75,9 @@ def merging_to(out: str | Path) -> Iterator[None]:
 
 
 def _open_folder(merge: Merge) -> None:
-    """Make the folder, or go on in one that the same merge began."""
+    """Make the folder, or take one in which the same merge was cut off."""
     record = {
-        "base": str(merge.files.folder),
+        "base": str(merge.trained.files.folder),
         "adapter": digest_file(merge.adapter / "adapter_model.safetensors"),
         "dequantized": merge.dequantized,
         "quantize": merge.quantize,
@@ -123,37 +92,14 @@ def _open_folder(merge: Merge) -> None:
     write_json(file, record)
 
 
-def _find_changes(merge: Merge) -> dict[str, dict[str, Tensor]]:
-    """By name of a parameter of the base, the adapter's tensors that change it; `scaling` is among LoRA's."""
-    changes: dict[str, dict[str, Tensor]] = {}
-    token_rows: dict[nn.Module, dict[str, Tensor]] = {}  # the same of tied tables
-    with safe_open(merge.adapter / "adapter_model.safetensors", "pt") as file:
-        stored = {key.removeprefix("base_model.model."): key for key in file.keys()}  # noqa: SIM118
-        for name, module in merge.model.get_base_model().named_modules():
-            if isinstance(module, LoraLinear):
-                parts = {part: f"{name}.{part}" for part in ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")}
-                found = {part: file.get_tensor(stored[key]) for part, key in parts.items() if key in stored}
-                changes[f"{name}.weight"] = found | {"scaling": torch.tensor(module.scaling[ADAPTER])}
-            elif isinstance(module, ModulesToSaveWrapper):
-                for key, _ in module.original_module.named_parameters():
-                    changes[f"{name}.{key}"] = {"whole": file.get_tensor(stored[f"{name}.{key}"])}
-            elif isinstance(module, TrainableTokensWrapper):
-                layer = module.token_adapter
-                if layer.tied_adapter is None:
-                    rows = file.get_tensor(stored[f"{name}.token_adapter.trainable_tokens_delta"])
-                    token_rows[layer] = {"rows": rows, "ids": torch.tensor(layer.token_indices[ADAPTER])}
-                changes[f"{name}.weight"] = token_rows[layer.tied_adapter or layer]
-    return changes
-
-
 def _write_weights(merge: Merge, changes: dict[str, dict[str, Tensor]]) -> bool:
-    """Write every file that is not there yet, and the index; whether tied weights were written apart."""
-    assignments = {a.stored.key: a for a in merge.built.assignments if a.stored is not None}
+    """Write every file that is not there yet, and the index. Returns whether tied weights are two weights now."""
+    assignments = {a.stored.key: a for a in merge.meta.assignments if a.stored is not None}
     parts = {part.key for a in assignments.values() for part in a.stored_parts.values()}
-    parts |= {key for a in assignments.values() for key in a.copies}  # a tied table is written once
+    parts |= {key for a in assignments.values() for key in a.copies}  # copies of a tied table, which is written once
     by_file: dict[str, list[StoredTensor]] = {}
-    for stored in merge.files.tensors.values():
-        is_unused = merge.built.head and stored.key not in assignments  # by a classifier: the base's own head
+    for stored in merge.trained.files.tensors.values():
+        is_unused = merge.meta.head and stored.key not in assignments  # the base's own head, in a classifier
         if not (is_unused or _is_state(stored.key) or stored.key in parts):
             by_file.setdefault(stored.file.name, []).append(stored)
     extra = _find_extra(merge, changes)
@@ -166,12 +112,12 @@ def _write_weights(merge: Merge, changes: dict[str, dict[str, Tensor]]) -> bool:
             found: dict[str, Tensor] = {}
             for stored in tensors:
                 assignment = assignments.get(stored.key)
-                value = _read(stored) if assignment is None else _merged(assignment, changes, merge)
-                found |= _quantized(stored.key, value, assignment, merge)
+                value = read_tensor(stored) if assignment is None else merged_weight(assignment, changes, merge)
+                found |= quantized_if_wanted(stored.key, value, assignment, merge)
             _save(found, target)
         weight_map |= dict.fromkeys(_keys(target), name)
     if extra:
-        values = {name: _merged(replace(a, name=name), changes, merge) for name, a in extra.items()}
+        values = {name: merged_weight(replace(a, name=name), changes, merge) for name, a in extra.items()}
         _save(values, merge.out / EXTRA_NAME)
         weight_map |= dict.fromkeys(values, EXTRA_NAME)
     if set(weight_map.values()) != {SINGLE_NAME}:
@@ -182,15 +128,18 @@ def _write_weights(merge: Merge, changes: dict[str, dict[str, Tensor]]) -> bool:
 
 
 def _find_extra(merge: Merge, changes: dict[str, dict[str, Tensor]]) -> dict[str, Assignment]:
-    """What the base's files lack: a new head, and the other names of tied weights of which one is changed."""
+    """What the base's files lack.
+
+    These are a new head and, of two tied weights of which the adapter changes one, the one that the files do not name.
+    """
     extra: dict[str, Assignment] = {}
-    ties = merge.built.model.all_tied_weights_keys or {}
-    by_name = {a.name: a for a in merge.built.assignments}
-    for a in merge.built.assignments:
+    ties = merge.meta.model.all_tied_weights_keys or {}
+    by_name = {a.name: a for a in merge.meta.assignments}
+    for a in merge.meta.assignments:
         if a.stored is None:
             extra[a.name] = a
     for target, source in ties.items():
-        if changes.get(target) is changes.get(source):  # none, or both alike
+        if changes.get(target) is changes.get(source):  # neither is changed, or both are in the same way
             continue
         stored_under = by_name.get(source) or by_name.get(target)
         assert stored_under is not None and stored_under.stored is not None
@@ -198,74 +147,8 @@ def _find_extra(merge: Merge, changes: dict[str, dict[str, Tensor]]) -> dict[str
     return extra
 
 
-def _merged(assignment: Assignment, changes: dict[str, dict[str, Tensor]], merge: Merge) -> Tensor:
-    """A weight of the base with the adapter in it, on the CPU."""
-    change = changes.get(assignment.name, {})
-    stored_dtype = None if assignment.stored is None else assignment.stored.dtype
-    dtype = stored_dtype if stored_dtype is not None and stored_dtype.is_floating_point else merge.dtype
-    if "whole" in change:
-        return change["whole"].to(dtype)
-    weight = _base_weight(assignment, merge)
-    if "rows" in change:
-        ids = change["ids"]
-        table = weight.new_empty(max(len(weight), int(ids.max()) + 1), *weight.shape[1:], dtype=dtype)
-        table[: len(weight)] = weight
-        table[ids] = change["rows"].to(dtype)
-        return table
-    if "lora_A.weight" not in change:
-        return weight if not weight.is_floating_point() or stored_dtype is None else weight.to(dtype)
-    lora_a = change["lora_A.weight"].to(merge.device, torch.float32)
-    lora_b = change["lora_B.weight"].to(merge.device, torch.float32)
-    scaling, magnitude = change["scaling"].item(), change.get("lora_magnitude_vector")
-    merged = torch.empty(weight.shape, dtype=dtype)
-    step = max(1, VALUES_A_TIME // weight.shape[1])
-    for start in range(0, len(weight), step):
-        rows = slice(start, start + step)
-        values = weight[rows].to(merge.device, torch.float32).addmm(lora_b[rows], lora_a, alpha=scaling)
-        if magnitude is not None:  # DoRA: the rows' norms are trained apart (arXiv:2402.09353, equation 5)
-            norms = torch.linalg.vector_norm(values, dim=1)
-            values.mul_((magnitude[rows].to(merge.device) / norms).unsqueeze(1))
-        merged[rows] = values.to(dtype)
-    return merged
-
-
-def _base_weight(assignment: Assignment, merge: Merge) -> Tensor:
-    assert assignment.stored is not None, assignment.name
-    module = assignment.module
-    if not merge.dequantized or not assignment.is_quantized:
-        return _read(assignment.stored)
-    assert isinstance(module, QuantizedLayer)
-    layer = QuantizedLinear(
-        module.in_features, module.out_features, False, module.format, module.compute_dtype, merge.device
-    )
-    fill_from_files([replace(assignment, module=layer)], merge.device, merge.dtype)
-    return layer.weight.detach().cpu()
-
-
-def _quantized(key: str, value: Tensor, assignment: Assignment | None, merge: Merge) -> dict[str, Tensor]:
-    """The tensor as it is, or a linear layer's weight as bitsandbytes' codes with their state."""
-    is_linear = assignment is not None and assignment.is_quantized and _takes_codes(assignment.module, merge)
-    if merge.quantize is None or not is_linear:
-        return {key: value}
-    value = value.to(merge.device, merge.dtype)
-    codes, absmax = Format(merge.quantize, storage=torch.uint8).quantize_rows(value)
-    offset = absmax.mean()
-    scales, nested = bnb.quantize_blockwise(absmax.flatten() - offset, blocksize=NESTED_BLOCKSIZE)
-    book = code_book(merge.quantize, merge.device).clone()  # of its own: files refuse shared memory
-    state = bnb.QuantState(scales, value.shape, book, BLOCKSIZE, merge.quantize, value.dtype, offset, nested)
-    parts = {f"{key}.{name}": part.cpu() for name, part in state.as_dict(packed=True).items()}
-    return {key: codes.view(-1, 1).cpu()} | parts
-
-
-def _takes_codes(module: nn.Module, merge: Merge) -> bool:
-    """Whether a quantized result has the layer as codes: rows must be whole blocks, and the head stays as it is."""
-    head = merge.built.model.get_output_embeddings()
-    is_head = module is getattr(head, "base_layer", head)
-    return isinstance(module, QuantizedLinear) and module.in_features % BLOCKSIZE == 0 and not is_head
-
-
 def _write_config(merge: Merge, folder: Path, untied: bool) -> None:
-    """config.json with what the merge changed, and the other small files of base and adapter."""
+    """Write config.json with what the merge changed, and copy the other small files of base and adapter."""
     for file in sorted(folder.iterdir()):
         is_small = file.suffix in (".json", ".txt", ".jinja", ".model") and "safetensors" not in file.name
         if file.is_file() and is_small and file.name != "config.json":
@@ -275,17 +158,17 @@ def _write_config(merge: Merge, folder: Path, untied: bool) -> None:
             shutil.copyfile(file, merge.out / file.name)
     config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config.pop("quantization_config", None)
-    if merge.built.head:
-        own = merge.built.model.config
+    if merge.meta.head:
+        own = merge.meta.model.config
         config |= {key: getattr(own, key) for key in ("id2label", "label2id", "problem_type", "pad_token_id")}
-        config["architectures"] = [type(merge.built.model).__name__]
-    num_tokens, num_rows = count_tokens(merge.built.model)
+        config["architectures"] = [type(merge.meta.model).__name__]
+    num_tokens, num_rows = count_tokens(merge.meta.model)
     if num_tokens > num_rows:
         config.get("text_config", config)["vocab_size"] = num_tokens
     if untied:
         config["tie_word_embeddings"] = False
     if merge.quantize is not None:
-        plain = {name for name, layer in base_linears(merge.built.model) if not _takes_codes(layer, merge)}
+        plain = {name for name, layer in base_linears(merge.meta.model) if not takes_codes(layer, merge)}
         config["quantization_config"] = {
             "quant_method": "bitsandbytes",
             "load_in_4bit": True,
@@ -298,13 +181,8 @@ def _write_config(merge: Merge, folder: Path, untied: bool) -> None:
 
 
 def _is_state(key: str) -> bool:
-    """Whether a tensor describes quantized codes rather than being a weight."""
+    """Whether a stored tensor belongs to quantized codes, and is no weight itself."""
     return ".quant_state." in key or key.endswith((".quant_map", ".nested_quant_map", ".weight_format"))
-
-
-def _read(stored: StoredTensor) -> Tensor:
-    with safe_open(stored.file, "pt") as file:
-        return cast(Tensor, file.get_tensor(stored.key))
 
 
 def _keys(file: Path) -> Iterator[str]:
@@ -316,7 +194,7 @@ def _save(tensors: dict[str, Tensor], target: Path) -> None:
     temporary = target.with_name(f".{target.name}.tmp")
     try:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, {"format": "pt"})
-    except SafetensorError as error:  # of a full disk, for one
+    except SafetensorError as error:  # for example when the disk is full
         temporary.unlink(missing_ok=True)
         raise OSError(str(error)) from error
     temporary.rename(target)

@@ -12,7 +12,7 @@ from qlora_fsdp.common.errors import ConfigError
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.config.settings import problem_with
 
-Slot = list[str] | None  # names of the GPUs that a job may see; None: there are none to share out
+Slot = list[str] | None  # names of the GPUs that a job may see; None where there are no GPUs
 
 
 def accelerate_config(name: str) -> Path:
@@ -25,18 +25,18 @@ def accelerate_config(name: str) -> Path:
 
 
 def launch_command(config: Config, slot: Slot, arguments: Sequence[str]) -> list[str]:
-    """`accelerate launch` for a job on this host."""
+    """Returns the `accelerate launch` command of a job on this host."""
     launch = config.launch
     own = launch.config_file
     options = ["--config_file", str(Path(own).expanduser() if own else accelerate_config("one_node.yaml"))]
     if launch.num_processes is not None or launch.config_file is None:
         options += ["--num_processes", str(launch.num_processes or len(slot or [""]))]
-    options += ["--main_process_port", "0"]  # any free one: jobs run side by side
+    options += ["--main_process_port", "0"]  # any free port, because jobs run side by side
     return [sys.executable, "-m", "accelerate.commands.launch", *options, "-m", "qlora_fsdp.train", *arguments]
 
 
 def share_gpus(config: Config, environ: Mapping[str, str]) -> list[Slot]:
-    """The GPUs of each of the jobs that run at the same time; disjoint.
+    """Returns the GPUs of each of the jobs that run at the same time. No two jobs share a GPU.
 
     Raises:
         ConfigError: there are too few.
@@ -60,7 +60,7 @@ def share_gpus(config: Config, environ: Mapping[str, str]) -> list[Slot]:
 
 
 def visible_gpus(environ: Mapping[str, str]) -> list[str]:
-    """Names, for CUDA_VISIBLE_DEVICES, of the GPUs that this process may use."""
+    """Returns the names of the GPUs that this process may use, as CUDA_VISIBLE_DEVICES takes them."""
     if "CUDA_VISIBLE_DEVICES" in environ:
         return [name.strip() for name in environ["CUDA_VISIBLE_DEVICES"].split(",") if name.strip() not in ("", "-1")]
     if shutil.which("nvidia-smi") is None:

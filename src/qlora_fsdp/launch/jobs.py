@@ -1,4 +1,4 @@
-"""The jobs of a sweep: what each is called, where it runs, and whether its settings can be used. Imports no torch."""
+"""The jobs of a sweep: their names, folders and settings, and whether these can be used. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, open_dict
 
 from qlora_fsdp.common.errors import ConfigError, Problem
-from qlora_fsdp.config.check_settings import check_settings
-from qlora_fsdp.config.compose import quote, read_config
+from qlora_fsdp.config.check_settings import check_split
+from qlora_fsdp.config.compose import read_config
 from qlora_fsdp.config.identity import find_changes, is_harmless, plain_settings, read_settings
+from qlora_fsdp.config.overrides import quote
 from qlora_fsdp.config.schema import Config
-from qlora_fsdp.config.settings import show
-from qlora_fsdp.config.validate import check_split
+from qlora_fsdp.config.settings import problem_about, show
 from qlora_fsdp.config.world import World
+from qlora_fsdp.records.check_run_folder import check_run
 from qlora_fsdp.records.run_state import RunState, read_run
 
-MAX_NAME = 120  # letters of a folder's name
+MAX_NAME = 120  # characters of a folder's name
 NOT_THE_RUNS = ("launch", "slurm", "hydra")  # sections that say how jobs are started
 
 
@@ -32,10 +33,10 @@ class Job:
     """One run of a sweep.
 
     Attributes:
-        swept: the settings that tell it from the other jobs, and their values, as typed.
-        config: all its settings.
-        arguments: of `qlora_fsdp.train`.
-        folder: its run folder, absolute.
+        swept: the settings in which it differs from the other jobs, with their values as typed.
+        config: all of its settings.
+        arguments: the arguments for `qlora_fsdp.train`.
+        folder: the absolute path of its run folder.
     """
 
     swept: dict[str, str]
@@ -45,17 +46,17 @@ class Job:
 
     @property
     def label(self) -> str:
-        """The job in a message: `lora.r=8 training.learning_rate=0.0001`, or the run's name where nothing is swept."""
+        """The job's name in a message: `lora.r=8 training.learning_rate=0.0001`, or the run's if nothing is swept."""
         return " ".join(f"{key}={value}" for key, value in self.swept.items()) or self.config.run.name
 
     @property
     def state(self) -> RunState:
-        """What its folder says now."""
+        """The state of the run in its folder now."""
         return read_run(self.folder)
 
     @property
     def is_done(self) -> bool:
-        """Whether there is nothing left to do: it has finished, and is not to be done again."""
+        """Whether nothing is left to do: the run has finished and should not be repeated."""
         return not self.config.run.overwrite and self.state.status == "finished"
 
 
@@ -66,17 +67,17 @@ def collect_jobs(
     folder: Path,
     options: Sequence[str],
 ) -> list[Job]:
-    """The jobs that a sweeper asks for, all of them checked.
+    """Returns the jobs that a sweeper asks for, after checking all of them.
 
     Args:
-        compose: makes the configuration of overrides.
-        batch: the overrides of each job, as the sweeper has them.
+        compose: makes a configuration of overrides.
+        batch: the overrides of each job, as the sweeper gives them.
         typed: the overrides of the command line, which may have several values.
-        folder: of the sweep; each job gets a folder in it, or the folder itself where nothing is swept.
-        options: of every job's command line, e.g. `--config-dir`.
+        folder: the folder of the sweep. Each job gets a folder in it, or the folder itself if nothing is swept.
+        options: options for every job's command line, e.g. `--config-dir`.
 
     Raises:
-        ConfigError: settings that can't be used, of any job.
+        ConfigError: the settings of some job can't be used.
     """
     parser = OverridesParser.create()
     fixed = {_key(override) for override in parser.parse_overrides(list(typed)) if not override.is_sweep_override()}
@@ -97,7 +98,7 @@ def collect_jobs(
         with open_dict(composed):
             del composed["hydra"]
         config, mistakes = read_config(composed)
-        if swept and "run.name" not in swept:  # the job's own in W&B
+        if swept and "run.name" not in swept:  # in W&B each job needs a name of its own
             arguments = [text for text in arguments if not text.startswith("run.name=")]
             arguments.append(_as_typed("run.name", f"{config.run.name}__{own.name}"))
         job = Job(swept, config, [*options, *arguments, _as_typed("run.folder", str(own))], own)
@@ -109,7 +110,7 @@ def collect_jobs(
 
 
 def job_name(swept: dict[str, str]) -> str:
-    """A folder's name for a job: the same for the same settings, whatever else is in the sweep."""
+    """Returns the name of a job's folder, which depends on the job's own settings alone."""
     text = "__".join(f"{key}={value}" for key, value in swept.items())
     name = re.sub(r"[^\w.=+-]", "-", text, flags=re.ASCII)
     if name == text and len(name) <= MAX_NAME:
@@ -118,14 +119,14 @@ def job_name(swept: dict[str, str]) -> str:
 
 
 def _check(job: Job) -> list[Problem]:
-    """What is wrong with a job; of one that has finished, whether it was the same one."""
+    """What is wrong with a job. If its folder holds a run already, that must be the same run."""
     if job.is_done or (
         job.config.checkpoint.resume == "auto" and not job.config.run.overwrite and job.state.checkpoint
     ):
         changes = _harmful_changes(job)
         if changes or job.is_done:
             return changes
-    problems = check_settings(job.config)
+    problems = check_run(job.config)
     if job.config.launch.num_processes is not None:
         num_ranks = job.config.launch.num_processes * job.config.slurm.nodes
         problems += check_split(job.config, World(num_ranks, local_num_ranks=job.config.launch.num_processes))
@@ -133,7 +134,7 @@ def _check(job: Job) -> list[Problem]:
 
 
 def _harmful_changes(job: Job) -> list[Problem]:
-    """Settings that differ from those of the run in the job's folder, and make it another run."""
+    """Problems with settings that make it another run than the one in its folder."""
     old = read_settings(job.folder / "config.yaml")
     changes = find_changes(plain_settings(job.config), old) if old else {}
     problems = []
@@ -142,7 +143,7 @@ def _harmful_changes(job: Job) -> list[Problem]:
             has = "finished" if job.is_done else "a checkpoint"
             reason = f"was {show('', was)[1:]} in {job.folder}, which has {has}."
             fix = "Set another run.name, or run.overwrite=true to start anew."
-            problems.append(Problem(show(key, value), reason, fix))
+            problems.append(problem_about(key, value, reason, fix))
     return problems
 
 

@@ -1,4 +1,4 @@
-"""Jobs on this host: one `accelerate launch` each, as many at a time as `launch.parallel` says. Imports no torch."""
+"""Runs jobs on this host by one `accelerate launch` each, `launch.parallel` of them at a time. Imports no torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from qlora_fsdp.launch.sweep import Sweep
 from qlora_fsdp.records.run_state import RunState
 
 POLL_SECONDS = 0.3
-LINE_SECONDS = 30.0  # between lines on how a job gets on
+LINE_SECONDS = 30.0  # between two lines about a job's progress
 CONSOLE = "console.log"
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
@@ -39,11 +39,11 @@ class _Running:
 
 
 def run_jobs(jobs: list[Job], sweep: Sweep) -> None:
-    """Run jobs to their end, each on GPUs of its own; one that fails does not stop the others.
+    """Runs jobs to their end, each on GPUs of its own. One that fails does not stop the others.
 
     Raises:
-        ConfigError: too few GPUs.
-        Interrupted: by a signal: running jobs have saved and ended. A second signal kills them.
+        ConfigError: there are too few GPUs.
+        Interrupted: by a signal, after which the running jobs have saved and ended. A second signal kills them.
     """
     if not jobs:
         return
@@ -108,7 +108,7 @@ def _ending(item: _Running) -> str:
 
 
 def _last_error(item: _Running) -> str | None:
-    """What a job said that ended before it had a run folder."""
+    """The error of a job that ended before it had a run folder."""
     with suppress(OSError):
         lines = (item.job.folder / CONSOLE).read_text(errors="replace").splitlines()
         errors = [line.removeprefix("Error: ") for line in lines if line.startswith("Error: ")]
@@ -129,7 +129,7 @@ def _say(item: _Running, num_jobs: int, text: str) -> None:
 
 @contextmanager
 def _noting_signals() -> Iterator[list[int]]:
-    """Within it signals do nothing but get into the list."""
+    """Collects the signals that arrive meanwhile in a list, and keeps them from doing anything else."""
     signals: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -144,7 +144,7 @@ def _noting_signals() -> Iterator[list[int]]:
 
 
 def _pass_on(signals: list[int], running: list[_Running]) -> None:
-    """The first signal asks the ranks to save and stop; another one kills them."""
+    """Asks the ranks to save and stop at the first signal, and kills them at another one."""
     is_first = len(signals) == 1
     if is_first:
         print("\nThe running jobs save and stop; once more kills them.", flush=True)
@@ -156,7 +156,7 @@ def _pass_on(signals: list[int], running: list[_Running]) -> None:
 
 
 def signal_ranks(pid: int, number: int) -> None:
-    """Signal the training processes below an `accelerate launch`, and not the launcher, which would kill them soon."""
+    """Signals the training processes below an `accelerate launch`, but not the launcher, which would soon kill them."""
     with suppress(psutil.NoSuchProcess):
         ranks = _ranks(psutil.Process(pid))
         for process in ranks:
@@ -167,7 +167,7 @@ def signal_ranks(pid: int, number: int) -> None:
 
 
 def kill_tree(pid: int) -> None:
-    """Kill a process and all below it."""
+    """Kills a process and all processes below it."""
     with suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
         for each in [*process.children(recursive=True), process]:
@@ -176,7 +176,7 @@ def kill_tree(pid: int) -> None:
 
 
 def _ranks(root: psutil.Process) -> list[psutil.Process]:
-    """Processes that run `-m qlora_fsdp.train` themselves; a worker that one has forked has the same command line."""
+    """The processes that run `-m qlora_fsdp.train`, without their forked workers, whose command line is the same."""
     found = [process for process in root.children(recursive=True) if _trains(process)]
     pids = {process.pid for process in found}
     return [process for process in found if process.ppid() not in pids]

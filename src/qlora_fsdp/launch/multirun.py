@@ -1,4 +1,4 @@
-"""`-m` and `hydra/launcher=...`: Hydra's sweeper asks for jobs, our launcher starts them. Imports no torch."""
+"""`-m` and `hydra/launcher=...`: Hydra's sweeper asks for jobs, and our launcher starts them. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from hydra.types import RunMode
 
 from qlora_fsdp.common.errors import ConfigError, Interrupted, LaunchError, Problem, RunFolderError
 from qlora_fsdp.config.command_line import Arguments
-from qlora_fsdp.config.compose import composing, prepare_overrides
+from qlora_fsdp.config.compose import composing
+from qlora_fsdp.config.overrides import prepare_overrides
 from qlora_fsdp.records.run_state import read_run
 from qlora_fsdp.report.page import write_report
 from qlora_fsdp.report.sweep_table import read_results, show_results, write_results
@@ -21,7 +22,7 @@ LAUNCHERS = ("accelerate", "slurm")
 
 
 def start_jobs(arguments: Arguments, environ: Mapping[str, str]) -> int:
-    """Starts what the command line asks for, and prints what came of it.
+    """Starts the jobs that the command line asks for, and prints their results.
 
     Returns:
         0 if every job has finished or has been submitted, else 1.
@@ -58,12 +59,12 @@ def start_jobs(arguments: Arguments, environ: Mapping[str, str]) -> int:
 
 
 def _show(folder: Path) -> list[dict[str, Any]]:
-    """Write and print how the jobs of the sweep are now."""
+    """Writes and prints the present state of the sweep's jobs."""
     jobs = read_results(folder)
     if jobs:
         write_results(folder, jobs)
         files = "sweep.json, sweep.csv"
-        with suppress(RunFolderError):  # no job has come as far as to have figures
+        with suppress(RunFolderError):  # no job may have a run folder yet
             write_report([folder])
             files += ", report.html"
         print(f"\n{show_results(folder, jobs)}\n\nIn {folder}: {files}", flush=True)
@@ -71,7 +72,7 @@ def _show(folder: Path) -> list[dict[str, Any]]:
 
 
 def _never_called(config: object) -> None:
-    """Hydra's task: our launchers run a command in its place."""
+    """Stands for Hydra's task, in place of which our launchers run a command."""
     raise AssertionError
 
 

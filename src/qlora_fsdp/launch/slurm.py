@@ -1,4 +1,4 @@
-"""Jobs on SLURM: one readable job script, an array job where there are several. Imports no torch."""
+"""Submits jobs to SLURM by one readable job script, as an array job if there are several. Imports no torch."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from qlora_fsdp.launch.jobs import Job
 from qlora_fsdp.launch.sweep import Sweep
 from qlora_fsdp.records.run_state import SLURM_FILE, read_json, slurm_queue
 
-POLL_SECONDS = 5.0  # of the queue, where a sweeper waits
+POLL_SECONDS = 5.0  # between two looks at the queue, where a sweeper waits for results
 SCRIPT = "job.sbatch"
 
 
 def submit_jobs(jobs: list[Job], sweep: Sweep) -> None:
-    """Submit jobs as one job script, but for those that are queued already; wait for their end if the sweeper does.
+    """Submits the jobs that are not queued already as one job script, and waits for their end if the sweeper does.
 
     Raises:
-        ConfigError: jobs of one script differ in what SLURM is asked for.
+        ConfigError: jobs of one script ask SLURM for different things.
         LaunchError: SLURM is not there, does not answer, or refuses the script.
     """
     _refuse_differences(jobs)
@@ -47,12 +47,12 @@ def submit_jobs(jobs: list[Job], sweep: Sweep) -> None:
 
 
 def render_script(jobs: Sequence[Job], folder: Path, working_folder: Path) -> str:
-    """The job script: sbatch's options, then one `accelerate launch` a node under `srun`.
+    """Returns the job script: sbatch's options, then one `accelerate launch` per node under `srun`.
 
     Args:
-        jobs: at least one, alike in what SLURM is asked for. Several make an array job.
-        folder: of the sweep; for SLURM's own output.
-        working_folder: that paths are seen from.
+        jobs: at least one job. All ask SLURM for the same, and several make an array job.
+        folder: the folder of the sweep, for SLURM's own output.
+        working_folder: the folder that relative paths start from.
     """
     config = jobs[0].config
     parts = [_options(jobs, config, folder, working_folder), _surroundings(config), _arguments(jobs)]
@@ -103,7 +103,7 @@ def _arguments(jobs: Sequence[Job]) -> str:
 
 
 def _step(config: Config) -> str:
-    """`srun` in the background, so that the shell sees signals."""
+    """Starts `srun` in the background, so that the shell receives signals."""
     slurm, launch = config.slurm, config.launch
     num_local = launch.num_processes or slurm.gpus_per_node or 1
     name = "multi_node.yaml" if slurm.nodes > 1 else "one_node.yaml"
@@ -178,7 +178,7 @@ def _refuse_differences(jobs: Sequence[Job]) -> None:
 
 
 def _are_queued(jobs: Sequence[Job]) -> bool:
-    """Whether SLURM has any of the jobs; also while it does not answer: a sweeper would take them for failed."""
+    """Whether SLURM has any of the jobs. If it does not answer, they count as queued, and not as failed."""
     try:
         queue = slurm_queue()
     except LaunchError:

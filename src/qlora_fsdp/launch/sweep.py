@@ -1,7 +1,7 @@
-"""A sweep: the jobs that Hydra's sweeper asks for, started by one of our launchers, and the table of what came of them.
+"""A sweep: the jobs that Hydra's sweeper asks for, started by one of our launchers, and the table of their results.
 
-The folder of the sweep has a folder for every job, sweep.json, sweep.csv and report.html. The same sweep started again
-goes on with what is unfinished: a job's folder follows from its settings.
+The folder of the sweep has a folder for every job, sweep.json, sweep.csv and report.html. A job's folder follows from
+its settings, so that the same sweep, started again, continues with the jobs that have not finished.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import DictConfig
 
 from qlora_fsdp.launch.jobs import Job, collect_jobs
-from qlora_fsdp.report.sweep_table import describe_sweep, write_results
+from qlora_fsdp.report.sweep_table import describe_job, write_results
 
 Start = Callable[[list[Job], "Sweep"], None]
 
@@ -26,12 +27,12 @@ class Sweep:
     """What all jobs of a sweep have in common.
 
     Args:
-        config_loader: Hydra's.
-        config: the sweep's, with `hydra` in it.
+        config_loader: Hydra's loader, which composes the configuration of each job.
+        config: the configuration of the sweep, with its section `hydra`.
 
     Attributes:
-        folder: of the sweep, absolute.
-        waits: whether the sweeper needs a job's result before it asks for the next.
+        folder: the absolute path of the sweep's folder.
+        waits: whether the sweeper needs a job's result before it asks for the next job.
     """
 
     def __init__(self, config_loader: ConfigLoader, config: DictConfig) -> None:
@@ -44,14 +45,14 @@ class Sweep:
         self._jobs: dict[Path, Job] = {}
 
     def launch(self, batch: Sequence[Sequence[str]], first_index: int, start: Start) -> list[JobReturn]:
-        """Start a batch of jobs.
+        """Starts a batch of jobs.
 
         Returns:
-            For each job the loss it ended with, or infinity: a sweeper goes on when a job fails.
+            For each job its last loss, or infinity if it failed: a sweeper then continues with other jobs.
 
         Raises:
-            ConfigError: settings of a job can't be used; none was started.
-            Interrupted: by a signal; running jobs have been told to save and have ended.
+            ConfigError: the settings of some job can't be used, and none was started.
+            Interrupted: by a signal, after which the running jobs have saved and ended.
         """
         jobs = collect_jobs(self._compose, batch, self._typed, self.folder, self._options)
         self._jobs |= {job.folder: job for job in jobs}
@@ -61,14 +62,18 @@ class Sweep:
         if len(unfinished) < len(different):
             print(f"{len(different) - len(unfinished)} of {len(different)} jobs have finished before.")
         if has_table:
-            write_results(self.folder, describe_sweep(list(self._jobs.values())))
+            write_results(self.folder, self._describe())
         try:
             start(unfinished, self)
         finally:
             if has_table:
-                write_results(self.folder, describe_sweep(list(self._jobs.values())))
+                write_results(self.folder, self._describe())
             sys.stdout.flush()
         return [_job_return(job) for job in jobs]
+
+    def _describe(self) -> list[dict[str, Any]]:
+        """The lines of sweep.json, in the order in which the sweeper asked for the jobs."""
+        return [describe_job(job.folder, job.swept) for job in self._jobs.values()]
 
 
 def _job_return(job: Job) -> JobReturn:

@@ -1,8 +1,8 @@
-"""Attention over packed rows: which kernel runs, and those that keep rows apart without a mask.
+"""Attention over packed rows: the choice of a kernel, and the kernels that keep rows apart without a mask.
 
-Kernels are chosen by name in transformers' registry. `flash_attention_4` (flash_attention_4.py) and
-`varlen`, torch's own variable-length flash attention, are told where rows start; everything else gets a block-diagonal
-mask from transformers, which derives it from the position ids.
+Kernels are chosen by name in transformers' registry. Two of them are told where rows start: `flash_attention_4`
+(flash_attention_4.py), and `varlen`, which is torch's own variable-length flash attention. All others get a
+block-diagonal mask, which transformers derives from the position ids.
 """
 
 from __future__ import annotations
@@ -18,27 +18,28 @@ from torch.nn import functional as F
 from transformers import MODEL_MAPPING, AttentionInterface, PretrainedConfig
 
 from qlora_fsdp.common.errors import ConfigError, Problem
+from qlora_fsdp.common.families import PACKED_FAMILIES
 from qlora_fsdp.layers import flash_attention_4 as flash_4
 
 VARLEN = "qlora_fsdp_varlen"
-FLASH_4 = "qlora_fsdp_varlen_4"  # "flash" in a name would have transformers look for a package of its own
+FLASH_4 = "qlora_fsdp_varlen_4"  # transformers takes a name with "flash" in it for one of its own packages
 MAX_HEAD_DIM = 256
 
 
 def choose_attention(
     wanted: str, config: PretrainedConfig, device: torch.device, dtype: torch.dtype, is_causal: bool = True
 ) -> tuple[str, str | None]:
-    """The attention implementation to build the model with.
+    """Choose the attention implementation to build the model with.
 
     Args:
         wanted: `model.attn_implementation`; `auto` takes the fastest that computes what this model defines.
         config: the model's config.
         device: where the model runs.
         dtype: of queries, keys and values.
-        is_causal: rows see only what comes before, and so never the padding behind them.
+        is_causal: whether tokens see only what comes before them, and so never the padding at the end.
 
     Returns:
-        A name in transformers' registry, and what to tell the user about a faster one that is missing, if anything.
+        A name in transformers' registry, and a note for the user if a faster implementation is missing, or None.
 
     Raises:
         ConfigError: `varlen` or `flash_attention_4` was asked for and can't run this model here.
@@ -71,6 +72,7 @@ def choose_attention(
 
 
 def _why_none_for_rows(config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why neither kernel that is told where rows start can compute this model's attention; None if they can."""
     if device.type != "cuda":
         return "it needs a GPU"
     if dtype not in (torch.bfloat16, torch.float16):
@@ -90,8 +92,9 @@ def _why_none_for_rows(config: PretrainedConfig, device: torch.device, dtype: to
 
 
 def _lacks_sdpa(*configs: PretrainedConfig) -> bool:
-    """Whether transformers' classes for these refuse sdpa: their attention is their own code, or they have none."""
-    found: list[Any] = [MODEL_MAPPING.get(type(config), ()) for config in configs]  # a class or several; none: its own
+    """Whether transformers' classes for these configs refuse sdpa, as those with attention code of their own do."""
+    # The mapping has one class or several; a config that it lacks has remote code, and refuses nothing.
+    found: list[Any] = [MODEL_MAPPING.get(type(config), ()) for config in configs]
     classes = [each for some in found for each in (some if isinstance(some, tuple) else (some,))]
     return any(not each._supports_sdpa for each in classes)
 
@@ -103,23 +106,18 @@ def head_dim(config: PretrainedConfig) -> int:
 
 
 def _note(no_flash_4: str | None, device: torch.device) -> str | None:
-    """To whom FlashAttention-4 would be of use: how to get it, or why it was passed over."""
+    """On a GPU that FlashAttention-4 has kernels for: how to get it, or why it is not used."""
     if torch.cuda.get_device_capability(device)[0] not in flash_4.CAPABILITIES:
         return None
     fix = ": pip install qlora-fsdp[flash]" if no_flash_4 == flash_4.NOT_INSTALLED else ""
     return f"{no_flash_4}: torch's attention computes in its place (slower over long rows){fix}"
 
 
-# Families whose attention goes through transformers' registry with position ids, tested not to let packed rows see one
-# another.
-PACKED_FAMILIES = {"llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3"}
-
-
 def check_packing(packing: bool, config: PretrainedConfig) -> None:
-    """Packed rows must not see one another, which only the model's own code can ensure.
+    """Allow packing only for families that were tested: their own code must keep packed rows from seeing one another.
 
     Raises:
-        ConfigError: packing is on, and this model was not tested.
+        ConfigError: packing is on, and this model's family was not tested.
     """
     model_type = config.get_text_config().model_type
     if packing and model_type not in PACKED_FAMILIES:
@@ -146,15 +144,15 @@ def varlen_attention(
     Args:
         module: the attention layer that calls.
         query: [B, H, L, D].
-        key: [B, H_kv, L, D], H a multiple of H_kv.
-        value: as `key`.
-        attention_mask: None; rows are told apart by `cu_seq_lens_q`.
+        key: [B, H_kv, L, D]; H is a multiple of H_kv.
+        value: like `key`.
+        attention_mask: None; `cu_seq_lens_q` tells rows apart.
         dropout: must be 0.
-        scaling: of the logits; None for 1 / sqrt(D).
-        sliding_window: tokens a query sees, itself included; None for all before it.
+        scaling: factor of the logits; None for 1 / sqrt(D).
+        sliding_window: how many tokens a query sees, itself included; None for all before it.
         cu_seq_lens_q: int32 [rows + 1], where rows start in the flattened B * L tokens; None if a sequence is one row.
         max_length_q: tokens of the longest row.
-        uses_flash_4: by FlashAttention-4's kernels where they are faster, and not for sliding windows, untried there.
+        uses_flash_4: use FlashAttention-4's kernels where they are faster. Sliding windows were not tried with them.
         **kwargs: what transformers passes to other kernels; not used.
 
     Returns:
@@ -198,6 +196,6 @@ def _varlen(
     from torch.nn.attention.varlen import varlen_attn
 
     options: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0), "scale": scale}
-    if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # torch >= 2.13; before, fewer key heads just work
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # torch >= 2.13; earlier versions need none
         options["enable_gqa"] = query.shape[1] != key.shape[1]
     return cast(Tensor, varlen_attn(query, key, value, starts, starts, longest, longest, **options))

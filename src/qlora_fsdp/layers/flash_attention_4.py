@@ -1,9 +1,8 @@
 """FlashAttention-4 (github.com/Dao-AILab/flash-attention, `flash_attn.cute`) on Hopper and Blackwell GPUs.
 
-Faster than torch's kernels, over packed rows most of all: `pip install flash-attn-4`.
-
-It is a beta, and compiles its kernels on the machine that runs them. So `why_not` computes a little with them first,
-at the model's head sizes and beside torch: a run that could do without them must not fail, or learn, by them.
+These kernels are faster than torch's, most of all over packed rows: `pip install flash-attn-4`. The package is a beta,
+and compiles its kernels on the machine that runs them. A run that does not need them must neither fail nor compute
+something else because of them. So `why_not` first compares them with torch on a little data, at the model's head sizes.
 
 Shapes: [B, L, H, D], B sequences of L tokens, H heads of size D; T tokens in all.
 """
@@ -24,25 +23,26 @@ from torch.nn import functional as F
 
 NOT_INSTALLED = "the package flash-attn-4 is not installed"
 CAPABILITIES = (9, 10, 11)  # major compute capabilities that it has forward and backward kernels for
-COMPILED = "~/.cache/qlora_fsdp/flash_attention_4"  # its own default is a name in /tmp that anyone could take
-TOLERANCE = 2e-2  # of a result's norm; bfloat16 gives 4e-3
+COMPILED = "~/.cache/qlora_fsdp/flash_attention_4"  # its own default is a folder in /tmp that anyone could create
+TOLERANCE = 2e-2  # largest error over the result's norm; in bfloat16, 4e-3 is usual
 
-ROWS = (300, 212)  # tokens of the rows of `_largest_error`: of several tiles, for which other kernels are compiled
+ROWS = (300, 212)  # tokens of the rows in the trial: more than one tile, for which other kernels are compiled
 
-# Tokens a row, on average, from which on torch's varlen kernel is slower. This one looks for each tile's row among all.
-# One H200, 16,384 tokens, 32 and 8 heads of 128, forward and backward: rows of 64 tokens took 1.8 ms instead of 1.5, of
-# 100 1.4 instead of 1.5, of 512 1.3 instead of 2.1 (docs/benchmarks.md).
+# Packed rows go to these kernels if they have at least this many tokens on average. Shorter rows go to torch's varlen
+# kernel, because here every tile searches all rows for its own. On one H200, with 16,384 tokens and 32 and 8 heads of
+# 128, forward and backward take 1.8 ms here and 1.5 in torch for rows of 64 tokens, 1.4 and 1.5 for rows of 100, and
+# 1.3 and 2.1 for rows of 512 (docs/benchmarks.md).
 MIN_MEAN_ROW = 100
 
 
 def attention(q_BLHD: Tensor, k_BLHD: Tensor, v_BLHD: Tensor, scale: float | None) -> Tensor:
-    """Causal attention within each sequence; with fewer heads in k and v, several of q share one.
+    """Causal attention within each sequence. If k and v have fewer heads, several heads of q share one.
 
     Args:
         q_BLHD: queries, bf16 or fp16.
         k_BLHD: keys.
         v_BLHD: values.
-        scale: of the logits; None for 1 / sqrt(D).
+        scale: factor of the logits; None for 1 / sqrt(D).
     """
     return _result(_functions()[0](q_BLHD, k_BLHD, v_BLHD, causal=True, softmax_scale=scale))
 
@@ -50,15 +50,15 @@ def attention(q_BLHD: Tensor, k_BLHD: Tensor, v_BLHD: Tensor, scale: float | Non
 def packed_attention(
     q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, starts: Tensor, longest: int, scale: float | None
 ) -> Tensor:
-    """The same within each row of a packed batch.
+    """Causal attention within each row of a packed batch.
 
     Args:
-        q_THD: queries of all rows, one behind another.
+        q_THD: queries of all rows, one row after another.
         k_THD: keys.
         v_THD: values.
-        starts: int32 [rows + 1], where rows start, and T.
+        starts: int32 [rows + 1], where rows start, and last T.
         longest: tokens of the longest row.
-        scale: see `attention`.
+        scale: factor of the logits; None for 1 / sqrt(D).
     """
     rows = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": longest, "max_seqlen_k": longest}
     return _result(_functions()[1](q_THD, k_THD, v_THD, causal=True, softmax_scale=scale, **rows))
@@ -66,30 +66,30 @@ def packed_attention(
 
 @cache
 def why_not(num_heads: int, num_key_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why these kernels can't be used for such heads here; None: they compute what torch computes."""
+    """Why these kernels can't be used for such heads here; None if they compute what torch computes."""
     if torch.cuda.get_device_capability(device)[0] not in CAPABILITIES:
         return "it has kernels for Hopper and Blackwell GPUs only"
     try:
         if find_spec("flash_attn") is None or find_spec("flash_attn.cute") is None:
             return NOT_INSTALLED
         error = _largest_error(num_heads, num_key_heads, head_dim, dtype, device)
-    except Exception as failure:  # of a library, its compiler or the machine's: whatever it is, torch has kernels too
+    except Exception as failure:  # whatever fails in the package or its compiler, torch's kernels work
         return f"flash-attn-4 does not run here ({type(failure).__name__}: {' '.join(str(failure).split())[:200]})"
     return None if error < TOLERANCE else f"flash-attn-4's results differ from torch's by {error:.1%} here"
 
 
 def _result(returned: Any) -> Tensor:
-    """Some of its versions return the logits' log-sums beside it."""
+    """The attention's output alone: some versions of the package return the log-sums of the logits with it."""
     found: Tensor = returned[0] if isinstance(returned, tuple) else returned
     return found
 
 
 @cache
 def _functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Its functions for whole sequences and for packed rows. Compiled kernels are kept for the next start."""
+    """The package's functions for whole sequences and for packed rows. It keeps compiled kernels for later runs."""
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(Path(COMPILED).expanduser()))
-    warnings.filterwarnings("ignore", message="Argument aux_data")  # says nothing to who only calls it
+    warnings.filterwarnings("ignore", message="Argument aux_data")  # is of no use to a caller
     from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
 
     return flash_attn_func, flash_attn_varlen_func
@@ -98,7 +98,7 @@ def _functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
 def _largest_error(
     num_heads: int, num_key_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
 ) -> float:
-    """Of the output and the gradients of two rows, whole and packed: the distance from torch's over its norm."""
+    """The largest error of output and gradients for two rows, apart and packed: distance from torch's over its norm."""
     generator = torch.Generator(device).manual_seed(0)
     heads = (num_heads, num_key_heads, num_key_heads, num_heads)
     shapes = [(sum(ROWS), number, head_dim) for number in heads]

@@ -1,22 +1,25 @@
-"""The gated activation of an MLP between its LoRA layers: act(gate) * up, with what the adapters add made on the way.
+"""The gated activation of an MLP between its LoRA layers, act(gate) * up, together with what the adapters add.
 
-On a GPU one Triton kernel a pass reads the large products once: adapters add nothing to the memory traffic. Elsewhere,
-plain torch, which is also what the kernels are tested against.
+On a GPU, forward and backward are one Triton kernel each, which reads the large products once, so that adapters add
+nothing to the memory traffic. Elsewhere plain torch computes the same, and the kernels are tested against it.
 
-Shapes: N tokens, F the MLP's width, R ranks (of gate, up and down).
+Shapes: N tokens, F the MLP's width, R the ranks of gate, up and down.
 """
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from typing_extensions import assert_never
 
-MAX_RANK = 64  # above, tiles of the adapters take too many registers
+Activation = Literal["silu", "gelu_tanh"]
 
 
 def gate_forward(
-    gate_up_N2F: Tensor, h_NR: Tensor, b_gate: Tensor, b_up: Tensor, a_down: Tensor, activation: str
+    gate_up_N2F: Tensor, h_NR: Tensor, b_gate: Tensor, b_up: Tensor, a_down: Tensor, activation: Activation
 ) -> tuple[Tensor, Tensor]:
     """act(gate + h_gate B_gate^T) * (up + h_up B_up^T), and its product with A_down^T.
 
@@ -24,9 +27,9 @@ def gate_forward(
         gate_up_N2F: x W^T of both base layers, side by side.
         h_NR: x A^T of both adapters, side by side.
         b_gate: [F, R], scaled, in the dtype of `h_NR`.
-        b_up: the same.
+        b_up: like `b_gate`.
         a_down: [R, F].
-        activation: `silu`, or `gelu_tanh`.
+        activation: of gate.
 
     Returns:
         The activation [N, F], and h_down [N, R].
@@ -48,21 +51,22 @@ def gate_backward(
     a_down: Tensor,
     grad_act_NF: Tensor,
     grad_h_down_NR: Tensor,
-    activation: str,
+    activation: Activation,
 ) -> Tensor:
-    """The gradients of `gate_forward`'s inputs, and the activation once more, which nobody has kept.
+    """The gradients of `gate_forward`'s inputs, and the activation once more, because forward did not keep it.
 
-    In place: `gate_up_N2F` becomes the gradient of gate and up, `grad_act_NF` the activation.
+    Two arguments are overwritten: `gate_up_N2F` with its own gradient, and `grad_act_NF` with the activation. All
+    others but the gradients are what `gate_forward` was given.
 
     Args:
-        gate_up_N2F: as in forward, and so `h_NR`, `b_gate`, `b_up`, `a_down` and `activation`.
-        h_NR: see above.
-        b_gate: see above.
-        b_up: see above.
-        a_down: see above.
+        gate_up_N2F: x W^T of both base layers, side by side.
+        h_NR: x A^T of both adapters, side by side.
+        b_gate: [F, R], scaled.
+        b_up: like `b_gate`.
+        a_down: [R, F].
         grad_act_NF: gradient of the activation from the product with down's base weight, without the adapter's part.
         grad_h_down_NR: gradient of h_down.
-        activation: see above.
+        activation: of gate.
 
     Returns:
         The gradient of `h_NR`.
@@ -90,5 +94,11 @@ def _with_adapters(gate_up_N2F: Tensor, h_NR: Tensor, b_gate: Tensor, b_up: Tens
     return gate.addmm(h_gate, b_gate.t()), up.addmm(h_up, b_up.t())
 
 
-def _activate(gate: Tensor, activation: str) -> Tensor:
-    return F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+def _activate(gate: Tensor, activation: Activation) -> Tensor:
+    match activation:
+        case "silu":
+            return F.silu(gate)
+        case "gelu_tanh":
+            return F.gelu(gate, approximate="tanh")
+        case _:
+            assert_never(activation)

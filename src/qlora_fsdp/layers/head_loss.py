@@ -1,8 +1,8 @@
-"""The output head and the loss, without ever holding the logits of all tokens.
+"""The output head together with the loss, so that the logits of all tokens never exist at once.
 
-Tokens go through the head a chunk at a time. With a frozen head the gradient of the hidden states is computed in the
-same pass, so that backward needs neither the logits nor the head (after Liger's fused linear cross-entropy,
-arXiv:2410.10989).
+Tokens go through the head in chunks. With a frozen head, forward computes the gradient of the hidden states in the same
+pass, so that backward needs neither the logits nor the head. The idea is that of Liger's fused linear cross-entropy
+(arXiv:2410.10989).
 """
 
 from __future__ import annotations
@@ -14,43 +14,35 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from qlora_fsdp.common.sizes import loss_chunk
-from qlora_fsdp.data.batch import IGNORE_INDEX
+from qlora_fsdp.common.sizes import IGNORE_INDEX, loss_chunk
 from qlora_fsdp.layers import QuantizedLinear
-from qlora_fsdp.model.new_tokens import TokenRows, join_columns, plain_table
-from qlora_fsdp.runtime.rows import whole, whole_weight
+from qlora_fsdp.layers.token_rows import TokenRows, join_columns, plain_table
+from qlora_fsdp.runtime.rows import gather_pieces, gather_whole, local_tensor, shard_group
 
 
-def attach_loss(head: nn.Module, softcap: float | None = None, liger: bool = False) -> bool:
-    """Let the model's output layer compute the loss when it is given targets: `head(hidden, targets)`.
-
-    The loss belongs inside the head's own forward because FSDP gathers the head for exactly that call. A frozen head
-    need not be gathered by FSDP: call its `forward` itself, past FSDP's hooks. Without targets the head gives logits.
+class HeadLoss:
+    """The forward of an output layer that computes the loss if it is given targets, and logits otherwise.
 
     Args:
-        head: hidden size -> vocabulary; may be adapted or trained (PEFT's wrappers).
-        softcap: logits are `softcap * tanh(logits / softcap)` (Gemma 2); None for as they are.
+        head: hidden size -> vocabulary; may be adapted or trained (PEFT's wrappers). On meta or not, but not sharded.
+        softcap: logits become `softcap * tanh(logits / softcap)` (Gemma 2); None leaves them as they are.
         liger: use Liger's kernel where the head is frozen.
 
-    Returns:
-        Whether backward needs the head's weight: not where it is frozen.
+    Attributes:
+        is_frozen_linear: whether the head is a plain or int8 linear layer that is not trained, maybe with rows of new
+            tokens beside it. Its weight is then gathered here, into one buffer, and backward does not need it.
     """
-    loss = _HeadLoss(head, softcap, liger)
-    head.forward = loss
-    return not loss.is_frozen_linear
 
-
-class _HeadLoss:
     def __init__(self, head: nn.Module, softcap: float | None, liger: bool) -> None:
         self.head, self.logits = cast(nn.Linear, plain_table(head)), head.forward
         self.softcap, self.liger = softcap, liger
         is_int8 = type(self.head) is QuantizedLinear and self.head.format.quant_type == "int8"
         self.is_frozen_linear = is_int8 or (type(self.head) is nn.Linear and not self.head.weight.requires_grad)
-        self.new = cast(TokenRows, head.token_adapter) if self.head is not head else None  # rows of new tokens
+        self.new_rows = cast(TokenRows, head.token_adapter) if self.head is not head else None
         self.vocab_size = next(m.out_features for m in head.modules() if isinstance(m, nn.Linear))
 
     def __call__(self, hidden_BLD: Tensor, targets_BL: Tensor | None = None) -> Tensor:
-        """Sum of -log p(target) over all targets that are not -100: a scalar in float32.
+        """The sum of -log p(target) over all targets that are not -100: a float32 scalar. Without targets, the logits.
 
         Args:
             hidden_BLD: final hidden states in the compute dtype.
@@ -59,14 +51,13 @@ class _HeadLoss:
         if targets_BL is None:
             return self.logits(hidden_BLD)  # type: ignore[no-any-return]
         hidden, targets = hidden_BLD.flatten(0, 1), targets_BL.flatten()
-        if self.is_frozen_linear:  # maybe in shards: called past FSDP, so that the head is gathered into one buffer
-            weight = whole_weight(self.head, hidden.device)
-            bias = None if self.head.bias is None else whole(self.head.bias, hidden.device)
-            if self.liger and self.new is None:
-                return _liger_loss(hidden, weight, bias, targets, self.softcap)
         chunk = loss_chunk(self.vocab_size)
         if self.is_frozen_linear:
-            new = (None, None) if self.new is None else (self.new.rows, self.new.replaced)
+            weight = _gather_weight(self.head, hidden.device)
+            bias = None if self.head.bias is None else gather_whole(self.head.bias, hidden.device)
+            if self.liger and self.new_rows is None:
+                return _liger_loss(hidden, weight, bias, targets, self.softcap)
+            new = (None, None) if self.new_rows is None else (self.new_rows.rows, self.new_rows.replaced)
             return _FrozenHeadLoss.apply(  # type: ignore[no-any-return,no-untyped-call]
                 hidden, weight, bias, targets, self.softcap, chunk, *new
             )
@@ -83,6 +74,22 @@ class _HeadLoss:
         return F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
 
 
+def _gather_weight(layer: nn.Module, device: torch.device) -> Tensor:
+    """The whole weight of a linear layer on `device`, without autograd; int8 codes are dequantized.
+
+    Codes are gathered in pieces, so that there is one buffer of the weight's size and no second one.
+    """
+    if not isinstance(layer, QuantizedLinear):
+        return gather_whole(cast(nn.Linear, layer).weight, device)
+    num_rows, columns, format = layer.out_features, layer.in_features, layer.format
+    held = [local_tensor(part) for part in (layer.codes, layer.scales)]
+    out = torch.empty(num_rows, columns, dtype=layer.compute_dtype, device=device)
+    for first, (codes, scales) in gather_pieces(held, num_rows, shard_group(layer.codes), device):
+        parts, size = {"codes": codes, "scales": scales}, len(scales)
+        out[first : first + size] = format.dequantize(parts, size, columns, layer.compute_dtype)
+    return out
+
+
 def _liger_loss(
     hidden_ND: Tensor, weight_VD: Tensor, bias: Tensor | None, targets_N: Tensor, softcap: float | None
 ) -> Tensor:
@@ -93,10 +100,10 @@ def _liger_loss(
 
 
 class _FrozenHeadLoss(torch.autograd.Function):
-    """Cross-entropy through a frozen linear head, with the gradient of the hidden states made on the way.
+    """Cross-entropy through a frozen linear head; forward computes the gradient of the hidden states too.
 
-    Shapes: hidden_ND, weight_VD, targets_N, new_KD, replaced; N tokens, D hidden size, V vocabulary, K trained rows of
-    new tokens (float32), of which the first are for the ids `replaced` and the others for those from V on.
+    Shapes: hidden_ND, weight_VD, targets_N, new_KD; N tokens, D hidden size, V vocabulary, K trained rows of new tokens
+    in float32. The first of these rows are for the token ids `replaced`, the others for the ids from V on.
     """
 
     @staticmethod

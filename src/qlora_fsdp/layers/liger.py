@@ -1,4 +1,4 @@
-"""Fused kernels besides matrix products and attention: Liger's norms, rotary embeddings, activations and loss."""
+"""Liger's fused kernels (arXiv:2410.10989): norms, rotary embeddings, gated activations and the loss."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ LIGER_NAMES = {
     "glu": ("swiglu", "geglu"),
     "cross_entropy": ("fused_linear_cross_entropy",),
 }
-OURS = {"cross_entropy", "fused_linear_cross_entropy"}  # `head_loss.py` calls the loss; no model is patched for it
+OURS = {"cross_entropy", "fused_linear_cross_entropy"}  # `head_loss.py` calls the loss, so no model is patched for it
 
 
 def use_fused_kernels(config: KernelsConfig, model_type: str, device: torch.device) -> list[str]:
-    """Have the models that transformers builds from here on use Liger's kernels, by Liger's own switch for the family.
+    """Patch transformers' classes of a family with Liger's kernels, by Liger's own function for the family.
+
+    This changes models that are built afterwards.
 
     Args:
-        config: a choice for each kernel; `auto` takes Liger's where it can be had.
+        config: a choice for each kernel; `auto` takes Liger's where it is available.
         model_type: of the model's config.
         device: where the model runs.
 
@@ -32,7 +34,7 @@ def use_fused_kernels(config: KernelsConfig, model_type: str, device: torch.devi
         The settings (`rms_norm`, `rotary`, `glu`, `cross_entropy`) whose kernels are Liger's.
 
     Raises:
-        ConfigError: `liger` was asked for and can't be had here.
+        ConfigError: `liger` was asked for and is not available here.
     """
     reason, options = _liger_options(model_type, device)
     chosen, problems = [], []
@@ -55,14 +57,14 @@ def use_fused_kernels(config: KernelsConfig, model_type: str, device: torch.devi
 
 
 def _liger_options(model_type: str, device: torch.device) -> tuple[str | None, set[str]]:
-    """Why Liger can't be used, or None; and the switches it has for this family."""
+    """Why Liger can't be used, or None if it can; and the names of the kernels it has for this family."""
     if device.type != "cuda":
         return "it needs a GPU", set()
     if find_spec("liger_kernel") is None:
         return "liger-kernel is not installed: pip install qlora-fsdp[gpu]", set()
     if find_spec("triton") is None:
         return "Triton is not installed: pip install triton", set()
-    logging.getLogger("liger_kernel").setLevel(logging.ERROR)  # it lists the back ends of other chips that it lacks
+    logging.getLogger("liger_kernel").setLevel(logging.ERROR)  # it warns of missing back ends for other chips
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
     if model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:

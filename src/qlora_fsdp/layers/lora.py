@@ -1,18 +1,19 @@
-"""LoRA over quantized linear layers, without autocast, with one dequantization a pass, and for a group at once.
+"""LoRA on quantized linear layers: adapter and base in one function, for one layer or several that share an input.
 
-PEFT's `lora.Linear` stays the module: its parameters, names, saving and loading are PEFT's. Only its forward is ours:
-adapter weights are fp32 Parameters (one trainable dtype in an FSDP group, and an optimizer that does not lose small
-updates) that are cast here to the compute dtype, and little more than the input is kept for backward. Layers that share
-an input (q, k and v) are one group: the input is read, kept, and given its gradient once.
+PEFT's `lora.Linear` stays the module: its parameters, names, saving and loading are PEFT's. Only its forward is
+replaced. Adapter weights are fp32 Parameters, because an FSDP group must have one trainable dtype and because an
+optimizer would lose small updates in bfloat16. They are cast to the compute dtype here, so no autocast is needed.
+Little more than the input is kept for backward, which dequantizes each weight again. Layers that share an input, such
+as q, k and v, form a group: the input is read once, kept once, and gets one gradient.
 
-Shapes: x_NI, W_OI, A_RI, B_OR, h_NR, y_NO, with N all leading dimensions, R the rank, O and R summed over a group.
+Shapes: x_NI, W_OI, A_RI, B_OR, h_NR, y_NO. N stands for all leading dimensions and R for the rank; in a group, O and R
+are summed over its layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from peft.tuners import lora
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qlora_fsdp.layers.matmul import Addend
+from qlora_fsdp.layers.norm import LastNorm, Make, made_again
 from qlora_fsdp.layers.quantized_linear import QuantizedLinear, unflatten
 
 
@@ -27,32 +29,35 @@ class LoraLinear(lora.Linear):
     """PEFT's LoRA layer with a forward for fp32 adapters on a frozen base in another dtype.
 
     Attributes:
-        group: the layers that get the same input, this one among them; None: it is computed alone.
+        group: the layers that get the same input, this one among them; None if this layer is computed alone.
+        last_norm: where to ask whether the input is a norm's output; None if the input is always kept.
     """
 
     group: SharedInput | None = None
+    last_norm: LastNorm | None = None
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """x_BI -> y_BO: base(x) + scaling * B(A(dropout(x))), in the dtype of x."""
+        part = None if args or kwargs else active_part(self)
+        if part is not None and self.group is not None:
+            return self.group.output(self, part, x)
+        if part is not None:
+            return lora_outputs(x, [part], self.last_norm)[0]
         (name,) = self.active_adapters
         if args or kwargs or self.merged or self.disable_adapters or name in self.lora_variant:
             return super().forward(x, *args, **kwargs)
-        part = quantized_part(self)
-        if part is not None:
-            return lora_group(x, [part])[0] if self.group is None else self.group.output(self, part, x)
         lora_a, lora_b = cast(nn.Linear, self.lora_A[name]).weight, cast(nn.Linear, self.lora_B[name]).weight
         low_rank = F.linear(F.linear(self.lora_dropout[name](x), lora_a.to(x.dtype)), lora_b.to(x.dtype))
         return self.base_layer(x) + low_rank * self.scaling[name]  # type: ignore[no-any-return]
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """As PEFT's; refused on codes, which have no weight to add to: `python -m qlora_fsdp.merge` merges those."""
+        """PEFT's merge, which is refused on codes: there is no weight to add to. `qlora_fsdp.merge` merges those."""
         if isinstance(self.base_layer, QuantizedLinear):
             raise NotImplementedError("a quantized base can't be merged in place: use python -m qlora_fsdp.merge")
         super().merge(safe_merge, adapter_names)
 
 
-@dataclass(frozen=True)
-class LoraPart:
+class LoraPart(NamedTuple):
     """A quantized layer with the adapter that is active on it."""
 
     layer: QuantizedLinear
@@ -61,9 +66,12 @@ class LoraPart:
     scaling: float
 
 
-def quantized_part(module: nn.Module) -> LoraPart | None:
-    """The layer and its adapter, if the functions here compute them: quantized, no dropout now, no DoRA, not merged."""
-    if not isinstance(module, LoraLinear) or not isinstance(module.base_layer, QuantizedLinear):
+def active_part(module: LoraLinear) -> LoraPart | None:
+    """The layer and its adapter, if the functions below can compute them; None if the plain path must.
+
+    They can't if the base is not quantized, if dropout is on, with DoRA, and if the adapter is merged or switched off.
+    """
+    if not isinstance(module.base_layer, QuantizedLinear):
         return None
     (name,) = module.active_adapters
     drops = module.training and isinstance(module.lora_dropout[name], nn.Dropout)
@@ -74,7 +82,7 @@ def quantized_part(module: nn.Module) -> LoraPart | None:
 
 
 class SharedInput:
-    """Layers that are called in turn with the same tensor; the first call computes all.
+    """Layers that are called one after another with the same tensor. The first call computes the outputs of all.
 
     Args:
         modules: in the order in which they are called.
@@ -83,30 +91,34 @@ class SharedInput:
     def __init__(self, modules: Sequence[LoraLinear]) -> None:
         self.modules = list(modules)
         self.input: Tensor | None = None
-        self.outputs: dict[int, Tensor] = {}
+        self.outputs: dict[nn.Module, Tensor] = {}
 
     def output(self, module: LoraLinear, part: LoraPart, x: Tensor) -> Tensor:
-        """The module's output; alone, if x is not what the first one was called with."""
+        """The module's output. It is computed alone if x is not what the first module was called with."""
         if module is self.modules[0]:
-            parts = [found for member in self.modules if (found := quantized_part(member)) is not None]
+            parts = [part]
+            parts += [found for member in self.modules[1:] if (found := active_part(member)) is not None]
             if len(parts) == len(self.modules):
-                self.input, self.outputs = x, dict(zip(map(id, self.modules), lora_group(x, parts), strict=True))
-        if self.input is not x or id(module) not in self.outputs:
-            self.input, self.outputs = None, {}  # what nobody will fetch must not keep its graph alive
-            return lora_group(x, [part])[0]
-        y = self.outputs.pop(id(module))
+                self.input = x
+                self.outputs = dict(zip(self.modules, lora_outputs(x, parts, module.last_norm), strict=True))
+        if self.input is not x or module not in self.outputs:
+            self.input, self.outputs = None, {}  # outputs that nobody fetches must not keep their graph alive
+            return lora_outputs(x, [part], module.last_norm)[0]
+        y = self.outputs.pop(module)
         if not self.outputs:
             self.input = None
         return y
 
 
-def lora_group(x: Tensor, parts: Sequence[LoraPart]) -> tuple[Tensor, ...]:
-    """y = x W^T + b + s (x A^T) B^T of each part, in two steps that save what backward needs before the large products.
+def lora_outputs(x: Tensor, parts: Sequence[LoraPart], last_norm: LastNorm | None) -> tuple[Tensor, ...]:
+    """y = x W^T + b + s (x A^T) B^T of each part, in two functions of autograd.
 
-    torch.utils.checkpoint ends a recomputation at the last saved tensor. A transformer layer's last product
-    (`down_proj`, a quarter of its work) comes after that, and so is not made again.
+    The first computes h = x A^T and saves x. The second computes the large products and saves nothing. This shortens
+    recomputation: `torch.utils.checkpoint` stops recomputing a transformer layer at the last tensor that the layer
+    saved. The layer's last product (`down_proj`, a quarter of its work) comes after that, so it is not computed again.
     """
-    h_NR = _LowRank.apply(x.detach(), *origin_of(x), *(p.lora_a.weight for p in parts))  # type: ignore[no-untyped-call]
+    kept, make = (None, None) if last_norm is None else last_norm.source_of(x)
+    h_NR = _LowRank.apply(x.detach(), kept, make, *(p.lora_a.weight for p in parts))  # type: ignore[no-untyped-call]
     return add_low_rank(x, h_NR, parts)
 
 
@@ -115,62 +127,34 @@ def add_low_rank(x: Tensor, h_NR: Tensor, parts: Sequence[LoraPart], h_is_of_x: 
 
     Args:
         x: [..., I].
-        h_NR: x A^T of all parts.
-        parts: layers and adapters.
-        h_is_of_x: the gradient of x takes that of h in; otherwise whoever made h does that.
+        h_NR: x A^T of all parts, side by side.
+        parts: the layers and their adapters.
+        h_is_of_x: whether the gradient of x includes what x contributes through h = x A^T. False if the function that
+            computed h takes care of that itself, as `mlp.py` does.
     """
     biases = [part.layer.bias for part in parts]
     lora_b = [part.lora_b.weight for part in parts]
     return _AddLowRank.apply(x, h_NR, parts, h_is_of_x, *lora_b, *biases)  # type: ignore[no-any-return,no-untyped-call]
 
 
-def remake_output(norm: nn.Module) -> None:
-    """Let the layers that get this norm's output keep its input instead, which is kept anyway, and make it again."""
-    if getattr(norm, "is_remade", False):
-        return
-    make = norm.forward
-
-    def forward(x: Tensor) -> Tensor:
-        y: Tensor = make(x)
-        y.origin = (x.detach(), make)  # type: ignore[attr-defined]
-        return y
-
-    norm.forward = forward
-    norm.is_remade = True  # type: ignore[assignment]  # for who computes it in another way: `norm.py`
-
-
-def origin_of(x: Tensor) -> tuple[Tensor | None, Callable[[Tensor], Tensor] | None]:
-    """What to keep instead of x, and how to make x of it; (None, None): keep x."""
-    origin: tuple[Tensor | None, Callable[[Tensor], Tensor] | None] = getattr(x, "origin", (None, None))
-    return origin
-
-
-def remade(kept: Tensor, make: Callable[[Tensor], Tensor] | None) -> Tensor:
-    """x_NI of what was kept."""
-    x = kept if make is None else make(kept)
-    return x.reshape(-1, x.shape[-1])
-
-
 class _LowRank(torch.autograd.Function):
-    """h = x A^T. The gradient of x by way of h is that of `_AddLowRank`."""
+    """h = x A^T. Its backward gives A a gradient, and x none: `_AddLowRank` adds that to a larger product."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, origin: Tensor | None, make: Callable[[Tensor], Tensor] | None, *lora_a: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, kept: Tensor | None, make: Make | None, *lora_a: Tensor) -> Tensor:
         x_NI = x.reshape(-1, x.shape[-1])
-        ctx.save_for_backward(x_NI if origin is None else origin)
+        ctx.save_for_backward(x_NI if kept is None else kept)
         ctx.make, ctx.ranks = make, [a.shape[0] for a in lora_a]
         return x_NI @ join(lora_a, x.dtype).t()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (kept,) = ctx.saved_tensors
-        return (None, None, None, *mm_fp32(grads[0].t(), remade(kept, ctx.make)).split(ctx.ranks))
+        return (None, None, None, *mm_fp32(grads[0].t(), made_again(kept, ctx.make)).split(ctx.ranks))
 
 
 class _AddLowRank(torch.autograd.Function):
-    """y = x W^T + b + s h B^T. Keeps h alone, which is small; W, A and B are read from their layers in backward."""
+    """y = x W^T + b + s h B^T. Keeps h alone, which is small; backward reads W, A and B from their layers."""
 
     @staticmethod
     def forward(
@@ -184,7 +168,7 @@ class _AddLowRank(torch.autograd.Function):
         layers, ranks = [part.layer for part in parts], _split_ranks(h_NR, parts)
         addends = [Addend(h, _b(p, x.dtype).t()) for h, p in zip(ranks, parts, strict=True)]
         outputs = layers[0].matmul.outputs(x.reshape(-1, x.shape[-1]), layers, addends)
-        # Not save_for_backward: that would be the last saved tensor, and the products before it made again.
+        # Not with save_for_backward: h would be the last saved tensor, and the products above computed again.
         ctx.h_NR, ctx.parts, ctx.shape, ctx.h_is_of_x = h_NR.detach(), parts, x.shape, h_is_of_x
         return tuple(unflatten(y, x) for y in outputs)
 

@@ -1,44 +1,46 @@
-"""A gated MLP of quantized LoRA layers, down(act(gate(x)) * up(x)), as two functions that keep little.
+"""A gated MLP of quantized LoRA layers, down(act(gate(x)) * up(x)), as two functions that keep little for backward.
 
-Kept for backward: the input and the two products of gate and up. The activation is made again in the same pass over
-memory that makes its gradient (`gated_activation.py`). Gate and up are two layers, or one with both outputs side by
-side (Phi 3), whose adapter is one too.
+They keep the input and the two products of gate and up. The activation is computed again in the same pass over memory
+that computes its gradient (`gated_activation.py`). Gate and up are two layers, or one layer with both outputs side by
+side and one adapter (Phi 3).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from qlora_fsdp.layers.gated_activation import gate_backward, gate_forward
-from qlora_fsdp.layers.lora import LoraPart, add_low_rank, join, mm_fp32, origin_of, quantized_part, remade
+from qlora_fsdp.layers.gated_activation import Activation, gate_backward, gate_forward
+from qlora_fsdp.layers.lora import LoraLinear, LoraPart, active_part, add_low_rank, join, mm_fp32
 from qlora_fsdp.layers.matmul import Addend
+from qlora_fsdp.layers.norm import Make, made_again
 
 
 class GatedMlp:
     """The forward of a gated MLP.
 
     Args:
-        mlp: the module; it keeps its own forward for what is not computed here (dropout, adapters that are off).
-        names: of its layers: gate and up, or one for both; and down.
-        activation: `silu` or `gelu_tanh`.
+        mlp: the module. Its own forward computes what cannot be computed here: dropout, adapters that are off.
+        layers: gate and up, or one layer for both; and down.
+        activation: of gate.
     """
 
-    def __init__(self, mlp: nn.Module, names: Sequence[str], activation: str) -> None:
-        self.mlp, self.names, self.activation, self.plain = mlp, names, activation, mlp.forward
+    def __init__(self, mlp: nn.Module, layers: Sequence[LoraLinear], activation: Activation) -> None:
+        self.plain, self.layers, self.activation = mlp.forward, list(layers), activation
 
     def __call__(self, x: Tensor) -> Tensor:
         """x_BI -> y_BI."""
-        found = (quantized_part(cast(nn.Module, getattr(self.mlp, name))) for name in self.names)
-        parts = [part for part in found if part is not None]
-        if len(parts) < len(self.names):
+        parts = [part for layer in self.layers if (part := active_part(layer)) is not None]
+        if len(parts) < len(self.layers):
             return self.plain(x)  # type: ignore[no-any-return]
         *wide, down = parts
+        last_norm = self.layers[0].last_norm
+        kept, make = (None, None) if last_norm is None else last_norm.source_of(x)
         weights = [*(p.lora_a.weight for p in wide), *(p.lora_b.weight for p in wide), down.lora_a.weight]
-        act, h_down = _Gate.apply(x, *origin_of(x), wide, self.activation, *weights)  # type: ignore[no-untyped-call]
+        act, h_down = _Gate.apply(x, kept, make, wide, self.activation, *weights)  # type: ignore[no-untyped-call]
         return add_low_rank(act, h_down, [down], h_is_of_x=False)[0]
 
 
@@ -49,17 +51,17 @@ class _Gate(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        origin: Tensor | None,
-        make: Callable[[Tensor], Tensor] | None,
+        kept: Tensor | None,
+        make: Make | None,
         parts: Sequence[LoraPart],
-        activation: str,
+        activation: Activation,
         *weights: Tensor,
     ) -> tuple[Tensor, Tensor]:
         x_NI, layers = x.reshape(-1, x.shape[-1]), [part.layer for part in parts]
         h_NR = x_NI @ join(weights[: len(parts)], x.dtype).t()
         gate_up = layers[0].matmul.joint_output(x_NI, layers)
         act, h_down = gate_forward(gate_up, _for_both(h_NR, parts), *_small(parts, weights, x.dtype), activation)
-        ctx.save_for_backward(x_NI if origin is None else origin, gate_up, h_NR, *weights)
+        ctx.save_for_backward(x_NI if kept is None else kept, gate_up, h_NR, *weights)
         ctx.make, ctx.parts, ctx.activation, ctx.shape = make, parts, activation, x.shape
         return act.view(*x.shape[:-1], act.shape[1]), h_down
 
@@ -72,8 +74,8 @@ class _Gate(torch.autograd.Function):
         grad_h = gate_backward(gate_up, _for_both(h_NR, parts), *small, grad_act, grad_h_down, ctx.activation)
         if len(parts) == 1:
             grad_h = torch.add(*grad_h.chunk(2, 1))
-        grad_a_down = mm_fp32(grad_h_down.t(), grad_act)  # which holds the activation now
-        grads_NO = gate_up.split([part.layer.out_features for part in parts], 1)
+        grad_a_down = mm_fp32(grad_h_down.t(), grad_act)  # grad_act holds the activation now
+        grads_NO = gate_up.split([part.layer.out_features for part in parts], 1)  # gate_up holds their gradient now
         ranks = [part.lora_b.in_features for part in parts]
         grads_b = [
             mm_fp32(grad.t(), h).mul_(part.scaling)
@@ -84,18 +86,18 @@ class _Gate(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             addend = Addend(grad_h, join(weights[: len(parts)], grad_h.dtype))
             grad_x = parts[0].layer.matmul.input_grad(grads_NO, [p.layer for p in parts], addend).view(ctx.shape)
-        x_NI = remade(kept, ctx.make)
+        x_NI = made_again(kept, ctx.make)
         grads_a = mm_fp32(grad_h.t(), x_NI).split(ranks)
         return (grad_x, None, None, None, None, *grads_a, *grads_b, grad_a_down)
 
 
 def _for_both(h_NR: Tensor, parts: Sequence[LoraPart]) -> Tensor:
-    """x A^T of gate and of up, side by side; one adapter's is that of both."""
+    """x A^T of gate and of up, side by side. One layer for both has one adapter, whose x A^T serves both."""
     return h_NR if len(parts) == 2 else h_NR.repeat(1, 2)
 
 
 def _small(parts: Sequence[LoraPart], weights: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """B of gate and up, scaled, and A of down, all contiguous in the compute dtype."""
+    """B of gate and of up, scaled, and A of down, all contiguous in the compute dtype."""
     *lora_b, a_down = weights[len(parts) :]
     scaled = [(b * part.scaling).to(dtype) for b, part in zip(lora_b, parts, strict=True)]
     b_gate, b_up = scaled if len(parts) == 2 else scaled[0].chunk(2)

@@ -1,62 +1,106 @@
-"""A pre-norm transformer layer in which the backward of each norm adds the gradient of the residual beside it.
-
-By itself autograd adds these two in a pass of its own over memory, twice a layer, and a norm's backward makes a
-gradient for its weight, which is frozen here.
-"""
+"""RMSNorms of a transformer layer: made again in backward instead of kept, and joined with the residual beside them."""
 
 from __future__ import annotations
 
-from functools import cache, partial
+import weakref
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-# Layers whose forward is x + self_attn(input_layernorm(x)), then x + mlp(post_attention_layernorm(x)).
-PRENORM_LAYERS = {
-    *("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer", "Phi3DecoderLayer"),
-}
+Make = Callable[[Tensor], Tensor]
 
 
-def join_norms(layer: nn.Module) -> None:
-    """Give such a layer the forward of `PreNorm`.
+class LastNorm:
+    """Remembers what the norm of a transformer layer that ran last was given, and what it gave.
 
-    By a class of its own: transformers recomputes a layer in its class's forward, and would not know an instance's.
+    The linear layers behind a norm need its output again in backward. They can keep its input in the place of its
+    output, and make the output again: the norm keeps its input anyway, so keeping it costs nothing more. But between
+    the norm and these layers lies transformers' code, which hands on the output alone. So they ask here whether the
+    tensor they got is the norm's output, and of what it was made.
+
+    The references are weak, because this object outlives the step and must not keep activations alive. If the input
+    is gone, or another norm ran in between, a layer learns nothing here and keeps the output, which is always right.
     """
-    drops = any(child.p > 0 for child in layer.children() if isinstance(child, nn.Dropout))
-    if type(layer).__name__ in PRENORM_LAYERS and not drops:
-        kind: Any = type(layer)
-        layer.__class__ = _joined(kind)
+
+    def __init__(self) -> None:
+        self._input: Callable[[], Tensor | None] = _nothing
+        self._output: Callable[[], Tensor | None] = _nothing
+        self._make: Make | None = None
+
+    def remember(self, x: Tensor, y: Tensor, make: Make) -> None:
+        """The norm gave y for x, and `make(x)` computes y again."""
+        self._input, self._output, self._make = weakref.ref(x), weakref.ref(y), make
+
+    def source_of(self, y: Tensor) -> tuple[Tensor | None, Make | None]:
+        """What to keep in the place of y, and how to make y of it; (None, None) if y must be kept itself."""
+        if self._output() is not y or (x := self._input()) is None:
+            return None, None
+        return x.detach(), self._make
 
 
-@cache
-def _joined(kind: Any) -> type[nn.Module]:
-    return type(kind.__name__, (PreNorm, kind), {"__module__": kind.__module__})
+def _nothing() -> None:
+    return None
+
+
+def normalize_and_remember(normalize: Make, last_norm: LastNorm, x: Tensor) -> Tensor:
+    """The forward of a norm whose output is made again in backward."""
+    y = normalize(x)
+    last_norm.remember(x, y, normalize)
+    return y
+
+
+def made_again(kept: Tensor, make: Make | None) -> Tensor:
+    """x_NI of what was kept for it: x itself if there is no `make`."""
+    x = kept if make is None else make(kept)
+    return x.reshape(-1, x.shape[-1])
+
+
+def normalize_as_stored(normalize: Make, x: Tensor) -> Tensor:
+    """The forward of a norm of attention heads that copies nothing.
+
+    Gemma 3 normalizes heads after it has transposed them: x is [B, H, L, D], but lies in memory as [B, L, H, D]. A
+    kernel that wants contiguous rows would copy it. So the norm gets x as it lies, and its result is transposed.
+    """
+    if x.ndim == 4 and not x.is_contiguous() and (stored := x.transpose(1, 2)).is_contiguous():
+        return normalize(stored).transpose(1, 2)
+    return normalize(x)
 
 
 class PreNorm(nn.Module):
-    """What such a layer computes."""
+    """The forward of a pre-norm transformer layer in which each norm is one function with the residual beside it.
+
+    A residual stream x goes two ways, through a norm and past it, so it gets two gradients. Autograd would add them in
+    a pass of its own over memory, twice per layer, and would also compute a gradient for the norm's weight, which is
+    frozen here. The backward of `NormAndResidual` does the addition while it writes the gradient of the norm.
+
+    It is mixed into transformers' own class of the layer.
+    """
+
+    last_norm: LastNorm | None = None
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         """x_BLD -> y_BLD; the other arguments are the attention's."""
         layer: Any = self
-        x, residual = norm_and_residual(layer.input_layernorm, hidden_states)
+        x, residual = norm_and_residual(layer.input_layernorm, hidden_states, layer.last_norm)
         x, _ = layer.self_attn(hidden_states=x, **kwargs)
-        x, residual = norm_and_residual(layer.post_attention_layernorm, residual + x)
+        x, residual = norm_and_residual(layer.post_attention_layernorm, residual + x, layer.last_norm)
         return residual + layer.mlp(x)  # type: ignore[no-any-return]
 
 
-def norm_and_residual(norm: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-    """norm(x), and x once more, whose gradient is added to the norm's own."""
+def norm_and_residual(norm: Any, x: Tensor, last_norm: LastNorm | None) -> tuple[Tensor, Tensor]:
+    """norm(x), and x once more. On a GPU, if the norm is frozen, one function that adds both gradients of x."""
     if not x.is_cuda or norm.weight.requires_grad:
         return norm(x), x
     y, residual = NormAndResidual.apply(x, norm.weight, norm.variance_epsilon)  # type: ignore[no-untyped-call]
-    if getattr(norm, "is_remade", False):  # see `lora.remake_output`
-        y.origin = (x.detach(), partial(_norm, norm))
+    if last_norm is not None:  # the norm's own forward did not run, so it has remembered nothing
+        last_norm.remember(residual, y, partial(_normalize, norm))
     return y, residual
 
 
-def _norm(norm: Any, x: Tensor) -> Tensor:
+def _normalize(norm: Any, x: Tensor) -> Tensor:
     from qlora_fsdp.layers.kernels import triton_norm
 
     return triton_norm.forward(x.reshape(-1, x.shape[-1]), norm.weight, norm.variance_epsilon)[0].view(x.shape)

@@ -1,4 +1,4 @@
-"""An `nn.Embedding` whose table exists only as int8 codes with a scale a row; the rows looked up are dequantized."""
+"""An embedding table stored as int8 codes with one scale per row. Only rows that are looked up are dequantized."""
 
 from __future__ import annotations
 
@@ -9,19 +9,22 @@ from qlora_fsdp.layers.quantized_format import Format
 
 
 class QuantizedEmbedding(nn.Embedding):
-    """A frozen embedding table stored as `codes` and `scales`, which are those of a `QuantizedLinear` of its shape.
+    """A frozen embedding table stored as `codes` and `scales`, like an int8 `QuantizedLinear` of the same shape.
 
     Args:
         num_embeddings: rows of the table.
-        embedding_dim: their length.
+        embedding_dim: columns of the table.
         format: int8.
-        dtype: of what is looked up.
+        dtype: the compute dtype, in which rows are returned.
         device: where the Parameters are made; usually meta.
+
+    Attributes:
+        part_names: names of the Parameters that stand for the table.
     """
 
     codes: nn.Parameter
     scales: nn.Parameter
-    nested_scales: nn.Parameter  # of 4-bit formats: never here
+    nested_scales: nn.Parameter  # only 4-bit formats have them
     bias = None
 
     def __init__(
@@ -36,14 +39,11 @@ class QuantizedEmbedding(nn.Embedding):
         assert format.quant_type == "int8"
         self.num_embeddings, self.embedding_dim = self.out_features, self.in_features = num_embeddings, embedding_dim
         self.format, self.compute_dtype = format, dtype
-        for name, (shape, part_dtype) in format.parts(num_embeddings, embedding_dim).items():
+        parts = format.parts(num_embeddings, embedding_dim)
+        self.part_names = list(parts)
+        for name, (shape, part_dtype) in parts.items():
             tensor = torch.empty(shape, dtype=part_dtype, device=device)
             self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
-
-    @property
-    def part_names(self) -> list[str]:
-        """Names of the Parameters that stand for the table."""
-        return ["codes", "scales"]
 
     def parts(self) -> list[Tensor]:
         """The Parameters that stand for the table, in the order of `part_names`."""
@@ -51,7 +51,7 @@ class QuantizedEmbedding(nn.Embedding):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """The dequantized table [num_embeddings, embedding_dim], made anew at each access."""
+        """The table [num_embeddings, embedding_dim] in the compute dtype, dequantized anew at each access."""
         parts = {"codes": self.codes, "scales": self.scales}
         return self.format.dequantize(parts, self.num_embeddings, self.embedding_dim, self.compute_dtype)
 
@@ -60,9 +60,9 @@ class QuantizedEmbedding(nn.Embedding):
         return self.look_up(input, self.codes, self.scales)
 
     def look_up(self, ids: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
-        """As `forward`, of parts that somebody else has gathered."""
+        """Like `forward`, with codes and scales that the caller has gathered."""
         index = ids.flatten()
-        rows = {"codes": codes.view(torch.uint8)[index], "scales": scales[index]}  # bytes: no value is read
+        rows = {"codes": codes.view(torch.uint8)[index], "scales": scales[index]}  # bytes, so that no value changes
         found = self.format.dequantize(rows, len(index), self.embedding_dim, self.compute_dtype)
         return found.view(*ids.shape, self.embedding_dim)
 

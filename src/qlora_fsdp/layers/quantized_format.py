@@ -1,16 +1,19 @@
-"""What a quantized weight is made of, and the kernels (bitsandbytes') that make it and undo it.
+"""How a quantized weight is stored, and the kernels that quantize and dequantize it, which are bitsandbytes'.
 
-A weight W of `out_features` x `in_features` becomes up to three tensors, with rows (or chunks) that ranks can own:
+A weight W of `out_features` x `in_features` becomes two or three tensors. Ranks can own rows (or chunks) of each:
 
     codes          storage [out, in / 2 bytes] (4-bit) or [out, in bytes] (int8)
-    scales         4-bit: absmax, float32 [out, in / blocksize]; with double quantization 1 byte each, in `storage`
-                   int8: row absmax, float32 [out]
-    nested_scales  double quantization alone: float32 [groups + 1], absmax of each 256 scales in row-major order, and
-                   last the mean that was subtracted from all scales
+    scales         4-bit: the absmax of each block, float32 [out, in / blocksize]; with double quantization one byte
+                   each, in `storage`
+                   int8: the absmax of each row, float32 [out]
+    nested_scales  with double quantization only: float32 [groups + 1]. The absmax of each 256 scales in row-major
+                   order, and last the mean that was subtracted from all scales
 
-Bytes are those of bitsandbytes for the same tensor: `quantize_4bit`, `quantize_blockwise`, `int8_vectorwise_quant`.
-4-bit blocks lie within a row because `in_features` is a multiple of the block size, so a rank quantizes its own rows
-alone; only the second quantization looks across rows, and takes one gather of the scales.
+common/quantized_shapes.py computes these shapes for the layers and for the memory plan.
+
+The bytes are those that bitsandbytes makes of the same tensor: `quantize_4bit`, `quantize_blockwise` and
+`int8_vectorwise_quant`. Because `in_features` is a multiple of the block size, a 4-bit block lies within a row, and a
+rank can quantize its own rows alone. Only double quantization looks across rows, which takes one gather of the scales.
 """
 
 from __future__ import annotations
@@ -20,17 +23,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
-from typing import Literal
 
 import bitsandbytes.functional as bnb
 import torch
 from torch import Tensor
 
+from qlora_fsdp.common.quantized_shapes import QuantType, is_4bit, stored_parts
 from qlora_fsdp.common.sizes import BLOCKSIZE, NESTED_BLOCKSIZE
 from qlora_fsdp.layers.kernels import cpu_quantize
 
 INT8_DEQUANT_FACTOR = 1.0 / 127.0
-STORAGE_DTYPES = {
+STORAGE_DTYPES = {  # of the setting's values; STORAGE_BYTES in common/quantized_shapes.py has their sizes
+    "auto": torch.bfloat16,  # every supported torch shards it
     "uint8": torch.uint8,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
@@ -39,8 +43,8 @@ STORAGE_DTYPES = {
 
 
 def parse_storage(name: str) -> torch.dtype:
-    """The dtype of `quant.bnb_4bit_quant_storage`; `auto` is bfloat16, which every supported torch shards."""
-    return torch.bfloat16 if name == "auto" else STORAGE_DTYPES[name]
+    """The dtype that `quant.bnb_4bit_quant_storage` names."""
+    return STORAGE_DTYPES[name]
 
 
 @dataclass(frozen=True)
@@ -49,52 +53,40 @@ class Format:
 
     Attributes:
         quant_type: code book of the codes.
-        double_quant: 4-bit only: scales are quantized too (QLoRA, arXiv:2305.14314, section 3).
+        double_quant: 4-bit only: the scales are quantized too (QLoRA, arXiv:2305.14314, section 3).
         blocksize: 4-bit only: weights that share a scale.
-        storage: dtype in which bytes are kept and gathered. Any value is a mere bag of bytes.
+        storage: dtype in which codes and quantized scales are kept and gathered. Its values mean nothing: only the
+            bytes count.
     """
 
-    quant_type: Literal["nf4", "fp4", "int8"]
+    quant_type: QuantType
     double_quant: bool = False
     blocksize: int = BLOCKSIZE
     storage: torch.dtype = torch.bfloat16
 
     @property
     def is_4bit(self) -> bool:
-        return self.quant_type != "int8"
+        return is_4bit(self.quant_type)
 
     def parts(self, out_features: int, in_features: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Name, shape and dtype of every tensor that stands for a weight of this shape."""
-        if not self.is_4bit:
-            codes = ((out_features, self._units(in_features)), self.storage)
-            return {"codes": codes, "scales": ((out_features,), torch.float32)}
-        num_blocks = in_features // self.blocksize
-        codes = ((out_features, self._units(in_features // 2)), self.storage)
-        if not self.double_quant:
-            return {"codes": codes, "scales": ((out_features, num_blocks), torch.float32)}
-        num_groups = math.ceil(out_features * num_blocks / NESTED_BLOCKSIZE)
-        return {
-            "codes": codes,
-            "scales": ((out_features, self._units(num_blocks)), self.storage),
-            "nested_scales": ((num_groups + 1,), torch.float32),
-        }
+        found = stored_parts(
+            self.quant_type, self.double_quant, self.blocksize, self.storage.itemsize, out_features, in_features
+        )
+        return {name: (part.shape, self.storage if part.is_packed else torch.float32) for name, part in found.items()}
 
     def num_bytes(self, out_features: int, in_features: int) -> int:
         """Bytes of the whole weight, codes and scales."""
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.parts(out_features, in_features).values())
 
     def refuses(self, in_features: int) -> str | None:
-        """Why a weight with rows of this length can't be quantized, or None."""
+        """Why a weight with rows of this length can't be quantized; None if it can."""
         if self.is_4bit and in_features % self.blocksize:
             return f"has in_features={in_features}, not a multiple of the 4-bit block size {self.blocksize}"
         return None
 
-    def _units(self, num_bytes: int) -> int:
-        """Elements of `storage` that hold a row of so many bytes; the last one may be padded."""
-        return -(num_bytes // -self.storage.itemsize)
-
     def pack(self, rows: Tensor) -> Tensor:
-        """Bytes [rows, n] -> `storage` [rows, ceil(n / itemsize)]; zeros fill the last element."""
+        """Bytes [rows, n] -> `storage` [rows, ceil(n / itemsize)]; the last element is filled up with zeros."""
         rows = rows.view(torch.uint8)
         padding = -rows.shape[1] % self.storage.itemsize
         if padding:
@@ -107,14 +99,14 @@ class Format:
         return rows if rows.shape[1] == num_bytes else rows[:, :num_bytes].contiguous()
 
     def quantize_rows(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Quantize whole rows, independently of all others.
+        """Quantize whole rows, each independently of all others.
 
         Args:
-            weight: bfloat16, float16 or float32 [rows, in_features], on the device whose kernels shall do it.
+            weight: bfloat16, float16 or float32 [rows, in_features]; the kernels of its device are used.
 
         Returns:
-            codes: `storage` [rows, units].
-            absmax: float32 [rows, in_features / blocksize], or [rows] for int8; not yet quantized itself.
+            codes: `storage` [rows, elements].
+            absmax: float32 [rows, in_features / blocksize], or [rows] for int8. These scales are not quantized yet.
         """
         rows, in_features = weight.shape
         if not self.is_4bit:
@@ -129,13 +121,13 @@ class Format:
         return self.pack(packed.view(rows, in_features // 2)), absmax.view(rows, in_features // self.blocksize)
 
     def quantize_scales(self, absmax: Tensor) -> tuple[Tensor, Tensor]:
-        """The second quantization, over all rows of a weight.
+        """Double quantization: quantize the scales of a whole weight.
 
         Args:
-            absmax: float32 [out_features, blocks], of the whole weight.
+            absmax: float32 [out_features, blocks].
 
         Returns:
-            scales: `storage` [out_features, units].
+            scales: `storage` [out_features, elements].
             nested_scales: float32 [groups + 1].
         """
         offset = absmax.mean()
@@ -145,7 +137,7 @@ class Format:
     def dequantize(
         self, parts: Mapping[str, Tensor], out_features: int, in_features: int, dtype: torch.dtype
     ) -> Tensor:
-        """The weight [out_features, in_features] in `dtype`, from its (gathered) parts."""
+        """The weight [out_features, in_features] in `dtype`, from its whole (gathered) parts."""
         codes, scales = parts["codes"], parts["scales"]
         if codes.is_meta:
             return torch.empty(out_features, in_features, dtype=dtype, device="meta")
@@ -157,7 +149,8 @@ class Format:
             from qlora_fsdp.layers.kernels import triton_dequantize
 
             out = torch.empty(out_features, in_features, dtype=dtype, device=codes.device)
-            return triton_dequantize.dequantize(self, codes, scales, parts.get("nested_scales"), out)
+            books = code_book(self.quant_type, codes.device), dynamic_map(codes.device)
+            return triton_dequantize.dequantize(codes, scales, parts.get("nested_scales"), books, self.blocksize, out)
         scales = self.dequantize_scales(parts, out_features, in_features)
         weight: Tensor = torch.ops.bitsandbytes.dequantize_4bit.default(
             codes.view(torch.uint8).view(-1, 1),
@@ -191,13 +184,13 @@ def _has_triton() -> bool:
 
 @cache
 def code_book(quant_type: str, device: torch.device) -> Tensor:
-    """The 16 values of a 4-bit code: float32, of which the largest magnitude is 1 (arXiv:2305.14314, appendix E)."""
+    """The 16 values of a 4-bit code: float32, and the largest magnitude is 1 (arXiv:2305.14314, appendix E)."""
     values: Tensor = bnb.get_4bit_type(quant_type, device="cpu")
     return values.float().to(device)
 
 
 @cache
 def dynamic_map(device: torch.device) -> Tensor:
-    """bitsandbytes' code book of quantized scales: float32 [256] (arXiv:2110.02861, section 2.1)."""
+    """bitsandbytes' code book for quantized scales: float32 [256] (arXiv:2110.02861, section 2.1)."""
     code_book: Tensor = bnb.create_dynamic_map()
     return code_book.to(device)

@@ -1,4 +1,9 @@
-"""An `nn.Linear` whose weight exists only as codes and scales, and is dequantized to be used."""
+"""A linear layer whose weight is stored quantized, as codes and scales, and dequantized each time it is used.
+
+FSDP2 shards and gathers the Parameters of a module, and returns them as plain Parameters. bitsandbytes keeps codes in a
+Parameter class of its own, with the scales as an attribute: FSDP2 would drop the class, and keep all scales on every
+rank. So codes and scales are plain Parameters here, and the layer itself knows how to make a weight of them.
+"""
 
 from __future__ import annotations
 
@@ -7,28 +12,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qlora_fsdp.common.errors import ConfigError, Problem
-from qlora_fsdp.layers.matmul import FP8_MAX, FP8_MAX_BLOCKSIZE, FP8_MULTIPLE, DequantizedMatmul, Fp8Matmul, Matmul
-from qlora_fsdp.layers.quantized_format import Format
+from qlora_fsdp.layers.matmul import FP8_MAX, Axis, DequantizedMatmul, Matmul
+from qlora_fsdp.layers.quantized_format import Format, code_book, dynamic_map
 
 
 class QuantizedLinear(nn.Linear):
     """A frozen linear layer stored as `codes`, `scales` and, with double quantization, `nested_scales`.
 
-    These are plain Parameters with rows (or chunks) along dim 0, so that `fully_shard` shards and gathers them; the
-    state bitsandbytes keeps on its own Parameter class would be lost there (FSDP2 returns plain Parameters), and its
-    scales would stay whole on every rank. `weight` is a property that dequantizes: nothing takes codes for weights.
+    `Format` says what they hold; all have rows (or chunks) along dim 0, which FSDP2 splits over ranks. `weight` is a
+    property, so that code which reads `layer.weight` gets a weight, and never codes.
 
     Args:
-        in_features: input size; a multiple of the block size for 4-bit formats.
-        out_features: output size.
-        bias: whether there is a bias, kept as it is in `dtype`.
+        in_features: a multiple of the block size for 4-bit formats.
+        out_features: rows of the weight.
+        bias: whether there is a bias. It is not quantized, and is kept in `dtype`.
         format: how the weight is quantized.
-        dtype: compute dtype: of the dequantized weight, the input and the output.
+        dtype: the compute dtype: of the dequantized weight, the input and the output.
         device: where the Parameters are made; usually meta.
 
     Attributes:
-        matmul: how products with the weight are made; layers that are computed together share one.
+        part_names: names of the Parameters that stand for the weight.
+        matmul: how products with the weight are computed. Layers that are computed together have the same kind.
     """
 
     codes: nn.Parameter
@@ -49,8 +53,10 @@ class QuantizedLinear(nn.Linear):
         nn.Module.__init__(self)  # nn.Linear's own would allocate the weight
         assert format.refuses(in_features) is None
         self.in_features, self.out_features = in_features, out_features
-        self.format, self.compute_dtype = format, dtype
-        for name, (shape, part_dtype) in format.parts(out_features, in_features).items():
+        self.format, self.blocksize, self.compute_dtype = format, format.blocksize, dtype
+        parts = format.parts(out_features, in_features)
+        self.part_names = list(parts)
+        for name, (shape, part_dtype) in parts.items():
             tensor = torch.empty(shape, dtype=part_dtype, device=device)
             self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
         self.register_parameter(
@@ -58,35 +64,47 @@ class QuantizedLinear(nn.Linear):
             nn.Parameter(torch.empty(out_features, dtype=dtype, device=device), requires_grad=False) if bias else None,
         )
 
-    @property
-    def part_names(self) -> list[str]:
-        """Names of the Parameters that stand for the weight."""
-        return list(self.format.parts(self.out_features, self.in_features))
-
     def parts(self) -> list[Tensor]:
         """The Parameters that stand for the weight, in the order of `part_names`."""
         return [getattr(self, name) for name in self.part_names]
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """The dequantized weight [out_features, in_features] in the compute dtype, made anew at each access."""
-        parts = dict(zip(self.part_names, self.parts(), strict=True))
-        return self.format.dequantize(parts, self.out_features, self.in_features, self.compute_dtype)
+        """The weight [out_features, in_features] in the compute dtype, dequantized anew at each access."""
+        return self.format.dequantize(self._named_parts(), self.out_features, self.in_features, self.compute_dtype)
 
     def absmax(self) -> Tensor:
         """The scales of a 4-bit weight: float32 [out_features, blocks]."""
-        parts = dict(zip(self.part_names, self.parts(), strict=True))
-        return self.format.dequantize_scales(parts, self.out_features, self.in_features)
+        return self.format.dequantize_scales(self._named_parts(), self.out_features, self.in_features)
+
+    def _named_parts(self) -> dict[str, Tensor]:
+        return {name: getattr(self, name) for name in self.part_names}
 
     def fp8_scales(self) -> tuple[Tensor, Tensor]:
-        """What fp8 values of the weight are multiples of: float32 [out_features], and [blocks] for the transposed.
+        """What fp8 values of a 4-bit weight are multiples of: float32 [out_features] for rows, [blocks] for columns.
 
-        No magnitude in a 4-bit block is above its absmax. The base is frozen, so this is found once and kept.
+        No weight of a block is larger than the block's absmax, so the largest absmax of a row, or of a column of
+        blocks, over the largest fp8 value is small enough. The weight is frozen, so the scales are computed once.
         """
         if self._fp8_scales is None:
-            absmax = self.absmax().abs() / FP8_MAX  # a quantized scale may come out just below 0
+            absmax = self.absmax().abs() / FP8_MAX  # a scale that was quantized itself may come out just below 0
             self._fp8_scales = (absmax.amax(1).clamp_min_(1e-12), absmax.amax(0).clamp_min_(1e-12))
         return self._fp8_scales
+
+    def fill_fp8(self, factors: Tensor, out: Tensor, axis: Axis) -> None:
+        """Write a 4-bit weight times `factors` into `out`; on a GPU.
+
+        Args:
+            factors: float32, one per row [out_features], or one per column of blocks [blocks].
+            out: float8_e4m3fn [out_features, in_features] for axis "row", transposed for axis "column".
+            axis: what there is one factor for.
+        """
+        from qlora_fsdp.layers.kernels import triton_dequantize
+
+        codes, scales = self.codes, self.scales
+        nested = self.nested_scales if self.format.double_quant else None
+        books = code_book(self.format.quant_type, codes.device), dynamic_map(codes.device)
+        triton_dequantize.dequantize(codes, scales, nested, books, self.blocksize, out, factors, axis)
 
     def forward(self, input: Tensor) -> Tensor:
         """x_BI -> y_BO, in the dtype of the input, which must be the compute dtype."""
@@ -97,11 +115,11 @@ class QuantizedLinear(nn.Linear):
 
 
 class _DequantizedLinear(torch.autograd.Function):
-    """y = x W^T + b with W made from its codes for forward, and again for backward.
+    """y = x W^T + b. The weight is dequantized for forward, and again for backward.
 
-    Nothing is saved in between, not even the codes: backward reads them from the layer, which FSDP has gathered again
-    by then. So a recomputation that ends with this layer (torch.utils.checkpoint stops at the last saved tensor) leaves
-    its product out.
+    Autograd saves nothing between the two, not even the codes: backward reads them from the layer, which FSDP has
+    gathered again by then. This also shortens recomputation. `torch.utils.checkpoint` stops recomputing a
+    transformer layer at the last tensor that the layer saved, so a final layer that saves nothing is left out.
     """
 
     @staticmethod
@@ -118,29 +136,10 @@ class _DequantizedLinear(torch.autograd.Function):
         return grad_x.view(*grad.shape[:-1], ctx.layer.in_features), grad_bias, None
 
 
-def use_fp8(model: nn.Module) -> int:
-    """Have every 4-bit layer whose sizes allow it multiply in fp8; how many do.
-
-    Raises:
-        ConfigError: none can.
-    """
-    matmul, num_layers = Fp8Matmul(), 0
-    for layer in model.modules():
-        if not isinstance(layer, QuantizedLinear) or not layer.format.is_4bit:
-            continue
-        if layer.out_features % FP8_MULTIPLE == 0 and layer.format.blocksize <= FP8_MAX_BLOCKSIZE:
-            layer.matmul = matmul
-            num_layers += 1
-    if not num_layers:
-        fix = "Set compute=dequantized."
-        raise ConfigError([Problem("compute.matmul=fp8", "finds no 4-bit layer in this model.", fix)])
-    return num_layers
-
-
 def unflatten(y_NO: Tensor, x: Tensor) -> Tensor:
-    """y with the leading dimensions of x, and not as a view.
+    """y with the leading dimensions of x, but not as a view.
 
-    An autograd function's result that is a view must not be changed in place, as Longformer does with its queries.
+    Autograd forbids to change a view in place that an autograd function returned, as Longformer does with its queries.
     """
     y: Tensor = torch.ops.aten._unsafe_view.default(y_NO, [*x.shape[:-1], y_NO.shape[1]])
     return y

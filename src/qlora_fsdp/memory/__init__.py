@@ -1,1 +1,1 @@
-"""What a run needs of GPU and host memory, and how long it takes, before it starts. No torch but where noted."""
+"""Predicts, before a run starts, how much GPU and host memory it needs and how long it takes. Imports no torch."""

@@ -1,10 +1,16 @@
-"""Choose activation policies, the micro-batch and whether layers stay gathered, for the best predicted speed."""
+"""Chooses what the settings leave open, for the best predicted speed within a given memory.
+
+Open may be each layer's activation policy (`memory.activations=auto`), the micro-batch size, and whether layers stay
+gathered between forward and backward.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
+
+from typing_extensions import assert_never
 
 from qlora_fsdp.config.schema import Activations, Config
 from qlora_fsdp.memory.activation_bytes import Policy
@@ -13,11 +19,11 @@ from qlora_fsdp.memory.plan import MemoryPlan, planner
 from qlora_fsdp.memory.speed import tokens_per_second
 from qlora_fsdp.memory.workload import Workload
 
-AUTO = "auto"  # of training.micro_batch_size
-MARGIN = 0.05  # of the free memory, left free
-ROOM = 0.02  # of the target, that auto leaves where it has a choice: plans are not exact
+AUTO = "auto"  # a value of training.micro_batch_size
+MARGIN = 0.05  # share of the free memory that is not planned with
+ROOM = 0.02  # share of the target that is left free if there is a choice, because plans are not exact
 LADDER = (Policy.none, Policy.selective, Policy.full, Policy.offload)  # from the fastest to the smallest
-_FATES = {
+_DESCRIPTIONS = {
     Policy.none: "kept",
     Policy.selective: "kept but for the norms' outputs",
     Policy.full: "recomputed",
@@ -27,19 +33,19 @@ _FATES = {
 
 @dataclass(frozen=True)
 class Choice:
-    """A plan, and whether it fits the target that it was chosen for."""
+    """The plan that was chosen, and whether it fits the target."""
 
     plan: MemoryPlan
     fits: bool
 
 
 def choose(work: Workload, target: float, gpu: Gpu) -> Choice:
-    """The fastest plan that needs at most `target` bytes a GPU, with some room; the smallest where none does.
+    """The fastest plan that needs at most `target` bytes per GPU, less some room; the smallest plan if none fits.
 
     Args:
-        work: its micro-batch counts where `training.micro_batch_size` is a number.
-        target: bytes, libraries included.
-        gpu: for the rates.
+        work: its micro-batch size is kept unless `training.micro_batch_size` is auto.
+        target: bytes that the run may use, libraries included.
+        gpu: its rates predict the speed.
     """
     choices = [
         _choose_policies(replace(each, micro_batch_size=size), target)
@@ -53,7 +59,7 @@ def choose(work: Workload, target: float, gpu: Gpu) -> Choice:
 
 
 def micro_batch_sizes(work: Workload) -> list[int]:
-    """The micro-batch sizes to choose among: powers of two that divide a rank's part of the global batch."""
+    """The micro-batch sizes to choose from: powers of two that divide a rank's part of the global batch."""
     training = work.config.training
     if training.micro_batch_size != AUTO:
         return [work.micro_batch_size]
@@ -63,7 +69,7 @@ def micro_batch_sizes(work: Workload) -> list[int]:
 
 
 def _ways_to_reshard(work: Workload) -> Iterator[Workload]:
-    """With layers that stay gathered between forward and backward, and with layers that don't; or as it is set."""
+    """The run with layers that stay gathered between forward and backward, if that is open, and the run as it is."""
     fsdp = work.config.fsdp
     is_open = fsdp.reshard_after_forward is None and work.reshards
     if is_open and work.num_shards > 1 and work.is_cuda and not fsdp.cpu_offload:
@@ -72,17 +78,25 @@ def _ways_to_reshard(work: Workload) -> Iterator[Workload]:
 
 
 def fixed_policies(config: Config, num_layers: int) -> tuple[Policy, ...] | None:
-    """The layers' policies that `memory.activations` names; None for auto."""
+    """The layers' policies that `memory.activations` asks for; None for auto."""
     memory = config.memory
-    if memory.activations is Activations.auto:
-        return None
-    if memory.activations is Activations.every_k:
-        return tuple(Policy.none if index % memory.every_k else Policy.full for index in range(num_layers))
-    return (Policy(memory.activations.value),) * num_layers
+    match memory.activations:
+        case Activations.auto:
+            return None
+        case Activations.every_k:
+            return tuple(Policy.none if index % memory.every_k else Policy.full for index in range(num_layers))
+        case Activations.none | Activations.selective | Activations.full | Activations.offload:
+            return (Policy(memory.activations.value),) * num_layers
+        case _:
+            assert_never(memory.activations)
 
 
 def next_smaller(policies: Sequence[Policy]) -> tuple[Policy, ...] | None:
-    """The policies with an eighth of the layers, the first of those with the fastest, a step down; None at the end."""
+    """Less memory: an eighth of all layers, the first ones that have the fastest policy, take the next of LADDER.
+
+    Returns:
+        The new policies; None if all layers have the last policy of LADDER.
+    """
     fastest = next(policy for policy in LADDER if policy in policies)
     if fastest is LADDER[-1]:
         return None
@@ -92,21 +106,22 @@ def next_smaller(policies: Sequence[Policy]) -> tuple[Policy, ...] | None:
 
 
 def describe_policies(policies: Sequence[Policy]) -> str:
-    """`of 12 layers recomputed, of 20 kept`, in the order of the layers; of alternating ones the counts."""
+    """`of 12 layers recomputed, of 20 kept`: runs of equal policies in order, or only counts if they alternate."""
     runs = [(policy, len(list(group))) for policy, group in groupby(policies)]
     if len(runs) > 3:
         runs = [(policy, policies.count(policy)) for policy in dict.fromkeys(policies)]
-    parts = [f"of {count} layers {_FATES[policy]}" for policy, count in runs]
+    parts = [f"of {count} layers {_DESCRIPTIONS[policy]}" for policy, count in runs]
     return ", ".join([parts[0], *(part.replace(" layers", "") for part in parts[1:])])
 
 
 def describe_choice(plan: MemoryPlan) -> str:
-    """What becomes of activations, and of gathered layers where they stay."""
+    """What becomes of activations, and whether layers stay gathered."""
     stays = "" if plan.work.reshards or plan.work.num_shards == 1 else ", layers gathered once a pass"
     return f"activations {describe_policies(plan.policies)}{stays}"
 
 
 def _choose_policies(work: Workload, target: float) -> Choice:
+    """The first of ever smaller plans that fits with some room, or else the smallest."""
     fixed = fixed_policies(work.config, work.shape.num_layers)
     make_plan = planner(work)
     plan, target_with_room = None, target * (1 - ROOM)
@@ -120,10 +135,10 @@ def _choose_policies(work: Workload, target: float) -> Choice:
 
 
 def _from_fast_to_small(num_layers: int, fits: Callable[[Sequence[Policy]], bool]) -> Iterator[tuple[Policy, ...]]:
-    """Policies in which ever more layers, the first ones first, take the next step of the ladder.
+    """Policies from fast to small: ever more layers, from the first one on, take the next policy of LADDER.
 
-    The first layers, because the others have freed their activations by the time that backward comes to these. Within
-    a step the least number of layers that fits is found by bisection.
+    The first layers come first because backward reaches them last: recomputing one of them takes memory when the other
+    layers have freed theirs. For each policy, bisection finds the least number of layers with which the run fits.
     """
     yield (LADDER[0],) * num_layers
     for fast, small in pairwise(LADDER):

@@ -1,4 +1,4 @@
-"""GPUs by name, with their memory and rates (gpus.yaml), and what `hardware=` of the preflight means."""
+"""Known GPUs with their memory and rates (gpus.yaml), and the parser of preflight's `hardware=`."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import yaml
 from qlora_fsdp.common.errors import ConfigError, Problem
 
 GPUS_A_HOST = 8
-MAX_GIB = 1024  # of a GPU: a larger number is no size
-NETWORK_GB_S = 25.0  # of one GPU, between hosts
+MAX_GIB = 1024  # a larger number is not understood as the memory of a GPU
+NETWORK_GB_S = 25.0  # per GPU, between hosts
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A kind of GPU; gpus.yaml says what its fields mean."""
+    """A kind of GPU. gpus.yaml explains the fields."""
 
     name: str
     contains: str
@@ -33,7 +33,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Hardware:
-    """GPUs of one kind."""
+    """A number of GPUs of one kind."""
 
     gpu: Gpu
     count: int
@@ -41,7 +41,7 @@ class Hardware:
 
     @property
     def local_count(self) -> int:
-        """GPUs of one host."""
+        """GPUs per host."""
         return min(self.count, GPUS_A_HOST)
 
 
@@ -53,15 +53,15 @@ def known_gpus() -> dict[str, Gpu]:
 
 
 def find_gpu(device_name: str) -> Gpu | None:
-    """The GPU that torch calls so, e.g. `NVIDIA H200`; None if it is not in the table."""
+    """The GPU for which torch has this name, e.g. `NVIDIA H200`; None if it is not in the table."""
     return next((gpu for gpu in known_gpus().values() if gpu.contains in device_name), None)
 
 
 def parse_hardware(text: str) -> Hardware:
-    """`COUNTxNAME` (8xh200) or `COUNTxGIB` (2x24gib); a name alone is one GPU.
+    """Parse `COUNTxNAME` (8xh200) or `COUNTxGIB` (2x24gib). A name or size alone means one GPU.
 
     Raises:
-        ConfigError: neither; the nearest names are given.
+        ConfigError: the text is neither. The message has the names that were probably meant.
     """
     match = re.fullmatch(r"(?:(\d+)x)?([a-z0-9.-]+)", text.lower())
     count = int(match.group(1) or 1) if match else 0
@@ -88,7 +88,7 @@ def parse_hardware(text: str) -> Hardware:
 
 
 def _nearest(text: str) -> list[str]:
-    """What may have been meant: the count behind the name, other signs between, a unit, a part of a name, a typo."""
+    """What was probably meant: a count after the name, another sign or unit, a part of a name, or a typo."""
     before = re.fullmatch(r"(\d{1,4})(?:\s*[x*]\s*|\s+)(.+)", text)
     behind = re.fullmatch(r"(.*\d[a-z]*)\s*[x*]\s*(\d{1,3})", text)
     count, name = before.groups() if before else behind.groups()[::-1] if behind else ("1", text)
@@ -103,5 +103,5 @@ def _nearest(text: str) -> list[str]:
 
 
 def gpu_of_size(gib: float) -> Gpu:
-    """Of the GPUs whose memory is nearest, the one with the most common rates: the first in the table."""
+    """The GPU whose memory is nearest; of several, the first in the table, whose rates are the most common."""
     return min(known_gpus().values(), key=lambda gpu: abs(gpu.gib - gib))

@@ -1,4 +1,7 @@
-"""What the loss takes of a GPU, by the kind of head (layers/head_loss.py)."""
+"""GPU bytes that computing the loss takes, by the kind of head (layers/head_loss.py).
+
+The head goes through a micro-batch in chunks of tokens, so the logits of all tokens never exist together.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,15 @@ from qlora_fsdp.memory.workload import Workload
 
 
 def loss_bytes(work: Workload) -> int:
-    """In forward: the output norm, the gradient of the hidden states where it is made then, a chunk of logits."""
+    """Bytes in forward: the output of the last norm, one chunk of logits, and the gradient of the hidden states.
+
+    A frozen head makes that gradient together with the loss. A trained one makes it in backward.
+    """
     shape, tokens = work.shape, work.num_tokens
     hidden = tokens * shape.hidden_size * work.compute_bytes
     if work.config.task.name is not TaskName.causal_lm:
         return hidden + tokens * len(work.config.task.labels or [None]) * 4
-    if is_trained(work):  # fp32 logits and their log-softmax, or a softcap's two temporaries before that
+    if is_trained(work):  # fp32 logits and their log-softmax; before that, two temporaries of a softcap
         return hidden + _chunk(work) * shape.vocab_size * max(12 if shape.has_softcap else 8, _adapting_bytes(work))
     if "cross_entropy" in work.fused and not num_new_tokens(work.config):  # Liger: logits as large as hidden states
         num_chunks = math.ceil(shape.vocab_size / shape.hidden_size)
@@ -27,11 +33,14 @@ def loss_bytes(work: Workload) -> int:
 
 
 def loss_backward_bytes(work: Workload, head_bytes: int) -> int:
-    """In the backward of a trained or adapted head: of a chunk the log-softmax and the gradients of it and the logits.
+    """Bytes in the backward of a trained or adapted head, which computes each chunk of logits again.
+
+    A chunk has its log-softmax, the gradient of that and the gradient of the logits. Once the latter exists, the
+    gradient of the head's parameters is made from it.
 
     Args:
-        work: with such a head.
-        head_bytes: of its trained parameters. A chunk's gradient of them comes when that of the logits is there.
+        work: what the plan is for; its head must be trained or adapted.
+        head_bytes: bytes of the head's trained parameters.
     """
     assert is_trained(work)
     shape = work.shape
@@ -41,12 +50,12 @@ def loss_backward_bytes(work: Workload, head_bytes: int) -> int:
 
 
 def has_chunks(work: Workload) -> bool:
-    """Whether the tokens of a micro-batch go through the head in more than one piece."""
+    """Whether the tokens of a micro-batch go through the head in more than one chunk."""
     return _chunk(work) < work.num_tokens
 
 
 def is_trained(work: Workload) -> bool:
-    """Whether a language model's head is trained or adapted, so that its loss is computed again in backward."""
+    """Whether a language model's head is trained or adapted, so that backward computes its logits again."""
     config = work.config
     if config.task.name is not TaskName.causal_lm:
         return False
@@ -59,6 +68,6 @@ def _chunk(work: Workload) -> int:
 
 
 def _adapting_bytes(work: Workload) -> int:
-    """A logit of the base, the adapter's, this one scaled, and the sum; 0 where the head has no adapter."""
+    """Bytes per logit of an adapted head: the base's, the adapter's, that one scaled, and the sum; 0 if not adapted."""
     is_adapted = adapter_rank(HEAD, work.config.lora) > 0 and work.config.lora.target_modules != "all-linear"
     return 4 * work.compute_bytes if is_adapted else 0

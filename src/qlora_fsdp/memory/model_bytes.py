@@ -1,69 +1,69 @@
-"""Bytes of the parts of a model: what a rank holds of them all the time, and what FSDP's units are when gathered."""
+"""Bytes of a model's parameters on one rank: what it holds all the time, and what FSDP gathers while layers run.
+
+FSDP2 splits the model into units (model/shard.py): each transformer layer, the embeddings, the head, and the root, to
+which everything else belongs. Between uses a rank holds one shard of each unit. To use a unit, FSDP2 gathers all its
+shards into one flat buffer, copies that out into whole parameters, and frees the buffer.
+
+The embeddings and the head are called the ends of the model here.
+"""
 
 from __future__ import annotations
 
 from functools import cached_property
 
+from qlora_fsdp.common.quantized_shapes import FLOAT32_BYTES
 from qlora_fsdp.common.sizes import PIECE_BYTES
 from qlora_fsdp.config.schema import EmbeddingStorage, TaskName
 from qlora_fsdp.memory.parameter_bytes import (
     ParameterBytes,
-    end_tensors,
-    layer_tensors,
+    end_parameters,
+    layer_parameters,
     num_new_tokens,
     optimizer_bytes,
     sum_bytes,
 )
 from qlora_fsdp.memory.workload import Workload
 
-Parts = dict[str, int]  # bytes by part
+BytesByPart = dict[str, int]  # the keys are those of memory/show.PARTS
 
 
 class ModelBytes:
-    """Bytes of the model's FSDP units, and of what a rank holds all the time.
+    """Bytes of the model's FSDP units, whole and split.
+
+    Args:
+        work: what the plan is for.
 
     Attributes:
-        work: what the plan is for.
-        layers: tensors of each decoder layer.
-        ends: tensors of the embeddings, the head and the root.
+        layers: the tensors of each transformer layer.
+        ends: the tensors of `embeddings`, `head` and `root`.
         tensors: all of these.
-        shard: a rank's part, by kind of tensor.
-        layer: the largest layer, whole, by kind of tensor.
-        gathered_layer: its bytes where FSDP gathers layers, else 0.
+        shard: a rank's part of all tensors, by kind.
+        layer: the largest layer, whole, by kind.
+        gathered_layer: its bytes if FSDP gathers layers, else 0.
         all_trained: bytes of all trained parameters, whole.
         optimizer: bytes of a rank's optimizer state.
-        is_offloaded: parameters, gradients and optimizer state are in host memory.
+        is_offloaded: whether parameters, gradients and optimizer state are in host memory.
     """
 
     def __init__(self, work: Workload) -> None:
         config, shape, item, shards = work.config, work.shape, work.compute_bytes, work.num_shards
         self.work = work
         self.layers = [
-            tuple(layer_tensors(shape, index, config.quant, config.lora, item)) for index in range(shape.num_layers)
+            tuple(layer_parameters(shape, index, config.quant, config.lora, item)) for index in range(shape.num_layers)
         ]
-        self.ends = end_tensors(shape, config, item)
+        self.ends = end_parameters(shape, config, item)
         self.tensors = [tensor for unit in (*self.layers, *self.ends.values()) for tensor in unit]
-        self.shard = sum_bytes(iter(self.tensors), shards)
-        self.layer = max((sum_bytes(iter(layer)) for layer in self.layers), key=lambda parts: parts.total)
+        self.shard = sum_bytes(self.tensors, shards)
+        self.layer = max((sum_bytes(layer) for layer in self.layers), key=lambda layer: layer.total)
         self.gathered_layer = self.layer.total if work.uses_fsdp else 0
-        self.all_trained = sum_bytes(iter(self.tensors)).adapters
-        self.optimizer = optimizer_bytes(iter(self.tensors), config.optim.name, shards)
+        self.all_trained = sum_bytes(self.tensors).adapters
+        self.optimizer = optimizer_bytes(self.tensors, config.optim.name, shards)
         self.is_offloaded = config.fsdp.cpu_offload
 
-    def unit(self, name: str) -> int:
-        """Bytes of embeddings, head or root, gathered."""
-        return sum_bytes(iter(self.ends[name])).total if self.work.uses_fsdp else 0
+    # What a rank holds all the time.
 
-    @property
-    def step_gradients(self) -> int:
-        """Gradients in the optimizer's step; several ranks without FSDP put theirs into one buffer to sum them."""
-        if self.is_offloaded:
-            return 0
-        is_copied = not self.work.uses_fsdp and self.work.num_ranks > 1
-        return self.shard.adapters * (2 if is_copied else 1)
-
-    def resident(self, with_training: bool) -> Parts:
-        """What is on the GPU all the time, during training with what that adds."""
+    def resident(self, with_training: bool) -> BytesByPart:
+        """What is on the GPU all the time: parameters, and `with_training` what training adds to them."""
         shard = ParameterBytes() if self.is_offloaded else self.shard
         parts = {
             "codes": shard.codes,
@@ -73,42 +73,78 @@ class ModelBytes:
             "adapters": shard.adapters,
         }
         if with_training:
+            # With several micro-batches per step, gradients are whole on every rank until the last one reduces them.
             accumulates = self.work.num_micro_batches > 1
-            parts["gradients"] = self.all_trained if accumulates else 0  # whole until the last micro-batch reduces them
+            parts["gradients"] = self.all_trained if accumulates else 0
             parts["optimizer"] = 0 if self.is_offloaded else self.optimizer
         return parts
 
+    @property
+    def step_gradients(self) -> int:
+        """Gradients during the optimizer's step. Several ranks without FSDP also copy theirs into one buffer to sum."""
+        if self.is_offloaded:
+            return 0
+        is_copied = not self.work.uses_fsdp and self.work.num_ranks > 1
+        return self.shard.adapters * (2 if is_copied else 1)
+
+    @cached_property
+    def layer_gradient(self) -> int:
+        """Bytes of a layer's gradients that a rank keeps once they are reduced."""
+        sharded = [sum_bytes(layer, self.work.num_shards).adapters for layer in self.layers]
+        return 0 if self.is_offloaded else sum(sharded) // len(sharded)
+
+    def sharded_gradient(self, name: str) -> int:
+        """Bytes of the gradients of embeddings, head or root that a rank keeps once they are reduced."""
+        return 0 if self.is_offloaded else sum_bytes(self.ends[name], self.work.num_shards).adapters
+
+    # What is gathered.
+
+    def unit(self, name: str) -> int:
+        """Bytes of embeddings, head or root when they are gathered."""
+        return sum_bytes(self.ends[name]).total if self.work.uses_fsdp else 0
+
     def flat(self, unit_bytes: int) -> int:
-        """The buffer that a unit is gathered into, before it is copied out; one shard needs none."""
+        """The flat buffer that a unit of this size is gathered into. A single shard needs none."""
         return unit_bytes if self.work.num_shards > 1 else 0
 
     @property
+    def kept(self) -> int:
+        """What stays gathered from its first use to the end of backward."""
+        ends = sum(self.unit(name) for name in ("embeddings", "head") if self.stays(name))
+        layers = 0 if self.work.reshards else len(self.layers) * self.gathered_layer
+        return self.unit("root") + ends + layers
+
+    @property
     def running_layer(self) -> int:
-        """`kept`, and the layer that runs where it is not kept."""
+        """`kept`, and the layer that runs if it is not counted there."""
         return self.kept + (self.gathered_layer if self.work.reshards else 0)
 
     def ahead_in_forward(self, num_after: int) -> int:
-        """Flat buffers while a layer runs forward that `num_after` others follow."""
+        """Flat buffers that exist while a layer runs forward which is followed by `num_after` others."""
         if not self.work.reshards:  # `kept` counts the layers to come, whose flat buffers are as large
             return self.deferred_flat
         num_ahead = self.work.config.fsdp.forward_prefetch
-        num_told = num_ahead if num_ahead > 1 or not self.is_offloaded else 0  # shard.py's; FSDP2's comes in its turn
+        # With offload, model/shard.py asks for a gather ahead only if there is more than one; FSDP2's own comes later.
+        num_told = num_ahead if num_ahead > 1 or not self.is_offloaded else 0
         has_head = num_after < num_told and not self.gathers_itself("head")
         next_layers = min(num_told, num_after) * self.flat(self.gathered_layer)
         return self.deferred_flat + next_layers + (self.flat(self.unit("head")) if has_head else 0)
 
     def ahead_in_backward(self, num_before: int) -> int:
-        """Flat buffers while a unit runs backward before which there are `num_before` layers."""
+        """Flat buffers that exist while a unit runs backward before which there are `num_before` layers."""
         num_flat = min(self.work.config.fsdp.backward_prefetch, num_before)
         return num_flat * self.flat(self.gathered_layer) if self.work.reshards else 0
 
     @property
     def deferred_flat(self) -> int:
-        """A layer's own flat buffer, which FSDP2 frees with the next gather where streams of its own gather."""
+        """A layer's own flat buffer, if it outlives the copy.
+
+        With offload FSDP2 gathers on streams of its own, and frees the buffer only with the next gather.
+        """
         return self.flat(self.gathered_layer) if self.is_offloaded else 0
 
     def gathered_end(self, name: str) -> int:
-        """Embeddings or head while forward uses them, beyond `kept`; frozen, they are gathered into one buffer."""
+        """Embeddings or head while forward uses them, beyond `kept`. A frozen end is gathered into a single buffer."""
         if not self.gathers_itself(name):
             return self.flat(self.unit(name)) + (0 if self.stays(name) else self.unit(name))
         if name == "head" and self.work.config.quant.embeddings is EmbeddingStorage.int8:  # dequantized, in pieces
@@ -118,8 +154,10 @@ class ModelBytes:
         return copied + (self.unit(name) if shards > 1 else 0)
 
     def freed_flat(self, name: str) -> int:
-        """The flat buffer of embeddings or head, where it is freed before they are used."""
+        """The flat buffer of embeddings or head, if it is freed before they are used."""
         return 0 if self.gathers_itself(name) or self.is_offloaded else self.flat(self.unit(name))
+
+    # Properties of the ends.
 
     def is_frozen(self, name: str) -> bool:
         return all(tensor.part == "embeddings" for tensor in self.ends[name])
@@ -129,33 +167,16 @@ class ModelBytes:
         return not self.work.reshards and not self.is_frozen(name)
 
     def gathers_itself(self, name: str) -> bool:
-        """Whether the model gathers an end (causal_lm.py) and not FSDP."""
+        """Whether the model gathers an end by itself (model/causal_lm.py), without FSDP."""
         config = self.work.config
         has_rows = name == "embeddings" and num_new_tokens(config) > 0
         return self.is_frozen(name) and config.task.name is TaskName.causal_lm and not has_rows
 
     def trained(self, name: str) -> int:
         """Bytes of the trained parameters of embeddings, head or root, whole."""
-        return sum_bytes(iter(self.ends[name])).adapters
+        return sum_bytes(self.ends[name]).adapters
 
     def cast(self, name: str) -> int:
         """The copy in the compute dtype of an end that is trained in fp32."""
         size = self.work.compute_bytes
-        return 0 if size == 4 else self.trained(name) * size // 4
-
-    def sharded_gradient(self, name: str) -> int:
-        """Bytes of the gradients of such a unit that a rank keeps."""
-        return 0 if self.is_offloaded else sum_bytes(iter(self.ends[name]), self.work.num_shards).adapters
-
-    @cached_property
-    def layer_gradient(self) -> int:
-        """Bytes of a layer's gradients that a rank keeps."""
-        sharded = [sum_bytes(iter(layer), self.work.num_shards).adapters for layer in self.layers]
-        return 0 if self.is_offloaded else sum(sharded) // len(sharded)
-
-    @property
-    def kept(self) -> int:
-        """What stays gathered from its first use to the end of backward."""
-        ends = sum(self.unit(name) for name in ("embeddings", "head") if self.stays(name))
-        layers = 0 if self.work.reshards else len(self.layers) * self.gathered_layer
-        return self.unit("root") + ends + layers
+        return 0 if size == FLOAT32_BYTES else self.trained(name) * size // FLOAT32_BYTES

@@ -1,10 +1,27 @@
-"""The memory plan: predicted GPU bytes by part in each phase of a run, and host memory.
+"""The memory plan: how many bytes a run will need on each GPU and each host, predicted before anything is allocated.
 
-What is allocated when follows FSDP2 (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, 2.11 to 2.13): a group
-is gathered into one flat buffer, which is copied out into its parameters, and goes then; but the next layer's is there
-already (shard.py). Where parameters come from the host, in forward it lives until the next group has been gathered.
-One shard in host memory is copied, and has no flat buffer. Frozen embeddings and a frozen head are gathered into one
-buffer (causal_lm.py). Without FSDP nothing is gathered, and gradients stay where backward makes them.
+A run loads its weights, and then every optimizer step runs forward, backward and the optimizer. These four are the
+phases of the plan. Within a phase memory goes through moments: embeddings are looked up, a layer runs, the loss is
+computed, and so on. For each moment the plan adds up bytes by part. Some parts are there all the time (`resident`: the
+rank's shard of the parameters, the optimizer's state). Others come and go: gathered layers, a dequantized weight,
+activations, gradients. The largest moment is the peak of its phase, and the largest phase decides whether a run fits.
+
+How many activations wait for backward depends on each layer's policy (memory/activation_bytes.py): a layer may keep all
+of them, or compute some or all of them again. memory/choose.py makes plans for several policies and picks one.
+
+Two more things need GPU memory: what torch's allocator holds beyond the tensors, and what CUDA and NCCL take beside it.
+
+What is gathered at which moment follows FSDP2 (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, torch 2.11 to
+2.13). memory/model_bytes.py explains its units and flat buffers.
+
+- A unit's flat buffer is freed after the copy into whole parameters. The flat buffer of the next unit exists by then,
+  because it is gathered ahead (model/shard.py).
+- If parameters come from host memory, a flat buffer lives on in forward until the next unit has been gathered. If there
+  is only one shard, it is copied to the GPU without a flat buffer.
+- Frozen embeddings and a frozen head are gathered by the model, not by FSDP, into one buffer each (model/causal_lm.py).
+- Without FSDP nothing is gathered, and gradients stay where backward makes them.
+
+docs/plan-validation.md compares the plan with what runs on GPUs took.
 """
 
 from __future__ import annotations
@@ -19,25 +36,26 @@ from qlora_fsdp.config.schema import Weights
 from qlora_fsdp.memory import activation_bytes
 from qlora_fsdp.memory.activation_bytes import OFFLOAD_SLOTS, Policy
 from qlora_fsdp.memory.loss_bytes import has_chunks, is_trained, loss_backward_bytes, loss_bytes
-from qlora_fsdp.memory.model_bytes import ModelBytes, Parts
+from qlora_fsdp.memory.model_bytes import BytesByPart, ModelBytes
 from qlora_fsdp.memory.parameter_bytes import Tensor
 from qlora_fsdp.memory.workload import Workload
 
 GIB, MIB = 2**30, 2**20
 PHASES = ("load", "forward", "backward", "step")
 
-# Measured on H200s with torch 2.11 (docs/memory.md).
-LOAD_STAGING = 80 * MIB  # pieces of weights on their way
-WORKSPACE = 64 * MIB  # cuBLAS, in torch's own pool: one for each of forward's and backward's threads
-CUDA_CONTEXT = 770 * MIB  # driver, kernels' code; outside torch's pool
-NCCL = 830 * MIB
-NCCL_ALONE = 530 * MIB  # of FSDP on one rank
-# What torch's allocator holds beyond the tensors when it must (expandable segments): of what comes and goes in a step,
-# and the last pages of its ranges, one a stream and kind.
+# Measured on H200s with torch 2.11 (docs/plan-validation.md).
+LOAD_STAGING = 80 * MIB  # pieces of weights on their way from the host to the shards
+WORKSPACE = 64 * MIB  # of cuBLAS, in torch's own pool: one for the thread of forward, one for that of backward
+CUDA_CONTEXT = 770 * MIB  # the driver and the kernels' code, outside torch's pool
+NCCL = 830 * MIB  # outside torch's pool, with several ranks
+NCCL_ALONE = 530 * MIB  # the same for a single rank that uses FSDP
+# How much more than the tensors torch's allocator must hold, with expandable segments: a share of what comes and goes
+# within a step, and the last pages of its ranges, one per stream and kind.
 FRAGMENTATION, LAST_PAGES = 0.03, 128 * MIB
-# The same of what is gathered, where parameters come from the host through several streams (70B: 1.3 GiB of 3.4).
+# The share of gathered bytes that it holds besides if parameters come from the host, through several streams
+# (70B: 1.3 GiB of 3.4).
 STREAMED = 0.45
-# Host memory of a rank: Python and the libraries; what CUDA and its libraries add; NCCL; and the modules of a layer.
+# Host memory of a rank: Python and the libraries; what CUDA and its libraries add; NCCL; the modules of one layer.
 HOST_PYTHON, HOST_CUDA, HOST_NCCL, HOST_LAYER = 580 * MIB, 950 * MIB, 360 * MIB, 3 * MIB // 2
 
 
@@ -47,20 +65,20 @@ class MemoryPlan:
 
     Attributes:
         work: what the plan is for.
-        policies: of each layer's activations.
-        phases: bytes by part at the peak of each of PHASES.
-        host: bytes of host memory by part, of the first rank, which puts the whole `adapter` together.
+        policies: the activation policy of each layer.
+        phases: GPU bytes by part at the peak of each of PHASES.
+        host: host bytes by part, of rank 0, which puts the whole `adapter` together. The other ranks do not have it.
         pinned: bytes of a rank's host memory that can't be swapped out.
     """
 
     work: Workload
     policies: tuple[Policy, ...]
-    phases: dict[str, Parts]
-    host: Parts
+    phases: dict[str, BytesByPart]
+    host: BytesByPart
     pinned: int
 
     def tensors(self, phase: str) -> int:
-        """Peak of what tensors take in a phase: `torch.cuda.max_memory_allocated`."""
+        """Most bytes that tensors take in a phase: what `torch.cuda.max_memory_allocated` will say."""
         return sum(self.phases[phase].values())
 
     @property
@@ -68,7 +86,7 @@ class MemoryPlan:
         return max(PHASES, key=self.tensors)
 
     def allocator(self, phase: str) -> int:
-        """What torch's allocator holds beyond the tensors at the peak of a phase."""
+        """Bytes that torch's allocator holds beyond the tensors at the peak of a phase."""
         parts = self.phases[phase]
         transient = sum(parts.get(name, 0) for name in ("gathered", "dequantized", "activations", "loss"))
         streamed = STREAMED * parts.get("gathered", 0) if self.work.config.fsdp.cpu_offload else 0
@@ -76,7 +94,7 @@ class MemoryPlan:
 
     @property
     def libraries(self) -> int:
-        """GPU memory outside torch's allocator."""
+        """GPU bytes that CUDA and NCCL take outside torch's allocator."""
         if not self.work.is_cuda:
             return 0
         alone = NCCL_ALONE if self.work.uses_fsdp else 0
@@ -84,7 +102,7 @@ class MemoryPlan:
 
     @property
     def host_needed(self) -> int:
-        """Host memory that the ranks of one host need in all."""
+        """Host memory that all ranks of one host need together."""
         adapter = self.host["adapter"]
         return (sum(self.host.values()) - adapter) * self.work.local_num_ranks + adapter
 
@@ -104,7 +122,7 @@ def make_plan(work: Workload, policies: Sequence[Policy]) -> MemoryPlan:
 
 
 def planner(work: Workload) -> Callable[[Sequence[Policy]], MemoryPlan]:
-    """`make_plan` of one run, for one set of policies after another: its parameters are counted once."""
+    """`make_plan` of one run as a function of the policies, which counts the parameters only once."""
     return partial(_plan, work, ModelBytes(work))
 
 
@@ -113,29 +131,36 @@ def _plan(work: Workload, model: ModelBytes, policies: Sequence[Policy]) -> Memo
     resident = model.resident(with_training=True)
     phases = {
         "load": model.resident(with_training=False) | {"workspace": LOAD_STAGING},
-        "forward": _largest(_join(resident, moment) for moment in _forward_moments(work, model, policies)),
-        "backward": _largest(_join(resident, moment) for moment in _backward_moments(work, model, policies)),
-        "step": _join(resident, {"gradients": model.step_gradients, "workspace": WORKSPACE}),
+        "forward": _largest(_add(resident, moment) for moment in _forward_moments(work, model, policies)),
+        "backward": _largest(_add(resident, moment) for moment in _backward_moments(work, model, policies)),
+        "step": _add(resident, {"gradients": model.step_gradients, "workspace": WORKSPACE}),
     }
     host, pinned = _host(work, model, policies)
     return MemoryPlan(work, tuple(policies), phases, host, pinned)
 
 
-def _forward_moments(work: Workload, model: ModelBytes, policies: Sequence[Policy]) -> Iterator[Parts]:
-    """Parts beyond the resident ones when embeddings are looked up, in and before the last layers, and in the loss."""
+def _forward_moments(work: Workload, model: ModelBytes, policies: Sequence[Policy]) -> Iterator[BytesByPart]:
+    """What each moment of forward needs beyond the resident parts.
+
+    Activations pile up from layer to layer, so of the layers only one of the last can be the peak. Which one depends on
+    what is gathered ahead, because towards the end fewer layers are left to gather.
+    """
     saved, slots = _saved(work, policies), _offload_slots(work, policies)
     hidden = work.num_tokens * work.shape.hidden_size * work.compute_bytes
     dequantized = activation_bytes.dequantized_bytes(work)
+    # The embeddings are looked up.
     yield {
         "gathered": model.unit("root") + model.flat(model.unit("root")) + model.gathered_end("embeddings"),
         "activations": hidden,
         "workspace": WORKSPACE,
     }
+    # The last layer is copied out of its flat buffer.
     yield {
         "gathered": model.running_layer + model.flat(model.gathered_layer),
         "activations": sum(saved[:-1]) + slots + hidden,
         "workspace": WORKSPACE,
     }
+    # One of the last layers runs.
     for num_after in range(min(work.config.fsdp.forward_prefetch + 1, len(policies))):
         index = len(policies) - 1 - num_after
         forward = activation_bytes.forward_bytes(work, policies[index]) - dequantized
@@ -145,12 +170,14 @@ def _forward_moments(work: Workload, model: ModelBytes, policies: Sequence[Polic
             "dequantized": dequantized,
             "workspace": WORKSPACE,
         }
-    opened: Parts = {
+    # The head is gathered.
+    opened: BytesByPart = {
         "activations": sum(saved) + slots + hidden,
         "gathered": model.kept + model.gathered_end("head") + model.deferred_flat,
         "workspace": WORKSPACE,
     }
     yield opened
+    # The loss is computed.
     yield {
         **opened,
         "gathered": opened["gathered"] - model.freed_flat("head"),
@@ -159,30 +186,35 @@ def _forward_moments(work: Workload, model: ModelBytes, policies: Sequence[Polic
     }
 
 
-def _backward_moments(work: Workload, model: ModelBytes, policies: Sequence[Policy]) -> Iterator[Parts]:
-    """Parts beyond the resident ones in the backward of a trained head, of each layer, the last first, and at the end.
+def _backward_moments(work: Workload, model: ModelBytes, policies: Sequence[Policy]) -> Iterator[BytesByPart]:
+    """What each moment of backward needs beyond the resident parts.
 
-    Gradients are whole while they are made, and FSDP has a copy on its way to the other ranks until the next unit's is
-    ready.
+    Backward makes whole gradients. FSDP copies those of a unit to send them to the other ranks, and that copy lives
+    until the gradients of the next unit are ready. After that a rank keeps its shard of them. If a step has several
+    micro-batches, the resident parts count the gradients instead: they stay whole until the last micro-batch.
     """
     num_copies = 1 if work.uses_fsdp else 0
     saved = _saved(work, policies)
     extra = {policy: activation_bytes.backward_bytes(work, policy) for policy in set(policies)}
     dequantized, slots = activation_bytes.dequantized_bytes(work), _offload_slots(work, policies)
-    kept, reduced, leaving = sum(saved), 0, 0
-    accumulates = work.num_micro_batches > 1  # then what is whole until the last is resident
+    kept = sum(saved)  # activations that backward has not used yet
+    reduced = 0  # gradients that this rank keeps so far
+    leaving = 0  # the copy of the head's gradients on its way
+    accumulates = work.num_micro_batches > 1
+    # A trained head runs backward.
     if is_trained(work):
         opened = 0 if model.stays("head") else model.unit("head")
         made = model.trained("head")
         yield {
             "activations": kept + slots,
-            "gradients": made if has_chunks(work) and not accumulates else 0,  # of the chunks before
+            "gradients": made if has_chunks(work) and not accumulates else 0,  # of the chunks before this one
             "gathered": model.kept + opened + model.ahead_in_backward(len(policies)),
-            "dequantized": 2 * model.cast("head"),  # and its gradient
+            "dequantized": 2 * model.cast("head"),  # and the gradient of that copy
             "loss": loss_backward_bytes(work, made),
             "workspace": WORKSPACE,
         }
         reduced, leaving = model.sharded_gradient("head"), made * num_copies
+    # Each layer runs backward, the last one first.
     for index in reversed(range(len(policies))):
         yield {
             "activations": kept + slots + extra[policies[index]] - dequantized,
@@ -194,6 +226,7 @@ def _backward_moments(work: Workload, model: ModelBytes, policies: Sequence[Poli
         kept -= saved[index]
         reduced += model.layer_gradient
         leaving = 0
+    # The trained parameters of the embeddings and the root get their gradients.
     tables = model.trained("embeddings") + model.trained("root")
     hidden = work.num_tokens * work.shape.hidden_size
     opened = 0 if model.is_frozen("embeddings") or model.stays("embeddings") else model.unit("embeddings")
@@ -206,24 +239,25 @@ def _backward_moments(work: Workload, model: ModelBytes, policies: Sequence[Poli
 
 
 def _saved(work: Workload, policies: Sequence[Policy]) -> list[int]:
-    """What each layer keeps on the GPU."""
+    """Bytes that each layer keeps on the GPU until backward."""
     sizes = {policy: activation_bytes.saved_bytes(work, policy) for policy in set(policies)}
     return [sizes[policy] for policy in policies]
 
 
 def _offload_slots(work: Workload, policies: Sequence[Policy]) -> int:
+    """Bytes of offloaded inputs that are on the GPU on their way to the host or back."""
     num_offloaded = sum(policy is Policy.offload for policy in policies)
     return min(OFFLOAD_SLOTS, num_offloaded) * work.num_tokens * work.shape.hidden_size * work.compute_bytes
 
 
-def _host(work: Workload, model: ModelBytes, policies: Sequence[Policy]) -> tuple[Parts, int]:
+def _host(work: Workload, model: ModelBytes, policies: Sequence[Policy]) -> tuple[BytesByPart, int]:
     """Host memory by part, and how much of it is pinned."""
     pinned = 0 if work.config.model.weights is Weights.random else NUM_BUFFERS * PIECE_BYTES
     copied = math.ceil((model.shard.adapters + model.optimizer) / SLAB_BYTES) * SLAB_BYTES
     libraries = HOST_PYTHON + HOST_LAYER * len(policies)
     if work.is_cuda:
         libraries += HOST_CUDA + (HOST_NCCL if work.num_ranks > 1 else 0)
-    # A signal has a checkpoint written also where none were asked for.
+    # The checkpoint's copy always counts: a signal makes a run write a checkpoint even if no others were asked for.
     parts = {"libraries": libraries, "reading": pinned, "checkpoint": copied, "adapter": model.all_trained}
     pinned += 0 if model.is_offloaded else copied
     if model.is_offloaded:  # each shard is pinned by itself, and torch rounds pinned blocks up to a power of two
@@ -246,9 +280,9 @@ def _next_power_of_two(number: int) -> int:
     return 1 << max(0, number - 1).bit_length()
 
 
-def _join(resident: Parts, moment: Parts) -> Parts:
+def _add(resident: BytesByPart, moment: BytesByPart) -> BytesByPart:
     return {name: resident.get(name, 0) + moment.get(name, 0) for name in {**resident, **moment}}
 
 
-def _largest(moments: Iterator[Parts]) -> Parts:
+def _largest(moments: Iterator[BytesByPart]) -> BytesByPart:
     return max(moments, key=lambda parts: sum(parts.values()))

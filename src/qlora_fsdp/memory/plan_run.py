@@ -1,6 +1,6 @@
-"""The plan of a run that is about to start: policies and micro-batch chosen, and what can't work refused.
+"""Plans the memory of a run that is about to start: chooses what the settings leave open, and refuses what can't fit.
 
-Pure: what the machine has is an argument.
+Nothing here looks at the machine. What it has is an argument, so that tests can plan for any machine.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class Machine:
     """What a rank runs on.
 
     Attributes:
-        num_ranks: processes in all.
-        local_num_ranks: of them on this host.
-        target: bytes of a GPU (on a CPU: of host memory) that the run may use; the least of all ranks.
-        gpu: for the rates.
-        is_cuda: whether there is a GPU.
-        host_available: bytes of host memory to be had on this host, for all its ranks.
+        num_ranks: all processes of the run.
+        local_num_ranks: those of this host.
+        target: bytes per GPU that the run may use (on a CPU: bytes of host memory per rank); the least of all ranks.
+        gpu: its rates predict the speed.
+        is_cuda: whether the ranks have GPUs.
+        host_available: bytes of host memory that all ranks of this host can have together.
     """
 
     num_ranks: int
@@ -44,15 +44,15 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Decision:
-    """How the run uses memory.
+class RunPlan:
+    """How the run will use memory.
 
     Attributes:
-        plan: None for a model that the plan does not know.
-        policies: one a layer.
-        micro_batch_size: sequences a rank a forward pass.
-        reshard_after_forward: layers are freed after their forward.
-        lines: to tell the user.
+        plan: the predicted bytes; None for a model that the plan does not know.
+        policies: the activation policy of each layer.
+        micro_batch_size: sequences per rank and forward pass.
+        reshard_after_forward: whether layers are freed after their forward.
+        lines: what to tell the user.
     """
 
     plan: MemoryPlan | None
@@ -62,7 +62,7 @@ class Decision:
     lines: tuple[str, ...]
 
 
-def decide(
+def plan_run(
     config: Config,
     model_config: Mapping[str, Any],
     num_layers: int,
@@ -70,21 +70,23 @@ def decide(
     compute_bytes: int,
     fused: frozenset[str],
     machine: Machine,
-) -> Decision:
-    """Choose what `auto` leaves open, and check the rest against the machine.
+) -> RunPlan:
+    """Choose what the settings leave open, and check the rest against the machine.
 
     Args:
-        config: of the run.
-        model_config: the transformers config, as a dict.
-        num_layers: that the model has.
-        quant: as the weights are, which a quantized checkpoint decides itself.
-        compute_bytes: of an activation.
-        fused: the settings of `kernels` whose kernels are Liger's.
-        machine: what there is.
+        config: the settings of the run.
+        model_config: the model's transformers config, as a dict.
+        num_layers: transformer layers of the model.
+        quant: how the weights are quantized, which a quantized checkpoint decides by itself.
+        compute_bytes: bytes of one element of an activation.
+        fused: the settings of `kernels` for which Liger's kernels are used.
+        machine: what the run has.
 
     Raises:
-        ConfigError: a target smaller than the weights alone, or `auto` for a model that the plan does not know.
-        MemoryShortage: host memory for less than the run pins and loads, or on a CPU for less than its tensors.
+        ConfigError: the weights alone need more than `memory.target_gib`, or `training.micro_batch_size=auto` is set
+            for a model that the plan does not know.
+        MemoryShortage: the weights alone need more than the free memory, the run needs more host memory than there is,
+            or on a CPU its tensors do.
     """
     shape = model_shape(model_config)
     size = config.training.micro_batch_size
@@ -109,10 +111,11 @@ def decide(
     if not choice.fits and machine.is_cuda:
         cheapest = cheapest_changes(work, machine.target, machine.gpu)
         lines.append("This may not fit. What would, by the plan:\n" + changes_table(cheapest))
-    return Decision(plan, plan.policies, plan.work.micro_batch_size, plan.work.reshards, tuple(lines))
+    return RunPlan(plan, plan.policies, plan.work.micro_batch_size, plan.work.reshards, tuple(lines))
 
 
-def _without_plan(config: Config, model_type: str, num_layers: int) -> Decision:
+def _without_plan(config: Config, model_type: str, num_layers: int) -> RunPlan:
+    """For a model that the plan does not know: every layer is recomputed, unless the settings name a policy."""
     size = config.training.micro_batch_size
     if size == AUTO:
         reason = f"needs the memory plan, which does not know model_type={model_type}."
@@ -121,11 +124,11 @@ def _without_plan(config: Config, model_type: str, num_layers: int) -> Decision:
         )
     policies = fixed_policies(config, num_layers) or (Policy.full,) * num_layers
     line = f"no plan for model_type={model_type}; activations {describe_policies(policies)}"
-    return Decision(None, policies, size, config.fsdp.reshards, (line,))
+    return RunPlan(None, policies, size, config.fsdp.reshards, (line,))
 
 
 def _reason(plan: MemoryPlan, machine: Machine) -> str:
-    """What was chosen, and why."""
+    """One line: what was chosen, and why."""
     config, work = plan.work.config, plan.work
     chosen = [
         name
@@ -143,7 +146,7 @@ def _reason(plan: MemoryPlan, machine: Machine) -> str:
 
 
 def _check_weights(plan: MemoryPlan, machine: Machine) -> None:
-    """The weights must be smaller than what there is, whatever the error of the rest of the plan."""
+    """Refuse a run whose weights alone are too large. No error in the rest of the plan could change that."""
     config, work = plan.work.config, plan.work
     weights = sum(plan.phases["load"].values()) + plan.libraries
     if weights <= machine.target:
@@ -163,6 +166,7 @@ def _check_weights(plan: MemoryPlan, machine: Machine) -> None:
 
 
 def _check_host(plan: MemoryPlan, machine: Machine) -> None:
+    """Refuse a run that needs more host memory than there is."""
     needed = plan.host_needed
     if needed <= machine.host_available or not machine.is_cuda:
         return
@@ -181,8 +185,8 @@ def _check_host(plan: MemoryPlan, machine: Machine) -> None:
 
 
 def _check_cpu(plan: MemoryPlan, work: Workload, machine: Machine) -> None:
-    """On a CPU tensors are in host memory, and a process that takes too much of it is killed without a word."""
-    needed = plan.needed + host_bytes(plan.work, plan.policies)  # what is offloaded is in host memory too
+    """Refuse a run on CPUs whose tensors do not fit: a process that takes too much is killed without a message."""
+    needed = plan.needed + host_bytes(plan.work, plan.policies)  # offloaded activations are in host memory too
     available = machine.host_available / machine.local_num_ranks
     if machine.is_cuda or needed <= available:
         return

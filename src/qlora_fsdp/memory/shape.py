@@ -1,4 +1,4 @@
-"""The shape of a model, from its config alone: enough to count bytes and operations."""
+"""The shape of a model, read from its config alone. It is enough to count bytes and operations."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "phi3")
+from qlora_fsdp.common.families import PLANNED_FAMILIES
 
-# What transformers assumes where a config.json says nothing, as those of small Gemma 3 models do.
+# What transformers assumes for keys that a config.json leaves out. Those of small Gemma 3 models leave out several.
 DEFAULTS: dict[str, dict[str, int]] = {
     "mistral": {"num_key_value_heads": 8},
     "qwen3": {"head_dim": 128},
@@ -25,7 +25,7 @@ class Linear:
     """A linear layer of a transformer layer.
 
     Attributes:
-        name: as in the model, behind `model.layers.N.`, e.g. `self_attn.q_proj`.
+        name: as in the model, without `model.layers.N.`, e.g. `self_attn.q_proj`.
     """
 
     name: str
@@ -39,13 +39,13 @@ class ModelShape:
     """A decoder whose layers are all alike.
 
     Attributes:
-        linears: of one layer.
-        norms: of one layer: names, as in the model behind `model.layers.N.`, and numbers of weights.
-        has_head_norms: queries and keys are normalized a head (Qwen 3, Gemma 3).
-        has_post_norms: what attention and MLP give is normalized too (Gemma 3).
-        has_fused_linears: q, k, v are one linear layer, and gate and up are one (Phi 3).
-        is_tied: embeddings and head share their weight.
-        has_softcap: logits go through a tanh.
+        linears: the linear layers of one transformer layer.
+        norms: the norms of one transformer layer: names without `model.layers.N.`, and numbers of weights.
+        has_head_norms: whether the queries and keys of each head are normalized (Qwen 3, Gemma 3).
+        has_post_norms: whether the outputs of attention and MLP are normalized too (Gemma 3).
+        has_fused_linears: whether q, k and v are one linear layer, and gate and up another (Phi 3).
+        is_tied: whether embeddings and head share their weight.
+        has_softcap: whether logits go through a tanh.
     """
 
     model_type: str
@@ -66,27 +66,27 @@ class ModelShape:
 
     @property
     def query_size(self) -> int:
-        """Width of the queries: heads x head size."""
+        """Width of the queries: number of heads times head size."""
         return self.num_heads * self.head_dim
 
     @property
     def key_size(self) -> int:
-        """Width of the keys, and of the values."""
+        """Width of the keys, which is also that of the values."""
         return self.num_kv_heads * self.head_dim
 
     @property
     def layer_weights(self) -> int:
-        """Elements of the matrices of one layer."""
+        """Elements of the matrices of one transformer layer."""
         return sum(linear.out_features * linear.in_features for linear in self.linears)
 
     @property
     def vocab_weights(self) -> int:
-        """Elements of the embeddings, and of the head."""
+        """Elements of the embeddings, which are as many as those of the head."""
         return self.vocab_size * self.hidden_size
 
     @property
     def num_parameters(self) -> int:
-        """Of the base model, as its authors count them."""
+        """Parameters of the base model, as its authors count them."""
         biases = sum(linear.out_features for linear in self.linears if linear.has_bias)
         layer = self.layer_weights + biases + sum(self.norms.values())
         return self.num_layers * layer + self.hidden_size + self.vocab_weights * (1 if self.is_tied else 2)
@@ -96,10 +96,10 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape | None:
     """The shape that a transformers config describes.
 
     Args:
-        config: what config.json holds; of a multimodal model, its text part counts.
+        config: the content of config.json. For a multimodal model its text part is used.
 
     Returns:
-        The shape; None for a family that is not known here.
+        The shape; None if the plan does not know the model's family.
 
     Raises:
         KeyError: a size is missing.
@@ -107,29 +107,28 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape | None:
     if config.get("text_config"):
         config = config["text_config"]
     family = config.get("model_type", "")
-    if family not in FAMILIES:
+    if family not in PLANNED_FAMILIES:
         return None
     config = DEFAULTS.get(family, {}) | dict(config)
     hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+    inner = int(config["intermediate_size"])
     kv_heads = int(config.get("num_key_value_heads") or heads)
     head_dim = int(config.get("head_dim") or hidden // heads)
-    inner = int(config["intermediate_size"])
-    is_gemma, is_fused = family.startswith("gemma"), family == "phi3"
-    has_head_norms, has_post_norms = family in ("qwen3", "gemma3_text"), is_gemma
+    is_gemma = family.startswith("gemma")
+    has_head_norms, has_fused_linears = family in ("qwen3", "gemma3_text"), family == "phi3"
     attention_bias = family == "qwen2" or bool(config.get("attention_bias", False))
     mlp_bias = bool(config.get("mlp_bias", False))
-    norms = POST_NORMS if has_post_norms else NORMS
     query, key = heads * head_dim, kv_heads * head_dim
-    if is_fused:
+    if has_fused_linears:
         inputs = [Linear("self_attn.qkv_proj", query + 2 * key, hidden)]
         gates = [Linear("mlp.gate_up_proj", 2 * inner, hidden)]
     else:
-        inputs = [
-            Linear("self_attn.q_proj", query, hidden, attention_bias),
-            Linear("self_attn.k_proj", key, hidden, attention_bias),
-            Linear("self_attn.v_proj", key, hidden, attention_bias),
-        ]
+        widths = {"q": query, "k": key, "v": key}
+        inputs = [Linear(f"self_attn.{name}_proj", width, hidden, attention_bias) for name, width in widths.items()]
         gates = [Linear(f"mlp.{name}_proj", inner, hidden, mlp_bias) for name in ("gate", "up")]
+    attention_out = Linear("self_attn.o_proj", hidden, query, attention_bias and family != "qwen2")
+    down = Linear("mlp.down_proj", hidden, inner, mlp_bias)
+    norms = dict.fromkeys(POST_NORMS if is_gemma else NORMS, hidden)
     return ModelShape(
         model_type=family,
         hidden_size=hidden,
@@ -139,16 +138,11 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape | None:
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         vocab_size=int(config["vocab_size"]),
-        linears=(
-            *inputs,
-            Linear("self_attn.o_proj", hidden, query, attention_bias and family != "qwen2"),
-            *gates,
-            Linear("mlp.down_proj", hidden, inner, mlp_bias),
-        ),
-        norms=dict.fromkeys(norms, hidden) | dict.fromkeys(HEAD_NORMS if has_head_norms else (), head_dim),
+        linears=(*inputs, attention_out, *gates, down),
+        norms=norms | dict.fromkeys(HEAD_NORMS if has_head_norms else (), head_dim),
         has_head_norms=has_head_norms,
-        has_post_norms=has_post_norms,
-        has_fused_linears=is_fused,
+        has_post_norms=is_gemma,
+        has_fused_linears=has_fused_linears,
         is_tied=bool(config.get("tie_word_embeddings", is_gemma)),
         has_softcap=bool(config.get("final_logit_softcapping")),
     )

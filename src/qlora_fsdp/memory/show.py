@@ -1,4 +1,4 @@
-"""The memory plan as text and as JSON."""
+"""Prints the memory plan as text, and turns it into JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from qlora_fsdp.memory.speed import load_seconds, tokens_per_second, waiting_sha
 from qlora_fsdp.memory.suggest import Change, whole_copies
 from qlora_fsdp.memory.workload import Workload
 
-PARTS = {  # in the order of the table
+PARTS = {  # the rows of the table, in order
     "codes": "codes",
     "scales": "scales",
     "full_precision": "norms, biases, unquantized layers",
@@ -27,12 +27,12 @@ PARTS = {  # in the order of the table
     "loss": "loss",
     "workspace": "workspace of cuBLAS, or of loading",
 }
-MIN_WAITING = 0.25  # of a step, from which on it is worth a line
+MIN_WAITING = 0.25  # share of a step from which on the wait for Python gets a line
 _WIDTH = max(map(len, PARTS.values())) + 2
 
 
 def table(plan: MemoryPlan) -> str:
-    """GiB of a GPU by part and in all, a column a phase."""
+    """GiB per GPU by part and in all, with a column for each phase."""
     rows = [_row("GiB a GPU", PHASES)]
     for part, label in PARTS.items():
         sizes = [plan.phases[phase].get(part, 0) for phase in PHASES]
@@ -46,13 +46,13 @@ def table(plan: MemoryPlan) -> str:
 
 
 def host_line(plan: MemoryPlan) -> str:
-    """What the ranks of a host need of its memory."""
+    """How much host memory the ranks of one host need."""
     pinned = plan.pinned * plan.work.local_num_ranks
     return f"Host memory: {plan.host_needed / GIB:.1f} GiB a host, {pinned / GIB:.1f} GiB of it pinned"
 
 
 def loading_line(plan: MemoryPlan) -> str:
-    """What is read, and how long loading takes."""
+    """How much is read, and how long loading takes."""
     seconds = load_seconds(plan)
     if "random" in seconds:
         return f"Loading: nothing is read; {seconds['random']:.0f} s to make random weights on each GPU"
@@ -63,19 +63,19 @@ def loading_line(plan: MemoryPlan) -> str:
 
 
 def speed_text(plan: MemoryPlan, gpu: Gpu) -> str:
-    """Tokens a second of all GPUs together."""
+    """Tokens per second of all GPUs together."""
     is_slower = plan.work.config.training.precision is Dtype.float32
     caveat = " in bfloat16, several times as fast as float32" if is_slower else ""
     return f"Speed: {tokens_per_second(plan.work, plan.policies, gpu):,.0f} tokens/s{caveat}"
 
 
 def read_bytes(work: Workload) -> int:
-    """Of bfloat16 files; none for random weights."""
+    """Bytes of the bfloat16 files that are read; none for random weights."""
     return 0 if work.config.model.weights is Weights.random else work.shape.num_parameters * 2
 
 
 def waiting_lines(plan: MemoryPlan, gpu: Gpu) -> list[str]:
-    """A line if GPUs would wait for Python for a good part of a step, else none."""
+    """One line if GPUs would wait for Python for a good part of a step, else none."""
     share = waiting_share(plan.work, plan.policies, gpu)
     if share < MIN_WAITING:
         return []
@@ -84,7 +84,7 @@ def waiting_lines(plan: MemoryPlan, gpu: Gpu) -> list[str]:
 
 
 def faster_lines(choice: Choice, target: float, gpu: Gpu) -> list[str]:
-    """A line if the run fits, and with whole copies of the base would be faster (`suggest.whole_copies`); else none."""
+    """One line if the run fits but would be faster with the whole base on each GPU (`whole_copies`); else none."""
     plan = choice.plan
     whole = whole_copies(plan, target, gpu) if choice.fits else None
     if whole is None:
@@ -95,7 +95,7 @@ def faster_lines(choice: Choice, target: float, gpu: Gpu) -> list[str]:
 
 
 def changes_table(changes: Sequence[Change]) -> str:
-    """A line a change: what to type, GiB needed and speed."""
+    """One line per change: what to type, the GiB that the run then needs, and its speed."""
     width = max((len(change.text) for change in changes), default=0)
     return "\n".join(
         f"  {change.text:<{width}}  {_gib(change.plan.needed)} GiB, {change.speed:,.0f} tokens/s" for change in changes

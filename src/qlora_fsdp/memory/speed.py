@@ -1,7 +1,8 @@
-"""How long a step takes: operations over rates, with FSDP2's overlap. Good to rank choices, not to promise.
+"""Predicts how long an optimizer step takes: operations over the GPU's rates, with transfers overlapped as FSDP2 does.
 
-The fractions of the datasheet's rates were measured with 8B and with 405B's layers on H200s (docs/memory.md). A GPU
-whose allocator has to search for memory is slower than that.
+The prediction is good enough to rank choices. It is not a promise: a GPU whose allocator has to search for memory is
+slower. How much of its datasheet's rates a GPU reaches was measured with 8B and with layers of 405B on H200s; the
+constants below come from there (docs/plan-validation.md).
 """
 
 from __future__ import annotations
@@ -11,28 +12,29 @@ from collections.abc import Sequence
 from qlora_fsdp.config.schema import MatmulKind, Weights
 from qlora_fsdp.memory.activation_bytes import Policy, layer_tensors
 from qlora_fsdp.memory.gpus import Gpu
-from qlora_fsdp.memory.parameter_bytes import ParameterBytes, adapter_rank, sum_bytes
-from qlora_fsdp.memory.parameter_bytes import layer_tensors as layer_parameters
+from qlora_fsdp.memory.parameter_bytes import ParameterBytes, adapter_rank, layer_parameters, sum_bytes
 from qlora_fsdp.memory.plan import MemoryPlan
 from qlora_fsdp.memory.workload import Workload
 
-MATMUL = 0.61  # of the datasheet's FLOP/s, attention included
-MATMUL_FP8 = 0.50  # of the fp8 rate, with the time to quantize inputs
-COPY = 0.6  # of the memory's bandwidth: to dequantize, and to copy what is gathered
-PASSES, PASSES_UNFUSED = 3.0, 7.0  # times that what a layer saves goes through memory in forward; twice in backward
-LAUNCH_SECONDS = 2.4e-3  # Python and launches of a layer's forward; twice that in backward
-RECOMPUTED_LAUNCHES = 1.6  # forwards' time more, where backward makes the layer again: autograd takes part in that
-FSDP_LAUNCH_SECONDS = 0.7e-3  # more under FSDP
-DISK_GB_S = 2.0  # of a host
-CACHED_GB_S = 13.0  # of a rank, from the page cache, quantization included
-RANDOM_GB_S = 15.0  # of a rank that makes random weights, as the bfloat16 that is quantized
-GATHER_SECONDS = 2.3e-3  # of the scales of a weight, which are quantized together
-PIN_GB_S = 1.0  # of a rank that offloads its shard
-HOST_ADAM_GB_S = 10.0  # of a rank, with optimizer state in host memory
+MATMUL = 0.61  # share of the datasheet's FLOP/s that matrix products reach, attention included
+MATMUL_FP8 = 0.50  # the same in fp8, with the time to quantize inputs
+COPY = 0.6  # share of the memory's bandwidth that dequantizing and copying gathered layers reach
+# How often the tensors that a layer keeps go through memory in forward, with and without fused kernels. It is twice as
+# often in backward.
+PASSES, PASSES_UNFUSED = 3.0, 7.0
+LAUNCH_SECONDS = 2.4e-3  # time of Python to start the kernels of a layer's forward; backward takes twice as long
+FSDP_LAUNCH_SECONDS = 0.7e-3  # added to that under FSDP
+RECOMPUTED_LAUNCHES = 1.6  # launch time to recompute a layer, in forwards: more than one, as autograd takes part
+DISK_GB_S = 2.0  # per host
+CACHED_GB_S = 13.0  # per rank, from the page cache, quantization included
+RANDOM_GB_S = 15.0  # per rank, of the bfloat16 weights that are made at random and then quantized
+GATHER_SECONDS = 2.3e-3  # per weight whose scales are gathered to be quantized together
+PIN_GB_S = 1.0  # per rank that pins its shard to offload it
+HOST_ADAM_GB_S = 10.0  # per rank whose optimizer state is in host memory
 
 
 def step_seconds(work: Workload, policies: Sequence[Policy], gpu: Gpu) -> float:
-    """Seconds of an optimizer step."""
+    """Seconds of an optimizer step: what the GPU computes, or what Python takes to start it, whichever is longer."""
     seconds = max(_gpu_seconds(work, policies, gpu), _launch_seconds(work, policies)) * work.num_micro_batches
     if work.config.fsdp.cpu_offload:
         seconds += _layer(work).adapters * work.shape.num_layers / work.num_shards * 8 / (HOST_ADAM_GB_S * 1e9)
@@ -40,18 +42,18 @@ def step_seconds(work: Workload, policies: Sequence[Policy], gpu: Gpu) -> float:
 
 
 def waiting_share(work: Workload, policies: Sequence[Policy], gpu: Gpu) -> float:
-    """Of a micro-batch's time, how much a GPU waits for Python to start kernels: 0 to 1."""
+    """The share of a micro-batch's time that a GPU waits for Python to start kernels: 0 to 1."""
     return max(0.0, 1 - _gpu_seconds(work, policies, gpu) / _launch_seconds(work, policies))
 
 
 def tokens_per_second(work: Workload, policies: Sequence[Policy], gpu: Gpu) -> float:
-    """Tokens a second of all GPUs together."""
+    """Tokens per second of all GPUs together."""
     tokens = work.num_tokens * work.num_micro_batches * work.num_ranks
     return tokens / step_seconds(work, policies, gpu)
 
 
 def load_seconds(plan: MemoryPlan) -> dict[str, float]:
-    """Seconds to read and quantize bfloat16 files, from `disk` and from `page_cache`; or to make `random` weights."""
+    """Seconds to read bfloat16 files from `disk` or `page_cache` and quantize them, or to make `random` weights."""
     work = plan.work
     num_bytes, quant = work.shape.num_parameters * 2, work.config.quant
     pinning = plan.host.get("parameters", 0) / (PIN_GB_S * 1e9)
@@ -66,19 +68,19 @@ def load_seconds(plan: MemoryPlan) -> dict[str, float]:
 
 
 def _gpu_seconds(work: Workload, policies: Sequence[Policy], gpu: Gpu) -> float:
-    """Of a micro-batch, however soon its kernels are started."""
+    """Seconds of a micro-batch if the GPU never waits for Python."""
     return sum(_layer_seconds(work, policy, gpu) for policy in policies) + _ends_seconds(work, gpu)
 
 
 def _launch_seconds(work: Workload, policies: Sequence[Policy]) -> float:
-    """Of a micro-batch: what Python takes to start its kernels."""
-    num_recomputed = sum(policy in (Policy.full, Policy.offload) for policy in policies)
+    """Seconds that Python takes to start the kernels of a micro-batch."""
+    num_recomputed = sum(policy.recomputes for policy in policies)
     forwards = 3 * len(policies) + RECOMPUTED_LAUNCHES * num_recomputed
     return forwards * (LAUNCH_SECONDS + (FSDP_LAUNCH_SECONDS if work.uses_fsdp else 0.0))
 
 
 def _layer_seconds(work: Workload, policy: Policy, gpu: Gpu) -> float:
-    """Forward and backward of a layer, with its recomputation; transfers run beside them."""
+    """Seconds of a layer's forward and backward, with its recomputation. Transfers run at the same time."""
     shape, tokens, length = work.shape, work.num_tokens, work.config.training.max_length
     rate, memory = gpu.tflops * 1e12 * MATMUL, gpu.memory_gb_s * 1e9
     ranks = (adapter_rank(f"model.layers.0.{linear.name}", work.config.lora) for linear in shape.linears)
@@ -92,10 +94,9 @@ def _layer_seconds(work: Workload, policy: Policy, gpu: Gpu) -> float:
     dequantize = shape.layer_weights * (work.compute_bytes + 0.5) / (memory * COPY)
     forward += traffic + dequantize
     backward += 2 * traffic + dequantize
-    if policy is Policy.selective:  # two norms: a read and a write each
+    if policy is Policy.selective:  # two norms are made again, each with a read and a write
         backward += 4 * tokens * shape.hidden_size * work.compute_bytes / memory
-    if policy in (Policy.full, Policy.offload):
-        # the last product is not made again (design.md)
+    if policy.recomputes:  # all but the last product is made again (layers/lora.py)
         last = dense_seconds * shape.hidden_size * shape.intermediate_size / shape.layer_weights
         backward += forward - last
     num_bytes = _layer(work).total
@@ -103,27 +104,27 @@ def _layer_seconds(work: Workload, policy: Policy, gpu: Gpu) -> float:
     if policy is Policy.offload:
         transfer += tokens * shape.hidden_size * work.compute_bytes / (gpu.host_gb_s * 1e9)
     back = transfer if work.reshards or policy is Policy.offload else 0.0
-    if work.num_shards > 1:  # a shard into the flat buffer, and all of that out of it: read and written
+    if work.num_shards > 1:  # the shard into the flat buffer, and all of that out again; each is read and written
         copies = 2.0 * num_bytes * (1 + 1 / work.num_shards) / (memory * COPY)
         forward, backward = forward + copies, backward + (copies if work.reshards else 0.0)
     return max(forward, transfer) + max(backward, back)
 
 
 def _dense_rate(work: Workload, gpu: Gpu) -> float:
-    """FLOP/s of products with the base."""
+    """FLOP/s of matrix products with the base's weights."""
     is_fp8 = work.config.compute.matmul is MatmulKind.fp8
     return 1e12 * (gpu.fp8_tflops * MATMUL_FP8 if is_fp8 and gpu.fp8_tflops else gpu.tflops * MATMUL)
 
 
 def _ends_seconds(work: Workload, gpu: Gpu) -> float:
-    """Embeddings and head, whose transfers nothing overlaps; the head's gradient is made with the loss."""
+    """Seconds of embeddings and head. Nothing overlaps their transfers; the head's gradient is made with the loss."""
     shape = work.shape
     products = 4.0 * shape.vocab_weights * work.num_tokens / (gpu.tflops * 1e12 * MATMUL)
     return products + 2 * _transfer_seconds(work, shape.vocab_weights * work.compute_bytes, gpu)
 
 
 def _transfer_seconds(work: Workload, num_bytes: int, gpu: Gpu) -> float:
-    """Gathering a unit of so many bytes, from host memory where the shards are there."""
+    """Seconds to gather a unit of so many bytes, with the way from host memory if its shards are there."""
     shards = work.num_shards
     seconds = num_bytes * (shards - 1) / shards / (gpu.link_gb_s * 1e9)
     if work.config.fsdp.cpu_offload:
@@ -132,5 +133,6 @@ def _transfer_seconds(work: Workload, num_bytes: int, gpu: Gpu) -> float:
 
 
 def _layer(work: Workload) -> ParameterBytes:
+    """The parameters of the first layer, whole, which stands for all."""
     config = work.config
     return sum_bytes(layer_parameters(work.shape, 0, config.quant, config.lora, work.compute_bytes))

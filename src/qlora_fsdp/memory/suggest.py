@@ -1,4 +1,4 @@
-"""Settings that would make a run smaller, with what each would do."""
+"""Finds changes of settings that make a run smaller, or faster, and what each would do."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from qlora_fsdp.memory.speed import tokens_per_second
 from qlora_fsdp.memory.workload import Workload
 
 MAX_RANKS = 1024
-MAX_TOGETHER = 3  # changes
-MAX_SHOWN = 3
-MIN_LENGTH = 512  # tokens of a sequence, below which none is offered
-MIN_GAIN = 0.03  # of speed, from which on whole copies of the base are worth a line
+MAX_TOGETHER = 3  # changes that are tried together
+MAX_SHOWN = 3  # changes that a user is shown
+MIN_LENGTH = 512  # tokens per sequence; shorter ones are not suggested
+MIN_GAIN = 0.03  # gain of speed from which on whole copies of the base are suggested
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,10 @@ class Change:
     """One or more settings to change.
 
     Attributes:
-        text: as typed on the command line, or the number of GPUs.
-        plan: after the change.
-        fits: whether that fits the target.
-        speed: tokens a second of all GPUs, predicted.
+        text: the change as it is typed on the command line, or a number of GPUs.
+        plan: the plan after the change.
+        fits: whether that plan fits the target.
+        speed: predicted tokens per second of all GPUs together.
     """
 
     text: str
@@ -44,10 +44,10 @@ _Values = tuple[tuple[str, str, Any], ...]  # section, field, value
 
 
 def smaller_runs(work: Workload, target: float, gpu: Gpu) -> list[Change]:
-    """The changes that make the run fit `target` bytes, the fastest run first.
+    """The changes that make the run fit `target` bytes per GPU, the fastest run first.
 
-    Single settings and pairs, of which each setting is needed; more together only where these will not do, and much
-    shorter sequences where nothing else does.
+    Single changes and pairs are tried first, and of the pairs only those that need both. If none fits, three changes
+    are tried together, and if nothing else helps, much shorter sequences.
     """
     candidates = list(_candidates(work, fixed_policies(work.config, work.shape.num_layers) or ()))
     found: dict[tuple[_Values, ...], Change] = {}
@@ -64,7 +64,7 @@ def smaller_runs(work: Workload, target: float, gpu: Gpu) -> list[Change]:
 
 
 def cheapest_changes(work: Workload, target: float, gpu: Gpu) -> list[Change]:
-    """The fastest few of `smaller_runs`, and the number of GPUs that would do: what a user is shown."""
+    """What a user is shown: the fastest few of `smaller_runs`, and the number of GPUs on which the run would fit."""
     gpus = enough_gpus(work, target, gpu)
     return [*smaller_runs(work, target, gpu)[:MAX_SHOWN], *([gpus] if gpus else [])]
 
@@ -72,7 +72,7 @@ def cheapest_changes(work: Workload, target: float, gpu: Gpu) -> list[Change]:
 def largest_savings(plan: MemoryPlan, gpu: Gpu) -> list[Change]:
     """Each single change that needs less memory than `plan`, the one that saves most first.
 
-    The layers' policies stay as they are where the change is not theirs, so that each effect is seen by itself.
+    The layers keep their activation policies unless a change is about these, so that each effect is seen by itself.
     """
     changes = []
     for values in _candidates(plan.work, plan.policies):
@@ -87,7 +87,7 @@ def largest_savings(plan: MemoryPlan, gpu: Gpu) -> list[Change]:
 
 
 def whole_copies(plan: MemoryPlan, target: float, gpu: Gpu) -> Change | None:
-    """The run with the whole base on each GPU, where that fits and is faster by `MIN_GAIN` or more; else None."""
+    """The run with the whole base on each GPU, if that fits and is faster by at least `MIN_GAIN`; else None."""
     work, fsdp = plan.work, plan.work.config.fsdp
     is_split_by_all = fsdp.sharding_strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP)
     if work.num_ranks == 1 or not is_split_by_all or fsdp.cpu_offload or not work.is_cuda:
@@ -98,7 +98,7 @@ def whole_copies(plan: MemoryPlan, target: float, gpu: Gpu) -> Change | None:
 
 
 def enough_gpus(work: Workload, target: float, gpu: Gpu) -> Change | None:
-    """The least number of GPUs, by doubling, on which the run fits; None where that does not help."""
+    """The number of GPUs on which the run fits, found by doubling; None if more GPUs do not help."""
     num_ranks = work.num_ranks
     while 2 * num_ranks <= MAX_RANKS:
         num_ranks *= 2
@@ -114,7 +114,7 @@ def enough_gpus(work: Workload, target: float, gpu: Gpu) -> Change | None:
 
 
 def _candidates(work: Workload, policies: Sequence[Policy]) -> Iterator[_Values]:
-    """Changes that may save memory; of the activation policies only where `policies` are given."""
+    """Changes that may save memory. Those of the activation policies need the present ones: `policies`, or nothing."""
     config, size = work.config, work.micro_batch_size
     for index, smaller in enumerate(LADDER[1:], start=1):
         is_offered = smaller is Policy.full or (smaller is Policy.offload and work.is_cuda)
@@ -128,7 +128,7 @@ def _candidates(work: Workload, policies: Sequence[Policy]) -> Iterator[_Values]
     if config.quant.embeddings is EmbeddingStorage.none and not work.shape.is_tied and not trains_ends:
         yield (("quant", "embeddings", EmbeddingStorage.int8),)
     if config.training.micro_batch_size != AUTO:
-        is_free = config.training.global_batch_size is None  # else it must divide that
+        is_free = config.training.global_batch_size is None  # if not, the micro-batch size must divide it
         while size % 2 == 0 or (is_free and size > 1):
             size //= 2
             yield (("training", "micro_batch_size", size),)
@@ -144,7 +144,7 @@ def _candidates(work: Workload, policies: Sequence[Policy]) -> Iterator[_Values]
 
 
 def _much_shorter(work: Workload, candidates: Sequence[_Values], target: float, gpu: Gpu) -> list[Change]:
-    """What fits with sequences cut in four, or else in eight and so on; each alone or with one other change."""
+    """What fits with a quarter of the sequence length, or an eighth and so on, alone or with one other change."""
     others = [values for values in candidates if values[0][1] != "max_length"]
     length = work.config.training.max_length // 4
     while length >= MIN_LENGTH:
@@ -172,7 +172,7 @@ def _changed(work: Workload, values: _Values) -> Workload:
 
 
 def _text(config: Config, values: _Values) -> str:
-    """The overrides, with a group's name where a group of conf/ sets them, and without those that change nothing."""
+    """The overrides as typed, without those that change nothing. A group of conf/ is named if it sets the same."""
     parts = []
     for section, name, value in values:
         if getattr(getattr(config, section), name) == value:

@@ -1,4 +1,4 @@
-"""What the plan is made for: a model's shape, the settings, and how the work is spread."""
+"""What a plan is made for: a model's shape, the settings of a run, and how its work is spread over ranks."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class Workload:
     """One rank's share of a run.
 
     Attributes:
-        num_ranks: processes in all, a GPU each.
-        local_num_ranks: of them on one host.
-        micro_batch_size: sequences a rank a forward pass.
-        compute_bytes: of an activation: 2 in bfloat16, 4 in float32.
-        fused: the settings of `kernels` whose kernels are Liger's.
-        is_cuda: whether the rank has a GPU; if not, the plan is of host memory.
+        num_ranks: all processes of the run, each with a GPU of its own.
+        local_num_ranks: those of one host.
+        micro_batch_size: sequences per rank and forward pass.
+        compute_bytes: bytes of one element of an activation: 2 in bfloat16, 4 in float32.
+        fused: the settings of `kernels` for which Liger's kernels are used.
+        is_cuda: whether the rank has a GPU. If not, the plan is about host memory.
     """
 
     shape: ModelShape
@@ -40,7 +40,7 @@ class Workload:
 
     @property
     def uses_fsdp(self) -> bool:
-        """Whether FSDP takes part (shard.py); if not, nothing is gathered."""
+        """Whether FSDP takes part (model/shard.py). If not, nothing is gathered."""
         return self.config.fsdp.takes_part(self.num_shards)
 
     @property
@@ -50,11 +50,11 @@ class Workload:
 
     @property
     def num_tokens(self) -> int:
-        """Of a micro-batch on one rank, at most."""
+        """Most tokens of a micro-batch on one rank."""
         return self.micro_batch_size * self.config.training.max_length
 
     @property
     def num_micro_batches(self) -> int:
-        """Forward passes of a rank in an optimizer step."""
+        """Forward passes per rank and optimizer step."""
         total = self.config.training.global_batch_size
         return 1 if total is None else math.ceil(total / (self.num_ranks * self.micro_batch_size))

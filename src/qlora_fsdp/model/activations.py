@@ -1,15 +1,17 @@
-"""Give every transformer layer its activation policy, and a smaller one where memory is short. Imports torch."""
+"""Give every transformer layer its activation policy, and a smaller one where memory is short."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from typing_extensions import assert_never
 
-from qlora_fsdp.layers.fuse import remake_norms
+from qlora_fsdp.layers.rewire import remake_norms
 from qlora_fsdp.memory.activation_bytes import Policy
 from qlora_fsdp.memory.choose import describe_policies, next_smaller
 from qlora_fsdp.model.input_offload import InputOffload
@@ -20,40 +22,54 @@ log = logging.getLogger("qlora_fsdp")
 def set_activation_policy(layers: Sequence[nn.Module], policies: Sequence[Policy]) -> None:
     """Have each layer keep, recompute or offload its activations while it trains.
 
-    Non-reentrant checkpointing (torch.utils.checkpoint): inputs need not require gradients, so no hook on the
-    embeddings is needed for 'element 0 of tensors does not require grad' not to happen.
+    A policy changes no bit of a result and no collective, so a rank may change its own between two micro-batches.
 
-    Policies change no bit of a result and no collective, so a rank may change its own between two micro-batches.
+    Layers are recomputed by torch.utils.checkpoint without reentrance. Their inputs then need not require gradients,
+    which frozen embeddings do not give them.
 
     Args:
         layers: transformers' `GradientCheckpointingLayer`s, in order.
-        policies: one a layer.
+        policies: the policy of each layer.
     """
     recompute = partial(checkpoint, use_reentrant=False)
-    offload = InputOffload()
+    offload = partial(InputOffload().run, recompute)
     for layer, policy in zip(layers, policies, strict=True):
-        if policy is not Policy.none:
-            remake_norms(layer)
-        layer.gradient_checkpointing = policy in (Policy.full, Policy.offload)  # type: ignore[assignment]
-        if policy is Policy.full:
-            layer._gradient_checkpointing_func = recompute  # type: ignore[assignment]
-        elif policy is Policy.offload:
-            layer._gradient_checkpointing_func = partial(offload.run, recompute)  # type: ignore[assignment]
+        match policy:
+            case Policy.none:
+                _recompute_by(layer, None)
+            case Policy.selective:
+                remake_norms(layer)
+                _recompute_by(layer, None)
+            case Policy.full:
+                remake_norms(layer)
+                _recompute_by(layer, recompute)
+            case Policy.offload:
+                remake_norms(layer)
+                _recompute_by(layer, offload)
+            case _:
+                assert_never(policy)
 
 
-class Relief:
-    """Takes a step towards smaller activation policies each time it is called; of this rank alone.
+def _recompute_by(layer: nn.Module, function: Callable[..., Any] | None) -> None:
+    """Let transformers' layer call itself through `function`; None to call it directly."""
+    layer.gradient_checkpointing = function is not None  # type: ignore[assignment]
+    if function is not None:
+        layer._gradient_checkpointing_func = function  # type: ignore[assignment]
+
+
+class MemoryFallback:
+    """Gives the layers of this rank smaller activation policies, one step each time it is called.
 
     Args:
-        layers: as of `set_activation_policy`.
-        policies: that they have.
+        layers: the layers, as `set_activation_policy` takes them.
+        policies: the policy that each layer has at first.
     """
 
     def __init__(self, layers: Sequence[nn.Module], policies: Sequence[Policy]) -> None:
         self.layers, self.policies = layers, tuple(policies)
 
     def __call__(self) -> None:
-        """To be called between micro-batches, when the allocator had to look for memory again and again."""
+        """Take one step. To be called between micro-batches, when the allocator had to search for memory repeatedly."""
         smaller = next_smaller(self.policies)
         if smaller is None:
             return

@@ -1,7 +1,8 @@
-"""LoRA adapters on the model, through PEFT: configured by its LoraConfig, named and saved as it names and saves.
+"""Add LoRA adapters to the model through PEFT, and initialise them once they are sharded.
 
-Adapters are made on meta like the rest, sharded, and then initialised here: every rank draws the whole small matrix
-from the same seed and keeps its own rows.
+PEFT makes the adapters from its own LoraConfig, names them and saves them, so that other programs can load them. They
+are made on the meta device and sharded like the rest of the model. To initialise an adapter every rank draws the whole
+small matrix from the same seed and keeps its own rows, so that the values do not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -26,16 +27,19 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from qlora_fsdp.common.errors import AdapterError
+from qlora_fsdp.common.module_names import fits_pattern, is_target
 from qlora_fsdp.config.schema import LoraConfig, TaskName
 from qlora_fsdp.data.tokenizer import AddedTokens
 from qlora_fsdp.layers import QuantizedLayer, QuantizedLinear
 from qlora_fsdp.layers.lora import LoraLinear
-from qlora_fsdp.model.new_tokens import ADAPTER as ADAPTER
+from qlora_fsdp.layers.token_rows import ADAPTER as ADAPTER
 from qlora_fsdp.model.new_tokens import fill_copy, grow_copy, initialize_rows, token_rows, use_token_rows
 from qlora_fsdp.model.parts import find_decoder
 from qlora_fsdp.runtime.rows import gather_rows, local_rows, local_tensor, shard_group
 
-_WRAPPERS = re.compile(r"\.(base_layer|original_module|modules_to_save\.\w+|token_adapter)\b")  # PEFT's, in names
+_WRAPPERS = re.compile(
+    r"\.(base_layer|original_module|modules_to_save\.\w+|token_adapter)\b"
+)  # what PEFT adds to names
 NO_TOKENS = AddedTokens()
 PEFT_TASKS = {
     TaskName.causal_lm: "CAUSAL_LM",
@@ -50,17 +54,17 @@ def apply_adapters(
     task: TaskName = TaskName.causal_lm,
     tokens: AddedTokens = NO_TOKENS,
 ) -> peft.PeftModel:
-    """Wrap the (meta) model in PEFT's; exactly the adapters and `modules_to_save` require gradients, all in fp32.
+    """Wrap the model in PEFT's. Exactly the adapters and `modules_to_save` require gradients then, all in float32.
 
     Args:
-        model: changed in place.
+        model: on meta; changed in place.
         config: what is adapted.
         task: what is learned.
-        tokens: get rows of embeddings and head that are trained.
+        tokens: the tokens whose rows in embeddings and head are trained.
 
     Raises:
-        AdapterError: names in target_modules, exclude_modules, modules_to_save or patterns that fit no layer (close
-            ones are named), or settings that PEFT refuses.
+        AdapterError: a name in target_modules, exclude_modules, modules_to_save or a pattern fits no layer (similar
+            names are listed), or PEFT refuses the settings.
     """
     _check_names(model, config)
     settings = peft.LoraConfig(
@@ -75,14 +79,14 @@ def apply_adapters(
         rank_pattern=dict(config.rank_pattern),
         alpha_pattern=dict(config.alpha_pattern),
         trainable_token_indices=token_rows(model, tokens, config) or None,
-        init_lora_weights=True,  # of tensors on meta: `initialize_adapters` does what lora.init_lora_weights says
+        init_lora_weights=True,  # of no effect on meta: `initialize_adapters` does what lora.init_lora_weights says
         task_type=PEFT_TASKS[task],
     )
     settings._register_custom_module({nn.Linear: LoraLinear})
     fix = "Take it out, or train it in full with lora.modules_to_save."
-    if config.target_modules == "all-linear":  # to PEFT, experts, routers and GPT-2's Conv1D too
+    if config.target_modules == "all-linear":  # for PEFT these include experts, routers and GPT-2's Conv1D
         fix = f"Set lora.target_modules to a list of linear layers; here are {_linear_endings(model)}."
-    tables = [model.get_input_embeddings(), model.get_output_embeddings()]
+    tables = [model.get_input_embeddings(), model.get_output_embeddings()]  # before PEFT wraps them
     try:
         with warnings.catch_warnings():
             # PEFT asks transformers under the property's old name.
@@ -97,11 +101,7 @@ def apply_adapters(
                 f"lora.target_modules: {name} is no linear layer ({type(module.get_base_layer()).__name__}). {fix}"
             )
         if isinstance(module, ModulesToSaveWrapper):
-            if any(isinstance(child, QuantizedLayer) for child in module.modules()):
-                raise AdapterError(
-                    f"lora.modules_to_save: {name} is quantized in the checkpoint, and codes can't be trained. "
-                    "Take it out, or set model.path to the model in full precision."
-                )
+            _check_can_be_trained(name, module)
             if module.original_module in tables and tokens.vocab_size > module.original_module.weight.shape[0]:
                 grow_copy(module.modules_to_save[ADAPTER], module.original_module.weight.shape[0], tokens.vocab_size)
             _train_in_fp32(module.modules_to_save[ADAPTER], model.dtype)
@@ -112,8 +112,19 @@ def apply_adapters(
     return wrapped
 
 
+def _check_can_be_trained(name: str, module: ModulesToSaveWrapper) -> None:
+    if any(isinstance(child, QuantizedLayer) for child in module.modules()):
+        raise AdapterError(
+            f"lora.modules_to_save: {name} is quantized in the checkpoint, and codes can't be trained. "
+            "Take it out, or set model.path to the model in full precision."
+        )
+
+
 def _targets(model: PreTrainedModel, config: LoraConfig) -> Any:
-    """`target_modules`, kept to the text decoder of a multimodal model, whose towers have layers of the same names."""
+    """`target_modules` as PEFT is to see it.
+
+    For a multimodal model "all-linear" is limited to the text decoder: the towers have layers of the same names.
+    """
     found = find_decoder(model)
     if found is None or config.target_modules != "all-linear":
         return config.target_modules
@@ -123,7 +134,10 @@ def _targets(model: PreTrainedModel, config: LoraConfig) -> Any:
 
 
 def base_linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """Linear layers of an adapted base by their names without adapters; a copy trained in full has the original's."""
+    """The linear layers of an adapted base, by the names that they have without adapters.
+
+    A layer that is trained in full occurs twice under one name, as the original and as its trained copy.
+    """
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and "lora_" not in name:
             yield _WRAPPERS.sub("", name), module
@@ -143,20 +157,20 @@ def _check_names(model: nn.Module, config: LoraConfig) -> None:
         if wanted in (None, "all-linear", DUMMY_TARGET_MODULES):
             continue
         if isinstance(wanted, str):
-            if not any(re.fullmatch(wanted, name) for name in names):
+            if not any(is_target(name, wanted) for name in names):
                 problems.append(
                     f"lora.{key}={wanted} is a regular expression that fits no module of {type(model).__name__}. "
                     "Set a list of names, or correct it: it must match a module's whole name."
                 )
             continue
         for target in wanted:
-            if not any(name == target or name.endswith(f".{target}") for name in names):
+            if not any(is_target(name, [target]) for name in names):
                 close = difflib.get_close_matches(target, sorted(endings), n=3, cutoff=0.5)
                 hint = f"Close: {', '.join(close)}." if close else f"Its linear layers: {_linear_endings(model)}."
                 problems.append(f"lora.{key}: {target} fits no module of {type(model).__name__}. {hint}")
-    for key in ("rank_pattern", "alpha_pattern"):  # PEFT only warns, and goes on with r and lora_alpha
+    for key in ("rank_pattern", "alpha_pattern"):  # PEFT would warn, and use r and lora_alpha
         for pattern in getattr(config, key):
-            if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in names):
+            if not any(fits_pattern(name, pattern) for name in names):
                 fix = "Correct it, or leave it out."
                 problems.append(f"lora.{key}: {pattern} fits no module of {type(model).__name__}. {fix}")
     if problems:
@@ -175,7 +189,7 @@ def _to_fp32(module: nn.Module) -> None:
 
 
 def _train_in_fp32(module: nn.Module, dtype: torch.dtype) -> None:
-    """Keep a fully trained copy of a module in fp32 inside a model of another dtype."""
+    """Keep a module that is trained in full in float32, inside a model that computes in `dtype`."""
     _to_fp32(module)
     if type(module) is nn.Linear:
         module.__class__ = _CastLinear
@@ -185,7 +199,7 @@ def _train_in_fp32(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 class _CastLinear(nn.Linear):
-    """A linear layer with fp32 weights that computes in the dtype of its input."""
+    """A linear layer with float32 weights that computes in the dtype of its input."""
 
     def forward(self, input: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.to(input.dtype)
@@ -200,13 +214,19 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 def initialize_adapters(
     model: peft.PeftModel, init_lora_weights: bool | str, seed: int, tokens: AddedTokens = NO_TOKENS
 ) -> None:
-    """Fill the adapters' shards, the same for a seed whatever the number of ranks. The base must be loaded already.
+    """Fill the adapters' shards. The values depend on the seed, not on the number of ranks. Collective.
 
-    `modules_to_save` start from the base's weights, and new tokens from the mean of all; DoRA magnitudes from the row
-    norms of the dequantized base.
+    The base must be loaded already: `modules_to_save` start from its weights, new tokens from the mean of its rows, and
+    DoRA's magnitudes from the norms of its dequantized rows.
+
+    Args:
+        model: the sharded model.
+        init_lora_weights: how A and B start; as in PEFT's LoraConfig.
+        seed: the same on every rank.
+        tokens: the tokens whose rows are trained.
 
     Raises:
-        AdapterError: a row of a base weight under DoRA is all zero: its magnitude over its norm would be NaN.
+        AdapterError: a row of a base weight under DoRA is all zero, so that its magnitude over its norm would be NaN.
     """
     base = cast(PreTrainedModel, model.get_base_model())
     tables = [base.get_input_embeddings(), base.get_output_embeddings()]
@@ -235,7 +255,7 @@ def initialize_adapters(
 def _draw(
     init: bool | str, shape_a: torch.Size, shape_b: torch.Size, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """A [r, in] and B [out, r] in fp32, as PEFT's `init_lora_weights` of that name draws them."""
+    """A [r, in] and B [out, r] in float32, drawn as PEFT draws them for the same `init_lora_weights`."""
     rank, in_features = shape_a
     values_a, values_b = torch.empty(shape_a), torch.zeros(shape_b)
     if init is True:
@@ -251,11 +271,11 @@ def _draw(
 
 
 def _fill_magnitude(name: str, magnitude: Tensor, base: nn.Linear, delta: Tensor) -> None:
-    """DoRA's magnitudes: norms of the rows of W + delta, each rank its own rows (arXiv:2402.09353, section 4.1)."""
+    """Fill this rank's rows of DoRA's magnitudes: norms of the rows of W + delta (arXiv:2402.09353, section 4.1)."""
     first, last = local_rows(magnitude)
     weight = _dequantize_local_rows(base) if isinstance(base, QuantizedLinear) else local_tensor(base.weight)
     norms = torch.linalg.vector_norm(weight.float() + delta[first:last].to(weight.device), dim=1)
-    if not norms.all():  # as of a padding token in a head that is tied to the embeddings: 0 / 0 in forward
+    if not norms.all():  # for example a padding token's row in a tied head; forward would compute 0 / 0
         name = name.removeprefix("base_model.model.")
         raise AdapterError(
             f"lora.use_dora=true: {name} has rows that are all zero, and so no direction for DoRA to keep. Add {name} "
@@ -265,7 +285,7 @@ def _fill_magnitude(name: str, magnitude: Tensor, base: nn.Linear, delta: Tensor
 
 
 def _dequantize_local_rows(layer: QuantizedLinear) -> Tensor:
-    """The rows of the weight that this rank holds."""
+    """The rows of the weight that this rank holds, dequantized. Collective."""
     parts = {
         name: gather_rows(local_tensor(part), part.shape[0], shard_group(part))
         for name, part in zip(layer.part_names, layer.parts(), strict=True)

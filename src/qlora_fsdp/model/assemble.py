@@ -1,31 +1,183 @@
-"""Give a built model its adapters and the loss of its task, in training and in use."""
+"""Assemble a model on the meta device: find its files, build transformers' model, and add adapters and a loss.
+
+Training and the commands that use an adapter assemble their models here, so that both compute with the same modules.
+What differs between them is an argument of `assemble`. `materialize.py` then gives the model its weights.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
-from qlora_fsdp.config.schema import LoraConfig, TaskConfig, TaskName
-from qlora_fsdp.data.tokenizer import AddedTokens
-from qlora_fsdp.model.adapters import apply_adapters
-from qlora_fsdp.model.build import BuiltModel
+import torch
+from transformers import PreTrainedTokenizerBase
+from typing_extensions import assert_never
+
+from qlora_fsdp.config.schema import Config, DataFormat, LoraConfig, TaskConfig, TaskName
+from qlora_fsdp.data.tokenizer import AddedTokens, add_tokens, byte_tokenizer, load_tokenizer
+from qlora_fsdp.layers.attention import check_packing, choose_attention
+from qlora_fsdp.layers.liger import use_fused_kernels
+from qlora_fsdp.layers.rewire import Rewired, rewire
+from qlora_fsdp.model.adapters import NO_TOKENS, apply_adapters
+from qlora_fsdp.model.build import BuildSettings, MetaModel, build_model
 from qlora_fsdp.model.causal_lm import CausalLM
 from qlora_fsdp.model.classifier import Classifier
+from qlora_fsdp.model.find import ModelFiles, find_model
 from qlora_fsdp.model.task_model import TaskModel
+from qlora_fsdp.runtime.hardware import choose_dtype
+from qlora_fsdp.runtime.processes import Processes
+from qlora_fsdp.weights.assignment import Assignment
+from qlora_fsdp.weights.safetensors_files import fingerprint
+
+
+@dataclass(frozen=True)
+class AssembledModel:
+    """A model with all that it was assembled from. It is on meta until `materialize` fills it.
+
+    Attributes:
+        model: the adapted model in the wrapper of its task; the module that is sharded and called.
+        meta: the base model inside it, and what fills the base's parameters.
+        files: the base's files.
+        tokenizer: the model's tokenizer, with added tokens.
+        tokens: the tokens whose rows in embeddings and head are trained.
+        dtype: dtype of what is not quantized, and of the matrix products.
+        attention: name of the attention implementation.
+        liger_kernels: the settings (`rms_norm`, `rotary`, `glu`, `cross_entropy`) whose kernels are Liger's.
+        num_fp8_layers: layers that multiply in fp8.
+        num_fused_groups: groups of linear layers that are computed together.
+        notes: what the user should know.
+    """
+
+    model: TaskModel
+    meta: MetaModel
+    files: ModelFiles
+    tokenizer: PreTrainedTokenizerBase
+    tokens: AddedTokens
+    dtype: torch.dtype
+    attention: str
+    liger_kernels: list[str]
+    num_fp8_layers: int
+    num_fused_groups: int
+    notes: list[str]
+
+
+def assemble(
+    config: Config,
+    lora: LoraConfig,
+    processes: Processes,
+    *,
+    trains: bool,
+    generates: bool = False,
+    tokenizer_folder: Path | None = None,
+    saved_tokens: AddedTokens = NO_TOKENS,
+) -> AssembledModel:
+    """Find the model files, build the base model, adapt it, and replace what is computed in a faster way. Collective.
+
+    Args:
+        config: the settings; of these, the sections on model, quantization, task, precision, kernels and products.
+        lora: the adapter's settings: the run's own for training, those saved with the adapter for its use.
+        processes: all ranks take part; the model will compute on their device.
+        trains: use Liger's kernels, fp8 products and fused layers as the settings say. A model in use has none of them.
+        generates: choose an attention that knows a cache and padding on the left.
+        tokenizer_folder: the folder of a saved adapter, whose tokenizer is preferred to the model's if it has one.
+        saved_tokens: the tokens whose rows a saved adapter has, if the settings add none.
+
+    Raises:
+        UserError: the model, the adapter, the settings or the device do not go together.
+    """
+    device, dtype = processes.device, choose_dtype(config.training.precision, processes.device)
+    files = find_model(config.model, processes.is_local_main, processes.first_error)
+    tokenizer = _find_tokenizer(config, files, tokenizer_folder, trains)
+    tokens = add_tokens(tokenizer, config.tokenizer)
+    if not tokens.ids:
+        tokens = saved_tokens
+    if trains:
+        check_packing(config.training.packing, files.config)
+    is_causal = config.task.name is TaskName.causal_lm and not generates
+    wanted = config.model.attn_implementation.value
+    attention, slower = choose_attention(wanted, files.config, device, dtype, is_causal)
+    model_type = files.config.get_text_config().model_type
+    liger_kernels = use_fused_kernels(config.kernels, model_type, device) if trains else []
+    meta = _build(config, lora, files, tokenizer, dtype, attention)
+    model = adapt_model(meta, lora, config.task, tokens, liger_loss="cross_entropy" in liger_kernels)
+    rewired = rewire(model, config.compute, config.kernels) if trains else Rewired(num_fp8=0, num_groups=0)
+    return AssembledModel(
+        model,
+        meta,
+        files,
+        tokenizer,
+        tokens,
+        dtype,
+        attention,
+        liger_kernels,
+        rewired.num_fp8,
+        rewired.num_groups,
+        notes=[*([slower] if slower else []), *meta.notes],
+    )
+
+
+def _find_tokenizer(
+    config: Config, files: ModelFiles, tokenizer_folder: Path | None, trains: bool
+) -> PreTrainedTokenizerBase:
+    """The saved adapter's tokenizer, else the model's. Training on random tokens needs none, and gets the built-in."""
+    if trains and config.data.format is DataFormat.random:
+        return byte_tokenizer()
+    model = replace(config.model, path=str(files.folder) if files.folder is not None else config.model.path)
+    if tokenizer_folder is not None and (tokenizer_folder / "tokenizer_config.json").is_file():
+        model = replace(model, tokenizer_path=str(tokenizer_folder))
+    return load_tokenizer(model, config.data)
+
+
+def _build(
+    config: Config,
+    lora: LoraConfig,
+    files: ModelFiles,
+    tokenizer: PreTrainedTokenizerBase,
+    dtype: torch.dtype,
+    attention: str,
+) -> MetaModel:
+    settings = BuildSettings(
+        config.quant,
+        dtype,
+        attention,
+        config.task,
+        keep=list(lora.modules_to_save or []),
+        pad_token_id=tokenizer.pad_token_id,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+    meta = build_model(files, settings)
+    meta.model.name_or_path = config.model.path or config.model.name  # an adapter remembers its base by this name
+    return meta
 
 
 def adapt_model(
-    built: BuiltModel, lora: LoraConfig, task: TaskConfig, tokens: AddedTokens, liger_loss: bool = False
+    meta: MetaModel, lora: LoraConfig, task: TaskConfig, tokens: AddedTokens, liger_loss: bool = False
 ) -> TaskModel:
-    """The model, changed in place, in the wrapper of its task; a classifier's new head is trained in full.
+    """Add the adapters to the model, in place, and put it into the wrapper of its task.
 
     Args:
-        built: on meta.
+        meta: the base model; a classifier's new head is trained in full.
         lora: what is adapted.
         task: what is learned.
-        tokens: that the tokenizer got, whose rows are trained.
-        liger_loss: as of `CausalLM`.
+        tokens: the tokens whose rows are trained.
+        liger_loss: compute the loss with Liger's kernel where the head is frozen.
     """
-    if task.name is TaskName.causal_lm:
-        return CausalLM(apply_adapters(built.model, lora, tokens=tokens), liger_loss)
-    lora = replace(lora, modules_to_save=[*(lora.modules_to_save or []), *built.head])
-    return Classifier(apply_adapters(built.model, lora, task.name, tokens), task)
+    match task.name:
+        case TaskName.causal_lm:
+            return CausalLM(apply_adapters(meta.model, lora, tokens=tokens), liger_loss)
+        case TaskName.sequence_classification | TaskName.token_classification:
+            lora = replace(lora, modules_to_save=[*(lora.modules_to_save or []), *meta.head])
+            return Classifier(apply_adapters(meta.model, lora, task.name, tokens), task)
+        case _:
+            assert_never(task.name)
+
+
+def describe_base(assignments: Sequence[Assignment], processes: Processes) -> str | None:
+    """Fingerprint of the files that fill the model, which rank 0 reads; None where all weights are random."""
+    result = None
+    if processes.is_main:
+        stored = [tensor for a in assignments for tensor in (a.stored, *a.stored_parts.values()) if tensor is not None]
+        result = fingerprint(stored) if stored else None
+    shared: str | None = processes.share(result)
+    return shared

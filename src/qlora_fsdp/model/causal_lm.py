@@ -1,4 +1,4 @@
-"""A causal language model with its loss."""
+"""A causal language model with its loss: the sum of the cross-entropy over the batch's target tokens."""
 
 from __future__ import annotations
 
@@ -7,20 +7,24 @@ from typing import Any, cast
 import peft
 from torch import Tensor, nn
 
-from qlora_fsdp.data.batch import IGNORE_INDEX, Batch
+from qlora_fsdp.common.families import PACKED_FAMILIES
+from qlora_fsdp.common.sizes import IGNORE_INDEX
+from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.layers import QuantizedEmbedding
-from qlora_fsdp.layers.attention import PACKED_FAMILIES
-from qlora_fsdp.layers.head_loss import attach_loss
+from qlora_fsdp.layers.rewire import attach_loss
 from qlora_fsdp.model.task_model import TaskModel
-from qlora_fsdp.runtime.rows import whole
+from qlora_fsdp.runtime.rows import gather_whole
 
 
 class CausalLM(TaskModel):
     """A PEFT-wrapped causal language model with its loss.
 
-    For families whose logits are the head of the last hidden state (`PACKED_FAMILIES`, tested) the backbone and the
-    head run apart, and logits are never held whole. Frozen, both are gathered into one buffer, for the look-up and for
-    the loss: FSDP's hooks would take two. Any other family runs its own forward.
+    In the families of `PACKED_FAMILIES` (which tests confirm) the logits are the head applied to the last hidden state.
+    For these, backbone and head run apart, and the head computes the loss without holding the logits of all tokens. A
+    model of any other family runs its own forward.
+
+    Frozen embeddings and a frozen head are large, and forward alone needs them. The model gathers these itself, each
+    into one buffer for the time of its use; FSDP's hooks would take two buffers.
 
     Args:
         model: the wrapped model, on meta or not.
@@ -42,7 +46,7 @@ class CausalLM(TaskModel):
         self.gathers_itself = own
 
     def forward(self, batch: Batch) -> Tensor:
-        """Sum of the cross-entropy over the batch's targets: float32 scalar, not yet divided by their number."""
+        """Sum of the cross-entropy over the batch's targets, not divided by their number: float32 scalar."""
         inputs: dict[str, Any] = {"position_ids": batch.position_ids, "use_cache": False}
         embeddings, head = self.base.get_input_embeddings(), self.base.get_output_embeddings()
         if embeddings in self.gathers_itself:
@@ -59,7 +63,7 @@ class CausalLM(TaskModel):
             }
         if self.splits_head:
             hidden = self.base.get_decoder()(**inputs).last_hidden_state
-            compute = head.forward if self.head in self.gathers_itself else head  # past FSDP's hooks, or through them
+            compute = head.forward if self.head in self.gathers_itself else head  # calling `head` runs FSDP's hooks
             return compute(hidden, batch.targets)  # type: ignore[no-any-return]
         logits = self.base(**inputs).logits.float()
         return nn.functional.cross_entropy(
@@ -67,12 +71,12 @@ class CausalLM(TaskModel):
         )
 
     def may_get_zero_gradient(self, name: str) -> bool:
-        """Rows of new tokens, where none is in the batch."""
+        """Rows of new tokens may, because a batch may have none of these tokens."""
         return ".trainable_tokens_delta." in name
 
 
 def _look_up(embeddings: nn.Module, ids: Tensor) -> Tensor:
-    """x_BLD of ids_BL, from the whole table, which is there for just that."""
+    """Embeddings x_BLD of ids_BL, from the whole table, which is gathered for this call alone."""
     if isinstance(embeddings, QuantizedEmbedding):
-        return embeddings.look_up(ids, *(whole(part, ids.device) for part in embeddings.parts()))
-    return nn.functional.embedding(ids, whole(cast(nn.Embedding, embeddings).weight, ids.device))
+        return embeddings.look_up(ids, *(gather_whole(part, ids.device) for part in embeddings.parts()))
+    return nn.functional.embedding(ids, gather_whole(cast(nn.Embedding, embeddings).weight, ids.device))

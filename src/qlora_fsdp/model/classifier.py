@@ -1,4 +1,4 @@
-"""A classifier of whole rows or of tokens, or a regression, with its loss and its figures."""
+"""A classifier of whole rows or of single tokens, or a regression, with its loss and its figures."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
+from typing_extensions import assert_never
 
 from qlora_fsdp.config.schema import ProblemType, TaskConfig, TaskName
 from qlora_fsdp.data.batch import Batch
@@ -29,13 +30,14 @@ from qlora_fsdp.runtime.processes import Processes
 class Classifier(TaskModel):
     """A PEFT-wrapped model for sequence or token classification, with transformers' own pooling and head.
 
-    The loss of a row, or of a labelled token, is its cross-entropy; with several labels a row, the mean of their binary
-    cross-entropies; of numbers, the mean of their squared errors. All count alike whatever the batch, so that the same
-    data gives the same loss at any split: with class weights, too, the sum is divided by their number.
+    A row with one label, or a labelled token, has its cross-entropy as its loss. A row with several labels has the mean
+    of their binary cross-entropies, and a row with numbers the mean of their squared errors. Every row or token counts
+    the same whatever batch it is in, so that the same data gives the same loss however it is split. This is why the sum
+    of the losses is divided by their number, and not by the sum of the class weights as torch would do.
 
     Args:
         model: the wrapped model, on meta or not.
-        task: what its head is for.
+        task: what the model's head is for.
     """
 
     class_weights: Tensor | None
@@ -44,7 +46,8 @@ class Classifier(TaskModel):
         super().__init__(model)
         self.task = task
         self.register_buffer("class_weights", None, persistent=False)
-        self._seen: list[tuple[Tensor, Tensor, Tensor]] = []  # logits, labels, and which of them begin a row
+        # What evaluation has computed since the last figures: logits, labels, and which of them begin a row.
+        self._seen: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def weigh_classes(self, data: TrainingData, device: torch.device) -> None:
         """Take the class weights of the settings, or balance them by the training data's labels."""
@@ -55,13 +58,13 @@ class Classifier(TaskModel):
             self.class_weights = torch.tensor(weights, dtype=torch.float32, device=device)
 
     def forward(self, batch: Batch) -> Tensor:
-        """Sum of the losses of the batch's labels: float32 scalar, not yet divided by their number."""
+        """Sum of the losses of the batch's labels, not divided by their number: float32 scalar."""
         assert batch.labels is not None and batch.label_positions is not None
-        # Positions count from 0 again where padding begins. A sequence that is padding alone attends to itself: a row
-        # of the mask without a 1 would give NaN.
+        # Positions count from 0 again where padding begins, so only real tokens stand at the position of their column.
+        # A sequence of padding alone passes for real tokens: a row of the mask without a 1 would give NaN.
         columns = torch.arange(batch.input_ids.shape[1], device=batch.input_ids.device)
         attention_mask = (batch.position_ids == columns).long()
-        # Positions are left to the model: RoBERTa's begin at 2.
+        # The model makes its own positions, because they differ: RoBERTa's begin at 2.
         output = self.base(input_ids=batch.input_ids, attention_mask=attention_mask)
         logits_NK, labels_NW = output.logits.float().flatten(0, -2)[batch.label_positions], batch.labels
         if not self.training:
@@ -74,21 +77,29 @@ class Classifier(TaskModel):
         return self._losses(logits_NK, labels_NW).sum()
 
     def _losses(self, logits_NK: Tensor, labels_NW: Tensor) -> Tensor:
-        """The loss of each label, float32 [N]: K outputs, W numbers a label."""
-        if self.task.problem_type is ProblemType.single_label_classification:
-            return F.cross_entropy(logits_NK, labels_NW[:, 0].long(), self.class_weights, reduction="none")
-        if self.task.problem_type is ProblemType.multi_label_classification:
-            losses_NK = F.binary_cross_entropy_with_logits(
-                logits_NK, labels_NW, pos_weight=self.class_weights, reduction="none"
-            )
-            return losses_NK.mean(1)
-        return F.mse_loss(logits_NK, labels_NW, reduction="none").mean(1)
+        """The loss of each of N labels, float32 [N], from K outputs and W numbers per label."""
+        match self.task.problem_type:
+            case ProblemType.single_label_classification:
+                return F.cross_entropy(logits_NK, labels_NW[:, 0].long(), self.class_weights, reduction="none")
+            case ProblemType.multi_label_classification:
+                losses_NK = F.binary_cross_entropy_with_logits(
+                    logits_NK, labels_NW, pos_weight=self.class_weights, reduction="none"
+                )
+                return losses_NK.mean(1)
+            case ProblemType.regression:
+                return F.mse_loss(logits_NK, labels_NW, reduction="none").mean(1)
+            case _:
+                assert_never(self.task.problem_type)
+
+    def forget_outputs(self) -> None:
+        """Drop what `take_metrics` would take into account."""
+        self._seen = []
 
     def take_metrics(self, processes: Processes) -> dict[str, float]:
-        """Accuracy, F1 and AUC of the rows seen since.
+        """Figures of the rows of all ranks since the last call. Collective.
 
-        Of numbers: mean absolute error, R2 and Pearson's r. Of words in and outside entities (labels such as B-city,
-        I-city and O): accuracy, and precision, recall and F1 of whole entities.
+        Classifiers have accuracy, F1 and AUC; regressions mean absolute error, R2 and Pearson's r. If the labels mark
+        entities (B-city, I-city, O), there are accuracy, and precision, recall and F1 of whole entities.
         """
         seen, self._seen = self._seen, []
         mine = [torch.cat(tensors).numpy() for tensors in zip(*seen, strict=True)] if seen else []
@@ -98,25 +109,35 @@ class Classifier(TaskModel):
         logits, labels, is_first = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
         if self.task.name is TaskName.token_classification and name_entities(self.task.labels or []):
             return entity_metrics(logits, labels[:, 0].astype(np.int64), is_first, self.task.labels or [])
-        if self.task.problem_type is ProblemType.single_label_classification:
-            return classification_metrics(logits, labels[:, 0].astype(np.int64))
-        if self.task.problem_type is ProblemType.multi_label_classification:
-            return multi_label_metrics(logits, labels.astype(bool))
-        return regression_metrics(logits, labels)
+        match self.task.problem_type:
+            case ProblemType.single_label_classification:
+                return classification_metrics(logits, labels[:, 0].astype(np.int64))
+            case ProblemType.multi_label_classification:
+                return multi_label_metrics(logits, labels.astype(bool))
+            case ProblemType.regression:
+                return regression_metrics(logits, labels)
+            case _:
+                assert_never(self.task.problem_type)
 
     def may_get_zero_gradient(self, name: str) -> bool:
-        """In the last layer, where one token reaches the head: Longformer's local attention, for one."""
+        """Parameters of the last layer may, because the head sees one token alone.
+
+        In Longformer, for example, its local attention has no influence on that token.
+        """
         module: Any = self.layers[-1]
         prefix = next(n for n, child in self.model.named_modules() if child is module)
         return name.startswith(f"{prefix}.")
 
 
 def _balance(task: TaskConfig, labels: NDArray[np.float32]) -> Tensor:
-    """float32 [K], as scikit-learn: one label, rows / (labels x rows with it); several, without / with.
+    """Class weights by which rare labels count more: float32 [K].
+
+    With one label per row these are scikit-learn's balanced weights: rows / (labels x rows with that label). With
+    several, a label's weight is the number of rows without it over the number of rows with it.
 
     Args:
-        task: which of the two.
-        labels: [num_labels, W].
+        task: tells whether a row has one label or several.
+        labels: the labels of all rows, [rows, W].
     """
     counts = np.maximum(1, np.array(list(count_labels(labels, task).values())))
     if task.problem_type is ProblemType.multi_label_classification:

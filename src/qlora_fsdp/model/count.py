@@ -1,64 +1,27 @@
-"""What a run will do, settled before anything large is allocated: the split of the batch, the dtypes, the bytes."""
+"""Count what a run computes and holds, from the model on meta: FLOPs per step and bytes per rank."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from qlora_fsdp.config.schema import TrainingConfig
 from qlora_fsdp.layers import QuantizedLayer, QuantizedLinear
 from qlora_fsdp.layers.attention import head_dim
 from qlora_fsdp.runtime.rows import rows_of_rank
 
 
 @dataclass(frozen=True)
-class BatchSplit:
-    """How the data is cut into steps, and a step into micro-batches.
-
-    Attributes:
-        micro_batch_size: sequences a rank a forward pass.
-        global_batch_size: sequences an optimizer step, over all ranks.
-        num_ranks: processes that share a step.
-        num_steps: optimizer steps of the run.
-        num_sequences: sequences the run trains on, repeated ones counted again.
-    """
-
-    micro_batch_size: int
-    global_batch_size: int
-    num_ranks: int
-    num_steps: int
-    num_sequences: int
-
-    def num_micro_batches(self, num_sequences: int) -> int:
-        """Forward passes of each rank for a step of so many sequences."""
-        return math.ceil(num_sequences / (self.num_ranks * self.micro_batch_size))
-
-
-def split_batches(training: TrainingConfig, num_ranks: int, num_sequences: int) -> BatchSplit:
-    """The split for a data set of `num_sequences` sequences; the last step of the run may be short."""
-    # `auto` is a number by the time that a run trains; whoever only evaluates takes one sequence at a time.
-    micro_batch_size = training.micro_batch_size if isinstance(training.micro_batch_size, int) else 1
-    global_batch_size = training.global_batch_size or micro_batch_size * num_ranks
-    if training.max_steps is not None:
-        total = training.max_steps * global_batch_size
-    else:
-        total = max(1, round(training.num_epochs * num_sequences))
-    num_steps = math.ceil(total / global_batch_size)
-    return BatchSplit(micro_batch_size, global_batch_size, num_ranks, num_steps, total)
-
-
-@dataclass(frozen=True)
 class FlopCounter:
-    """Model FLOPs of a training step, recomputation not counted (PaLM's MFU, arXiv:2204.02311, appendix B).
+    """Counts the model FLOPs of a step, without recomputation (PaLM's MFU, arXiv:2204.02311, appendix B).
 
     Attributes:
-        frozen_weights: elements of frozen matrices: 2 FLOPs forward and 2 for the input's gradient, each.
-        trained_weights: elements of trained matrices: 2 more for the weight's gradient.
-        attention_width: sum over layers of heads x head size.
+        frozen_weights: elements of frozen matrices. Each takes 2 FLOPs per token in forward, and 2 for the gradient of
+            the input.
+        trained_weights: elements of trained matrices. Each takes 2 more for its own gradient.
+        attention_width: heads x head size, summed over layers.
     """
 
     frozen_weights: int
@@ -66,14 +29,14 @@ class FlopCounter:
     attention_width: int
 
     def of_batch(self, sequence_starts: Tensor) -> float:
-        """FLOPs of a micro-batch whose rows start there (int32 [rows + 1], on the CPU); attention is causal."""
+        """FLOPs of a micro-batch with causal attention; its rows start at `sequence_starts` (int32 [rows + 1], CPU)."""
         lengths = sequence_starts.diff().double()
         dense = (4 * self.frozen_weights + 6 * self.trained_weights) * float(lengths.sum())
         return dense + 6 * self.attention_width * float((lengths**2).sum())
 
 
 def count_flops(model: nn.Module, config: PretrainedConfig) -> FlopCounter:
-    """The counter of a model on meta, adapters included; embeddings are look-ups and do not count."""
+    """The counter for a model on meta with its adapters. Embeddings are look-ups and do not count."""
     frozen = trained = 0
     for module in model.modules():
         if isinstance(module, QuantizedLinear):
@@ -89,7 +52,14 @@ def count_flops(model: nn.Module, config: PretrainedConfig) -> FlopCounter:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes of the parameters: of the whole model, and of one rank's shard."""
+    """How large the model's parameters are.
+
+    Attributes:
+        total_bytes: bytes of the whole model.
+        shard_bytes: bytes of one rank's shard.
+        num_trainable: number of trained parameters.
+        num_base: number of the base's parameters, before quantization.
+    """
 
     total_bytes: int
     shard_bytes: int

@@ -1,4 +1,8 @@
-"""Find the model that the settings name: a local folder, a hub model, or a config alone for random weights."""
+"""Find the model files that the settings name, and read what they hold without reading any weights.
+
+The settings name a local folder, a model on the Hugging Face hub, or, for random weights, a config alone. Reading the
+headers of the safetensors files is enough to know every tensor's shape, dtype and place.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +24,12 @@ FirstError = Callable[[str | None], str | None]
 
 @dataclass
 class ModelFiles:
-    """A model before it is built.
+    """A base model's files.
 
     Attributes:
-        folder: local folder of the checkpoint; None for `weights=random` from a named config.
-        config: transformers' config.
-        tensors: the checkpoint's tensors by key; empty for random weights.
+        folder: the local folder that holds them; None for `model.weights=random` from a config in the settings.
+        config: transformers' config of the model.
+        tensors: the stored tensors by key; empty for random weights.
     """
 
     folder: Path | None
@@ -34,15 +38,15 @@ class ModelFiles:
 
 
 def find_model(config: ModelConfig, is_main: bool, first_error: FirstError) -> ModelFiles:
-    """Locate the model, downloading it on a node's main process where `path` is a hub name. Every rank calls this.
+    """Locate the model files. A model on the hub is downloaded by the main process of each node. Collective.
 
     Args:
         config: the model's settings.
         is_main: whether this process downloads.
-        first_error: `Processes.first_error`, or of one process `lambda error: error`.
+        first_error: `Processes.first_error`; for a single process, `lambda error: error`.
 
     Raises:
-        CheckpointError: no such folder, no config.json, files cut short, or a hub that can't be reached.
+        CheckpointError: there is no such folder or no config.json, files are cut short, or the hub can't be reached.
     """
     folder = _find_folder(config, is_main, first_error)
     try:
@@ -68,20 +72,21 @@ def find_model(config: ModelConfig, is_main: bool, first_error: FirstError) -> M
 def _find_folder(config: ModelConfig, is_main: bool, first_error: FirstError) -> Path | None:
     if config.path is None:
         return None
-    folder, is_made_up = Path(config.path).expanduser(), config.weights is Weights.random and bool(config.config)
+    folder = Path(config.path).expanduser()
+    needs_none = config.weights is Weights.random and bool(config.config)
     error = None
-    if is_main and not folder.is_dir() and not is_made_up:
-        error = _download_or_say_why(config)
-    error = first_error(error)  # asked by every rank, whatever its node has: of some nodes alone it would never return
+    if is_main and not folder.is_dir() and not needs_none:
+        error = _download_or_explain(config)
+    error = first_error(error)  # every rank has to ask, or those that do would wait forever
     if error is not None:
         raise CheckpointError(error)
     if folder.is_dir():
         return folder
-    return None if is_made_up else _download(config, local_files_only=True)
+    return None if needs_none else _download(config, local_files_only=True)
 
 
-def _download_or_say_why(config: ModelConfig) -> str | None:
-    """Get a hub model into this node's cache, or find it there; what went wrong."""
+def _download_or_explain(config: ModelConfig) -> str | None:
+    """Get a hub model into this node's cache, or find it there. Returns an error message, or None."""
     failures = []
     for local_files_only in (False, True):
         try:
@@ -105,7 +110,7 @@ def _download(config: ModelConfig, local_files_only: bool) -> Path:
             config.path,
             revision=config.revision,
             allow_patterns=["*.safetensors", "*.json", "tokenizer*", "*.model", "*.jinja", "*.txt"],
-            ignore_patterns=["original/*", "consolidated*"],  # the same weights in the authors' own format
+            ignore_patterns=["original/*", "consolidated*"],  # the same weights in their authors' own format
             local_files_only=local_files_only,
         )
     )

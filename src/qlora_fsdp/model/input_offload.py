@@ -1,7 +1,8 @@
-"""Keep what recomputed layers save, their inputs, in pinned host memory. Imports torch.
+"""Keep the inputs of recomputed layers in pinned host memory until backward needs them.
 
-A layer's input is copied out on a side stream while the layer runs, and comes back while the layer after it is in
-backward. So two inputs are on the GPU at a time, whatever the number of layers. On a CPU the copies are plain copies.
+A recomputed layer saves little more than its input. The input is copied to the host on a side stream while the layer
+runs, and copied back while the layer after it is in backward. Two inputs are therefore on the GPU at a time, whatever
+the number of layers. On a CPU the copies are plain copies.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-MIN_BYTES = 2**20  # smaller tensors stay where they are
+MIN_BYTES = 2**20  # tensors smaller than this stay where they are
 
 
 @dataclass
@@ -22,12 +23,12 @@ class _Saved:
     """A tensor in host memory.
 
     Attributes:
-        host: the values; shaped as the tensor, a view into `buffer`.
-        buffer: uint8, pinned where there is a GPU; used again for later tensors.
+        host: the values in the tensor's shape; a view into `buffer`.
+        buffer: uint8, pinned where there is a GPU; later tensors use it again.
         device: where the tensor was.
-        previous: what was saved before it, which backward wants next.
+        previous: the tensor saved before this one, which backward needs next.
         returned: the tensor on its way back to its device.
-        done: when the last copy from or to host memory ends.
+        done: marks the end of the last copy from or to host memory.
     """
 
     host: Tensor
@@ -42,9 +43,9 @@ class InputOffload:
     """Moves the inputs of checkpointed layers to host memory and back; shared by all layers of a model."""
 
     def __init__(self) -> None:
-        self.free: list[Tensor] = []  # buffers
-        self.last: _Saved | None = None  # of this forward
-        self.leaving: tuple[Tensor, torch.cuda.Event] | None = None  # kept alive until its copy has ended
+        self.free: list[Tensor] = []  # buffers that hold nothing
+        self.last: _Saved | None = None  # what this forward saved last
+        self.leaving: tuple[Tensor, torch.cuda.Event] | None = None  # the tensor is kept alive until its copy has ended
         self.stream: torch.cuda.Stream | None = None
 
     def run(self, checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any) -> Any:
@@ -84,17 +85,17 @@ class InputOffload:
         if saved.done is not None:
             torch.cuda.current_stream().wait_event(saved.done)
         saved.previous = saved.returned = None
-        self.free.append(saved.buffer)  # copies into it wait their turn on the same stream
+        self.free.append(saved.buffer)  # the next copy into it waits on the same stream for this one
         return tensor
 
     def _fetch(self, saved: _Saved) -> None:
-        """Start the copy back, if it has not been started."""
+        """Start the copy back to the device, unless it was started before."""
         if saved.returned is not None:
             return
         saved.returned = torch.empty(saved.host.shape, dtype=saved.host.dtype, device=saved.device)
         if saved.device.type == "cuda":
             stream = self._side_stream(saved.device)
-            stream.wait_stream(torch.cuda.current_stream())  # the new tensor's memory may still be in use there
+            stream.wait_stream(torch.cuda.current_stream())  # which may still use the new tensor's memory
             with torch.cuda.stream(stream):
                 saved.returned.copy_(saved.host, non_blocking=True)
                 saved.done = stream.record_event()
@@ -102,15 +103,16 @@ class InputOffload:
             saved.returned.copy_(saved.host)
 
     def _let_go(self) -> None:
-        """Free the tensor whose copy to host memory was last: what follows on the GPU waits for that."""
+        """Free the tensor that was copied to host memory last. What runs on the GPU from now on waits for that copy."""
         if self.leaving is not None:
             torch.cuda.current_stream().wait_event(self.leaving[1])
             self.leaving = None
 
     def _buffer(self, tensor: Tensor) -> Tensor:
-        """A host buffer that is large enough: the smallest of the free ones, or a new one in the place of a smaller.
+        """The smallest free host buffer that is large enough, or a new one that replaces a free one that is too small.
 
-        Sizes are powers of two, to which torch rounds pinned memory anyway: batches of ever other lengths share them.
+        Sizes are powers of two, to which torch rounds pinned memory anyway, so that batches of different lengths can
+        share buffers.
         """
         fitting = [buffer for buffer in self.free if buffer.nbytes >= tensor.nbytes]
         if fitting:

@@ -1,45 +1,45 @@
-"""Rows of embeddings and head for new tokens: PEFT's trainable tokens, on tables that stay as they are.
+"""Rows of embeddings and head for new tokens: how PEFT's trainable tokens are set up and initialised here.
 
-PEFT writes the trained rows into a copy of the whole table at each call, after a table that is too short was resized.
-Here rows behind the table's end exist as trained ones alone, so that the base is read, sharded and gathered as without
-them. What is saved is the same: stock PEFT loads it on a base that was resized to the tokenizer.
+PEFT resizes a table that is too short for the new tokens, and writes the trained rows into a copy of the table at each
+call. Here the table stays as it is, so that it is read, sharded and gathered as without new tokens. Rows after its end
+exist as trained rows only (layers/token_rows.py). What is saved is the same: stock PEFT loads it on a base that was
+resized to the tokenizer.
 """
 
 from __future__ import annotations
 
-import re
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from peft.tuners.trainable_tokens import TrainableTokensLayer
 from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from qlora_fsdp.common.errors import AdapterError
+from qlora_fsdp.common.module_names import is_target
 from qlora_fsdp.config.schema import LoraConfig
 from qlora_fsdp.data.tokenizer import AddedTokens
 from qlora_fsdp.layers import QuantizedEmbedding, QuantizedLayer
+from qlora_fsdp.layers.token_rows import ADAPTER, TokenRows
 from qlora_fsdp.runtime.rows import gather_rows, local_rows, local_tensor, shard_group
 
-ADAPTER = "default"
-ROWS_A_TIME = 4096  # of a table, in float64
+ROWS_AT_ONCE = 4096  # of a table that are held in float64
 
 
 def token_rows(model: PreTrainedModel, tokens: AddedTokens, lora: LoraConfig) -> dict[str, list[int]]:
-    """PEFT's `trainable_token_indices`: by name of a table, the rows to train.
+    """The rows to train, by name of their table: PEFT's `trainable_token_indices`.
 
-    Embeddings and head, but for one that `lora.modules_to_save` trains as a whole, or that shares the other's weight.
+    The tables are embeddings and head. A table is left out if `lora.modules_to_save` trains it as a whole, and the head
+    if it shares the embeddings' weight.
 
     Args:
         model: on meta, without adapters.
-        tokens: whose rows.
+        tokens: the tokens whose rows are trained.
         lora: settings of the adapter.
 
     Raises:
-        AdapterError: the head can't have rows of its own.
+        AdapterError: a table can't have rows for new tokens.
     """
     if not tokens.ids:
         return {}
@@ -48,7 +48,7 @@ def token_rows(model: PreTrainedModel, tokens: AddedTokens, lora: LoraConfig) ->
     tables = {_name(model, embeddings): embeddings}
     if head is not None:
         tables[_name(model, head)] = head
-    rows = {name: table for name, table in tables.items() if not _is_named(name, lora.modules_to_save)}
+    rows = {name: table for name, table in tables.items() if not is_target(name, lora.modules_to_save or [])}
     shares_weight = getattr(head, "weight", None) is embeddings.weight
     is_tied = shares_weight and len(rows) == 2
     for name, table in rows.items():
@@ -59,7 +59,7 @@ def token_rows(model: PreTrainedModel, tokens: AddedTokens, lora: LoraConfig) ->
             reason = "has a bias, which PEFT's trainable tokens leave out"
         elif shares_weight and not is_tied and table is embeddings:  # PEFT would look for its rows in the head's copy
             reason = "shares its weight with the head, which lora.modules_to_save trains as a whole"
-        elif _is_named(name, lora.target_modules):
+        elif is_target(name, lora.target_modules or []):
             reason, fix = "is in lora.target_modules", "Take it out there, or add it to lora.modules_to_save instead."
         if reason is not None:
             raise AdapterError(f"tokenizer.add_tokens: {name} {reason}, and can't have rows for new tokens. {fix}")
@@ -68,36 +68,11 @@ def token_rows(model: PreTrainedModel, tokens: AddedTokens, lora: LoraConfig) ->
     return {_short(model, name): ids for name, table in rows.items() if table is embeddings or not is_tied}
 
 
-class TokenRows(TrainableTokensLayer):
-    """Embeddings or a head with trained rows in the place of some of the table's, and behind its end.
-
-    Attributes:
-        slots: int64 [num_tokens], the trained row of a token id, or -1.
-        replaced: int64, the ids of the first of the trained rows, for which the table has a row too.
-    """
-
-    slots: Tensor
-    replaced: Tensor
-
-    @property
-    def rows(self) -> nn.Parameter:
-        """The trained rows, float32 [num_rows, hidden size], by ascending token id."""
-        return cast(nn.Parameter, self.trainable_tokens_delta[ADAPTER])
-
-    def forward_adapters(self, x: Tensor, active_adapters: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Embeddings of token ids x, or logits of hidden states x, with the trained rows among them."""
-        if isinstance(self.base_layer, nn.Embedding):
-            slots = self.slots[x]
-            old = self.base_layer(x.where(slots < 0, 0))
-            new = F.embedding(slots.clamp(min=0), self.rows.to(old.dtype))
-            scale = self._get_embed_scale()  # type: ignore[no-untyped-call]
-            new = new if scale is None else new * scale.to(new.dtype)
-            return torch.where((slots >= 0).unsqueeze(-1), new, old)
-        return join_columns(self.base_layer(x), F.linear(x, self.rows.to(x.dtype)), self.replaced)
-
-
 def use_token_rows(wrapper: TrainableTokensWrapper) -> None:
-    """Let PEFT's wrapper of a table on meta compute as `TokenRows`, with its rows in float32."""
+    """Let PEFT's wrapper of a table on meta compute as `TokenRows` does, with its rows in float32.
+
+    PEFT's wrapper makes its own class of layer and can't be told another, so the layer's class is changed here.
+    """
     layer: Any = wrapper.token_adapter
     ids = layer.token_indices[ADAPTER]
     num_rows = layer.base_layer.weight.shape[0]
@@ -108,18 +83,13 @@ def use_token_rows(wrapper: TrainableTokensWrapper) -> None:
     layer.register_buffer(
         "replaced", torch.tensor([i for i in ids if i < num_rows], dtype=torch.int64), persistent=False
     )
-    layer.trainable_tokens_original.clear()  # for unmerging, which never happens here
+    layer.trainable_tokens_original.clear()  # a copy for unmerging, which never happens here
     if layer.tied_adapter is None:
         layer.trainable_tokens_delta[ADAPTER] = nn.Parameter(layer.rows.detach().float())
 
 
-def plain_table(module: nn.Module) -> nn.Module:
-    """The table under the trained rows; another module as it is."""
-    return module.token_adapter.base_layer if isinstance(module, TrainableTokensWrapper) else module
-
-
 def count_tokens(model: PreTrainedModel) -> tuple[int, int]:
-    """Tokens that the embeddings of an adapted model know, and rows that they have in the base."""
+    """How many tokens the embeddings of an adapted model know, and how many rows their table has in the base."""
     module: Any = model.get_input_embeddings()
     if isinstance(module, TrainableTokensWrapper):
         layer: Any = module.token_adapter
@@ -131,26 +101,19 @@ def count_tokens(model: PreTrainedModel) -> tuple[int, int]:
 
 
 def grow_copy(copy: nn.Module, num_rows: int, size: int) -> None:
-    """Give a table on meta that is trained as a whole `size` rows instead of `num_rows`."""
+    """Give a table on meta, a copy that is trained as a whole, `size` rows in the place of `num_rows`."""
     for name, param in list(copy.named_parameters(recurse=False)):
         if param.shape[0] == num_rows:
             setattr(copy, name, nn.Parameter(param.new_empty(size, *param.shape[1:]), param.requires_grad))
     setattr(copy, "num_embeddings" if isinstance(copy, nn.Embedding) else "out_features", size)
 
 
-def join_columns(old: Tensor, new: Tensor, replaced: Tensor) -> Tensor:
-    """Logits [..., V] of a table and [..., n] of trained rows, of which the first are for the columns `replaced`."""
-    k = len(replaced)
-    joined = old.index_copy(-1, replaced, new[..., :k]) if k else old
-    return torch.cat([joined, new[..., k:]], -1) if new.shape[-1] > k else joined
-
-
 @torch.no_grad()
 def initialize_rows(wrapper: TrainableTokensWrapper, fresh: frozenset[int]) -> None:
-    """Fill the trained rows: of a token that the model had, with its own; of a fresh one, with the mean of all rows.
+    """Fill the trained rows: with the table's row for a token that the model knew, with the mean row for a fresh one.
 
-    The mean, as transformers' `resize_token_embeddings` takes it, is summed in float64, so that it is the same for any
-    number of ranks.
+    transformers' `resize_token_embeddings` takes the mean too. It is summed in float64 here, so that it is the same for
+    any number of ranks.
     """
     layer = cast(TokenRows, wrapper.token_adapter)
     if layer.tied_adapter is None:
@@ -161,7 +124,7 @@ def initialize_rows(wrapper: TrainableTokensWrapper, fresh: frozenset[int]) -> N
 
 @torch.no_grad()
 def fill_copy(param: Tensor, original: Tensor, fresh: frozenset[int]) -> None:
-    """Fill a table that is trained as a whole, and maybe longer than the original, from it; fresh rows as above."""
+    """Fill a table that is trained as a whole from its original, which may be shorter; fresh rows get the mean row."""
     num_rows, (first, last) = original.shape[0], local_rows(param)
     if param.shape == original.shape:
         local_tensor(param).copy_(local_tensor(original))
@@ -177,13 +140,13 @@ def fill_copy(param: Tensor, original: Tensor, fresh: frozenset[int]) -> None:
 
 
 def _first_rows(table: Tensor, ids: list[int], fresh: frozenset[int]) -> Tensor:
-    """float32 [len(ids), ...] on the table's device. Collective over its shards."""
+    """What rows of token ids start from: float32 [len(ids), ...] on the table's device. Collective over its shards."""
     local, (first, last) = local_tensor(table), local_rows(table)
     sums = torch.zeros(len(ids) + 1, *table.shape[1:], dtype=torch.float64, device=local.device)
     for slot, index in enumerate(ids):
         if first <= index < last and index not in fresh:
             sums[slot] = local[index - first]
-    for rows in local.split(ROWS_A_TIME):
+    for rows in local.split(ROWS_AT_ONCE):
         sums[-1] += rows.double().sum(0)
     group = shard_group(table)
     if group is not None:
@@ -200,13 +163,6 @@ def _name(model: nn.Module, module: nn.Module) -> str:
 
 
 def _short(model: nn.Module, name: str) -> str:
-    """The last part of a module's name, as PEFT finds it, where no other module's ends with it."""
+    """The last part of a module's name, by which PEFT finds it too, if no other module's name ends with it."""
     last: str = name.rpartition(".")[2]
     return last if sum(other.endswith(last) for other, _ in model.named_modules()) == 1 else name
-
-
-def _is_named(name: str, wanted: list[str] | str | None) -> bool:
-    """Whether PEFT finds a module by these names or ends of names, or by a regular expression."""
-    if isinstance(wanted, str):
-        return re.fullmatch(wanted, name) is not None
-    return any(name == target or name.endswith(f".{target}") for target in wanted or [])

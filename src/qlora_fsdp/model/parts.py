@@ -1,4 +1,4 @@
-"""Parts of a model that the core has to know: the new head of a classifier, and the decoder of a multimodal model."""
+"""Find two parts of a model that are treated apart: a classifier's new head, and a multimodal model's text decoder."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ POOLER = ".pooler"
 
 
 def describe_task(config: PretrainedConfig, task: TaskConfig, pad_token_id: int | None) -> None:
-    """Write the labels into the model's config, from which transformers makes the head.
+    """Write a classifier's labels into the model's config, from which transformers makes the head.
 
     Args:
         config: changed in place.
-        task: of a classifier.
-        pad_token_id: models that look at the last token tell padding by it.
+        task: the classifier's labels, and what kind of problem they are.
+        pad_token_id: the padding token. Models that classify by the last token find it in front of the padding.
     """
     config.num_labels = num_outputs(task)
     if task.labels:
@@ -31,16 +31,19 @@ def describe_task(config: PretrainedConfig, task: TaskConfig, pad_token_id: int 
 
 
 def is_outside_backbone(name: str, model: PreTrainedModel) -> bool:
-    """Whether a parameter may differ between the checkpoint's task and this one: heads, and what pools for them."""
+    """Whether a parameter belongs to a head or to what pools for it.
+
+    These may differ between the task that the model files are for and this one.
+    """
     return not name.startswith(f"{model.base_model_prefix}.") or f"{POOLER}." in f".{name}"
 
 
 def find_new(model: PreTrainedModel, keys: dict[str, StoredTensor]) -> set[str]:
-    """Parameters of the head that the checkpoint does not have, or has for other labels.
+    """Parameters of the head that the model files do not have, or have for other labels.
 
     Args:
         model: a classifier, on meta.
-        keys: the checkpoint's tensors under the model's names; empty for a model that is made up as a whole.
+        keys: the stored tensors by the model's names; empty for a model with random weights.
     """
     return {
         name
@@ -50,7 +53,7 @@ def find_new(model: PreTrainedModel, keys: dict[str, StoredTensor]) -> set[str]:
 
 
 def find_head(model: PreTrainedModel, new: set[str]) -> list[str]:
-    """Names of the modules that are trained in full: all outside the backbone, and a pooler that is new."""
+    """Names of the modules that are trained in full: all modules outside the backbone, and poolers that are new."""
     head = [
         name
         for name, child in model.named_children()
@@ -63,7 +66,7 @@ def find_head(model: PreTrainedModel, new: set[str]) -> list[str]:
 def find_decoder(model: PreTrainedModel) -> tuple[str, nn.Module] | None:
     """Name and module of the text decoder inside a multimodal model; None for a model of text alone.
 
-    Such a model has towers for images or sound beside its decoder, which alone is trained here.
+    A multimodal model has towers for images or sound beside its decoder. Only the decoder is trained.
     """
     decoder = model.get_decoder()
     if decoder is getattr(model, model.base_model_prefix, None):

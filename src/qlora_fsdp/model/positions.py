@@ -1,4 +1,8 @@
-"""Rows and the positions that a model knows: beyond a table of them it fails; beyond others it guesses."""
+"""Check that no row is longer than the model knows positions.
+
+A model with a table of position embeddings fails beyond its end. A model that computes positions (rotary embeddings)
+runs on, at positions that it was never trained on.
+"""
 
 from __future__ import annotations
 
@@ -6,32 +10,32 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from qlora_fsdp.common.errors import DataError
-from qlora_fsdp.data.prepare import PreparedData
+from qlora_fsdp.data.run_data import PreparedData
 from qlora_fsdp.data.sequences import Sequences, TrainingData
 
-_TABLES = ("position_embeddings", "wpe", "embed_positions")  # BERT and its kin, GPT-2, OPT
+_TABLES = ("position_embeddings", "wpe", "embed_positions")  # in BERT and its relatives, GPT-2, OPT
 
 
 def num_learned_positions(model: nn.Module) -> int | None:
-    """Positions that `model` has an embedding each for; None where it computes them (rotary embeddings)."""
+    """Positions that `model` has embeddings for; None if it computes them (rotary embeddings)."""
     for name, module in model.named_modules():
         if name.rpartition(".")[2] in _TABLES and isinstance(module, nn.Embedding):
-            # OPT begins at its offset; RoBERTa and Longformer behind the row of padding.
+            # OPT begins at its offset, RoBERTa and Longformer behind the row for padding.
             padding = -1 if module.padding_idx is None else module.padding_idx
             return module.num_embeddings - int(getattr(module, "offset", padding + 1))
     return None
 
 
 def check_positions(model: nn.Module, config: PretrainedConfig, data: PreparedData[TrainingData]) -> str | None:
-    """Whether the longest row fits the positions that the model knows; packed rows begin at 0 each.
+    """Check whether the longest row fits the positions that the model knows. Each packed row begins at position 0.
 
     Args:
         model: transformers' own, or a wrapper of it.
-        config: of its text part.
-        data: with all rows, or a stream of them, of which the length is known no better than by its limit.
+        config: config of its text part.
+        data: all rows, or a stream of them. The longest row of a stream is unknown, so its limit counts.
 
     Returns:
-        A note for the log where rows go beyond `max_position_embeddings` of a model that computes positions; or None.
+        A note for the log if rows go beyond `max_position_embeddings` of a model that computes positions, else None.
 
     Raises:
         DataError: rows go beyond a table of positions.

@@ -1,9 +1,9 @@
-"""The proof at start: what FSDP gathers is, byte for byte, what the ranks hold.
+"""Prove at every start that what FSDP gathers is, byte for byte, what the ranks hold.
 
-A wrong byte here trains a slightly wrong model whose loss still falls, so this runs at every start and can't be turned
-off. Each quantized weight is gathered twice: by FSDP, as the forward will, and directly as bytes, in pieces, so that no
-more memory is taken than by a step. Comparing costs one pass over the weights. Where FSDP takes no part (shard.py)
-nothing is gathered.
+A wrong byte in a quantized weight raises no error: training runs on a slightly wrong model, and its loss still falls.
+The proof therefore can't be turned off. Each quantized weight is gathered twice, by FSDP as forward will gather it, and
+directly as bytes, and the two are compared. The direct gather goes piece by piece, so that the proof takes no more
+memory than a step, and one pass over the weights. Where FSDP takes no part (see shard.py) there is nothing to prove.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from qlora_fsdp.runtime.rows import gather_pieces, local_tensor, rows_of_rank, s
 
 @dataclass(frozen=True)
 class Proof:
-    """What was compared: counts over the whole model."""
+    """What was compared, counted over the whole model."""
 
     num_tensors: int
     num_bytes: int
@@ -33,17 +33,17 @@ class Proof:
 
 @torch.no_grad()
 def prove_shards(model: nn.Module, units: Sequence[FSDPModule], processes: Processes, num_ranks_launched: int) -> Proof:
-    """Check the sharded, loaded model.
+    """Check the sharded, loaded model. Collective.
 
     Args:
-        model: the root.
-        units: the FSDP units, as `shard_model` gave them; none: there is nothing to compare.
+        model: the root module.
+        units: the FSDP units, as `shard_model` returned them; without any there is nothing to compare.
         processes: all ranks take part.
         num_ranks_launched: WORLD_SIZE as the launcher set it.
 
     Raises:
-        ProofError: the world has another size than launched, a quantized parameter is not sharded or has other rows
-            than planned, or a gathered byte differs; the parameters are named.
+        ProofError: another number of ranks takes part than was launched, a quantized parameter is not sharded or has
+            other rows than planned, or a gathered byte differs; the parameters are named.
     """
     problems = []
     if processes.num_ranks != num_ranks_launched or dist.get_world_size() != num_ranks_launched:
@@ -81,7 +81,7 @@ def prove_shards(model: nn.Module, units: Sequence[FSDPModule], processes: Proce
 
 
 def _own_quantized_parts(unit: nn.Module) -> Mapping[tuple[QuantizedLayer, str], Tensor]:
-    """The codes and scales that this unit gathers, and not a unit inside it."""
+    """The codes and scales that this unit gathers itself, by layer and name. Units inside it gather their own."""
     inner = {
         id(layer)
         for child in unit.modules()
@@ -104,7 +104,7 @@ def _layout_problems(name: str, part: Tensor) -> list[str]:
 
 
 def _count_differences(gathered: Tensor, part: Tensor, device: torch.device) -> Tensor:
-    """Bytes in which FSDP's gathered tensor differs from the ranks' shards: int64 scalar on the device."""
+    """Number of bytes in which FSDP's gathered tensor differs from the ranks' shards: int64 scalar on the device."""
     total = torch.zeros((), dtype=torch.int64, device=device)
     for first, (rows,) in gather_pieces([local_tensor(part)], part.shape[0], shard_group(part), device):
         found = gathered[first : first + len(rows)].contiguous().view(torch.uint8)

@@ -1,4 +1,7 @@
-"""Save the adapter so that stock PEFT loads it: gathered to rank 0, written under a temporary name, renamed."""
+"""Save the adapter in PEFT's files, so that PEFT loads it without this project.
+
+The trained parameters are gathered on rank 0, which writes the folder under a temporary name and renames it.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +61,7 @@ config = AutoConfig.from_pretrained(folder)  # has the labels; the head is in th
 model = {auto_class}.from_pretrained("{base}", config=config){resize}
 model = PeftModel.from_pretrained(model, folder)"""
 
-# Where bitsandbytes has made codes of a layer that was trained in full, PEFT finds no place for it.
+# bitsandbytes would quantize layers that were trained in full, and PEFT could not put the trained weights there.
 QUANTIZED = """
 Onto a quantized base, in which these layers must stay in full precision, as they did in training:
 
@@ -86,7 +89,7 @@ RESIZE = "\nmodel.resize_token_embeddings({num_tokens})  # as many as the tokeni
 
 @torch.no_grad()
 def gather_trainable(model: peft.PeftModel, processes: Processes) -> dict[str, Tensor]:
-    """The trained parameters, whole, by name: float32 on the CPU of rank 0; empty elsewhere. Collective."""
+    """The whole trained parameters by name, in float32 on the CPU of rank 0; empty on other ranks. Collective."""
     whole = {}
     for name, param in model.named_parameters():
         if param.requires_grad:
@@ -105,13 +108,15 @@ def save_adapter(
     settings: str,
     processes: Processes,
 ) -> None:
-    """Write `folder` (adapter_model.safetensors, adapter_config.json, tokenizer, ...), whole or not at all.
+    """Write `folder` (adapter_model.safetensors, adapter_config.json, tokenizer, ...), whole or not at all. Collective.
+
+    Days of training may be in the adapter. If the folder can't be written, the adapter goes to a temporary folder of
+    rank 0's host, which the error names.
 
     Args:
         model: PEFT's model, sharded.
-        folder: an adapter already there is replaced once the new one is complete. Where it can't be written, the
-            adapter goes to a temporary folder of the host, which the error names: days of training may be in it.
-        tokenizer: saved along; None for none.
+        folder: an adapter already there is replaced once the new one is complete.
+        tokenizer: saved in the same folder; None for none.
         card: one line for the model card.
         settings: the text of SETTINGS_FILE.
         processes: all ranks take part; rank 0 writes.
@@ -142,9 +147,9 @@ def save_adapter(
 
 
 def adapter_keys(model: peft.PeftModel) -> dict[str, str]:
-    """Keys of adapter_model.safetensors, each with the name of the trained parameter that it is of.
+    """The keys of adapter_model.safetensors, each with the name of the trained parameter under that key.
 
-    Not while a step runs: PEFT asks modules for their state, upon which FSDP puts them back into shards.
+    Not to be called while a step runs: PEFT asks modules for their state, and FSDP then frees what is gathered.
     """
     marks = {
         name: torch.empty(param.shape, device="meta") for name, param in model.named_parameters() if param.requires_grad
@@ -167,10 +172,10 @@ def write_adapter(
 
     Args:
         model: PEFT's model.
-        state: its trainable parameters, whole, as `gather_trainable` gives them.
-        keys: of `adapter_keys`. The model may be in a step: nothing here asks its modules.
-        folder: made here.
-        tokenizer: saved along; None for none.
+        state: its whole trained parameters, as `gather_trainable` returns them.
+        keys: what `adapter_keys` returned earlier, as a step may be running now.
+        folder: a folder that does not exist yet.
+        tokenizer: saved in the same folder; None for none.
         card: one line for the model card.
         settings: the text of SETTINGS_FILE.
     """
@@ -181,14 +186,14 @@ def write_adapter(
         folder / "adapter_model.safetensors",
         {"format": "pt"},
     )
-    saved = copy(config)  # training may go on meanwhile
+    saved = copy(config)  # training may be using `config` meanwhile
     saved.inference_mode = True
     saved.save_pretrained(str(folder))
     if tokenizer is not None:
         tokenizer.save_pretrained(str(folder))
     auto_class, base_model = CLASSIFIERS.get(str(config.task_type)), cast(PreTrainedModel, model.get_base_model())
     if auto_class is not None:
-        base_model.config.save_pretrained(folder)  # label names, and how many outputs the head has
+        base_model.config.save_pretrained(folder)  # has the labels' names and the head's size
     base = config.base_model_name_or_path or "the base model"
     num_tokens, num_rows = count_tokens(base_model)
     resize = RESIZE.format(num_tokens=num_tokens) if num_tokens > num_rows else ""
@@ -200,10 +205,12 @@ def write_adapter(
 
 
 def _quantized_usage(model: peft.PeftModel, usage: str, base: str) -> str:
-    """How to load the adapter onto a quantized base, if that takes more than its BitsAndBytesConfig; else nothing."""
+    """How to load the adapter onto a quantized base; empty if its usual BitsAndBytesConfig is enough."""
     base_model = cast(PreTrainedModel, model.get_base_model())
     head = base_model.get_output_embeddings()
-    heads = {name for name, module in base_model.named_modules() if module is head}  # transformers leaves it out
+    heads = {
+        name for name, module in base_model.named_modules() if module is head
+    }  # which transformers does not quantize
     formats = {name: m.format if isinstance(m, QuantizedLinear) else None for name, m in base_linears(base_model)}
     format = next((format for name, format in formats.items() if format is not None and name not in heads), None)
     plain = {name for name, own in formats.items() if own != format}

@@ -1,11 +1,17 @@
-"""Shard the model with FSDP2: a transformer layer at a time, embeddings and head apart.
+"""Shard the model with FSDP2.
 
-Where a GPU has all of every parameter FSDP takes no part: it would copy each layer for its use, and its hooks cost the
-host a third of a short step. Several such ranks sum their gradients at the end of a step.
+Each transformer layer is an FSDP unit: its parameters are gathered together before it runs and freed afterwards. The
+embeddings and the output head are units of their own, and the root unit has what is left.
 
-Nothing is cast by FSDP (`param_dtype=None`): modules cast what they use, and every group that holds codes gathers more
-than one dtype, which makes FSDP2 move bytes. A group of bfloat16 alone would be copied through float32 on a GPU, and
-codes that look like NaN would change (pytorch#159333, bitsandbytes#1945). `prove.py` checks the outcome on every start.
+FSDP takes no part where every GPU holds all parameters anyway. It would copy each layer before using it, and its hooks
+would cost the host a third of a short step. Ranks that hold whole copies sum their gradients at the end of a step
+(`sum_gradients`).
+
+FSDP is told to cast nothing (`param_dtype=None`), and modules cast what they use. This protects quantized weights.
+Their codes are kept in bfloat16 because FSDP2 on older versions of torch shards no integers. If FSDP2 gathers a unit
+that is all bfloat16, it copies the values through float32 on a GPU, which changes codes that look like NaN
+(pytorch#159333, bitsandbytes#1945). If a unit has more than one dtype, FSDP2 copies plain bytes. Every unit with codes
+therefore also holds float32 parameters, and `prove.py` checks the gathered bytes at every start.
 """
 
 from __future__ import annotations
@@ -21,6 +27,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from typing_extensions import assert_never
 
 from qlora_fsdp.config.schema import FsdpConfig, ShardingStrategy
 from qlora_fsdp.layers import QuantizedLayer
@@ -31,13 +38,16 @@ from qlora_fsdp.runtime.processes import Processes
 def shard_model(
     model: TaskModel, config: FsdpConfig, processes: Processes, reshard_after_forward: bool = True
 ) -> list[FSDPModule]:
-    """Make every parameter a DTensor over the mesh; the FSDP units, the root last. None where FSDP takes no part.
+    """Make every parameter a DTensor over the mesh. Collective.
 
     Args:
-        model: on meta, with adapters.
+        model: on meta, with adapters; changed in place.
         config: strategy, prefetch and offload.
         processes: all ranks take part.
         reshard_after_forward: free layers after their forward, and gather them again for backward.
+
+    Returns:
+        The FSDP units, the root last; none where FSDP takes no part.
     """
     if not config.takes_part(config.num_shards(processes.num_ranks, processes.local_num_ranks)):
         return []
@@ -52,19 +62,20 @@ def shard_model(
     layers = model.layers
     for module in [*layers, *_end_units(model)]:
         shard(module, reshard_after_forward=reshard_after_forward)
-    root: FSDPModule = shard(model, reshard_after_forward=False)  # the model itself, of another class now
+    root: FSDPModule = shard(model, reshard_after_forward=False)  # the model itself, whose class is changed
     inner = [module for module in model.modules() if isinstance(module, FSDPModule) and module is not root]
     units = [*inner, root]
     for unit in units:
         assert isinstance(unit, nn.Module)  # FSDPModule alone is a mix-in
-        # The loss is divided by the global number of target tokens already: gradients are summed, not averaged.
+        # The loss is already divided by the number of target tokens of all ranks: gradients are summed, not averaged.
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
         _check_dtypes(unit)
     for end in _end_units(model):
-        # A frozen embedding is a look-up, and a frozen head has made its gradient in forward: no second gather.
-        is_done = end is model.embeddings or end in model.gathers_itself
-        if is_done and not any(p.requires_grad for p in end.parameters()):
+        # Some units are not needed in backward, so FSDP must not gather them again: frozen embeddings have no gradient
+        # to compute, and a frozen head that the model gathers itself has computed its input's gradient in forward.
+        is_for_forward = end is model.embeddings or end in model.gathers_itself
+        if is_for_forward and not any(p.requires_grad for p in end.parameters()):
             cast(FSDPModule, end).set_unshard_in_backward(False)
     in_turn = [*layers, *(end for end in _end_units(model) if end is model.head and end not in model.gathers_itself)]
     _set_prefetch([unit for unit in in_turn if isinstance(unit, FSDPModule)], root, config)
@@ -72,13 +83,13 @@ def shard_model(
 
 
 def reduce_gradients(model: TaskModel, now: bool) -> None:
-    """Whether the next backward reduces gradients over ranks, or keeps them for a later one.
+    """Set whether the next backward sums gradients over ranks, or keeps them on each rank for a later backward.
 
-    What the model gathers itself has none. FSDP takes that from a unit that reduces; one that keeps must have been
-    gathered.
+    Units that the model gathers itself have no gradients, and FSDP does not see them being gathered. They are always
+    set to sum: FSDP then skips a unit without gradients, while a unit that keeps its gradients must have been gathered.
     """
     if not isinstance(model, FSDPModule) or model.reduces_gradients is now:
-        return  # telling all modules again takes milliseconds
+        return  # setting every module again would take milliseconds
     model.reduces_gradients = now
     model.set_requires_gradient_sync(now)
     for end in model.gathers_itself:
@@ -88,9 +99,10 @@ def reduce_gradients(model: TaskModel, now: bool) -> None:
 
 @torch.no_grad()
 def sum_gradients(model: TaskModel, params: Sequence[nn.Parameter]) -> None:
-    """After the last backward of a step: over ranks that have whole copies of the model, in one all-reduce.
+    """Sum gradients over ranks that hold whole copies of the model, in one all-reduce. Collective.
 
-    A parameter without a gradient here may have one elsewhere, so none keeps None.
+    To be called after the last backward of a step. Afterwards every parameter has a gradient, even if it had none on
+    this rank, because another rank may have computed one.
     """
     if isinstance(model, FSDPModule) or dist.get_world_size() == 1:
         return
@@ -102,10 +114,18 @@ def sum_gradients(model: TaskModel, params: Sequence[nn.Parameter]) -> None:
 
 @contextmanager
 def computing_inside(model: nn.Module, trains: bool = False) -> Iterator[bool]:
-    """For passes without gradients that do not begin at FSDP's root, as transformers' `generate`.
+    """Let a module inside the sharded model be called without gradients, as transformers' `generate` calls it.
 
-    What belongs to no layer is gathered meanwhile; each layer gathers itself. Yields whether the model is sharded. A
-    model that `trains` later must keep no tensor of torch's inference mode, nor may FSDP see one.
+    FSDP's hooks expect that a forward pass begins at the root. Here the root's own parameters are gathered for the time
+    of the context; each layer inside gathers its own as always.
+
+    Args:
+        model: sharded or not.
+        trains: the model trains afterwards. torch's inference mode is then left off, because its tensors can't take
+            part in a later backward.
+
+    Yields:
+        Whether the model is sharded.
     """
     is_sharded = isinstance(model, FSDPModule)
     if isinstance(model, FSDPModule):
@@ -116,9 +136,10 @@ def computing_inside(model: nn.Module, trains: bool = False) -> Iterator[bool]:
 
 
 def free_gathered(model: nn.Module) -> None:
-    """After passes without a backward, which is what frees the root, and layers that stay gathered.
+    """Free what is still gathered after passes without a backward.
 
-    While a unit is gathered its Parameters are others than the optimizer's, in memory that FSDP may free.
+    It is backward that frees the root, and layers that stay gathered after forward. While a unit is gathered, its
+    modules hold other Parameters than the optimizer does, in memory that FSDP may free at any time.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -126,17 +147,29 @@ def free_gathered(model: nn.Module) -> None:
 
 
 def make_mesh(config: FsdpConfig, processes: Processes) -> DeviceMesh:
-    """1-D for FULL_SHARD and SHARD_GRAD_OP; (replicas, shards) for HYBRID_SHARD."""
+    """A mesh of shape [shards] for FULL_SHARD and SHARD_GRAD_OP, else of shape [replicas, shards]."""
     device, num_shards = processes.device.type, config.num_shards(processes.num_ranks, processes.local_num_ranks)
-    if config.sharding_strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP):
-        return init_device_mesh(device, (num_shards,), mesh_dim_names=("shard",))
-    shape = (processes.num_ranks // num_shards, num_shards)
-    return init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard"))
+    match config.sharding_strategy:
+        case ShardingStrategy.FULL_SHARD | ShardingStrategy.SHARD_GRAD_OP:
+            return init_device_mesh(device, (num_shards,), mesh_dim_names=("shard",))
+        case ShardingStrategy.HYBRID_SHARD | ShardingStrategy.NO_SHARD:
+            shape = (processes.num_ranks // num_shards, num_shards)
+            return init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard"))
+        case _:
+            assert_never(config.sharding_strategy)
 
 
 def place_model(model: nn.Module, shard_device: torch.device, buffer_device: torch.device) -> None:
-    """Allocate every shard, uninitialised, and move buffers (which are real already) to where layers run."""
-    made: dict[int, nn.Parameter] = {}  # tied parameters stay one, which `_apply` does only for DTensors
+    """Allocate memory for every shard, uninitialised, and move the buffers, which have values already.
+
+    Args:
+        model: with parameters on meta, sharded or not; changed in place.
+        shard_device: where the shards are kept.
+        buffer_device: where the layers compute.
+    """
+    made: dict[
+        int, nn.Parameter
+    ] = {}  # a tied parameter must stay one object; `_apply` ensures that for DTensors alone
     for module in model.modules():
         for name, param in module._parameters.items():
             if param is not None and param.is_meta and not isinstance(param, DTensor):
@@ -151,10 +184,10 @@ def place_model(model: nn.Module, shard_device: torch.device, buffer_device: tor
 
 
 def _end_units(model: TaskModel) -> list[nn.Module]:
-    """Embeddings and head as units of their own; none where they share a weight, which then is the root's.
+    """The embeddings and the head, as far as they become FSDP units of their own.
 
-    A classifier's head, which is small, is the root's. Rows of new tokens are the root's too: as part of a unit they
-    would have it gathered again for backward.
+    If the two share a weight it belongs to the root unit, and so does a classifier's head, which is small. Trained rows
+    of new tokens belong to the root too. Inside a unit they would make FSDP gather the frozen table again for backward.
     """
     embeddings, head = model.embeddings, model.head
     if head is None:
@@ -166,11 +199,19 @@ def _end_units(model: TaskModel) -> list[nn.Module]:
 
 
 def _set_prefetch(units: Sequence[FSDPModule], root: FSDPModule, config: FsdpConfig) -> None:
-    """Gather the next units, layers and a trained head, while one runs, into memory of the stream that computes.
+    """Have FSDP gather the next units while one runs.
 
-    By itself FSDP2 gathers on streams of its own, each of which keeps the memory it once had, and frees a layer's flat
-    buffer with the next gather only: 3 of 21 GiB more for layers of 405B. So what comes next is told here. Shards from
-    host memory do need a stream of their own, or computing would wait for their copies.
+    Left to itself, FSDP2 gathers on streams of its own. torch's allocator keeps memory apart for every stream, and the
+    flat buffer of a layer is freed only when the next layer is gathered. With layers of a 405B model this took 3 GiB
+    more, of 21. With asynchronous gathers (`_set_unshard_async_op`) the memory belongs to the stream that computes, but
+    then forward gathers nothing ahead unless FSDP2 is told which units come next.
+
+    Shards that come from host memory stay on a stream of their own, or computing would wait for their copies.
+
+    Args:
+        units: transformer layers and a head that FSDP gathers, in the order in which they run.
+        root: the root unit.
+        config: how many units are gathered ahead.
     """
     gathers_ahead = not config.cpu_offload
     root._set_unshard_async_op(gathers_ahead)
@@ -183,7 +224,7 @@ def _set_prefetch(units: Sequence[FSDPModule], root: FSDPModule, config: FsdpCon
 
 
 def _check_dtypes(unit: nn.Module) -> None:
-    """A group that gathers 16-bit codes must gather two dtypes, or FSDP2 would copy codes as numbers."""
+    """Check that a unit with 16-bit codes has parameters of another dtype too, or FSDP2 would copy codes as numbers."""
     inner = {
         id(layer)
         for child in unit.modules()

@@ -1,4 +1,4 @@
-"""The module that is sharded and trained, whatever it learns: batch in, summed loss out."""
+"""The module that is sharded and trained, whatever its task: it takes a batch and returns the summed loss."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from qlora_fsdp.data.batch import Batch
-from qlora_fsdp.model.new_tokens import count_tokens, plain_table
+from qlora_fsdp.layers.token_rows import plain_table
+from qlora_fsdp.model.new_tokens import count_tokens
 from qlora_fsdp.runtime.processes import Processes
 
 
@@ -22,8 +23,9 @@ class TaskModel(nn.Module):
         model: the wrapped model, on meta or not.
 
     Attributes:
-        splits_head: where there is an output head, embeddings and head are FSDP units of their own.
-        gathers_itself: of these, the ones that the model gathers where it uses them (`shards.whole`), in forward alone.
+        splits_head: whether embeddings and output head are FSDP units of their own, if the model has such a head.
+        gathers_itself: those of these two units that the model gathers itself, where forward uses them
+            (`gather_whole`).
         reduces_gradients: what `shard.reduce_gradients` was told last.
     """
 
@@ -42,33 +44,33 @@ class TaskModel(nn.Module):
 
     @property
     def embeddings(self) -> nn.Module:
-        """The input embeddings, without trained rows of new tokens."""
+        """The input embeddings, without the trained rows of new tokens."""
         return plain_table(self.base.get_input_embeddings())
 
     @property
     def head(self) -> nn.Module | None:
-        """The output head, without trained rows of new tokens."""
+        """The output head, without the trained rows of new tokens; None for a classifier."""
         head = self.base.get_output_embeddings()
         return None if head is None else plain_table(head)
 
     @property
     def vocab_size(self) -> int:
-        """Tokens that the embeddings know, new ones included."""
+        """Number of tokens that the embeddings know, new ones included."""
         return count_tokens(self.base)[0]
 
     @property
     def layers(self) -> list[nn.Module]:
-        """The transformer layers, in order: FSDP's units and the steps of activation checkpointing."""
+        """The transformer layers in order. Each is an FSDP unit, and has its own activation policy."""
         return [module for module in self.base.modules() if isinstance(module, GradientCheckpointingLayer)]
 
     def forward(self, batch: Batch) -> Tensor:
-        """Sum of the losses over the batch's targets: float32 scalar, not yet divided by their number."""
+        """Sum of the losses of the batch's targets, not divided by their number: float32 scalar."""
         raise NotImplementedError
 
     def take_metrics(self, processes: Processes) -> dict[str, float]:
-        """Figures besides the loss over all forward passes in evaluation since the last call. Collective."""
+        """Figures besides the loss, over all evaluation passes since the last call. Collective."""
         return {}
 
     def may_get_zero_gradient(self, name: str) -> bool:
-        """Whether a trained parameter may have a gradient of zeros though all is well."""
+        """Whether a trained parameter may have a gradient of zeros without anything being wrong."""
         return False

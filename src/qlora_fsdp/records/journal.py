@@ -1,4 +1,4 @@
-"""Figures of a run as it goes: metrics.jsonl, one progress line on the console, and the trackers that are on."""
+"""Where the figures of a run go while it trains: metrics.jsonl, a progress line on the console, and the trackers."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from qlora_fsdp.records.run_folder import log, writing
 from qlora_fsdp.records.run_state import GENERATIONS_FILE, read_metrics
 from qlora_fsdp.records.trackers import Tracker, start_trackers
 
-SECONDS_BETWEEN_LINES = 10.0  # of a console that is no terminal, e.g. a batch job's log
+SECONDS_BETWEEN_LINES = 10.0  # between progress lines where the console is not a terminal, as in a batch job's log
 
 
 class Journal:
-    """Takes figures on every rank and writes them on rank 0.
+    """Takes figures on every rank, and writes them on rank 0.
 
     Args:
         folder: the run folder.
-        config: for the trackers.
+        config: says which trackers are on.
         num_steps: of the whole run, for the ETA.
         is_main: whether this rank writes.
-        first_step: steps done before; lines of later ones are dropped.
+        first_step: steps done before this start. Lines of later steps are removed, because those are done again.
     """
 
     def __init__(self, folder: Path, config: Config, num_steps: int, is_main: bool, first_step: int = 0) -> None:
@@ -49,8 +49,8 @@ class Journal:
         if not self.is_main:
             return
         step, now = figures["step"], time.monotonic()
-        seconds_a_step = (now - self.started) / (step - self.first_step)
-        line = _progress_line(figures, self.num_steps - step, seconds_a_step)
+        seconds_per_step = (now - self.started) / (step - self.first_step)
+        line = _progress_line(figures, self.num_steps - step, seconds_per_step)
         if self.is_terminal:
             print(f"\r\033[K{line}", end="\n" if step == self.num_steps else "", flush=True)
         elif now - self.last_line > SECONDS_BETWEEN_LINES or step in (self.first_step + 1, self.num_steps):
@@ -58,7 +58,7 @@ class Journal:
             self.last_line = now
 
     def evaluation(self, step: int, eval_loss: float, metrics: dict[str, float], seconds: float) -> None:
-        """Record an evaluation after `step` optimizer steps; `metrics` are the task's figures besides the loss."""
+        """Record an evaluation after `step` optimizer steps; `metrics` are the task's figures other than the loss."""
         named = {f"eval_{name}": value for name, value in metrics.items()}
         self._write({"step": step, "eval_loss": eval_loss, **named, "eval_seconds": round(seconds, 3)})
         if self.is_main:
@@ -67,7 +67,7 @@ class Journal:
             log.info(f"step {step}/{self.num_steps} | evaluation loss {eval_loss:.4f}{figures} | {seconds:.1f} s")
 
     def generations(self, step: int, rows: list[dict[str, Any]]) -> None:
-        """Record what the model wrote after `step` optimizer steps: prompt, completion and reference of each row."""
+        """Record what the model wrote after `step` optimizer steps: each row's prompt, completion and reference."""
         if not self.is_main or not rows:
             return
         rows = [{"step": step, **row} for row in rows]
@@ -76,7 +76,7 @@ class Journal:
         self._tell(lambda tracker: tracker.generations(rows, step))
 
     def checkpoint(self, step: int, folder: Path, stall_seconds: float, write_seconds: float) -> None:
-        """Record that the checkpoint of `step` is there: how long training waited, and how long it was written."""
+        """Record that the checkpoint of `step` is written: how long training waited for it, and how long it took."""
         figures = {"checkpoint_stall_seconds": round(stall_seconds, 3), "checkpoint_seconds": round(write_seconds, 3)}
         self._write({"step": step, **figures})
         if self.is_main:
@@ -84,15 +84,15 @@ class Journal:
             log.info(f"Checkpoint: {folder}, written in {write_seconds:.1f} s; training waited {stall_seconds:.2f} s")
 
     def good_steps(self, at_most: int) -> list[dict[str, Any]]:
-        """The last steps before this start whose gradient was used; for rank 0."""
+        """The metrics of the last steps before this start whose gradient was used. Only rank 0 calls this."""
         return [line for line in read_metrics(self.folder) if "loss" in line and not line.get("skipped")][-at_most:]
 
     def close(self, summary: dict[str, Any]) -> None:
-        """Finish: the summary's figures and the adapter also go to the trackers."""
+        """Close what is open. The trackers also get the summary's figures and, of a finished run, the adapter."""
         adapter = self.folder / "adapter" if summary.get("status") == "finished" else None
         self._tell(lambda tracker: tracker.close(summary, adapter))
         if self.metrics is not None:
-            with writing(self.folder):  # what a full disk did not take is tried once more
+            with writing(self.folder):  # closing tries once more to write what a full disk did not take
                 self.metrics.close()
 
     def _write(self, figures: dict[str, Any]) -> None:
@@ -103,7 +103,7 @@ class Journal:
         self._tell(lambda tracker: tracker.log(numbers, figures["step"]))
 
     def _tell(self, what: Callable[[Tracker], None]) -> None:
-        """Tell every tracker; the run does not end with one that fails."""
+        """Tell every tracker. One that fails is told nothing more, and the run continues."""
         for tracker in list(self.trackers):
             try:
                 what(tracker)
@@ -114,21 +114,24 @@ class Journal:
 
 
 def _drop_later_lines(file: Path, last_step: int) -> None:
-    """Leave the lines up to the step that a checkpoint was written after; its evaluation came later."""
+    """Remove the lines of what came after the checkpoint of `last_step`.
+
+    An evaluation after `last_step` belongs to that: it is made after the checkpoint is written, and will be made again.
+    """
     if not file.exists():
         return
     kept = []
     for line in file.read_text().splitlines(keepends=True):
-        with suppress(ValueError):  # a kill may have left half a line
+        with suppress(ValueError):  # a run that was killed may have left half a line
             figures = json.loads(line)
             if figures["step"] < last_step or (figures["step"] == last_step and "loss" in figures):
                 kept.append(line)
     write_atomically(file, "".join(kept))
 
 
-def _progress_line(figures: dict[str, Any], num_left: int, seconds_a_step: float) -> str:
+def _progress_line(figures: dict[str, Any], num_left: int, seconds_per_step: float) -> str:
     step = figures["step"]
-    eta = datetime.timedelta(seconds=round(seconds_a_step * num_left))
+    eta = datetime.timedelta(seconds=round(seconds_per_step * num_left))
     parts = [
         f"step {step}/{step + num_left}",
         "skipped" if figures.get("skipped") else f"loss {figures['loss']:.4f}",

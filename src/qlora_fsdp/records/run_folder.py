@@ -1,18 +1,18 @@
-"""The run folder: what a run leaves behind. Only rank 0 writes.
+"""The run folder, where a run leaves its files. Only rank 0 writes there.
 
 config.yaml        every setting, resolved
 environment.json   command, git commit, versions, GPUs
 train.log          what the console showed
-metrics.jsonl      a line a step, an evaluation and a checkpoint
-generations.jsonl  what the model wrote at evaluations, with tracking.num_generations
+metrics.jsonl      a line for each step, each evaluation and each checkpoint
+generations.jsonl  what the model wrote at evaluations, if tracking.num_generations is set
 summary.json       how the run ended, and its figures
-report.html        the same to look at, with curves
+report.html        the same as a page with curves
 bad_steps/         the rows of steps whose gradient was not used
-tensorboard/       event files, with tracking.tensorboard
+tensorboard/       event files, if tracking.tensorboard is set
 adapter/           the result
 .lock              held by the run that is writing here
-.attempt           which start of which launch that is: a restart goes on
-checkpoints/       what an interrupted run goes on from
+.attempt           which start of which launch that is, so that a restart knows to resume
+checkpoints/       what an interrupted run resumes from
 """
 
 from __future__ import annotations
@@ -54,22 +54,24 @@ PACKAGES = (
     "safetensors",
 )
 
-LOCK_SECONDS = 5.0  # for the run before this one to end, and for those that only look whether there is one
+LOCK_SECONDS = 5.0  # how long to wait for the lock: the run before may be ending, or somebody only looks at it
 
 log = logging.getLogger("qlora_fsdp")
-_locks: list[TextIO] = []
+_locks: list[TextIO] = []  # open files, because a lock is lost when its file is closed
 
 
 def open_run_folder(config: Config, processes: Processes, keep_records: bool = False) -> Path:
-    """Make the run folder and write what is known at the start; logging goes to the console and train.log on rank 0.
+    """Make the run folder, write the settings and the environment, and start the log.
+
+    On rank 0 the log goes to the console and to train.log; on other ranks it goes nowhere.
 
     Args:
-        config: where, and what is written.
+        config: `run.folder` says where, and all of it is written there.
         processes: all ranks take part.
-        keep_records: go on in the `RECORDS` that are there.
+        keep_records: append to the `RECORDS` that are there; else they are removed.
 
     Returns:
-        The folder, the same on every rank: rank 0's word counts, whatever the others' clocks or folders are.
+        Rank 0's folder, on every rank. The name may have the time in it, and clocks differ.
 
     Raises:
         RunFolderError: it can't be written, or another run is writing to it.
@@ -97,10 +99,10 @@ def open_run_folder(config: Config, processes: Processes, keep_records: bool = F
 
 
 def check_room(folder: Path, num_bytes: int, processes: Processes) -> None:
-    """Whether `num_bytes`, which are to be written when all work is done, have room now. Every rank calls this.
+    """Check that there is room for `num_bytes`, which will be written at the end of the run. Every rank calls this.
 
     Raises:
-        RunFolderError: on every rank.
+        RunFolderError: there is not; raised on every rank.
     """
     free = shutil.disk_usage(folder).free if processes.is_main else num_bytes
     problem = None
@@ -115,7 +117,7 @@ def check_room(folder: Path, num_bytes: int, processes: Processes) -> None:
 
 
 def close_run_folder() -> None:
-    """Let another run have the folder; safe to call when none is open."""
+    """Stop the log and give up the lock. Safe to call when no folder is open."""
     for handler in log.handlers:
         handler.close()
     log.handlers[:] = [logging.NullHandler()]
@@ -124,7 +126,7 @@ def close_run_folder() -> None:
 
 
 def describe_environment(processes: Processes) -> dict[str, Any]:
-    """Command, commit, versions and hardware, to repeat the run or to report a bug."""
+    """Command, commit, versions and hardware: what one needs to repeat the run or to report a bug."""
     cuda = processes.device.type == "cuda"
     return {
         "command": shlex.join([sys.executable, *sys.orig_argv[1:]]),
@@ -144,10 +146,10 @@ def describe_environment(processes: Processes) -> dict[str, Any]:
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Around what is written to the run folder: a failure names the setting.
+    """A context for writing to the run folder, in which a failure to write is raised as an error of the user's.
 
     Raises:
-        RunFolderError: no permission, read-only, or full.
+        RunFolderError: the folder may not be written to, is read-only, or is full. The message names the setting.
     """
     try:
         yield
@@ -159,7 +161,7 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 def _lock(folder: Path) -> None:
-    """Keep other runs out of the folder until `close_run_folder` or the end of this process; rank 0 only."""
+    """Keep other runs out of the folder until `close_run_folder` or the end of this process. Only rank 0 calls this."""
     file = (folder / LOCK).open("a+")
     deadline = time.monotonic() + LOCK_SECONDS
     while True:
@@ -175,7 +177,7 @@ def _lock(folder: Path) -> None:
                 "run, or set another run.name or run.folder."
             ) from None
         except OSError:
-            return  # a file system without locks
+            return  # the file system has no locks
         file.truncate(0)
         file.write(f"process {os.getpid()} on {platform.node()}\n")
         file.flush()
@@ -191,7 +193,7 @@ def _version(package: str) -> str | None:
 
 
 def _git_commit() -> str | None:
-    """Commit of the working folder, or of the package where it runs from a clone; None without git."""
+    """Commit of the working folder, or else of the clone that the package runs from; None without git."""
     for folder in (Path.cwd(), Path(__file__).parent):
         with suppress(OSError):
             command = ["git", "-C", str(folder), "rev-parse", "HEAD"]

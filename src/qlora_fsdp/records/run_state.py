@@ -1,6 +1,6 @@
-"""What the files of a run folder say about the run, at any time and from any process. Imports no torch.
+"""The state of a run as its folder shows it, at any time and to any process. Imports no torch.
 
-A run holds a lock on `.lock` as long as it lives, so one that was killed is told from one that is busy.
+A run holds a lock on `.lock` as long as it lives. So a run that was killed can be told from one that still trains.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from typing import Any
 from qlora_fsdp.common.errors import LaunchError, RunFolderError
 
 LOCK = ".lock"
-ATTEMPT = ".attempt"  # which start of which launch has begun to train here
+ATTEMPT = ".attempt"  # which start of which launch began to train here last
 GENERATIONS_FILE = "generations.jsonl"
 BAD_STEPS_FOLDER = "bad_steps"
 TENSORBOARD_FOLDER = "tensorboard"
-# What one run after another would mix in one folder.
+# A new run in the folder removes these, which would otherwise have the records of two runs.
 RECORDS = ("metrics.jsonl", "train.log", "report.html", GENERATIONS_FILE, BAD_STEPS_FOLDER, TENSORBOARD_FOLDER)
 SLURM_FILE = "slurm.json"  # the number of the job that was submitted
-FRESH_SECONDS = 120.0  # a file system without locks: who wrote that lately is alive
-NUM_STEPS_TIMED = 50  # for the ETA
-TAIL_BYTES = 2**20
+FRESH_SECONDS = 120.0  # where the file system has no locks, a run that wrote so lately counts as running
+NUM_STEPS_TIMED = 50  # the ETA follows from the times of so many steps
+TAIL_BYTES = 2**20  # as much of metrics.jsonl is read where only its end is wanted
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class RunState:
 
     Attributes:
         folder: the run folder.
-        status: `finished`, `failed`, `interrupted`, `running`, `stopped` (it ended without a word) or `new`.
+        status: `finished`, `failed`, `interrupted`, `running`, `stopped` (it ended and left no summary) or `new`.
         step: optimizer steps done.
         num_steps: of the whole run.
         loss: of the last step.
@@ -47,9 +47,9 @@ class RunState:
         tokens_per_second_per_gpu: median of the last steps.
         gpu_peak_gib: most memory in any step.
         eta_seconds: until the last step, while it runs.
-        checkpoint: the newest whole one.
-        checkpoint_age_seconds: how long ago that was written.
-        error: why it failed or was interrupted.
+        checkpoint: the newest one that is complete.
+        checkpoint_age_seconds: how long ago it was written.
+        error: why the run failed or was interrupted.
     """
 
     folder: Path
@@ -73,7 +73,7 @@ class RunState:
 
     @property
     def final_loss(self) -> float | None:
-        """What runs are compared by: the last evaluation's loss, or else the last step's."""
+        """The loss that runs are compared by: the last evaluation's, or the last step's where there was none."""
         return self.loss if self.eval_loss is None else self.eval_loss
 
 
@@ -83,7 +83,7 @@ def is_run_folder(folder: Path) -> bool:
 
 
 def find_runs(folder: Path) -> list[Path]:
-    """The run folders in `folder` and below, sorted; what is inside a run folder is looked at too (a sweep's).
+    """The run folders in `folder` and below, sorted. A run folder may have others inside, as that of a sweep does.
 
     Raises:
         RunFolderError: the folder is not there.
@@ -99,18 +99,18 @@ def find_runs(folder: Path) -> list[Path]:
 
 
 def checkpoint_folders(folder: Path) -> list[Path]:
-    """The whole checkpoints in `folder`, oldest first; not what somebody has copied there under another name."""
+    """The complete checkpoints in `folder`, oldest first. Folders with other names are left out."""
     return sorted(path for path in folder.glob("step-*") if step_of(path) is not None and path.is_dir())
 
 
 def step_of(checkpoint: Path) -> int | None:
-    """Optimizer steps done in a checkpoint, by its folder's name; None for a folder that is none."""
+    """Optimizer steps done in a checkpoint, by the name of its folder; None where that is not a checkpoint's."""
     number = checkpoint.name.removeprefix("step-")
     return int(number) if number.isdecimal() else None
 
 
 def read_run(folder: Path) -> RunState:
-    """Reads the state of the run in `folder`; a folder that is not there is a `new` run."""
+    """Read the state of the run in `folder`. A folder that does not exist is a `new` run."""
     summary = read_json(folder / "summary.json")
     lines = list(read_metrics(folder, last=True))
     steps, evaluations = [line for line in lines if "loss" in line], [line for line in lines if "eval_loss" in line]
@@ -124,7 +124,7 @@ def read_run(folder: Path) -> RunState:
     checkpoints = checkpoint_folders(folder / "checkpoints")
     age = None
     if checkpoints:
-        with suppress(OSError):  # it is being removed
+        with suppress(OSError):  # the run may be removing it
             age = max(0.0, time.time() - (checkpoints[-1] / "manifest.json").stat().st_mtime)
     return RunState(
         folder,
@@ -145,10 +145,10 @@ def read_run(folder: Path) -> RunState:
 
 
 def slurm_queue() -> dict[str, str]:
-    """What SLURM has of this user's, by job number: `pending (Priority)`, `running`; empty without SLURM.
+    """The state of this user's SLURM jobs by job number, such as `pending (Priority)`; empty without SLURM.
 
     Raises:
-        LaunchError: SLURM does not answer, which is no sign that it has none.
+        LaunchError: SLURM does not answer, so that nobody knows whether there are jobs.
     """
     command = ["squeue", "--me", "--array", "--noheader", "--format=%i|%T|%r"]
     try:
@@ -168,14 +168,14 @@ def slurm_queue() -> dict[str, str]:
 
 
 def describe_attempt(environ: Mapping[str, str]) -> dict[str, Any]:
-    """Which launch this process belongs to, and how often SLURM and torchrun have started it again."""
+    """The launch that this process belongs to, and how often SLURM and torchrun have started it again."""
     names = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
     launch = environ.get("SLURM_JOB_ID") or f"{platform.node()} {os.getppid()}"
     return {"launch": launch, "restarts": [int(environ.get(name, "0")) for name in names]}
 
 
 def read_metrics(folder: Path, last: bool = False, file: str = "metrics.jsonl") -> Iterator[dict[str, Any]]:
-    """The lines of metrics.jsonl (or generations.jsonl), whole ones; with `last` only those at its end."""
+    """The complete lines of metrics.jsonl, or of another `file`; with `last` only those at its end."""
     try:
         with (folder / file).open("rb") as stream:
             size = stream.seek(0, os.SEEK_END)
@@ -184,14 +184,14 @@ def read_metrics(folder: Path, last: bool = False, file: str = "metrics.jsonl") 
     except OSError:
         return
     for line in content.splitlines():
-        with suppress(ValueError):  # half a line, at either end
+        with suppress(ValueError):  # the first and the last line may be cut off
             values = json.loads(line)
             if isinstance(values, dict) and "step" in values:
                 yield values
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object; empty where there is none."""
+    """The JSON object in a file; empty where there is none."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -200,7 +200,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def _status(folder: Path) -> str:
-    """Of a run without a summary."""
+    """The status of a run without a summary."""
     if not is_run_folder(folder):
         return "new"
     files = [folder / name for name in ("metrics.jsonl", "train.log", "environment.json")]

@@ -1,4 +1,4 @@
-"""Where figures go besides the run folder: W&B and TensorBoard, each where it is asked for. Only on rank 0."""
+"""W&B and TensorBoard, which get the journal's figures where they are asked for. Only rank 0 has them."""
 
 from __future__ import annotations
 
@@ -17,42 +17,42 @@ from qlora_fsdp.config.schema import Config, WandbMode
 from qlora_fsdp.records.run_folder import log, writing
 from qlora_fsdp.records.run_state import TENSORBOARD_FOLDER, read_json
 
-WANDB_FILE = "wandb.json"  # the run's id there
+WANDB_FILE = "wandb.json"  # has the id that W&B knows the run by
 
 
 class Tracker(Protocol):
-    """Takes what the journal has."""
+    """Gets what the journal gets."""
 
     def log(self, figures: dict[str, float], step: int) -> None:
-        """Figures of a step, by name."""
+        """Record figures of a step, by name."""
 
     def generations(self, rows: list[dict[str, Any]], step: int) -> None:
-        """What the model wrote, as lines of generations.jsonl."""
+        """Record what the model wrote; the rows are lines of generations.jsonl."""
 
     def close(self, summary: dict[str, Any], adapter: Path | None) -> None:
-        """The end; `adapter` is the result's folder, if there is one."""
+        """Finish. `adapter` is the folder of the result; None: the run has none."""
 
 
 def start_trackers(folder: Path, config: Config, first_step: int) -> list[Tracker]:
-    """What `tracking` asks for; a run that goes on from `first_step` goes on there too."""
+    """Start what `tracking` asks for. A run that resumes at `first_step` is resumed there too."""
     trackers: list[Tracker] = []
     mode = wandb_mode(config)
     if mode is not WandbMode.disabled:
-        trackers.append(WandbTracker(folder, config, mode, goes_on=first_step > 0))
+        trackers.append(WandbTracker(folder, config, mode, resumes=first_step > 0))
     if config.tracking.tensorboard:
         trackers.append(TensorBoardTracker(folder, first_step))
     return trackers
 
 
 class WandbTracker:
-    """A run in W&B: the same one again where a checkpoint is gone on from."""
+    """A run in W&B. A run that resumes from a checkpoint stays the same run there."""
 
-    def __init__(self, folder: Path, config: Config, mode: WandbMode, goes_on: bool) -> None:
+    def __init__(self, folder: Path, config: Config, mode: WandbMode, resumes: bool) -> None:
         import wandb
 
         self.tracking, self.last_step = config.tracking, 0
         file = folder / WANDB_FILE
-        run_id = (read_json(file).get("id") if goes_on else None) or secrets.token_hex(4)
+        run_id = (read_json(file).get("id") if resumes else None) or secrets.token_hex(4)
         with writing(folder):
             write_json(file, {"id": run_id})
         start = partial(
@@ -68,14 +68,15 @@ class WandbTracker:
         self.run: Any
         try:
             self.run = start(mode=cast(Any, mode.value))
-        except wandb.Error as error:  # no network, or a key that is not taken: no reason to lose a run
+        except wandb.Error as error:  # no network, or a key that W&B refuses: no reason to lose a run
             reason, files = str(error).partition("\n")[0], folder / "wandb" / "offline-run-*"
             log.warning(f"W&B can't be reached: {reason}. It goes on offline; to send it later: wandb sync {files}")
-            wandb.teardown(exit_code=1)  # its service would say that the run's id is in use
+            wandb.teardown(exit_code=1)  # else its service would say that the run's id is in use
             self.run = start(mode="offline")
 
     def log(self, figures: dict[str, float], step: int) -> None:
-        # W&B takes nothing for a step that is past, and a checkpoint's line comes some steps after its own.
+        # W&B refuses figures of a step before the last one. A checkpoint's figures come some steps late, because a
+        # thread writes it while training continues.
         self.last_step = max(self.last_step, step)
         self.run.log(figures, step=self.last_step)
 
@@ -99,12 +100,12 @@ class WandbTracker:
 
 
 class TensorBoardTracker:
-    """Event files in the run folder: `tensorboard --logdir outputs` shows all runs."""
+    """Event files in the run folder. `tensorboard --logdir outputs` shows all runs."""
 
     def __init__(self, folder: Path, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # Of a run that goes on, TensorBoard forgets what came after the checkpoint.
+        # When a run resumes, TensorBoard drops what came after the checkpoint.
         purge = first_step + 1 if first_step else None
         self.writer: Any = SummaryWriter(str(folder / TENSORBOARD_FOLDER), purge_step=purge)
         log.info(f"TensorBoard: tensorboard --logdir {folder / TENSORBOARD_FOLDER}")

@@ -1,4 +1,4 @@
-"""`python -m qlora_fsdp.report FOLDER...`: write report.html about a run, or about all runs in the folders."""
+"""`python -m qlora_fsdp.report FOLDER...`: writes report.html about a run, or about all runs in the folders."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from qlora_fsdp.report.sweep_table import read_results, show_results, write_resu
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Writes the report that the command line asks for, and a sweep's table anew; the exit code."""
+    """Writes the report that the command line asks for, and a sweep's table anew; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m qlora_fsdp.report", description="Write report.html about a run, or to compare several."
     )

@@ -1,4 +1,4 @@
-"""Line charts and dot plots as SVG, drawn here so that a report is one file without scripts."""
+"""Draws line charts and dot plots as SVG, so that a report is one file without scripts."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from dataclasses import dataclass
 from html import escape
 
 WIDTH, HEIGHT = 520, 240
-LEFT, RIGHT, TOP, BOTTOM = 62, 24, 10, 34  # margins, for the ticks' labels
-MAX_POINTS = 600  # a line; more can't be seen
+LEFT, RIGHT, TOP, BOTTOM = 62, 24, 10, 34  # margins, which hold the labels of the ticks
+MAX_POINTS = 600  # per line; more can't be seen
 NUM_COLOURS = 8  # classes c0 to c7 in the page's style
 
 
 @dataclass(frozen=True)
 class Series:
-    """A line, or dots, of a chart.
+    """A line, or the dots, of a chart.
 
     Attributes:
-        name: for the legend and the tooltip.
-        xs: ascending.
-        ys: as many; None leaves a point out.
-        colour: its number; wraps around.
+        name: the name in the legend and the tooltip.
+        xs: ascending numbers.
+        ys: as many numbers; None leaves a point out.
+        colour: the number of the colour, which wraps around.
         style: `line`, `faint` (a line in the background) or `dots`.
     """
 
@@ -33,7 +33,7 @@ class Series:
 
     @property
     def points(self) -> list[tuple[float, float]]:
-        """What can be drawn; long lines as means of neighbours."""
+        """The points to draw. Of a long line, each is the mean of neighbours."""
         found = [(x, y) for x, y in zip(self.xs, self.ys, strict=True) if y is not None and math.isfinite(y)]
         if self.style == "dots" or len(found) <= MAX_POINTS:
             return found
@@ -43,12 +43,12 @@ class Series:
 
 
 def chart(title: str, series: Sequence[Series], x_label: str = "step", x_names: Sequence[str] = ()) -> str:
-    """A chart with its title, or nothing where there is nothing to draw.
+    """Returns a chart with its title, or an empty text if there is nothing to draw.
 
     Args:
-        title: above it.
-        series: drawn in this order.
-        x_label: below the axis.
+        title: the text above the chart.
+        series: the lines and dots, drawn in this order.
+        x_label: the text below the axis.
         x_names: names for x = 0, 1, ... in place of numbers.
     """
     drawn = [(one, one.points) for one in series if one.points]
@@ -98,7 +98,7 @@ def chart(title: str, series: Sequence[Series], x_label: str = "step", x_names: 
 
 
 def smooth(values: Sequence[float | None], weight: float = 0.95) -> list[float | None]:
-    """Exponential mean with the bias of its start taken out, as W&B and TensorBoard show it."""
+    """Returns the running exponential mean, corrected for the bias of its start, as W&B and TensorBoard show it."""
     mean, total, result = 0.0, 0.0, list[float | None]()
     for value in values:
         if value is not None:
@@ -108,8 +108,8 @@ def smooth(values: Sequence[float | None], weight: float = 0.95) -> list[float |
 
 
 def ticks(low: float, high: float, at_most: int = 6) -> list[float]:
-    """Round numbers from at most `low` to at least `high`."""
-    if high - low <= 1e-9 * max(abs(low), abs(high)):  # the same but for rounding, as a line and its running mean are
+    """Returns round numbers, of which the first is at most `low` and the last at least `high`."""
+    if high - low <= 1e-9 * max(abs(low), abs(high)):  # as a constant line and its running mean
         low, high = low - abs(low) * 0.1 - 1e-9, high + abs(high) * 0.1 + 1e-9
     rough = (high - low) / (at_most - 1)
     power = 10.0 ** math.floor(math.log10(rough))
@@ -124,6 +124,6 @@ def _show(number: float, num_digits: int = 4) -> str:
 
 
 def _show_apart(numbers: Sequence[float]) -> list[str]:
-    """With as many digits as it takes to tell them apart."""
+    """Shows numbers with as many digits as it takes to tell them apart."""
     texts = ([_show(number, num_digits) for number in numbers] for num_digits in range(4, 16))
     return next(found for found in texts if len(set(found)) == len(numbers))

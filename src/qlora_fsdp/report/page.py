@@ -1,4 +1,4 @@
-"""Write the report of one or several runs: figures, charts, what differs, settings and environment."""
+"""Writes the report of one run or of several: figures, charts, differences, settings and environment."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def write_report(folders: Sequence[Path], output: Path | None = None) -> Path:
 
     Args:
         folders: run folders, or folders that hold some.
-        output: the file; None: report.html in the folder that they share.
+        output: the file; None for report.html in the folder that they share.
 
     Returns:
         The file.
@@ -76,7 +76,7 @@ def write_report(folders: Sequence[Path], output: Path | None = None) -> Path:
 
 @dataclass(frozen=True)
 class Run:
-    """A run as a report needs it."""
+    """What a report needs to know of a run."""
 
     name: str
     state: RunState
@@ -89,7 +89,7 @@ class Run:
 
 
 def read(folder: Path, name: str) -> Run:
-    """Everything in a run folder that a report shows."""
+    """Reads everything in a run folder that a report shows."""
     lines = list(read_metrics(folder))
     steps, evaluations = [line for line in lines if "loss" in line], [line for line in lines if "eval_loss" in line]
     summary, environment = read_json(folder / "summary.json"), read_json(folder / "environment.json")
@@ -99,7 +99,7 @@ def read(folder: Path, name: str) -> Run:
 
 
 def make_page(title: str, runs: Sequence[Run]) -> str:
-    """The report as HTML: one file, no scripts, nothing from elsewhere."""
+    """Returns the report as one file of HTML, without scripts and without anything from elsewhere."""
     body = [f"<h1>{escape(title)}</h1>", _figures(runs), _swept(runs), _charts(runs)]
     body += [_memory(runs[0]), _generations(runs[0]), _details(runs[0])] if len(runs) == 1 else []
     return (
@@ -110,7 +110,7 @@ def make_page(title: str, runs: Sequence[Run]) -> str:
 
 
 def _figures(runs: Sequence[Run]) -> str:
-    """A row a run: what differs, and what came of it."""
+    """One row per run: the settings that differ, and the results."""
     differing = _differing(runs)
     rows = []
     for index, run in enumerate(runs):
@@ -167,7 +167,7 @@ def _charts(runs: Sequence[Run]) -> str:
 
 
 def _swept(runs: Sequence[Run]) -> str:
-    """How the loss depends on each setting that differs: a dot a run."""
+    """How the loss depends on each setting that differs, with one dot per run."""
     drawn = []
     for key in _differing(runs):
         names = sorted({_value(run.settings.get(key)) for run in runs}, key=_order)
@@ -181,7 +181,7 @@ def _swept(runs: Sequence[Run]) -> str:
 
 
 def _memory(run: Run) -> str:
-    """The plan beside what was measured, phase by phase."""
+    """The planned memory beside the measured one, phase by phase."""
     memory = run.summary.get("memory") or {}
     planned, measured = (memory.get(key) or {} for key in ("predicted", "measured"))
     columns = {
@@ -189,7 +189,7 @@ def _memory(run: Run) -> str:
         "tensors": measured.get("tensors_gib") or {},
         "reserved by torch": measured.get("reserved_gib") or {},
     }
-    if not columns["tensors"]:  # nothing was measured: a CPU, or a run that is not over
+    if not columns["tensors"]:  # nothing was measured, on a CPU or while the run is not over
         return ""
     phases = list(dict.fromkeys(phase for values in columns.values() for phase in values))
     rows = [[phase, *(show_number(values.get(phase), ".2f") for values in columns.values())] for phase in phases]
@@ -206,7 +206,7 @@ def _memory(run: Run) -> str:
 
 
 def _generations(run: Run) -> str:
-    """What the model wrote at the first evaluation and at the last, beside what is in the data."""
+    """What the model wrote at the first evaluation and at the last one, beside what is in the data."""
     steps = sorted({row["step"] for row in run.generations})
     if not steps:
         return ""
@@ -241,7 +241,7 @@ def _details(run: Run) -> str:
 
 
 def _differing(runs: Sequence[Run]) -> list[str]:
-    """Settings that are not the same in all runs."""
+    """The settings that are not the same in all runs."""
     keys = dict.fromkeys(key for run in runs for key in run.settings if key.partition(".")[0] not in NOT_COMPARED)
     return [key for key in keys if len({_value(run.settings.get(key)) for run in runs}) > 1]
 
@@ -251,7 +251,7 @@ def _value(value: Any) -> str:
 
 
 def _order(text: str) -> tuple[int, float, str]:
-    """Numbers by size, then words."""
+    """A key that sorts numbers by size, and words after them."""
     try:
         return 0, float(text), text
     except ValueError:
@@ -259,6 +259,6 @@ def _order(text: str) -> tuple[int, float, str]:
 
 
 def _natural(path: Path) -> list[tuple[int, float, str]]:
-    """The order that people expect: r=4 before r=16."""
+    """A key that sorts as people expect: r=4 before r=16."""
     parts = re.split(r"(\d+(?:\.\d+)?)", str(path))
     return [(1, float(part), "") if index % 2 else (0, 0.0, part) for index, part in enumerate(parts)]

@@ -1,4 +1,4 @@
-"""What came of a sweep: sweep.json, sweep.csv, and a table for the terminal. Imports no torch."""
+"""The results of a sweep: sweep.json, sweep.csv, and a table for the terminal. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,15 +10,27 @@ from typing import Any
 
 from qlora_fsdp.common.files import write_atomically, write_json
 from qlora_fsdp.common.text import format_table, show_number
-from qlora_fsdp.launch.jobs import Job
 from qlora_fsdp.records.run_state import read_json, read_run
 
 SWEEP_FILE = "sweep.json"
 
 
-def describe_sweep(jobs: Sequence[Job]) -> list[dict[str, Any]]:
-    """The lines of sweep.json, in the sweep's order."""
-    return [_describe(job.folder, job.swept) for job in jobs]
+def describe_job(folder: Path, swept: dict[str, str]) -> dict[str, Any]:
+    """Returns the entry of sweep.json about a job: its swept settings, and the present state of its run."""
+    state = read_run(folder)
+    return {
+        "overrides": swept,
+        "status": state.status,
+        "loss": state.final_loss,
+        "eval_loss": state.eval_loss,
+        "final_loss": state.loss,
+        "steps": state.step,
+        "tokens_per_second_per_gpu": state.tokens_per_second_per_gpu,
+        "gpu_peak_gib": state.gpu_peak_gib,
+        "folder": str(folder),
+        "adapter": str(state.adapter) if state.adapter else None,
+        "error": state.error,
+    }
 
 
 def write_results(folder: Path, jobs: list[dict[str, Any]]) -> None:
@@ -35,13 +47,13 @@ def write_results(folder: Path, jobs: list[dict[str, Any]]) -> None:
 
 
 def read_results(folder: Path) -> list[dict[str, Any]]:
-    """The jobs of the sweep in `folder` as they are now; empty where there is no sweep."""
+    """Returns the present state of the jobs of the sweep in `folder`; empty if there is no sweep."""
     jobs = read_json(folder / SWEEP_FILE).get("jobs", [])
-    return [_describe(Path(job["folder"]), job["overrides"]) for job in jobs]
+    return [describe_job(Path(job["folder"]), job["overrides"]) for job in jobs]
 
 
 def show_results(folder: Path, jobs: Sequence[dict[str, Any]]) -> str:
-    """The table of a sweep; the best job has a star."""
+    """Returns the table of a sweep, in which the best job has a star."""
     losses = [job["loss"] for job in jobs if job["status"] == "finished" and job["loss"] is not None]
     best = min(losses, default=None)
     rows = []
@@ -61,20 +73,3 @@ def show_results(folder: Path, jobs: Sequence[dict[str, Any]]) -> str:
             }
         )
     return format_table(rows)
-
-
-def _describe(folder: Path, swept: dict[str, str]) -> dict[str, Any]:
-    state = read_run(folder)
-    return {
-        "overrides": swept,
-        "status": state.status,
-        "loss": state.final_loss,
-        "eval_loss": state.eval_loss,
-        "final_loss": state.loss,
-        "steps": state.step,
-        "tokens_per_second_per_gpu": state.tokens_per_second_per_gpu,
-        "gpu_peak_gib": state.gpu_peak_gib,
-        "folder": str(folder),
-        "adapter": str(state.adapter) if state.adapter else None,
-        "error": state.error,
-    }

@@ -77,6 +77,11 @@ def hold_to(target: float, libraries: int, device: torch.device) -> None:
         torch.cuda.set_per_process_memory_fraction(min(1.0, max(0.0, target - libraries) / total), device)
 
 
+def is_shortage(error: RuntimeError) -> bool:
+    """Whether memory ran out: torch's allocator raises a class of its own, CUDA's calls and NCCL say so in the text."""
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
+
+
 def host_rss_gib() -> float:
     """The most host memory that this process has ever held, in GiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB

@@ -1,29 +1,27 @@
-"""Which rows of a parameter this rank holds: the one place that knows FSDP2's layout along dim 0."""
+"""Which rows of a parameter this rank holds. This is the only module that knows how FSDP2 splits dim 0."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from qlora_fsdp.common.sizes import PIECE_BYTES
-from qlora_fsdp.layers import QuantizedLinear
 
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the newer name, torch >= 2.13
 
 
 def local_tensor(param: Tensor) -> Tensor:
-    """This rank's rows, without autograd; writing to it writes to the parameter."""
+    """This rank's rows, without autograd. Writing to them writes to the parameter."""
     return param.to_local().detach() if isinstance(param, DTensor) else param.detach()
 
 
 def shard_group(param: Tensor) -> dist.ProcessGroup | None:
-    """The ranks among which the parameter's rows are split, or None if this rank has them all."""
+    """The ranks that share the parameter's rows; None if this rank has them all."""
     if isinstance(param, DTensor):
         for axis, placement in enumerate(param.placements):
             if isinstance(placement, Shard):
@@ -31,8 +29,20 @@ def shard_group(param: Tensor) -> dist.ProcessGroup | None:
     return None
 
 
+def replica_of(param: Tensor) -> tuple[int, int]:
+    """Which of the ranks that hold the same rows of the parameter this one is, and how many there are."""
+    if not isinstance(param, DTensor):
+        return dist.get_rank(), dist.get_world_size()
+    index, count = 0, 1
+    for axis, placement in enumerate(param.placements):
+        if not isinstance(placement, Shard):
+            size = param.device_mesh.size(axis)
+            index, count = index * size + param.device_mesh.get_local_rank(axis), count * size
+    return index, count
+
+
 def rows_of_rank(num_rows: int, rank: int, num_ranks: int) -> tuple[int, int]:
-    """[first, last) of dim 0 on a rank: as `torch.chunk`, so the last ranks may hold fewer rows, or none."""
+    """[first, last) of dim 0 on a rank, split like `torch.chunk`: the last ranks may hold fewer rows, or none."""
     chunk = -(num_rows // -num_ranks)
     return min(rank * chunk, num_rows), min((rank + 1) * chunk, num_rows)
 
@@ -48,12 +58,12 @@ def local_rows(param: Tensor) -> tuple[int, int]:
 
 
 def gather_rows(local: Tensor, num_rows: int, group: dist.ProcessGroup | None) -> Tensor:
-    """Concatenate every rank's rows into all `num_rows`, whatever their dtype: bytes travel, no value is read.
+    """Concatenate the rows of all ranks. They travel as bytes, so no value of any dtype can change.
 
     Args:
         local: this rank's rows [n, ...], contiguous, on the device of the group.
         num_rows: of all ranks of the group together.
-        group: the ranks that hold the rows, as `shard_group` gives them; None: this rank has them all.
+        group: the ranks that hold the rows, from `shard_group`; None if this rank has them all.
     """
     if group is None:
         return local
@@ -71,13 +81,16 @@ def gather_rows(local: Tensor, num_rows: int, group: dist.ProcessGroup | None) -
 def gather_pieces(
     held: Sequence[Tensor], num_rows: int, group: dist.ProcessGroup | None, device: torch.device
 ) -> Iterator[tuple[int, list[Tensor]]]:
-    """All rows of tensors that are split alike, in pieces of 64 MiB at most: a piece's first row, and its rows of each.
+    """Gather tensors that are split alike, in pieces of at most 64 MiB.
 
     Args:
-        held: of each tensor this rank's rows, on any device; the first has the largest.
-        num_rows: of all ranks of the group together, of each tensor.
-        group: as of `gather_rows`.
+        held: this rank's rows of each tensor, on any device. The first tensor has the largest rows.
+        num_rows: rows of each whole tensor.
+        group: the ranks that hold the rows, from `shard_group`; None if this rank has them all.
         device: where the pieces go.
+
+    Yields:
+        The first row of a piece, and the piece of each tensor.
     """
     num_ranks = 1 if group is None else dist.get_world_size(group)
     chunk = -(num_rows // -num_ranks)
@@ -87,7 +100,7 @@ def gather_pieces(
         size = min(piece, chunk - start)
         mine = [part[start : start + size].to(device, non_blocking=True) for part in held]
         gathered = mine if num_ranks == 1 else [gather_rows(part, num_ranks * size, group) for part in mine]
-        if size == chunk:  # all of every rank: one after another, as in the whole tensor
+        if size == chunk:  # one piece has all rows of every rank, in the order of the whole tensor
             yield 0, [part[:num_rows] for part in gathered]
             return
         for rank in range(num_ranks):
@@ -97,26 +110,11 @@ def gather_pieces(
                 yield first, [part[rows] for part in gathered]
 
 
-def whole_weight(layer: nn.Module, device: torch.device) -> Tensor:
-    """The weight of a linear layer on `device`: as `whole`, or of a `QuantizedLinear` in int8 dequantized.
+def gather_whole(param: Tensor, device: torch.device) -> Tensor:
+    """All rows of a parameter on `device`, without autograd.
 
-    Codes are gathered a piece at a time, so that there is one buffer of the weight's size and no other.
-    """
-    if not isinstance(layer, QuantizedLinear):
-        return whole(cast(nn.Linear, layer).weight, device)
-    num_rows, columns, format = layer.out_features, layer.in_features, layer.format
-    held = [local_tensor(part) for part in (layer.codes, layer.scales)]
-    out = torch.empty(num_rows, columns, dtype=layer.compute_dtype, device=device)
-    for first, (codes, scales) in gather_pieces(held, num_rows, shard_group(layer.codes), device):
-        parts, size = {"codes": codes, "scales": scales}, len(scales)
-        out[first : first + size] = format.dequantize(parts, size, columns, layer.compute_dtype)
-    return out
-
-
-def whole(param: Tensor, device: torch.device) -> Tensor:
-    """All rows of a parameter on `device`, without autograd: in one new buffer, or its own memory if this rank has all.
-
-    FSDP gathers into a flat buffer and copies it out, so a unit that is large counts twice there.
+    They are in one new buffer, or in the parameter's own memory if this rank has all rows. FSDP itself gathers a unit
+    into a flat buffer and copies it out, so a large parameter would take its memory twice.
     """
     local, group = local_tensor(param).to(device, non_blocking=True), shard_group(param)
     return local if group is None or dist.get_world_size(group) == 1 else gather_rows(local, param.shape[0], group)

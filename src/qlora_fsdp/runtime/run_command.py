@@ -1,4 +1,4 @@
-"""How a command beside training runs: errors are shown once, processes meet and part."""
+"""Runs a command beside training on every process, and shows an error once."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, TypeVar
@@ -25,7 +26,7 @@ from qlora_fsdp.common.errors import (
 )
 from qlora_fsdp.common.files import write_atomically
 from qlora_fsdp.common.startup import quick_imports
-from qlora_fsdp.config.check_settings import check_settings
+from qlora_fsdp.config.check_settings import Needs, check_settings
 from qlora_fsdp.config.commands import AdapterSettings, load_command
 from qlora_fsdp.config.schema import Config
 
@@ -36,11 +37,11 @@ log = logging.getLogger("qlora_fsdp")
 Settings = TypeVar("Settings", bound=AdapterSettings)
 
 NO_BASE = "Set adapter to the folder that training wrote; or, without an adapter, model or model.path as for training."
-FIRST_RANK_SECONDS = 3.0  # for a node's first rank to say what this one would
+FIRST_RANK_SECONDS = 3.0  # time for a node's first rank to print what this one would
 
 
 def write_out(out: str, text: str) -> None:
-    """Write what a command's `out=` setting asks for, whole or not at all.
+    """Writes the file of a command's `out=` setting, whole or not at all.
 
     Raises:
         RunFolderError: the file can't be written.
@@ -52,7 +53,7 @@ def write_out(out: str, text: str) -> None:
 
 
 def check_out(out: str | None) -> list[Problem]:
-    """Whether `write_out` can write there, before what it is to write is worked out; None: nothing is written."""
+    """Returns why `write_out` could not write there, before the work begins; None is for no file."""
     if out is None:
         return []
     path = Path(out).expanduser()
@@ -71,73 +72,80 @@ def run_command(
     kind: type[Settings],
     usage: str,
     body: Callable[[Settings, Config, Processes], None],
-    needs_data: bool = True,
-    needs_model: bool = True,
+    optional: Sequence[str] = (),
     takes_adapter: bool = True,
 ) -> int:
-    """Parse, check, and run `body` on every process; where it fails on one, all end with that error.
+    """Parses and checks the command line and runs `body` on every process. If it fails on one, all end with that error.
 
     Args:
-        argv: the arguments; None: this process's own.
-        kind: dataclass of the command's own settings.
+        argv: the arguments; None for those of this process.
+        kind: the dataclass of the command's own settings.
         usage: what --help prints.
         body: the command.
-        needs_data: data.path must be set.
-        needs_model: model or model.path must be set.
-        takes_adapter: adapter= tells the model, too.
+        optional: settings that training needs and this command can do without, e.g. `data.path`.
+        takes_adapter: whether adapter= may name the model in place of model.path.
 
     Returns:
         The exit code: 0, or that of the `UserError` that has been printed.
     """
-    rank = os.environ.get("RANK", "0")
     try:
         settings, config = load_command(sys.argv[1:] if argv is None else argv, kind, usage)
-        unneeded = {"data.path=null": not needs_data, "model.path=null": not needs_model}
-        problems = [problem for problem in check_settings(config) if not unneeded.get(problem.setting)]
-        if takes_adapter and settings.adapter is None:
-            problems = [replace(p, fix=NO_BASE) if p.setting == "model.path=null" else p for p in problems]
+        problems = check_settings(config, Needs(optional=tuple(optional)))
+        if takes_adapter and settings.adapter is None and config.model.path is None:
+            problems = [replace(p, fix=NO_BASE) if p.setting == "model.path" else p for p in problems]
         if problems:
             raise ConfigError(problems)
-        with quick_imports():  # torch only from here on
-            from qlora_fsdp.runtime.processes import start_processes, stop_processes
-            from qlora_fsdp.runtime.watch import Watch
-            from qlora_fsdp.training.memory_use import is_shortage
-
-        log.handlers[:] = [logging.StreamHandler(sys.stderr) if rank == "0" else logging.NullHandler()]
-        log.setLevel(logging.INFO)
-        log.propagate = False
-        processes = start_processes(config.distributed.timeout_seconds)
-        watch = Watch(processes) if processes.num_ranks > 1 else None
-        try:
-            try:
-                body(settings, config, processes)
-                processes.wait(patiently=True)  # rank 0 may still write: a rank that ended before would look lost
-            except RuntimeError as error:
-                if not is_shortage(error):
-                    raise
-                raise MemoryShortage(
-                    f"{processes.device} is out of memory: {str(error).partition('. ')[0]}. Start more processes "
-                    "(torchrun --nproc_per_node), which share the model, or set a smaller batch or length."
-                ) from error
-        except BaseException as error:
-            reason = error if watch is None else watch.explain(error)
-            if reason is error:
-                raise
-            raise reason from error
-        finally:
-            stop_processes()
-            if watch is not None:
-                watch.stop()
+        _log_to_stderr()
+        _run_together(partial(body, settings, config), config.distributed.timeout_seconds)
     except UserError as error:
         show_error(error)
         return error.exit_code
     return 0
 
 
+def _log_to_stderr() -> None:
+    is_first = os.environ.get("RANK", "0") == "0"
+    log.handlers[:] = [logging.StreamHandler(sys.stderr) if is_first else logging.NullHandler()]
+    log.setLevel(logging.INFO)
+    log.propagate = False
+
+
+def _run_together(body: Callable[[Processes], None], timeout_seconds: int) -> None:
+    """Meets the other processes, runs `body`, and ends all of them with the error of the first that fails."""
+    with quick_imports():  # torch only from here on
+        from qlora_fsdp.runtime.hardware import is_shortage
+        from qlora_fsdp.runtime.processes import start_processes, stop_processes
+        from qlora_fsdp.runtime.watch import Watch
+
+    processes = start_processes(timeout_seconds)
+    watch = Watch(processes) if processes.num_ranks > 1 else None
+    try:
+        try:
+            body(processes)
+            if watch is not None:
+                watch.finish()
+        except RuntimeError as error:
+            if not is_shortage(error):
+                raise
+            raise MemoryShortage(
+                f"{processes.device} is out of memory: {str(error).partition('. ')[0]}. Start more processes "
+                "(torchrun --nproc_per_node), which share the model, or set a smaller batch or length."
+            ) from error
+    except BaseException as error:
+        reason = error if watch is None else watch.explain(error)
+        if reason is error:
+            raise
+        raise reason from error
+    finally:
+        stop_processes()
+        if watch is not None:
+            watch.stop()
+
+
 def show_error(error: UserError) -> None:
-    """Print what ends this process, unless it has been, and leave the reason to torchrun for the end of its report."""
+    """Prints what ends this process, unless a rank has done so, and leaves the reason for torchrun's report."""
     if not error.is_shown:
-        # The processes have not met. A node's first rank finds the same, as a rule, and its end ends the others.
+        # The processes have not met. As a rule, a node's first rank finds the same error, and its end ends the others.
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print_error(error)
         else:
@@ -147,5 +155,5 @@ def show_error(error: UserError) -> None:
     if file is not None:
         message = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         report = {"message": {"message": message, "extraInfo": {"timestamp": int(time.time())}}}
-        with suppress(OSError):  # of a full disk, say; the error itself has been printed
+        with suppress(OSError):  # the disk may be full; the error itself has been printed
             Path(file).write_text(json.dumps(report))

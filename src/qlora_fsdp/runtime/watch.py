@@ -108,7 +108,10 @@ class Watch:
         self.signals.be_patient(notice)
 
     def finish(self) -> None:
-        """Wait, however long, until the run is over on all ranks, and watch no more."""
+        """Wait, however long, until the run is over on all ranks, and watch no more.
+
+        Rank 0 may still write its report, and a rank that ended before would look lost to it.
+        """
         self._is_finishing = True  # from here on a rank of this host may have ended because it has finished
         self._processes.wait(patiently=True)  # gloo raises an error here if a rank is killed before it has finished
         self.stop()

@@ -1,8 +1,10 @@
-"""What happens on a step that would spoil the adapter: loss or gradient is NaN, infinite, or far above the last ones.
+"""What happens on a bad step, which would spoil the adapter.
 
-Its gradient is never used: the optimizer is told so on the device, by the same rule (`optim.measure_step`). What was
-in the batch is written to run.folder/bad_steps/, and training stops, goes on with the next batch, or goes back to the
-weights of the newest checkpoint first.
+A step is bad if its loss or its gradient is NaN or infinite, or if its gradient norm is far above those of the steps
+before. The gradient of a bad step is never used: `step.StepRunner` applies the same rule on the device, and the
+optimizer leaves the weights alone. Later the host finds out here. It writes the rows of the batch to
+run.folder/bad_steps/ and does what training.on_bad_step says: it stops the run, continues with the next batch, or goes
+back to the weights of the newest checkpoint before it continues.
 """
 
 from __future__ import annotations
@@ -20,27 +22,27 @@ from qlora_fsdp.common.files import write_json
 from qlora_fsdp.config.schema import OnBadStep, TrainingConfig
 from qlora_fsdp.data.batch import micro_batch_indices
 from qlora_fsdp.data.sequences import Indices, TrainingData
-from qlora_fsdp.model.count import BatchSplit
+from qlora_fsdp.data.split import BatchSplit
 from qlora_fsdp.records.run_folder import log, writing
 from qlora_fsdp.records.run_state import BAD_STEPS_FOLDER
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.training.saver import Saver
 
-NUM_NORMS = 100  # steps whose median norm is normal
-MIN_NORMS = 20  # below this nothing is known to be normal
-MAX_IN_A_ROW = 10  # bad steps, after which the run is not to be saved
+NUM_NORMS = 100  # a norm is compared with the median of so many good steps
+MIN_NORMS = 20  # with fewer good steps than this, no norm is a spike
+MAX_IN_A_ROW = 10  # a run with more bad steps in a row than this is stopped
 
 
 class BadSteps:
-    """Judges steps, the same on every rank.
+    """Judges the steps of a run. All ranks call it together and come to the same verdict.
 
     Args:
-        config: what is bad, and what to do.
+        config: `on_bad_step` and `grad_norm_spike` are used.
         folder: the run folder.
         data: the training data.
         split: how its sequences spread over ranks.
-        decode: text of a row's tokens.
-        norms: gradient norms of the last good steps, oldest first.
+        decode: gives the text of a row's tokens.
+        norms: gradient norms of the last good steps before this start, oldest first.
         saver: saves before a stop, and has the checkpoints to go back to.
         processes: all ranks take part.
     """
@@ -61,7 +63,7 @@ class BadSteps:
         self.num_in_a_row = 0
 
     def check(self, step: int, loss: float, norm: float, indices: Indices, micro_losses: Sequence[Tensor]) -> bool:
-        """Whether the gradient of a step may be used; if not, do what the configuration says.
+        """Whether a step is good; if it is not, do what `training.on_bad_step` says.
 
         Args:
             step: optimizer steps done before this one.
@@ -71,7 +73,7 @@ class BadSteps:
             micro_losses: this rank's parts of the loss, by micro-batch.
 
         Raises:
-            TrainingError: the run stops here.
+            TrainingError: the step is bad, and the run stops here.
         """
         reason = self._judge(loss, norm)
         if reason is None:
@@ -97,12 +99,12 @@ class BadSteps:
         return False
 
     def limit(self) -> float:
-        """The largest gradient norm that is no spike, by the steps so far."""
+        """The largest gradient norm that is not a spike, judged by the good steps so far; infinite without a limit."""
         spike = self.config.grad_norm_spike
         return math.inf if spike is None or len(self.norms) < MIN_NORMS else spike * statistics.median(self.norms)
 
     def _judge(self, loss: float, norm: float) -> str | None:
-        """What is wrong with a step."""
+        """What is wrong with a step; None: it is good."""
         if not (math.isfinite(loss) and math.isfinite(norm)):
             return f"loss {loss}, gradient norm {norm}"
         if norm > self.limit():
@@ -113,7 +115,7 @@ class BadSteps:
     def _write(
         self, step: int, loss: float, norm: float, reason: str, indices: Indices, micro_losses: Sequence[Tensor]
     ) -> Path:
-        """The step's sequences with the loss of the micro-batch that each was in; the worst first."""
+        """Write the step's sequences to a file, each with the loss of its micro-batch, the highest loss first."""
         file = self.folder / BAD_STEPS_FOLDER / f"step-{step + 1:08}.json"
         losses = self.processes.gather([loss.item() for loss in micro_losses])
         if self.processes.is_main:
@@ -136,5 +138,5 @@ class BadSteps:
 
 
 def _finite(number: float) -> float | None:
-    """A number that JSON has."""
+    """The number, or None where JSON has no such number."""
     return number if math.isfinite(number) else None

@@ -1,14 +1,31 @@
-"""Checkpoints: from one of these a run goes on as if it had never stopped.
+"""Checkpoints: a run that resumes from one continues as if it had never stopped.
 
-run.folder/checkpoints/step-00000100/
-    .metadata, __0_0.distcp, ...    trained parameters and AdamW's state, sharded (torch.distributed.checkpoint)
-    optimizer-00000.pt, ...         the state of adamw_8bit, which can't be sharded anew: a file a rank
-    adapter/                        the adapter, as PEFT loads it
-    manifest.json                   written last: step, settings, and size and SHA-256 of every other file
+A checkpoint is a folder:
 
-There is no more to save: the order of the data, the learning rate, the loss's divisor and the seed of dropout are
-functions of the step. A folder of this name is whole, because it is written under another one and renamed
-(checkpoint_write.py). So is one that is removed: it is renamed first.
+    run.folder/checkpoints/step-00000100/
+        rank-00000.safetensors, ...   what each rank held: rows of the trained parameters and of the optimizer's state
+        index.json                    shape and dtype of each of these tensors, and which file has which of its rows
+        adapter/                      the adapter, in the files that PEFT loads
+        manifest.json                 step, settings, and size and SHA-256 of every other file
+
+Nothing else has to be saved. The order of the data, the learning rate, the divisor of the loss and the seed of dropout
+all follow from the step. Reading these files executes nothing: they are JSON and raw tensor bytes.
+
+The life of a checkpoint, and the function of each step:
+
+1. The loop asks whether a checkpoint is due, and has it written: `saver.Saver.is_due`, `after_step`.
+2. Training waits while each rank copies what it will write to host memory: `checkpoint_write.HostCopy.take`.
+3. Training continues, and a thread on each rank writes that copy: `checkpoint_write.write_checkpoint`. All files go to
+   a folder with a temporary name (`temporary_name`). Each rank writes its own file (`_write_own_file`); then rank 0
+   writes the index, the adapter and last the manifest, and renames the folder (`_complete`). A folder named `step-...`
+   is therefore always whole.
+4. Rank 0 removes checkpoints that are not to be kept, each of which it renames first: `remove_checkpoints`.
+5. A run that starts finds the checkpoint that it has to resume from, and compares its settings, data and base model
+   with that checkpoint's: `resume.find_checkpoint`, `check_changes`, `check_data`, `check_base`.
+6. It compares every file with the manifest: `read_manifest`, `verify_files`.
+7. Each rank reads the rows that it holds now into its parameters and optimizer: `load_checkpoint`. What the index says
+   is checked against these (`saved_tensors.py`). Checkpoints of earlier versions, which were written by
+   torch.distributed.checkpoint, are read by `dcp_checkpoint.py`.
 """
 
 from __future__ import annotations
@@ -17,21 +34,29 @@ import hashlib
 import json
 import shutil
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
 
 from qlora_fsdp.common.errors import ResumeError
 from qlora_fsdp.common.files import digest_file
 from qlora_fsdp.records.run_state import checkpoint_folders
 from qlora_fsdp.runtime.processes import Processes
-from qlora_fsdp.runtime.rows import local_tensor
+from qlora_fsdp.runtime.rows import local_rows, local_tensor
+from qlora_fsdp.training import dcp_checkpoint
 from qlora_fsdp.training.optim import LocalAdamW8bit
+from qlora_fsdp.training.saved_tensors import (
+    INDEX,
+    BadFile,
+    SavedTensor,
+    check_like,
+    rank_file,
+    read_index,
+    read_own,
+    read_rows,
+)
 
 MANIFEST = "manifest.json"
 ANEW = "checkpoint.resume=none to start anew, which removes the checkpoints in run.folder."
@@ -42,12 +67,12 @@ class Checkpoint:
     """What a manifest says.
 
     Attributes:
-        folder: where it is.
         step: optimizer steps done.
-        num_ranks: of the run that wrote it.
+        num_ranks: ranks of the run that wrote it.
         settings: every setting by its dotted key, as plain values.
         data: counts that tell the training data from other data.
-        base: fingerprint of the base model's files; None: it was made up, or the checkpoint is older than this.
+        base: fingerprint of the base model's files. None where the base model is random, or where the checkpoint was
+            written before fingerprints were.
         eval_losses: (step, loss) of the evaluations before this step's.
         files: size and SHA-256 of every other file, by its path in the folder.
     """
@@ -62,31 +87,40 @@ class Checkpoint:
     files: dict[str, tuple[int, str]] = field(default_factory=dict)
 
 
-def another(folder: Path) -> str:
-    """What to do when the checkpoint in `folder` can't be gone on from: it names the one before, if there is one."""
+def resume_hint(folder: Path) -> str:
+    """What to do when the checkpoint in `folder` can't be used; it names the one before, if there is one."""
     older = [path for path in checkpoint_folders(folder.parent) if path < folder]
     return f"Set checkpoint.resume={older[-1] if older else 'FOLDER to another checkpoint'}, or {ANEW}"
 
 
 def read_manifest(folder: Path) -> Checkpoint:
-    """What is in a checkpoint.
+    """Read what is in a checkpoint; its other files are not looked at.
 
     Raises:
-        ResumeError: no whole checkpoint is there.
+        ResumeError: there is no whole checkpoint.
     """
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())
         digest = manifest.pop("sha256")
         if digest != digest_manifest(manifest):
             raise ValueError("its checksum does not match")
-        return Checkpoint(folder, **manifest)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        for name, (size, file_digest) in manifest["files"].items():
+            path = PurePosixPath(name)
+            if path.is_absolute() or ".." in path.parts:
+                raise ValueError(f"it lists {name}, which is not in the folder")
+            if type(size) is not int or type(file_digest) is not str:
+                raise ValueError(f"it has no size and checksum of {name}")
+        checkpoint = Checkpoint(folder, **manifest)
+        if type(checkpoint.step) is not int or type(checkpoint.num_ranks) is not int:
+            raise ValueError("its step or number of ranks is no number")
+        return checkpoint
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise ResumeError(f"{folder / MANIFEST} can't be used: {reason}. {another(folder)}") from error
+        raise ResumeError(f"{folder / MANIFEST} can't be used: {reason}. {resume_hint(folder)}") from error
 
 
 def verify_files(checkpoint: Checkpoint, processes: Processes) -> None:
-    """Compare every file with the manifest; the ranks share the work.
+    """Compare every file with the manifest. Every rank calls this, and the ranks share the work.
 
     Raises:
         ResumeError: a file is missing or differs.
@@ -97,49 +131,74 @@ def verify_files(checkpoint: Checkpoint, processes: Processes) -> None:
         try:
             found = (file.stat().st_size, digest_file(file))
         except OSError as error:
-            raise ResumeError(f"{file} can't be read: {error.strerror}. {another(checkpoint.folder)}") from error
+            raise ResumeError(f"{file} can't be read: {error.strerror}. {resume_hint(checkpoint.folder)}") from error
         if found != (size, digest):
             what = (
                 f"has {found[0]} bytes, not {size}"
                 if found[0] != size
                 else "has another checksum than it was written with"
             )
-            raise ResumeError(f"{file} is damaged: it {what}. {another(checkpoint.folder)}")
+            raise ResumeError(f"{file} is damaged: it {what}. {resume_hint(checkpoint.folder)}")
     processes.wait(patiently=True)
 
 
 def load_checkpoint(
     checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer, processes: Processes
 ) -> None:
-    """Fill the trainable parameters and the optimizer's state, sharded in whatever way; every rank calls this.
+    """Fill the trainable parameters and the optimizer's state, however they are sharded now. Every rank calls this.
 
     Raises:
-        ResumeError: it is of another model.
+        ResumeError: the checkpoint is of another model, or its files contradict one another; on every rank.
     """
-    if not isinstance(optimizer, LocalAdamW8bit):
+    error = None
+    try:
+        _load(checkpoint, model, optimizer, processes.rank)
+    except BadFile as own_error:
+        error = f"{own_error}. {resume_hint(checkpoint.folder)}"
+    error = processes.first_error(error)
+    if error is not None:
+        raise ResumeError(error)
+
+
+@torch.no_grad()
+def _load(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
+    is_8bit, folder, files = isinstance(optimizer, LocalAdamW8bit), checkpoint.folder, checkpoint.files
+    is_dcp = INDEX not in files and dcp_checkpoint.METADATA in files
+    saved = dcp_checkpoint.read_index(folder, files) if is_dcp else read_index(folder, files)
+    if not is_8bit:
         _allocate_state(optimizer)
-    state, reader = trained_state(model, optimizer), FileSystemReader(checkpoint.folder)
-    saved = {
-        name: entry.size
-        for name, entry in reader.read_metadata().state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
+    state = trained_state(model, optimizer)
     for name in sorted(saved.keys() | state.keys()):
-        here, there = (tuple(state[name].shape) if name in state else None), saved.get(name)
-        if there is None or here != tuple(there):
-            raise ResumeError(
-                f"{checkpoint.folder} is of another model or adapter: {name} is {_shape(there)} there and "
-                f"{_shape(here)} here. {another(checkpoint.folder)}"
-            )
-    load(state, storage_reader=reader, process_group=processes.patient_group)
+        here = _describe(state[name]) if name in state else "missing"
+        there = _describe(saved[name]) if name in saved else "missing"
+        if here != there:
+            raise BadFile(f"{folder} is of another model or adapter: {name} is {there} there and {here} here")
+    for name, tensor in state.items():
+        read_rows(saved[name], local_tensor(tensor), local_rows(tensor)[0])
     if isinstance(optimizer, LocalAdamW8bit):
-        file = checkpoint.folder / f"optimizer-{processes.rank:05}.pt"
-        values = torch.load(file, map_location=processes.device, weights_only=True)
-        optimizer.inner.load_state_dict(optimizer.inner.state_dict() | {"state": values})
+        file = folder / (dcp_checkpoint.own_file(rank) if is_dcp else rank_file(rank))
+        _load_own_state(optimizer, file, dcp_checkpoint.read_own(file) if is_dcp else read_own(file))
+
+
+def _load_own_state(optimizer: LocalAdamW8bit, file: Path, saved: dict[str, Tensor]) -> None:
+    """Give each parameter the state of adamw_8bit that this rank has saved, after comparing it with a new state."""
+    inner = optimizer.inner
+    inner.state.clear()
+    for number, (_, param) in enumerate(optimizer.pairs):
+        if not any(name.startswith(f"{number}.") for name in saved):
+            continue  # it has no state yet: every step before the checkpoint was skipped
+        inner.init_state(inner.param_groups[0], param, 0, number)
+        state = inner.state[param]
+        for key, new in state.items():
+            name, like = f"{number}.{key}", torch.as_tensor(new)
+            if name not in saved:
+                raise BadFile(f"{file} can't be used: it lacks {name}")
+            check_like(file, name, saved[name], tuple(like.shape), like.dtype)
+            state[key] = saved[name].to(param.device) if isinstance(new, Tensor) else saved[name].item()
 
 
 def remove_checkpoints(folder: Path, keep: list[Path]) -> None:
-    """Remove every checkpoint in `folder` but these, and what an interrupted save or removal has left there."""
+    """Remove every checkpoint in `folder` except `keep`, and what an interrupted save or removal has left there."""
     for path in checkpoint_folders(folder):
         if path not in keep:
             path.rename(temporary_name(path))
@@ -148,17 +207,21 @@ def remove_checkpoints(folder: Path, keep: list[Path]) -> None:
 
 
 def trained_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Trainable parameters and the optimizer's tensors for each, by names that hold for any sharding."""
+    """Trainable parameters and the optimizer's tensors for each, by names that do not depend on the sharding.
+
+    These are the live tensors. Each has rows: a scalar, such as AdamW's `step`, is seen as one row.
+    """
     state: dict[str, Tensor] = {}
     for name, param in model.named_parameters():
         if param.requires_grad:
             state[f"model.{name}"] = param.detach()
-            state |= {f"optimizer.{name}.{key}": value for key, value in optimizer.state[param].items()}
+            for key, value in optimizer.state[param].items():
+                state[f"optimizer.{name}.{key}"] = value if value.ndim else value.view(1)
     return state
 
 
 def _allocate_state(optimizer: torch.optim.Optimizer) -> None:
-    """AdamW's state as before the first step, to load into."""
+    """Make AdamW's state as it is before the first step, to be read into."""
     for group in optimizer.param_groups:
         for param in group["params"]:
             optimizer.state[param] = {
@@ -169,14 +232,15 @@ def _allocate_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def temporary_name(folder: Path) -> Path:
-    """What a checkpoint is called that is being written or removed."""
+    """The name of a checkpoint's folder while it is being written or removed."""
     return folder.with_name(f".{folder.name}.tmp")
 
 
 def digest_manifest(manifest: dict[str, Any]) -> str:
-    """SHA-256 of a manifest, which it has itself under `sha256`."""
+    """SHA-256 of a manifest without its entry `sha256`, which holds this value."""
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
-def _shape(size: Any) -> str:
-    return "missing" if size is None else f"of shape {list(size)}"
+def _describe(tensor: Tensor | SavedTensor) -> str:
+    dtype = "" if tensor.dtype == torch.float32 else f" in {tensor.dtype}"
+    return f"of shape {list(tensor.shape)}{dtype}"

@@ -1,6 +1,8 @@
-"""Write a checkpoint while training goes on: a copy in host memory, which training waits for, and files made of that.
+"""Write a checkpoint while training continues: copy the state to host memory, and make files of the copy in a thread.
 
-Files are written under a temporary name, read back for their checksums, and get their name once every rank is done.
+Training waits for the copy alone. The files are written under a temporary name, synchronized to the disk and read back
+for their checksums. The folder gets its name once every rank is done. The life of a checkpoint is told in
+`checkpoint.py`.
 """
 
 from __future__ import annotations
@@ -8,57 +10,49 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from qlora_fsdp.common.files import digest_file
 from qlora_fsdp.common.sizes import SLAB_BYTES
 from qlora_fsdp.runtime.processes import Processes
-from qlora_fsdp.runtime.rows import local_tensor
+from qlora_fsdp.runtime.rows import local_rows, local_tensor, replica_of
 from qlora_fsdp.training.checkpoint import MANIFEST, Checkpoint, digest_manifest, temporary_name, trained_state
 from qlora_fsdp.training.optim import LocalAdamW8bit
+from qlora_fsdp.training.saved_tensors import INDEX, OWN, BadFile, rank_file, read_index, read_rows, write_index
 
 ALIGNMENT = 64  # bytes
+MODEL = "model."  # what the names of parameters begin with in `trained_state`
 WriteAdapter = Callable[[Path, dict[str, Tensor]], None]
-
-# Of `load(no_dist=True)`, which rank 0 calls by itself on purpose.
-warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+FileFacts = dict[str, tuple[int, str]]  # size and SHA-256, by the path in the checkpoint's folder
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What is saved, as it was at one moment.
+    """What one rank writes, as it was at one moment.
 
     Attributes:
-        state: the live parameters and optimizer tensors by name, for their shapes and shards; values are not read.
-        values: this rank's part of each, on the CPU.
-        own_state: the state of adamw_8bit, on the CPU: by parameter, then by name. None: of another optimizer.
+        tensors: the tensors of its file, on the CPU, by name.
+        rows: which rows [first, last) these are, of each tensor that other ranks have other rows of.
+        whole: a meta tensor of the shape and dtype of every trained tensor, whole: the same on every rank.
     """
 
-    state: dict[str, Tensor]
-    values: dict[str, Tensor]
-    own_state: dict[int, dict[str, Any]] | None
+    tensors: dict[str, Tensor]
+    rows: dict[str, tuple[int, int]]
+    whole: dict[str, Tensor]
 
 
 class HostCopy:
-    """Host memory for snapshots, pinned where there is a GPU, and the same for every one: there is one at a time.
+    """Host memory for snapshots, pinned where there is a GPU. Every snapshot uses it again: there is one at a time.
 
-    Thousands of small tensors share a few slabs: pinning each would take longer than copying it. Each has a storage of
-    its own in a slab: of a part of a storage, FileSystemWriter makes a copy, and keeps all copies until it is done.
+    Thousands of small tensors share a few slabs, because pinning each of them would take longer than copying it.
     """
 
     def __init__(self) -> None:
@@ -67,53 +61,31 @@ class HostCopy:
 
     @torch.no_grad()
     def take(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Snapshot:
-        """Copy the trainable parameters and the optimizer's state; what the last snapshot held is overwritten."""
-        state = trained_state(model, optimizer)
-        values = {name: self._copy(name, local_tensor(value)) for name, value in state.items()}
-        own_state = None
+        """Copy the trainable parameters and the optimizer's state; this overwrites the last snapshot.
+
+        Where several ranks hold the same rows of a tensor, one of them copies and writes these.
+        """
+        tensors, rows, whole = {}, {}, {}
+        for position, (name, value) in enumerate(trained_state(model, optimizer).items()):
+            local, (replica, num_replicas) = local_tensor(value), replica_of(value)
+            whole[name] = torch.empty(value.shape, dtype=value.dtype, device="meta")
+            if local.numel() and position % num_replicas == replica:
+                tensors[name], rows[name] = self._copy(name, local), local_rows(value)
         if isinstance(optimizer, LocalAdamW8bit):
-            own_state = {}
-            for index, tensors in optimizer.inner.state_dict()["state"].items():
-                own_state[index] = {
-                    key: value.to("cpu", copy=True) if isinstance(value, Tensor) else value
-                    for key, value in tensors.items()
-                }
+            for number, (_, param) in enumerate(optimizer.pairs):
+                for key, value in optimizer.inner.state[param].items():
+                    tensors[f"{OWN}{number}.{key}"] = torch.as_tensor(value).to("cpu", copy=True)
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # the copies are in the queue
-        return Snapshot(state, values, own_state)
+        return Snapshot(tensors, rows, whole)
 
     def _copy(self, name: str, source: Tensor) -> Tensor:
         if name not in self.buffers:
-            size = _aligned_size(source)
-            if size > len(self.slab):
-                self.slab = torch.empty(max(size, SLAB_BYTES), dtype=torch.uint8, pin_memory=source.is_cuda)
+            if _aligned_size(source) > len(self.slab):
+                size = max(_aligned_size(source), SLAB_BYTES)
+                self.slab = torch.empty(size, dtype=torch.uint8, pin_memory=source.is_cuda)
             self.buffers[name], self.slab = _cut(self.slab, source)
         return self.buffers[name].copy_(source, non_blocking=True)
-
-
-def _cut(block: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-    """A tensor of the shape and dtype of `like`, made of the start of a block of uint8, and the rest of the block.
-
-    Its storage is its own, though the memory is the block's: safetensors refuses tensors that share a storage.
-    """
-    num_bytes = like.numel() * like.itemsize
-    part = torch.frombuffer(block.numpy(), dtype=torch.uint8, count=num_bytes) if num_bytes else block[:0]
-    return part.view(like.dtype).view(like.shape), block[_aligned_size(like) :]
-
-
-def _aligned_size(tensor: Tensor) -> int:
-    return -(tensor.numel() * tensor.itemsize // -ALIGNMENT) * ALIGNMENT
-
-
-class _FromSnapshot(DefaultSavePlanner):
-    """Plans by the live tensors' shards, and writes the snapshot's values."""
-
-    def __init__(self, values: dict[str, Tensor]) -> None:
-        super().__init__()
-        self.values = values
-
-    def lookup_object(self, index: MetadataIndex) -> Tensor:
-        return self.values[index.fqn]
 
 
 def write_checkpoint(
@@ -122,98 +94,109 @@ def write_checkpoint(
     """Write a checkpoint, whole or not at all; every rank calls this, from whichever thread.
 
     Args:
-        content: the folder to write, and the rest of the manifest but for `files`.
+        content: the folder to write, and the manifest without `files`.
         snapshot: this rank's.
         write_adapter: writes the adapter to a folder, given the trained parameters, whole, by name; rank 0 calls it.
-        processes: all ranks take part; with a group that no other thread uses.
+        processes: all ranks take part, with a group that no other thread uses. No collective touches a GPU.
 
     Returns:
-        What went wrong, on whichever rank; None: the checkpoint is there. An error leaves nothing behind.
+        What went wrong, on whichever rank, after which nothing is left behind. None where the checkpoint is written.
 
     Raises:
         RuntimeError: contact to another rank is lost; the temporary folder stays.
     """
-    temporary, rank = temporary_name(content.folder), processes.rank
-    mine: list[Path] = []
+    temporary = temporary_name(content.folder)
     errors: list[str] = []
-    with _noting(errors):
-        if processes.is_main:
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True, exist_ok=True)  # a rank that is ahead makes it too
-    # Whatever fails, the collectives within go on: each rank comes to the last of them and tells the others there.
-    with _noting(errors):
-        writer = FileSystemWriter(temporary, sync_files=True, per_thread_copy_ahead=0)
-        planner = _FromSnapshot(snapshot.values)
-        save(snapshot.state, storage_writer=writer, planner=planner, process_group=processes.group)
-        mine += temporary.glob(f"__{rank}_*.distcp")
-        if snapshot.own_state is not None:
-            mine.append(temporary / f"optimizer-{rank:05}.pt")
-            torch.save(snapshot.own_state, mine[-1])
-        if processes.is_main:
-            write_adapter(temporary / "adapter", _read_parameters(temporary, snapshot.state))
-            mine += [temporary / ".metadata", *(temporary / "adapter").iterdir()]
-    files: dict[str, tuple[int, str]] = {}
-    with _noting(errors):
-        for file in mine:
-            _sync(file)
-            files[str(file.relative_to(temporary))] = (file.stat().st_size, digest_file(file))
-    everyone = processes.gather((files, errors))
-    error = next((text for _, texts in everyone for text in texts), None)
     if processes.is_main:
-        failures: list[str] = []
-        if error is None:
-            with _noting(failures):
-                found = {name: facts for files, _ in everyone for name, facts in files.items()}
-                _finish(replace(content, files=found), temporary)
-        if error is not None or failures:
+        with _noting(errors):
             shutil.rmtree(temporary, ignore_errors=True)
-        error = error or next(iter(failures), None)
+            temporary.mkdir(parents=True)
+    processes.wait()  # a rank that is ahead would have its file removed
+    facts: FileFacts = {}
+    with _noting(errors):
+        facts = _write_own_file(temporary, snapshot, processes.rank)
+    everyone = processes.gather((snapshot.rows, facts, errors))
+    error = next((text for _, _, texts in everyone for text in texts), None)
+    if processes.is_main:
+        if error is None:
+            with _noting(errors):
+                _complete(content, snapshot, write_adapter, [(rows, facts) for rows, facts, _ in everyone])
+            error = next(iter(errors), None)
+        if error is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
     result: str | None = processes.share(error)
     return result
 
 
-def _read_parameters(folder: Path, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The trained parameters, whole, by name, from what all ranks have just written: that takes no GPU.
+def _write_own_file(temporary: Path, snapshot: Snapshot, rank: int) -> FileFacts:
+    """Write the file that is this rank's own, also where it has no rows of any tensor."""
+    temporary.mkdir(parents=True, exist_ok=True)  # a disk that is not rank 0's, which `_complete` finds out
+    file = temporary / rank_file(rank)
+    save_file(snapshot.tensors, file)
+    return _describe_files(temporary, [file])
 
-    In one block, which goes back to the system when it is freed; thousands of small ones the C library would keep.
+
+def _complete(
+    content: Checkpoint,
+    snapshot: Snapshot,
+    write_adapter: WriteAdapter,
+    everyone: list[tuple[dict[str, tuple[int, int]], FileFacts]],
+) -> None:
+    """Write what all ranks' files need to be a checkpoint: index, adapter and manifest; then rename the folder.
+
+    Everything is on the disk before the folder has its name, so it is also whole if the host stops at any moment.
     """
-    prefix = "model."
-    wanted = {name: value for name, value in state.items() if name.startswith(prefix)}
-    block = torch.empty(sum(map(_aligned_size, wanted.values())), dtype=torch.uint8)
-    whole = {}
-    for name, value in wanted.items():
-        whole[name], block = _cut(block, value)
-    load(whole, storage_reader=FileSystemReader(folder), no_dist=True)
-    return {name.removeprefix(prefix): value for name, value in whole.items()}
-
-
-@contextmanager
-def _noting(errors: list[str]) -> Iterator[None]:
-    try:
-        yield
-    except CheckpointException as error:  # by rank; not an Exception
-        errors += [_describe(wrapped[0]) for _, wrapped in sorted(error.failures.items())]
-    except (OSError, SafetensorError, RuntimeError) as error:
-        errors.append(_describe(error))
-
-
-def _describe(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__
-
-
-def _finish(content: Checkpoint, temporary: Path) -> None:
-    """The manifest, then the name; what was renamed is on the disk whole, also if the host stops now."""
-    for name, (size, _) in content.files.items():
-        if (temporary / name).stat().st_size != size:
-            raise OSError(f"{temporary / name} is not what its rank wrote: is run.folder shared by all nodes?")
-    manifest = asdict(content)
+    temporary = temporary_name(content.folder)
+    files = {name: facts for _, own_files in everyone for name, facts in own_files.items()}
+    for name, (size, _) in files.items():
+        file = temporary / name
+        if not file.exists() or file.stat().st_size != size:
+            raise OSError(f"{file} is not what its rank wrote: is run.folder shared by all nodes?")
+    write_index(temporary, snapshot.whole, [rows for rows, _ in everyone])
+    write_adapter(temporary / "adapter", _read_parameters(temporary, set(files)))
+    files |= _describe_files(temporary, [temporary / INDEX, *(temporary / "adapter").iterdir()])
+    manifest = asdict(replace(content, files=files))
     del manifest["folder"]
-    text = json.dumps({"sha256": digest_manifest(manifest), **manifest}, indent=1)
-    (temporary / MANIFEST).write_text(text)
+    (temporary / MANIFEST).write_text(json.dumps({"sha256": digest_manifest(manifest), **manifest}, indent=1))
     for path in (temporary / MANIFEST, temporary / "adapter", temporary):
         _sync(path)
     temporary.rename(content.folder)
     _sync(content.folder.parent)
+
+
+def _read_parameters(folder: Path, files: set[str]) -> dict[str, Tensor]:
+    """The trained parameters, whole, by name, from the files that all ranks have just written: this takes no GPU.
+
+    They are cut from one block, which goes back to the system when it is freed. The C library would keep small ones.
+    """
+    saved = {name: tensor for name, tensor in read_index(folder, files).items() if name.startswith(MODEL)}
+    likes = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in saved.items()}
+    block = torch.empty(sum(map(_aligned_size, likes.values())), dtype=torch.uint8)
+    whole = {}
+    for name, like in likes.items():
+        values, block = _cut(block, like)
+        read_rows(saved[name], values, 0)
+        whole[name.removeprefix(MODEL)] = values
+    return whole
+
+
+def _cut(block: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+    """A tensor of the shape and dtype of `like`, made of the start of a block of uint8, and the rest of the block."""
+    part = block[: like.numel() * like.itemsize]
+    return part.view(like.dtype).view(like.shape), block[_aligned_size(like) :]
+
+
+def _aligned_size(tensor: Tensor) -> int:
+    return -(tensor.numel() * tensor.itemsize // -ALIGNMENT) * ALIGNMENT
+
+
+def _describe_files(folder: Path, files: list[Path]) -> FileFacts:
+    """Size and checksum of files, once they are on the disk."""
+    facts = {}
+    for file in files:
+        _sync(file)
+        facts[str(file.relative_to(folder))] = (file.stat().st_size, digest_file(file))
+    return facts
 
 
 def _sync(path: Path) -> None:
@@ -223,3 +206,12 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def _noting(errors: list[str]) -> Iterator[None]:
+    """Note an error instead of raising it, so that this rank still meets the others and can tell them."""
+    try:
+        yield
+    except (OSError, SafetensorError, RuntimeError, BadFile) as error:
+        errors.append(str(error).strip().partition("\n")[0] or type(error).__name__)

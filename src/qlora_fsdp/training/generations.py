@@ -1,4 +1,4 @@
-"""What the model writes while it is trained: the beginnings of a few held-out rows, completed at every evaluation."""
+"""What the model writes during training: at every evaluation it completes the beginnings of a few held-out rows."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from qlora_fsdp.runtime.processes import Processes
 
 
 class Generations:
-    """Completes the same prompts again and again, the likeliest token each time.
+    """Completes the same prompts at every evaluation, with the likeliest token each time (greedy decoding).
 
-    A prompt is a row up to what is trained on, e.g. a question or the first turns of a conversation; of a row that is
-    trained on from its start, the first half. The ranks share the prompts. Every new token is a pass over all before
-    it, with training's own attention and no cache of keys and values: for a few short completions.
+    The prompt of a row ends where its first target begins; it is a question, say, or the first turns of a conversation.
+    Where the whole row is a target, the prompt is its first half. The ranks share the prompts. There is no cache of
+    keys and values: every new token takes a forward pass over all tokens before it, with training's own attention. That
+    is fast enough for a few short completions.
 
     Args:
-        config: how many, and how long.
+        config: how many rows, and how many new tokens for each.
         data: the held-out rows; None: there is nothing to complete.
         tokenizer: of the model.
         processes: all ranks take part.
@@ -32,7 +33,7 @@ class Generations:
         self, config: TrackingConfig, data: Sequences | None, tokenizer: PreTrainedTokenizerBase, processes: Processes
     ) -> None:
         self.tokenizer, self.processes = tokenizer, processes
-        self.rows: list[tuple[list[int], list[int]]] = []  # prompt, and what follows it in the data
+        self.rows: list[tuple[list[int], list[int]]] = []  # the prompt's tokens, and those after it in the data
         for sequence in range(len(data) if data is not None and config.num_generations else 0):
             assert data is not None
             for tokens, is_target in data.rows_of(sequence):
@@ -51,10 +52,10 @@ class Generations:
         )
 
     def complete(self, model: TaskModel) -> list[dict[str, Any]]:
-        """Prompt, completion and reference of each row, as text; every rank calls this.
+        """Prompt, completion and reference of each row, as text. Every rank calls this.
 
         Args:
-            model: after a pass through its root.
+            model: must have done a forward pass as a whole before, in which FSDP prepares itself.
         """
         if not self.rows:
             return []
@@ -64,7 +65,7 @@ class Generations:
         rank, num_ranks = self.processes.rank, self.processes.num_ranks
         with computing_inside(model, trains=True):
             for start in range(0, len(self.rows), num_ranks):
-                # A rank without a prompt of its own takes part in the passes.
+                # A rank that has no prompt left completes the last one too, because all ranks take part in gathers.
                 number = min(start + rank, len(self.rows) - 1)
                 prompt = torch.tensor([self.rows[number][0]], device=self.processes.device)
                 output = base.generate(  # type: ignore[operator]

@@ -1,36 +1,46 @@
-"""Which parameters must get gradients, and the check that they do."""
+"""The check that every trainable parameter gets a gradient that can be used."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
-from torch import nn
 
+from qlora_fsdp.common.errors import TrainingError
+from qlora_fsdp.model.task_model import TaskModel
+from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.rows import local_tensor
 
+NUM_SHOWN = 10
 
-def check_gradients(
-    model: nn.Module,
-    first_step: bool,
-    sum_over_ranks: Callable[[list[float]], list[float]],
-    may_be_zero: Callable[[str], bool] = lambda name: False,
-) -> list[str]:
-    """Trainable parameters whose gradient is missing, not finite, or zero everywhere.
 
-    At the first step LoRA's A has a zero gradient by construction, because B is zero: only later ones must be non-zero.
+def check_gradients(model: TaskModel, step: int, is_first_update: bool, processes: Processes) -> None:
+    """Check the gradients after the last backward of a step. This waits for the GPU.
 
     Args:
-        model: after backward.
-        first_step: whether no optimizer step has been taken yet.
-        sum_over_ranks: sums a list of floats over ranks.
-        may_be_zero: whether the parameter of this name may have a gradient of zeros.
+        model: sharded.
+        step: optimizer steps done before this one.
+        is_first_update: the weights have not been updated yet.
+        processes: all ranks take part.
 
-    Returns:
-        One line a parameter: its name and what is wrong; empty when all is well.
+    Raises:
+        TrainingError: a trainable parameter's gradient is missing, not finite, or zero everywhere.
     """
-    params = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
-    flags: list[float] = []
+    problems = _find_problems(model, is_first_update, processes)
+    if problems:
+        shown = "\n".join(f"  - {problem}" for problem in problems[:NUM_SHOWN])
+        raise TrainingError(
+            f"{len(problems)} parameters that should be trained got no usable gradient in step {step + 1}. Take their "
+            f"layers out of lora.target_modules or lora.modules_to_save, or check the data:\n{shown}"
+        )
+
+
+def _find_problems(model: TaskModel, is_first_update: bool, processes: Processes) -> list[str]:
+    """One line for each parameter with a problem, which names it and says what is wrong.
+
+    LoRA's A gets a gradient of zeros as long as B is zero, which it is until the first update of the weights. So A's
+    gradient is not checked for zeros then.
+    """
+    params = [(name, param) for name, param in model.model.named_parameters() if param.requires_grad]
+    flags: list[float] = []  # three for each parameter, of which each rank knows its own rows
     for _, param in params:
         grad = param.grad
         if grad is None:
@@ -40,7 +50,7 @@ def check_gradients(
         total = local.double().abs().sum() if local.numel() else torch.zeros((), dtype=torch.float64)
         finite = bool(torch.isfinite(total))
         flags += [0.0, 0.0 if finite else 1.0, float(finite and total > 0)]
-    flags = sum_over_ranks(flags)
+    flags = processes.sum(flags)
     problems = []
     for index, (name, _) in enumerate(params):
         missing, infinite, nonzero = flags[3 * index : 3 * index + 3]
@@ -48,6 +58,6 @@ def check_gradients(
             problems.append(f"{name} got no gradient: nothing in the loss depends on it, or its path is detached")
         elif infinite:
             problems.append(f"{name} got a NaN or infinite gradient")
-        elif not nonzero and not (first_step and ".lora_A." in name) and not may_be_zero(name):
+        elif not nonzero and not (is_first_update and ".lora_A." in name) and not model.may_get_zero_gradient(name):
             problems.append(f"{name} got a gradient of zeros: its output does not reach the loss")
     return problems

@@ -1,4 +1,4 @@
-"""What a run really takes, phase by phase, and the message when that was too much. Imports torch."""
+"""The GPU memory that a run really takes, phase by phase, and the message of a run that needed more than there was."""
 
 from __future__ import annotations
 
@@ -16,47 +16,48 @@ from qlora_fsdp.memory.gpus import Gpu
 from qlora_fsdp.memory.plan import GIB, PHASES, MemoryPlan
 from qlora_fsdp.memory.suggest import largest_savings
 
-SNAPSHOT_ENTRIES = 200_000  # allocations that a snapshot goes back
-SHORT_IN_A_ROW = 3  # micro-batches, each of which found memory only after the allocator had given back what it keeps
+SNAPSHOT_ENTRIES = 200_000  # a snapshot has so many of the last allocations
+SHORT_IN_A_ROW = 3  # so many micro-batches in a row must be short of memory before less is kept
 log = logging.getLogger("qlora_fsdp")
 
 
 @dataclass
 class PhasePeaks:
-    """Peaks of a GPU's memory by phase, counted by torch's allocator; nothing on a CPU.
+    """Peaks of a GPU's memory by phase, as torch's allocator counts them. On a CPU there are none.
 
     Attributes:
         allocated: most bytes that tensors held, by phase.
         reserved: most bytes that the allocator held, by phase.
         now: the phase that runs.
-        relieve: called before a forward, when memory was short in several micro-batches: each time the allocator waits
-            for the GPU, and ever smaller gaps between tensors might in the end not do.
+        fall_back: called before a forward pass when memory was short in several micro-batches in a row. Memory is
+            short when the allocator finds room only after it has given back what it keeps. It waits for the GPU each
+            time, and in the end the gaps between tensors may be too small for what comes.
     """
 
     device: torch.device
-    relieve: Callable[[], None] | None = None
+    fall_back: Callable[[], None] | None = None
     allocated: dict[str, int] = field(default_factory=dict)
     reserved: dict[str, int] = field(default_factory=dict)
     now: str = PHASES[0]
     _num_retries: int = field(default=0, init=False)
-    _num_retries_before: int = field(default=0, init=False)  # the last forward
-    _num_short: int = field(default=0, init=False)  # micro-batches in a row
+    _num_retries_before: int = field(default=0, init=False)  # at the last forward pass
+    _num_short: int = field(default=0, init=False)  # micro-batches in a row that were short of memory
 
     def enter(self, phase: str) -> None:
-        """Record the phase that ends, and begin another. Asks the allocator alone: nothing waits for the GPU."""
+        """Record the phase that ends, and begin another. This asks the allocator, and does not wait for the GPU."""
         self.record()
         self.now = phase
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
-        if phase == "forward" and self.relieve is not None:
+        if phase == "forward" and self.fall_back is not None:
             self._num_short = self._num_short + 1 if self._num_retries > self._num_retries_before else 0
             self._num_retries_before = self._num_retries
             if self._num_short == SHORT_IN_A_ROW:
                 self._num_short = 0
-                self.relieve()
+                self.fall_back()
 
     def record(self) -> None:
-        """Record the phase that runs, up to now."""
+        """Record the peak of the phase that runs, up to now."""
         if self.device.type == "cuda":
             stats = torch.cuda.memory_stats_as_nested_dict(self.device)
             self._num_retries = int(stats["num_alloc_retries"])
@@ -64,12 +65,12 @@ class PhasePeaks:
                 peaks[self.now] = max(peaks.get(self.now, 0), int(stats[key]["all"]["peak"]))
 
     def peak_gib(self, *phases: str) -> float | None:
-        """The highest of the phases' peaks of tensors; None on a CPU."""
+        """The highest of these phases' peaks of `allocated`; None on a CPU."""
         found = [self.allocated[phase] for phase in phases if phase in self.allocated]
         return max(found) / GIB if found else None
 
     def as_json(self) -> dict[str, Any]:
-        """GiB by phase; outside torch's allocator, of CUDA and others; and how often it had to give memory back."""
+        """GiB by phase; GiB outside torch's allocator, which CUDA and other processes hold; the allocator's retries."""
         if self.device.type != "cuda":
             return {}
         free, total = torch.cuda.mem_get_info(self.device)
@@ -81,22 +82,17 @@ class PhasePeaks:
 
 
 def start_snapshot(device: torch.device) -> None:
-    """Have torch record allocations, with the lines of Python that made them."""
+    """Have torch record allocations from now on, with the lines of Python that made them."""
     if device.type == "cuda":
         torch.cuda.memory._record_memory_history(max_entries=SNAPSHOT_ENTRIES)
 
 
-def is_shortage(error: RuntimeError) -> bool:
-    """Whether memory ran out: torch's allocator says so by a class of its own, CUDA's calls and NCCL in their text."""
-    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
-
-
 def explain_early_shortage(error: BaseException, writes_cache: bool) -> MemoryShortage:
-    """The message for a GPU that is out of memory before a rank takes much of it: there may be no plan yet.
+    """The error for a GPU that is out of memory before the model is loaded, when there may be no plan yet.
 
     Args:
         error: torch's own.
-        writes_cache: one rank a node may quantize weights for model.cache_quantized.
+        writes_cache: one rank per node may be quantizing weights for model.cache_quantized.
     """
     text = f"{_quote(error)}, before the model is loaded. See in nvidia-smi what else holds its memory"
     text += ", or set model.cache_quantized=false, which takes some GiB less here." if writes_cache else "."
@@ -104,21 +100,19 @@ def explain_early_shortage(error: BaseException, writes_cache: bool) -> MemorySh
 
 
 def explain_shortage(
-    error: BaseException, plan: MemoryPlan | None, gpu: Gpu | None, peaks: PhasePeaks | None, snapshot: Path | None
+    error: BaseException, plan: MemoryPlan | None, gpu: Gpu | None, peaks: PhasePeaks, snapshot: Path | None
 ) -> MemoryShortage:
-    """The message for a GPU that is out of memory: the plan beside what was allocated, and what would help most.
+    """The error for a GPU that is out of memory: the plan beside what was allocated, and what would help most.
 
     Args:
         error: torch's own.
-        plan: of this run; None where there is none.
-        gpu: for the rates.
+        plan: the memory plan of this run; None where there is none.
+        gpu: the GPU whose speed the suggestions are calculated for; None: there are no suggestions.
         peaks: what was allocated so far.
-        snapshot: where to write torch's record of allocations; None: nowhere.
+        snapshot: the file to write torch's record of allocations to; None: it is not written.
     """
-    lines = [f"{_quote(error)}."]
-    if peaks is not None:
-        peaks.record()
-        lines[0] = lines[0][:-1] + f", in {peaks.now}."
+    peaks.record()
+    lines = [f"{_quote(error)}, in {peaks.now}."]
     if plan is not None:
         lines += _phases(plan, peaks)
         lines.append("What would help most, by the plan:")
@@ -139,13 +133,11 @@ def _quote(error: BaseException) -> str:
     return f"The GPU is out of memory: {first_sentence}"
 
 
-def _phases(plan: MemoryPlan, peaks: PhasePeaks | None) -> list[str]:
-    allocated: dict[str, Any] = peaks.allocated if peaks is not None else {}
-    reserved: dict[str, Any] = peaks.reserved if peaks is not None else {}
+def _phases(plan: MemoryPlan, peaks: PhasePeaks) -> list[str]:
     lines = [f"  {'GiB':<10}{'planned':>10}{'tensors':>10}{'reserved':>10}"]
     for phase in PHASES:
         cells = [f"{plan.tensors(phase) / GIB:.2f}"]
-        cells += [f"{peak[phase] / GIB:.2f}" if phase in peak else "-" for peak in (allocated, reserved)]
+        cells += [f"{peak[phase] / GIB:.2f}" if phase in peak else "-" for peak in (peaks.allocated, peaks.reserved)]
         lines.append(f"  {phase:<10}" + "".join(f"{cell:>10}" for cell in cells))
     return lines
 

@@ -1,45 +1,36 @@
-"""The optimizer and the learning rate."""
+"""The optimizer, the learning rate of each step, and the clipping of gradients."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from typing_extensions import assert_never
 
 from qlora_fsdp.config.schema import LrScheduler, OptimConfig, Optimizer
 from qlora_fsdp.runtime.rows import local_tensor, shard_group
 
 
-def make_optimizer(params: Iterable[nn.Parameter], config: OptimConfig, learning_rate: float) -> torch.optim.Optimizer:
-    """AdamW over the trainable shards: torch's fused, or bitsandbytes' with 8-bit block-wise state (arXiv:2110.02861).
-
-    Args:
-        params: trainable, sharded.
-        config: which of the two, and its settings.
-        learning_rate: of the first step; the loop sets the others.
-    """
-    is_8bit = config.name is Optimizer.adamw_8bit
-    adamw: Callable[..., torch.optim.Optimizer] = LocalAdamW8bit if is_8bit else partial(LocalAdamW, fused=True)
-    betas = (config.betas[0], config.betas[1])
-    return adamw(list(params), lr=learning_rate, betas=betas, eps=config.eps, weight_decay=config.weight_decay)
-
-
 class LocalAdamW(torch.optim.AdamW):
-    """torch's fused AdamW on each rank's own rows. State is made, named and saved as AdamW's own.
+    """torch's fused AdamW, computed on each rank's own rows. Its state is made, named and saved as torch's.
 
-    Through DTensor the host takes some milliseconds a step for some hundred adapters, while the GPU waits. As with
-    torch's own, nothing changes where the scalar `found_inf` is 1: that is decided on the device.
+    torch's own step goes through DTensor. For some hundred adapters that takes the host 6 ms per step, while the GPU
+    waits. AdamW is element-wise, so the fused kernel may as well be called on the local tensors, which are looked up
+    once and kept.
+
+    Attributes:
+        found_inf: float32 scalar on the device; where it is 1, `step` changes nothing. The host never reads it. The
+            name is torch's.
     """
 
     found_inf: Tensor | None = None
-    _tensors: tuple[list[Tensor], ...] = ()
-    _held: Sequence[Tensor] = ()  # the parameters and states that these are the local parts of
+    # Local tensors of the parameters and of exp_avg, exp_avg_sq and step; and the tensors that they are the parts of.
+    _local: tuple[list[Tensor], ...] = ()
+    _whole: Sequence[Tensor] = ()
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -54,16 +45,17 @@ class LocalAdamW(torch.optim.AdamW):
                     "exp_avg": torch.zeros_like(param),
                     "exp_avg_sq": torch.zeros_like(param),
                 }
-        # Others where other parameters have gradients now, or a checkpoint was loaded, which makes the state anew.
-        held = [value for param in params for value in (param, self.state[param]["exp_avg"])]
-        if len(held) != len(self._held) or any(old is not new for old, new in zip(self._held, held, strict=True)):
+        # The local tensors are looked up again when other parameters have gradients than in the step before, and when
+        # a checkpoint was loaded, which replaces the state.
+        whole = [value for param in params for value in (param, self.state[param]["exp_avg"])]
+        if len(whole) != len(self._whole) or any(old is not new for old, new in zip(self._whole, whole, strict=True)):
             states = [[local_tensor(self.state[p][key]) for p in params] for key in ("exp_avg", "exp_avg_sq", "step")]
-            self._tensors, self._held = ([local_tensor(p) for p in params], *states), held
-        local_params, averages, squares, steps = self._tensors
+            self._local, self._whole = ([local_tensor(p) for p in params], *states), whole
+        local_params, averages, squares, steps = self._local
         is_skipped = None if self.found_inf is None else self.found_inf.to(steps[0].device)
         torch._foreach_add_(steps, 1)
-        if is_skipped is not None:
-            torch._foreach_sub_(steps, [is_skipped] * len(steps))  # one tensor alone would be read by the host
+        if is_skipped is not None:  # given as a list, because the host would read a single tensor and wait for it
+            torch._foreach_sub_(steps, [is_skipped] * len(steps))
         torch._fused_adamw_(
             local_params,
             [local_tensor(cast(Tensor, p.grad)) for p in params],
@@ -83,7 +75,14 @@ class LocalAdamW(torch.optim.AdamW):
 
 
 class LocalAdamW8bit(torch.optim.Optimizer):
-    """bitsandbytes' AdamW8bit on each rank's own rows: its kernels have no DTensor rule, and AdamW is element-wise."""
+    """bitsandbytes' AdamW8bit, computed on each rank's own rows.
+
+    Its kernels do not know DTensors, and AdamW is element-wise, so each rank's rows can be updated apart. The state is
+    8-bit and block-wise (arXiv:2110.02861).
+
+    Attributes:
+        found_inf: as in `LocalAdamW`, but here the host reads it, and waits for it.
+    """
 
     found_inf: Tensor | None = None
 
@@ -106,65 +105,69 @@ class LocalAdamW8bit(torch.optim.Optimizer):
             local.grad = None
 
 
+LocalOptimizer = LocalAdamW | LocalAdamW8bit
+
+
+def make_optimizer(params: Iterable[nn.Parameter], config: OptimConfig, learning_rate: float) -> LocalOptimizer:
+    """The optimizer that `optim.name` asks for.
+
+    Args:
+        params: trainable, sharded.
+        config: which optimizer, and its settings.
+        learning_rate: of the first step; the loop sets it again at every step.
+    """
+    options: dict[str, Any] = {
+        "lr": learning_rate,
+        "betas": (config.betas[0], config.betas[1]),
+        "eps": config.eps,
+        "weight_decay": config.weight_decay,
+    }
+    match config.name:
+        case Optimizer.adamw:
+            return LocalAdamW(list(params), **options, fused=True)
+        case Optimizer.adamw_8bit:
+            return LocalAdamW8bit(list(params), **options)
+        case _:
+            assert_never(config.name)
+
+
 def learning_rate_at(step: int, num_steps: int, peak: float, config: OptimConfig) -> float:
     """The learning rate of a step.
+
+    During warmup it rises linearly, and the last step of warmup has the peak. Then cosine and linear fall to 0, which
+    the step after the last one would have. transformers' schedules of these names do the same.
 
     Args:
         step: 0 for the first optimizer step.
         num_steps: of the run.
-        peak: reached when warmup ends.
-        config: warmup and shape. Warmup rises linearly over the first steps, the last of which is at the peak; cosine
-            and linear then fall to 0 just after the last step (transformers' schedules of these names).
+        peak: the highest learning rate.
+        config: length of the warmup, and the shape after it.
     """
     warmup = config.warmup_steps if config.warmup_steps is not None else math.ceil(config.warmup_ratio * num_steps)
     if step < warmup:
         return peak * (step + 1) / warmup
-    if config.lr_scheduler_type is LrScheduler.constant:
-        return peak
     progress = (step - warmup) / max(1, num_steps - warmup)
-    if config.lr_scheduler_type is LrScheduler.linear:
-        return peak * (1.0 - progress)
-    return peak * 0.5 * (1.0 + math.cos(math.pi * progress))
-
-
-@dataclass(frozen=True)
-class StepOutcome:
-    """What a step's backward came to.
-
-    Attributes:
-        is_bad: float32 scalar on the device: 1 where the gradient must not be used.
-        wait: waits until the figures are known, and no longer: the loss, and the gradient norm before clipping, the
-            same on every rank.
-    """
-
-    is_bad: Tensor
-    wait: Callable[[], list[float]]
-
-
-@torch.no_grad()
-def measure_step(params: Sequence[nn.Parameter], max_norm: float, local_loss: Tensor, limit: float) -> StepOutcome:
-    """Clip the gradients, and judge the step on the device, so that the host can give it more work meanwhile.
-
-    Args:
-        params: trainable, sharded, after backward.
-        max_norm: as for `clip_gradients`.
-        local_loss: this rank's part of the loss, a scalar on the device.
-        limit: a gradient norm above it is as bad as one that is not finite.
-    """
-    norm = clip_gradients(params, max_norm).to(local_loss.device, torch.float64)
-    loss = local_loss.double()
-    if dist.get_world_size() > 1:  # a rank alone needs no NCCL, which would take half a GiB
-        dist.all_reduce(loss)
-    is_good = loss.isfinite() & norm.isfinite() & (norm <= limit)
-    return StepOutcome((~is_good).float(), _start_reading(torch.stack([loss, norm])))
+    match config.lr_scheduler_type:
+        case LrScheduler.constant:
+            return peak
+        case LrScheduler.linear:
+            return peak * (1.0 - progress)
+        case LrScheduler.cosine:
+            return peak * 0.5 * (1.0 + math.cos(math.pi * progress))
+        case _:
+            assert_never(config.lr_scheduler_type)
 
 
 @torch.no_grad()
 def clip_gradients(params: Sequence[nn.Parameter], max_norm: float) -> Tensor:
-    """Scale all gradients so that their global norm is at most `max_norm` (0: leave them), without waiting for a GPU.
+    """Scale all gradients so that their global norm is at most `max_norm`, without waiting for the GPU.
+
+    Args:
+        params: trainable, sharded, after backward.
+        max_norm: 0: the gradients stay as they are.
 
     Returns:
-        The norm before scaling: a float64 scalar where the gradients are, the same on every rank.
+        The norm before scaling: a float64 scalar on the gradients' device, the same on every rank.
     """
     grads = [p.grad for p in params if p.grad is not None]
     local_grads = [local_tensor(grad) for grad in grads]
@@ -179,18 +182,3 @@ def clip_gradients(params: Sequence[nn.Parameter], max_norm: float) -> Tensor:
     if max_norm > 0:
         torch._foreach_mul_(local_grads, (max_norm / (norm + 1e-6)).clamp(max=1.0).float())
     return norm
-
-
-def _start_reading(values: Tensor) -> Callable[[], list[float]]:
-    """Begin to copy to the host; the call of the result waits for that, and for nothing that is begun later."""
-    if values.device.type != "cuda":
-        return values.tolist
-    copied, on_host = torch.cuda.Event(), torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-    on_host.copy_(values, non_blocking=True)
-    copied.record()
-
-    def wait() -> list[float]:
-        copied.synchronize()
-        return on_host.tolist()
-
-    return wait

@@ -1,9 +1,8 @@
-"""Which checkpoint a run goes on from, and whether it would still be the same run."""
+"""Which checkpoint a run resumes from, and whether it would still be the same run."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +13,21 @@ from qlora_fsdp.config.schema import Config, Optimizer
 from qlora_fsdp.config.settings import show
 from qlora_fsdp.data.sequences import TrainingData
 from qlora_fsdp.records.run_state import ATTEMPT, checkpoint_folders, describe_attempt, read_json, step_of
-from qlora_fsdp.runtime.processes import Processes
-from qlora_fsdp.training.checkpoint import ANEW, MANIFEST, Checkpoint, another, read_manifest, remove_checkpoints
-from qlora_fsdp.weights.fill import Assignment
-from qlora_fsdp.weights.safetensors_files import fingerprint
+from qlora_fsdp.training.checkpoint import ANEW, MANIFEST, Checkpoint, read_manifest, remove_checkpoints, resume_hint
 
-# The state of adamw_8bit is saved a file a rank, so the shards must stay as they are.
+# Each rank saves its own state of adamw_8bit, which fits no other shards.
 SHARDS = ("fsdp.sharding_strategy", "fsdp.hybrid_shard_size")
 
 
 def find_checkpoint(config: Config) -> Checkpoint | None:
-    """The checkpoint that `checkpoint.resume` means; None: start anew. For rank 0.
+    """The checkpoint that `checkpoint.resume` asks for; None where the run starts anew. Rank 0 calls this.
 
-    A batch system or torchrun that starts the command again, because it was preempted or a rank was lost, means to go
-    on: what the first start did (`run.overwrite`, `checkpoint.resume`) is not done again.
+    A batch system or torchrun starts the command again where it was preempted or a rank was lost. Such a restart
+    resumes from the newest checkpoint: `run.overwrite` and `checkpoint.resume` were obeyed by the first start, and are
+    not obeyed again.
 
     Raises:
-        ResumeError: it is not there or not whole.
+        ResumeError: the checkpoint is missing or not whole.
     """
     own, resume = checkpoint_folders(_own_folder(config)), config.checkpoint.resume
     if own and is_restart(config):
@@ -41,7 +38,7 @@ def find_checkpoint(config: Config) -> Checkpoint | None:
         given = Path(resume).expanduser().resolve()
         if not (given / MANIFEST).exists():
             inside = checkpoint_folders(given) or checkpoint_folders(given / "checkpoints")
-            fix = f"Set checkpoint.resume={inside[-1]}, the newest in it." if inside else another(given)
+            fix = f"Set checkpoint.resume={inside[-1]}, the newest in it." if inside else resume_hint(given)
             raise ResumeError(f"checkpoint.resume={resume} is no checkpoint: it has no {MANIFEST}. {fix}")
         return read_manifest(given)
     return read_manifest(own[-1]) if own else None
@@ -54,14 +51,14 @@ def is_restart(config: Config) -> bool:
 
 
 def is_own(checkpoint: Checkpoint | None, config: Config) -> bool:
-    """Whether the run goes on in the folder that it began in."""
+    """Whether the checkpoint is in the run's own folder."""
     return checkpoint is not None and checkpoint.folder.parent == _own_folder(config)
 
 
 def begin_attempt(checkpoint: Checkpoint | None, run_folder: Path) -> None:
-    """From here on the checkpoints in the run folder are this run's, also for a restart; for rank 0.
+    """Record that from now on the checkpoints in the run folder are this run's, also for a restart. Rank 0 calls this.
 
-    Those that don't lead up to `checkpoint` are removed: all, where that is not there.
+    Checkpoints that do not lead up to `checkpoint` are removed; where the run starts anew, these are all.
     """
     folder = run_folder / "checkpoints"
     folders = checkpoint_folders(folder)
@@ -73,7 +70,7 @@ def begin_attempt(checkpoint: Checkpoint | None, run_folder: Path) -> None:
 
 
 def settings_of(config: Config, num_ranks: int) -> dict[str, Any]:
-    """Every setting by its key, as a manifest has it; a global batch size that follows from the ranks is spelt out."""
+    """Every setting by its key, as in a manifest. A global batch size that follows from the ranks is written out."""
     settings = plain_settings(config)
     settings["training.global_batch_size"] = (
         config.training.global_batch_size or config.training.micro_batch_size * num_ranks
@@ -82,10 +79,10 @@ def settings_of(config: Config, num_ranks: int) -> dict[str, Any]:
 
 
 def check_changes(checkpoint: Checkpoint, config: Config, num_ranks: int) -> list[str]:
-    """What differs from the run that wrote the checkpoint, and may: `new (was old)`.
+    """Allowed differences from the run that wrote the checkpoint, each as `new (was old)`.
 
     Raises:
-        ConfigError: something differs that makes it another run and is not in checkpoint.allow_changes.
+        ConfigError: a difference makes it another run, and checkpoint.allow_changes does not list it.
     """
     is_8bit = config.optim.name is Optimizer.adamw_8bit
     changes, problems = [], []
@@ -108,10 +105,10 @@ def check_changes(checkpoint: Checkpoint, config: Config, num_ranks: int) -> lis
 
 
 def check_data(checkpoint: Checkpoint, data: TrainingData, config: Config) -> None:
-    """Refuse data that changed under the same settings: rows would be seen twice or skipped.
+    """Refuse data that changed under the same settings, because rows would be seen twice or skipped.
 
     Raises:
-        ResumeError: it did, and no changed `data` or `training` setting that is allowed explains it.
+        ResumeError: the data changed, and no `data` or `training` setting that may change explains that.
     """
     found = data.describe()
     is_allowed = any(key.startswith(("data.", "training.")) for key in config.checkpoint.allow_changes)
@@ -123,21 +120,11 @@ def check_data(checkpoint: Checkpoint, data: TrainingData, config: Config) -> No
         )
 
 
-def describe_base(assignments: Sequence[Assignment], processes: Processes) -> str | None:
-    """Fingerprint of the files that fill the model; None where it is made up. Rank 0 reads."""
-    result: str | None = None
-    if processes.is_main:
-        stored = [tensor for a in assignments for tensor in (a.stored, *a.stored_parts.values()) if tensor is not None]
-        result = fingerprint(stored) if stored else None
-    result = processes.share(result)
-    return result
-
-
 def check_base(checkpoint: Checkpoint, base: str | None, config: Config) -> None:
-    """Refuse another base model under the same path and of the same shapes: the adapter was trained on the first.
+    """Refuse another base model under the same path and of the same shapes, on which the adapter was not trained.
 
     Raises:
-        ResumeError: it is another one, and no changed `model` setting is allowed.
+        ResumeError: it is another one, and no `model` setting may change.
     """
     is_allowed = any(key.startswith("model.") for key in config.checkpoint.allow_changes)
     if checkpoint.base is not None and base != checkpoint.base and not is_allowed:
@@ -148,7 +135,7 @@ def check_base(checkpoint: Checkpoint, base: str | None, config: Config) -> None
 
 
 def describe_kept(config: Config) -> str:
-    """What there is to go on from, for the message of a run that a signal ends."""
+    """What a run that a signal ends can be resumed from, for its message."""
     own, resume = checkpoint_folders(_own_folder(config)), config.checkpoint.resume
     if not own:
         return "No step is saved: the same command starts again."

@@ -1,8 +1,9 @@
 """When checkpoints are written, and what a signal does: all ranks agree at the end of a step, save, and stop.
 
-Training waits for a copy of the state in host memory; a thread on each rank makes files of it. The next checkpoint, a
-signal and the end of the run wait for the thread. An error does so for some seconds; then, and when the process is
-killed, the files stay under their temporary name, which nothing reads.
+Training waits while the state is copied to host memory; a thread on each rank writes files from the copy. The next
+checkpoint, a signal and the end of the run wait for that thread. A run that ends in an error waits for some seconds
+only. If the thread has not finished by then, or the process is killed, the files keep their temporary name, and nothing
+reads them.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from qlora_fsdp.runtime.watch import Watch
 from qlora_fsdp.training.checkpoint import Checkpoint, load_checkpoint, read_manifest, remove_checkpoints
 from qlora_fsdp.training.checkpoint_write import HostCopy, Snapshot, WriteAdapter, write_checkpoint
 
-ERROR_SECONDS = 10.0  # that a run which ends in an error gives a checkpoint to be finished
+ERROR_SECONDS = 10.0  # how long a run that ends in an error waits for a checkpoint to be finished
 POLL_SECONDS = 0.2
 
 
@@ -49,15 +50,15 @@ class Saver:
     """Writes the checkpoints of a run. Used as a context, it waits for the last of them.
 
     Args:
-        config: when, and how many to keep.
-        content: what every checkpoint of this run says, but for the step; its folder is run.folder/checkpoints, and its
-            `eval_losses` grow as the loop evaluates.
+        config: when checkpoints are written, and how many are kept.
+        content: what the manifest of every checkpoint of this run says, without the step. Its folder is
+            run.folder/checkpoints, and its `eval_losses` grow as the loop evaluates.
         model: sharded.
-        optimizer: over its trainable parameters.
+        optimizer: over the model's trainable parameters.
         write_adapter: writes the adapter to a folder; called in a thread of rank 0.
         processes: all ranks take part.
-        watch: has the signals.
-        journal: is told what a checkpoint took.
+        watch: knows which signal has come.
+        journal: records how long each checkpoint took.
     """
 
     def __init__(
@@ -93,20 +94,22 @@ class Saver:
                 self._wait(ERROR_SECONDS)
 
     def asks(self) -> bool:
-        """Whether this rank wants a checkpoint after the step it is in: it got a signal, or the time has come."""
+        """Whether this rank wants a checkpoint after the current step: it got a signal, or the time has come."""
         if self._write is not None and self._write.result.done():
-            self._wait()  # only to report it
+            self._wait()  # the thread has finished: this only reports the outcome
         minutes = self.config.every_minutes
         is_time = minutes is not None and time.monotonic() - self.last_time >= 60 * minutes
-        return self.watch.asked is not None or (is_time and self.processes.is_main)  # one clock counts
+        return self.watch.asked is not None or (
+            is_time and self.processes.is_main
+        )  # rank 0's clock is the one that counts
 
     def is_due(self, step: int, asked: bool) -> bool:
-        """Whether `after_step` has something to do; arguments as there."""
+        """Whether `after_step` has something to do. The arguments are the same."""
         every = self.config.every_steps
         return asked or (every is not None and step % every == 0)
 
     def after_step(self, step: int, asked: bool) -> None:
-        """Save, because it `is_due`.
+        """Save; to be called where a checkpoint `is_due`.
 
         Args:
             step: optimizer steps done.
@@ -124,10 +127,10 @@ class Saver:
         return self.processes.sum([self.watch.asked is not None])[0] > 0
 
     def stop(self, step: int) -> NoReturn:
-        """End the run after so many steps, because a rank `is_signalled`; every rank calls this.
+        """End the run after `step` steps, because a rank `is_signalled`; every rank calls this.
 
         Raises:
-            Interrupted: always; there is a checkpoint of this step, if that was possible.
+            Interrupted: always. A checkpoint of this step has been written, if that was possible.
         """
         asked = self.processes.gather(self.watch.asked)
         number = next(number for number in asked if number is not None)
@@ -137,7 +140,7 @@ class Saver:
         raise Interrupted(number, reason)
 
     def save(self, step: int) -> bool:
-        """Save now, after so many steps; whether a checkpoint of this step is there."""
+        """Save now, after `step` steps, and wait; whether there is a checkpoint of this step."""
         self._wait()
         folder = _step_folder(self.content.folder, step)
         is_there = self.processes.share(folder.is_dir() if self.processes.is_main else None)
@@ -147,7 +150,11 @@ class Saver:
         return step > 0 and is_there
 
     def restore(self) -> int | None:
-        """Load the newest checkpoint of this run into model and optimizer; its step, or None if there is none."""
+        """Load the newest checkpoint of this run into model and optimizer.
+
+        Returns:
+            Its step; None where the run has no checkpoint yet.
+        """
         self._wait()
         folders = checkpoint_folders(self.content.folder) if self.processes.is_main else []
         newest = self.processes.share(read_manifest(folders[-1]) if folders else None)
@@ -157,7 +164,7 @@ class Saver:
         return int(newest.step)
 
     def describe(self) -> dict[str, Any]:
-        """Figures for summary.json: how often, and the longest that training waited and that a write took."""
+        """Figures for summary.json: the number of checkpoints, the longest wait of training and the longest write."""
         if not self.stalls:
             return {}
         return {
@@ -168,7 +175,7 @@ class Saver:
         }
 
     def _start(self, step: int) -> None:
-        """Copy the state, and let a thread write it."""
+        """Copy the state, and start a thread that writes the copy."""
         started = time.monotonic()
         self._wait()
         waited = time.monotonic() - started
@@ -181,23 +188,24 @@ class Saver:
             self.content,
             folder=_step_folder(self.content.folder, step),
             step=step,
-            # Who goes on from here evaluates at this step again.
+            # A run that resumes here evaluates at this step again.
             eval_losses=[(at, loss) for at, loss in self.content.eval_losses if at < step],
         )
         snapshot = self.host_copy.take(self.model, self.optimizer)
         self.last_time = time.monotonic()
         self._write = write = _Write(content.folder, step, self.last_time - started)
         self.stalls.append(write.stall_seconds)
-        # A daemon, so that the end of the process waits for no disk.
+        # The thread is a daemon, so that a process that ends does not wait for a disk.
         threading.Thread(target=self._work, args=(write, content, snapshot), name="checkpoint", daemon=True).start()
 
     def _work(self, write: _Write, content: Checkpoint, snapshot: Snapshot) -> None:
-        """The thread."""
+        """What the thread does: write the checkpoint, and remove those that are not kept."""
         try:
             error = write_checkpoint(content, snapshot, self.write_adapter, self.thread_processes)
             if error is None and self.processes.is_main:
                 self._remove_old(content)
-            self.thread_processes.wait()  # the main threads would wait for rank 0 in a collective with a time limit
+            # Otherwise the main threads would wait for rank 0 in a collective, which has a time limit.
+            self.thread_processes.wait()
         except BaseException as unexpected:
             write.result.set_exception(unexpected)
         else:
@@ -205,7 +213,11 @@ class Saver:
             write.result.set_result(error)
 
     def _wait(self, at_most_seconds: float | None = None) -> str | None:
-        """Wait for the thread, if there is one; what went wrong, the same on every rank."""
+        """Wait for the thread, if there is one, and report the outcome.
+
+        Returns:
+            What went wrong, which is the same on every rank; None where nothing did, or where time ran out.
+        """
         write, deadline = self._write, time.monotonic() + (at_most_seconds or 0.0)
         if write is None:
             return None

@@ -1,14 +1,15 @@
-"""Which tensor of the checkpoint fills which parameter of the model.
+"""Find which tensor of the model files fills which parameter of the model.
 
-Names go through transformers' own renaming rules, tied weights answer to any of their names, and whatever is missing,
-left over or of another shape is reported at once.
+Names in the files go through transformers' own renaming rules, and a tied weight is found under any of its names.
+Everything that is missing, left over or of another shape is reported at once.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -19,7 +20,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from qlora_fsdp.common.errors import CheckpointError
 from qlora_fsdp.config.schema import QuantConfig
 from qlora_fsdp.layers import Format, QuantizedLayer, parse_storage
-from qlora_fsdp.weights.fill import Assignment
+from qlora_fsdp.weights.assignment import Assignment
 from qlora_fsdp.weights.safetensors_files import StoredTensor, list_some, same_bytes
 
 PART_OF_SUFFIX = {"absmax": "scales", "nested_absmax": "nested_scales"}
@@ -29,10 +30,10 @@ NON_PERSISTENT = re.compile(r"rotary_emb\.inv_freq$|\.masked_bias$|\.attn\.bias$
 
 
 def map_keys(model: PreTrainedModel, tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """The checkpoint's tensors under the model's names, renamed by transformers' own rules.
+    """The tensors in the files under the model's names: transformers' own rules rename them.
 
     Raises:
-        CheckpointError: a tensor that transformers would split, merge or transpose: that can't be done by rows.
+        CheckpointError: transformers would split, merge or transpose a tensor, which can't be done by rows.
     """
     transforms = get_model_conversion_mapping(model)
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
@@ -64,7 +65,7 @@ def map_keys(model: PreTrainedModel, tensors: dict[str, StoredTensor]) -> dict[s
 
 
 def stored_formats(keys: dict[str, StoredTensor], quant: QuantConfig) -> dict[str, Format]:
-    """Format of every layer that the checkpoint holds quantized, by module name."""
+    """Format of every layer that is quantized in the files, by module name."""
     storage = parse_storage(quant.bnb_4bit_quant_storage.value)
     formats = {}
     for key, stored in keys.items():
@@ -80,7 +81,7 @@ def stored_formats(keys: dict[str, StoredTensor], quant: QuantConfig) -> dict[st
 
 
 def read_quant_state(stored: StoredTensor) -> dict[str, Any]:
-    """bitsandbytes' packed description of a quantized weight: quant_type, blocksize, shape, dtype, nested_offset..."""
+    """Read bitsandbytes' description of a quantized weight: quant_type, blocksize, shape, dtype, nested_offset, ..."""
     with stored.file.open("rb") as stream:
         stream.seek(stored.offset)
         return json.loads(stream.read(stored.num_bytes))  # type: ignore[no-any-return]
@@ -97,98 +98,124 @@ def assign(
 
     Args:
         model: on meta.
-        keys: the checkpoint's tensors under the model's names.
+        keys: the tensors in the files under the model's names.
         random: nothing comes from files.
-        new: parameters that are made up all the same.
+        new: parameters that are random all the same.
         is_optional: whether a tensor of the files may be left unused.
 
     Raises:
-        CheckpointError: missing, unexpected or misshaped tensors: all are listed; or tied ones that differ.
+        CheckpointError: tensors are missing, unexpected or of another shape (all are listed), or tied ones differ.
     """
-    names_of: dict[int, list[str]] = {}
-    slots: dict[str, tuple[nn.Module, str]] = {}
-    for module_name, module in model.named_modules():
-        prefix = f"{module_name}." if module_name else ""
-        if isinstance(module, QuantizedLayer):
-            slots[f"{prefix}weight"] = (module, "weight")
-            names_of[id(module)] = [f"{prefix}weight"]
-            if module.bias is not None:
-                slots[f"{prefix}bias"] = (module, "bias")
-                names_of[id(module.bias)] = [f"{prefix}bias"]
-            continue
-        persistent = {n: b for n, b in module._buffers.items() if n not in module._non_persistent_buffers_set}
-        for attribute, value in {**module._parameters, **persistent}.items():
-            if value is not None:
-                slots[prefix + attribute] = (module, attribute)
-                names_of.setdefault(id(value), []).append(prefix + attribute)
+    weights = _find_weights(model)
     if random:
         return [
-            Assignment(names[0], *slots[names[0]])
-            for names in names_of.values()
-            if slots[names[0]][1] in slots[names[0]][0]._parameters or isinstance(slots[names[0]][0], QuantizedLayer)
+            assignment
+            for assignment in map(_random_assignment, weights)
+            if assignment.is_quantized or assignment.attribute in assignment.module._parameters
         ]
-    assignments: list[Assignment] = []
-    missing, misshaped, used = [], [], set[str]()
-    for names in names_of.values():
-        if names[0] in new:
-            assignments.append(Assignment(names[0], *slots[names[0]]))
-            used.update(names)
-            continue
-        name = next((n for n in names if n in keys), None)
-        if name is None:
-            missing.append(" or ".join(names))
-            continue
-        used.update(n for n in names if n in keys)
-        module, attribute = slots[name]
-        if isinstance(module, QuantizedLayer) and attribute == "weight":
-            assignment, problem = assign_quantized(name, module, keys, used, missing)
-        else:
-            copies = {n: keys[n] for n in names if n in keys and n != name}
-            _check_tied(name, keys[name], copies)
-            assignment = Assignment(name, module, attribute, keys[name], copies=tuple(c.key for c in copies.values()))
-            problem = _shape_problem(name, keys[name].shape, tuple(assignment.parameter.shape))
-            if assignment.parameter.is_floating_point():
-                problem = problem or _codes_problem(name, keys[name])
-        if problem:
-            misshaped.append(problem)
-        assignments.append(assignment)
+    matches = [_match(names, keys, is_new=next(iter(names)) in new) for names in weights]
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []
+    used = {key for match in matches for key in match.used}
     unexpected = [
         key
         for key in keys
         if not (key in used or is_optional(key) or NON_PERSISTENT.search(key))
         and not any(re.search(p, key) for p in ignored)
     ]
+    missing = [name for match in matches for name in match.missing]
+    misshaped = [match.problem for match in matches if match.problem is not None]
     _raise_if_any(model, missing, unexpected, misshaped)
-    return assignments
+    return [match.assignment for match in matches if match.assignment is not None]
 
 
-def assign_quantized(
-    name: str, layer: QuantizedLayer, keys: dict[str, StoredTensor], used: set[str], missing: list[str]
-) -> tuple[Assignment, str | None]:
-    """What fills a quantized layer: its weight, or codes and scales that bitsandbytes made; and what is wrong with it.
+@dataclass(frozen=True)
+class Match:
+    """What the files have for one weight.
 
-    Names that it takes go into `used`, names that are not there into `missing`.
+    Attributes:
+        assignment: what fills it; None where the files have nothing for it.
+        used: keys of the files that belong to it.
+        missing: what it needs and the files do not have.
+        problem: why what they have does not fit.
     """
+
+    assignment: Assignment | None
+    used: Collection[str] = ()
+    missing: Sequence[str] = ()
+    problem: str | None = None
+
+
+Names = dict[str, tuple[nn.Module, str]]  # every name of a weight: the module and its attribute
+
+
+def _find_weights(model: PreTrainedModel) -> list[Names]:
+    """All weights of a model with their names; a tied weight is one weight of several names."""
+    weights: dict[int, Names] = {}
+    for module_name, module in model.named_modules():
+        prefix = f"{module_name}." if module_name else ""
+        if isinstance(module, QuantizedLayer):
+            weights[id(module)] = {f"{prefix}weight": (module, "weight")}
+            if module.bias is not None:
+                weights[id(module.bias)] = {f"{prefix}bias": (module, "bias")}
+            continue
+        persistent = {n: b for n, b in module._buffers.items() if n not in module._non_persistent_buffers_set}
+        for attribute, value in {**module._parameters, **persistent}.items():
+            if value is not None:
+                weights.setdefault(id(value), {})[prefix + attribute] = (module, attribute)
+    return list(weights.values())
+
+
+def _random_assignment(names: Names) -> Assignment:
+    name, (module, attribute) = next(iter(names.items()))
+    return Assignment(name, module, attribute)
+
+
+def _match(names: Names, keys: dict[str, StoredTensor], is_new: bool) -> Match:
+    """What fills a weight.
+
+    Raises:
+        CheckpointError: the files hold other values under another of its names.
+    """
+    if is_new:
+        return Match(_random_assignment(names), used=names)
+    found = [name for name in names if name in keys]
+    if not found:
+        return Match(None, missing=[" or ".join(names)])
+    name = found[0]
+    module, attribute = names[name]
+    if isinstance(module, QuantizedLayer) and attribute == "weight":
+        return match_quantized(name, module, keys)
+    copies = {other: keys[other] for other in found[1:]}
+    _check_tied(name, keys[name], copies)
+    assignment = Assignment(name, module, attribute, keys[name], copies=tuple(c.key for c in copies.values()))
+    problem = _shape_problem(name, keys[name].shape, tuple(assignment.parameter.shape))
+    if assignment.parameter.is_floating_point():
+        problem = problem or _codes_problem(name, keys[name])
+    return Match(assignment, found, problem=problem)
+
+
+def match_quantized(name: str, layer: QuantizedLayer, keys: dict[str, StoredTensor]) -> Match:
+    """What fills the weight of a quantized layer: its values, or codes and scales that bitsandbytes has made."""
     stored, shape = keys[name], (layer.out_features, layer.in_features)
     scales_key = name.removesuffix("weight") + "SCB"
     state_key = f"{name}.quant_state.bitsandbytes__{layer.format.quant_type}"
     if scales_key in keys:
-        used.update((scales_key, scales_key.replace("SCB", "weight_format")))
-        parts = {"scales": keys[scales_key]}
-        return Assignment(name, layer, "weight", stored, parts), _shape_problem(name, stored.shape, shape)
+        assignment = Assignment(name, layer, "weight", stored, {"scales": keys[scales_key]})
+        used = [name, scales_key, scales_key.replace("SCB", "weight_format")]
+        return Match(assignment, used, problem=_shape_problem(name, stored.shape, shape))
     if state_key in keys:
-        used.update(k for k in keys if k.startswith(f"{name}."))
+        used = [name, *(key for key in keys if key.startswith(f"{name}."))]
         suffixes = ("absmax", "nested_absmax") if layer.format.double_quant else ("absmax",)
-        missing.extend(f"{name}.{suffix}" for suffix in suffixes if f"{name}.{suffix}" not in keys)
+        missing = [f"{name}.{suffix}" for suffix in suffixes if f"{name}.{suffix}" not in keys]
         parts = {PART_OF_SUFFIX[s]: keys[f"{name}.{s}"] for s in suffixes if f"{name}.{s}" in keys}
         state = read_quant_state(keys[state_key])
-        if layer.format.double_quant and state.get("nested_blocksize", 256) != 256:
-            return Assignment(name, layer, "weight", stored, parts), f"{name}: nested block size is not 256"
         assignment = Assignment(name, layer, "weight", stored, parts, state.get("nested_offset"))
-        return assignment, _shape_problem(name, tuple(state["shape"]), shape)
+        problem = _shape_problem(name, tuple(state["shape"]), shape)
+        if layer.format.double_quant and state.get("nested_blocksize", 256) != 256:
+            problem = f"{name}: nested block size is not 256"
+        return Match(assignment, used, missing, problem)
     problem = _shape_problem(name, stored.shape, shape) or _codes_problem(name, stored)
-    return Assignment(name, layer, "weight", stored), problem
+    return Match(Assignment(name, layer, "weight", stored), [name], problem=problem)
 
 
 def _check_tied(name: str, stored: StoredTensor, copies: dict[str, StoredTensor]) -> None:
@@ -202,7 +229,7 @@ def _check_tied(name: str, stored: StoredTensor, copies: dict[str, StoredTensor]
 
 
 def _codes_problem(name: str, stored: StoredTensor) -> str | None:
-    """Codes without the scales that belong to them would load as if they were weights."""
+    """Codes without the scales that belong to them: these would load as if they were weights."""
     if stored.dtype.is_floating_point:
         return None
     return f"{name}: codes in {stored.dtype} without their scales"

@@ -1,78 +1,34 @@
-"""Fill a sharded model: each rank reads its own rows, quantizes them where they will live, and writes its shard.
+"""Fill a sharded model: each rank reads its own rows, quantizes them on its device, and writes them to its shard.
 
-Three kinds of source tensors: full precision (cast to the model's dtype, then quantized where the layer is quantized),
-already quantized by bitsandbytes (bytes are taken as they are), and made up (`model.weights=random`).
+A weight comes from one of three sources:
+
+- a tensor in full precision, which is cast to the model's dtype and quantized where its layer is quantized;
+- codes and scales that bitsandbytes has made, whose bytes are taken as they are;
+- nothing, so that it is made of random numbers (`model.weights=random`, a new classification head).
+
+Rows arrive in pieces, in order. A sink takes the pieces of one tensor (`put`) and is told when they are all there
+(`finish`): one copies them, one packs bitsandbytes' codes, one quantizes.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from qlora_fsdp.layers import QuantizedLayer
+from qlora_fsdp.layers import Format, QuantizedLayer
 from qlora_fsdp.runtime.rows import gather_rows, local_rows, local_tensor, shard_group
-from qlora_fsdp.weights.row_reader import Request, run_requests
-from qlora_fsdp.weights.safetensors_files import StoredTensor
+from qlora_fsdp.weights.assignment import Assignment
+from qlora_fsdp.weights.row_reader import Request, Sink, run_requests
 
 RANDOM_ROWS = 256  # rows that share a random generator
 Progress = Callable[[int], None]  # called with the bytes read
 
 
 def ignore_progress(num_bytes: int) -> None:
-    """For who shows none."""
-
-
-@dataclass(frozen=True)
-class Assignment:
-    """One weight of the model and where it comes from.
-
-    Attributes:
-        name: its name in the model, e.g. `model.layers.0.self_attn.q_proj.weight`.
-        module: the module that holds it; for `weight` of a `QuantizedLayer` its parts are filled.
-        attribute: the parameter's (or buffer's) name in the module.
-        stored: the checkpoint's tensor, in full precision or int8/packed codes; None for random weights.
-        stored_parts: of a weight already quantized: tensor of each part (`scales`, `nested_scales`).
-        nested_offset: of a weight already double-quantized: the mean taken off its scales.
-        copies: keys under which the files hold it again, of a tied table; these are not read.
-    """
-
-    name: str
-    module: nn.Module
-    attribute: str
-    stored: StoredTensor | None = None
-    stored_parts: dict[str, StoredTensor] = field(default_factory=dict)
-    nested_offset: float | None = None
-    copies: tuple[str, ...] = ()
-
-    @property
-    def parameter(self) -> Tensor:
-        """The tensor whose rows decide what this rank reads."""
-        attribute = "codes" if self.is_quantized else self.attribute
-        parameter = self.module._parameters.get(attribute)
-        value = self.module._buffers[attribute] if parameter is None else parameter
-        assert value is not None
-        return value
-
-    @property
-    def is_quantized(self) -> bool:
-        return isinstance(self.module, QuantizedLayer) and self.attribute == "weight"
-
-    def num_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes to read for the whole weight; of a made-up one, what it would take in `dtype`."""
-        if self.stored is None:
-            return self.num_elements * dtype.itemsize
-        return self.stored.num_bytes + sum(part.num_bytes for part in self.stored_parts.values())
-
-    @property
-    def num_elements(self) -> int:
-        if self.is_quantized:
-            assert isinstance(self.module, QuantizedLayer)
-            return self.module.out_features * self.module.in_features
-        return self.parameter.numel()
+    """A `Progress` that shows nothing."""
 
 
 def fill(
@@ -83,9 +39,9 @@ def fill(
     seed: int,
     on_progress: Progress = ignore_progress,
 ) -> None:
-    """Fill every assignment's shard: from the checkpoint's files, or randomly where they have nothing (a new head).
+    """Fill every assignment's shard: from the model files, or with random numbers where these have no tensor for it.
 
-    Arguments as of `fill_from_files` and `fill_randomly`.
+    The arguments are those of `fill_from_files` and `fill_randomly`.
     """
     fill_randomly([a for a in assignments if a.stored is None], device, dtype, std, seed, on_progress)
     fill_from_files([a for a in assignments if a.stored is not None], device, dtype, on_progress)
@@ -97,7 +53,7 @@ def fill_from_files(
     dtype: torch.dtype,
     on_progress: Progress = ignore_progress,
 ) -> None:
-    """Fill every assignment's shard from the checkpoint's files.
+    """Fill every assignment's shard from the model files.
 
     Args:
         assignments: in the same order on every rank.
@@ -110,10 +66,8 @@ def fill_from_files(
     for assignment in assignments:
         if assignment.stored_parts:
             requests.extend(_prequantized_requests(assignment))
-        elif assignment.is_quantized:
-            requests.append(_quantize_request(assignment, device, dtype))
         else:
-            requests.append(_plain_request(assignment))
+            requests.append(_full_precision_request(assignment, device, dtype))
     run_requests(requests, device, on_progress)
 
 
@@ -125,30 +79,21 @@ def fill_randomly(
     seed: int,
     on_progress: Progress = ignore_progress,
 ) -> None:
-    """Fill every shard with random weights, the same for a seed whatever the number of ranks.
+    """Fill every shard with random weights, which are the same for a seed whatever the number of ranks.
 
-    Matrices are normal with deviation `std`; vectors are ones (norms) or, for biases, zeros.
+    Matrices are normal with the standard deviation `std`; vectors are ones (norms) or, for biases, zeros.
     """
     for assignment in assignments:
         first, last = local_rows(assignment.parameter)
-        if assignment.is_quantized:
-            layer = assignment.module
-            assert isinstance(layer, QuantizedLayer)
-            sink = _Quantizer(layer, device)
-            for start, rows in _random_rows(assignment.name, first, last, layer.in_features, std, seed, device, dtype):
+        row_size = assignment.num_elements // max(1, assignment.parameter.shape[0])
+        if assignment.parameter.ndim < 2:
+            local_tensor(assignment.parameter).fill_(0.0 if assignment.attribute == "bias" else 1.0)
+        else:
+            sink = _make_sink(assignment, device, dtype, dtype)
+            for start, rows in _random_rows(assignment.name, first, last, row_size, std, seed, device, dtype):
                 sink.put(rows, start - first)
             sink.finish()
-        else:
-            target = local_tensor(assignment.parameter)
-            if target.ndim < 2:
-                target.fill_(0.0 if assignment.attribute == "bias" else 1.0)
-            else:
-                width = target[0].numel() if len(target) else 0
-                for start, rows in _random_rows(assignment.name, first, last, width, std, seed, device, dtype):
-                    target[start - first : start - first + len(rows)].copy_(rows.view(-1, *target.shape[1:]))
-        on_progress(
-            (last - first) * (assignment.num_elements // max(1, assignment.parameter.shape[0])) * dtype.itemsize
-        )
+        on_progress((last - first) * row_size * dtype.itemsize)
 
 
 def _random_rows(
@@ -162,17 +107,81 @@ def _random_rows(
         yield begin, rows[begin - block * RANDOM_ROWS : end - block * RANDOM_ROWS]
 
 
-class _Quantizer:
-    """Takes a layer's rows as they come, in full precision, and fills its parts."""
+def _full_precision_request(assignment: Assignment, device: torch.device, dtype: torch.dtype) -> Request:
+    stored, param = assignment.stored, assignment.parameter
+    assert stored is not None
+    sink = _make_sink(assignment, device, stored.dtype, dtype)
+    if param.ndim == 0:
+        return Request(stored, stored.num_bytes, 0, 1, sink)
+    row_size = assignment.num_elements // max(1, param.shape[0])
+    return Request(stored, row_size * stored.dtype.itemsize, *local_rows(param), sink)
 
-    def __init__(self, layer: QuantizedLayer, device: torch.device) -> None:
-        self.layer, self.device = layer, device
+
+def _make_sink(assignment: Assignment, device: torch.device, source_dtype: torch.dtype, dtype: torch.dtype) -> Sink:
+    """What takes a weight's rows, which arrive in `source_dtype`."""
+    if assignment.is_quantized:
+        return _Quantize(assignment.layer, device, source_dtype, dtype)
+    return _Copy(local_tensor(assignment.parameter), source_dtype)
+
+
+def _prequantized_requests(assignment: Assignment) -> list[Request]:
+    """Requests for codes and scales that bitsandbytes has made, which are flat in the files and rows here."""
+    layer, format, stored_parts = assignment.layer, assignment.layer.format, assignment.stored_parts
+    assert assignment.stored is not None
+    num_blocks = layer.in_features // format.blocksize
+    code_bytes = layer.in_features // 2 if format.is_4bit else layer.in_features
+    rows, scales = local_rows(assignment.parameter), local_tensor(layer.scales)
+    requests = [Request(assignment.stored, code_bytes, *rows, _Pack(local_tensor(layer.codes), format))]
+    if not format.double_quant:
+        row_bytes = 4 * (num_blocks if format.is_4bit else 1)
+        return [*requests, Request(stored_parts["scales"], row_bytes, *rows, _Copy(scales, torch.float32))]
+    requests.append(Request(stored_parts["scales"], num_blocks, *rows, _Pack(scales, format)))
+    first, last = local_rows(layer.nested_scales)
+    nested = local_tensor(layer.nested_scales)
+    num_groups = layer.nested_scales.shape[0] - 1
+    if last == num_groups + 1 and last > first:  # the last element is the offset, which the files have elsewhere
+        assert assignment.nested_offset is not None
+        nested[-1] = assignment.nested_offset
+    last = max(first, min(last, num_groups))
+    requests.append(Request(stored_parts["nested_scales"], 4, first, last, _Copy(nested, torch.float32)))
+    return requests
+
+
+class _Copy(Sink):
+    """Copies rows of `source_dtype`, which are cast to the dtype of `target`, this rank's rows of a parameter."""
+
+    def __init__(self, target: Tensor, source_dtype: torch.dtype) -> None:
+        self.target = target if target.ndim else target.view(1)
+        self.source_dtype = source_dtype
+
+    def put(self, rows: Tensor, first_row: int) -> None:
+        values = rows.view(self.source_dtype).view(-1, *self.target.shape[1:])
+        self.target[first_row : first_row + len(values)].copy_(values)
+
+
+class _Pack(Sink):
+    """Writes rows of bytes, packed into the elements in which the layer keeps them."""
+
+    def __init__(self, target: Tensor, format: Format) -> None:
+        self.target, self.format = target, format
+
+    def put(self, rows: Tensor, first_row: int) -> None:
+        _write(self.target[first_row : first_row + len(rows)], self.format.pack(rows))
+
+
+class _Quantize(Sink):
+    """Casts rows to `dtype`, quantizes them, and fills the layer's codes; its scales follow once all rows are there."""
+
+    def __init__(
+        self, layer: QuantizedLayer, device: torch.device, source_dtype: torch.dtype, dtype: torch.dtype
+    ) -> None:
+        self.layer, self.device, self.source_dtype, self.dtype = layer, device, source_dtype, dtype
         self.codes = local_tensor(layer.codes)
         self.absmax: list[Tensor] = []
 
-    def put(self, weight: Tensor, row: int) -> None:
-        codes, absmax = self.layer.format.quantize_rows(weight)
-        _write(self.codes[row : row + len(codes)], codes)
+    def put(self, rows: Tensor, first_row: int) -> None:
+        codes, absmax = self.layer.format.quantize_rows(rows.view(self.source_dtype).to(self.dtype))
+        _write(self.codes[first_row : first_row + len(codes)], codes)
         self.absmax.append(absmax)
 
     def finish(self) -> None:
@@ -189,85 +198,6 @@ class _Quantizer:
         for param, whole in ((layer.scales, scales), (layer.nested_scales, nested_scales)):
             first, last = local_rows(param)
             _write(local_tensor(param), whole[first:last])
-
-
-def _quantize_request(assignment: Assignment, device: torch.device, dtype: torch.dtype) -> Request:
-    layer, stored = assignment.module, assignment.stored
-    assert isinstance(layer, QuantizedLayer) and stored is not None
-    sink: list[_Quantizer] = []  # made at the first piece, so that few layers hold buffers at a time
-
-    def quantizer() -> _Quantizer:
-        if not sink:
-            sink.append(_Quantizer(layer, device))
-        return sink[0]
-
-    def finish() -> None:
-        quantizer().finish()
-        sink.clear()
-
-    return Request(
-        stored,
-        layer.in_features * stored.dtype.itemsize,
-        *local_rows(assignment.parameter),
-        put=lambda rows, row: quantizer().put(rows.view(stored.dtype).to(dtype), row),
-        finish=finish,
-    )
-
-
-def _plain_request(assignment: Assignment) -> Request:
-    stored, param = assignment.stored, assignment.parameter
-    assert stored is not None
-    if param.ndim == 0:
-        return Request(stored, stored.num_bytes, 0, 1, put=lambda rows, _: _fill_scalar(param, rows, stored.dtype))
-    target = local_tensor(param)
-
-    def put(rows: Tensor, row: int) -> None:
-        values = rows.view(stored.dtype).view(-1, *target.shape[1:])
-        target[row : row + len(values)].copy_(values)
-
-    return Request(stored, stored.num_bytes // max(1, stored.shape[0]), *local_rows(param), put=put)
-
-
-def _fill_scalar(param: Tensor, rows: Tensor, dtype: torch.dtype) -> None:
-    local_tensor(param).copy_(rows.flatten().view(dtype)[0])
-
-
-def _prequantized_requests(assignment: Assignment) -> list[Request]:
-    """Requests for codes and scales that are already bitsandbytes' own: flat there, rows here."""
-    layer = assignment.module
-    assert isinstance(layer, QuantizedLayer) and assignment.stored is not None
-    format = layer.format
-    num_blocks = layer.in_features // format.blocksize
-    code_bytes = layer.in_features // 2 if format.is_4bit else layer.in_features
-    rows = local_rows(assignment.parameter)
-    codes, scales = local_tensor(layer.codes), local_tensor(layer.scales)
-
-    def put_packed(target: Tensor) -> Callable[[Tensor, int], None]:
-        return lambda piece, row: _write(target[row : row + len(piece)], format.pack(piece))
-
-    def put_floats(target: Tensor) -> Callable[[Tensor, int], None]:
-        def put(piece: Tensor, row: int) -> None:
-            values = piece.view(torch.float32).view(-1, *target.shape[1:])
-            target[row : row + len(values)].copy_(values)
-
-        return put
-
-    requests = [Request(assignment.stored, code_bytes, *rows, put=put_packed(codes))]
-    stored_scales = assignment.stored_parts["scales"]
-    if format.double_quant:
-        requests.append(Request(stored_scales, num_blocks, *rows, put=put_packed(scales)))
-        first, last = local_rows(layer.nested_scales)
-        nested = local_tensor(layer.nested_scales)
-        num_groups = layer.nested_scales.shape[0] - 1
-        if last == num_groups + 1 and last > first:  # the last element is the offset, which is not in the file
-            assert assignment.nested_offset is not None
-            nested[-1] = assignment.nested_offset
-        stored_nested = assignment.stored_parts["nested_scales"]
-        requests.append(Request(stored_nested, 4, first, max(first, min(last, num_groups)), put=put_floats(nested)))
-    else:
-        row_bytes = 4 * (num_blocks if format.is_4bit else 1)
-        requests.append(Request(stored_scales, row_bytes, *rows, put=put_floats(scales)))
-    return requests
 
 
 def _write(target: Tensor, source: Tensor) -> None:

@@ -1,8 +1,9 @@
-"""Quantized weights kept in files, so that later runs and the jobs of a sweep read a quarter of the bytes.
+"""A cache of quantized weights in files, so that later runs and the jobs of a sweep read a quarter of the bytes.
 
-An entry is a folder of safetensors files in bitsandbytes' format, which has the linear layers that are quantized and
-nothing else. It is named by what its bytes depend on: the base's fingerprint, the layers, how and where they are
-quantized. It is written under another name and renamed, and one process of a node at a time looks at it.
+An entry of the cache is a folder of safetensors files in bitsandbytes' format. It holds the linear layers that are
+quantized, and nothing else. Its name is a digest of everything that its bytes depend on: the base model's fingerprint,
+the layers, and how and where they are quantized. An entry is written under a temporary name and renamed. Only one
+process per node looks at it at a time.
 """
 
 from __future__ import annotations
@@ -24,18 +25,19 @@ from torch import Tensor
 
 from qlora_fsdp.common.errors import CheckpointError
 from qlora_fsdp.common.sizes import NESTED_BLOCKSIZE
-from qlora_fsdp.layers import Format, QuantizedLayer, QuantizedLinear
+from qlora_fsdp.layers import Format, QuantizedLinear
 from qlora_fsdp.layers.quantized_format import code_book, dynamic_map
 from qlora_fsdp.records.run_folder import log
 from qlora_fsdp.runtime.processes import Processes
-from qlora_fsdp.weights.assign import assign_quantized
-from qlora_fsdp.weights.fill import Assignment, fill_from_files
+from qlora_fsdp.weights.assign import match_quantized
+from qlora_fsdp.weights.assignment import Assignment
+from qlora_fsdp.weights.fill import fill_from_files
 from qlora_fsdp.weights.safetensors_files import INDEX_NAME, fingerprint, read_headers
 
 DEFAULT_FOLDER = "~/.cache/qlora_fsdp/quantized"
-CACHE_VERSION = 1  # raise it when the same settings give other bytes
+CACHE_VERSION = 1  # to be raised when the same settings give other bytes
 MANIFEST = "cache.json"
-FILE_BYTES = 2 * 2**30  # of quantized weights a file, which are in host memory while it is written
+FILE_BYTES = 2 * 2**30  # of quantized weights per file; they are in host memory while the file is written
 
 
 def use_cache(
@@ -46,25 +48,28 @@ def use_cache(
     processes: Processes,
     writes: bool = True,
 ) -> list[Assignment]:
-    """Let the weights that are to be quantized come from the cache, which is made first if need be.
+    """Let the weights that have to be quantized come from the cache, which is written first where it lacks them.
 
     Args:
         assignments: of the whole model.
-        base: fingerprint of the base's files.
+        base: fingerprint of the base model's files.
         folder: model.cache_folder.
         dtype: the model's dtype, to which weights are cast before they are quantized.
-        processes: all ranks take part; the first one of a node writes.
-        writes: make an entry that is missing or damaged.
+        processes: all ranks take part; the first rank of each node writes.
+        writes: write an entry that is missing or damaged.
 
     Returns:
-        The assignments, with the same bytes to come. If the cache can't be used, they are as they were.
+        Assignments that lead to the same bytes. Where the cache can't be used, they are those that were given.
+
+    Raises:
+        CheckpointError: the entry lacks tensors, although it is the one that was written.
     """
     chosen = [a for a in assignments if a.is_quantized and a.stored is not None and not a.stored_parts]
     if not chosen:
         log.info("No cache of quantized weights: nothing is read that has to be quantized")
         return list(assignments)
     device = processes.device
-    layers = [[a.name, _layer(a).out_features, _layer(a).in_features, _describe(_layer(a).format)] for a in chosen]
+    layers = [[a.name, a.layer.out_features, a.layer.in_features, _describe(a.layer.format)] for a in chosen]
     identity = json.dumps([CACHE_VERSION, base, str(dtype), device.type, layers])
     entry = Path(folder or DEFAULT_FOLDER).expanduser() / hashlib.sha256(identity.encode()).hexdigest()[:32]
     error = None
@@ -87,18 +92,19 @@ def use_cache(
             "quantized as they are loaded."
         )
         return list(assignments)
-    tensors, missing = read_headers(entry), list[str]()
-    found = {a.name: assign_quantized(a.name, _layer(a), tensors, set(), missing) for a in chosen}
-    problems = [*missing, *(problem for _, problem in found.values() if problem)]
+    tensors = read_headers(entry)
+    found = {a.name: match_quantized(a.name, a.layer, tensors) for a in chosen}
+    problems = [name for match in found.values() for name in match.missing]
+    problems += [match.problem for match in found.values() if match.problem is not None]
     if problems:
         raise CheckpointError(f"{entry} is damaged: {problems[0]}. Remove it.")
     log.info(f"Quantized weights come from {entry}")
-    return [found[a.name][0] if a.name in found else a for a in assignments]
+    return [found[a.name].assignment or a if a.name in found else a for a in assignments]
 
 
 @contextmanager
 def _alone(entry: Path) -> Iterator[None]:
-    """Other runs, and nodes that share the folder, wait for the first."""
+    """Hold the entry's lock: other runs, and other nodes that share the folder, wait for the first."""
     lock = FileLock(entry.with_suffix(".lock"))
     with suppress(Timeout):
         lock.acquire(timeout=0)
@@ -112,7 +118,7 @@ def _alone(entry: Path) -> Iterator[None]:
 
 
 def _make(entry: Path, chosen: Sequence[Assignment], dtype: torch.dtype, device: torch.device) -> None:
-    """Write the entry if it is not there; write it anew if it is damaged."""
+    """Write the entry where it is missing or damaged."""
     if entry.is_dir():
         problem = _find_damage(entry)
         if problem is None:
@@ -142,10 +148,10 @@ def _find_damage(entry: Path) -> str | None:
 def _write(folder: Path, chosen: Sequence[Assignment], dtype: torch.dtype, device: torch.device) -> None:
     weight_map: dict[str, str] = {}
     for number, group in enumerate(_groups(chosen), start=1):
-        layers = []
-        for a in group:
-            like = _layer(a)
-            layers.append(QuantizedLinear(like.in_features, like.out_features, False, like.format, dtype, device))
+        layers = [
+            QuantizedLinear(a.layer.in_features, a.layer.out_features, False, a.layer.format, dtype, device)
+            for a in group
+        ]
         parts = [replace(a, module=layer) for a, layer in zip(group, layers, strict=True)]
         fill_from_files(parts, device, dtype)
         tensors: dict[str, Tensor] = {}
@@ -161,7 +167,7 @@ def _write(folder: Path, chosen: Sequence[Assignment], dtype: torch.dtype, devic
 
 
 def _as_bitsandbytes(name: str, layer: QuantizedLinear, dtype: torch.dtype) -> dict[str, Tensor]:
-    """A weight's tensors under the names and in the shapes of bitsandbytes' checkpoints; on the CPU."""
+    """A weight's tensors under the names and in the shapes in which bitsandbytes saves them; on the CPU."""
     format, shape = layer.format, (layer.out_features, layer.in_features)
     scales = layer.scales.detach()
     if not format.is_4bit:
@@ -196,7 +202,7 @@ def _groups(chosen: Sequence[Assignment]) -> Iterator[list[Assignment]]:
     num_bytes = 0
     for a in chosen:
         group.append(a)
-        num_bytes += _layer(a).format.num_bytes(_layer(a).out_features, _layer(a).in_features)
+        num_bytes += a.layer.format.num_bytes(a.layer.out_features, a.layer.in_features)
         if num_bytes >= FILE_BYTES:
             yield group
             group, num_bytes = [], 0
@@ -205,10 +211,5 @@ def _groups(chosen: Sequence[Assignment]) -> Iterator[list[Assignment]]:
 
 
 def _describe(format: Format) -> list[object]:
-    """What bytes depend on; not the dtype that they are kept in."""
+    """What the bytes depend on, which the dtype of the elements that hold them is no part of."""
     return [format.quant_type, format.double_quant, format.blocksize]
-
-
-def _layer(assignment: Assignment) -> QuantizedLayer:
-    assert isinstance(assignment.module, QuantizedLayer)
-    return assignment.module

@@ -1,17 +1,21 @@
-"""Read row ranges of many tensors, in order, with reading, copying to the GPU and the caller's work overlapped.
+"""Read row ranges of many tensors, in order, while reading, copying to the GPU and the sinks' work overlap.
 
-A few threads read pieces of at most `PIECE_BYTES` into a ring of (pinned) buffers. The caller's thread copies each to
-the device and hands it to the request that asked for it. Host memory is the ring, whatever the model's size.
+A few threads read pieces of at most `PIECE_BYTES` into a ring of (pinned) buffers. The caller's thread copies each
+piece to the device and hands it to the sink of the tensor that it belongs to. The ring is all the host memory that this
+takes, whatever the model's size.
 """
 
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from queue import SimpleQueue
+from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -23,27 +27,71 @@ from qlora_fsdp.weights.safetensors_files import StoredTensor
 MAX_READERS = 8
 
 
-@dataclass
-class Request:
-    """Rows [first_row, last_row) of a stored tensor, seen as rows of `row_bytes` bytes.
+class Sink(ABC):
+    """Takes the rows of one tensor, a piece at a time and in order."""
 
-    Attributes:
-        put: called with (uint8 [n, row_bytes] on the device, index of its first row relative to `first_row`), in order.
-            The tensor is only valid during the call.
-        finish: called once after the last `put`, also when there are no rows; may hold a collective, because every
-            rank finishes its requests in the same order.
-    """
+    @abstractmethod
+    def put(self, rows: Tensor, first_row: int) -> None:
+        """Take the next rows.
+
+        Args:
+            rows: uint8 [n, row_bytes] on the device; valid during the call only.
+            first_row: index of the first of them, counted from the request's first row.
+        """
+
+    def finish(self) -> None:  # noqa: B027  # most sinks have nothing to do then
+        """Called once after the last `put`, also where there are no rows.
+
+        This may hold a collective, because every rank finishes its requests in the same order.
+        """
+
+
+@dataclass(frozen=True)
+class Request:
+    """Rows [first_row, last_row) of a stored tensor, seen as rows of `row_bytes` bytes, and who takes them."""
 
     stored: StoredTensor
     row_bytes: int
     first_row: int
     last_row: int
-    put: Callable[[Tensor, int], None]
-    finish: Callable[[], None] = lambda: None
+    sink: Sink
 
-    @property
-    def num_bytes(self) -> int:
-        return (self.last_row - self.first_row) * self.row_bytes
+
+def run_requests(
+    requests: Sequence[Request],
+    device: torch.device,
+    on_progress: Callable[[int], None],
+    num_readers: int = MAX_READERS,
+) -> None:
+    """Serve all requests in order.
+
+    Args:
+        requests: the same sequence of tensors on every rank; the rows are each rank's own.
+        device: where the sinks get their rows.
+        on_progress: called with the number of bytes of each piece, once it is served.
+        num_readers: threads that read.
+
+    Raises:
+        CheckpointError: a file can't be read, or ends early.
+    """
+    if not requests:  # random weights: no host memory for buffers
+        return
+    cuda = device.type == "cuda"
+    with _ReadAhead(requests, cuda, num_readers) as reader:
+        for item, buffer in reader:
+            if buffer is None:
+                assert isinstance(item, Request)
+                item.sink.finish()
+                continue
+            assert isinstance(item, _Piece)
+            size = item.num_rows * item.request.row_bytes
+            rows = buffer.host[:size].to(device, non_blocking=True).view(item.num_rows, item.request.row_bytes)
+            if cuda:
+                buffer.copied = torch.cuda.Event()
+                buffer.copied.record()
+            item.request.sink.put(rows, item.row)
+            reader.give_back(buffer)
+            on_progress(size)
 
 
 @dataclass
@@ -59,38 +107,65 @@ class _Piece:
     num_rows: int
 
 
-def run_requests(
-    requests: Sequence[Request],
-    device: torch.device,
-    on_progress: Callable[[int], None],
-    num_readers: int = MAX_READERS,
-) -> None:
-    """Serve all requests in order.
+class _ReadAhead:
+    """Reads the pieces of all requests, in order, some pieces ahead of whoever iterates over it.
 
-    Args:
-        requests: the same sequence of tensors on every rank; the rows are each rank's own.
-        device: where `put` gets its tensors.
-        on_progress: called with the number of bytes of each piece served.
-        num_readers: threads that read.
-
-    Raises:
-        CheckpointError: a file can't be read, or ends early.
+    It yields each piece with the buffer that holds it, which has to be given back. After its last piece it yields the
+    request itself, without a buffer.
     """
-    if not requests:  # random weights: no host memory for buffers
-        return
-    largest_row = max(request.row_bytes for request in requests)
-    buffer_bytes = max(PIECE_BYTES, largest_row)
-    cuda = device.type == "cuda"
-    free: SimpleQueue[_Buffer] = SimpleQueue()
-    for _ in range(NUM_BUFFERS):
-        free.put(_Buffer(torch.empty(buffer_bytes, dtype=torch.uint8, pin_memory=cuda)))
-    files: dict[str, int] = {}
 
-    def read(piece: _Piece, file: int) -> _Buffer:
-        buffer = free.get()
+    def __init__(self, requests: Sequence[Request], pins_memory: bool, num_readers: int) -> None:
+        buffer_bytes = max(PIECE_BYTES, *(request.row_bytes for request in requests))
+        self.free: SimpleQueue[_Buffer] = SimpleQueue()
+        for _ in range(NUM_BUFFERS):
+            self.free.put(_Buffer(torch.empty(buffer_bytes, dtype=torch.uint8, pin_memory=pins_memory)))
+        self.items = _split(requests, buffer_bytes)
+        self.pending: deque[tuple[_Piece | Request, Future[_Buffer] | None]] = deque()
+        self.files: dict[Path, int] = {}
+        self.pool = ThreadPoolExecutor(num_readers, thread_name_prefix="read")
+
+    def __enter__(self) -> _ReadAhead:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.pool.shutdown(wait=True, cancel_futures=True)
+        for file in self.files.values():
+            os.close(file)
+
+    def __iter__(self) -> Iterator[tuple[_Piece | Request, _Buffer | None]]:
+        for _ in range(NUM_BUFFERS - 1):
+            self._submit_next()
+        while self.pending:
+            item, future = self.pending.popleft()
+            yield item, None if future is None else future.result()
+
+    def give_back(self, buffer: _Buffer) -> None:
+        """Let another piece be read into the buffer."""
+        self.free.put(buffer)
+        self._submit_next()
+
+    def _submit_next(self) -> None:
+        """Have the next piece read; requests that are complete before it follow in their place."""
+        for item in self.items:
+            if isinstance(item, Request):
+                self.pending.append((item, None))
+                continue
+            stored = item.request.stored
+            if stored.file not in self.files:
+                try:
+                    self.files[stored.file] = os.open(stored.file, os.O_RDONLY)
+                except OSError as error:
+                    raise _unreadable(stored, str(error)) from error
+            self.pending.append((item, self.pool.submit(self._read, item, self.files[stored.file])))
+            return
+
+    def _read(self, piece: _Piece, file: int) -> _Buffer:
+        """Read a piece into the next buffer that is free; runs in a thread of the pool."""
+        buffer, request = self.free.get(), piece.request
         if buffer.copied is not None:
             buffer.copied.synchronize()
-        request = piece.request
         start = request.stored.offset + (request.first_row + piece.row) * request.row_bytes
         target = buffer.host.numpy().data[: piece.num_rows * request.row_bytes]
         while target:
@@ -103,50 +178,6 @@ def run_requests(
             target, start = target[count:], start + count
         return buffer
 
-    pieces = _split(requests, buffer_bytes)
-    pool = ThreadPoolExecutor(num_readers, thread_name_prefix="read")
-    pending: deque[tuple[_Piece | Request, Future[_Buffer] | None]] = deque()
-
-    def submit_next() -> bool:
-        for item in pieces:
-            if isinstance(item, Request):
-                pending.append((item, None))
-                continue
-            name = str(item.request.stored.file)
-            if name not in files:
-                try:
-                    files[name] = os.open(name, os.O_RDONLY)
-                except OSError as error:
-                    raise _unreadable(item.request.stored, str(error)) from error
-            pending.append((item, pool.submit(read, item, files[name])))
-            return True
-        return False
-
-    try:
-        for _ in range(NUM_BUFFERS - 1):
-            submit_next()
-        while pending:
-            item, future = pending.popleft()
-            if future is None:
-                assert isinstance(item, Request)
-                item.finish()
-                continue
-            assert isinstance(item, _Piece)
-            buffer = future.result()
-            size = item.num_rows * item.request.row_bytes
-            rows = buffer.host[:size].to(device, non_blocking=True).view(item.num_rows, item.request.row_bytes)
-            if cuda:
-                buffer.copied = torch.cuda.Event()
-                buffer.copied.record()
-            item.request.put(rows, item.row)
-            free.put(buffer)
-            submit_next()
-            on_progress(size)
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-        for file in files.values():
-            os.close(file)
-
 
 def _unreadable(stored: StoredTensor, reason: str) -> CheckpointError:
     return CheckpointError(
@@ -155,10 +186,10 @@ def _unreadable(stored: StoredTensor, reason: str) -> CheckpointError:
 
 
 def _split(requests: Sequence[Request], buffer_bytes: int) -> Iterator[_Piece | Request]:
-    """The pieces of each request, then the request itself as the sign to finish it."""
+    """The pieces of each request, then the request itself, as the sign to finish it."""
     for request in requests:
         num_rows = request.last_row - request.first_row
-        rows_a_piece = max(1, buffer_bytes // request.row_bytes)
-        for row in range(0, num_rows, rows_a_piece):
-            yield _Piece(request, row, min(rows_a_piece, num_rows - row))
+        rows_per_piece = max(1, buffer_bytes // request.row_bytes)
+        for row in range(0, num_rows, rows_per_piece):
+            yield _Piece(request, row, min(rows_per_piece, num_rows - row))
         yield request

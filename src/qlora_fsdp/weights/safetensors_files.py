@@ -1,7 +1,8 @@
-"""What the safetensors files of a checkpoint hold, read from their headers alone.
+"""What safetensors files hold, read from their headers alone.
 
 Format: https://huggingface.co/docs/safetensors (8 bytes of header length, JSON header, then the tensors' bytes).
-Headers are read here, not by `safe_open`, because the reader wants offsets: it reads rows straight into pinned memory.
+Headers are read here and not by `safe_open`, because our readers need the offsets: they read rows straight into memory
+of their own.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import math
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 
@@ -31,12 +33,12 @@ DTYPES = {
     "I64": torch.int64,
 }
 MAX_LISTED = 8
-SAMPLE_BYTES = 64  # of each tensor, for a fingerprint
+SAMPLE_BYTES = 64  # of each tensor, which a fingerprint looks at
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor's bytes lie: row-major, from byte `offset` of `file`."""
+    """A tensor in a file: its bytes lie row-major from byte `offset` of `file`."""
 
     key: str
     file: Path
@@ -50,7 +52,7 @@ class StoredTensor:
 
 
 def list_some(items: list[str]) -> str:
-    """The items one a line, the tail of a long list as a count."""
+    """The items, one per line; the tail of a long list is given as a count."""
     lines = [f"  - {item}" for item in items[:MAX_LISTED]]
     if len(items) > MAX_LISTED:
         lines.append(f"  - and {len(items) - MAX_LISTED} more")
@@ -58,11 +60,11 @@ def list_some(items: list[str]) -> str:
 
 
 def read_headers(folder: Path) -> dict[str, StoredTensor]:
-    """All tensors of the checkpoint in `folder`, one safetensors file or several with an index.
+    """All tensors of the model files in `folder`: one safetensors file, or several with an index.
 
     Raises:
-        CheckpointError: no safetensors files, a file of the index is missing, or files are cut short or damaged; all of
-            them are listed.
+        CheckpointError: there are no safetensors files, a file of the index is missing, or files are cut short or
+            damaged; all of them are listed.
     """
     if (folder / INDEX_NAME).is_file():
         try:
@@ -83,7 +85,7 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
     problems = []
     for name in names:
         try:
-            tensors.update(_read_header(folder / name))
+            tensors.update(read_header(folder / name))
         except (OSError, ValueError, KeyError) as error:
             problems.append(f"{name}: {error}")
     if problems:
@@ -94,10 +96,10 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
 
 
 def fingerprint(tensors: Iterable[StoredTensor]) -> str:
-    """SHA-256 over each tensor's name, dtype, shape and the 64 bytes in its middle, however they spread over files.
+    """SHA-256 over each tensor's name, dtype, shape and the 64 bytes in its middle.
 
-    It tells a model from another one of the same shapes, and reads a few KB. It is no checksum: a change between the
-    bytes that it looks at is not noticed.
+    It does not depend on how tensors are spread over files. It tells a model from another one of the same shapes, and
+    reads a few KB. It is no checksum: it does not notice a change of any other byte.
 
     Raises:
         CheckpointError: a file can't be read.
@@ -117,7 +119,7 @@ def fingerprint(tensors: Iterable[StoredTensor]) -> str:
 
 
 def same_bytes(one: StoredTensor, other: StoredTensor) -> bool:
-    """Whether two tensors are the same in the files, of which both are read up to a difference."""
+    """Whether two tensors hold the same values. Both are read up to the first difference."""
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
     with one.file.open("rb") as a, other.file.open("rb") as b:
@@ -127,7 +129,13 @@ def same_bytes(one: StoredTensor, other: StoredTensor) -> bool:
         return all(a.read(size) == b.read(size) for size in sizes)
 
 
-def _read_header(file: Path) -> dict[str, StoredTensor]:
+def read_header(file: Path) -> dict[str, StoredTensor]:
+    """The tensors of one file by name.
+
+    Raises:
+        OSError: the file can't be read.
+        ValueError: the file is cut short, or its header contradicts itself or the file's size.
+    """
     if not file.is_file():
         raise ValueError("missing, though the index names it")
     size = file.stat().st_size
@@ -136,15 +144,28 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
         if size < 8 or length > size - 8:
             raise ValueError(f"cut short inside its header ({size} bytes)")
         header = json.loads(stream.read(length))
-    header.pop("__metadata__", None)
-    data_start = 8 + length
-    end = data_start + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    if size < end:
-        raise ValueError(f"cut short: {size:,} bytes of {end:,}")
+    try:
+        header.pop("__metadata__", None)
+        return _place_tensors(file, header, 8 + length, size)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"damaged inside its header ({error!r})") from error
+
+
+def _place_tensors(file: Path, header: dict[str, Any], data_start: int, size: int) -> dict[str, StoredTensor]:
+    """The tensors that a header describes, once they are known to lie in the file, none over another."""
+    last = data_start + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    if size < last:
+        raise ValueError(f"cut short: {size:,} bytes of {last:,}")
     tensors = {}
     for key, entry in header.items():
         if entry["dtype"] not in DTYPES:
             raise ValueError(f"{key} has dtype {entry['dtype']}, which is not one of {', '.join(DTYPES)}")
-        offset = data_start + entry["data_offsets"][0]
-        tensors[key] = StoredTensor(key, file, offset, tuple(entry["shape"]), DTYPES[entry["dtype"]])
+        first, end = entry["data_offsets"]
+        tensor = StoredTensor(key, file, data_start + first, tuple(entry["shape"]), DTYPES[entry["dtype"]])
+        if first < 0 or min(tensor.shape, default=0) < 0 or end - first != tensor.num_bytes:
+            raise ValueError(f"{key} has bytes {first} to {end}, which its shape and dtype do not take")
+        tensors[key] = tensor
+    for one, other in pairwise(sorted(tensors.values(), key=lambda tensor: (tensor.offset, tensor.num_bytes))):
+        if one.offset + one.num_bytes > other.offset:
+            raise ValueError(f"{one.key} and {other.key} overlap")
     return tensors

@@ -1,7 +1,8 @@
-"""4-bit quantization on a CPU: the bytes of bitsandbytes' `quantize_4bit`, several times as fast.
+"""4-bit quantization on a CPU: the same bytes as bitsandbytes' `quantize_4bit`, several times as fast.
 
-bitsandbytes has no CPU kernel for it and searches the code book for each value (`torch.bucketize`, 50 ns a value, which
-is an hour for 70B). Here a value finds its neighbourhood in a table, and one comparison there decides.
+bitsandbytes has no CPU kernel for it. It searches the code book for each value with `torch.bucketize`, which takes 50
+ns per value, an hour for 70B. Here the range of values is cut into small bins. A bin holds at most one bound between
+two codes, so one look into a table and one comparison find the code.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import bitsandbytes.functional as bnb
 import torch
 from torch import Tensor
 
-BINS = 2048  # of [-1, 1]: so many that none holds two of a format's 15 bounds
-VALUES_A_TIME = 2**20  # their temporary tensors fit a cache
+BINS = 2048  # that [-1, 1] is cut into: enough that none holds two of a format's 15 bounds
+VALUES_A_TIME = 2**20  # few enough that the temporary tensors fit a cache
 
 
 def quantize_4bit(weight: Tensor, quant_type: str, blocksize: int) -> tuple[Tensor, Tensor]:
@@ -39,20 +40,25 @@ def quantize_4bit(weight: Tensor, quant_type: str, blocksize: int) -> tuple[Tens
         scaled = (blocks * (1.0 / scales.clamp(min=1e-38)).unsqueeze(1)).clamp_(-1, 1).nan_to_num_(1.0).view(-1)
         bins = _bin_of(scaled)
         found = codes.index_select(0, bins.mul(2).add_(scaled > bounds.index_select(0, bins)))
-        pairs = found.view(torch.int16)  # the first of two in the low byte
+        pairs = found.view(torch.int16)  # the first of the two codes is in the low byte
         packed[start : start + step] = ((pairs << 4) | (pairs >> 8)).to(torch.uint8).view(-1, in_features // 2)
         absmax[start : start + step] = scales.view(-1, in_features // blocksize)
     return packed, absmax
 
 
 def _bin_of(scaled: Tensor) -> Tensor:
-    """int32 in [0, BINS]; monotonic, so a value in another bin than a bound's is on the side that the bins say."""
+    """The bin of each value, int32 in [0, BINS]. Values in other bins than a bound's need no comparison."""
     return scaled.mul(BINS / 2).add_(BINS / 2).to(torch.int32)
 
 
 @cache
 def _tables(quant_type: str) -> tuple[Tensor, Tensor]:
-    """By bin, the bound in it (or one beyond all values); by twice the bin, the codes up to that bound and above it."""
+    """Two tables.
+
+    Returns:
+        bounds: float32 [BINS + 1], the bound in each bin; 2.0, which no value exceeds, in a bin without one.
+        codes: uint8 [2 * (BINS + 1)], for each bin the code up to its bound and the code above it.
+    """
     book = bnb.get_4bit_type(quant_type, device="cpu").float()
     order = torch.argsort(book)
     between = (book[order[:-1]] + book[order[1:]]) / 2

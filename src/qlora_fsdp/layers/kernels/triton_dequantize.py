@@ -1,11 +1,13 @@
-"""Triton kernels that undo 4-bit quantization in one pass, to the compute dtype or to fp8 with a scale a row.
+"""Triton kernels that undo 4-bit quantization in one pass, and that quantize rows to fp8. Imported on GPUs only.
 
-bitsandbytes' own kernels take two passes (scales, then weights) at about half the memory's speed; products are the
-same to the last bit but where a scale rounds the other way. Imported on GPUs only.
+bitsandbytes' own kernels take two passes, one for the scales and one for the weights, at about half the memory's speed.
+The results are the same bits, except where a quantized scale rounds the other way.
 """
 
 # Triton reads the kernels' source: annotations must stay objects, so there is no `from __future__ import annotations`.
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
+
+from typing import Literal
 
 import torch
 import triton
@@ -13,7 +15,6 @@ import triton.language as tl
 from torch import Tensor
 
 from qlora_fsdp.common.sizes import NESTED_BLOCKSIZE
-from qlora_fsdp.layers.quantized_format import Format, code_book, dynamic_map
 
 
 @triton.jit
@@ -37,10 +38,10 @@ def _dequantize_kernel(
     ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """A tile of ROWS x BLOCKS blocks.
+    """Dequantize a tile of ROWS x BLOCKS blocks.
 
-    `factors` multiply the values: one a row (FACTOR "row"), or one a block of columns, and the tile is then stored
-    transposed (FACTOR "column").
+    `factors` multiply the values: one factor per row (FACTOR "row"), or one per block of columns (FACTOR "column"), in
+    which case the tile is stored transposed. With FACTOR "" there are none.
     """
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     blocks = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
@@ -74,7 +75,7 @@ def _dequantize_kernel(
 
 @triton.jit
 def _quantize_rows_kernel(x, out, scales, num_columns, x_stride, BLOCK: tl.constexpr):
-    """One row: its largest magnitude, then its values over that."""
+    """Quantize one row: find its largest magnitude, and divide its values by that over 448, the largest fp8 value."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     largest = tl.zeros([BLOCK], tl.float32)
@@ -89,62 +90,42 @@ def _quantize_rows_kernel(x, out, scales, num_columns, x_stride, BLOCK: tl.const
         tl.store(out + row * num_columns + start + columns, values.to(out.dtype.element_ty), mask=is_column)
 
 
-def dequantize(format: Format, codes: Tensor, scales: Tensor, nested: Tensor | None, out: Tensor) -> Tensor:
-    """Fill `out` [out_features, in_features] (rows may be strided) with the weight; 4-bit formats.
-
-    Args:
-        format: of the parts.
-        codes: `storage` [out_features, units].
-        scales: as `Format.parts` says, quantized if there is `nested`.
-        nested: the second quantization's scales, or None.
-        out: where to, in the dtype wanted.
-    """
-    return _launch(format, codes, scales, nested, None, None, out, out.shape, out.stride(0))
-
-
-def dequantize_fp8(
-    format: Format, codes: Tensor, scales: Tensor, nested: Tensor | None, factors: Tensor, out: Tensor, axis: str
-) -> Tensor:
-    """Fill `out` with fp8 values of the weight times `factors`.
-
-    Args:
-        format: of the parts; 4-bit.
-        codes: `storage` [out_features, units].
-        scales: as `Format.parts` says, quantized if there is `nested`.
-        nested: the second quantization's scales, or None.
-        factors: float32 [out_features] for axis "row"; [blocks] for axis "column".
-        out: float8_e4m3fn [out_features, in_features] for axis "row"; [in_features, out_features] for "column". Rows
-            may be strided.
-        axis: what a factor is of.
-    """
-    shape = out.shape if axis == "row" else out.shape[::-1]
-    return _launch(format, codes, scales, nested, factors, axis, out, shape, out.stride(0))
-
-
-def _launch(
-    format: Format,
+def dequantize(
     codes: Tensor,
     scales: Tensor,
     nested: Tensor | None,
-    factors: Tensor | None,
-    axis: str | None,
+    books: tuple[Tensor, Tensor],
+    blocksize: int,
     out: Tensor,
-    shape: torch.Size,
-    out_stride: int,
+    factors: Tensor | None = None,
+    axis: Literal["", "row", "column"] = "",
 ) -> Tensor:
-    num_rows, num_blocks = shape[0], shape[1] // format.blocksize
+    """Fill `out` with a 4-bit weight, or with the weight times `factors`. Returns `out`.
+
+    Args:
+        codes: two codes per byte, in any dtype [out_features, units].
+        scales: float32 [out_features, blocks], or quantized to bytes, in any dtype, if there is `nested`.
+        nested: scales of the second quantization and its mean, float32 [groups + 1]; None without double quantization.
+        books: the values of codes, float32 [16], and of quantized scales, float32 [256].
+        blocksize: consecutive weights of a row that share a scale.
+        out: in the dtype wanted, [out_features, in_features], or for axis "column" transposed. Rows may be strided.
+        factors: float32 [out_features] for axis "row", [blocks] for axis "column"; None for axis "".
+        axis: what there is one factor for.
+    """
     assert NESTED_BLOCKSIZE == 256
+    book, scale_book = books
+    num_rows, num_columns = out.shape[::-1] if axis == "column" else out.shape
+    num_blocks = num_columns // blocksize
     code_bytes = codes.view(torch.uint8)
     scale_units = scales if nested is None else scales.view(torch.uint8)
     rows = 64 if axis == "column" else 4
-    blocks = max(1, (64 if axis == "column" else 1024) // format.blocksize)
-    book = code_book(format.quant_type, codes.device)
+    blocks = max(1, (64 if axis == "column" else 1024) // blocksize)
     _dequantize_kernel[(triton.cdiv(num_rows, rows), triton.cdiv(num_blocks, blocks))](
         code_bytes,
         scale_units,
         book if nested is None else nested,
         book,
-        dynamic_map(codes.device),
+        scale_book,
         book if factors is None else factors,
         out,
         num_rows,
@@ -152,10 +133,10 @@ def _launch(
         0 if nested is None else nested.shape[0] - 1,
         code_bytes.stride(0),
         scale_units.stride(0),
-        out_stride,
-        BLOCKSIZE=format.blocksize,
+        out.stride(0),
+        BLOCKSIZE=blocksize,
         NESTED=nested is not None,
-        FACTOR=axis or "",
+        FACTOR=axis,
         ROWS=rows,
         BLOCKS=blocks,
         num_warps=4,
@@ -164,13 +145,13 @@ def _launch(
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [N, K] in fp8, each row over its own scale.
+    """Quantize x [N, K] to fp8, with a scale per row.
 
     Args:
         x: bfloat16 or float32; rows may be strided.
 
     Returns:
-        float8_e4m3fn [N, K] and float32 [N, 1], whose product is x.
+        float8_e4m3fn [N, K] and float32 [N, 1], whose product is about x.
     """
     out = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(x.shape[0], 1, dtype=torch.float32, device=x.device)

@@ -1,4 +1,4 @@
-"""Triton kernels of the gated activation between two LoRA layers (layers/gated_activation.py), for GPUs alone."""
+"""Triton kernels of the gated activation between LoRA layers (layers/gated_activation.py). Imported on GPUs only."""
 
 # Triton reads the kernels' source: annotations must stay objects, so there is no `from __future__ import annotations`.
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Tiles:
-    """How a kernel is cut up. Chosen by measurement on an H200, 16,384 x 14,336, rank 16."""
+    """How a kernel's work is cut up. The values below were the fastest on an H200, for 16,384 x 14,336 and rank 16."""
 
     rows: int
     columns: int
@@ -28,7 +28,7 @@ BACKWARD = Tiles(rows=64, columns=64, num_warps=4, num_stages=3, min_programs=10
 
 @triton.jit
 def _activate(gate, ACTIVATION: tl.constexpr):
-    """act(gate) and its derivative; SiLU, or GELU in its tanh form (arXiv:1606.08415)."""
+    """act(gate) and its derivative, for SiLU or for GELU in its tanh form (arXiv:1606.08415)."""
     if ACTIVATION == "silu":
         sigmoid = tl.sigmoid(gate)
         value = gate * sigmoid
@@ -45,8 +45,9 @@ def _activate(gate, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _low_rank(h, b):
-    # Rounded as a layer's output is, so that it goes from the product's layout to the loaded tile's in half the bytes:
-    # a third faster than to add to the tile in the product.
+    # The result is rounded to the dtype of h, as a layer's output is, before it is added to a tile. It must change from
+    # the layout of a product to that of a loaded tile, and rounded it has half the bytes. That is a third faster than
+    # letting the product add to the tile.
     return tl.dot(h, b, input_precision="ieee").to(h.dtype).to(tl.float32)
 
 
@@ -72,7 +73,7 @@ def _gate_forward_kernel(
     COLUMNS: tl.constexpr,
     IS_WHOLE: tl.constexpr,
 ):
-    # A tile's first element has a 64-bit place; within the tile, 32 bits are enough, and faster.
+    # A tile's first element is addressed with 64 bits. Within the tile 32 bits are enough, and faster.
     first_row = tl.program_id(0).to(tl.int64) * ROWS
     rows = tl.arange(0, ROWS)
     is_row = first_row + rows < num_rows
@@ -139,7 +140,7 @@ def _gate_backward_kernel(
     COLUMNS: tl.constexpr,
     IS_WHOLE: tl.constexpr,
 ):
-    # A tile's first element has a 64-bit place; within the tile, 32 bits are enough, and faster.
+    # A tile's first element is addressed with 64 bits. Within the tile 32 bits are enough, and faster.
     first_row = tl.program_id(0).to(tl.int64) * ROWS
     rows = tl.arange(0, ROWS)
     is_row = first_row + rows < num_rows
@@ -203,7 +204,7 @@ def _gate_backward_kernel(
 def forward(
     gate_up: Tensor, h: Tensor, b_gate: Tensor, b_up: Tensor, a_down: Tensor, activation: str
 ) -> tuple[Tensor, Tensor]:
-    """As `gate.gate_forward`."""
+    """The same as `gated_activation.gate_forward`."""
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     act = gate_up.new_empty(num_rows, width)
     num_splits, options = _split(FORWARD, num_rows, width, b_gate, b_up, a_down, activation)
@@ -224,7 +225,7 @@ def backward(
     grad_h_down: Tensor,
     activation: str,
 ) -> Tensor:
-    """As `gate.gate_backward`."""
+    """The same as `gated_activation.gate_backward`."""
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     num_splits, options = _split(BACKWARD, num_rows, width, b_gate, b_up, a_down, activation)
     grad_h = torch.empty(num_splits, *h.shape, dtype=torch.float32, device=h.device)
@@ -238,7 +239,7 @@ def backward(
 def _split(
     tiles: Tiles, num_rows: int, width: int, b_gate: Tensor, b_up: Tensor, a_down: Tensor, activation: str
 ) -> tuple[int, dict[str, object]]:
-    """Programs along the columns, so that there are enough of them, and the kernels' common arguments."""
+    """How many programs share the columns, so that there are enough programs, and the arguments of both kernels."""
     ranks = (b_gate.shape[1], b_up.shape[1], a_down.shape[0])
     wanted = triton.cdiv(tiles.min_programs, triton.cdiv(num_rows, tiles.rows))
     columns = triton.cdiv(triton.cdiv(width, wanted), tiles.columns) * tiles.columns

@@ -1,4 +1,4 @@
-"""Triton kernels of RMSNorm (arXiv:1910.07467) beside a residual; see `layers/norm.py`. Imported on GPUs only."""
+"""Triton kernels of RMSNorm (arXiv:1910.07467) with a residual beside it (layers/norm.py). Imported on GPUs only."""
 
 # Triton reads the kernels' source: annotations must stay objects, so there is no `from __future__ import annotations`.
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
@@ -38,7 +38,7 @@ def _norm_backward_kernel(x, weight, scales, grad_y, grad_residual, grad_x, widt
 
 
 def forward(x_ND: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x over its root mean square, times the weight; and 1 over that root, float32 [N]."""
+    """x over its root mean square, times the weight; and one over the root mean square, float32 [N]."""
     num_rows, width = x_ND.shape
     y, scales = torch.empty_like(x_ND), torch.empty(num_rows, dtype=torch.float32, device=x_ND.device)
     _norm_forward_kernel[(num_rows,)](x_ND, weight, y, scales, width, eps, **_blocks(width))
@@ -46,7 +46,7 @@ def forward(x_ND: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def backward(x_ND: Tensor, weight: Tensor, scales: Tensor, grad_y: Tensor, grad_residual: Tensor) -> Tensor:
-    """The gradient of x by the norm, plus that by the residual; all [N, D] and contiguous."""
+    """The gradient of x through the norm plus its gradient through the residual; all are [N, D] and contiguous."""
     num_rows, width = x_ND.shape
     grad_x = torch.empty_like(x_ND)
     _norm_backward_kernel[(num_rows,)](x_ND, weight, scales, grad_y, grad_residual, grad_x, width, **_blocks(width))

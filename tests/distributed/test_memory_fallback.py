@@ -10,35 +10,35 @@ from typing import Any
 import pytest
 
 from qlora_fsdp.memory.activation_bytes import Policy
-from qlora_fsdp.model.activations import Relief
+from qlora_fsdp.model.activations import MemoryFallback
 from qlora_fsdp.model.task_model import TaskModel
-from qlora_fsdp.training import loop
+from qlora_fsdp.training import step
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import Trained, settings, train_here
 
 pytestmark = pytest.mark.distributed
-RELIEVED_AT = (2, 5, 6, 9, 10, 11)  # micro-batches, two a step; two layers, each of which has three steps to go
+FALLS_BACK_AT = (2, 5, 6, 9, 10, 11)  # micro-batches, two a step; two layers, each of which has three steps to go
 
 
 def train_short_of_memory(argv: list[str], rank_short: int | None) -> tuple[Trained, list[Policy]]:
-    """A run in which one rank is relieved before these micro-batches; the policies of its layers at the end."""
-    policies, num_micro_batches, reduce_gradients = [Policy.none], 0, loop.reduce_gradients
-    relief: Relief | None = None
+    """A run in which one rank falls back before these micro-batches; the policies of its layers at the end."""
+    policies, num_micro_batches, reduce_gradients = [Policy.none], 0, step.reduce_gradients
+    fallback: MemoryFallback | None = None
 
-    def relieve(model: TaskModel, now: bool) -> None:
-        nonlocal relief, num_micro_batches
-        relief = relief or Relief(model.layers, [Policy.none] * len(model.layers))
-        if rank_short == int(os.environ["RANK"]) and num_micro_batches in RELIEVED_AT:
-            relief()
+    def fall_back(model: TaskModel, now: bool) -> None:
+        nonlocal fallback, num_micro_batches
+        fallback = fallback or MemoryFallback(model.layers, [Policy.none] * len(model.layers))
+        if rank_short == int(os.environ["RANK"]) and num_micro_batches in FALLS_BACK_AT:
+            fallback()
         num_micro_batches += 1
-        policies[:] = relief.policies
+        policies[:] = fallback.policies
         reduce_gradients(model, now)
 
-    loop.reduce_gradients = relieve
+    step.reduce_gradients = fall_back
     try:
         return train_here(argv), policies
     finally:
-        loop.reduce_gradients = reduce_gradients
+        step.reduce_gradients = reduce_gradients
 
 
 def train_each(runs: dict[Any, tuple[list[str], int | None]]) -> dict[Any, tuple[Trained, list[Policy]]]:

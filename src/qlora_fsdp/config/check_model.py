@@ -1,0 +1,154 @@
+"""Do the settings of the model, of its quantization and of the adapters make sense? Part of `check_settings`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from qlora_fsdp.common.errors import Problem
+from qlora_fsdp.config.command_line import conf_folder, group_options
+from qlora_fsdp.config.schema import Config, DataFormat, Dtype, EmbeddingStorage, MatmulKind, QuantStorage, Weights
+from qlora_fsdp.config.settings import problem_about, problem_with, show, value_of
+
+NO_FLOAT16 = "needs loss scaling, which is not here: small gradients would become 0."
+_INIT_LORA_WEIGHTS = ("gaussian", "orthogonal")  # besides true, those of PEFT's that leave the base weights alone
+
+
+def check_model(config: Config) -> Iterator[Problem]:
+    """Yields what is wrong with `model`, `tokenizer`, `quant`, `lora` and `compute`."""
+    for find_problems in (_model, _tokens, _compute, _quant, _embeddings, _lora):
+        yield from find_problems(config)
+
+
+def is_local_path(text: str) -> bool:
+    """Whether the text means a path and not a hub name: it exists, or is written as a path (/, ./, ../ or ~ first)."""
+    return text.startswith(("/", "./", "../", "~")) or text in (".", "..") or Path(text).exists()
+
+
+def int8_embeddings_problem(is_tied: bool, kind: str = "Embedding") -> Problem:
+    """Returns why `quant.embeddings=int8` can't be used with a model, once the model's shape is known."""
+    reason = f"can't store embeddings of the class {kind}."
+    if is_tied:
+        reason = "can't be used with this model, whose head shares its weight with the embeddings."
+    return problem_about("quant.embeddings", EmbeddingStorage.int8, reason, "Set quant.embeddings=none.")
+
+
+def _model(config: Config) -> Iterator[Problem]:
+    model = config.model
+    names = [name for name in group_options("model", [conf_folder()]) if name != "custom"]
+    if model.path is None and model.weights is Weights.checkpoint:
+        fix = f"Set model to one of {', '.join(names)}, or model.path to a folder or a hub name."
+        yield problem_with(config, "model.path", "names no model.", fix)
+    if model.weights is Weights.random and not model.config and (model.path is None or not is_local_path(model.path)):
+        fix = f"Set model to one of {', '.join(names)}, model.config, or model.path to a folder with a config.json."
+        yield problem_with(config, "model.weights", "has no config to make up weights from.", fix)
+    is_dry_run = config.data.format is DataFormat.random
+    is_there = model.path is not None and Path(model.path).expanduser().exists()
+    if model.name == "tiny" and is_there and model.weights is Weights.random and not is_dry_run:
+        reason = "is not read: model=tiny makes its weights up."
+        yield problem_with(config, "model.path", reason, "Leave model=tiny out, or set model.weights=checkpoint too.")
+    if model.path is not None:
+        yield from _missing(config, "model.path", "Set model.path to a folder with config.json and safetensors files.")
+    if model.tokenizer_path not in (None, "bytes"):
+        yield from _missing(config, "model.tokenizer_path", "Set model.tokenizer_path to a folder with a tokenizer.")
+
+
+def _missing(config: Config, key: str, fix: str) -> Iterator[Problem]:
+    path = value_of(config, key)
+    if is_local_path(path) and not Path(path).expanduser().exists():
+        yield problem_with(config, key, "does not exist.", fix)
+
+
+def _tokens(config: Config) -> Iterator[Problem]:
+    wanted = [*config.tokenizer.add_tokens, *config.tokenizer.add_special_tokens]
+    for key in ("add_tokens", "add_special_tokens"):
+        if any(not token.strip() for token in getattr(config.tokenizer, key)):
+            fix = 'Set tokens of at least one letter, e.g. ["<call>","</call>"].'
+            yield problem_with(config, f"tokenizer.{key}", "has a token that is empty.", fix)
+    twice = sorted({token for token in wanted if wanted.count(token) > 1})
+    if twice:
+        reason = f"names a token twice, or one that tokenizer.add_special_tokens names too: {', '.join(twice)}."
+        yield problem_with(config, "tokenizer.add_tokens", reason, "Name each once.")
+
+
+def _compute(config: Config) -> Iterator[Problem]:
+    if config.compute.matmul is not MatmulKind.fp8:
+        return
+    if not config.quant.load_in_4bit:
+        reason = "works on 4-bit weights alone, and quant.load_in_4bit is false."
+        yield problem_with(config, "compute.matmul", reason, "Set quant=nf4, or compute=dequantized.")
+    if config.training.precision in (Dtype.float32, Dtype.float16):
+        reason = f"gives bfloat16, and training.precision is {config.training.precision.value}."
+        yield problem_with(config, "compute.matmul", reason, "Set training.precision=auto, or compute=dequantized.")
+
+
+def _quant(config: Config) -> Iterator[Problem]:
+    quant, precision = config.quant, config.training.precision
+    if quant.load_in_4bit and quant.load_in_8bit:
+        fix = "Choose with quant=nf4, quant=fp4 or quant=int8, which set both."
+        yield problem_with(config, "quant.load_in_8bit", "contradicts quant.load_in_4bit=true.", fix)
+    if not quant.load_in_4bit:
+        return
+    compute, storage = quant.bnb_4bit_compute_dtype, quant.bnb_4bit_quant_storage
+    if compute is Dtype.float16:
+        yield problem_with(config, "quant.bnb_4bit_compute_dtype", NO_FLOAT16, "Set quant.bnb_4bit_compute_dtype=auto.")
+    elif Dtype.auto not in (compute, precision) and compute is not precision:
+        reason = f"contradicts {show('training.precision', precision)}: products and activations have one dtype."
+        fix = "Set only training.precision, which quant.bnb_4bit_compute_dtype=auto follows."
+        yield problem_with(config, "quant.bnb_4bit_compute_dtype", reason, fix)
+    elif storage is QuantStorage.float16:
+        reason = (
+            "does not fit the compute dtype: codes are stored as bytes or in a dtype that is computed in, as PEFT and "
+        )
+        reason += "transformers ask, and that is bfloat16 or float32 here."
+        fix = "Set quant.bnb_4bit_quant_storage=auto."
+        yield problem_with(config, "quant.bnb_4bit_quant_storage", reason, fix)
+
+
+def _embeddings(config: Config) -> Iterator[Problem]:
+    if config.quant.embeddings is not EmbeddingStorage.int8:
+        return
+    trained = {"embed_tokens", "lm_head"} & {name.rpartition(".")[2] for name in config.lora.modules_to_save or []}
+    cause = f"lora.modules_to_save has {', '.join(sorted(trained))}" if trained else None
+    if config.tokenizer.add_tokens or config.tokenizer.add_special_tokens:
+        cause = "tokenizer adds tokens, whose rows are trained"
+    if cause is not None:
+        reason = f"keeps codes, which can't be trained, and {cause}."
+        yield problem_with(config, "quant.embeddings", reason, "Set quant.embeddings=none.")
+
+
+def _lora(config: Config) -> Iterator[Problem]:
+    lora = config.lora
+    init = lora.init_lora_weights.lower() if isinstance(lora.init_lora_weights, str) else lora.init_lora_weights
+    if init is not True and init not in _INIT_LORA_WEIGHTS:
+        quantized = config.quant.load_in_4bit or config.quant.load_in_8bit
+        reason = (
+            "starts from the base weights, which are packed codes here: it would take the packed bytes for numbers."
+            if quantized
+            else "starts from whole base weights, of which a rank has only a part."
+        )
+        if not isinstance(init, str):
+            reason = "is not an initialisation that leaves the base model as it is."
+        fix = "Set lora.init_lora_weights=true, gaussian or orthogonal."
+        yield problem_with(config, "lora.init_lora_weights", reason, fix)
+    targets = lora.target_modules
+    is_names = isinstance(targets, list) and bool(targets) and all(isinstance(name, str) for name in targets)
+    if not is_names and not (isinstance(targets, str) and targets):
+        fix = "Set lora.target_modules=all-linear, or a list such as [q_proj,v_proj]."
+        yield problem_with(config, "lora.target_modules", "is neither a list of names nor a regular expression.", fix)
+    patterns = {"lora.target_modules": [targets] if isinstance(targets, str) else []}
+    patterns |= {"lora.rank_pattern": list(lora.rank_pattern), "lora.alpha_pattern": list(lora.alpha_pattern)}
+    patterns["quant.llm_int8_skip_modules"] = config.quant.llm_int8_skip_modules or []
+    for key, expressions in patterns.items():
+        for expression in expressions:
+            try:
+                re.compile(expression)
+            except re.error as error:
+                reason = f"has {expression}, which is no regular expression: {error}."
+                yield problem_with(config, key, reason, "Set names, or an expression such as .*[.]q_proj.")
+    for key in ("lora.rank_pattern", "lora.alpha_pattern"):
+        if any(not value > 0 for value in value_of(config, key).values()):
+            yield problem_with(
+                config, key, "has a value that is not positive.", f"Give each name in {key} a value above 0."
+            )

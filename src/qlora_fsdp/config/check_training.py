@@ -1,0 +1,122 @@
+"""Do the settings of training, of sharding, of checkpoints and of launches make sense? Part of `check_settings`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from qlora_fsdp.common.errors import Problem
+from qlora_fsdp.config.check_model import NO_FLOAT16
+from qlora_fsdp.config.schema import (
+    Activations,
+    Config,
+    DataFormat,
+    Dtype,
+    OnBadStep,
+    Optimizer,
+    ShardingStrategy,
+)
+from qlora_fsdp.config.settings import all_settings, nearest_settings, problem_with, show
+
+
+def check_training(config: Config) -> Iterator[Problem]:
+    """Yields what is wrong with `fsdp`, `memory`, `optim`, `training`, `checkpoint`, `launch` and `slurm`."""
+    for find_problems in (_fsdp, _memory, _optim, _training, _checkpoint, _launch):
+        yield from find_problems(config)
+
+
+def _fsdp(config: Config) -> Iterator[Problem]:
+    fsdp = config.fsdp
+    if fsdp.cpu_offload and fsdp.sharding_strategy is ShardingStrategy.NO_SHARD:
+        reason = "needs shards to offload, and fsdp.sharding_strategy=NO_SHARD makes none."
+        yield problem_with(config, "fsdp.cpu_offload", reason, "Set fsdp=offload, or fsdp.cpu_offload=false.")
+    if fsdp.cpu_offload and config.optim.name is Optimizer.adamw_8bit:
+        reason = "keeps its state on the GPU, and with fsdp.cpu_offload=true the parameters are on the CPU."
+        yield problem_with(config, "optim.name", reason, "Set optim=adamw, or fsdp.cpu_offload=false.")
+    if fsdp.reshard_after_forward and not fsdp.reshards:
+        reason = f"contradicts {show('fsdp.sharding_strategy', fsdp.sharding_strategy)}, with which no layer is freed."
+        yield problem_with(
+            config, "fsdp.reshard_after_forward", reason, "Set fsdp=full_shard, or fsdp.reshard_after_forward=null."
+        )
+    if fsdp.hybrid_shard_size is not None and fsdp.sharding_strategy is not ShardingStrategy.HYBRID_SHARD:
+        reason = f"has no effect with {show('fsdp.sharding_strategy', fsdp.sharding_strategy)}."
+        yield problem_with(
+            config, "fsdp.hybrid_shard_size", reason, "Set fsdp=hybrid_shard, or fsdp.hybrid_shard_size=null."
+        )
+
+
+def _memory(config: Config) -> Iterator[Problem]:
+    memory = config.memory
+    if memory.activations is Activations.every_k and memory.every_k < 2:
+        reason = "must be at least 2: 1 is every layer."
+        yield problem_with(config, "memory.every_k", reason, "Set memory.every_k=2, or memory.activations=full.")
+    if memory.activations is not Activations.every_k and memory.every_k != all_settings()["memory.every_k"].default:
+        reason = f"has no effect with {show('memory.activations', memory.activations)}."
+        yield problem_with(config, "memory.every_k", reason, "Set memory.activations=every_k too.")
+
+
+def _optim(config: Config) -> Iterator[Problem]:
+    optim, max_steps = config.optim, config.training.max_steps
+    if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
+        yield problem_with(
+            config, "optim.betas", "must be two numbers from 0 to below 1.", "Set optim.betas=[0.9,0.999], the default."
+        )
+    if optim.warmup_steps is not None and max_steps is not None and optim.warmup_steps >= max_steps:
+        reason = f"leaves no step after the warmup: training.max_steps={max_steps}."
+        yield problem_with(config, "optim.warmup_steps", reason, "Set it below training.max_steps.")
+
+
+def _training(config: Config) -> Iterator[Problem]:
+    training = config.training
+    size = training.micro_batch_size
+    if size != "auto" and (isinstance(size, bool) or not isinstance(size, int)):
+        reason, fix = "must be a whole number or auto.", "Set training.micro_batch_size=1, the default."
+        yield problem_with(config, "training.micro_batch_size", reason, fix)
+    elif size == "auto" and training.global_batch_size is None:
+        reason = "needs a global batch to divide, and training.global_batch_size=null follows from the micro-batch."
+        yield problem_with(config, "training.micro_batch_size", reason, "Set training.global_batch_size=16.")
+    if training.precision is Dtype.float16:
+        yield problem_with(
+            config,
+            "training.precision",
+            NO_FLOAT16,
+            "Set training.precision=auto.",
+        )
+    if config.data.format is DataFormat.random and training.max_steps is None and config.data.max_rows is None:
+        reason = "sets no end, and random data (data.format=random) has none."
+        yield problem_with(config, "training.max_steps", reason, "Set training.max_steps=10.")
+
+
+def _checkpoint(config: Config) -> Iterator[Problem]:
+    for key in config.checkpoint.allow_changes:
+        if key not in all_settings():
+            nearest = nearest_settings(key)
+            fix = f"Did you mean {' or '.join(nearest)}?" if nearest else "See docs/configuration.md for all settings."
+            yield problem_with(config, "checkpoint.allow_changes", f"names {key}, which is no setting.", fix)
+
+    checkpoint, training = config.checkpoint, config.training
+    if checkpoint.keep_best > 0:
+        every, evaluates = checkpoint.every_steps, training.eval_every_steps
+        if every is None or evaluates is None or evaluates < 1 or every % evaluates:
+            reason = "needs an evaluation at the step of every checkpoint."
+            fix = "Set training.eval_every_steps and checkpoint.every_steps, this a multiple of that."
+            yield problem_with(config, "checkpoint.keep_best", reason, fix)
+    if (
+        training.on_bad_step is OnBadStep.rollback
+        and checkpoint.every_steps is None
+        and checkpoint.every_minutes is None
+    ):
+        fix = "Set checkpoint.every_steps=100, or training.on_bad_step=skip."
+        yield problem_with(config, "training.on_bad_step", "has no checkpoints to go back to.", fix)
+
+
+def _launch(config: Config) -> Iterator[Problem]:
+    if config.launch.config_file is not None and not Path(config.launch.config_file).expanduser().is_file():
+        fix = "Set it to an accelerate config such as accelerate_configs/one_node.yaml, or null."
+        yield problem_with(config, "launch.config_file", f"is no file, seen from {Path.cwd()}.", fix)
+    time = config.slurm.time
+    if time is not None and not re.fullmatch(r"(\d+-)?\d+(:\d\d){0,2}", time):
+        yield problem_with(
+            config, "slurm.time", "is no time limit.", "Set slurm.time=24:00:00, or 2-00:00:00 for days."
+        )

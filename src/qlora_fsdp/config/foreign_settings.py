@@ -1,0 +1,184 @@
+"""Which settings a file that somebody else wrote may carry.
+
+An adapter's folder brings settings of its own, and it may have been downloaded. Whoever wrote it describes a model:
+which base the adapter belongs to, and how that was quantized. They do not decide what this machine runs, reads, writes
+or connects to. So a setting counts only if it is on the list below and is a plain value; anything else is refused by
+name. Code that comes with a base model runs only where the user allows it. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from qlora_fsdp.common.errors import ConfigError, Problem
+from qlora_fsdp.config.settings import show
+
+ALLOWED = {
+    "model": (
+        "name",
+        "path",
+        "revision",
+        "tokenizer_path",
+        "weights",
+        "attn_implementation",
+        "cache_quantized",
+        "config",
+    ),
+    "tokenizer": ("add_tokens", "add_special_tokens"),
+    "quant": (
+        "load_in_4bit",
+        "load_in_8bit",
+        "bnb_4bit_quant_type",
+        "bnb_4bit_use_double_quant",
+        "bnb_4bit_quant_storage",
+        "bnb_4bit_compute_dtype",
+        "embeddings",
+        "llm_int8_skip_modules",
+    ),
+    "task": ("name", "problem_type", "labels", "class_weights"),
+    "training": ("packing",),
+}
+# Adapters that were saved before this list existed have these two. A folder for the cache means nothing on another
+# machine; what becomes of the other is said at `remote_code_problem`.
+REMOTE_CODE = "model.trust_remote_code"
+IGNORED = ("model.cache_folder", REMOTE_CODE)
+
+MAX_BYTES = 2**20  # of a file
+MAX_DEPTH = 8  # of lists and mappings inside one another
+MAX_SHOWN = 80  # characters of a value in a message
+
+
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # yaml has no types
+    """YAML without aliases, with which a few lines can stand for billions of values."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            mark = self.peek_event().start_mark
+            raise yaml.MarkedYAMLError(problem="aliases such as *name are not allowed", problem_mark=mark)
+        return super().compose_node(parent, index)
+
+
+def read_foreign_settings(file: Path) -> tuple[dict[str, dict[str, Any]], bool]:
+    """Reads the settings in a YAML file that somebody else may have written.
+
+    Returns:
+        The settings by section and name, all of them allowed and plain; and whether the file asks for
+        `model.trust_remote_code`, which is not among them.
+
+    Raises:
+        ConfigError: the file can't be read, or holds anything that is not allowed. Names every such setting.
+    """
+    try:
+        values = yaml.load(_read(file), Loader=_Loader)
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+        raise _unreadable(file, error) from None
+    if not isinstance(values, dict):
+        raise _unreadable(file, ValueError("it holds no sections with settings"))
+    problems, kept = list[Problem](), dict[str, dict[str, Any]]()
+    for section, names in values.items():
+        if section not in ALLOWED or not isinstance(names, dict):
+            problems.append(_not_allowed(file, str(section), names))
+            continue
+        kept[section] = {}
+        for name, value in names.items():
+            key = f"{section}.{name}"
+            if key in IGNORED:
+                continue
+            if name not in ALLOWED[section]:
+                problems.append(_not_allowed(file, key, value))
+            else:
+                kept[section][name] = value
+                problems += [
+                    Problem(_quote(file, place, found), reason, f"Remove it from the file, or type {key}=... yourself.")
+                    for place, found, reason in _find_unplain(key, value)
+                ]
+    if problems:
+        raise ConfigError(problems)
+    model = values.get("model", {})
+    return kept, model.get("trust_remote_code") not in (None, False)
+
+
+def remote_code_problem(file: Path, base: str) -> Problem:
+    """Returns the problem of a file that asks for `model.trust_remote_code`, which the user has not typed."""
+    reason = f"would let code that comes with {_clean(base)} run here, which only you can allow."
+    return Problem(_quote(file, REMOTE_CODE, True), reason, f"If you trust that code, type {REMOTE_CODE}=true.")
+
+
+def read_base_model(adapter: Path) -> str | None:
+    """Reads the name of the base model from an adapter's adapter_config.json; None if it names none.
+
+    Raises:
+        ConfigError: the file can't be read, or the name is no plain text.
+    """
+    file = adapter / "adapter_config.json"
+    try:
+        base = json.loads(_read(file))["base_model_name_or_path"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        reason = f"has an adapter_config.json that can't be read: {_clean(repr(error))}."
+        raise ConfigError([Problem(show("adapter", adapter), reason, "Copy or download it again.")]) from None
+    if base is None:
+        return None
+    reasons = [reason for _, _, reason in _find_unplain("base_model_name_or_path", base)]
+    if not isinstance(base, str):
+        reasons = ["is not the name of a model."]
+    if reasons:
+        fix = "Set model.path to the base model yourself."
+        raise ConfigError([Problem(_quote(file, "base_model_name_or_path", base), reasons[0], fix)])
+    return str(base)
+
+
+def _read(file: Path) -> str:
+    with file.open("rb") as stream:
+        content = stream.read(MAX_BYTES + 1)
+    if len(content) > MAX_BYTES:
+        raise ValueError(f"it is larger than {MAX_BYTES // 2**20} MiB")
+    return content.decode("utf-8")
+
+
+def _find_unplain(place: str, value: Any, depth: int = 0) -> Iterator[tuple[str, Any, str]]:
+    """Where something is more than a plain value, what that is, and why it is refused."""
+    if depth > MAX_DEPTH:
+        yield place, "...", f"is nested more than {MAX_DEPTH} deep."
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            inner = f"{place}.{name}"
+            if not isinstance(name, (str, int)) or "${" in str(name):
+                yield inner, item, "has a name that is no plain text."
+            elif str(name) == "auto_map" or str(name).endswith("_implementation"):
+                yield inner, item, "names code to run, which only you can allow."
+            elif str(name).startswith("_") and str(name).endswith("_"):
+                yield inner, item, "is an instruction to Hydra, and not a setting."
+            else:
+                yield from _find_unplain(inner, item, depth + 1)
+    elif isinstance(value, list):
+        for number, item in enumerate(value):
+            yield from _find_unplain(f"{place}[{number}]", item, depth + 1)
+    elif isinstance(value, str) and ("${" in value or value == "???"):
+        yield place, value, "is no plain value: ${...} reads other settings, or your environment."
+    elif value is not None and not isinstance(value, (bool, int, float, str)):
+        yield place, value, "is no plain value."
+
+
+def _not_allowed(file: Path, key: str, value: Any) -> Problem:
+    reason = "is not for an adapter's file to set: it may only describe the model that the adapter belongs to."
+    return Problem(_quote(file, key, value), reason, "Remove it from the file; if you want it, type it yourself.")
+
+
+def _unreadable(file: Path, error: Exception) -> ConfigError:
+    reason = f"can't be read: {_clean(' '.join(str(error).split()), 400)}."
+    return ConfigError([Problem(str(file), reason, "Copy the adapter again, or remove this file.")])
+
+
+def _quote(file: Path, key: str, value: Any) -> str:
+    return f"{file}: {_clean(show(key, value))}"
+
+
+def _clean(text: str, length: int = MAX_SHOWN) -> str:
+    """Text of others for a message: cut, and without the control characters that a terminal obeys."""
+    text = "".join(letter if letter.isprintable() else "?" for letter in text[: length + 1])
+    return text if len(text) <= length else f"{text[:length]}..."

@@ -1,0 +1,123 @@
+"""Overrides as they are typed, in the form that Hydra needs, and the mistakes in them. Imports no torch."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_origin
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Glob, Override
+from hydra.errors import HydraException
+
+from qlora_fsdp.common.errors import Problem
+from qlora_fsdp.config.command_line import group_options
+from qlora_fsdp.config.settings import SEVERAL_DATA_SETS, all_settings, show, wrong_type
+
+
+def prepare_overrides(
+    texts: Sequence[str], folders: Sequence[Path], sweep: bool = False
+) -> tuple[list[str], list[Problem]]:
+    """Checks the form of overrides and the options of groups, and gives the overrides the form that Hydra needs.
+
+    Args:
+        texts: overrides as typed, e.g. `quant=int8`, `+lora.r=8`, `data.path=/a (1).jsonl`.
+        folders: folders with groups of options; the first is the project's own.
+        sweep: whether an override may have several values, e.g. `lora.r=8,16`.
+
+    Returns:
+        The usable overrides for Hydra, and a problem for each of the others.
+    """
+    usable, problems = [], []
+    for text in texts:
+        override = _parse(text, sweep)
+        if isinstance(override, Problem):
+            problems.append(override)
+            continue
+        key, options = override.key_or_group, group_options(override.key_or_group, folders)
+        if key.startswith(("hydra.", "hydra/")):
+            usable.append(text)
+        elif override.is_delete():
+            problems.append(Problem(text, "removes a setting, which is not possible.", "Set it to another value."))
+        elif override.is_sweep_override() and not sweep:
+            value, setting = text.partition("=")[2], all_settings().get(key)
+            kind = Any if setting is None else setting.type
+            fix = "For a sweep add -m"
+            fix += f", for a list write {key}=[{value}]" if kind is Any or get_origin(kind) is list else ""
+            fix += f", for a text with a comma {key}='\"{value}\"'." if kind in (Any, str) else "."
+            fix += SEVERAL_DATA_SETS if key == "data.path" else ""
+            problems.append(Problem(text, "gives several values to one run.", fix))
+        elif isinstance(glob := override.value(), Glob) and not glob.filter(options):
+            reason = f"matches no option of {key}, which has {', '.join(options) or 'none'}."
+            problems.append(Problem(text, reason, f"Set {key}=glob(*)." if options else f"List the values: {key}=a,b."))
+        elif options and (found := [p for v in _values(override) if (p := _check_option(key, v, options))]):
+            problems += found
+        elif other_kind := [value for value in _values(override) if _is_list_for_mapping(key, value)]:
+            problems += [wrong_type(key, value) for value in other_kind]  # Hydra stops at the first
+        else:
+            if isinstance(glob, Glob):  # Hydra itself does not look into --config-dir for these
+                override.input_line = f"{key}={','.join(glob.filter(options))}"
+            # Hydra wants a plus sign for what its defaults do not name. The check against the schema comes later.
+            plus = "" if group_options(key, folders[:1]) else "+" if options else "++"
+            usable.append(plus + (override.input_line or text).lstrip("+"))
+    return usable, problems
+
+
+def quote(text: str) -> str:
+    """Returns text as the value of an override, whatever characters it has."""
+    return f"'{escape(text)}'"
+
+
+def escape(text: str) -> str:
+    """Returns text as it stands between single quotes in an override."""
+    return text.replace("\\", "\\\\").replace("'", "\\'")
+
+
+def did_you_mean(group: str, option: Any, options: Sequence[str]) -> str:
+    """Returns the fix for an option that a group does not have."""
+    nearest = difflib.get_close_matches(str(option), options, n=1, cutoff=0.5)
+    return f"Did you mean {group}={nearest[0]}?" if nearest else f"Set {group} to one of these."
+
+
+def _parse(text: str, sweep: bool = False) -> Override | Problem:
+    parser = OverridesParser.create()
+    key, equals, value = text.partition("=")
+    if not equals and not key.startswith("~"):
+        return Problem(text, "is not of the form key=value.", "See --help for examples.")
+    try:
+        return parser.parse_overrides([text])[0]
+    except HydraException:
+        pass
+    # Hydra's grammar has no unquoted ~, =, (, < or letters outside ASCII, which are common in paths and new tokens.
+    setting = all_settings().get(key.lstrip("+"))
+    if setting is not None and setting.type is str:
+        values = value.split(",") if sweep else [value]
+        return parser.parse_overrides([f"{key}={','.join(quote(value) for value in values)}"])[0]
+    items = value.removeprefix("[").removesuffix("]")
+    if setting is not None and setting.type == list[str] and value == f"[{items}]" and not set("[]'\"") & set(items):
+        return parser.parse_overrides([f"{key}=[{','.join(quote(item.strip()) for item in items.split(','))}]"])[0]
+    return Problem(text, "can't be read.", f"Put quotes around special characters: {key}='\"...\"'.")
+
+
+def _values(override: Override) -> list[Any]:
+    """The value of an override, or all values of a sweep. A glob gives none: it matches options that are there."""
+    if isinstance(override.value(), Glob):
+        return []
+    return list(override.sweep_iterator()) if override.is_discrete_sweep() else [override.value()]
+
+
+def _is_list_for_mapping(key: str, value: Any) -> bool:
+    """Whether a list is given for a mapping, or a mapping for a list: neither can be made of the other."""
+    kind = get_origin(all_settings()[key].type) if key in all_settings() else None
+    return (kind is dict and isinstance(value, list)) or (kind is list and isinstance(value, dict))
+
+
+def _check_option(group: str, option: Any, options: Sequence[str]) -> Problem | None:
+    if option in options or (option is None and group == "experiment"):
+        return None
+    return Problem(
+        show(group, option),
+        f"is no option of {group}: it has {', '.join(options)}.",
+        did_you_mean(group, option, options),
+    )

@@ -1,0 +1,134 @@
+"""A conversation rendered by a chat template: its text, what the template marks, and what each message gave."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+from jinja2 import Template, nodes
+from transformers import PreTrainedTokenizerBase
+from transformers.utils import chat_template_utils
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from qlora_fsdp.data.row import REFUSED, BadRow
+
+Span = tuple[int, int]  # characters: start, end
+BEGIN, END = "_begin_message", "_end_message"
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages, with the tools that they may call, and the template that writes them.
+
+    Attributes:
+        messages: objects with a role, and content or calls of tools.
+        tools: JSON schemas, or None.
+        template: source of the Jinja template.
+        tokenizer: knows the special tokens.
+    """
+
+    messages: list[dict[str, Any]]
+    tools: Any
+    template: str
+    tokenizer: PreTrainedTokenizerBase
+
+    def replace(self, number: int, message: dict[str, Any]) -> list[dict[str, Any]]:
+        """The messages with another one in the place of one."""
+        return [*self.messages[:number], message, *self.messages[number + 1 :]]
+
+    def render(self, messages: list[dict[str, Any]], *, prompt: bool = False) -> str:
+        """The text of messages of this conversation, with `prompt` followed by the prompt for an assistant's turn.
+
+        Raises:
+            BadRow: the template refuses them.
+        """
+        return self._render(messages, prompt=prompt)[0]
+
+    def render_marks(self) -> tuple[str, list[Span]]:
+        """The text of the whole conversation, and what the template marks in it by {% generation %}.
+
+        Raises:
+            BadRow: the template refuses it.
+        """
+        return self._render(self.messages, marks=True)
+
+    def _render(
+        self, messages: list[dict[str, Any]], *, prompt: bool = False, marks: bool = False
+    ) -> tuple[str, list[Span]]:
+        special_tokens: dict[str, Any] = dict(self.tokenizer.special_tokens_map)
+        try:
+            rendered: Any = render_jinja_template(  # annotated as str, but a pair: texts, and spans of marks
+                conversations=[messages],
+                tools=self.tools,
+                chat_template=self.template,
+                add_generation_prompt=prompt,
+                return_assistant_tokens_mask=marks,
+                **special_tokens,
+            )
+        except Exception as error:  # templates compute, and their sandbox lets any error through
+            raise BadRow(REFUSED, str(error) or repr(error)) from error
+        texts, spans = rendered
+        return texts[0], spans[0] if marks else []
+
+    def render_parts(self) -> tuple[str, dict[int, Span]]:
+        """The text of the whole conversation, and for each message the part of the text that it gave.
+
+        Templates write messages in a loop. Here every loop calls a function where its body begins and where it ends,
+        and the function notes how long the text is by then. A message that a template does not write in one piece of
+        one loop is missing from the result.
+
+        Raises:
+            Exception: of any type; templates compute, and their sandbox lets errors through.
+        """
+        messages = _name_reasoning([dict(message) for message in self.messages])
+        numbers = {id(message): number for number, message in enumerate(messages)}
+        blocks: list[str] = []
+        events: list[tuple[str, int, int]] = []  # begin or end, the message, the length of the text by then
+        length = 0
+
+        def note(event: str, item: Any) -> str:
+            if id(item) in numbers:
+                events.append((event, numbers[id(item)], length))
+            return ""
+
+        variables = {"messages": messages, "tools": self.tools, "documents": None, "add_generation_prompt": False}
+        calls = {BEGIN: lambda item: note(BEGIN, item), END: lambda item: note(END, item)}
+        for block in _compile(self.template).generate({**self.tokenizer.special_tokens_map, **variables, **calls}):
+            blocks.append(block)
+            length += len(block)
+
+        parts: dict[int, list[tuple[int, int]]] = {}
+        for (event, number, start), (next_event, next_number, end) in pairwise(events):
+            if event == BEGIN and end > start:
+                is_whole = next_event == END and next_number == number
+                parts.setdefault(number, []).extend([(start, end)] if is_whole else [(-1, -1), (-1, -1)])
+        return "".join(blocks), {number: found[0] for number, found in parts.items() if len(found) == 1}
+
+
+@lru_cache(maxsize=8)
+def _compile(source: str) -> Template:
+    """The template with a call where the body of each loop begins, and one where it ends."""
+    environment = chat_template_utils._compile_jinja_template(source).environment
+    tree = environment.parse(source)
+    for loop in list(tree.find_all(nodes.For)):
+        if isinstance(loop.target, nodes.Name):
+            loop.body = [_call(BEGIN, loop.target.name), *loop.body, _call(END, loop.target.name)]
+    tree.set_environment(environment)
+    template: Template = Template.from_code(environment, environment.compile(tree), environment.make_globals(None))
+    return template
+
+
+def _call(function: str, argument: str) -> nodes.Output:
+    call = nodes.Call(nodes.Name(function, "load"), [nodes.Name(argument, "load")], [], None, None)
+    output = nodes.Output([call])
+    output.set_lineno(1)
+    return output
+
+
+def _name_reasoning(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages with their reasoning under each name that templates use, as transformers renders them."""
+    rename = getattr(chat_template_utils, "_alias_reasoning_fields", None)
+    found: list[dict[str, Any]] = messages if rename is None else rename(messages)
+    return found

@@ -1,0 +1,134 @@
+"""Conversations: the text that the chat template makes of them, and the characters of it that are trained on."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from qlora_fsdp.common.errors import DataError
+from qlora_fsdp.config.schema import LossOn
+from qlora_fsdp.data.chat_template import Conversation, Span
+from qlora_fsdp.data.row import EMPTY, NO_TARGET, REFUSED, TRAIN_KEYS, BadRow, is_trained
+from qlora_fsdp.data.turns import find_turns
+
+_TAG = re.compile("\ue001([0-9]+)\ue002")  # of Unicode's private use area, which no text should have
+
+
+def format_messages(
+    messages: list[dict[str, Any]], tools: Any, loss_on: LossOn, tokenizer: PreTrainedTokenizerBase
+) -> tuple[str, tuple[Span, ...]]:
+    """The text of a conversation, and the characters of it that are trained on.
+
+    Raises:
+        BadRow: the chat template refuses it, or its assistant turns can't be told from the rest.
+        DataError: there is no chat template.
+    """
+    try:
+        template = tokenizer.get_chat_template(tools=tools)
+    except ValueError as error:
+        raise DataError(
+            "The rows are messages, but the tokenizer has no chat template. Set data.chat_template=chatml (or llama3,"
+            " alpaca, or a Jinja file)."
+        ) from error
+    # Parquet fills missing fields with null; templates test whether a field is there.
+    messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
+    trained = [message["role"] == "assistant" and is_trained(message) for message in messages]
+    if loss_on is LossOn.completion:
+        _check_answers(messages, trained)
+    messages = [{key: value for key, value in message.items() if key not in TRAIN_KEYS} for message in messages]
+    conversation = Conversation(messages, tools, template, tokenizer)
+
+    has_marks = loss_on is LossOn.completion and has_generation_marks(template)
+    text, marks = conversation.render_marks() if has_marks else (conversation.render(messages), [])
+    check_calls(conversation, text)
+    if loss_on is LossOn.all:
+        return text, ((0, len(text)),)
+    spans = _choose_marks(marks, messages, trained) if has_marks else find_turns(conversation, text, trained)
+    return text, tuple(spans)
+
+
+def has_generation_marks(template: str) -> bool:
+    """Whether a chat template marks the assistant's turns with {% generation %}."""
+    return re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None
+
+
+def _check_answers(messages: list[dict[str, Any]], trained: list[bool]) -> None:
+    """Refuses a conversation that has nothing to train on, or an empty answer to train on."""
+    if not any(message["role"] == "assistant" for message in messages):
+        raise BadRow(NO_TARGET, "no message of the assistant")
+    if not any(trained):
+        raise BadRow(NO_TARGET, "no message of the assistant is to be trained on")
+    for number, (message, is_target) in enumerate(zip(messages, trained, strict=True), start=1):
+        said = [value for key, value in message.items() if key not in ("role", *TRAIN_KEYS)]
+        if is_target and not any(value.strip() if isinstance(value, str) else value for value in said):
+            raise BadRow(EMPTY, f"message {number}, an answer to train on, is empty")
+
+
+def _choose_marks(marks: list[Span], messages: list[dict[str, Any]], trained: list[bool]) -> list[Span]:
+    """The spans of the template's marks that belong to answers to train on."""
+    answers = [
+        is_target for is_target, message in zip(trained, messages, strict=True) if message["role"] == "assistant"
+    ]
+    if all(answers):
+        return marks
+    if len(marks) != len(answers):
+        raise BadRow(NO_TARGET, f"the chat template marks {len(marks)} of {len(answers)} answers, some not to train on")
+    return [span for span, is_target in zip(marks, answers, strict=True) if is_target]
+
+
+def check_calls(conversation: Conversation, text: str) -> None:
+    """Refuses a template that leaves calls of tools out: the model would learn to say nothing where it should call.
+
+    Args:
+        conversation: renders its messages.
+        text: the text of all of them.
+
+    Raises:
+        BadRow: a message's calls are left out.
+    """
+    calling = [number for number, message in enumerate(conversation.messages) if message.get("tool_calls")]
+    written = _written_calls(conversation, text, calling) if len(calling) > 1 else set()
+    for number in calling:
+        if number in written:
+            continue
+        without = {key: value for key, value in conversation.messages[number].items() if key != "tool_calls"}
+        try:
+            is_left_out = text == conversation.render(conversation.replace(number, {"content": "", **without}))
+        except BadRow:  # a template that can't do without them writes them
+            is_left_out = False
+        if is_left_out:
+            detail = (
+                f"it leaves out the tool_calls of message {number + 1}; set data.chat_template to one that has them"
+            )
+            raise BadRow(REFUSED, detail)
+
+
+def _written_calls(conversation: Conversation, text: str, calling: list[int]) -> set[int]:
+    """The messages whose calls are surely in the text.
+
+    One render has a tag behind the name of each message's first function. Where the tags are the only difference from
+    the text, each message whose tag is there has its calls written. Others are checked one by one.
+    """
+    messages = list(conversation.messages)
+    for number in calling:
+        messages[number] = _tag_call(messages[number], number)
+    try:
+        tagged = conversation.render(messages)
+    except BadRow:  # a template that knows the tools' names
+        return set()
+    return {int(number) for number in _TAG.findall(tagged)} if _TAG.sub("", tagged) == text else set()
+
+
+def _tag_call(message: dict[str, Any], number: int) -> dict[str, Any]:
+    """The message with a tag behind the name of the function that it calls first, if it has one."""
+    calls = message["tool_calls"]
+    if not isinstance(calls, list) or not isinstance(calls[0], dict):
+        return message
+    call = calls[0]
+    function = call.get("function", call)
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        return message
+    tagged = {**function, "name": f"{function['name']}\ue001{number}\ue002"}
+    return {**message, "tool_calls": [{**call, "function": tagged} if function is not call else tagged, *calls[1:]]}

@@ -1,0 +1,199 @@
+"""The data of a run: every source tokenized once per node, then opened as sequences by every rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Generic, TypeVar
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from qlora_fsdp.common.errors import DataError
+from qlora_fsdp.config.schema import Config, DataFormat
+from qlora_fsdp.data.cache import TokenizedRows
+from qlora_fsdp.data.counts import DataReport, MixPart, ReadReport
+from qlora_fsdp.data.labels import count_labels
+from qlora_fsdp.data.mix import MixedRows, count_rows, repeat_rows
+from qlora_fsdp.data.read import training_paths
+from qlora_fsdp.data.sequences import (
+    Indices,
+    RandomRows,
+    Rows,
+    Sequences,
+    SequenceSettings,
+    TrainingData,
+    make_sequences,
+)
+from qlora_fsdp.data.tokenize_source import load_source, tokenize_source
+from qlora_fsdp.runtime.processes import Processes
+
+NUM_RANDOM_ROWS = 65_536  # rows of data.format=random, unless data.max_rows says otherwise
+
+Train = TypeVar("Train", bound=TrainingData, covariant=True)
+
+
+@dataclass(frozen=True)
+class PreparedData(Generic[Train]):
+    """The data of a run.
+
+    Attributes:
+        train: the sequences to train on; `StreamedSequences` with data.streaming.
+        eval: the held-out sequences, if any were asked for.
+        report: counts for rank 0 to print. For a stream they are those of its first window.
+    """
+
+    train: Train
+    eval: Sequences | None
+    report: DataReport
+
+
+def prepare_data(
+    config: Config, tokenizer: PreTrainedTokenizerBase, processes: Processes, vocab_size: int
+) -> PreparedData[Sequences]:
+    """Tokenizes the data where it is not in the cache yet, and opens it. Every rank calls this.
+
+    One rank per node writes the cache, and the others wait for it. All ranks stop if one can't prepare its data, also
+    where nodes do not share the cache folder.
+
+    Args:
+        config: `data`, `task`, `training.max_length`, `training.packing` and `training.seed` are used.
+        tokenizer: the result of `load_tokenizer`, with new tokens added.
+        processes: all ranks take part.
+        vocab_size: number of tokens that the model knows.
+
+    Raises:
+        DataError: the data can't be used; raised on every rank.
+    """
+    if config.data.format is not DataFormat.random:
+        _tokenize_sources(_paths(config), config, tokenizer, processes)
+    return _open(config, tokenizer, vocab_size)
+
+
+def prepare_held_out(
+    config: Config, tokenizer: PreTrainedTokenizerBase, processes: Processes, vocab_size: int
+) -> Sequences:
+    """Like `prepare_data`, for `data.eval_path` alone, which must be set."""
+    path = config.data.eval_path
+    assert path is not None
+    _tokenize_sources([path], config, tokenizer, processes)
+    rows, _ = load_source(path, config, tokenizer, vocab_size)
+    settings = SequenceSettings.of(config.training, tokenizer)
+    return make_sequences(rows, np.arange(len(rows.lengths)), settings)
+
+
+def raise_on_all(failure: Exception | None, processes: Processes) -> None:
+    """Raises what went wrong on this rank or on another one. Every rank calls this.
+
+    Args:
+        failure: what went wrong on this rank, or None.
+        processes: all ranks take part.
+
+    Raises:
+        DataError: another rank failed. This rank's own failure is raised as it is.
+    """
+    text = processes.first_error(None if failure is None else str(failure) or repr(failure))
+    if failure is not None:
+        raise failure
+    if text is not None:
+        raise DataError(text)
+
+
+def count_data(sources: Iterable[ReadReport], train: Sequences, held_out: Sequences | None) -> DataReport:
+    """The counts of prepared data."""
+    num_tokens = int(train.lengths.sum())
+    return DataReport(
+        sources=tuple(sources),
+        num_sequences=len(train),
+        num_rows=len(train.row_ids),
+        num_tokens=num_tokens,
+        num_target_tokens=int(train.num_targets.sum()),
+        packing_efficiency=num_tokens / (len(train) * train.max_length),
+        num_eval_sequences=len(held_out) if held_out else 0,
+        num_eval_target_tokens=int(held_out.num_targets.sum()) if held_out else 0,
+    )
+
+
+def _paths(config: Config) -> list[str]:
+    """Where all data is: the training data, then the data of `data.eval_path`."""
+    paths = training_paths(config.data)
+    if not paths:
+        raise DataError(
+            "data.path is not set. Set it to a file, a folder or a hub data set, or set data.format=random."
+        )
+    return [*paths, *([config.data.eval_path] if config.data.eval_path is not None else [])]
+
+
+def _tokenize_sources(
+    paths: Iterable[str], config: Config, tokenizer: PreTrainedTokenizerBase, processes: Processes
+) -> None:
+    failure: Exception | None = None
+    if processes.is_local_main:
+        try:
+            for path in paths:
+                tokenize_source(path, config, tokenizer)
+        except Exception as error:
+            failure = error
+    raise_on_all(failure, processes)
+
+
+def _open(config: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> PreparedData[Sequences]:
+    data, training = config.data, config.training
+    settings = SequenceSettings.of(training, tokenizer)
+    sources: list[ReadReport] = []
+    train_rows: Rows
+    eval_rows: TokenizedRows | None = None
+    if data.format is DataFormat.random:
+        train_rows = RandomRows(data.max_rows or NUM_RANDOM_ROWS, training.max_length, vocab_size, training.seed)
+    else:
+        loaded = [load_source(path, config, tokenizer, vocab_size) for path in _paths(config)]
+        sources = [report for _, report in loaded]
+        if data.eval_path is not None:
+            eval_rows = loaded.pop()[0]
+        train_rows = MixedRows(tuple(rows for rows, _ in loaded)) if data.mix else loaded[0][0]
+
+    starts = train_rows.starts if isinstance(train_rows, MixedRows) else [0, len(train_rows.lengths)]
+    train_ids = [np.arange(first, last) for first, last in pairwise(starts)]  # one array per data set
+    evaluation: Sequences | None = None
+    if eval_rows is not None:
+        evaluation = make_sequences(eval_rows, np.arange(len(eval_rows.lengths)), settings)
+    elif data.eval_fraction > 0:
+        held_out = [_hold_out(ids, data.eval_fraction, training.seed) for ids in train_ids]
+        train_ids = [kept for kept, _ in held_out]
+        evaluation = make_sequences(train_rows, np.concatenate([held for _, held in held_out]), settings)
+    mix: tuple[MixPart, ...] = ()
+    if data.mix:
+        train_ids, mix = _mix(train_rows, train_ids, data.mix, training.seed)
+    train = make_sequences(train_rows, np.concatenate(train_ids), settings)
+    report = count_data(sources, train, evaluation)
+    labels = count_labels(train.labels_of(np.arange(len(train))), config.task) if train.has_labels else {}
+    return PreparedData(train, evaluation, replace(report, label_counts=labels, mix=mix))
+
+
+def _mix(
+    rows: Rows, parts: list[Indices], weights: dict[str, float], seed: int
+) -> tuple[list[Indices], tuple[MixPart, ...]]:
+    """The rows of an epoch, one array per data set, and the share of each data set."""
+    counts = count_rows([len(ids) for ids in parts], list(weights.values()))
+    used = [repeat_rows(ids, count, seed, n) for n, (ids, count) in enumerate(zip(parts, counts, strict=True))]
+    num_tokens = [int(rows.lengths[ids].sum()) for ids in used]
+    shares = [
+        MixPart(path, len(ids), count, count / sum(counts), tokens / sum(num_tokens))
+        for path, ids, count, tokens in zip(weights, parts, counts, num_tokens, strict=True)
+    ]
+    return used, tuple(shares)
+
+
+def _hold_out(row_ids: Indices, fraction: float, seed: int) -> tuple[Indices, Indices]:
+    """Splits rows into those to train on and those to evaluate on, both in the order of the file."""
+    num_rows = len(row_ids)
+    num_eval = max(1, math.floor(num_rows * fraction))
+    if num_eval >= num_rows:
+        raise DataError(
+            f"data.eval_fraction={fraction} of {num_rows} usable rows leaves none to train on. Set it lower, or set"
+            " data.eval_path."
+        )
+    shuffled = np.random.default_rng(seed).permutation(row_ids)
+    return np.sort(shuffled[num_eval:]), np.sort(shuffled[:num_eval])

@@ -1,0 +1,44 @@
+"""How the sequences of a run are divided into optimizer steps, and a step into micro-batches."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from qlora_fsdp.config.schema import TrainingConfig
+
+
+@dataclass(frozen=True)
+class BatchSplit:
+    """How the data is cut into steps, and a step into micro-batches.
+
+    Attributes:
+        micro_batch_size: sequences a rank a forward pass.
+        global_batch_size: sequences an optimizer step, over all ranks.
+        num_ranks: processes that share a step.
+        num_steps: optimizer steps of the run.
+        num_sequences: sequences the run trains on, repeated ones counted again.
+    """
+
+    micro_batch_size: int
+    global_batch_size: int
+    num_ranks: int
+    num_steps: int
+    num_sequences: int
+
+    def num_micro_batches(self, num_sequences: int) -> int:
+        """Forward passes of each rank for a step of so many sequences."""
+        return math.ceil(num_sequences / (self.num_ranks * self.micro_batch_size))
+
+
+def split_batches(training: TrainingConfig, num_ranks: int, num_sequences: int) -> BatchSplit:
+    """The split for a data set of `num_sequences` sequences; the last step of the run may be short."""
+    # `auto` is a number by the time that a run trains; whoever only evaluates takes one sequence at a time.
+    micro_batch_size = training.micro_batch_size if isinstance(training.micro_batch_size, int) else 1
+    global_batch_size = training.global_batch_size or micro_batch_size * num_ranks
+    if training.max_steps is not None:
+        total = training.max_steps * global_batch_size
+    else:
+        total = max(1, round(training.num_epochs * num_sequences))
+    num_steps = math.ceil(total / global_batch_size)
+    return BatchSplit(micro_batch_size, global_batch_size, num_ranks, num_steps, total)

@@ -1,0 +1,159 @@
+"""Where the assistant's turns are in the text of a conversation, if the template does not mark them.
+
+A turn is found by rendering the conversation up to it and up to its end. That is two renders per turn, and long
+conversations have hundreds of turns. So it is done for the first and the last turn of each kind alone. The others are
+found in the text of one render that tells the part that each message gave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from qlora_fsdp.data.chat_template import Conversation, Span
+from qlora_fsdp.data.row import NO_TARGET, BadRow
+
+_PROBE = "\ue000"  # of Unicode's private use area, which no text should have
+
+
+def find_turns(conversation: Conversation, text: str, trained: list[bool]) -> list[Span]:
+    """The assistant's turns to train on, each with its end marker, in the text of the whole conversation.
+
+    Args:
+        conversation: renders its messages.
+        text: the whole conversation.
+        trained: for each message whether it is an answer to train on.
+
+    Raises:
+        BadRow: a turn can't be told from the rest.
+    """
+    turns = [number for number, is_target in enumerate(trained) if is_target]
+    spans = _find_alike(conversation, text, turns)
+    for number in turns:
+        span = spans.get(number) or _find_turn(conversation, text, number)
+        if span is None:
+            raise BadRow(
+                NO_TARGET,
+                f"the chat template has no {{% generation %}} marks, and renders message {number + 1} so that it"
+                " can't be told from the rest; set data.chat_template to one with marks, or data.loss_on=all",
+            )
+        spans[number] = span
+    return [spans[number] for number in turns]
+
+
+def _find_alike(conversation: Conversation, text: str, turns: list[int]) -> dict[int, Span]:
+    """Finds the turns of each kind of which there are three or more, without rendering each.
+
+    `_find_turn` finds the first and the last turn of a kind. Each of them is a part of the text without some characters
+    at its beginning and end, such as the header of the turn. If both leave out the same characters, the turns between
+    them leave them out too. Turns that do not begin and end with these characters are missing from the result.
+    """
+    messages = conversation.messages
+    kinds: dict[tuple[Any, ...], list[int]] = {}
+    last_user = max((n for n, message in enumerate(messages) if message["role"] == "user"), default=-1)
+    for number in turns:
+        kinds.setdefault(_kind(messages, number, last_user), []).append(number)
+    kinds = {kind: numbers for kind, numbers in kinds.items() if len(numbers) > 2}
+    if not kinds:
+        return {}
+    try:
+        traced, parts = conversation.render_parts()
+    except Exception:  # a template that can't be traced is rendered turn by turn
+        return {}
+    spans: dict[int, Span] = {}
+    if traced != text:
+        return spans
+    for first, *others, last in kinds.values():
+        edges = set()
+        for number in (first, last):
+            try:
+                span, part = _find_turn(conversation, text, number), parts.get(number)
+            except BadRow:  # raised again in the order of the turns
+                break
+            if span is None or part is None or not part[0] <= span[0] < span[1] <= part[1]:
+                break
+            spans[number] = span
+            edges.add((text[part[0] : span[0]], text[span[1] : part[1]]))
+        else:
+            if len(edges) == 1:
+                head, tail = edges.pop()
+                found = {number: _trim(text, messages[number], parts.get(number), head, tail) for number in others}
+                spans |= {number: span for number, span in found.items() if span is not None}
+    return spans
+
+
+def _kind(messages: list[dict[str, Any]], number: int, last_user: int) -> tuple[Any, ...]:
+    """What templates look at when they write a message, other than its words."""
+    message = messages[number]
+    before = messages[number - 1]["role"] if number else None
+    behind = messages[number + 1]["role"] if number + 1 < len(messages) else None
+    content = message.get("content")
+    is_empty = not content.strip() if isinstance(content, str) else type(content)
+    return before, behind, number > last_user, is_empty, frozenset(message), bool(message.get("tool_calls"))
+
+
+def _trim(text: str, message: dict[str, Any], part: Span | None, head: str, tail: str) -> Span | None:
+    """The part of the text that a message gave, without `head` and `tail`; None: it does not begin and end so.
+
+    A part without the last line of the message is none either: the template rewrites the content of this message.
+    """
+    if part is None:
+        return None
+    whole, content = text[part[0] : part[1]], message.get("content")
+    said = content.strip().rpartition("\n")[2] if isinstance(content, str) else ""
+    if len(whole) <= len(head) + len(tail) or not (whole.startswith(head) and whole.endswith(tail)):
+        return None
+    span = part[0] + len(head), part[1] - len(tail)
+    return span if said in text[span[0] : span[1]] else None
+
+
+def _find_turn(conversation: Conversation, text: str, number: int) -> Span | None:
+    """Finds the assistant's turn `messages[number]`, with its end marker, in the whole conversation `text`.
+
+    It lies between the conversation rendered up to it, with the prompt for it, and the conversation rendered up to
+    its end. Some templates render a turn otherwise once others follow (Qwen3 drops its thoughts, Mistral moves
+    the system message, Phi-3 ends with a token of its own). There the turn is what changes with its content, and
+    the end marker that follows the content in both.
+    """
+    messages = conversation.messages
+    before = conversation.render(messages[:number], prompt=True) if number else None
+    after = conversation.render(messages[: number + 1])
+    start = len(before) if before is not None and text.startswith(before) and after.startswith(before) else None
+    end = len(after) if text.startswith(after) else None
+    if start is not None and end is not None:
+        return start, end
+
+    content = messages[number].get("content")
+    if not isinstance(content, str):
+        return None
+    probe = {**messages[number], "content": _PROBE}
+    content_start, content_end = _difference(text, conversation.render(conversation.replace(number, probe)))
+    _, last_content_end = _difference(after, conversation.render([*messages[:number], probe]))
+    marker = after[last_content_end:]
+    marker_length = _common_tokens(marker, text[content_end : content_end + len(marker)], conversation.tokenizer)
+    if content_start >= content_end or (marker and not marker_length):
+        return None
+    return (
+        content_start if start is None else start,
+        content_end + marker_length if end is None else end,
+    )
+
+
+def _difference(text: str, other: str) -> Span:
+    """The part of `text` that is not the same in `other`: all between their common start and their common end."""
+    return _num_common(text, other), len(text) - _num_common(text[::-1], other[::-1])
+
+
+def _common_tokens(text: str, other: str, tokenizer: PreTrainedTokenizerBase) -> int:
+    """The length, in characters, of the tokens with which both begin."""
+    encoded, other_encoded = (
+        tokenizer(t, add_special_tokens=False, return_offsets_mapping=True) for t in (text, other)
+    )
+    num_tokens = _num_common(encoded["input_ids"], other_encoded["input_ids"])
+    return int(encoded["offset_mapping"][num_tokens - 1][1]) if num_tokens else 0
+
+
+def _num_common(one: Sequence[Any], other: Sequence[Any]) -> int:
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

@@ -1,0 +1,64 @@
+"""Prompts and conversations as token ids, in batches that are padded on the left."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from qlora_fsdp.common.errors import DataError
+from qlora_fsdp.data.row import join_parts
+
+ANOTHER_TEMPLATE = "set data.chat_template=chatml (or llama3, alpaca, or a Jinja file)"
+
+
+def prompt_tokens(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
+    """A prompt's tokens as in training: with the begin token where the tokenizer adds one, without an end token."""
+    tokens: list[int] = tokenizer(prompt, verbose=False)["input_ids"]
+    return tokens[:-1] if len(tokens) > 1 and tokens[-1] == tokenizer.eos_token_id else tokens
+
+
+def check_template(tokenizer: PreTrainedTokenizerBase, place: str) -> None:
+    """Check that there is a chat template, without which a conversation has no tokens.
+
+    Args:
+        tokenizer: the model's.
+        place: what needs the template, for the message.
+
+    Raises:
+        DataError: there is none.
+    """
+    if tokenizer.chat_template is None:
+        raise DataError(f"{place}: the tokenizer has no chat template. To use one, {ANOTHER_TEMPLATE}.")
+
+
+def chat_tokens(tokenizer: PreTrainedTokenizerBase, messages: Any, tools: Any, place: str) -> list[int]:
+    """A conversation's tokens by the chat template, with the beginning of the assistant's next turn.
+
+    Raises:
+        DataError: there is no template, or it refuses the conversation.
+    """
+    check_template(tokenizer, place)
+    try:
+        messages = [{**message, "content": join_parts(message.get("content"))} for message in messages]
+        text = tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
+    except Exception as error:  # a template is a program, and its sandbox lets any error through
+        raise DataError(
+            f"{place}: the chat template can't be applied: {error}. Correct it, or {ANOTHER_TEMPLATE}."
+        ) from error
+    tokens: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return tokens
+
+
+def pad_left(rows: list[list[int]], pad_token_id: int) -> tuple[Tensor, Tensor]:
+    """Token ids and attention mask of a batch: int64 [num_rows, longest] each."""
+    longest = max(map(len, rows))
+    input_ids = np.full((len(rows), longest), pad_token_id, dtype=np.int64)
+    mask = np.zeros_like(input_ids)
+    for index, row in enumerate(rows):
+        input_ids[index, longest - len(row) :] = row
+        mask[index, longest - len(row) :] = 1
+    return torch.from_numpy(input_ids), torch.from_numpy(mask)

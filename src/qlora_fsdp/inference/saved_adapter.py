@@ -1,0 +1,174 @@
+"""An adapter in PEFT's files, maybe from elsewhere: its settings, the checks that it fits, and its weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+from peft.utils.constants import DUMMY_TARGET_MODULES
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from qlora_fsdp.common.errors import AdapterError
+from qlora_fsdp.common.text import plural
+from qlora_fsdp.config.schema import LoraConfig
+from qlora_fsdp.data.tokenizer import AddedTokens
+from qlora_fsdp.model.adapters import ADAPTER
+from qlora_fsdp.runtime.processes import Processes
+from qlora_fsdp.runtime.rows import local_rows, local_tensor
+
+WEIGHTS_FILE = "adapter_model.safetensors"
+NO_ADAPTER = LoraConfig(r=1, target_modules=DUMMY_TARGET_MODULES)  # PEFT's wrapper around a model without adapters
+
+# Values of lora.init_lora_weights after which the base's weights are what they were. Others change them on loading.
+PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")
+
+# Settings of PEFT's LoraConfig that make the forward pass another one than base + B A.
+OTHER_PASSES = (
+    "alora_invocation_tokens",
+    "arrow_config",
+    "kasa_config",
+    "layer_replication",
+    "lora_bias",
+    "monteclora_config",
+    "target_parameters",
+    "use_bdlora",
+)
+
+
+def read_lora(folder: Path) -> LoraConfig:
+    """The settings of a saved adapter, in this project's terms.
+
+    Raises:
+        AdapterError: it is not a LoRA adapter, or one of a kind that is not supported.
+    """
+    try:
+        saved = peft.PeftConfig.from_pretrained(str(folder))
+    except (ValueError, OSError, TypeError, KeyError, json.JSONDecodeError) as error:
+        raise AdapterError(f"adapter={folder}: adapter_config.json can't be read: {error}. Copy it again.") from error
+    if not isinstance(saved, peft.LoraConfig) or saved.bias != "none":
+        raise AdapterError(
+            f"adapter={folder} is {saved.peft_type}, bias={getattr(saved, 'bias', None)}; only LoRA "
+            "adapters without biases can be used here. Set adapter to one of these."
+        )
+    if saved.init_lora_weights not in PLAIN_STARTS:
+        raise AdapterError(
+            f"adapter={folder} has init_lora_weights={saved.init_lora_weights}, which also changes the base's weights "
+            "when PEFT loads it; here they stay what they are. Save it as a plain adapter, by PEFT's "
+            "save_pretrained(..., path_initial_model_for_weight_conversion=...), and set adapter to that."
+        )
+    others = [f"{name}={getattr(saved, name)}" for name in OTHER_PASSES if getattr(saved, name, None)]
+    if others:
+        raise AdapterError(f"adapter={folder} has {', '.join(others)}, which is not here. Set adapter to a plain LoRA.")
+    targets: Any = saved.target_modules
+    excluded: Any = saved.exclude_modules
+    if saved.layers_to_transform is not None or isinstance(excluded, str):  # the file names the layers that were left
+        targets, excluded = _adapted_layers(folder), None
+    return LoraConfig(
+        r=saved.r,
+        lora_alpha=saved.lora_alpha,
+        target_modules=targets if isinstance(targets, str) else sorted(targets or []),
+        exclude_modules=None if excluded is None else sorted(excluded),
+        modules_to_save=_names(saved.modules_to_save, saved.task_type),
+        use_rslora=saved.use_rslora,
+        use_dora=saved.use_dora,
+        rank_pattern=dict(saved.rank_pattern or {}),
+        alpha_pattern=dict(saved.alpha_pattern or {}),
+    )
+
+
+def read_tokens(folder: Path) -> AddedTokens:
+    """The tokens that the adapter has rows for. `read_lora` has found its adapter_config.json readable before."""
+    saved = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8")).get("trainable_token_indices")
+    if not saved:
+        return AddedTokens()
+    ids = frozenset(saved if isinstance(saved, list) else next(iter(saved.values())))
+    return AddedTokens(ids, vocab_size=max(ids) + 1, with_head=isinstance(saved, dict) and len(saved) > 1)
+
+
+def check_adapter(model: peft.PeftModel, folder: Path) -> None:
+    """Compare a saved adapter with the model, which may be on meta, before anything large is read.
+
+    Raises:
+        AdapterError: its file is damaged, or tensors are missing, left over or of another shape; all are listed.
+    """
+    shapes = {key: tuple(param.shape) for key, param in _adapter_parameters(model).items()}
+    found = _read_shapes(folder)
+    problems = [f"{key} is missing" for key in sorted(shapes.keys() - found.keys())]
+    problems += [f"{key} is not in the model" for key in sorted(found.keys() - shapes.keys())]
+    problems += [
+        f"{key} is {list(found[key])}, in the model {list(shapes[key])}"
+        for key in sorted(found.keys() & shapes.keys())
+        if found[key] != shapes[key]
+    ]
+    if problems:
+        shown = "\n".join(f"  - {problem}" for problem in problems[:10])
+        raise AdapterError(
+            f"adapter={folder} does not fit the model ({len(problems)} tensors). Set model.path to the model that it "
+            f"was trained on:\n{shown}"
+        )
+
+
+def check_values(folder: Path, processes: Processes) -> None:
+    """Look for NaN and infinite values in an adapter that passed `check_adapter`. Each rank reads its share.
+
+    Raises:
+        AdapterError: there are some. Every rank raises it.
+    """
+    found = None
+    with safe_open(folder / WEIGHTS_FILE, "pt") as file:
+        for key in sorted(file.keys())[processes.rank :: processes.num_ranks]:
+            num_bad = int((~torch.isfinite(file.get_tensor(key))).sum())
+            if num_bad > 0:
+                found = (
+                    f"adapter={folder}: {key} has {plural(num_bad, 'NaN or infinite value')}. Set adapter to "
+                    "an intact copy, or to the adapter of an earlier checkpoint."
+                )
+                break
+    if (text := processes.first_error(found)) is not None:
+        raise AdapterError(text)
+
+
+@torch.no_grad()
+def load_adapter(model: peft.PeftModel, folder: Path) -> None:
+    """Copy an adapter that passed `check_adapter` into the model. If that is sharded, each rank copies its own rows."""
+    with safe_open(folder / WEIGHTS_FILE, "pt") as file:
+        for key, param in _adapter_parameters(model).items():
+            first, last = local_rows(param)
+            local_tensor(param).copy_(file.get_slice(key)[first:last])
+
+
+def _adapted_layers(folder: Path) -> list[str]:
+    shapes, ending = _read_shapes(folder), ".lora_A.weight"
+    return [key.removeprefix("base_model.model.").removesuffix(ending) for key in shapes if key.endswith(ending)]
+
+
+def _names(modules_to_save: Any, task_type: Any) -> list[str] | None:
+    """`modules_to_save` without the usual names of a classifier's head.
+
+    PEFT adds these names when it saves, whether the model has such modules or not, and again when it wraps the model.
+    """
+    if modules_to_save is None:
+        return None
+    usual = {"score", "classifier"} if str(task_type).endswith(("SEQ_CLS", "TOKEN_CLS")) else set()
+    return sorted(set(modules_to_save) - usual) or None
+
+
+def _read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    try:
+        with safe_open(folder / WEIGHTS_FILE, "pt") as file:
+            return {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise AdapterError(f"adapter={folder}: its weights can't be read: {error}. Copy it again.") from error
+
+
+def _adapter_parameters(model: peft.PeftModel) -> dict[str, Tensor]:
+    """The trained parameters by their keys in an adapter's file."""
+    trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    params: dict[str, Tensor] = peft.get_peft_model_state_dict(
+        model, state_dict=trained, adapter_name=ADAPTER, save_embedding_layers=False
+    )
+    return params

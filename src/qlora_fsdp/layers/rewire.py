@@ -1,0 +1,205 @@
+"""Every change that is made to the modules of a model after it was built and got its adapters.
+
+The modules keep their names and parameters, so saving, loading and sharding notice nothing. What they compute stays the
+same too: it is computed faster, or keeps less for backward. The rest of this folder defines what is put in. Only this
+module puts it in, at three moments:
+
+    moment                          function      change
+    a causal LM is made             attach_loss   `head.forward` computes the loss, if it is given targets
+    a run is prepared               rewire        in this order:
+                                                  1. `matmul` of quantized layers multiplies in fp8
+                                                  2. `__class__` of transformer layers joins norms and residuals
+                                                  3. `group` of q, k and v makes them one computation
+                                                  4. `forward` of gated MLPs becomes one computation
+                                                  5. `forward` of the heads' norms copies nothing
+    a layer's activation policy     remake_norms  `forward` of norms remembers input and output, and `last_norm` of
+    is set, at the start or later                 what gets them is where to ask
+
+A layer that fits none of this stays as it is: a model whose modules have other names is computed one layer at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cache, partial
+from typing import Any, NamedTuple, cast
+
+from torch import nn
+from typing_extensions import assert_never
+
+from qlora_fsdp.common.errors import ConfigError, Problem
+from qlora_fsdp.common.families import GATED_MLPS, PRENORM_LAYERS
+from qlora_fsdp.common.fused_mlp import GATED, can_fuse_mlp
+from qlora_fsdp.config.schema import ComputeConfig, Kernel, KernelsConfig, MatmulKind
+from qlora_fsdp.layers.gated_activation import Activation
+from qlora_fsdp.layers.head_loss import HeadLoss
+from qlora_fsdp.layers.lora import LoraLinear, SharedInput
+from qlora_fsdp.layers.matmul import FP8_MAX_BLOCKSIZE, FP8_MULTIPLE, Fp8Matmul
+from qlora_fsdp.layers.mlp import GatedMlp
+from qlora_fsdp.layers.norm import LastNorm, PreNorm, normalize_and_remember, normalize_as_stored
+from qlora_fsdp.layers.quantized_linear import QuantizedLinear
+
+HEAD_NORMS = ("q_norm", "k_norm")
+SAME_INPUT = ("q_proj", "k_proj", "v_proj")
+ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+LIGER_MLPS = {"LigerSwiGLUMLP", "LigerGEGLUMLP", "LigerPhi3SwiGLUMLP"}  # what Liger puts in the place of a gated MLP
+
+
+class Rewired(NamedTuple):
+    """How many layers multiply in fp8, and how many groups of linear layers are computed together."""
+
+    num_fp8: int
+    num_groups: int
+
+
+def rewire(model: nn.Module, compute: ComputeConfig, kernels: KernelsConfig) -> Rewired:
+    """Make the changes that the settings ask for and the model allows.
+
+    Args:
+        model: with adapters on quantized layers, on meta or not; changed in place.
+        compute: says whether products are in fp8.
+        kernels: say whether layers are computed together, and norms and residuals too.
+
+    Raises:
+        ConfigError: fp8 is asked for, and no layer can.
+    """
+    num_fp8 = use_fp8(model) if compute.matmul is MatmulKind.fp8 else 0
+    num_groups = fuse_layers(model, kernels.rms_norm is Kernel.auto) if kernels.fuse_layers else 0
+    return Rewired(num_fp8, num_groups)
+
+
+def use_fp8(model: nn.Module) -> int:
+    """Let every 4-bit layer whose sizes allow it multiply in fp8; returns their number.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    matmul = Fp8Matmul()
+    layers = [layer for layer in model.modules() if isinstance(layer, QuantizedLinear) and _allows_fp8(layer)]
+    for layer in layers:
+        layer.matmul = matmul
+    if not layers:
+        fix = "Set compute=dequantized."
+        raise ConfigError([Problem("compute.matmul=fp8", "finds no 4-bit layer in this model.", fix)])
+    return len(layers)
+
+
+def _allows_fp8(layer: QuantizedLinear) -> bool:
+    match layer.format.quant_type:
+        case "nf4" | "fp4":
+            return layer.out_features % FP8_MULTIPLE == 0 and layer.blocksize <= FP8_MAX_BLOCKSIZE
+        case "int8":
+            return False
+        case unknown:
+            assert_never(unknown)
+
+
+def fuse_layers(model: nn.Module, norms: bool = True) -> int:
+    """Compute together what belongs together; returns how many groups of linear layers were made.
+
+    Args:
+        model: with adapters on quantized layers, on meta or not; changed in place.
+        norms: join norms and residuals too.
+    """
+    modules = list(model.modules())
+    if norms:
+        for module in modules:
+            _join_norms(module)
+    num_groups = sum(_group_same_input(module) for module in modules)
+    num_groups += sum(_fuse_mlp(module) for module in modules)
+    for module in modules:
+        for name in HEAD_NORMS:
+            if isinstance(norm := module._modules.get(name), nn.Module):
+                norm.forward = partial(normalize_as_stored, norm.forward)
+    return num_groups
+
+
+def _join_norms(layer: nn.Module) -> None:
+    """Give a transformer layer the forward of `PreNorm`, if its own computes just that.
+
+    This takes a class, not a `forward` of the instance: to recompute a layer, transformers calls its class's forward.
+    """
+    drops = any(child.p > 0 for child in layer.children() if isinstance(child, nn.Dropout))
+    if type(layer).__name__ in PRENORM_LAYERS and not drops:
+        layer.__class__ = _with_joined_norms(cast(Any, type(layer)))
+
+
+@cache
+def _with_joined_norms(kind: Any) -> type[nn.Module]:
+    return type(kind.__name__, (PreNorm, kind), {"__module__": kind.__module__})
+
+
+def _group_same_input(module: nn.Module) -> bool:
+    """Make q, k and v of an attention layer one group."""
+    layers = _lora_children(module, SAME_INPUT)
+    if layers is None:
+        return False
+    group = SharedInput(layers)
+    for layer in layers:
+        layer.group = group
+    return True
+
+
+def _fuse_mlp(module: nn.Module) -> bool:
+    """Compute the layers of a gated MLP together, if their adapters, biases and activation allow it."""
+    if type(module).__name__ not in GATED_MLPS | LIGER_MLPS:
+        return False
+    config: Any = module.config
+    activation = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
+    for names in GATED:
+        layers = _lora_children(module, names)
+        if layers is None or activation not in ACTIVATIONS:
+            continue
+        ranks = [rank for layer in layers for rank in layer.r.values()]
+        has_bias = any(layer.base_layer.bias is not None for layer in layers[:-1])
+        if can_fuse_mlp(ranks, has_bias):
+            module.forward = GatedMlp(module, layers, ACTIVATIONS[activation])
+            return True
+    return False
+
+
+def _lora_children(module: nn.Module, names: Sequence[str]) -> list[LoraLinear] | None:
+    """Children of these names, if all are adapted quantized layers that compute their products in the same way."""
+    layers = [module._modules.get(name) for name in names]  # not getattr: PEFT's wrappers pass on what they lack
+    if not all(isinstance(layer, LoraLinear) and isinstance(layer.base_layer, QuantizedLinear) for layer in layers):
+        return None
+    found = cast(list[LoraLinear], layers)
+    return found if len({type(cast(QuantizedLinear, layer.base_layer).matmul) for layer in found}) == 1 else None
+
+
+def remake_norms(layer: nn.Module) -> None:
+    """Let the linear layers of a transformer layer keep the norms' inputs in the place of the norms' outputs.
+
+    To be called after `fuse_layers`; once is enough, and there is no way back.
+    """
+    if getattr(layer, "last_norm", None) is not None:
+        return
+    last_norm = LastNorm()
+    for norm in layer.children():
+        if type(norm).__name__.endswith("RMSNorm"):
+            norm.forward = partial(normalize_and_remember, norm.forward, last_norm)
+    for module in (layer, *_lora_layers(layer)):
+        module.last_norm = last_norm  # type: ignore[assignment]
+
+
+def _lora_layers(layer: nn.Module) -> Iterable[LoraLinear]:
+    return (module for module in layer.modules() if isinstance(module, LoraLinear))
+
+
+def attach_loss(head: nn.Module, softcap: float | None = None, liger: bool = False) -> bool:
+    """Let the model's output layer compute the loss when it is given targets: `head(hidden, targets)`.
+
+    The loss belongs inside the head's own forward because FSDP gathers the head for exactly that call. A frozen head
+    need not be gathered by FSDP: call its `forward` directly, past FSDP's hooks. Without targets the head gives logits.
+
+    Args:
+        head: hidden size -> vocabulary; may be adapted or trained (PEFT's wrappers).
+        softcap: logits become `softcap * tanh(logits / softcap)` (Gemma 2); None leaves them as they are.
+        liger: use Liger's kernel where the head is frozen.
+
+    Returns:
+        Whether backward needs the head's weight. It does not where the head is frozen.
+    """
+    loss = HeadLoss(head, softcap, liger)
+    head.forward = loss
+    return not loss.is_frozen_linear

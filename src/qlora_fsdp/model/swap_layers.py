@@ -1,0 +1,168 @@
+"""Put quantized layers in the place of a model's plain ones, while the model is still on the meta device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+from torch.nn.modules.conv import _ConvNd
+from transformers import PreTrainedModel
+from transformers.quantizers.base import get_keys_to_not_convert
+from transformers.quantizers.quantizers_utils import should_convert_module
+
+from qlora_fsdp.common.errors import CheckpointError, ConfigError, Problem
+from qlora_fsdp.common.text import plural, show_bytes, show_size
+from qlora_fsdp.config.check_model import int8_embeddings_problem
+from qlora_fsdp.config.schema import QuantConfig
+from qlora_fsdp.layers import Format, QuantizedEmbedding, QuantizedLinear, parse_storage
+from qlora_fsdp.model.count import dtype_name
+from qlora_fsdp.weights.safetensors_files import list_some
+
+
+def choose_format(quant: QuantConfig) -> Format | None:
+    """The format that the settings ask for, or None for no quantization."""
+    storage = parse_storage(quant.bnb_4bit_quant_storage.value)
+    if quant.load_in_8bit:
+        return Format("int8", storage=storage)
+    if quant.load_in_4bit:
+        return Format(quant.bnb_4bit_quant_type.value, quant.bnb_4bit_use_double_quant, storage=storage)
+    return None
+
+
+def quant_settings(format: Format | None, quant: QuantConfig) -> QuantConfig:
+    """The settings that lead to `format`, which differ from `quant` where the model files are quantized already."""
+    return replace(
+        quant,
+        load_in_4bit=format is not None and format.is_4bit,
+        load_in_8bit=format is not None and not format.is_4bit,
+        bnb_4bit_use_double_quant=format is not None and format.double_quant,
+    )
+
+
+def swap_stored_linears(model: nn.Module, formats: Mapping[str, Format], dtype: torch.dtype) -> None:
+    """Swap exactly the layers whose codes are in the model files.
+
+    Args:
+        model: changed in place.
+        formats: each quantized layer's format, by the layer's name.
+        dtype: dtype of the layers' inputs and outputs.
+
+    Raises:
+        CheckpointError: blocks cross rows, so that the codes can't be split between ranks; all such layers are listed.
+    """
+    layers = {name: layer for name, layer in model.named_modules() if name in formats and isinstance(layer, nn.Linear)}
+    reasons = {name: formats[name].refuses(layer.in_features) for name, layer in layers.items()}
+    problems = [f"{name} {reason}" for name, reason in reasons.items() if reason is not None]
+    if problems:
+        raise CheckpointError(
+            f"{len(problems)} quantized layers of the checkpoint can't be split by rows, because blocks cross rows. "
+            f"Set model.path to the model in full precision, and quant=int8:\n{list_some(problems)}"
+        )
+    _swap_linears(model, lambda name, layer: formats.get(name), dtype)
+
+
+def swap_chosen_linears(
+    model: PreTrainedModel, format: Format, quant: QuantConfig, dtype: torch.dtype, keep: Sequence[str]
+) -> list[str]:
+    """Swap every linear layer that the settings do not leave out.
+
+    Args:
+        model: changed in place.
+        format: format of the swapped layers.
+        quant: names the layers that are left out. None leaves out what transformers would: the output head, for one.
+        dtype: dtype of the layers' inputs and outputs.
+        keep: modules that are trained in full and therefore stay in full precision.
+
+    Returns:
+        Notes for the user, on names in the settings that fit no layer.
+
+    Raises:
+        ConfigError: layers can't be quantized because blocks would cross their rows; all are listed.
+    """
+    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    notes = [
+        f"quant.llm_int8_skip_modules: {skip} fits no linear layer, so that none is left out"
+        for skip in quant.llm_int8_skip_modules or []
+        if all(should_convert_module(name, [skip]) for name in linears)
+    ]
+    skip = quant.llm_int8_skip_modules
+    skip = get_keys_to_not_convert(model) if skip is None else list(skip)
+    skip += [name for name, _ in model.named_modules() if name.endswith(tuple(keep))]  # as PEFT finds modules_to_save
+    problems, table = [], getattr(model.get_input_embeddings(), "weight", None)
+
+    def choose(name: str, layer: nn.Linear) -> Format | None:
+        if not should_convert_module(name, skip) or layer.weight is table:
+            return None
+        reason = format.refuses(layer.in_features)
+        if reason is not None:
+            problems.append(f"{name} {reason}")
+        return format if reason is None else None
+
+    _swap_linears(model, choose, dtype)
+    if problems:
+        raise ConfigError(
+            [
+                Problem(
+                    f"quant.bnb_4bit_quant_type={format.quant_type}",
+                    f"can't quantize {len(problems)} layers, whose blocks would cross rows:\n{list_some(problems)}\n",
+                    "Set quant=int8, or add them to quant.llm_int8_skip_modules.",
+                )
+            ]
+        )
+    return notes
+
+
+def swap_ends(model: PreTrainedModel, storage: torch.dtype, dtype: torch.dtype, has_new_head: bool) -> None:
+    """Swap the input embeddings for int8, and the output head too unless it is new.
+
+    Raises:
+        ConfigError: embeddings and head share a weight, or the embeddings are of a class of their own.
+    """
+    embeddings, head = model.get_input_embeddings(), None if has_new_head else model.get_output_embeddings()
+    names = {id(module): name for name, module in model.named_modules()}
+    is_tied = head is not None and head.weight is embeddings.weight
+    if is_tied or type(embeddings) is not nn.Embedding:
+        raise ConfigError([int8_embeddings_problem(is_tied, type(embeddings).__name__)])
+    format = Format("int8", storage=storage)
+    rows, columns = embeddings.weight.shape
+    model.set_submodule(names[id(embeddings)], QuantizedEmbedding(rows, columns, format, dtype))
+    if type(head) is nn.Linear:
+        model.set_submodule(names[id(head)], _quantized_like(head, format, dtype))
+
+
+def note_experts(model: PreTrainedModel, format: Format) -> list[str]:
+    """A note if the model's experts are single tensors, which stay in full precision.
+
+    Experts are most of such a model, so it is far larger than its number of bits suggests.
+    """
+    if not any("expert" in key for key in model.config.get_text_config().to_dict()):
+        return []
+    found = {
+        name: [p for p in module.parameters(recurse=False) if p.ndim > 2 and len(p) > 1]
+        for name, module in model.named_modules()
+        if not isinstance(module, (QuantizedLinear, _ConvNd))
+    }
+    names, params = [name for name in found if found[name]], [p for each in found.values() for p in each]
+    if not params:
+        return []
+    modules = f"{plural(len(names), 'module')} such as {names[0]}"
+    size = show_bytes(sum(p.numel() * p.dtype.itemsize for p in params))
+    return [
+        f"{show_size(sum(p.numel() for p in params))} parameters stay in {dtype_name(params[0].dtype)} ({size}): "
+        f"{format.quant_type} is for linear layers, and experts are one tensor in {modules}"
+    ]
+
+
+def _swap_linears(model: nn.Module, choose: Callable[[str, nn.Linear], Format | None], dtype: torch.dtype) -> None:
+    for name, layer in list(model.named_modules()):
+        if type(layer) is not nn.Linear:
+            continue
+        format = choose(name, layer)
+        if format is not None:
+            model.set_submodule(name, _quantized_like(layer, format, dtype))
+
+
+def _quantized_like(layer: nn.Linear, format: Format, dtype: torch.dtype) -> QuantizedLinear:
+    return QuantizedLinear(layer.in_features, layer.out_features, layer.bias is not None, format, dtype)

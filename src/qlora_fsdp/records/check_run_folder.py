@@ -1,0 +1,77 @@
+"""Can a run be started in its folder? The check of `run.folder`, and all checks of a run together.
+
+The checks under config/ know nothing of what a run leaves behind, so this one is made here. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from qlora_fsdp.common.errors import ConfigError, Problem
+from qlora_fsdp.config.check_settings import check_settings, check_world
+from qlora_fsdp.config.schema import Config
+from qlora_fsdp.config.settings import problem_with
+from qlora_fsdp.config.world import World
+from qlora_fsdp.records.run_state import LOCK, RECORDS, is_run_folder
+
+
+def check(config: Config, world: World) -> None:
+    """Checks the configuration of a run against itself, the files that it names, its folder and the launch.
+
+    Raises:
+        ConfigError: something can't be used. Holds every problem found.
+    """
+    problems = [*check_run(config), *check_world(config, world)]
+    if problems:
+        raise ConfigError(problems)
+
+
+def check_run(config: Config) -> list[Problem]:
+    """Returns what is wrong with the configuration of a run and with its folder, whatever it runs on."""
+    return [*check_run_folder(config), *check_settings(config)]
+
+
+def check_run_folder(config: Config) -> Iterator[Problem]:
+    """Yields why the run folder can't be made or written, or why a run must not replace what is in it."""
+    if not config.run.folder:
+        yield problem_with(config, "run.folder", "is empty.", "Set run.folder=FOLDER.")
+        return
+    folder = Path(config.run.folder).expanduser()
+    # A folder is made together with its missing parents, so the nearest one that exists must allow it.
+    try:
+        nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    except OSError as error:  # the name is too long for the file system
+        yield problem_with(config, "run.folder", f"can't be made: {error.strerror}.", "Set a shorter run.name=.")
+        return
+    if not nearest.is_dir():
+        yield problem_with(
+            config, "run.folder", f"can't be made: {nearest} is a file.", "Set run.folder to another folder."
+        )
+    elif not os.access(nearest, os.W_OK | os.X_OK):
+        fix = "Set run.folder to a folder that you may write to."
+        yield problem_with(config, "run.folder", f"can't be written: no permission in {nearest}.", fix)
+    elif not config.run.overwrite:
+        fix = "Set another run.name= or run.folder=, or run.overwrite=true to replace"
+        others = _others_files(folder)
+        if _is_finished(folder):
+            yield problem_with(config, "run.folder", "already holds a finished run.", f"{fix} it.")
+        elif others:
+            yield problem_with(config, "run.folder", f"holds {', '.join(others)}, of no run.", f"{fix} these.")
+
+
+def _others_files(folder: Path) -> list[str]:
+    """What a run would replace in a folder in which none has been started."""
+    if (folder / LOCK).exists() or is_run_folder(folder):
+        return []
+    return [name for name in ("adapter", "config.yaml", "environment.json", *RECORDS) if (folder / name).exists()]
+
+
+def _is_finished(folder: Path) -> bool:
+    try:
+        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(summary, dict) and summary.get("status") == "finished"

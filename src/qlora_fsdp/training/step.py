@@ -1,0 +1,165 @@
+"""One optimizer step: forward and backward of every micro-batch, then one update of the weights.
+
+The loss of a step is the sum over all its target tokens divided by their number, over all micro-batches and ranks.
+Gradients are summed, not averaged. So the same data gives the same loss and the same gradient however it is split.
+
+The host queues the whole step without waiting for the GPU, and reads the step's figures later, by `StepResult.wait`.
+There are two exceptions: the gradients of the first two steps are checked, and bitsandbytes' optimizer waits by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from qlora_fsdp.data.batch import Batch
+from qlora_fsdp.model.count import FlopCounter
+from qlora_fsdp.model.shard import reduce_gradients, sum_gradients
+from qlora_fsdp.model.task_model import TaskModel
+from qlora_fsdp.runtime.processes import Processes
+from qlora_fsdp.training.batches import GlobalBatch
+from qlora_fsdp.training.gradient_check import check_gradients
+from qlora_fsdp.training.memory_use import PhasePeaks
+from qlora_fsdp.training.optim import LocalOptimizer, clip_gradients
+
+# LoRA's A gets its first gradient in the second step, because B is zero in the first one.
+GRADIENT_CHECK_STEPS = 2
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step has computed. The GPU may still be working on it.
+
+    Attributes:
+        wait: waits until the step's loss and the norm of its gradient before clipping are on the host, and for nothing
+            that was queued after them. Both are the same on every rank.
+        micro_losses: this rank's part of the loss by micro-batch, scalars on the device.
+        num_flops: model FLOPs of this rank's micro-batches.
+    """
+
+    wait: Callable[[], tuple[float, float]]
+    micro_losses: list[Tensor]
+    num_flops: float
+
+
+class StepRunner:
+    """Runs optimizer steps. All ranks call it together, each with its own micro-batches.
+
+    Args:
+        model: sharded, loaded and proven.
+        optimizer: over the model's trainable parameters.
+        max_grad_norm: a gradient of a larger global norm is scaled down to this one; 0: it never is.
+        flops: counts the FLOPs of a batch.
+        peaks: is told which phase of the step runs.
+        processes: this process among all.
+    """
+
+    def __init__(
+        self,
+        model: TaskModel,
+        optimizer: LocalOptimizer,
+        max_grad_norm: float,
+        flops: FlopCounter,
+        peaks: PhasePeaks,
+        processes: Processes,
+    ) -> None:
+        self.model, self.optimizer, self.max_grad_norm = model, optimizer, max_grad_norm
+        self.flops, self.peaks, self.processes = flops, peaks, processes
+        self.params = [param for param in model.parameters() if param.requires_grad]
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """Set the learning rate of the steps from here on."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+
+    def run_step(
+        self,
+        micro_batches: Iterator[Batch],
+        batch: GlobalBatch,
+        norm_limit: float,
+        is_first_update: bool,
+        meanwhile: Callable[[], None],
+    ) -> StepResult:
+        """Train on one global batch.
+
+        The weights stay as they are where the loss or the gradient norm is not finite, or the norm is above the limit.
+        That is decided on the device, so that the host can queue the update without knowing.
+
+        Args:
+            micro_batches: as many are taken from it as the step has.
+            batch: the global batch that they are of.
+            norm_limit: a gradient of a larger norm is not used.
+            is_first_update: no step before this one has changed the weights since the start.
+            meanwhile: called when the GPU has work for some time.
+
+        Raises:
+            TrainingError: one of the first steps leaves a trainable parameter without a usable gradient.
+        """
+        local_loss, micro_losses, num_flops = self._run_micro_batches(micro_batches, batch, meanwhile)
+        self.peaks.enter("step")
+        sum_gradients(self.model, self.params)
+        norm = clip_gradients(self.params, self.max_grad_norm).to(local_loss.device, torch.float64)
+        loss = _sum_over_ranks(local_loss.double())
+        is_good = loss.isfinite() & norm.isfinite() & (norm <= norm_limit)
+        is_bad = (~is_good).float()
+        wait = _start_reading(loss, norm)
+        if batch.step < GRADIENT_CHECK_STEPS and not is_bad.item():
+            check_gradients(self.model, batch.step, is_first_update, self.processes)
+        self.optimizer.found_inf = is_bad  # torch's name: the optimizer changes nothing where this is 1
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return StepResult(wait, micro_losses, num_flops)
+
+    def _run_micro_batches(
+        self, micro_batches: Iterator[Batch], batch: GlobalBatch, meanwhile: Callable[[], None]
+    ) -> tuple[Tensor, list[Tensor], float]:
+        """Forward and backward of a step. FSDP reduces the gradients over ranks once, with the last micro-batch.
+
+        Returns:
+            This rank's part of the step's loss, a scalar on the device; that of each micro-batch; and the FLOPs.
+        """
+        device, num_targets = self.processes.device, max(1, batch.num_targets)
+        loss_sum, num_flops = torch.zeros((), dtype=torch.float32, device=device), 0.0
+        micro_losses = []
+        for micro in range(batch.num_micro_batches):
+            micro_batch = next(micro_batches)
+            num_flops += self.flops.of_batch(micro_batch.sequence_starts)
+            reduce_gradients(self.model, now=micro == batch.num_micro_batches - 1)
+            self.peaks.enter("forward")
+            loss = self.model(micro_batch.to(device)) / num_targets
+            self.peaks.enter("backward")
+            loss.backward()
+            micro_losses.append(loss.detach())
+            loss_sum += micro_losses[-1]
+            del loss  # and its graph, before the next micro-batch builds one
+            meanwhile()
+        return loss_sum, micro_losses, num_flops
+
+
+def _sum_over_ranks(value: Tensor) -> Tensor:
+    """Sum a tensor over ranks, in place. A rank that is alone needs no NCCL, which would take half a GiB."""
+    if dist.get_world_size() > 1:
+        dist.all_reduce(value)
+    return value
+
+
+def _start_reading(loss: Tensor, norm: Tensor) -> Callable[[], tuple[float, float]]:
+    """Begin to copy both scalars to the host; a call of the result waits for that copy alone."""
+    values = on_host = torch.stack([loss, norm])
+    copied: torch.cuda.Event | None = None
+    if values.device.type == "cuda":
+        copied, on_host = torch.cuda.Event(), torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        on_host.copy_(values, non_blocking=True)
+        copied.record()
+
+    def wait() -> tuple[float, float]:
+        if copied is not None:
+            copied.synchronize()
+        loss_value, norm_value = on_host.tolist()
+        return loss_value, norm_value
+
+    return wait

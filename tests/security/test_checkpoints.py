@@ -1,0 +1,395 @@
+"""Whoever resumes from a checkpoint of somebody else's runs nothing that is in it, and old checkpoints are still read.
+
+Forged checkpoints have the right checksums, which anybody can compute.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from qlora_fsdp.common.errors import ResumeError
+from qlora_fsdp.common.files import digest_file
+from qlora_fsdp.runtime.processes import start_processes, stop_processes
+from qlora_fsdp.training import dcp_checkpoint
+from qlora_fsdp.training.checkpoint import Checkpoint, digest_manifest, load_checkpoint, read_manifest
+from qlora_fsdp.training.checkpoint_write import HostCopy, write_checkpoint
+from qlora_fsdp.training.optim import LocalAdamW8bit
+from qlora_fsdp.training.saved_tensors import BadFile, rank_file, read_index, read_own, read_rows
+from tests.cli.launch import Command, ForkedLaunch, Launch
+from tests.helpers.ranks import Meeting, run_ranks
+from tests.helpers.runs import settings, train_all
+
+pytestmark = pytest.mark.distributed
+NUM_STEPS, STEP = 4, 2
+OPTIMIZERS = {"adamw": [], "adamw_8bit": ["optim=adamw_8bit", "lora.r=64"]}
+OWN_FILE, FIRST_FILE = "optimizer-00000.pt", "rank-00000.safetensors"
+
+
+def seal(folder: Path) -> None:
+    """Bring the manifest up to date with the files, as whoever has changed them would."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    paths = [path for path in folder.rglob("*") if path.is_file() and path.name != "manifest.json"]
+    write_manifest(
+        folder, manifest | {"files": {str(p.relative_to(folder)): (p.stat().st_size, digest_file(p)) for p in paths}}
+    )
+
+
+def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+    manifest.pop("sha256", None)
+    manifest = json.loads(json.dumps(manifest))
+    (folder / "manifest.json").write_text(json.dumps({"sha256": digest_manifest(manifest), **manifest}))
+
+
+def write_with_dcp(cases: dict[Path, Path]) -> None:
+    """Checkpoints in the layout of earlier versions, from those of today; 2 ranks write them."""
+    Meeting.new_port()
+    processes = start_processes(60, use_cpu=True)
+    try:
+        mesh = init_device_mesh("cpu", (processes.num_ranks,))
+        for source, target in cases.items():
+            state = {}
+            for name, saved in read_index(source, read_manifest(source).files).items():
+                whole = torch.empty(saved.shape, dtype=saved.dtype)
+                read_rows(saved, whole, 0)
+                is_step = name.endswith(".step")  # whole on every rank, and a scalar
+                state[name] = whole[0] if is_step else distribute_tensor(whole, mesh, [Shard(0)])
+            target.mkdir(parents=True, exist_ok=True)
+            save(state, storage_writer=FileSystemWriter(target, sync_files=True, per_thread_copy_ahead=0))
+            own: dict[int, dict[str, Any]] = {}
+            for name, value in read_own(source / rank_file(processes.rank)).items():
+                number, key = name.split(".")
+                parts = own.setdefault(int(number), {"__bnb_optimizer_quant_state__": {}})
+                if key == "step":
+                    parts[key] = value.item()
+                else:
+                    parts["__bnb_optimizer_quant_state__"][key] = value
+            if own:
+                torch.save(own, target / f"optimizer-{processes.rank:05}.pt")
+            processes.wait()
+            if processes.is_main:
+                shutil.copytree(source / "adapter", target / "adapter")
+                shutil.copy(source / "manifest.json", target)
+                seal(target)
+            processes.wait()
+    finally:
+        stop_processes()
+
+
+@pytest.fixture(scope="module")
+def straight(
+    checkpoint: Callable[..., Path], rows: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, list[str]], dict[str, list[float]]]:
+    """Runs of 2 ranks that have ended, by optimizer, in a folder each: command lines without it, and losses.
+
+    Beside a run's folder is `dcp`, its checkpoint in the layout of earlier versions.
+    """
+    folder = tmp_path_factory.mktemp("straight")
+    argv = {
+        name: settings(checkpoint("llama"), rows, f"training.max_steps={NUM_STEPS}", *more)
+        for name, more in OPTIMIZERS.items()
+    }
+    runs = {name: [*argv[name], f"run.folder={folder / name}", f"checkpoint.every_steps={STEP}"] for name in argv}
+    losses = {name: run.losses for name, run in run_ranks(2, train_all, runs)[0].items()}
+    run_ranks(2, write_with_dcp, {saved_by(folder / name): folder / "dcp" / name for name in argv})
+    return folder, argv, losses
+
+
+def saved_by(run: Path) -> Path:
+    return run / "checkpoints" / f"step-{STEP:08}"
+
+
+def test_checkpoints_of_earlier_versions_are_gone_on_from(straight, tmp_path: Path):
+    folder, argv, losses = straight
+    assert {path.name for path in (folder / "dcp" / "adamw_8bit").iterdir()} == {
+        *("__0_0.distcp", "__1_0.distcp", ".metadata", OWN_FILE, "optimizer-00001.pt", "adapter", "manifest.json")
+    }
+    cases = {
+        name: [*own, f"run.folder={tmp_path / name}", f"checkpoint.resume={folder / 'dcp' / name}"]
+        for name, own in argv.items()
+    }
+    for name, run in run_ranks(2, train_all, cases)[0].items():
+        assert run.losses == losses[name][STEP:], name
+        adapters = [path / "adapter" / "adapter_model.safetensors" for path in (tmp_path / name, folder / name)]
+        assert adapters[0].read_bytes() == adapters[1].read_bytes()
+
+
+class Touch:
+    """Makes a file when it is unpickled by a reader that allows that."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.file}",)
+
+
+def with_command(folder: Path, sentinel: Path) -> None:
+    """A command in the middle of what is otherwise a right `.metadata`."""
+    metadata = FileSystemReader(folder).read_metadata()
+    metadata.storage_meta = Touch(sentinel)  # type: ignore[assignment]
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def command_alone(folder: Path, sentinel: Path) -> None:
+    (folder / ".metadata").write_bytes(pickle.dumps(Touch(sentinel)))
+
+
+def command_in_state(folder: Path, sentinel: Path) -> None:
+    torch.save({0: {"step": Touch(sentinel)}}, folder / OWN_FILE)
+
+
+def command_in_blob(folder: Path, sentinel: Path) -> None:
+    torch.save(Touch(sentinel), folder / "blob")
+    blob = (folder / "blob").read_bytes()
+    (folder / "blob").unlink()
+    for file in folder.glob("*.distcp"):
+        file.write_bytes((blob + file.read_bytes()[len(blob) :])[: file.stat().st_size])
+    metadata = FileSystemReader(folder).read_metadata()
+    for index, info in metadata.storage_data.items():
+        if info.offset == 0:
+            metadata.storage_data[index].length = len(blob)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+@pytest.mark.parametrize(
+    ("forge", "how", "message"),
+    [
+        (with_command, "python", r"\.metadata can't be used: it names posix\.system, which torch\.distributed"),
+        (command_alone, "ranks", r"\.metadata can't be used: it names posix\.system, which torch\.distributed"),
+        (command_in_blob, "ranks", r"__\d_0\.distcp can't be used: model\..*Weights only load failed"),
+        (command_in_state, "ranks", r"optimizer-00000\.pt can't be used: Weights only load failed"),
+    ],
+)
+def test_a_command_in_an_old_checkpoint_is_not_run(straight, tmp_path: Path, forge: Any, how: str, message: str):
+    folder, argv, _ = straight
+    forged, sentinel = tmp_path / "forged", tmp_path / "was-run"
+    shutil.copytree(folder / "dcp" / "adamw_8bit", forged)
+    forge(forged, sentinel)
+    seal(forged)
+    own = [*argv["adamw_8bit"], f"checkpoint.resume={forged}"]
+    command: Command
+    if how == "python":  # as a user starts it; with one process, which the settings of the checkpoint must allow
+        manifest = json.loads((forged / "manifest.json").read_text())
+        write_manifest(forged, manifest | {"num_ranks": 1})
+        command = Launch(tmp_path, "python", *own)
+    else:
+        command = ForkedLaunch(tmp_path, 2, *own)
+    assert command.finish() == 2, command.output
+    assert not sentinel.exists(), "the command was run"
+    (error,) = command.errors
+    assert error.startswith(str(forged)) and "checkpoint.resume=none" in error
+    assert re.search(message, error), error
+    assert "Traceback" not in command.output
+
+
+@pytest.mark.parametrize(
+    "stream",
+    [
+        b"cbuiltins\neval\n(S'1'\ntR.",
+        b"ctorch\nload\n(S'x'\ntR.",
+        b"ctorch.distributed.checkpoint.metadata\nos.system\n(S'true'\ntR.",
+        b"\x80\x04\x8c\x05torch\x8c\x0dSize.__call__\x93.",
+        b"\x80\x02\x82\x01.",  # an extension's number in place of a name
+        b"ctorch\nSize\n}S'a'\nI1\nsb.",  # attributes set on a class
+        b"(I1\nI2\nd.",
+        b"cbuiltins\n",
+        b"",
+    ],
+)
+def test_what_dcp_does_not_write_is_refused(tmp_path: Path, stream: bytes):
+    (tmp_path / ".metadata").write_bytes(stream)
+    with pytest.raises(BadFile, match=r"\.metadata can't be used"):
+        dcp_checkpoint.read_index(tmp_path, {})
+
+
+def change_entry(**values: Any) -> Callable[[Path], None]:
+    """Other values in the index's entry of a weight, given the old ones."""
+
+    def change(folder: Path) -> None:
+        index = json.loads((folder / "index.json").read_text())
+        entry = next(entry for name, entry in index["tensors"].items() if name.startswith("model."))
+        for key, value in values.items():
+            entry[key] = value(entry[key])
+        (folder / "index.json").write_text(json.dumps(index))
+
+    return change
+
+
+def change_file(name: str, change_tensor: Callable[[Tensor], Tensor] | None) -> Callable[[Path], None]:
+    """Another tensor in the file of rank 0, or none."""
+
+    def change(folder: Path) -> None:
+        tensors = load_file(folder / FIRST_FILE)
+        value = tensors.pop(name)
+        save_file(tensors | ({} if change_tensor is None else {name: change_tensor(value)}), folder / FIRST_FILE)
+
+    return change
+
+
+def change_header(change_offsets: Callable[[int, int, int], list[int]]) -> Callable[[Path], None]:
+    """Other offsets of a tensor in the file of rank 0, given the old ones and the number of bytes of all."""
+
+    def change(folder: Path) -> None:
+        content = (folder / FIRST_FILE).read_bytes()
+        length = int.from_bytes(content[:8], "little")
+        header = json.loads(content[8 : 8 + length])
+        entry = next(entry for entry in header.values() if entry["data_offsets"][0] > 0)
+        entry["data_offsets"] = change_offsets(*entry["data_offsets"], len(content) - 8 - length)
+        text = json.dumps(header).encode()
+        (folder / FIRST_FILE).write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
+
+    return change
+
+
+def lead_outside(folder: Path) -> None:
+    """The index leads to a file beside the checkpoint, which is a right one."""
+    shutil.copy(folder / FIRST_FILE, folder.parent)
+    change_entry(pieces=lambda pieces: [[f"../{FIRST_FILE}", *pieces[0][1:]], *pieces[1:]])(folder)
+
+
+# Case: what is done to the checkpoint of a weight [128, 64], of which each of two ranks has half; what is said then.
+FORGED = {
+    "a path out of the folder": (lead_outside, rf"is to lie in \.\./{FIRST_FILE}, which is no file of this checkpoint"),
+    "an absolute path": (
+        change_entry(pieces=lambda pieces: [["/etc/passwd", *pieces[0][1:]], *pieces[1:]]),
+        "is to lie in /etc/passwd, which is no file of this checkpoint",
+    ),
+    "another shape": (
+        change_entry(shape=lambda _: [128, 7]),
+        r"of shape \[128, 7\] there and of shape \[128, 64\] here",
+    ),
+    "another dtype": (change_entry(dtype=lambda _: "BF16"), r"of shape \[128, 64\] in torch\.bfloat16 there"),
+    "an unknown dtype": (change_entry(dtype=lambda _: "X9"), "it lacks 'X9'"),
+    "a negative shape": (change_entry(shape=lambda _: [-8, 64]), r"has the shape \[-8, 64\]"),
+    "overlapping rows": (
+        change_entry(pieces=lambda pieces: [pieces[0], [pieces[1][0], 3, 128]]),
+        r"has rows \[3, 128\) in rank-00001\.safetensors, after \[0, 64\)",
+    ),
+    "rows beyond the end": (
+        change_entry(pieces=lambda pieces: [pieces[0], [pieces[1][0], 64, 999]]),
+        "has 128 rows, and its pieces have 999",
+    ),
+    "rows that are missing": (change_entry(pieces=lambda pieces: pieces[:1]), "has 128 rows, and its pieces have 64"),
+    "rows that are no numbers": (
+        change_entry(pieces=lambda pieces: [[pieces[0][0], 0, "64"], pieces[1]]),
+        r"has rows \[0, 64\) in",
+    ),
+    "no index": (lambda folder: (folder / "index.json").write_text("[1]"), r"index\.json can't be used"),
+    "deep nesting": (lambda folder: (folder / "index.json").write_text("[" * 200_000), r"index\.json can't be used"),
+    "other rows in the file": (
+        change_file("model.weight", lambda rows: rows[:3].clone()),
+        r"is \[3, 64\] in torch\.float32, not \[64, 64\] in torch\.float32",
+    ),
+    "another dtype in the file": (
+        change_file("model.weight", lambda rows: rows.half()),
+        r"is \[64, 64\] in torch\.float16, not \[64, 64\] in torch\.float32",
+    ),
+    "a tensor that is not there": (
+        change_file("model.weight", None),
+        r"it lacks model\.weight, which index\.json says is there",
+    ),
+    "bytes that overlap": (change_header(lambda first, last, _: [first - 4, last - 4]), "overlap"),
+    "bytes beyond the end": (change_header(lambda first, last, size: [size, size + last - first]), "cut short"),
+    "too many bytes": (change_header(lambda first, last, size: [first, size]), "shape and dtype do not take"),
+}
+# The same of the state of adamw_8bit, which the index does not mention.
+FORGED_STATE = {
+    "fewer scales": (
+        change_file("own.0.absmax1", lambda scales: scales[:1].clone()),
+        r"absmax1 is \[1\] in .*not \[16\]",
+    ),
+    "state of another dtype": (change_file("own.0.state1", lambda codes: codes.float()), "not .* in torch.uint8"),
+    "no codebook": (change_file("own.0.qmap1", None), r"it lacks 0\.qmap1"),
+}
+
+
+def save_forge_and_load(folder: Path) -> dict[str, str]:
+    """What a rank is told of each forged checkpoint, after the right ones were loaded without a word."""
+    Meeting.new_port()
+    processes, told = start_processes(60, use_cpu=True), {}
+    mesh = init_device_mesh("cpu", (processes.num_ranks,))
+    try:
+        for optimizer_class, cases in ((torch.optim.AdamW, FORGED), (LocalAdamW8bit, FORGED_STATE)):
+            model = nn.Linear(64, 128, bias=False)
+            fully_shard(model, mesh=mesh)
+            options = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+            optimizer = optimizer_class([model.weight], **options)
+            model(torch.ones(1, 64)).sum().backward()
+            optimizer.step()
+            content = Checkpoint(folder / optimizer_class.__name__, 1, processes.num_ranks, {}, {})
+            assert write_checkpoint(content, HostCopy().take(model, optimizer), write_adapter, processes) is None
+            load_checkpoint(read_manifest(content.folder), model, optimizer, processes)
+            for case, (forge, _) in cases.items():
+                forged = folder / case.replace(" ", "-") / "step-00000001"
+                if processes.is_main:
+                    shutil.copytree(content.folder, forged)
+                    forge(forged)
+                    seal(forged)
+                processes.wait()
+                try:
+                    load_checkpoint(read_manifest(forged), model, optimizer, processes)
+                    told[case] = "nothing"
+                except ResumeError as error:
+                    told[case] = str(error)
+        return told
+    finally:
+        stop_processes()
+
+
+def write_adapter(folder: Path, state: dict[str, Tensor]) -> None:
+    folder.mkdir()
+    save_file(state, folder / "adapter_model.safetensors")
+
+
+def test_what_contradicts_the_model_or_itself_is_refused(tmp_path: Path):
+    one, other = run_ranks(2, save_forge_and_load, tmp_path)
+    for case, (_, message) in (FORGED | FORGED_STATE).items():
+        assert re.search(message, one[case]) and one[case] == other[case], (case, one[case], other[case])
+        assert str(tmp_path / case.replace(" ", "-")) in one[case] and "checkpoint.resume=none" in one[case]
+
+
+def test_a_forged_index_ends_the_command_with_one_message(straight, tmp_path: Path):
+    folder, argv, _ = straight
+    forged = shutil.copytree(saved_by(folder / "adamw"), tmp_path / "forged")
+    lead_outside(forged)
+    seal(forged)
+    command = ForkedLaunch(tmp_path, 2, *argv["adamw"], f"checkpoint.resume={forged}")
+    assert command.finish() == 2, command.output
+    (error,) = command.errors
+    assert "weight is to lie in ../rank-00000.safetensors" in error and "Traceback" not in command.output
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"files": {"../outside": [1, "0"]}}, r"it lists \.\./outside, which is not in the folder"),
+        ({"files": {"/etc/passwd": [1, "0"]}}, "it lists /etc/passwd, which is not in the folder"),
+        ({"files": {"a": ["1", "0"]}}, "it has no size and checksum of a"),
+        ({"files": {"a": 3}}, "can't be used"),
+        ({"files": []}, "can't be used"),
+        ({"step": "2"}, "its step or number of ranks is no number"),
+        ({"more": 1}, "can't be used"),
+    ],
+)
+def test_a_forged_manifest_is_refused(straight, tmp_path: Path, change: dict[str, Any], message: str):
+    forged = shutil.copytree(saved_by(straight[0] / "adamw"), tmp_path / "forged")
+    write_manifest(forged, json.loads((forged / "manifest.json").read_text()) | change)
+    with pytest.raises(ResumeError, match=message):
+        read_manifest(forged)

@@ -1,0 +1,121 @@
+"""Conversations of any form: the text and spans of the reference, which renders each turn by itself, in few renders."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.helpers.slow_format import slow_format
+from tests.unit.test_data_tokens import MISTRAL_TEMPLATE, PLAIN_TEMPLATE, THINKING_TEMPLATE
+
+from qlora_fsdp.config.schema import DataConfig, LossOn, ModelConfig
+from qlora_fsdp.data import chat_template
+from qlora_fsdp.data.conversation import format_messages, has_generation_marks
+from qlora_fsdp.data.row import BadRow
+from qlora_fsdp.data.tokenizer import load_tokenizer
+
+ROOT = Path(__file__).parents[2]
+FILES = [*(ROOT / "tests/helpers/templates").glob("*.jinja"), *(ROOT / "src/qlora_fsdp/data/templates").glob("*.jinja")]
+CALLS = (
+    "{% for call in m.tool_calls or [] %}<call>{{ call.function.name }}{{ call.function.arguments | tojson }}</call>"
+    "{% endfor %}"
+)
+TEMPLATES = {
+    **{f"{file.parent.parent.name}/{file.stem}": file.read_text() for file in FILES},
+    "plain": PLAIN_TEMPLATE,
+    "thinking": THINKING_TEMPLATE,
+    "moved system": MISTRAL_TEMPLATE,
+    "end token": "{% for m in messages %}({{ m['role'] }}){{ m['content'] }}<bos>{% endfor %}"
+    "{{ '(assistant)' if add_generation_prompt else eos_token }}",
+    "told by nothing": "{% for m in messages %}{{ m['content'] | upper if loop.last else m['role'] }}{% endfor %}",
+    "two loops": "{% for m in messages[::-1] %}{% set last = m.role %}{% endfor %}{% for m in messages %}"
+    "[{{ m.role }}]{{ m.content }}" + CALLS + "<end>{% endfor %}{{ '[assistant]' if add_generation_prompt }}",
+    "by number": "{% for i in range(messages | length) %}[{{ messages[i].role }}]{{ messages[i].content }}<end>"
+    "{% endfor %}{{ '[assistant]' if add_generation_prompt }}",
+    "answers of tools in one turn": "{% for m in messages %}"
+    "{% if m.role != 'tool' or messages[loop.index0 - 1].role != 'tool' %}[{{ m.role }}]{% endif %}{{ m.content }}"
+    + CALLS + "{% if m.role != 'tool' or loop.last or loop.nextitem.role != 'tool' %}<end>{% endif %}{% endfor %}"
+    "{{ '[assistant]' if add_generation_prompt }}",
+    "end before the next turn": "{% for m in messages %}{{ '<end>' if not loop.first }}[{{ m.role }}]{{ m.content }}"
+    "{% endfor %}{{ '<end>[assistant]' if add_generation_prompt else '<end>' }}",
+    "calls of the last turn alone": "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% if loop.last %}" + CALLS
+    + "{% endif %}<end>{% endfor %}{{ '[assistant]' if add_generation_prompt }}",
+    "marks and calls": "{% for m in messages %}[{{ m.role }}]{% if m.role == 'assistant' %}{% generation %}"
+    "{{ m.content }}" + CALLS + "<end>{% endgeneration %}{% else %}{{ m.content }}<end>{% endif %}{% endfor %}",
+}  # fmt: skip
+WORDS = ("a", "Hello!", "né", "[assistant]", "<end>", "\n", "  ", "漢字", "<|im_end|>", "two\nlines", "</s>", "{}")
+TOKENIZER = load_tokenizer(ModelConfig(tokenizer_path="bytes"), DataConfig())
+
+
+def say(rng: random.Random) -> str:
+    """Words that no two messages share."""
+    return f"{''.join(rng.choices(WORDS, k=rng.randint(0, 5)))} {rng.getrandbits(40):x}{rng.choice(['', ' ', chr(10)])}"
+
+
+def answer(rng: random.Random, with_thoughts: bool) -> dict[str, Any]:
+    content = say(rng) if rng.random() < 0.97 else rng.choice(["", " ", "<think>\nhm\n</think>"])
+    if with_thoughts and rng.random() < 0.5:
+        content = f"<think>\n{say(rng)}\n</think>\n\n{content}"
+    switch = {"train": False} if rng.random() < 0.1 else {"weight": 1} if rng.random() < 0.1 else {}
+    return {"role": "assistant", "content": content, **switch}
+
+
+def make_conversation(seed: int, with_tools: bool) -> list[dict[str, Any]]:
+    """Up to 12 exchanges, with or without a system message, thoughts, and calls of tools."""
+    rng = random.Random(seed)
+    messages = [{"role": "system", "content": say(rng)}] if rng.random() < 0.5 else []
+    with_thoughts = rng.random() < 0.3
+    for _ in range(rng.randint(1, 12)):
+        if rng.random() < 0.98:
+            messages.append({"role": "user", "content": say(rng)})
+        while with_tools and rng.random() < 0.7:
+            names = [rng.choice(["add", "look_up"]) for _ in range(rng.randint(1, 2))]
+            calls = [{"type": "function", "function": {"name": name, "arguments": {"x": say(rng)}}} for name in names]
+            content = {"content": rng.choice(["", say(rng)])} if rng.random() < 0.9 else {}
+            messages.append({"role": "assistant", **content, "tool_calls": calls})
+            messages += [{"role": "tool", "content": say(rng)} for _ in calls]
+        if rng.random() < 0.98:
+            messages.append(answer(rng, with_thoughts))
+    return messages
+
+
+def outcome(function: Any, messages: list[dict[str, Any]], tools: Any, loss_on: LossOn) -> tuple[Any, ...]:
+    try:
+        found = function(messages, tools, loss_on, TOKENIZER)
+    except BadRow as bad:
+        return bad.kind, bad.detail
+    return tuple(found) if isinstance(found, tuple) else (found.text, found.spans)
+
+
+@pytest.mark.parametrize("with_tools", [False, True])
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_text_and_spans_are_those_of_the_reference(template: str, with_tools: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(TOKENIZER, "chat_template", TEMPLATES[template])
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}] if with_tools else None
+    for seed in range(30):
+        messages = make_conversation(seed, with_tools)
+        loss_on = LossOn.all if seed % 10 == 9 else LossOn.completion
+        expected = outcome(slow_format, messages, tools, loss_on)
+        assert outcome(format_messages, messages, tools, loss_on) == expected, seed
+
+
+@pytest.mark.parametrize(
+    "template", ["helpers/qwen2.5", "helpers/qwen3", "helpers/llama3", "helpers/mistral", "plain", "marks and calls"]
+)
+def test_long_conversations_take_few_renders(template: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(TOKENIZER, "chat_template", TEMPLATES[template])
+    rng, messages, counts = random.Random(0), [{"role": "system", "content": "Be brief."}], []
+    render = chat_template.render_jinja_template
+    monkeypatch.setattr(chat_template, "render_jinja_template", lambda **kw: counts.append(1) or render(**kw))
+    calls = [{"function": {"name": "add", "arguments": {}}}] if template.endswith(("2.5", "calls")) else None
+    for _ in range(60):
+        messages.append({"role": "user", "content": say(rng)})
+        if calls:
+            messages.append({"role": "assistant", "content": "", "tool_calls": calls})
+            messages.append({"role": "tool", "content": say(rng)})
+        messages.append({"role": "assistant", "content": say(rng)})
+    _, spans = format_messages(messages, None, LossOn.completion, TOKENIZER)
+    assert len(spans) == (120 if calls else 60)
+    assert sum(counts) <= (2 if has_generation_marks(TEMPLATES[template]) else 24)
