@@ -30,9 +30,6 @@ def plural(number: int, what: str) -> str:
     return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
 
 
-count = plural  # its old name, until every caller has the new one
-
-
 def show_size(number: int) -> str:
     """Returns a number of parameters, such as `70.55 B` or `3.48 M`."""
     return f"{number / 1e9:.2f} B" if number >= 1e8 else f"{number / 1e6:.2f} M"
