@@ -385,7 +385,10 @@ def test_a_forged_index_ends_the_command_with_one_message(straight, tmp_path: Pa
         ({"files": {"a": 3}}, "can't be used"),
         ({"files": []}, "can't be used"),
         ({"step": "2"}, "its step or number of ranks is no number"),
+        ({"settings": [1]}, "its settings or data are no names with values"),
+        ({"eval_losses": [["a", {}]]}, "its evaluation losses are no numbers"),
         ({"more": 1}, "can't be used"),
+        ({"files": {"../\x1b]0;owned\x07": [1, "0"]}}, r"it lists \.\./\?\]0;owned\?, which"),
     ],
 )
 def test_a_forged_manifest_is_refused(straight, tmp_path: Path, change: dict[str, Any], message: str):

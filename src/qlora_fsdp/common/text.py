@@ -15,6 +15,11 @@ def format_table(rows: Sequence[dict[str, str]]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
+def printable(text: str) -> str:
+    """Returns text of others without the control characters that a terminal obeys: each becomes a question mark."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
 def show_number(value: float | None, spec: str) -> str:
     """Returns a number in a format of Python's, and an empty text for None."""
     return "" if value is None else format(value, spec)

@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from qlora_fsdp.common.errors import ConfigError, Problem
+from qlora_fsdp.common.text import printable
 from qlora_fsdp.config.settings import show
 
 ALLOWED = {
@@ -180,5 +181,5 @@ def _quote(file: Path, key: str, value: Any) -> str:
 
 def _clean(text: str, length: int = MAX_SHOWN) -> str:
     """Text of others for a message: cut, and without the control characters that a terminal obeys."""
-    text = "".join(letter if letter.isprintable() else "?" for letter in text[: length + 1])
+    text = printable(text[: length + 1])
     return text if len(text) <= length else f"{text[:length]}..."

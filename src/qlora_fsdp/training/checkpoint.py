@@ -42,6 +42,7 @@ from torch import Tensor, nn
 
 from qlora_fsdp.common.errors import ResumeError
 from qlora_fsdp.common.files import digest_file
+from qlora_fsdp.common.text import printable
 from qlora_fsdp.records.run_state import checkpoint_folders
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.rows import local_rows, local_tensor
@@ -104,19 +105,33 @@ def read_manifest(folder: Path) -> Checkpoint:
         digest = manifest.pop("sha256")
         if digest != digest_manifest(manifest):
             raise ValueError("its checksum does not match")
-        for name, (size, file_digest) in manifest["files"].items():
-            path = PurePosixPath(name)
-            if path.is_absolute() or ".." in path.parts:
-                raise ValueError(f"it lists {name}, which is not in the folder")
-            if type(size) is not int or type(file_digest) is not str:
-                raise ValueError(f"it has no size and checksum of {name}")
         checkpoint = Checkpoint(folder, **manifest)
-        if type(checkpoint.step) is not int or type(checkpoint.num_ranks) is not int:
-            raise ValueError("its step or number of ranks is no number")
+        _check_types(checkpoint)
         return checkpoint
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
+        reason = error.strerror if isinstance(error, OSError) else printable(str(error))
         raise ResumeError(f"{folder / MANIFEST} can't be used: {reason}. {resume_hint(folder)}") from error
+
+
+def _check_types(checkpoint: Checkpoint) -> None:
+    """Anybody may have written the manifest, checksum and all: its values must be what the rest of the code expects.
+
+    Raises:
+        ValueError, TypeError, AttributeError: they are not.
+    """
+    for name, (size, digest) in checkpoint.files.items():
+        path = PurePosixPath(name)
+        if path.is_absolute() or ".." in path.parts:
+            raise ValueError(f"it lists {name}, which is not in the folder")
+        if type(size) is not int or type(digest) is not str:
+            raise ValueError(f"it has no size and checksum of {name}")
+    if type(checkpoint.step) is not int or type(checkpoint.num_ranks) is not int:
+        raise ValueError("its step or number of ranks is no number")
+    if not isinstance(checkpoint.settings, dict) or not isinstance(checkpoint.data, dict):
+        raise ValueError("its settings or data are no names with values")
+    for step, loss in checkpoint.eval_losses:
+        if type(step) is not int or type(loss) not in (int, float):
+            raise ValueError("its evaluation losses are no numbers")
 
 
 def verify_files(checkpoint: Checkpoint, processes: Processes) -> None:

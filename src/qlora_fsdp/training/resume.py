@@ -8,6 +8,7 @@ from typing import Any
 
 from qlora_fsdp.common.errors import ConfigError, Problem, ResumeError
 from qlora_fsdp.common.files import write_json
+from qlora_fsdp.common.text import printable
 from qlora_fsdp.config.identity import find_changes, is_harmless, plain_settings
 from qlora_fsdp.config.schema import Config, Optimizer
 from qlora_fsdp.config.settings import show
@@ -87,11 +88,12 @@ def check_changes(checkpoint: Checkpoint, config: Config, num_ranks: int) -> lis
     is_8bit = config.optim.name is Optimizer.adamw_8bit
     changes, problems = [], []
     for key, (value, old) in find_changes(settings_of(config, num_ranks), checkpoint.settings).items():
+        was = printable(show("", old)[1:])
         if (is_harmless(key) and not (is_8bit and key in SHARDS)) or key in config.checkpoint.allow_changes:
-            changes.append(f"{show(key, value)} (was {show('', old)[1:]})")
+            changes.append(f"{show(key, value)} (was {was})")
         else:
-            reason = f"was {show('', old)[1:]} when {checkpoint.folder} was written: it would be another run."
-            fix = f"Set {show(key, old)}, or checkpoint.allow_changes=[{key}], or checkpoint.resume=none to start anew."
+            reason = f"was {was} when {checkpoint.folder} was written: it would be another run."
+            fix = f"Set {key}={was}, or checkpoint.allow_changes=[{key}], or checkpoint.resume=none to start anew."
             problems.append(Problem(show(key, value), reason, fix))
     if num_ranks != checkpoint.num_ranks:
         changes.append(f"{num_ranks} ranks (was {checkpoint.num_ranks})")

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qlora_fsdp.common.text import printable
 from qlora_fsdp.weights.safetensors_files import DTYPES, StoredTensor, read_header
 
 INDEX = "index.json"
@@ -34,6 +35,9 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 class BadFile(Exception):
     """A file of a checkpoint contradicts itself or another one; the message names the file and the tensor."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(message))
 
 
 @dataclass(frozen=True)
