@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from qlora_fsdp.common.fused_mlp import MAX_RANK
 from qlora_fsdp.config.schema import Config, KernelsConfig, LoraConfig
 from qlora_fsdp.data.batch import Batch
-from qlora_fsdp.layers.rewire import fuse_layers
+from qlora_fsdp.layers.rewire import rewire
 from qlora_fsdp.memory.activation_bytes import Policy, fuses_mlp, layer_tensors, saved_bytes
 from qlora_fsdp.memory.shape import model_shape
 from qlora_fsdp.memory.workload import Workload
@@ -36,8 +36,7 @@ def make_model(family: str, config: Config, **more: Any) -> tuple[CausalLM, Work
     settings = BuildSettings(config.quant, torch.float32, "sdpa", keep=config.lora.modules_to_save or [])
     built = build_model(ModelFiles(None, hf_config), settings)
     model = CausalLM(apply_adapters(built.model, config.lora))
-    if config.kernels.fuse_layers:
-        fuse_layers(model)
+    rewire(model, config.compute, config.kernels)
     model.to_empty(device="cpu")
     source = AutoModelForCausalLM.from_config(hf_config)  # for buffers that `to_empty` left undefined
     for name, buffer in source.named_buffers():
