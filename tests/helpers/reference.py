@@ -18,7 +18,7 @@ import torch
 from peft.tuners import lora
 from torch import nn
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedTokenizerBase
 
 from qlora_fsdp.config.schema import Config, EmbeddingStorage, Optimizer, QuantConfig
 from qlora_fsdp.data import epoch_order
@@ -142,9 +142,12 @@ def add_lora(
     return wrapped
 
 
-def global_batches(config: Config) -> list[list[Row]]:
-    """The rows of every step: the data's own sequences, in the order of the epochs, `global_batch_size` a step."""
-    tokenizer = byte_tokenizer()
+def global_batches(config: Config, tokenizer: PreTrainedTokenizerBase | None = None) -> list[list[Row]]:
+    """The rows of every step: the data's own sequences, in the order of the epochs, `global_batch_size` a step.
+
+    Without a tokenizer of the model's own, tokens are bytes.
+    """
+    tokenizer = tokenizer or byte_tokenizer()
     vocab_size = max(VOCAB, add_tokens(tokenizer, config.tokenizer).vocab_size)
     data = prepare_data(config, tokenizer, one_process(), vocab_size).train
     size, num_steps = config.training.global_batch_size, config.training.max_steps
