@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from qlora_fsdp.model import assemble, materialize
 from qlora_fsdp.model.causal_lm import CausalLM
 from qlora_fsdp.records.run_state import checkpoint_folders
-from qlora_fsdp.training import prepare, run
+from qlora_fsdp.training import run
 from tests.cli.launch import ForkedLaunch
 
 pytestmark = pytest.mark.distributed
@@ -61,9 +62,9 @@ def fail_in(phase: str, error: RuntimeError) -> None:
 
     CausalLM.forward, run.make_optimizer = counted_forward, counted_optimizer
     if phase == "load":
-        run.fill = lambda *arguments: count("load", 1)
+        materialize.fill = lambda *arguments, **named: count("load", 1)
     if phase == "prepare":
-        prepare.choose_attention = lambda *arguments, **named: count("prepare", 1)
+        assemble.choose_attention = lambda *arguments, **named: count("prepare", 1)
 
 
 @pytest.fixture(scope="module")
