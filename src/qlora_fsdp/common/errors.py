@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from qlora_fsdp.common.text import printable_lines
+
 
 class UserError(Exception):
     """An error that the user can fix: the message names the value, the reason and the setting to change."""
@@ -118,6 +120,6 @@ class Interrupted(UserError):
 
 
 def print_error(error: UserError) -> None:
-    """Print an error for the user, below whatever progress line is there."""
+    """Print an error for the user, below whatever progress line is there. It may quote the text of others."""
     with suppress(OSError):  # stderr may be a file on a full disk
-        print(f"\nError: {error}", file=sys.stderr, flush=True)
+        print(f"\nError: {printable_lines(str(error))}", file=sys.stderr, flush=True)

@@ -28,3 +28,24 @@ def open_regular(folder: Path, name: str) -> BinaryIO:
         os.close(descriptor)
         raise OSError(errno.EINVAL, "it is not a regular file", str(file))
     return os.fdopen(descriptor, "rb")
+
+
+def find_outside(folder: Path) -> list[Path]:
+    """Returns the files of a folder that lead out of it by a link, or are pipes or devices.
+
+    Libraries read the files of a model or an adapter by themselves, so all of them are looked at before. These are the
+    files in the folder itself and the chat templates beside them. The folder may be a link. In a snapshot of the hub's
+    cache, every file is a link into the folder `blobs` of the same repository, which is part of the model. Weights may
+    be links to anywhere: people keep large files on other disks, and nothing but tensors is read from them.
+    """
+    inside = folder.resolve()
+    blobs = inside.parent.parent / "blobs" if inside.parent.name == "snapshots" else inside
+    found = []
+    for file in sorted([*folder.iterdir(), *folder.glob("additional_chat_templates/*")]):
+        if not os.path.exists(file) or file.is_dir():  # noqa: PTH110  # a link to nowhere, or to what may not be read
+            continue
+        target = file.resolve()
+        is_inside = file.suffix == ".safetensors" or any(map(target.is_relative_to, (inside, blobs)))
+        if not is_inside or not target.is_file():
+            found.append(file)
+    return found

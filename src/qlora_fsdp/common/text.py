@@ -20,6 +20,11 @@ def printable(text: str) -> str:
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
+def printable_lines(text: str) -> str:
+    """Returns text of several lines without control characters. Its line breaks stay, and tabs become spaces."""
+    return "\n".join(printable(line) for line in text.expandtabs().split("\n"))
+
+
 def show_number(value: float | None, spec: str) -> str:
     """Returns a number in a format of Python's, and an empty text for None."""
     return "" if value is None else format(value, spec)

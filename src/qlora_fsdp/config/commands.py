@@ -20,6 +20,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 from omegaconf import OmegaConf
 
 from qlora_fsdp.common.errors import ConfigError, Problem
+from qlora_fsdp.common.foreign_files import find_outside
 from qlora_fsdp.config.command_line import conf_folder
 from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.config.foreign_settings import (
@@ -181,7 +182,8 @@ def _adapter_problems(adapter: str) -> list[Problem]:
     folder = Path(adapter).expanduser()
     missing = [n for n in ("adapter_config.json", "adapter_model.safetensors") if not (folder / n).is_file()]
     if not missing:
-        return []
+        reason, fix = "leads to a file outside the adapter's folder.", "Remove it, or copy that file there yourself."
+        return [Problem(str(file), reason, fix) for file in find_outside(folder)]
     inside = next((sub for sub in ("adapter",) if (folder / sub / "adapter_config.json").is_file()), None)
     fix = (
         f"Set adapter={adapter}/{inside}." if inside else "Set adapter to the folder that training wrote, run/adapter."

@@ -63,6 +63,16 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # yaml has no types
             raise yaml.MarkedYAMLError(problem="aliases such as *name are not allowed", problem_mark=mark)
         return super().compose_node(parent, index)
 
+    def construct_yaml_int(self, node: Any) -> int:
+        """Refuses integers that no setting needs, and that Python takes long to print or does not print at all."""
+        value: int = super().construct_yaml_int(node)
+        if value.bit_length() > 64:
+            raise yaml.MarkedYAMLError(problem="an integer has more than 64 bits", problem_mark=node.start_mark)
+        return value
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
+
 
 def read_foreign_settings(file: Path) -> tuple[dict[str, dict[str, Any]], bool]:
     """Reads the settings in a YAML file that somebody else may have written.
@@ -150,7 +160,7 @@ def _find_unplain(place: str, value: Any, depth: int = 0) -> Iterator[tuple[str,
             inner = f"{place}.{name}"
             if not isinstance(name, (str, int)) or "${" in str(name):
                 yield inner, item, "has a name that is no plain text."
-            elif str(name) == "auto_map" or str(name).endswith("_implementation"):
+            elif str(name) == "auto_map" or "_implementation" in str(name):
                 yield inner, item, "names code to run, which only you can allow."
             elif str(name).startswith("_") and str(name).endswith("_"):
                 yield inner, item, "is an instruction to Hydra, and not a setting."

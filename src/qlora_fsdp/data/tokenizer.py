@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
+from transformers.utils import cached_file
 
 from qlora_fsdp.common.errors import CheckpointError, DataError
+from qlora_fsdp.common.foreign_files import find_outside
 from qlora_fsdp.config.schema import DataConfig, ModelConfig, TokenizerConfig
 
 TEMPLATES = ("chatml", "llama3", "alpaca")
+
+# transformers passes every value of these files to the tokenizer's class, which opens some of them as paths.
+ARGUMENT_FILES = ("tokenizer_config.json", "special_tokens_map.json")
+# These are replaced by the folder's own files. Old tokenizers still have the paths of those who saved them.
+UNUSED_PATHS = ("tokenizer_file", "special_tokens_map_file")
 
 
 @dataclass(frozen=True)
@@ -104,11 +113,12 @@ def _load(model: ModelConfig) -> PreTrainedTokenizerBase:
     # transformers would look for a mistyped folder on the hub, and fail with a message about the network.
     if path.startswith(("/", "./", "../", "~")) and not Path(path).expanduser().is_dir():
         raise CheckpointError(f"There is no tokenizer: {path} is not a folder. {fix}")
+    place = str(Path(path).expanduser()) if Path(path).expanduser().is_dir() else path
+    revision = model.revision if path == model.path else None
     try:
+        _check_arguments(place, revision)
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            str(Path(path).expanduser()) if Path(path).expanduser().is_dir() else path,
-            revision=model.revision if path == model.path else None,
-            trust_remote_code=model.trust_remote_code,
+            place, revision=revision, trust_remote_code=model.trust_remote_code
         )
     except Exception as error:  # from_pretrained raises a dozen types for files that are missing or broken
         reason = " ".join(str(error).split())
@@ -117,6 +127,45 @@ def _load(model: ModelConfig) -> PreTrainedTokenizerBase:
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
         raise CheckpointError(f"{path} has no tokenizer files. {fix}")
     return tokenizer
+
+
+def _check_arguments(place: str, revision: str | None) -> None:
+    """Checks that a tokenizer's files, which anybody may have written, name no files outside their folder.
+
+    Such a file would become the vocabulary: its text could be read in what the model generates.
+
+    Raises:
+        ValueError: they do.
+    """
+    outside = find_outside(Path(place)) if Path(place).is_dir() else []
+    if outside:
+        raise ValueError(f"{outside[0].name} leads to a file outside the folder.")
+    for name in ARGUMENT_FILES:
+        file = cached_file(
+            place,
+            name,
+            revision=revision,
+            _raise_exceptions_for_gated_repo=False,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+        arguments = {} if file is None else json.loads(Path(file).read_text(encoding="utf-8"))
+        bad = [key for key, value in arguments.items() if _is_path(key, value)]
+        if bad:
+            raise ValueError(f"{bad[0]} in its {name} would open files that the tokenizer's folder does not hold.")
+
+
+def _is_path(key: str, value: Any) -> bool:
+    match key:
+        case "vocab" | "merges":
+            return isinstance(value, str)  # and not the vocabulary itself
+        case "init_inputs" | "gguf_file":
+            return bool(value)
+        case "fast_tokenizer_files":
+            return "/" in str(value)
+        case _:
+            is_used = key.endswith("_file") and key not in UNUSED_PATHS
+            return is_used and value is not None and Path(str(value)).is_file()  # transformers asks the same
 
 
 def _read_template(name: str) -> str:

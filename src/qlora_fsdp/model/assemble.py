@@ -120,12 +120,17 @@ def assemble(
 def _find_tokenizer(
     config: Config, files: ModelFiles, tokenizer_folder: Path | None, trains: bool
 ) -> PreTrainedTokenizerBase:
-    """The saved adapter's tokenizer, else the model's. Training on random tokens needs none, and gets the built-in."""
+    """The saved adapter's tokenizer, else the model's. Training on random tokens needs none, and gets the built-in.
+
+    `model.trust_remote_code` is meant for the base model. A tokenizer that an adapter brings or names runs no code.
+    """
     if trains and config.data.format is DataFormat.random:
         return byte_tokenizer()
     model = replace(config.model, path=str(files.folder) if files.folder is not None else config.model.path)
     if tokenizer_folder is not None and (tokenizer_folder / "tokenizer_config.json").is_file():
         model = replace(model, tokenizer_path=str(tokenizer_folder))
+    if tokenizer_folder is not None and model.tokenizer_path is not None:
+        model = replace(model, trust_remote_code=False)
     return load_tokenizer(model, config.data)
 
 

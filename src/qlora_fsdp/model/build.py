@@ -167,8 +167,10 @@ def _make_on_meta(config: PretrainedConfig, files: ModelFiles, settings: BuildSe
                 attn_implementation=settings.attn_implementation,
                 trust_remote_code=settings.trust_remote_code,
             )
-    except ValueError as error:  # no such class for this model_type, or no such attention
+    except Exception as error:  # no such class or attention; or a config whose values contradict the class's code
         reason = str(error).partition(".\n")[0]
+        if not isinstance(error, ValueError):
+            reason = f"{type(error).__name__}: {reason}"
         raise CheckpointError(
             f"model.path={files.folder or config.model_type} can't be built as {auto_class.__name__}: {reason}. Set "
             "model.path to another model, task, or model.attn_implementation=eager."

@@ -16,6 +16,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from transformers import AutoConfig, PretrainedConfig
 
 from qlora_fsdp.common.errors import CheckpointError
+from qlora_fsdp.common.foreign_files import find_outside
 from qlora_fsdp.config.schema import ModelConfig, Weights
 from qlora_fsdp.weights.safetensors_files import StoredTensor, read_headers
 
@@ -46,9 +47,16 @@ def find_model(config: ModelConfig, is_main: bool, first_error: FirstError) -> M
         first_error: `Processes.first_error`; for a single process, `lambda error: error`.
 
     Raises:
-        CheckpointError: there is no such folder or no config.json, files are cut short, or the hub can't be reached.
+        CheckpointError: there is no such folder or no config.json, files are cut short or lie elsewhere, or the hub
+            can't be reached.
     """
     folder = _find_folder(config, is_main, first_error)
+    outside = [] if folder is None else find_outside(folder)
+    if outside:
+        raise CheckpointError(
+            f"model.path={config.path}: {outside[0].name} leads to a file outside the model's folder. Remove it, or "
+            "copy that file there yourself."
+        )
     try:
         if folder is not None and (folder / "config.json").is_file():
             hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)

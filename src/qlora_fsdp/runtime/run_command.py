@@ -26,6 +26,7 @@ from qlora_fsdp.common.errors import (
 )
 from qlora_fsdp.common.files import write_atomically
 from qlora_fsdp.common.startup import quick_imports
+from qlora_fsdp.common.text import printable, printable_lines
 from qlora_fsdp.config.check_settings import Needs, check_settings
 from qlora_fsdp.config.commands import AdapterSettings, load_command
 from qlora_fsdp.config.schema import Config
@@ -103,9 +104,18 @@ def run_command(
     return 0
 
 
+class _PlainFormatter(logging.Formatter):
+    """Formats messages that may quote names of others, such as a model's path, for a terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable_lines(super().format(record))
+
+
 def _log_to_stderr() -> None:
     is_first = os.environ.get("RANK", "0") == "0"
-    log.handlers[:] = [logging.StreamHandler(sys.stderr) if is_first else logging.NullHandler()]
+    handler = logging.StreamHandler(sys.stderr) if is_first else logging.NullHandler()
+    handler.setFormatter(_PlainFormatter())
+    log.handlers[:] = [handler]
     log.setLevel(logging.INFO)
     log.propagate = False
 
@@ -153,7 +163,7 @@ def show_error(error: UserError) -> None:
             print_error(RankError(f"rank {os.environ.get('RANK')}: {error}"))
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file is not None:
-        message = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        message = f"{type(error).__name__}: {printable(str(error).partition(chr(10))[0])}"
         report = {"message": {"message": message, "extraInfo": {"timestamp": int(time.time())}}}
         with suppress(OSError):  # the disk may be full; the error itself has been printed
             Path(file).write_text(json.dumps(report))

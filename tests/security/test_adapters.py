@@ -1,0 +1,243 @@
+"""Attacks by the files of an adapter, or of the base model that it names, on someone who only uses the adapter.
+
+What the settings beside an adapter may say is tested in test_foreign_settings.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import string
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import save_file
+
+from qlora_fsdp import generate, merge
+from qlora_fsdp.common.foreign_files import find_outside
+from qlora_fsdp.data.tokenizer import byte_tokenizer
+from tests.helpers.checkpoints import make_checkpoint
+
+SECRET = "hf_this_is_a_secret"
+MODULE = "model.layers.0.self_attn.q_proj"
+ESCAPE = "\x1b]0;owned\x07"
+
+
+class Adapter:
+    """A folder with a LoRA adapter of one layer, which fits a tiny base model."""
+
+    def __init__(self, folder: Path, base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.folder, self.base, self.capsys = folder, base, capsys
+        folder.mkdir()
+        size = json.loads((base / "config.json").read_text())["hidden_size"]
+        shapes = {"A": (4, size), "B": (size, 4)}
+        tensors = {f"base_model.model.{MODULE}.lora_{m}.weight": torch.zeros(shape) for m, shape in shapes.items()}
+        save_file(tensors, folder / "adapter_model.safetensors")
+        self.write_config()
+        self.write_settings({})
+
+    def write_config(self, **values: Any) -> None:
+        config = {"peft_type": "LORA", "bias": "none", "r": 4, "target_modules": [MODULE], "task_type": "CAUSAL_LM"}
+        self.write_json("adapter_config.json", config | values)
+
+    def write_settings(self, model: dict[str, Any], **sections: Any) -> None:
+        model = {"path": str(self.base)} | model
+        settings = {"model": model, "quant": {"load_in_4bit": False}, **sections}
+        (self.folder / "qlora_fsdp.yaml").write_text(yaml.safe_dump(settings))
+
+    def write_json(self, name: str, values: dict[str, Any]) -> None:
+        (self.folder / name).write_text(json.dumps(values))
+
+    def use(self, *typed: str) -> tuple[int, str]:
+        """What the victim types, and the exit code and text that they see."""
+        code = generate.main([f"adapter={self.folder}", "prompt=Hello", "max_new_tokens=2", *typed])
+        shown = self.capsys.readouterr()
+        return code, shown.out + shown.err
+
+    def refusal(self, *typed: str) -> str:
+        """The message with which the adapter is refused, soon and without the secret."""
+        start = time.monotonic()
+        code, shown = self.use(*typed)
+        assert code == 2, shown
+        assert "Error: " in shown and "Traceback" not in shown and SECRET not in shown
+        assert time.monotonic() - start < 15
+        return shown
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("llama", tmp_path_factory.mktemp("base") / "llama", torch.float32)
+
+
+@pytest.fixture
+def adapter(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Adapter:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(tmp_path)
+    copy = tmp_path / "base"
+    copy.mkdir()
+    for file in base.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    return Adapter(tmp_path / "adapter", copy, capsys)
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> Path:
+    """A file of the victim's with a line for each token, as a vocabulary has."""
+    file = tmp_path / "secret.txt"
+    file.write_text(f"alpha\n{SECRET}\n")
+    return file
+
+
+def test_an_honest_adapter_is_used(adapter: Adapter) -> None:
+    byte_tokenizer().save_pretrained(adapter.folder)
+    code, shown = adapter.use()
+    assert code == 0, shown
+
+
+ASCII = sorted(set(string.printable) - set(string.whitespace))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"tokenizer_class": "BertTokenizer", "vocab": "SECRET", "extra_special_tokens": ASCII},
+        {"tokenizer_class": "BertTokenizer", "vocab": "/proc/self/environ", "extra_special_tokens": ASCII},
+        {"tokenizer_class": "BertTokenizer", "init_inputs": ["SECRET"]},
+        {"tokenizer_class": "GPT2Tokenizer", "vocab": "SECRET", "merges": "SECRET"},
+        {"tokenizer_class": "GPT2Tokenizer", "vocab": {"a": 0, "b": 1}, "merges": "SECRET"},
+        {"tokenizer_class": "GemmaTokenizer", "vocab_file": "SECRET"},
+        {"tokenizer_class": "LlamaTokenizer", "merges_file": "SECRET"},
+        {"tokenizer_class": "PreTrainedTokenizerFast", "gguf_file": "../secret.txt"},
+        {"tokenizer_class": "PreTrainedTokenizerFast", "fast_tokenizer_files": ["../tokenizer.4.0.0.json"]},
+    ],
+)
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json"])
+@pytest.mark.parametrize("place", ["adapter", "base"])
+def test_a_file_of_the_victims_does_not_become_the_vocabulary(
+    adapter: Adapter, secret: Path, name: str, arguments: dict[str, Any], place: str
+) -> None:
+    folder = adapter.folder if place == "adapter" else adapter.base
+    (folder / "tokenizer.json").unlink(missing_ok=True)
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "BertTokenizer"}')
+    (folder / name).write_text(json.dumps(arguments).replace("SECRET", str(secret)))
+    message = adapter.refusal()
+    assert f"in its {name} would open files that the tokenizer's folder does not hold" in message
+
+
+@pytest.mark.parametrize("place", ["adapter", "base"])
+@pytest.mark.parametrize("name", ["vocab.txt", "chat_template.jinja", "additional_chat_templates/x.jinja", "my_token"])
+def test_a_file_behind_a_link_is_not_read(adapter: Adapter, secret: Path, name: str, place: str) -> None:
+    folder = adapter.folder if place == "adapter" else adapter.base
+    byte_tokenizer().save_pretrained(folder)
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).symlink_to(secret)
+    assert f"{Path(name).name} leads to a file outside the" in adapter.refusal()
+
+
+@pytest.mark.parametrize("place", ["adapter", "base"])
+def test_a_merge_copies_nothing_that_links_lead_to(adapter: Adapter, secret: Path, tmp_path: Path, place: str) -> None:
+    name = "my_token" if place == "adapter" else "readme.txt"
+    ((adapter.folder if place == "adapter" else adapter.base) / name).symlink_to(secret)
+    assert merge.main([f"adapter={adapter.folder}", f"out={tmp_path / 'merged'}"]) == 2
+    assert f"{name} leads to a file outside the" in adapter.capsys.readouterr().err
+    assert not (tmp_path / "merged").exists()
+
+
+@pytest.mark.parametrize("name", ["qlora_fsdp.yaml", "chat_template.jinja"])
+def test_nobody_waits_for_a_pipe(adapter: Adapter, name: str) -> None:
+    (adapter.folder / name).unlink(missing_ok=True)
+    os.mkfifo(adapter.folder / name)
+    assert f"{name} leads to a file outside" in adapter.refusal()
+
+
+def test_links_that_honest_people_have(adapter: Adapter, tmp_path: Path) -> None:
+    blobs, snapshot = tmp_path / "hub" / "blobs", tmp_path / "hub" / "snapshots" / "abc"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for number, file in enumerate(sorted(adapter.base.iterdir())):
+        file.rename(blobs / str(number))
+        (snapshot / file.name).symlink_to(Path("../../blobs") / str(number))
+    (snapshot / ".#lock").symlink_to("nowhere")
+    (tmp_path / "my_model").symlink_to(snapshot)
+    code, shown = adapter.use(f"model.path={tmp_path / 'my_model'}")
+    assert code == 0, shown
+
+
+def test_blobs_of_a_snapshot_may_not_be_elsewhere(tmp_path: Path, secret: Path) -> None:
+    snapshot = tmp_path / "evil" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (tmp_path / "evil" / "blobs").symlink_to(tmp_path)
+    (snapshot / "vocab.txt").symlink_to("../../blobs/secret.txt")
+    assert find_outside(snapshot) == [snapshot / "vocab.txt"]
+
+
+@pytest.mark.parametrize("place", ["beside the adapter", "named by its settings"])
+def test_trust_in_a_base_is_none_in_the_adapters_tokenizer(adapter: Adapter, tmp_path: Path, place: str) -> None:
+    folder = adapter.folder
+    if place == "named by its settings":
+        folder = tmp_path / "tokenizer"
+        folder.mkdir()
+        adapter.write_settings({"tokenizer_path": str(folder)})
+    names = {"tokenizer_class": "X", "auto_map": {"AutoTokenizer": ["evil.X", "evil.X"]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(names))
+    (folder / "evil.py").write_text(f"open({str(tmp_path / 'owned')!r}, 'w')\n")
+    message = adapter.refusal("model.trust_remote_code=true")
+    assert "comes with code of its own" in message and str(folder) in message
+    assert not (tmp_path / "owned").exists()
+
+
+def test_control_characters_do_not_reach_the_terminal(adapter: Adapter) -> None:
+    adapter.write_settings({"path": f"a{ESCAPE}"})
+    assert "\x1b" not in adapter.refusal()
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"target_modules": "(.+)+#"},
+        {"target_modules": "(a|a|.)*#"},
+        {"target_modules": [MODULE], "rank_pattern": {"(.+)+#": 4}},
+        {"target_modules": [MODULE], "alpha_pattern": {"(.+)+#": 4}},
+    ],
+)
+def test_a_regular_expression_does_not_hang(adapter: Adapter, values: dict[str, Any]) -> None:
+    adapter.write_config(**values)
+    assert "regular expression takes too long" in adapter.refusal()
+
+
+def test_a_regular_expression_of_the_settings_does_not_hang(adapter: Adapter) -> None:
+    adapter.write_settings({}, quant={"load_in_4bit": True, "llm_int8_skip_modules": ["(.+)+#"]})
+    assert "regular expression takes too long" in adapter.refusal()
+
+
+@pytest.mark.parametrize("ids", [[3 * 10**7], [-1], ["a"], [1.5], [True], 7, {"embed_tokens": 3}, [10**30]])
+def test_rows_of_new_tokens_are_those_of_the_file(adapter: Adapter, ids: Any) -> None:
+    adapter.write_config(trainable_token_indices=ids)
+    assert "trainable_token_indices" in adapter.refusal()
+
+
+def test_a_number_of_thousands_of_digits(adapter: Adapter) -> None:
+    (adapter.folder / "qlora_fsdp.yaml").write_text(f"model: {{name: 0x{'f' * 9000}}}")
+    assert "an integer has more than 64 bits" in adapter.refusal()
+    (adapter.folder / "qlora_fsdp.yaml").write_text(f"0x{'f' * 9000}: {{name: 1}}")
+    assert "an integer has more than 64 bits" in adapter.refusal()
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"num_hidden_layers": 10.5}, {"hidden_size": "x"}, {"num_attention_heads": 0}, {"rope_parameters": [1]}],
+)
+def test_a_config_that_no_model_can_be_made_from(adapter: Adapter, values: dict[str, Any]) -> None:
+    config = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 1, "vocab_size": 300} | values
+    adapter.write_settings({"path": None, "tokenizer_path": "bytes", "weights": "random", "config": config})
+    assert "model.path=" in adapter.refusal()
+
+
+def test_a_kernel_is_not_named_under_another_name(adapter: Adapter) -> None:
+    adapter.write_settings({"weights": "random", "config": {"_attn_implementation_internal": "attacker/kernel"}})
+    assert "names code to run" in adapter.refusal()
