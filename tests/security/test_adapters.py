@@ -18,6 +18,7 @@ import yaml
 from safetensors.torch import save_file
 
 from qlora_fsdp import generate, merge
+from qlora_fsdp.common import module_names
 from qlora_fsdp.common.foreign_files import find_outside
 from qlora_fsdp.data.tokenizer import byte_tokenizer
 from tests.helpers.checkpoints import make_checkpoint
@@ -46,7 +47,7 @@ class Adapter:
 
     def write_settings(self, model: dict[str, Any], **sections: Any) -> None:
         model = {"path": str(self.base)} | model
-        settings = {"model": model, "quant": {"load_in_4bit": False}, **sections}
+        settings = {"model": model, "quant": {"load_in_4bit": False}} | sections
         (self.folder / "qlora_fsdp.yaml").write_text(yaml.safe_dump(settings))
 
     def write_json(self, name: str, values: dict[str, Any]) -> None:
@@ -156,6 +157,7 @@ def test_nobody_waits_for_a_pipe(adapter: Adapter, name: str) -> None:
 
 
 def test_links_that_honest_people_have(adapter: Adapter, tmp_path: Path) -> None:
+    byte_tokenizer().save_pretrained(adapter.base)
     blobs, snapshot = tmp_path / "hub" / "blobs", tmp_path / "hub" / "snapshots" / "abc"
     blobs.mkdir(parents=True)
     snapshot.mkdir(parents=True)
@@ -187,7 +189,7 @@ def test_trust_in_a_base_is_none_in_the_adapters_tokenizer(adapter: Adapter, tmp
     (folder / "tokenizer_config.json").write_text(json.dumps(names))
     (folder / "evil.py").write_text(f"open({str(tmp_path / 'owned')!r}, 'w')\n")
     message = adapter.refusal("model.trust_remote_code=true")
-    assert "comes with code of its own" in message and str(folder) in message
+    assert "may not come with code of its own" in message and str(folder) in message
     assert not (tmp_path / "owned").exists()
 
 
@@ -205,12 +207,16 @@ def test_control_characters_do_not_reach_the_terminal(adapter: Adapter) -> None:
         {"target_modules": [MODULE], "alpha_pattern": {"(.+)+#": 4}},
     ],
 )
-def test_a_regular_expression_does_not_hang(adapter: Adapter, values: dict[str, Any]) -> None:
+def test_a_regular_expression_does_not_hang(
+    adapter: Adapter, values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module_names, "MATCHING_SECONDS", 1.0)
     adapter.write_config(**values)
     assert "regular expression takes too long" in adapter.refusal()
 
 
-def test_a_regular_expression_of_the_settings_does_not_hang(adapter: Adapter) -> None:
+def test_a_regular_expression_of_the_settings_does_not_hang(adapter: Adapter, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module_names, "MATCHING_SECONDS", 1.0)
     adapter.write_settings({}, quant={"load_in_4bit": True, "llm_int8_skip_modules": ["(.+)+#"]})
     assert "regular expression takes too long" in adapter.refusal()
 
@@ -221,10 +227,21 @@ def test_rows_of_new_tokens_are_those_of_the_file(adapter: Adapter, ids: Any) ->
     assert "trainable_token_indices" in adapter.refusal()
 
 
+def test_a_token_of_the_tokenizer_asks_for_no_billions_of_rows(adapter: Adapter) -> None:
+    byte_tokenizer().save_pretrained(adapter.folder)
+    file = adapter.folder / "tokenizer.json"
+    values = json.loads(file.read_text())
+    values["added_tokens"].append(values["added_tokens"][-1] | {"id": 3 * 10**7, "content": "<big>"})
+    values["model"]["vocab"]["<big>"] = 3 * 10**7
+    file.write_text(json.dumps(values))
+    adapter.write_settings({}, tokenizer={"add_tokens": ["<new>"]})
+    assert "can't get a row" in adapter.refusal()
+
+
 def test_a_number_of_thousands_of_digits(adapter: Adapter) -> None:
     (adapter.folder / "qlora_fsdp.yaml").write_text(f"model: {{name: 0x{'f' * 9000}}}")
     assert "an integer has more than 64 bits" in adapter.refusal()
-    (adapter.folder / "qlora_fsdp.yaml").write_text(f"0x{'f' * 9000}: {{name: 1}}")
+    (adapter.folder / "qlora_fsdp.yaml").write_text(f"? 0x{'f' * 9000}\n: {{name: 1}}")
     assert "an integer has more than 64 bits" in adapter.refusal()
 
 

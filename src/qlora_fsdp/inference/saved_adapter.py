@@ -21,6 +21,7 @@ from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.rows import local_rows, local_tensor
 
 WEIGHTS_FILE = "adapter_model.safetensors"
+TOKEN_ROWS = "token_adapter.trainable_tokens_delta"  # how the names of such rows end there
 NO_ADAPTER = LoraConfig(r=1, target_modules=DUMMY_TARGET_MODULES)  # PEFT's wrapper around a model without adapters
 
 # Values of lora.init_lora_weights after which the base's weights are what they were. Others change them on loading.
@@ -81,12 +82,22 @@ def read_lora(folder: Path) -> LoraConfig:
 
 
 def read_tokens(folder: Path) -> AddedTokens:
-    """The tokens that the adapter has rows for. `read_lora` has found its adapter_config.json readable before."""
+    """The tokens that the adapter has rows for. `read_lora` has found its adapter_config.json readable before.
+
+    Raises:
+        AdapterError: what names the tokens is no list of ids, or the adapter's file has another number of rows.
+    """
     saved = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8")).get("trainable_token_indices")
     if not saved:
         return AddedTokens()
-    ids = frozenset(saved if isinstance(saved, list) else next(iter(saved.values())))
-    return AddedTokens(ids, vocab_size=max(ids) + 1, with_head=isinstance(saved, dict) and len(saved) > 1)
+    ids = next(iter(saved.values())) if isinstance(saved, dict) else saved
+    stored = {shape[0] for key, shape in _read_shapes(folder).items() if key.endswith(TOKEN_ROWS) and shape}
+    if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < 2**31 for i in ids) or stored != {len(ids)}:
+        raise AdapterError(
+            f"adapter={folder}: trainable_token_indices in adapter_config.json are not the tokens that its file has rows "
+            "for. Copy it again."
+        )
+    return AddedTokens(frozenset(ids), vocab_size=max(ids) + 1, with_head=isinstance(saved, dict) and len(saved) > 1)
 
 
 def check_adapter(model: peft.PeftModel, folder: Path) -> None:

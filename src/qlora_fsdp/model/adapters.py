@@ -12,7 +12,7 @@ import math
 import re
 import warnings
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import peft
@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from qlora_fsdp.common.errors import AdapterError
-from qlora_fsdp.common.module_names import fits_pattern, is_target
+from qlora_fsdp.common.module_names import fits_pattern, is_target, limited_matching
 from qlora_fsdp.config.schema import LoraConfig, TaskName
 from qlora_fsdp.data.tokenizer import AddedTokens
 from qlora_fsdp.layers import QuantizedLayer, QuantizedLinear
@@ -150,6 +150,13 @@ def trainable_names(model: nn.Module) -> list[str]:
 
 def _check_names(model: nn.Module, config: LoraConfig) -> None:
     names = [name for name, module in model.named_modules() if name]
+    for key in ("target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"):
+        with limited_matching(f"lora.{key}"):  # every name once, because PEFT matches every name
+            wanted = getattr(config, key)
+            for name in names if isinstance(wanted, str) else ():
+                is_target(name, wanted)
+            for pattern in wanted if isinstance(wanted, Mapping) else ():
+                any([fits_pattern(name, pattern) for name in names])
     endings = {name.rsplit(".", 1)[-1] for name in names}
     problems = []
     for key in ("target_modules", "exclude_modules", "modules_to_save"):

@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import assert_never
 
+from qlora_fsdp.common.errors import AdapterError, CheckpointError
 from qlora_fsdp.config.schema import Config, DataFormat, LoraConfig, TaskConfig, TaskName
 from qlora_fsdp.data.tokenizer import AddedTokens, add_tokens, byte_tokenizer, load_tokenizer
 from qlora_fsdp.layers.attention import check_packing, choose_attention
@@ -24,6 +25,7 @@ from qlora_fsdp.model.build import BuildSettings, MetaModel, build_model
 from qlora_fsdp.model.causal_lm import CausalLM
 from qlora_fsdp.model.classifier import Classifier
 from qlora_fsdp.model.find import ModelFiles, find_model
+from qlora_fsdp.model.new_tokens import count_tokens
 from qlora_fsdp.model.task_model import TaskModel
 from qlora_fsdp.runtime.hardware import choose_dtype
 from qlora_fsdp.runtime.processes import Processes
@@ -100,6 +102,12 @@ def assemble(
     model_type = files.config.get_text_config().model_type
     liger_kernels = use_fused_kernels(config.kernels, model_type, device) if trains else []
     meta = _build(config, lora, files, tokenizer, dtype, attention)
+    num_rows = count_tokens(meta.model)[1]
+    if tokens.vocab_size > num_rows + len(tokenizer) + len(tokens.ids):  # a few bytes would ask for any number of rows
+        raise AdapterError(
+            f"token {tokens.vocab_size - 1} can't get a row: {files.folder} has {num_rows} tokens. Correct the tokenizer, "
+            "or trainable_token_indices in the adapter's adapter_config.json."
+        )
     model = adapt_model(meta, lora, config.task, tokens, liger_loss="cross_entropy" in liger_kernels)
     rewired = rewire(model, config.compute, config.kernels) if trains else Rewired(num_fp8=0, num_groups=0)
     return AssembledModel(
@@ -129,9 +137,17 @@ def _find_tokenizer(
     model = replace(config.model, path=str(files.folder) if files.folder is not None else config.model.path)
     if tokenizer_folder is not None and (tokenizer_folder / "tokenizer_config.json").is_file():
         model = replace(model, tokenizer_path=str(tokenizer_folder))
-    if tokenizer_folder is not None and model.tokenizer_path is not None:
-        model = replace(model, trust_remote_code=False)
-    return load_tokenizer(model, config.data)
+    if tokenizer_folder is None or model.tokenizer_path is None:
+        return load_tokenizer(model, config.data)
+    try:
+        return load_tokenizer(replace(model, trust_remote_code=False), config.data)
+    except CheckpointError as error:
+        if not model.trust_remote_code:
+            raise
+        raise CheckpointError(
+            f"{error} model.trust_remote_code=true is for the base model alone: a tokenizer that an adapter brings or "
+            "names may not come with code of its own. Remove it from the adapter, and the base's tokenizer is used."
+        ) from error
 
 
 def _build(

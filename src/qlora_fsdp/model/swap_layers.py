@@ -13,6 +13,7 @@ from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from qlora_fsdp.common.errors import CheckpointError, ConfigError, Problem
+from qlora_fsdp.common.module_names import limited_matching
 from qlora_fsdp.common.text import plural, show_bytes, show_size
 from qlora_fsdp.config.check_model import int8_embeddings_problem
 from qlora_fsdp.config.schema import QuantConfig
@@ -82,18 +83,20 @@ def swap_chosen_linears(
         ConfigError: layers can't be quantized because blocks would cross their rows; all are listed.
     """
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    notes = [
-        f"quant.llm_int8_skip_modules: {skip} fits no linear layer, so that none is left out"
-        for skip in quant.llm_int8_skip_modules or []
-        if all(should_convert_module(name, [skip]) for name in linears)
-    ]
     skip = quant.llm_int8_skip_modules
     skip = get_keys_to_not_convert(model) if skip is None else list(skip)
     skip += [name for name, _ in model.named_modules() if name.endswith(tuple(keep))]  # as PEFT finds modules_to_save
+    with limited_matching("quant.llm_int8_skip_modules"):
+        notes = [
+            f"quant.llm_int8_skip_modules: {skip} fits no linear layer, so that none is left out"
+            for skip in quant.llm_int8_skip_modules or []
+            if all(should_convert_module(name, [skip]) for name in linears)
+        ]
+        chosen = {name for name in linears if should_convert_module(name, skip)}
     problems, table = [], getattr(model.get_input_embeddings(), "weight", None)
 
     def choose(name: str, layer: nn.Linear) -> Format | None:
-        if not should_convert_module(name, skip) or layer.weight is table:
+        if name not in chosen or layer.weight is table:
             return None
         reason = format.refuses(layer.in_features)
         if reason is not None:
