@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from qlora_fsdp import generate, merge
 from qlora_fsdp.common import module_names
@@ -71,7 +71,9 @@ class Adapter:
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint("llama", tmp_path_factory.mktemp("base") / "llama", torch.float32)
+    folder = make_checkpoint("llama", tmp_path_factory.mktemp("base") / "llama", torch.float32)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture
@@ -157,7 +159,6 @@ def test_nobody_waits_for_a_pipe(adapter: Adapter, name: str) -> None:
 
 
 def test_links_that_honest_people_have(adapter: Adapter, tmp_path: Path) -> None:
-    byte_tokenizer().save_pretrained(adapter.base)
     blobs, snapshot = tmp_path / "hub" / "blobs", tmp_path / "hub" / "snapshots" / "abc"
     blobs.mkdir(parents=True)
     snapshot.mkdir(parents=True)
@@ -225,6 +226,14 @@ def test_a_regular_expression_of_the_settings_does_not_hang(adapter: Adapter, mo
 def test_rows_of_new_tokens_are_those_of_the_file(adapter: Adapter, ids: Any) -> None:
     adapter.write_config(trainable_token_indices=ids)
     assert "trainable_token_indices" in adapter.refusal()
+
+
+def test_one_row_asks_for_no_millions_before_it(adapter: Adapter) -> None:
+    file = adapter.folder / "adapter_model.safetensors"
+    rows = {"base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta": torch.zeros(1, 64)}
+    save_file(load_file(file) | rows, file)
+    adapter.write_config(trainable_token_indices=[3 * 10**7])
+    assert "token 30000000 can't get a row" in adapter.refusal()
 
 
 def test_a_token_of_the_tokenizer_asks_for_no_billions_of_rows(adapter: Adapter) -> None:

@@ -94,8 +94,8 @@ def read_tokens(folder: Path) -> AddedTokens:
     stored = {shape[0] for key, shape in _read_shapes(folder).items() if key.endswith(TOKEN_ROWS) and shape}
     if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < 2**31 for i in ids) or stored != {len(ids)}:
         raise AdapterError(
-            f"adapter={folder}: trainable_token_indices in adapter_config.json are not the tokens that its file has rows "
-            "for. Copy it again."
+            f"adapter={folder}: trainable_token_indices in adapter_config.json are not the tokens that its file "
+            "has rows for. Copy it again."
         )
     return AddedTokens(frozenset(ids), vocab_size=max(ids) + 1, with_head=isinstance(saved, dict) and len(saved) > 1)
 

@@ -156,7 +156,8 @@ def _check_names(model: nn.Module, config: LoraConfig) -> None:
             for name in names if isinstance(wanted, str) else ():
                 is_target(name, wanted)
             for pattern in wanted if isinstance(wanted, Mapping) else ():
-                any([fits_pattern(name, pattern) for name in names])
+                for name in names:
+                    fits_pattern(name, pattern)
     endings = {name.rsplit(".", 1)[-1] for name in names}
     problems = []
     for key in ("target_modules", "exclude_modules", "modules_to_save"):

@@ -105,8 +105,8 @@ def assemble(
     num_rows = count_tokens(meta.model)[1]
     if tokens.vocab_size > num_rows + len(tokenizer) + len(tokens.ids):  # a few bytes would ask for any number of rows
         raise AdapterError(
-            f"token {tokens.vocab_size - 1} can't get a row: {files.folder} has {num_rows} tokens. Correct the tokenizer, "
-            "or trainable_token_indices in the adapter's adapter_config.json."
+            f"token {tokens.vocab_size - 1} can't get a row: {files.folder} has {num_rows} tokens. Correct the "
+            "tokenizer, or trainable_token_indices in the adapter's adapter_config.json."
         )
     model = adapt_model(meta, lora, config.task, tokens, liger_loss="cross_entropy" in liger_kernels)
     rewired = rewire(model, config.compute, config.kernels) if trains else Rewired(num_fp8=0, num_groups=0)
