@@ -203,7 +203,7 @@ def test_control_characters_do_not_reach_the_terminal(adapter: Adapter) -> None:
     "values",
     [
         {"target_modules": "(.+)+#"},
-        {"target_modules": "(a|a|.)*#"},
+        {"target_modules": "(.|..)*#"},
         {"target_modules": [MODULE], "rank_pattern": {"(.+)+#": 4}},
         {"target_modules": [MODULE], "alpha_pattern": {"(.+)+#": 4}},
     ],
@@ -220,6 +220,34 @@ def test_a_regular_expression_of_the_settings_does_not_hang(adapter: Adapter, mo
     monkeypatch.setattr(module_names, "MATCHING_SECONDS", 1.0)
     adapter.write_settings({}, quant={"load_in_4bit": True, "llm_int8_skip_modules": ["(.+)+#"]})
     assert "regular expression takes too long" in adapter.refusal()
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"r": 10**30},
+        {"r": 2**40},
+        {"r": "x"},
+        {"rank_pattern": {MODULE: 10**30}},
+        {"rank_pattern": [1]},
+        {"lora_alpha": 10**400},
+        {"alpha_pattern": {MODULE: "x"}},
+        {"target_modules": [1]},
+        {"target_modules": "("},
+        {"modules_to_save": [1]},
+    ],
+)
+def test_settings_that_peft_does_not_write(adapter: Adapter, values: dict[str, Any]) -> None:
+    adapter.write_config(**values)
+    assert f"adapter={adapter.folder}" in adapter.refusal() or values["target_modules"] == "("
+
+
+@pytest.mark.parametrize("text", ["[", "[" * 100_000, "null", '{"eos_token_id": "x"}'])
+@pytest.mark.parametrize("name", ["generation_config.json", "adapter_config.json", "tokenizer_config.json"])
+def test_files_that_are_no_json(adapter: Adapter, name: str, text: str) -> None:
+    folder = adapter.base if name == "generation_config.json" else adapter.folder
+    (folder / name).write_text(text)
+    adapter.refusal()
 
 
 @pytest.mark.parametrize("ids", [[3 * 10**7], [-1], ["a"], [1.5], [True], 7, {"embed_tokens": 3}, [10**30]])

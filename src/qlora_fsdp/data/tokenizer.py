@@ -11,7 +11,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
-from transformers.utils import cached_file
+from transformers.utils.hub import cached_file
 
 from qlora_fsdp.common.errors import CheckpointError, DataError
 from qlora_fsdp.common.foreign_files import find_outside

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.rows import local_rows, local_tensor
 
 WEIGHTS_FILE = "adapter_model.safetensors"
+MAX_RANK, MAX_ALPHA = 2**16, 1e9  # far more than any adapter has
 TOKEN_ROWS = "token_adapter.trainable_tokens_delta"  # how the names of such rows end there
 NO_ADAPTER = LoraConfig(r=1, target_modules=DUMMY_TARGET_MODULES)  # PEFT's wrapper around a model without adapters
 
@@ -48,7 +50,7 @@ def read_lora(folder: Path) -> LoraConfig:
     """
     try:
         saved = peft.PeftConfig.from_pretrained(str(folder))
-    except (ValueError, OSError, TypeError, KeyError, json.JSONDecodeError) as error:
+    except Exception as error:  # the file may hold anything, and PEFT looks at little of it
         raise AdapterError(f"adapter={folder}: adapter_config.json can't be read: {error}. Copy it again.") from error
     if not isinstance(saved, peft.LoraConfig) or saved.bias != "none":
         raise AdapterError(
@@ -64,6 +66,9 @@ def read_lora(folder: Path) -> LoraConfig:
     others = [f"{name}={getattr(saved, name)}" for name in OTHER_PASSES if getattr(saved, name, None)]
     if others:
         raise AdapterError(f"adapter={folder} has {', '.join(others)}, which is not here. Set adapter to a plain LoRA.")
+    odd = next(_find_odd(saved), None)
+    if odd is not None:
+        raise AdapterError(f"adapter={folder}: {odd} in adapter_config.json is not what PEFT writes. Copy it again.")
     targets: Any = saved.target_modules
     excluded: Any = saved.exclude_modules
     if saved.layers_to_transform is not None or isinstance(excluded, str):  # the file names the layers that were left
@@ -79,6 +84,22 @@ def read_lora(folder: Path) -> LoraConfig:
         rank_pattern=dict(saved.rank_pattern or {}),
         alpha_pattern=dict(saved.alpha_pattern or {}),
     )
+
+
+def _find_odd(saved: peft.LoraConfig) -> Iterator[str]:
+    """Names of settings that are of another type than PEFT's, or too large for any layer."""
+    patterns = {name: getattr(saved, name) or {} for name in ("rank_pattern", "alpha_pattern")}
+    yield from (name for name, values in patterns.items() if not isinstance(values, dict))
+    ranks = [saved.r, *patterns["rank_pattern"].values()]
+    if not all(type(rank) is int and rank <= MAX_RANK for rank in ranks):  # PEFT refuses 0 and less
+        yield "r or rank_pattern"
+    alphas = [saved.lora_alpha, *patterns["alpha_pattern"].values()]
+    if not all(type(alpha) in (int, float) and abs(alpha) <= MAX_ALPHA for alpha in alphas):
+        yield "lora_alpha or alpha_pattern"
+    for name in ("target_modules", "exclude_modules", "modules_to_save"):
+        value = getattr(saved, name) or []
+        if not isinstance(value, str) and not all(isinstance(item, str) for item in value):
+            yield name
 
 
 def read_tokens(folder: Path) -> AddedTokens:

@@ -8,6 +8,7 @@ import peft
 import torch
 from transformers import GenerationConfig
 
+from qlora_fsdp.common.errors import CheckpointError
 from qlora_fsdp.common.text import plural
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.data.batch import Batch
@@ -92,10 +93,18 @@ def load_trained(config: Config, adapter: str | None, processes: Processes, gene
 
 
 def generation_config(trained: AssembledModel) -> GenerationConfig:
-    """The generation_config.json of the model files, with the tokenizer's end and padding where it has none."""
+    """The generation_config.json of the model files, with the tokenizer's end and padding where it has none.
+
+    Raises:
+        CheckpointError: the file can't be read.
+    """
     folder = trained.files.folder
     has_own = folder is not None and (folder / "generation_config.json").is_file()
-    config = GenerationConfig.from_pretrained(str(folder)) if has_own else GenerationConfig()
+    try:
+        config = GenerationConfig.from_pretrained(str(folder)) if has_own else GenerationConfig()
+        torch.tensor(config.eos_token_id or [], dtype=torch.int64)  # one id, or several
+    except Exception as error:  # the file may hold anything
+        raise CheckpointError(f"{folder}/generation_config.json can't be read: {error}. Copy it again.") from error
     if config.eos_token_id is None:
         config.eos_token_id = trained.tokenizer.eos_token_id
     config.pad_token_id = trained.tokenizer.pad_token_id
