@@ -49,7 +49,7 @@ def limited_matching(setting: str) -> Iterator[None]:
     finally:
         if is_main:
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-            signal.signal(signal.SIGVTALRM, before)
+            signal.signal(signal.SIGVTALRM, before or signal.SIG_DFL)
 
 
 def is_target(name: str, targets: str | Iterable[str]) -> bool:

@@ -102,7 +102,7 @@ def assemble(
     model_type = files.config.get_text_config().model_type
     liger_kernels = use_fused_kernels(config.kernels, model_type, device) if trains else []
     meta = _build(config, lora, files, tokenizer, dtype, attention)
-    num_rows = count_tokens(meta.model)[1]
+    num_rows = count_tokens(meta.model)[1] if tokens.ids else 0
     if tokens.vocab_size > num_rows + len(tokenizer) + len(tokens.ids):  # a few bytes would ask for any number of rows
         raise AdapterError(
             f"token {tokens.vocab_size - 1} can't get a row: {files.folder} has {num_rows} tokens. Correct the "
