@@ -243,9 +243,11 @@ def test_settings_that_peft_does_not_write(adapter: Adapter, values: dict[str, A
 
 
 @pytest.mark.parametrize("text", ["[", "[" * 100_000, "null", '{"eos_token_id": "x"}'])
-@pytest.mark.parametrize("name", ["generation_config.json", "adapter_config.json", "tokenizer_config.json"])
+@pytest.mark.parametrize(
+    "name", ["config.json", "generation_config.json", "adapter_config.json", "tokenizer_config.json"]
+)
 def test_files_that_are_no_json(adapter: Adapter, name: str, text: str) -> None:
-    folder = adapter.base if name == "generation_config.json" else adapter.folder
+    folder = adapter.base if name in ("config.json", "generation_config.json") else adapter.folder
     (folder / name).write_text(text)
     adapter.refusal()
 
@@ -290,6 +292,12 @@ def test_a_config_that_no_model_can_be_made_from(adapter: Adapter, values: dict[
     config = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 1, "vocab_size": 300} | values
     adapter.write_settings({"path": None, "tokenizer_path": "bytes", "weights": "random", "config": config})
     assert "model.path=" in adapter.refusal()
+
+
+def test_a_text_config_that_is_none(adapter: Adapter) -> None:
+    file = adapter.base / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"text_config": 5}))
+    assert "its text_config is no config" in adapter.refusal()
 
 
 def test_a_kernel_is_not_named_under_another_name(adapter: Adapter) -> None:

@@ -12,12 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import (
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    StrictDataclassError,
-)
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from transformers import AutoConfig, PretrainedConfig
 
 from qlora_fsdp.common.errors import CheckpointError
@@ -74,7 +69,11 @@ def find_model(config: ModelConfig, is_main: bool, first_error: FirstError) -> M
                 f"model.path={config.path} has no config.json. Set model.path to a folder with config.json and "
                 "safetensors files."
             )
-    except (ValueError, KeyError, OSError, TypeError, AttributeError, ArithmeticError, StrictDataclassError) as error:
+        if not isinstance(hf_config.get_text_config(), PretrainedConfig):
+            raise CheckpointError(f"model.path={config.path}: its text_config is no config. Copy or download it again.")
+    except CheckpointError:
+        raise
+    except Exception as error:  # the file may hold anything
         raise CheckpointError(
             f"model.path={config.path}: its config can't be used: {error}. Check model.path, or model.config."
         ) from error
