@@ -83,8 +83,9 @@ class QuantizedLinear(nn.Linear):
     def fp8_scales(self) -> tuple[Tensor, Tensor]:
         """What fp8 values of a 4-bit weight are multiples of: float32 [out_features] for rows, [blocks] for columns.
 
-        No weight of a block is larger than the block's absmax, so the largest absmax of a row, or of a column of
-        blocks, over the largest fp8 value is small enough. The weight is frozen, so the scales are computed once.
+        No weight of a block is larger than the block's absmax. So the largest absmax of a row, or of a column of blocks,
+        divided by the largest fp8 value, is a scale large enough that no scaled weight overflows. The weight is frozen,
+        so the scales are computed once.
         """
         if self._fp8_scales is None:
             absmax = self.absmax().abs() / FP8_MAX  # a scale that was quantized itself may come out just below 0
