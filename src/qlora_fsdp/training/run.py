@@ -133,16 +133,16 @@ def _explained_shortage(
         if not is_shortage(error):
             raise
         snapshot = folder / f"memory-{processes.rank}.pickle" if config.memory.snapshot else None
-        raise explain_shortage(error, prepared.memory.plan, prepared.machine.gpu, prepared.peaks, snapshot) from error
+        raise explain_shortage(error, prepared.run_plan.plan, prepared.machine.gpu, prepared.peaks, snapshot) from error
     finally:
-        plan = prepared.memory.plan
+        plan = prepared.run_plan.plan
         with suppress(RuntimeError):  # the GPU may be what failed
             measured = prepared.peaks.as_json() | {"host_gib": round(host_rss_gib(), 3)}
             summary.measured(None if plan is None else as_json(plan), measured)
 
 
 def _load_and_prove(prepared: Prepared, config: Config, processes: Processes) -> dict[str, Any]:
-    """Fill every shard, and check what FSDP makes of them; figures for summary.json."""
+    """Shard the model, fill and prove every shard, and return figures for summary.json."""
 
     def fill_adapters(model: peft.PeftModel) -> None:
         initialize_adapters(model, config.lora.init_lora_weights, config.training.seed, prepared.assembled.tokens)
@@ -152,7 +152,7 @@ def _load_and_prove(prepared: Prepared, config: Config, processes: Processes) ->
         config,
         processes,
         fill_adapters,
-        reshard_after_forward=prepared.memory.reshard_after_forward,
+        reshard_after_forward=prepared.run_plan.reshard_after_forward,
         shows_progress=True,
         before_proof=lambda: prepared.peaks.enter("proof"),
     )
@@ -256,7 +256,10 @@ def _describe_adapter(prepared: Prepared, config: Config) -> tuple[str, str]:
 def _checkpoint_content(
     prepared: Prepared, config: Config, processes: Processes, folder: Path, result: TrainResult
 ) -> Checkpoint:
-    """What every checkpoint of this run says. Its list of evaluations is the result's own, which grows."""
+    """The manifest fields that all checkpoints of this run share.
+
+    `eval_losses` is the same list as the result's, so it grows as the loop evaluates.
+    """
     return Checkpoint(
         folder / "checkpoints",
         result.num_steps,
