@@ -1,4 +1,4 @@
-"""RMSNorms of a transformer layer: made again in backward instead of kept, and joined with the residual beside them."""
+"""RMSNorms whose output is recomputed in backward instead of kept, and that add the residual's gradient in one kernel."""
 
 from __future__ import annotations
 

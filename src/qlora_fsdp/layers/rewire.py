@@ -1,8 +1,8 @@
 """Every change that is made to the modules of a model after it was built and got its adapters.
 
-The modules keep their names and parameters, so saving, loading and sharding notice nothing. They also compute the same,
-but faster, or they keep less for backward. The exception is fp8, which rounds products differently. The other modules of
-this folder define the changes. Only this module makes them, at three moments:
+The modules keep their names and parameters, so saving, loading and sharding notice nothing. They also compute the
+same, but faster, or they keep less for backward. The exception is fp8, which rounds products differently. The other
+modules of this folder define the changes. Only this module makes them, at three moments:
 
     moment                          function      change
     a causal LM is made             attach_loss   `head.forward` computes the loss, if it is given targets

@@ -51,7 +51,7 @@ class TrainResult:
             self.last_loss = loss
 
     def add_evaluation(self, step: int, found: EvaluationResult | None) -> None:
-        """Add the evaluation after `step` steps. If `found` is None, there are no held-out rows, and nothing is added."""
+        """Add the evaluation after `step` steps. Nothing is added if `found` is None: there are no held-out rows."""
         if found is not None:
             self.eval_losses.append((step, found.loss))
             self.eval_metrics = found.metrics
