@@ -1,4 +1,4 @@
-"""RMSNorms whose output is recomputed in backward instead of kept, and that add the residual's gradient in one kernel."""
+"""RMSNorms whose output is recomputed in backward, not kept, and which add the residual's gradient to their own."""
 
 from __future__ import annotations
 
