@@ -75,7 +75,7 @@ class BadSteps:
             micro_losses: this rank's part of the loss in each micro-batch, scalars on the device.
 
         Raises:
-            TrainingError: the step is bad, and `on_bad_step` is stop or it is one more than MAX_IN_A_ROW.
+            TrainingError: the step is bad, and `on_bad_step` is stop or more than MAX_IN_A_ROW steps in a row were bad.
         """
         reason = self._judge(loss, norm)
         if reason is None:
@@ -120,7 +120,7 @@ class BadSteps:
     def _write(
         self, step: int, loss: float, norm: float, reason: str, indices: Indices, micro_losses: Sequence[Tensor]
     ) -> Path:
-        """Write the step's sequences to a file, each with the loss of its micro-batch, highest loss first. Collective."""
+        """Write the step's sequences to a file, each with the loss of its micro-batch, highest first. Collective."""
         file = self.folder / BAD_STEPS_FOLDER / f"step-{step + 1:08}.json"
         losses = self.processes.gather([loss.item() for loss in micro_losses])
         if self.processes.is_main:

@@ -180,7 +180,7 @@ class Saver:
         return int(newest.step)
 
     def describe(self) -> dict[str, Any]:
-        """Figures for summary.json: checkpoints written and failed, the longest stall of training, the longest write."""
+        """Figures for summary.json: checkpoints written and failed, longest stall of training, longest write."""
         if not self.stalls:
             return {}
         return {
