@@ -51,7 +51,7 @@ CUDA_CONTEXT = 770 * MIB  # the driver and the kernels' code, outside torch's po
 NCCL = 830 * MIB  # outside torch's pool, with several ranks
 NCCL_ALONE = 530 * MIB  # the same for a single rank that uses FSDP
 # What torch's allocator holds beyond the tensors, with expandable segments: 3 % of what is allocated and freed in a
-# step, and 128 MiB of partly used last pages.
+# step, and 128 MiB of partly used last pages of its ranges, one per stream and kind.
 FRAGMENTATION, LAST_PAGES = 0.03, 128 * MIB
 # With offloaded parameters, which come through several streams, it also holds this share of the gathered bytes. 70B
 # showed 0.38 (1.3 GiB of 3.4); the plan counts somewhat more.
