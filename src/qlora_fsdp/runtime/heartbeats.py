@@ -15,8 +15,8 @@ Triton's launcher releases it too. Not every version of torch does so while it r
 the GPU's queue is full. A C function that keeps the lock, for example while a large library is imported, keeps the
 beats back. So a rank of this host that uses processor time counts as alive without them.
 
-Time is counted by a rank's own looks at the beats, and a look counts for little however late it comes. So a job that
-was suspended as a whole (Ctrl-Z) and continued loses no rank: while nobody looks, no time passes.
+A rank measures silence by how often it looks at the beats, and one look adds only a bounded time. A job that was
+suspended as a whole (Ctrl-Z) and continued therefore loses no rank.
 """
 
 from __future__ import annotations
