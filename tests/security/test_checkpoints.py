@@ -31,7 +31,7 @@ from qlora_fsdp.training import dcp_checkpoint
 from qlora_fsdp.training.checkpoint import Checkpoint, digest_manifest, load_checkpoint, read_manifest
 from qlora_fsdp.training.checkpoint_write import HostCopy, write_checkpoint
 from qlora_fsdp.training.optim import LocalAdamW8bit
-from qlora_fsdp.training.saved_tensors import BadFile, rank_file, read_index, read_own, read_rows
+from qlora_fsdp.training.saved_tensors import BadFile, rank_file, read_index, read_rows
 from tests.cli.launch import Command, ForkedLaunch, Launch
 from tests.helpers.ranks import Meeting, run_ranks
 from tests.helpers.runs import settings, train_all
@@ -73,8 +73,11 @@ def write_with_dcp(cases: dict[Path, Path]) -> None:
             target.mkdir(parents=True, exist_ok=True)
             save(state, storage_writer=FileSystemWriter(target, sync_files=True, per_thread_copy_ahead=0))
             own: dict[int, dict[str, Any]] = {}
-            for name, value in read_own(source / rank_file(processes.rank)).items():
-                number, key = name.split(".")
+            tensors = load_file(source / rank_file(processes.rank))
+            for name, value in tensors.items():
+                if not name.startswith("own."):
+                    continue
+                _, number, key = name.split(".")
                 parts = own.setdefault(int(number), {"__bnb_optimizer_quant_state__": {}})
                 if key == "step":
                     parts[key] = value.item()
@@ -173,8 +176,8 @@ def command_in_blob(folder: Path, sentinel: Path) -> None:
     [
         (with_command, "python", r"\.metadata can't be used: it names posix\.system, which torch\.distributed"),
         (command_alone, "ranks", r"\.metadata can't be used: it names posix\.system, which torch\.distributed"),
-        (command_in_blob, "ranks", r"__\d_0\.distcp can't be used: model\..*Weights only load failed"),
-        (command_in_state, "ranks", r"optimizer-00000\.pt can't be used: Weights only load failed"),
+        (command_in_blob, "ranks", r"__\d_0\.distcp can't be used: model\..*: it names posix\.system, which"),
+        (command_in_state, "ranks", r"optimizer-00000\.pt can't be used: it names posix\.system, which"),
     ],
 )
 def test_a_command_in_an_old_checkpoint_is_not_run(straight, tmp_path: Path, forge: Any, how: str, message: str):

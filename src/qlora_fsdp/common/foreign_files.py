@@ -8,6 +8,8 @@ import stat
 from pathlib import Path
 from typing import BinaryIO
 
+MAX_SMALL_BYTES = 2**25
+
 
 def open_regular(folder: Path, name: str) -> BinaryIO:
     """Opens a file in `folder`, or in a folder inside it, for reading.
@@ -28,3 +30,17 @@ def open_regular(folder: Path, name: str) -> BinaryIO:
         os.close(descriptor)
         raise OSError(errno.EINVAL, "it is not a regular file", str(file))
     return os.fdopen(descriptor, "rb")
+
+
+def read_small(folder: Path, name: str) -> bytes:
+    """Reads a file that describes others, such as a manifest, opened as by `open_regular`.
+
+    Raises:
+        OSError, ValueError: as `open_regular`; and ValueError for a file larger than any honest one, because what is
+            parsed from it takes many times its size of memory.
+    """
+    with open_regular(folder, name) as stream:
+        content = stream.read(MAX_SMALL_BYTES + 1)
+    if len(content) > MAX_SMALL_BYTES:
+        raise ValueError(f"it has more than {MAX_SMALL_BYTES:,} bytes")
+    return content

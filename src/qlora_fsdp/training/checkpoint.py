@@ -33,6 +33,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -57,7 +58,9 @@ from qlora_fsdp.training.saved_tensors import (
     read_index,
     read_own,
     read_rows,
+    read_stored,
 )
+from qlora_fsdp.weights.safetensors_files import StoredTensor
 
 MANIFEST = "manifest.json"
 ANEW = "checkpoint.resume=none to start anew, which removes the checkpoints in run.folder."
@@ -191,11 +194,14 @@ def _load(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optim
     for name, tensor in state.items():
         read_rows(saved[name], local_tensor(tensor), local_rows(tensor)[0])
     if isinstance(optimizer, LocalAdamW8bit):
-        file = folder / (dcp_checkpoint.own_file(rank) if is_dcp else rank_file(rank))
-        _load_own_state(optimizer, file, dcp_checkpoint.read_own(file) if is_dcp else read_own(file))
+        name = dcp_checkpoint.own_file(rank) if is_dcp else rank_file(rank)
+        if name not in files:
+            raise BadFile(f"{folder / name} can't be used: it is no file of this checkpoint")
+        own = dcp_checkpoint.read_own(folder / name) if is_dcp else read_own(folder / name)
+        _load_own_state(optimizer, folder / name, own)
 
 
-def _load_own_state(optimizer: LocalAdamW8bit, file: Path, saved: dict[str, Tensor]) -> None:
+def _load_own_state(optimizer: LocalAdamW8bit, file: Path, saved: Mapping[str, StoredTensor | Tensor]) -> None:
     """Give each parameter the state of adamw_8bit that this rank has saved, after comparing it with a new state."""
     inner = optimizer.inner
     inner.state.clear()
@@ -208,8 +214,10 @@ def _load_own_state(optimizer: LocalAdamW8bit, file: Path, saved: dict[str, Tens
             name, like = f"{number}.{key}", torch.as_tensor(new)
             if name not in saved:
                 raise BadFile(f"{file} can't be used: it lacks {name}")
-            check_like(file, name, saved[name], tuple(like.shape), like.dtype)
-            state[key] = saved[name].to(param.device) if isinstance(new, Tensor) else saved[name].item()
+            found = saved[name]
+            check_like(file, name, found, tuple(like.shape), like.dtype)
+            value = read_stored(found) if isinstance(found, StoredTensor) else found
+            state[key] = value.to(param.device) if isinstance(new, Tensor) else value.item()
 
 
 def remove_checkpoints(folder: Path, keep: list[Path]) -> None:
