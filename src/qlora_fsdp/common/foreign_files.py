@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import stat
 from pathlib import Path
-from typing import BinaryIO
 
 MAX_SMALL_BYTES = 2**25
 
 
-def open_regular(folder: Path, name: str) -> BinaryIO:
+def open_regular(folder: Path, name: str) -> io.BufferedReader:
     """Opens a file in `folder`, or in a folder inside it, for reading.
 
     The folder itself may be a link. The file may not be one, and may not lie behind a link that leaves the folder:

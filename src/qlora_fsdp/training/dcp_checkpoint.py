@@ -126,7 +126,7 @@ def _read_archive(stream: BinaryIO, start: int, length: int) -> tuple[Any, dict[
     """
     members, pickles = {}, []
     part = _Part(stream, start, length)
-    for info in zipfile.ZipFile(part).infolist():  # type: ignore[call-overload]
+    for info in zipfile.ZipFile(part).infolist():
         if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
             raise ValueError("it is compressed")
         part.seek(info.header_offset + 26)  # where a member's header has the lengths of its name and its extra field

@@ -11,12 +11,13 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 MAX_ITEMS = 64  # of a tuple: the longest are the parts of a path
 MAX_STATE = 16  # attributes of an object
+LOAD: dict[int, Any] = pickle._Unpickler.dispatch  # what each opcode does
 OPCODES = (
     pickle.PROTO + pickle.FRAME + pickle.STOP + pickle.MARK + pickle.MEMOIZE + pickle.BINPUT + pickle.LONG_BINPUT
     + pickle.BINGET + pickle.LONG_BINGET + pickle.NONE + pickle.NEWTRUE + pickle.NEWFALSE + pickle.BININT
@@ -107,9 +108,9 @@ def _checked(load: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 class _Unpickler(pickle._Unpickler):  # the one in Python, whose memo is a dict and whose opcodes are in a table
-    dispatch = {opcode: pickle._Unpickler.dispatch[opcode] for opcode in OPCODES} | {
-        opcode: _checked(pickle._Unpickler.dispatch[opcode])
-        for opcode in pickle.TUPLE + pickle.TUPLE1 + pickle.TUPLE2 + pickle.TUPLE3
+    stack: list[Any]
+    dispatch: ClassVar[dict[int, Any]] = {opcode: LOAD[opcode] for opcode in OPCODES} | {
+        opcode: _checked(LOAD[opcode]) for opcode in pickle.TUPLE + pickle.TUPLE1 + pickle.TUPLE2 + pickle.TUPLE3
     }
 
     def find_class(self, module: str, name: str) -> Any:
@@ -125,7 +126,7 @@ class _Unpickler(pickle._Unpickler):  # the one in Python, whose memo is a dict 
     def load_reduce(self) -> None:
         if type(self.stack[-1]) is not tuple:
             raise pickle.UnpicklingError("it calls something with what is no tuple")
-        pickle._Unpickler.dispatch[pickle.REDUCE[0]](self)
+        LOAD[pickle.REDUCE[0]](self)
 
     dispatch[pickle.REDUCE[0]] = load_reduce
 
