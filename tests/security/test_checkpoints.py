@@ -523,7 +523,7 @@ def test_only_regular_files_of_the_folder_are_read(straight, tmp_path: Path, nam
         read_rows(read_index(folder, read_manifest(folder).files)["model.weight"], torch.empty(1), 0)
 
     told = told_in_limits(read)
-    assert str(folder / name) in told and message in told, told
+    assert str((folder / name).parent) in told and message in told, told
 
 
 def test_a_file_of_another_size_is_not_read_to_its_end(straight, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
