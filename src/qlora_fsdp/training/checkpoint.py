@@ -25,7 +25,7 @@ The life of a checkpoint, and the function of each step:
 6. It compares every file with the manifest: `read_manifest`, `verify_files`.
 7. Each rank reads the rows that it holds now into its parameters and optimizer: `load_checkpoint`. What the index says
    is checked against these (`saved_tensors.py`). Checkpoints of earlier versions, which were written by
-   torch.distributed.checkpoint, are read by `dcp_checkpoint.py`.
+   torch.distributed.checkpoint, are read by `dcp_checkpoint.py`, whose unpickler is in `dcp_pickle.py`.
 """
 
 from __future__ import annotations
