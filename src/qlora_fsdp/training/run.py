@@ -44,6 +44,7 @@ from qlora_fsdp.training.resume import (
     check_base,
     check_changes,
     check_data,
+    check_step,
     describe_kept,
     find_checkpoint,
     is_own,
@@ -87,6 +88,7 @@ def run(config: Config, world: World) -> dict[str, Any]:
         check_room(folder, prepared.sizes.num_trainable * 4, processes)  # float32
         if checkpoint is not None:
             check_data(checkpoint, prepared.data.train, config)
+            check_step(checkpoint, prepared.split.num_steps)
             check_base(checkpoint, prepared.base, config)
 
         # Third: load the weights, prove them, and train.

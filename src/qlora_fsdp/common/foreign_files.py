@@ -1,0 +1,46 @@
+"""Files in a folder that anybody may have written, such as a checkpoint that was downloaded. Imports no torch."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import stat
+from pathlib import Path
+
+MAX_SMALL_BYTES = 2**25
+
+
+def open_regular(folder: Path, name: str) -> io.BufferedReader:
+    """Opens a file in `folder`, or in a folder inside it, for reading.
+
+    The folder itself may be a link. The file may not be one, and may not lie behind a link that leaves the folder:
+    otherwise the folder could make this process read any file of the user's. A pipe or a device is refused too, because
+    reading it could wait or fill memory without end; it is opened without waiting for somebody to write to it.
+
+    Raises:
+        OSError: the file can't be opened, or is not a regular file in the folder; `strerror` says which.
+        ValueError: the name can't be the name of a file.
+    """
+    file = folder / name
+    if file.is_symlink() or not file.parent.resolve().is_relative_to(folder.resolve()):
+        raise OSError(errno.ELOOP, "it is a link, or lies behind one that leaves its folder", str(file))
+    descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a regular file", str(file))
+    return os.fdopen(descriptor, "rb")
+
+
+def read_small(folder: Path, name: str) -> bytes:
+    """Reads a file that describes others, such as a manifest, opened as by `open_regular`.
+
+    Raises:
+        OSError, ValueError: as `open_regular`; and ValueError for a file larger than any honest one, because what is
+            parsed from it takes many times its size of memory.
+    """
+    with open_regular(folder, name) as stream:
+        content = stream.read(MAX_SMALL_BYTES + 1)
+    if len(content) > MAX_SMALL_BYTES:
+        raise ValueError(f"it has more than {MAX_SMALL_BYTES:,} bytes")
+    return content
