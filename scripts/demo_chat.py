@@ -3,7 +3,7 @@
     make demo-chat
 
 The model is SmolLM2-135M-Instruct, out of a Python package (scripts/make_smollm2.py), so that no model hub is needed.
-It learns from 300 chats of demo/pairs.jsonl to answer what a function of the standard library does in one sentence.
+It learns from 300 chats (demo/chats.jsonl) to answer what a function of the standard library does in one sentence.
 Each command is shown as a user would type it. On a terminal the demo ends in a conversation; elsewhere three questions
 are asked.
 """
@@ -11,7 +11,6 @@ are asked.
 from __future__ import annotations
 
 import json
-import random
 import shlex
 import subprocess
 import sys
@@ -22,9 +21,7 @@ from make_smollm2 import make_model
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "outputs" / "models" / "smollm2-135m-instruct"
-DATA = ROOT / "outputs" / "demo-chat-data"
 RUN_FOLDER = ROOT / "outputs" / "demo-chat"
-NUM_CHATS, NUM_HELD_OUT = 300, 24
 TRAIN = "accelerate launch --config_file accelerate_configs/cpu.yaml -m qlora_fsdp.train experiment=demo_chat"
 CHAT = "python -m qlora_fsdp.chat adapter=outputs/demo-chat/adapter max_new_tokens=40"
 QUESTIONS = (
@@ -32,21 +29,6 @@ QUESTIONS = (
     "What does `shutil.copyfile(src, dst)` do?",
     "What is the capital of France?",
 )
-
-
-def make_chats(pairs: Path, chats: Path, num_chats: int) -> None:
-    """Write rows of a prompt and a completion as chats of two messages, drawn at random from all rows."""
-    rows = [json.loads(line) for line in pairs.read_text(encoding="utf-8").splitlines()]
-    chosen = random.Random(0).sample(rows, num_chats)
-    lines = []
-    for row in chosen:
-        messages = [
-            {"role": "user", "content": row["prompt"].strip()},
-            {"role": "assistant", "content": row["completion"]},
-        ]
-        lines.append(json.dumps({"messages": messages}) + "\n")
-    chats.parent.mkdir(parents=True, exist_ok=True)
-    chats.write_text("".join(lines), encoding="utf-8")
 
 
 def run(command: str, text: str | None = None) -> None:
@@ -72,12 +54,10 @@ def show_losses() -> None:
 
 
 def main() -> None:
-    """Make model and data, train, and talk."""
+    """Make the model, train, and talk."""
     start = time.monotonic()
     print(f"Making {MODEL.relative_to(ROOT)} (half a minute the first time)", flush=True)
     make_model(MODEL)
-    make_chats(ROOT / "demo" / "pairs.jsonl", DATA / "chats.jsonl", NUM_CHATS)
-    make_chats(ROOT / "demo" / "pairs_eval.jsonl", DATA / "chats_eval.jsonl", NUM_HELD_OUT)
     run(TRAIN)
     show_losses()
     print(f"The adapter, for PeftModel.from_pretrained: {RUN_FOLDER / 'adapter'} ({time.monotonic() - start:.0f} s)")

@@ -5,12 +5,18 @@ r"""Write the demo's data: what does each public function of the standard librar
 makes demo/pairs.jsonl (training) and demo/pairs_eval.jsonl (modules whose source neither the base model nor the
 adapter has seen). A row is {"prompt": "What does `textwrap.dedent(text)` do?\n", "completion": "Remove any ..."}. Rows
 depend on the version of Python that runs this; the committed ones come from the one in demo/base/README.md.
+
+    python scripts/make_docstring_pairs.py chats
+
+makes demo/chats.jsonl and demo/chats_eval.jsonl of some of these rows, as conversations of two messages.
 """
 
 from __future__ import annotations
 
 import ast
 import json
+import random
+import sys
 import sysconfig
 import warnings
 from collections.abc import Iterator
@@ -90,6 +96,17 @@ def docstring_pairs() -> Iterator[tuple[str, dict[str, str]]]:
                 yield module, {"prompt": f"What does `{call}` do?\n", "completion": line}
 
 
+def write_chats() -> None:
+    """Writes some rows of each file, drawn at random, as chats."""
+    for name, kept, num_chats in (("pairs", "chats", 300), ("pairs_eval", "chats_eval", 24)):
+        rows = [json.loads(line) for line in (DEMO / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
+        chats = []
+        for row in random.Random(0).sample(rows, num_chats):
+            question = {"role": "user", "content": row["prompt"].strip()}
+            chats.append({"messages": [question, {"role": "assistant", "content": row["completion"]}]})
+        (DEMO / f"{kept}.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats), encoding="utf-8")
+
+
 def main() -> None:
     """Writes both files, leaving out of the evaluation rows each answer that training rows give too."""
     pairs = list(docstring_pairs())
@@ -102,4 +119,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    write_chats() if sys.argv[1:] == ["chats"] else main()

@@ -98,7 +98,7 @@ def test_completions_are_those_of_stock_libraries(used, folder: Path) -> None:
         )
         expected.append(tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True))
     assert [json.loads(line)["completion"] for line in used[1].splitlines()] == expected
-    assert "Paris" in expected[0]
+    assert all(expected) and expected[0] != expected[1]
 
 
 def test_merge_onto_full_precision_is_that_of_peft(used, folder: Path) -> None:

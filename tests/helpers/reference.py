@@ -148,7 +148,7 @@ def global_batches(config: Config, tokenizer: PreTrainedTokenizerBase | None = N
     Without a tokenizer of the model's own, tokens are bytes.
     """
     tokenizer = tokenizer or byte_tokenizer()
-    vocab_size = max(VOCAB, add_tokens(tokenizer, config.tokenizer).vocab_size)
+    vocab_size = max(VOCAB, len(tokenizer), add_tokens(tokenizer, config.tokenizer).vocab_size)
     data = prepare_data(config, tokenizer, one_process(), vocab_size).train
     size, num_steps = config.training.global_batch_size, config.training.max_steps
     num_epochs = math.ceil(size * num_steps / len(data))

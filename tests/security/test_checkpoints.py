@@ -5,20 +5,27 @@ Forged checkpoints have the right checksums, which anybody can compute.
 
 from __future__ import annotations
 
+import io
 import json
+import multiprocessing
 import os
 import pickle
 import re
+import resource
 import shutil
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -28,9 +35,10 @@ from qlora_fsdp.common.errors import ResumeError
 from qlora_fsdp.common.files import digest_file
 from qlora_fsdp.runtime.processes import start_processes, stop_processes
 from qlora_fsdp.training import dcp_checkpoint
-from qlora_fsdp.training.checkpoint import Checkpoint, digest_manifest, load_checkpoint, read_manifest
+from qlora_fsdp.training.checkpoint import Checkpoint, digest_manifest, load_checkpoint, read_manifest, verify_files
 from qlora_fsdp.training.checkpoint_write import HostCopy, write_checkpoint
 from qlora_fsdp.training.optim import LocalAdamW8bit
+from qlora_fsdp.training.resume import check_data, check_step
 from qlora_fsdp.training.saved_tensors import BadFile, rank_file, read_index, read_own, read_rows
 from tests.cli.launch import Command, ForkedLaunch, Launch
 from tests.helpers.ranks import Meeting, run_ranks
@@ -73,8 +81,11 @@ def write_with_dcp(cases: dict[Path, Path]) -> None:
             target.mkdir(parents=True, exist_ok=True)
             save(state, storage_writer=FileSystemWriter(target, sync_files=True, per_thread_copy_ahead=0))
             own: dict[int, dict[str, Any]] = {}
-            for name, value in read_own(source / rank_file(processes.rank)).items():
-                number, key = name.split(".")
+            tensors = load_file(source / rank_file(processes.rank))
+            for name, value in tensors.items():
+                if not name.startswith("own."):
+                    continue
+                _, number, key = name.split(".")
                 parts = own.setdefault(int(number), {"__bnb_optimizer_quant_state__": {}})
                 if key == "step":
                     parts[key] = value.item()
@@ -173,8 +184,8 @@ def command_in_blob(folder: Path, sentinel: Path) -> None:
     [
         (with_command, "python", r"\.metadata can't be used: it names posix\.system, which torch\.distributed"),
         (command_alone, "ranks", r"\.metadata can't be used: it names posix\.system, which torch\.distributed"),
-        (command_in_blob, "ranks", r"__\d_0\.distcp can't be used: model\..*Weights only load failed"),
-        (command_in_state, "ranks", r"optimizer-00000\.pt can't be used: Weights only load failed"),
+        (command_in_blob, "ranks", r"__\d_0\.distcp can't be used: model\..*: it names posix\.system, which"),
+        (command_in_state, "ranks", r"optimizer-00000\.pt can't be used: it names posix\.system, which"),
     ],
 )
 def test_a_command_in_an_old_checkpoint_is_not_run(straight, tmp_path: Path, forge: Any, how: str, message: str):
@@ -358,6 +369,219 @@ def write_adapter(folder: Path, state: dict[str, Tensor]) -> None:
     save_file(state, folder / "adapter_model.safetensors")
 
 
+def told_in_limits(action: Callable[[], Any]) -> str:
+    """What a reader is told in a process that may take 512 MiB more than this one, and 20 seconds."""
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+
+    def work() -> None:
+        size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + 2**29
+        resource.setrlimit(resource.RLIMIT_AS, (size, size))
+        try:
+            action()
+            sender.send("nothing")
+        except (BadFile, ResumeError) as error:
+            sender.send(str(error))
+
+    process = multiprocessing.get_context("fork").Process(target=work)
+    process.start()
+    process.join(20)
+    if process.is_alive():
+        process.kill()
+        process.join()
+    return receiver.recv() if process.exitcode == 0 else f"exit code {process.exitcode}"
+
+
+LONG_TEXT = b"X" + (1_000_000).to_bytes(4, "little") + b"x" * 1_000_000
+LONG_TUPLE = b"(" + b"N" * 1_000_000 + b"tq\x01"
+LONG_DICT = b"}q\x01(" + b"".join(b"J" + n.to_bytes(4, "little") + b"N" for n in range(300_000)) + b"u"
+VALUES = b"ctorch.distributed.checkpoint.metadata\nMetadata\nq\x00"
+
+
+@pytest.mark.parametrize(
+    "stream",
+    [
+        b"Nr" + (2**27).to_bytes(4, "little") + b".",  # a place in the memo
+        b"ctorch\nSize\nq\x000" + LONG_TEXT + b"q\x010(" + b"h\x00h\x01\x85R" * 150 + b"t.",  # shapes made of a text
+        VALUES + b"0" + LONG_TUPLE + b"0(" + b"h\x00h\x01R" * 150 + b"t.",
+        VALUES + b"0" + LONG_TEXT + b"q\x010(" + b"h\x00)\x81h\x01b" * 150 + b"t.",
+        VALUES + b"0" + LONG_DICT + b"0(" + b"h\x00)\x81h\x01b" * 150 + b"t.",
+        b"\x96" + (2**31).to_bytes(8, "little") + b".",  # a bytearray
+        b"}N" + b"\x85" * 5_000_000 + b"Ns.",  # tuples in tuples, which are hashed
+        b"\x8c\x01a" + b"0" * 2**25,
+    ],
+    ids=["memo", "shape", "arguments", "state", "attributes", "bytearray", "nesting", "size"],
+)
+def test_a_small_pickle_takes_little_memory(tmp_path: Path, stream: bytes):
+    (tmp_path / ".metadata").write_bytes(b"\x80\x02" + stream)
+    told = told_in_limits(lambda: dcp_checkpoint.read_index(tmp_path, {}))
+    assert re.search(r"\.metadata can't be used: (it|'NoneType' object) ", told), told
+
+
+def write_blob(folder: Path, blob: bytes) -> Callable[[], None]:
+    """An old checkpoint of one tensor, `a`; returns what reads it."""
+    info = StorageInfo("__0_0.distcp", 0, len(blob))
+    chunk = metadata.ChunkStorageMetadata(torch.Size([0]), torch.Size([4]))
+    entry = metadata.TensorStorageMetadata(metadata.TensorProperties(torch.float32), torch.Size([4]), [chunk])
+    whole = metadata.Metadata({"a": entry}, None, {metadata.MetadataIndex("a", torch.Size([0])): info})
+    (folder / ".metadata").write_bytes(pickle.dumps(whole))
+    (folder / "__0_0.distcp").write_bytes(blob)
+    target = torch.empty(4)
+
+    def read() -> None:
+        read_rows(dcp_checkpoint.read_index(folder, {"__0_0.distcp": (len(blob), "")})["a"], target, 0)
+        assert target.tolist() == [0, 1, 2, 3]
+
+    return read
+
+
+def zipped(value: Any, content: bytes | None = None, compression: int = zipfile.ZIP_STORED) -> bytes:
+    """What `torch.save` writes of a value, with another pickle or compressed."""
+    saved, blob = io.BytesIO(), io.BytesIO()
+    torch.save(value, saved)
+    with zipfile.ZipFile(saved) as source, zipfile.ZipFile(blob, "w", compression) as target:
+        for name in source.namelist():
+            target.writestr(name, content if content and name.endswith("data.pkl") else source.read(name))
+    return blob.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: zipped(torch.arange(4.0)), "^nothing$"),
+        (lambda: zipped(torch.arange(8.0)[:4]), "^nothing$"),
+        (lambda: zipped(0, b"\x80\x02c__builtin__\nbytearray\nJ\0\0\0\x40\x85R."), "it names __builtin__.bytearray"),
+        (lambda: zipped(torch.zeros(2**24), compression=zipfile.ZIP_DEFLATED), "it is compressed"),
+        (lambda: zipped(torch.zeros(5)), r"a is \[5\] in torch.float32, not \[4\]"),
+        (lambda: zipped(torch.zeros(4).half()), "a is .* in torch.float16, not"),
+        (lambda: zipped(torch.zeros(1).expand(4)), "do not lie one after another"),
+        (lambda: zipped(torch.zeros(4, device="meta")), "it names torch._utils._rebuild_meta"),
+        (lambda: zipped(3), "can't be used"),
+        (lambda: b"PK", "can't be used"),
+    ],
+)
+def test_an_old_blob_is_read_only_where_it_is_the_tensor(tmp_path: Path, make: Callable[[], bytes], message: str):
+    told = told_in_limits(write_blob(tmp_path, make()))
+    assert re.search(message, told), told
+
+
+def test_an_old_index_has_names_that_are_texts(tmp_path: Path):
+    read = write_blob(tmp_path, zipped(torch.arange(4.0)))
+    whole = pickle.loads((tmp_path / ".metadata").read_bytes())
+    whole.state_dict_metadata[5] = whole.state_dict_metadata["a"]
+    whole.storage_data[metadata.MetadataIndex(5, torch.Size([0]))] = next(iter(whole.storage_data.values()))
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(whole))
+    with pytest.raises(BadFile, match="a name is no text"):
+        read()
+
+
+ALONE: Any = SimpleNamespace(rank=0, num_ranks=1, wait=lambda patiently: None, first_error=lambda error: error)
+
+
+def test_an_own_file_that_the_manifest_does_not_list_is_not_read(tmp_path: Path):
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata.Metadata({}, None, {})))
+    torch.save({}, tmp_path / OWN_FILE)
+    optimizer = LocalAdamW8bit([nn.Parameter(torch.ones(64, 64))], lr=1.0, betas=(0.9, 0.9), eps=1.0, weight_decay=0.0)
+    content = Checkpoint(tmp_path, 1, 1, {}, {}, files={".metadata": (1, "")})
+    with pytest.raises(ResumeError, match=rf"{OWN_FILE} can't be used: it is no file of this checkpoint"):
+        load_checkpoint(content, nn.Module(), optimizer, ALONE)
+
+
+def make_pipe(file: Path, outside: Path) -> None:
+    os.mkfifo(file)
+
+
+def link_outside(file: Path, outside: Path) -> None:
+    file.symlink_to(outside)
+
+
+def link_folder(file: Path, outside: Path) -> None:
+    shutil.move(file.parent, outside.parent / "adapter")
+    file.parent.symlink_to(outside.parent / "adapter")
+    shutil.copy(outside, file)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("manifest.json", make_pipe, "it is not a regular file"),
+        ("manifest.json", link_outside, "it is a link"),
+        ("index.json", make_pipe, "it is not a regular file"),
+        (FIRST_FILE, link_outside, "it is a link"),
+        ("adapter/adapter_model.safetensors", link_folder, "it is a link, or lies behind one that leaves"),
+    ],
+)
+def test_only_regular_files_of_the_folder_are_read(straight, tmp_path: Path, name: str, change: Any, message: str):
+    real = shutil.copytree(saved_by(straight[0] / "adamw"), tmp_path / "real" / "run" / "step-00000002")
+    (tmp_path / "link").symlink_to(real.parent)
+    folder = tmp_path / "link" / real.name  # a folder of checkpoints on another disk is all right
+    verify_files(read_manifest(folder), ALONE)
+    shutil.move(folder / name, tmp_path / "outside")
+    change(folder / name, tmp_path / "outside")
+
+    def read() -> None:
+        verify_files(read_manifest(folder), ALONE)
+        read_rows(read_index(folder, read_manifest(folder).files)["model.weight"], torch.empty(1), 0)
+
+    told = told_in_limits(read)
+    assert str((folder / name).parent) in told and message in told, told
+
+
+def test_a_file_of_another_size_is_not_read_to_its_end(straight, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = shutil.copytree(saved_by(straight[0] / "adamw"), tmp_path / "step-00000002")
+    os.truncate(folder / "index.json", 2**40)
+    told = told_in_limits(lambda: verify_files(read_manifest(folder), ALONE))
+    assert f"index.json is damaged: it has {2**40} bytes, not" in told
+
+
+def test_a_piece_is_compared_before_it_is_read(tmp_path: Path):
+    header = json.dumps({"a": {"dtype": "F32", "shape": [2**30], "data_offsets": [0, 2**32]}}).encode()
+    (tmp_path / FIRST_FILE).write_bytes(len(header).to_bytes(8, "little") + header)
+    os.truncate(tmp_path / FIRST_FILE, 8 + len(header) + 2**32)
+    entry = {"dtype": "F32", "shape": [4], "pieces": [[FIRST_FILE, 0, 4]]}
+    (tmp_path / "index.json").write_text(json.dumps({"tensors": {"a": entry}}))
+    told = told_in_limits(lambda: read_rows(read_index(tmp_path, {FIRST_FILE})["a"], torch.empty(4), 0))
+    assert f"a is [{2**30}] in torch.float32, not [4] in torch.float32" in told
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"[" * 100_000,
+        b'{"a": {"dtype": "F32", "shape": [128.0, 64], "data_offsets": [0, 0]}}',
+        b'{"a": {"dtype": "F32", "shape": [0, 1' + b"0" * 30 + b'], "data_offsets": [0, 0]}}',
+        b'{"a": {"dtype": "F32", "shape": [true], "data_offsets": [0, 0]}}',
+        b'{"a": {"dtype": "F32", "shape": [0], "data_offsets": [0]}}',
+    ],
+)
+def test_a_forged_header_is_refused(tmp_path: Path, header: bytes):
+    (tmp_path / FIRST_FILE).write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(BadFile, match=rf"{FIRST_FILE} can't be used: "):
+        read_own(tmp_path / FIRST_FILE)
+
+
+def test_whatever_goes_wrong_in_loading_is_told_on_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def fail(*_: Any) -> None:
+        raise AttributeError("no such \x1b thing")
+
+    monkeypatch.setattr("qlora_fsdp.training.checkpoint.read_index", fail)
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(1))])
+    with pytest.raises(ResumeError, match=r"can't be used: AttributeError: no such \? thing"):
+        load_checkpoint(Checkpoint(tmp_path, 1, 1, {}, {}), nn.Module(), optimizer, ALONE)
+
+
+def test_a_step_that_the_run_does_not_reach_is_refused(tmp_path: Path):
+    check_step(Checkpoint(tmp_path, 4, 1, {}, {}), num_steps=4)
+    with pytest.raises(ResumeError, match="is of step 5, and this run has 4 steps"):
+        check_step(Checkpoint(tmp_path, 5, 1, {}, {}), num_steps=4)
+
+
+def test_counts_of_other_data_are_shown_without_what_a_terminal_obeys(tmp_path: Path):
+    data: Any = SimpleNamespace(describe=lambda: {"num_tokens": 5})
+    own: Any = SimpleNamespace(checkpoint=SimpleNamespace(allow_changes=[]), data=SimpleNamespace(path="rows.jsonl"))
+    with pytest.raises(ResumeError, match=r"num_tokens is 5, was \?\]0;owned\?\."):
+        check_data(Checkpoint(tmp_path, 5, 1, {}, {"num_tokens": "\x1b]0;owned\x07"}), data, own)  # type: ignore[dict-item]
+
+
 def test_what_contradicts_the_model_or_itself_is_refused(tmp_path: Path):
     one, other = run_ranks(2, save_forge_and_load, tmp_path)
     for case, (_, message) in (FORGED | FORGED_STATE).items():
@@ -388,6 +612,15 @@ def test_a_forged_index_ends_the_command_with_one_message(straight, tmp_path: Pa
         ({"settings": [1]}, "its settings or data are no names with values"),
         ({"eval_losses": [["a", {}]]}, "its evaluation losses are no numbers"),
         ({"more": 1}, "can't be used"),
+        ({"files": {"a\0b": [1, "0"]}}, r"it lists a\?b, which is no name"),
+        ({"files": {"a\ud800": [1, "0"]}}, r"it lists a\?, which is no name"),
+        ({"step": -5}, "its step or number of ranks is no number"),
+        ({"step": 10**30}, "its step or number of ranks is no number"),
+        ({"num_ranks": 0}, "its step or number of ranks is no number"),
+        ({"eval_losses": ""}, "its evaluation losses are no list"),
+        ({"eval_losses": [[1, 10**400]]}, "its evaluation losses are no numbers"),
+        ({"settings": {"lora.r": json.loads("[" * 900 + "]" * 900)}}, "its settings or data are nested deeply"),
+        ({"settings": {"lora.r": "x" * 2**25}}, "it has more than 33,554,432 bytes"),
         ({"files": {"../\x1b]0;owned\x07": [1, "0"]}}, r"it lists \.\./\?\]0;owned\?, which"),
     ],
 )

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -35,8 +35,13 @@ def replacing(path: Path) -> Iterator[Path]:
 
 def digest_file(file: Path) -> str:
     """Returns the SHA-256 of a file's bytes."""
-    digest = hashlib.sha256()
     with file.open("rb") as stream:
-        while block := stream.read(2**22):
-            digest.update(block)
+        return digest_stream(stream)
+
+
+def digest_stream(stream: BinaryIO) -> str:
+    """Returns the SHA-256 of the bytes that follow in a file."""
+    digest = hashlib.sha256()
+    while block := stream.read(2**22):
+        digest.update(block)
     return digest.hexdigest()

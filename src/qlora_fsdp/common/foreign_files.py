@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import stat
 from pathlib import Path
-from typing import BinaryIO
+
+MAX_SMALL_BYTES = 2**25
 
 
-def open_regular(folder: Path, name: str) -> BinaryIO:
+def open_regular(folder: Path, name: str) -> io.BufferedReader:
     """Opens a file in `folder`, or in a folder inside it, for reading.
 
     The folder itself may be a link. The file may not be one, and may not lie behind a link that leaves the folder:
@@ -49,3 +51,17 @@ def find_outside(folder: Path) -> list[Path]:
         if not is_inside or not target.is_file():
             found.append(file)
     return found
+
+
+def read_small(folder: Path, name: str) -> bytes:
+    """Reads a file that describes others, such as a manifest, opened as by `open_regular`.
+
+    Raises:
+        OSError, ValueError: as `open_regular`; and ValueError for a file larger than any honest one, because what is
+            parsed from it takes many times its size of memory.
+    """
+    with open_regular(folder, name) as stream:
+        content = stream.read(MAX_SMALL_BYTES + 1)
+    if len(content) > MAX_SMALL_BYTES:
+        raise ValueError(f"it has more than {MAX_SMALL_BYTES:,} bytes")
+    return content

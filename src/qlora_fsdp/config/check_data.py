@@ -1,4 +1,4 @@
-"""Do the settings of the data and of the task make sense? Part of `check_settings`."""
+"""Checks of the settings of the data and of the task. Part of `check_settings`."""
 
 from __future__ import annotations
 

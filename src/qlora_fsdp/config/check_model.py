@@ -1,4 +1,4 @@
-"""Do the settings of the model, of its quantization and of the adapters make sense? Part of `check_settings`."""
+"""Checks of the settings of the model, of its quantization and of the adapters. Part of `check_settings`."""
 
 from __future__ import annotations
 

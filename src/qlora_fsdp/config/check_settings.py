@@ -1,4 +1,4 @@
-"""Does the configuration make sense? Every check, by subject, and what this command needs of them. Imports no torch.
+"""All checks of the settings. A command may restrict them to the settings that it uses. Imports no torch.
 
 A check yields the problems that it finds, so that a user sees all of them at once. It may look at the files that the
 settings name, but not at the device and not at the number of processes: these have checks of their own below.

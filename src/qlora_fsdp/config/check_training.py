@@ -1,4 +1,4 @@
-"""Do the settings of training, of sharding, of checkpoints and of launches make sense? Part of `check_settings`."""
+"""Checks of the settings of training, sharding, memory, checkpoints and launches. Part of `check_settings`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stage 6, pack: rows are put together into sequences of at most `capacity` tokens, by best-fit decreasing.
+"""Put rows together into packs of at most `capacity` tokens, by best-fit decreasing. Stage 6 (sequences) uses this.
 
 Long rows come first, and each row goes into the fullest open pack that still has room for it. One Python integer keeps
 the rooms: its bit s is set if a pack with room for s tokens is open. Shifted by the row's length, its lowest bit is the

@@ -1,4 +1,8 @@
-"""The data of a run: every source tokenized once per node, then opened as sequences by every rank."""
+"""The data of a run: one process per node tokenizes every source into the cache, then every rank opens the sequences.
+
+A source is a file, a folder or a hub data set: `data.path`, each data set of `data.mix`, or `data.eval_path`. Data that
+is streamed (data.streaming) is opened by `stream.py` instead.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +34,7 @@ from qlora_fsdp.data.sequences import (
 from qlora_fsdp.data.tokenize_source import load_source, tokenize_source
 from qlora_fsdp.runtime.processes import Processes
 
-NUM_RANDOM_ROWS = 65_536  # rows of data.format=random, unless data.max_rows says otherwise
+NUM_RANDOM_ROWS = 65_536  # rows of data.format=random if data.max_rows is null
 
 Train = TypeVar("Train", bound=TrainingData, covariant=True)
 
@@ -42,7 +46,7 @@ class PreparedData(Generic[Train]):
     Attributes:
         train: the sequences to train on; `StreamedSequences` with data.streaming.
         eval: the held-out sequences, if any were asked for.
-        report: counts for rank 0 to print. For a stream they are those of its first window.
+        report: counts for rank 0 to log. For a stream they are those of its first window.
     """
 
     train: Train
@@ -53,16 +57,16 @@ class PreparedData(Generic[Train]):
 def prepare_data(
     config: Config, tokenizer: PreTrainedTokenizerBase, processes: Processes, vocab_size: int
 ) -> PreparedData[Sequences]:
-    """Tokenizes the data where it is not in the cache yet, and opens it. Every rank calls this.
+    """Tokenizes the data unless it is in the cache already, and opens it. Every rank calls this.
 
-    One rank per node writes the cache, and the others wait for it. All ranks stop if one can't prepare its data, also
-    where nodes do not share the cache folder.
+    One rank per node writes the cache, and the others wait for it. If one rank can't prepare its data, all ranks stop,
+    even if nodes do not share the cache folder.
 
     Args:
         config: `data`, `task`, `training.max_length`, `training.packing` and `training.seed` are used.
         tokenizer: the result of `load_tokenizer`, with new tokens added.
         processes: all ranks take part.
-        vocab_size: number of tokens that the model knows.
+        vocab_size: number of tokens that the model's embeddings know, new ones included. Every id must be below it.
 
     Raises:
         DataError: the data can't be used; raised on every rank.
@@ -75,7 +79,7 @@ def prepare_data(
 def prepare_held_out(
     config: Config, tokenizer: PreTrainedTokenizerBase, processes: Processes, vocab_size: int
 ) -> Sequences:
-    """Like `prepare_data`, for `data.eval_path` alone, which must be set."""
+    """Like `prepare_data`, but only for the held-out data in `data.eval_path`, which must be set."""
     path = config.data.eval_path
     assert path is not None
     _tokenize_sources([path], config, tokenizer, processes)
@@ -85,14 +89,14 @@ def prepare_held_out(
 
 
 def raise_on_all(failure: Exception | None, processes: Processes) -> None:
-    """Raises what went wrong on this rank or on another one. Every rank calls this.
+    """Raises on every rank if any rank failed. Every rank calls this, and it waits for all of them.
 
     Args:
         failure: what went wrong on this rank, or None.
         processes: all ranks take part.
 
     Raises:
-        DataError: another rank failed. This rank's own failure is raised as it is.
+        DataError: another rank failed. If this rank failed, its own exception is raised instead.
     """
     text = processes.first_error(None if failure is None else str(failure) or repr(failure))
     if failure is not None:
@@ -102,7 +106,7 @@ def raise_on_all(failure: Exception | None, processes: Processes) -> None:
 
 
 def count_data(sources: Iterable[ReadReport], train: Sequences, held_out: Sequences | None) -> DataReport:
-    """The counts of prepared data."""
+    """The counts of prepared data, for its report. `sources` are the reports of reading, one per data set."""
     num_tokens = int(train.lengths.sum())
     return DataReport(
         sources=tuple(sources),
@@ -117,7 +121,7 @@ def count_data(sources: Iterable[ReadReport], train: Sequences, held_out: Sequen
 
 
 def _paths(config: Config) -> list[str]:
-    """Where all data is: the training data, then the data of `data.eval_path`."""
+    """The paths of all sources: those of the training data, then `data.eval_path` if it is set."""
     paths = training_paths(config.data)
     if not paths:
         raise DataError(
@@ -129,6 +133,7 @@ def _paths(config: Config) -> list[str]:
 def _tokenize_sources(
     paths: Iterable[str], config: Config, tokenizer: PreTrainedTokenizerBase, processes: Processes
 ) -> None:
+    """Tokenizes sources into the cache, on one rank per node, and waits for all ranks."""
     failure: Exception | None = None
     if processes.is_local_main:
         try:
@@ -140,6 +145,7 @@ def _tokenize_sources(
 
 
 def _open(config: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> PreparedData[Sequences]:
+    """Opens the tokenized rows, holds some out for evaluation, mixes data sets, and makes sequences of the rows."""
     data, training = config.data, config.training
     settings = SequenceSettings.of(training, tokenizer)
     sources: list[ReadReport] = []
@@ -175,7 +181,17 @@ def _open(config: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -
 def _mix(
     rows: Rows, parts: list[Indices], weights: dict[str, float], seed: int
 ) -> tuple[list[Indices], tuple[MixPart, ...]]:
-    """The rows of an epoch, one array per data set, and the share of each data set."""
+    """Repeats or draws rows so that each data set has the share of an epoch that its weight asks for.
+
+    Args:
+        rows: the rows of all data sets.
+        parts: the row ids of each data set.
+        weights: the weight of each data set, by its path.
+        seed: decides which rows are repeated once more.
+
+    Returns:
+        The row ids of an epoch, one array per data set, and counts of each data set for the report.
+    """
     counts = count_rows([len(ids) for ids in parts], list(weights.values()))
     used = [repeat_rows(ids, count, seed, n) for n, (ids, count) in enumerate(zip(parts, counts, strict=True))]
     num_tokens = [int(rows.lengths[ids].sum()) for ids in used]

@@ -1,4 +1,4 @@
-"""Stage 6, sequences: what the training loop counts in. With packing a sequence is several rows, otherwise one row."""
+"""Stage 6, sequences: the units of a batch. With packing a sequence is several rows, otherwise it is one row."""
 
 from __future__ import annotations
 

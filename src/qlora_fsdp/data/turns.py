@@ -1,8 +1,8 @@
 """Where the assistant's turns are in the text of a conversation, if the template does not mark them.
 
 A turn is found by rendering the conversation up to it and up to its end. That is two renders per turn, and long
-conversations have hundreds of turns. So it is done for the first and the last turn of each kind alone. The others are
-found in the text of one render that tells the part that each message gave.
+conversations have hundreds of turns. So it is done only for the first and the last turn of each kind. The other turns
+are found in one render that records which part of the text came from which message.
 """
 
 from __future__ import annotations

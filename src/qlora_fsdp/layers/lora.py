@@ -1,4 +1,6 @@
-"""LoRA on quantized linear layers: adapter and base in one function, for one layer or several that share an input.
+"""LoRA on quantized linear layers: one layer, or several that share an input.
+
+Two autograd functions compute them. The first makes h = x A^T, and the second the base's product plus the adapter's.
 
 PEFT's `lora.Linear` stays the module: its parameters, names, saving and loading are PEFT's. Only its forward is
 replaced. Adapter weights are fp32 Parameters, because an FSDP group must have one trainable dtype and because an

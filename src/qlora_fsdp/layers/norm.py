@@ -1,4 +1,4 @@
-"""RMSNorms of a transformer layer: made again in backward instead of kept, and joined with the residual beside them."""
+"""RMSNorms whose output is recomputed in backward, not kept, and which add the residual's gradient to their own."""
 
 from __future__ import annotations
 

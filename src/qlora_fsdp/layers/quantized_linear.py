@@ -1,8 +1,8 @@
 """A linear layer whose weight is stored quantized, as codes and scales, and dequantized each time it is used.
 
-FSDP2 shards and gathers the Parameters of a module, and returns them as plain Parameters. bitsandbytes keeps codes in a
-Parameter class of its own, with the scales as an attribute: FSDP2 would drop the class, and keep all scales on every
-rank. So codes and scales are plain Parameters here, and the layer itself knows how to make a weight of them.
+bitsandbytes keeps codes in its own Parameter class, with the scales as an attribute. FSDP2 does not shard that
+attribute, so every rank would keep all scales. And when FSDP2 gathers, it returns plain Parameters, without the
+attribute. So codes and scales are plain Parameters here, and the layer itself knows how to make a weight of them.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from qlora_fsdp.layers.quantized_format import Format, code_book, dynamic_map
 class QuantizedLinear(nn.Linear):
     """A frozen linear layer stored as `codes`, `scales` and, with double quantization, `nested_scales`.
 
-    `Format` says what they hold; all have rows (or chunks) along dim 0, which FSDP2 splits over ranks. `weight` is a
-    property, so that code which reads `layer.weight` gets a weight, and never codes.
+    `Format` describes their contents. FSDP2 splits dim 0 of each over ranks. `weight` is a property, so that code which
+    reads `layer.weight` gets a weight, and never codes.
 
     Args:
         in_features: a multiple of the block size for 4-bit formats.
@@ -81,10 +81,13 @@ class QuantizedLinear(nn.Linear):
         return {name: getattr(self, name) for name in self.part_names}
 
     def fp8_scales(self) -> tuple[Tensor, Tensor]:
-        """What fp8 values of a 4-bit weight are multiples of: float32 [out_features] for rows, [blocks] for columns.
+        """The fp8 scales of a 4-bit weight, for which weight = fp8 value * scale.
 
-        No weight of a block is larger than the block's absmax, so the largest absmax of a row, or of a column of
-        blocks, over the largest fp8 value is small enough. The weight is frozen, so the scales are computed once.
+        Returns float32 [out_features], one per row, and float32 [blocks], one per column of blocks.
+
+        No weight of a block is larger than the block's absmax. So the largest absmax of a row, or of a column of
+        blocks, divided by the largest fp8 value, is a scale large enough that no scaled weight overflows. The weight is
+        frozen, so the scales are computed once.
         """
         if self._fp8_scales is None:
             absmax = self.absmax().abs() / FP8_MAX  # a scale that was quantized itself may come out just below 0
@@ -92,12 +95,12 @@ class QuantizedLinear(nn.Linear):
         return self._fp8_scales
 
     def fill_fp8(self, factors: Tensor, out: Tensor, axis: Axis) -> None:
-        """Write a 4-bit weight times `factors` into `out`; on a GPU.
+        """Write a 4-bit weight times `factors` (the reciprocals of fp8 scales) into `out`; on a GPU.
 
         Args:
-            factors: float32, one per row [out_features], or one per column of blocks [blocks].
+            factors: float32 [out_features] for axis "row", [blocks] for axis "column".
             out: float8_e4m3fn [out_features, in_features] for axis "row", transposed for axis "column".
-            axis: what there is one factor for.
+            axis: "row": one factor per row; "column": one per column of blocks.
         """
         from qlora_fsdp.layers.kernels import triton_dequantize
 
@@ -107,7 +110,7 @@ class QuantizedLinear(nn.Linear):
         triton_dequantize.dequantize(codes, scales, nested, books, self.blocksize, out, factors, axis)
 
     def forward(self, input: Tensor) -> Tensor:
-        """x_BI -> y_BO, in the dtype of the input, which must be the compute dtype."""
+        """[..., I] -> [..., O], in the dtype of the input, which must be the compute dtype."""
         return _DequantizedLinear.apply(input, self.bias, self)  # type: ignore[no-any-return,no-untyped-call]
 
     def extra_repr(self) -> str:
@@ -118,8 +121,8 @@ class _DequantizedLinear(torch.autograd.Function):
     """y = x W^T + b. The weight is dequantized for forward, and again for backward.
 
     Autograd saves nothing between the two, not even the codes: backward reads them from the layer, which FSDP has
-    gathered again by then. This also shortens recomputation. `torch.utils.checkpoint` stops recomputing a
-    transformer layer at the last tensor that the layer saved, so a final layer that saves nothing is left out.
+    gathered again by then. This also shortens recomputation. `torch.utils.checkpoint` stops recomputing a transformer
+    layer at the last tensor that the layer saved, so if the last linear layer saves nothing, it is not recomputed.
     """
 
     @staticmethod
@@ -137,9 +140,9 @@ class _DequantizedLinear(torch.autograd.Function):
 
 
 def unflatten(y_NO: Tensor, x: Tensor) -> Tensor:
-    """y with the leading dimensions of x, but not as a view.
+    """y [N, O] with the leading dimensions of x, but not as a view.
 
-    Autograd forbids to change a view in place that an autograd function returned, as Longformer does with its queries.
+    Autograd forbids changing in place a view that a custom function returned, and Longformer does this to its queries.
     """
     y: Tensor = torch.ops.aten._unsafe_view.default(y_NO, [*x.shape[:-1], y_NO.shape[1]])
     return y

@@ -1,8 +1,8 @@
 """Every change that is made to the modules of a model after it was built and got its adapters.
 
-The modules keep their names and parameters, so saving, loading and sharding notice nothing. What they compute stays the
-same too: it is computed faster, or keeps less for backward. The rest of this folder defines what is put in. Only this
-module puts it in, at three moments:
+The modules keep their names and parameters, so saving, loading and sharding notice nothing. They also compute the
+same, but faster, or they keep less for backward. The exception is fp8, which rounds products differently. The other
+modules of this folder define the changes. Only this module makes them, at three moments:
 
     moment                          function      change
     a causal LM is made             attach_loss   `head.forward` computes the loss, if it is given targets
@@ -12,8 +12,8 @@ module puts it in, at three moments:
                                                   3. `group` of q, k and v makes them one computation
                                                   4. `forward` of gated MLPs becomes one computation
                                                   5. `forward` of the heads' norms copies nothing
-    a layer's activation policy     remake_norms  `forward` of norms remembers input and output, and `last_norm` of
-    is set, at the start or later                 what gets them is where to ask
+    a layer's activation policy     remake_norms  norms remember input and output in a `LastNorm`; linear layers ask
+    is set, at the start or later                 it (`last_norm`) whether their input is a norm's output
 
 A layer that fits none of this stays as it is: a model whose modules have other names is computed one layer at a time.
 """

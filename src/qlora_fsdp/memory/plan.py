@@ -9,7 +9,8 @@ activations, gradients. The largest moment is the peak of its phase, and the lar
 How many activations wait for backward depends on each layer's policy (memory/activation_bytes.py): a layer may keep all
 of them, or compute some or all of them again. memory/choose.py makes plans for several policies and picks one.
 
-Two more things need GPU memory: what torch's allocator holds beyond the tensors, and what CUDA and NCCL take beside it.
+Two more things need GPU memory: what torch's allocator holds beyond the tensors, and what CUDA and NCCL take outside
+the allocator.
 
 What is gathered at which moment follows FSDP2 (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, torch 2.11 to
 2.13). memory/model_bytes.py explains its units and flat buffers.
@@ -45,15 +46,15 @@ PHASES = ("load", "forward", "backward", "step")
 
 # Measured on H200s with torch 2.11 (docs/plan-validation.md).
 LOAD_STAGING = 80 * MIB  # pieces of weights on their way from the host to the shards
-WORKSPACE = 64 * MIB  # of cuBLAS, in torch's own pool: one for the thread of forward, one for that of backward
+WORKSPACE = 64 * MIB  # both workspaces of cuBLAS, in torch's own pool: of forward's thread and of backward's
 CUDA_CONTEXT = 770 * MIB  # the driver and the kernels' code, outside torch's pool
 NCCL = 830 * MIB  # outside torch's pool, with several ranks
 NCCL_ALONE = 530 * MIB  # the same for a single rank that uses FSDP
-# How much more than the tensors torch's allocator must hold, with expandable segments: a share of what comes and goes
-# within a step, and the last pages of its ranges, one per stream and kind.
+# What torch's allocator holds beyond the tensors, with expandable segments: 3 % of what is allocated and freed in a
+# step, and 128 MiB of partly used last pages of its ranges, one per stream and kind.
 FRAGMENTATION, LAST_PAGES = 0.03, 128 * MIB
-# The share of gathered bytes that it holds besides if parameters come from the host, through several streams
-# (70B: 1.3 GiB of 3.4).
+# With offloaded parameters, which come through several streams, it also holds this share of the gathered bytes. 70B
+# showed 0.38 (1.3 GiB of 3.4); the plan counts somewhat more.
 STREAMED = 0.45
 # Host memory of a rank: Python and the libraries; what CUDA and its libraries add; NCCL; the modules of one layer.
 HOST_PYTHON, HOST_CUDA, HOST_NCCL, HOST_LAYER = 580 * MIB, 950 * MIB, 360 * MIB, 3 * MIB // 2
@@ -64,7 +65,7 @@ class MemoryPlan:
     """Predicted bytes of one rank.
 
     Attributes:
-        work: what the plan is for.
+        work: the run that is planned: model shape, settings, ranks.
         policies: the activation policy of each layer.
         phases: GPU bytes by part at the peak of each of PHASES.
         host: host bytes by part, of rank 0, which puts the whole `adapter` together. The other ranks do not have it.
@@ -122,7 +123,10 @@ def make_plan(work: Workload, policies: Sequence[Policy]) -> MemoryPlan:
 
 
 def planner(work: Workload) -> Callable[[Sequence[Policy]], MemoryPlan]:
-    """`make_plan` of one run as a function of the policies, which counts the parameters only once."""
+    """Return a function from policies to a plan.
+
+    It counts the parameters only once, so many policies can be tried.
+    """
     return partial(_plan, work, ModelBytes(work))
 
 
@@ -142,8 +146,8 @@ def _plan(work: Workload, model: ModelBytes, policies: Sequence[Policy]) -> Memo
 def _forward_moments(work: Workload, model: ModelBytes, policies: Sequence[Policy]) -> Iterator[BytesByPart]:
     """What each moment of forward needs beyond the resident parts.
 
-    Activations pile up from layer to layer, so of the layers only one of the last can be the peak. Which one depends on
-    what is gathered ahead, because towards the end fewer layers are left to gather.
+    Activations grow from layer to layer, so the peak is in one of the last layers. Which one depends on how many layers
+    are still gathered ahead.
     """
     saved, slots = _saved(work, policies), _offload_slots(work, policies)
     hidden = work.num_tokens * work.shape.hidden_size * work.compute_bytes
@@ -171,16 +175,16 @@ def _forward_moments(work: Workload, model: ModelBytes, policies: Sequence[Polic
             "workspace": WORKSPACE,
         }
     # The head is gathered.
-    opened: BytesByPart = {
+    at_head: BytesByPart = {
         "activations": sum(saved) + slots + hidden,
         "gathered": model.kept + model.gathered_end("head") + model.deferred_flat,
         "workspace": WORKSPACE,
     }
-    yield opened
+    yield at_head
     # The loss is computed.
     yield {
-        **opened,
-        "gathered": opened["gathered"] - model.freed_flat("head"),
+        **at_head,
+        "gathered": at_head["gathered"] - model.freed_flat("head"),
         "dequantized": model.cast("head"),
         "loss": loss_bytes(work),
     }
@@ -189,9 +193,9 @@ def _forward_moments(work: Workload, model: ModelBytes, policies: Sequence[Polic
 def _backward_moments(work: Workload, model: ModelBytes, policies: Sequence[Policy]) -> Iterator[BytesByPart]:
     """What each moment of backward needs beyond the resident parts.
 
-    Backward makes whole gradients. FSDP copies those of a unit to send them to the other ranks, and that copy lives
-    until the gradients of the next unit are ready. After that a rank keeps its shard of them. If a step has several
-    micro-batches, the resident parts count the gradients instead: they stay whole until the last micro-batch.
+    Backward makes whole gradients. FSDP copies a unit's gradients to send them; the copy lives until the next unit's
+    are ready. Then the rank keeps only its shard. If a step has several micro-batches, the resident parts count the
+    gradients instead: they stay whole until the last micro-batch.
     """
     num_copies = 1 if work.uses_fsdp else 0
     saved = _saved(work, policies)
@@ -199,16 +203,16 @@ def _backward_moments(work: Workload, model: ModelBytes, policies: Sequence[Poli
     dequantized, slots = activation_bytes.dequantized_bytes(work), _offload_slots(work, policies)
     kept = sum(saved)  # activations that backward has not used yet
     reduced = 0  # gradients that this rank keeps so far
-    leaving = 0  # the copy of the head's gradients on its way
+    leaving = 0  # the copy of the head's gradients that is being sent
     accumulates = work.num_micro_batches > 1
     # A trained head runs backward.
     if is_trained(work):
-        opened = 0 if model.stays("head") else model.unit("head")
+        head_bytes = 0 if model.stays("head") else model.unit("head")
         made = model.trained("head")
         yield {
             "activations": kept + slots,
             "gradients": made if has_chunks(work) and not accumulates else 0,  # of the chunks before this one
-            "gathered": model.kept + opened + model.ahead_in_backward(len(policies)),
+            "gathered": model.kept + head_bytes + model.ahead_in_backward(len(policies)),
             "dequantized": 2 * model.cast("head"),  # and the gradient of that copy
             "loss": loss_backward_bytes(work, made),
             "workspace": WORKSPACE,
@@ -229,11 +233,11 @@ def _backward_moments(work: Workload, model: ModelBytes, policies: Sequence[Poli
     # The trained parameters of the embeddings and the root get their gradients.
     tables = model.trained("embeddings") + model.trained("root")
     hidden = work.num_tokens * work.shape.hidden_size
-    opened = 0 if model.is_frozen("embeddings") or model.stays("embeddings") else model.unit("embeddings")
+    embedding_bytes = 0 if model.is_frozen("embeddings") or model.stays("embeddings") else model.unit("embeddings")
     yield {
         "activations": hidden * (work.compute_bytes + 4 if tables else work.compute_bytes),
         "gradients": (1 + num_copies) * tables + (0 if accumulates else reduced),
-        "gathered": model.kept + opened,
+        "gathered": model.kept + embedding_bytes,
         "workspace": WORKSPACE,
     }
 

@@ -1,6 +1,6 @@
 """Plans the memory of a run that is about to start: chooses what the settings leave open, and refuses what can't fit.
 
-Nothing here looks at the machine. What it has is an argument, so that tests can plan for any machine.
+The machine is passed in as an argument, so tests can plan for any machine.
 """
 
 from __future__ import annotations

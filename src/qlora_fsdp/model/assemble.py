@@ -1,4 +1,4 @@
-"""Assemble a model on the meta device: find its files, build transformers' model, and add adapters and a loss.
+"""Assemble a model on the meta device: find its files, build transformers' model, add adapters and a loss, rewire.
 
 Training and the commands that use an adapter assemble their models here, so that both compute with the same modules.
 What differs between them is an argument of `assemble`. `materialize.py` then gives the model its weights.
@@ -35,20 +35,21 @@ from qlora_fsdp.weights.safetensors_files import fingerprint
 
 @dataclass(frozen=True)
 class AssembledModel:
-    """A model with all that it was assembled from. It is on meta until `materialize` fills it.
+    """A model, and what it was assembled from. Its parameters are on meta until `materialize` fills them.
 
     Attributes:
-        model: the adapted model in the wrapper of its task; the module that is sharded and called.
-        meta: the base model inside it, and what fills the base's parameters.
-        files: the base's files.
-        tokenizer: the model's tokenizer, with added tokens.
-        tokens: the tokens whose rows in embeddings and head are trained.
-        dtype: dtype of what is not quantized, and of the matrix products.
+        model: PEFT's model in the wrapper of its task (`TaskModel`). This is the module that is sharded and called.
+        meta: the base model inside it, and the assignments that say what fills the base's parameters.
+        files: the base model's files.
+        tokenizer: the model's tokenizer, with the tokens that the settings add.
+        tokens: the tokens that `tokenizer` settings or a saved adapter name; their rows in embeddings and head are
+            trained.
+        dtype: the compute dtype: of base parameters that are not quantized, and of the matrix products.
         attention: name of the attention implementation.
         liger_kernels: the settings (`rms_norm`, `rotary`, `glu`, `cross_entropy`) whose kernels are Liger's.
         num_fp8_layers: layers that multiply in fp8.
         num_fused_groups: groups of linear layers that are computed together.
-        notes: what the user should know.
+        notes: what the user should know, one sentence each, for the log.
     """
 
     model: TaskModel
@@ -74,16 +75,17 @@ def assemble(
     tokenizer_folder: Path | None = None,
     saved_tokens: AddedTokens = NO_TOKENS,
 ) -> AssembledModel:
-    """Find the model files, build the base model, adapt it, and replace what is computed in a faster way. Collective.
+    """Find the model files, build the base model, add adapters, and put in faster layers. Collective.
 
     Args:
-        config: the settings; of these, the sections on model, quantization, task, precision, kernels and products.
-        lora: the adapter's settings: the run's own for training, those saved with the adapter for its use.
+        config: `model`, `tokenizer`, `data`, `quant`, `task`, `training.precision`, `kernels` and `compute` are used.
+        lora: the adapter's settings: `config.lora` in training; those saved with the adapter when it is used.
         processes: all ranks take part; the model will compute on their device.
-        trains: use Liger's kernels, fp8 products and fused layers as the settings say. A model in use has none of them.
-        generates: choose an attention that knows a cache and padding on the left.
+        trains: whether the model is trained. Only then Liger's kernels, fp8 products and fused layers are used, as the
+            settings say.
+        generates: choose an attention implementation that works with a cache and with padding on the left.
         tokenizer_folder: the folder of a saved adapter, whose tokenizer is preferred to the model's if it has one.
-        saved_tokens: the tokens whose rows a saved adapter has, if the settings add none.
+        saved_tokens: the tokens whose trained rows a saved adapter has; used if the settings name none.
 
     Raises:
         UserError: the model, the adapter, the settings or the device do not go together.
@@ -128,9 +130,10 @@ def assemble(
 def _find_tokenizer(
     config: Config, files: ModelFiles, tokenizer_folder: Path | None, trains: bool
 ) -> PreTrainedTokenizerBase:
-    """The saved adapter's tokenizer, else the model's. Training on random tokens needs none, and gets the built-in.
+    """The saved adapter's tokenizer if it has one, else the model's.
 
-    `model.trust_remote_code` is meant for the base model. A tokenizer that an adapter brings or names runs no code.
+    Training on random tokens needs no tokenizer, so it gets the built-in one and no file is read.
+    `model.trust_remote_code` is meant for the base model: a tokenizer that an adapter brings or names runs no code.
     """
     if trains and config.data.format is DataFormat.random:
         return byte_tokenizer()
@@ -175,13 +178,13 @@ def _build(
 def adapt_model(
     meta: MetaModel, lora: LoraConfig, task: TaskConfig, tokens: AddedTokens, liger_loss: bool = False
 ) -> TaskModel:
-    """Add the adapters to the model, in place, and put it into the wrapper of its task.
+    """Add the adapters to the model, in place, and wrap it in the `TaskModel` of its task.
 
     Args:
-        meta: the base model; a classifier's new head is trained in full.
-        lora: what is adapted.
-        task: what is learned.
-        tokens: the tokens whose rows are trained.
+        meta: the base model. A classifier's new head (`meta.head`) is trained in full, without an adapter.
+        lora: the adapter's settings.
+        task: causal language modelling or a kind of classification.
+        tokens: the tokens whose rows in embeddings and head are trained.
         liger_loss: compute the loss with Liger's kernel where the head is frozen.
     """
     match task.name:
@@ -195,7 +198,10 @@ def adapt_model(
 
 
 def describe_base(assignments: Sequence[Assignment], processes: Processes) -> str | None:
-    """Fingerprint of the files that fill the model, which rank 0 reads; None where all weights are random."""
+    """Fingerprint of the files that fill the model; None if all weights are random.
+
+    Rank 0 reads the files, and all ranks get the result. Collective.
+    """
     result = None
     if processes.is_main:
         stored = [tensor for a in assignments for tensor in (a.stored, *a.stored_parts.values()) if tensor is not None]

@@ -1,4 +1,4 @@
-"""Give an assembled model its weights: shard it, fill every shard, fill the adapters, and prove the outcome.
+"""Give an assembled model its weights: shard it, fill the base's shards, fill the adapters, and prove the outcome.
 
 Training and the commands that use an adapter load their models here. What differs between them is an argument.
 """
@@ -29,11 +29,11 @@ class LoadReport:
     """How loading went.
 
     Attributes:
-        units: the FSDP units, the root last; none where FSDP takes no part.
-        num_bytes_read: bytes of the model files that this rank read, about.
+        units: the FSDP units, the root last; empty if FSDP is not used.
+        num_bytes_read: roughly the bytes of the model files that one rank reads: all bytes over the number of shards.
         load_seconds: time to fill the shards and the adapters.
-        proof: what was compared.
-        proof_seconds: time to compare it.
+        proof: how many tensors and bytes the proof compared.
+        proof_seconds: time that the proof took.
     """
 
     units: list[FSDPModule]
@@ -54,17 +54,18 @@ def materialize(
     shows_progress: bool = False,
     before_proof: Callable[[], None] = lambda: None,
 ) -> LoadReport:
-    """Shard the model, fill it from its files, and check what FSDP makes of it. Collective.
+    """Shard the model, fill it from its files, and prove that FSDP gathers what was loaded. Collective.
 
     Args:
-        assembled: its model is changed in place, from meta to real shards.
-        config: the settings; of these `fsdp` and `training.seed`.
+        assembled: its model is changed in place: parameters on meta become this rank's shards, with values.
+        config: `fsdp` and `training.seed` are used.
         processes: all ranks take part.
-        fill_adapters: fills the adapters' shards, once the base's are filled.
-        shards: whether FSDP may take part, as the settings say; else every rank has the whole model on its device.
+        fill_adapters: called with PEFT's model once the base's shards are filled; it fills the adapters' shards, with
+            initial values or with those of a saved adapter.
+        shards: True: use FSDP as the settings say. False: every rank has the whole model on its device.
         reshard_after_forward: free layers after their forward, and gather them again for backward.
-        shows_progress: show a bar on rank 0 where there is a terminal.
-        before_proof: called between loading and the proof.
+        shows_progress: show a progress bar on rank 0 if there is a terminal.
+        before_proof: called between loading and the proof, so that memory can be measured for each apart.
 
     Raises:
         ProofError: FSDP gathers other bytes than were loaded.

@@ -1,4 +1,4 @@
-"""Find two parts of a model that are treated apart: a classifier's new head, and a multimodal model's text decoder."""
+"""Find a classifier's new head and a multimodal model's text decoder, which get special treatment."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 A wrong byte in a quantized weight raises no error: training runs on a slightly wrong model, and its loss still falls.
 The proof therefore can't be turned off. Each quantized weight is gathered twice, by FSDP as forward will gather it, and
-directly as bytes, and the two are compared. The direct gather goes piece by piece, so that the proof takes no more
-memory than a step, and one pass over the weights. Where FSDP takes no part (see shard.py) there is nothing to prove.
+directly as bytes, and the two are compared. The direct gather goes piece by piece, so the proof needs no more memory
+than a step. It passes over the weights once. If FSDP is not used (see shard.py), there is nothing to prove.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """Shard the model with FSDP2.
 
-Each transformer layer is an FSDP unit: its parameters are gathered together before it runs and freed afterwards. The
-embeddings and the output head are units of their own, and the root unit has what is left.
+Each transformer layer is an FSDP unit: its parameters are gathered together before it runs, and freed afterwards unless
+`reshard_after_forward` is off. The embeddings and the output head of a known language model are units of their own if
+they share no weight. A classifier's embeddings are a unit too. The root unit has what is left.
 
-FSDP takes no part where every GPU holds all parameters anyway. It would copy each layer before using it, and its hooks
-would cost the host a third of a short step. Ranks that hold whole copies sum their gradients at the end of a step
-(`sum_gradients`).
+If every rank holds all parameters (one GPU, or NO_SHARD) and they are not offloaded to the CPU, FSDP is not used. It
+would copy each layer before using it, and its hooks would cost the host a third of a short step. Ranks that hold whole
+copies sum their gradients at the end of a step (`sum_gradients`).
 
 FSDP is told to cast nothing (`param_dtype=None`), and modules cast what they use. This protects quantized weights.
 Their codes are kept in bfloat16 because FSDP2 on older versions of torch shards no integers. If FSDP2 gathers a unit
@@ -47,7 +48,7 @@ def shard_model(
         reshard_after_forward: free layers after their forward, and gather them again for backward.
 
     Returns:
-        The FSDP units, the root last; none where FSDP takes no part.
+        The FSDP units, the root last; empty if FSDP is not used.
     """
     if not config.takes_part(config.num_shards(processes.num_ranks, processes.local_num_ranks)):
         return []
@@ -62,11 +63,11 @@ def shard_model(
     layers = model.layers
     for module in [*layers, *_end_units(model)]:
         shard(module, reshard_after_forward=reshard_after_forward)
-    root: FSDPModule = shard(model, reshard_after_forward=False)  # the model itself, whose class is changed
+    root: FSDPModule = shard(model, reshard_after_forward=False)  # the same object, whose class is changed
     inner = [module for module in model.modules() if isinstance(module, FSDPModule) and module is not root]
     units = [*inner, root]
     for unit in units:
-        assert isinstance(unit, nn.Module)  # FSDPModule alone is a mix-in
+        assert isinstance(unit, nn.Module)  # for mypy: FSDPModule is only a mix-in
         # The loss is already divided by the number of target tokens of all ranks: gradients are summed, not averaged.
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
@@ -77,16 +78,17 @@ def shard_model(
         is_for_forward = end is model.embeddings or end in model.gathers_itself
         if is_for_forward and not any(p.requires_grad for p in end.parameters()):
             cast(FSDPModule, end).set_unshard_in_backward(False)
-    in_turn = [*layers, *(end for end in _end_units(model) if end is model.head and end not in model.gathers_itself)]
-    _set_prefetch([unit for unit in in_turn if isinstance(unit, FSDPModule)], root, config)
+    gathered_head = [end for end in _end_units(model) if end is model.head and end not in model.gathers_itself]
+    prefetch_order = [*layers, *gathered_head]
+    _set_prefetch([unit for unit in prefetch_order if isinstance(unit, FSDPModule)], root, config)
     return units
 
 
 def reduce_gradients(model: TaskModel, now: bool) -> None:
     """Set whether the next backward sums gradients over ranks, or keeps them on each rank for a later backward.
 
-    Units that the model gathers itself have no gradients, and FSDP does not see them being gathered. They are always
-    set to sum: FSDP then skips a unit without gradients, while a unit that keeps its gradients must have been gathered.
+    Units in `gathers_itself` have no gradients, and FSDP does not gather them in training. They always stay set to sum,
+    because FSDP then skips them. If set to keep gradients, FSDP would expect them to be gathered.
     """
     if not isinstance(model, FSDPModule) or model.reduces_gradients is now:
         return  # setting every module again would take milliseconds
@@ -121,8 +123,8 @@ def computing_inside(model: nn.Module, trains: bool = False) -> Iterator[bool]:
 
     Args:
         model: sharded or not.
-        trains: the model trains afterwards. torch's inference mode is then left off, because its tensors can't take
-            part in a later backward.
+        trains: whether the model trains afterwards. `torch.inference_mode` is used only if this is False and the model
+            is not sharded, because tensors made in it can't take part in a later backward.
 
     Yields:
         Whether the model is sharded.
@@ -138,8 +140,9 @@ def computing_inside(model: nn.Module, trains: bool = False) -> Iterator[bool]:
 def free_gathered(model: nn.Module) -> None:
     """Free what is still gathered after passes without a backward.
 
-    It is backward that frees the root, and layers that stay gathered after forward. While a unit is gathered, its
-    modules hold other Parameters than the optimizer does, in memory that FSDP may free at any time.
+    Normally backward frees the root and the layers that stay gathered after forward. Without a backward they stay
+    gathered until this call. While a unit is gathered, its modules hold other Parameters than the optimizer does, in
+    memory that FSDP may free at any time.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -160,16 +163,15 @@ def make_mesh(config: FsdpConfig, processes: Processes) -> DeviceMesh:
 
 
 def place_model(model: nn.Module, shard_device: torch.device, buffer_device: torch.device) -> None:
-    """Allocate memory for every shard, uninitialised, and move the buffers, which have values already.
+    """Allocate uninitialised memory for every shard, and move the buffers, which already hold values.
 
     Args:
         model: with parameters on meta, sharded or not; changed in place.
         shard_device: where the shards are kept.
-        buffer_device: where the layers compute.
+        buffer_device: where the layers compute, and where the buffers move.
     """
-    made: dict[
-        int, nn.Parameter
-    ] = {}  # a tied parameter must stay one object; `_apply` ensures that for DTensors alone
+    # Tied parameters must stay one object. `_apply` keeps that for DTensors only.
+    made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, param in module._parameters.items():
             if param is not None and param.is_meta and not isinstance(param, DTensor):
@@ -184,7 +186,7 @@ def place_model(model: nn.Module, shard_device: torch.device, buffer_device: tor
 
 
 def _end_units(model: TaskModel) -> list[nn.Module]:
-    """The embeddings and the head, as far as they become FSDP units of their own.
+    """The embeddings and the head: those of the two that become FSDP units of their own.
 
     If the two share a weight it belongs to the root unit, and so does a classifier's head, which is small. Trained rows
     of new tokens belong to the root too. Inside a unit they would make FSDP gather the frozen table again for backward.
@@ -201,15 +203,16 @@ def _end_units(model: TaskModel) -> list[nn.Module]:
 def _set_prefetch(units: Sequence[FSDPModule], root: FSDPModule, config: FsdpConfig) -> None:
     """Have FSDP gather the next units while one runs.
 
-    Left to itself, FSDP2 gathers on streams of its own. torch's allocator keeps memory apart for every stream, and the
-    flat buffer of a layer is freed only when the next layer is gathered. With layers of a 405B model this took 3 GiB
-    more, of 21. With asynchronous gathers (`_set_unshard_async_op`) the memory belongs to the stream that computes, but
-    then forward gathers nothing ahead unless FSDP2 is told which units come next.
+    By default FSDP2 gathers on streams of its own. torch's allocator keeps separate memory for every stream, and the
+    flat buffer of a layer is freed only when the next layer is gathered. For layers of a 405B model, torch then
+    reserved 21.0 GiB instead of 17.9. With asynchronous gathers (`_set_unshard_async_op`) the memory belongs to the
+    stream that computes, but then forward gathers nothing ahead unless FSDP2 is told which units come next.
 
-    Shards that come from host memory stay on a stream of their own, or computing would wait for their copies.
+    Shards that come from host memory are still gathered on streams of FSDP2's own, or computing would wait for their
+    copies.
 
     Args:
-        units: transformer layers and a head that FSDP gathers, in the order in which they run.
+        units: the transformer layers, and the head if FSDP gathers it, in the order in which they run.
         root: the root unit.
         config: how many units are gathered ahead.
     """

@@ -1,4 +1,6 @@
-"""The run folder, where a run leaves its files. Only rank 0 writes there.
+"""The run folder, where a run leaves its files.
+
+Rank 0 writes all of them, except for each rank's part of a checkpoint and each rank's memory snapshot.
 
 config.yaml        every setting, resolved
 environment.json   command, git commit, versions, GPUs
@@ -9,6 +11,9 @@ summary.json       how the run ended, and its figures
 report.html        the same as a page with curves
 bad_steps/         the rows of steps whose gradient was not used
 tensorboard/       event files, if tracking.tensorboard is set
+wandb.json         the id that W&B knows the run by, if tracking.wandb is on
+stream.jsonl       where the windows of the data begin, if data.streaming is set
+memory-RANK.pickle torch's record of allocations after a shortage, if memory.snapshot is set
 adapter/           the result
 .lock              held by the run that is writing here
 .attempt           which start of which launch that is, so that a restart knows to resume

@@ -11,12 +11,12 @@ thread beside its main thread, and reads the beats of all. Two rules decide that
 
 The thread needs the interpreter's lock (GIL). torch releases it wherever a main thread waits for other ranks or for the
 GPU: in collectives and `Work.wait`, in the store's methods, in operators, `.item()`, `synchronize()` and `backward()`.
-Triton's launcher releases it too. Not every version of torch does so while it records an event, which waits only where
-the GPU's queue is full. A C function that keeps the lock, for example while a large library is imported, keeps the
+Triton's launcher releases it too, and so does recording an event behind a full queue (seen with torch 2.11 on an H200).
+A C function that keeps the lock, for example while a large library is imported, keeps the
 beats back. So a rank of this host that uses processor time counts as alive without them.
 
-Time is counted by a rank's own looks at the beats, and a look counts for little however late it comes. So a job that
-was suspended as a whole (Ctrl-Z) and continued loses no rank: while nobody looks, no time passes.
+A rank measures silence by how often it looks at the beats, and one look adds only a bounded time. A job that was
+suspended as a whole (Ctrl-Z) and continued therefore loses no rank.
 """
 
 from __future__ import annotations

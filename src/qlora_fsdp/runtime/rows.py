@@ -1,4 +1,8 @@
-"""Which rows of a parameter this rank holds. This is the only module that knows how FSDP2 splits dim 0."""
+"""Which rows of a parameter this rank holds.
+
+At run time this is the only module that uses how FSDP2 splits dim 0. `memory/parameter_bytes.py` predicts the same
+split without torch.
+"""
 
 from __future__ import annotations
 

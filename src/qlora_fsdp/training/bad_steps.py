@@ -1,10 +1,10 @@
-"""What happens on a bad step, which would spoil the adapter.
+"""Find bad steps, which would spoil the adapter, and do what training.on_bad_step says.
 
 A step is bad if its loss or its gradient is NaN or infinite, or if its gradient norm is far above those of the steps
-before. The gradient of a bad step is never used: `step.StepRunner` applies the same rule on the device, and the
-optimizer leaves the weights alone. Later the host finds out here. It writes the rows of the batch to
-run.folder/bad_steps/ and does what training.on_bad_step says: it stops the run, continues with the next batch, or goes
-back to the weights of the newest checkpoint before it continues.
+before. The rule is applied twice. First `step.StepRunner` applies it on the device: the optimizer then leaves the
+weights alone, so the gradient of a bad step is never used. Later, when the host knows loss and norm, `BadSteps.check`
+applies the same rule. It writes the rows of the batch to run.folder/bad_steps/. Then it stops the run (`stop`),
+continues with the next batch (`skip`), or first loads the newest checkpoint, weights and optimizer (`rollback`).
 """
 
 from __future__ import annotations
@@ -28,22 +28,24 @@ from qlora_fsdp.records.run_state import BAD_STEPS_FOLDER
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.training.saver import Saver
 
-NUM_NORMS = 100  # a norm is compared with the median of so many good steps
-MIN_NORMS = 20  # with fewer good steps than this, no norm is a spike
-MAX_IN_A_ROW = 10  # a run with more bad steps in a row than this is stopped
+NUM_NORMS = 100  # a norm is compared with the median norm of this many last good steps
+MIN_NORMS = 20  # with fewer good steps than this, no norm counts as too large
+MAX_IN_A_ROW = 10  # more bad steps in a row stop the run, whatever training.on_bad_step says
 
 
 class BadSteps:
-    """Judges the steps of a run. All ranks call it together and come to the same verdict.
+    """Decides which steps of a run are bad, and acts on them.
+
+    Loss and norm are the same on every rank, so all ranks decide the same. `check` is collective.
 
     Args:
         config: `on_bad_step` and `grad_norm_spike` are used.
         folder: the run folder.
         data: the training data.
-        split: how its sequences spread over ranks.
-        decode: gives the text of a row's tokens.
+        split: how the sequences of a step are divided among ranks and micro-batches.
+        decode: turns the tokens of a row into text.
         norms: gradient norms of the last good steps before this start, oldest first.
-        saver: saves before a stop, and has the checkpoints to go back to.
+        saver: saves before a stop, and loads the newest checkpoint for a rollback.
         processes: all ranks take part.
     """
 
@@ -63,17 +65,17 @@ class BadSteps:
         self.num_in_a_row = 0
 
     def check(self, step: int, loss: float, norm: float, indices: Indices, micro_losses: Sequence[Tensor]) -> bool:
-        """Whether a step is good; if it is not, do what `training.on_bad_step` says.
+        """Return whether a step is good. If it is not, do what `training.on_bad_step` says. Collective.
 
         Args:
             step: optimizer steps done before this one.
-            loss: of the step.
-            norm: of its gradient, before clipping.
-            indices: its sequences.
-            micro_losses: this rank's parts of the loss, by micro-batch.
+            loss: the mean loss of the step, over all ranks.
+            norm: global norm of its gradient, before clipping.
+            indices: the sequences of its global batch.
+            micro_losses: this rank's part of the loss in each micro-batch, scalars on the device.
 
         Raises:
-            TrainingError: the step is bad, and the run stops here.
+            TrainingError: the step is bad, and `on_bad_step` is stop or more than MAX_IN_A_ROW steps in a row were bad.
         """
         reason = self._judge(loss, norm)
         if reason is None:
@@ -99,12 +101,15 @@ class BadSteps:
         return False
 
     def limit(self) -> float:
-        """The largest gradient norm that is not a spike, judged by the good steps so far; infinite without a limit."""
+        """The largest gradient norm that counts as good: `grad_norm_spike` times the median of the last good steps.
+
+        Infinite if `grad_norm_spike` is null, or after fewer than MIN_NORMS good steps.
+        """
         spike = self.config.grad_norm_spike
         return math.inf if spike is None or len(self.norms) < MIN_NORMS else spike * statistics.median(self.norms)
 
     def _judge(self, loss: float, norm: float) -> str | None:
-        """What is wrong with a step; None: it is good."""
+        """What is wrong with a step; None if it is good."""
         if not (math.isfinite(loss) and math.isfinite(norm)):
             return f"loss {loss}, gradient norm {norm}"
         if norm > self.limit():
@@ -115,7 +120,7 @@ class BadSteps:
     def _write(
         self, step: int, loss: float, norm: float, reason: str, indices: Indices, micro_losses: Sequence[Tensor]
     ) -> Path:
-        """Write the step's sequences to a file, each with the loss of its micro-batch, the highest loss first."""
+        """Write the step's sequences to a file, each with the loss of its micro-batch, highest first. Collective."""
         file = self.folder / BAD_STEPS_FOLDER / f"step-{step + 1:08}.json"
         losses = self.processes.gather([loss.item() for loss in micro_losses])
         if self.processes.is_main:
@@ -133,10 +138,11 @@ class BadSteps:
         return file
 
     def _describe(self, sequence: int, rank: int, loss: float) -> dict[str, Any]:
+        """A sequence with the texts of its rows, as an entry of the file."""
         texts = [self.decode(tokens.tolist()) for tokens, _ in self.data.rows_of(sequence)]
         return {"sequence": sequence, "rank": rank, "loss": _finite(loss), "rows": texts}
 
 
 def _finite(number: float) -> float | None:
-    """The number, or None where JSON has no such number."""
+    """The number; None if it is NaN or infinite, which JSON does not have."""
     return number if math.isfinite(number) else None

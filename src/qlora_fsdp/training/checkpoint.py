@@ -25,14 +25,16 @@ The life of a checkpoint, and the function of each step:
 6. It compares every file with the manifest: `read_manifest`, `verify_files`.
 7. Each rank reads the rows that it holds now into its parameters and optimizer: `load_checkpoint`. What the index says
    is checked against these (`saved_tensors.py`). Checkpoints of earlier versions, which were written by
-   torch.distributed.checkpoint, are read by `dcp_checkpoint.py`.
+   torch.distributed.checkpoint, are read by `dcp_checkpoint.py`, whose unpickler is in `dcp_pickle.py`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -40,10 +42,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qlora_fsdp.common.errors import ResumeError
-from qlora_fsdp.common.files import digest_file
+from qlora_fsdp.common.errors import ResumeError, UserError
+from qlora_fsdp.common.files import digest_stream
+from qlora_fsdp.common.foreign_files import open_regular, read_small
 from qlora_fsdp.common.text import printable
 from qlora_fsdp.records.run_state import checkpoint_folders
+from qlora_fsdp.runtime.hardware import is_shortage
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.rows import local_rows, local_tensor
 from qlora_fsdp.training import dcp_checkpoint
@@ -57,9 +61,13 @@ from qlora_fsdp.training.saved_tensors import (
     read_index,
     read_own,
     read_rows,
+    read_stored,
 )
+from qlora_fsdp.weights.safetensors_files import StoredTensor
 
 MANIFEST = "manifest.json"
+MAX_COUNT = 2**31 - 1  # steps or ranks
+MAX_DEPTH = 32  # of the lists and dicts in a manifest
 ANEW = "checkpoint.resume=none to start anew, which removes the checkpoints in run.folder."
 
 
@@ -101,7 +109,7 @@ def read_manifest(folder: Path) -> Checkpoint:
         ResumeError: there is no whole checkpoint.
     """
     try:
-        manifest = json.loads((folder / MANIFEST).read_bytes())
+        manifest = json.loads(read_small(folder, MANIFEST))
         digest = manifest.pop("sha256")
         if digest != digest_manifest(manifest):
             raise ValueError("its checksum does not match")
@@ -123,15 +131,34 @@ def _check_types(checkpoint: Checkpoint) -> None:
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts:
             raise ValueError(f"it lists {name}, which is not in the folder")
+        if not name.isprintable():
+            raise ValueError(f"it lists {name}, which is no name of a checkpoint's file")
         if type(size) is not int or type(digest) is not str:
             raise ValueError(f"it has no size and checksum of {name}")
-    if type(checkpoint.step) is not int or type(checkpoint.num_ranks) is not int:
+    if not _is_count(checkpoint.step) or not _is_count(checkpoint.num_ranks) or checkpoint.num_ranks == 0:
         raise ValueError("its step or number of ranks is no number")
     if not isinstance(checkpoint.settings, dict) or not isinstance(checkpoint.data, dict):
         raise ValueError("its settings or data are no names with values")
+    if not _is_flat([checkpoint.settings, checkpoint.data, checkpoint.base], MAX_DEPTH):
+        raise ValueError("its settings or data are nested deeply")
+    if not isinstance(checkpoint.eval_losses, list):
+        raise ValueError("its evaluation losses are no list")
     for step, loss in checkpoint.eval_losses:
-        if type(step) is not int or type(loss) not in (int, float):
+        if not _is_count(step) or type(loss) not in (int, float) or (type(loss) is int and abs(loss) > MAX_COUNT):
             raise ValueError("its evaluation losses are no numbers")
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= MAX_COUNT
+
+
+def _is_flat(value: Any, depth: int) -> bool:
+    """Whether lists and dicts are nested at most `depth` deep; rank 0 could not send others to the other ranks."""
+    if not isinstance(value, (list, dict)):
+        return True
+    return depth > 0 and all(
+        _is_flat(item, depth - 1) for item in (value.values() if isinstance(value, dict) else value)
+    )
 
 
 def verify_files(checkpoint: Checkpoint, processes: Processes) -> None:
@@ -142,17 +169,17 @@ def verify_files(checkpoint: Checkpoint, processes: Processes) -> None:
     """
     for name in sorted(checkpoint.files)[processes.rank :: processes.num_ranks]:
         size, digest = checkpoint.files[name]
-        file = checkpoint.folder / name
+        file, what = checkpoint.folder / name, None
         try:
-            found = (file.stat().st_size, digest_file(file))
+            with open_regular(checkpoint.folder, name) as stream:
+                found = os.fstat(stream.fileno()).st_size
+                if found != size:  # a file of any size would be read to its end otherwise
+                    what = f"has {found} bytes, not {size}"
+                elif digest_stream(stream) != digest:
+                    what = "has another checksum than it was written with"
         except OSError as error:
             raise ResumeError(f"{file} can't be read: {error.strerror}. {resume_hint(checkpoint.folder)}") from error
-        if found != (size, digest):
-            what = (
-                f"has {found[0]} bytes, not {size}"
-                if found[0] != size
-                else "has another checksum than it was written with"
-            )
+        if what is not None:
             raise ResumeError(f"{file} is damaged: it {what}. {resume_hint(checkpoint.folder)}")
     processes.wait(patiently=True)
 
@@ -170,6 +197,13 @@ def load_checkpoint(
         _load(checkpoint, model, optimizer, processes.rank)
     except BadFile as own_error:
         error = f"{own_error}. {resume_hint(checkpoint.folder)}"
+    except Exception as own_error:  # a net for what a forged file has brought about elsewhere
+        if isinstance(own_error, (MemoryError, UserError)) or (
+            isinstance(own_error, RuntimeError) and is_shortage(own_error)
+        ):
+            raise
+        reason = f"{type(own_error).__name__}: {printable(str(own_error))[:300]}"
+        error = f"{checkpoint.folder} can't be used: {reason}. {resume_hint(checkpoint.folder)}"
     error = processes.first_error(error)
     if error is not None:
         raise ResumeError(error)
@@ -191,11 +225,14 @@ def _load(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optim
     for name, tensor in state.items():
         read_rows(saved[name], local_tensor(tensor), local_rows(tensor)[0])
     if isinstance(optimizer, LocalAdamW8bit):
-        file = folder / (dcp_checkpoint.own_file(rank) if is_dcp else rank_file(rank))
-        _load_own_state(optimizer, file, dcp_checkpoint.read_own(file) if is_dcp else read_own(file))
+        name = dcp_checkpoint.own_file(rank) if is_dcp else rank_file(rank)
+        if name not in files:
+            raise BadFile(f"{folder / name} can't be used: it is no file of this checkpoint")
+        own = dcp_checkpoint.read_own(folder / name) if is_dcp else read_own(folder / name)
+        _load_own_state(optimizer, folder / name, own)
 
 
-def _load_own_state(optimizer: LocalAdamW8bit, file: Path, saved: dict[str, Tensor]) -> None:
+def _load_own_state(optimizer: LocalAdamW8bit, file: Path, saved: Mapping[str, StoredTensor | Tensor]) -> None:
     """Give each parameter the state of adamw_8bit that this rank has saved, after comparing it with a new state."""
     inner = optimizer.inner
     inner.state.clear()
@@ -208,8 +245,10 @@ def _load_own_state(optimizer: LocalAdamW8bit, file: Path, saved: dict[str, Tens
             name, like = f"{number}.{key}", torch.as_tensor(new)
             if name not in saved:
                 raise BadFile(f"{file} can't be used: it lacks {name}")
-            check_like(file, name, saved[name], tuple(like.shape), like.dtype)
-            state[key] = saved[name].to(param.device) if isinstance(new, Tensor) else saved[name].item()
+            found = saved[name]
+            check_like(file, name, found, tuple(like.shape), like.dtype)
+            value = read_stored(found) if isinstance(found, StoredTensor) else found
+            state[key] = value.to(param.device) if isinstance(new, Tensor) else value.item()
 
 
 def remove_checkpoints(folder: Path, keep: list[Path]) -> None:

@@ -24,14 +24,14 @@ class TrainResult:
     """How training went.
 
     Attributes:
-        num_steps: optimizer steps done, those before a resumption included.
-        losses: mean loss of each step whose gradient was used, without those before a resumption.
-        last_loss: of the last step whose gradient was used, also before a resumption.
-        eval_losses: (step, loss) of each evaluation.
+        num_steps: optimizer steps done, including skipped ones and those of earlier starts.
+        losses: mean loss of each step of this start whose gradient was used.
+        last_loss: loss of the last step whose gradient was used, even if an earlier start ran it.
+        eval_losses: (step, loss) of each evaluation, including those of earlier starts.
         eval_metrics: the task's other figures in the last evaluation.
-        first_step_seconds: of the first step, compilation and allocation included.
+        first_step_seconds: duration of the first step after this start, with compilation and allocation.
         tokens_per_second_per_gpu: median over the steps after the first.
-        step_gpu_peak_gib: most memory in any step.
+        step_gpu_peak_gib: largest peak memory of tensors over the steps, in GiB; None on a CPU.
     """
 
     num_steps: int = 0
@@ -44,20 +44,20 @@ class TrainResult:
     step_gpu_peak_gib: float | None = None
 
     def add_step(self, loss: float, is_good: bool) -> None:
-        """Count a step; its loss counts only where its gradient was used."""
+        """Count a step. Its loss counts only if its gradient was used (`is_good`)."""
         self.num_steps += 1
         if is_good:
             self.losses.append(loss)
             self.last_loss = loss
 
     def add_evaluation(self, step: int, found: EvaluationResult | None) -> None:
-        """Add what was found after so many steps; None: there are no held-out rows."""
+        """Add the evaluation after `step` steps. Nothing is added if `found` is None: there are no held-out rows."""
         if found is not None:
             self.eval_losses.append((step, found.loss))
             self.eval_metrics = found.metrics
 
     def add_measured(self, recorder: StepRecorder) -> None:
-        """Add what was measured over all steps of this start."""
+        """Add what the recorder measured over all steps of this start."""
         self.first_step_seconds = recorder.first_step_seconds
         self.tokens_per_second_per_gpu = recorder.tokens_per_second_per_gpu
         self.step_gpu_peak_gib = recorder.step_gpu_peak_gib
@@ -92,18 +92,21 @@ def train(
         runner: holds the model and the optimizer.
         batches: what each step trains on.
         evaluation: evaluates before the first step, between steps where it is due, and after the last step.
-        recorder: takes each step's time and figures. They are written while the GPU computes the next step.
+        recorder: times each step and keeps its figures, which are written while the GPU computes the next step.
         saver: writes checkpoints between steps.
-        bad_steps: judges each step's loss and gradient.
+        bad_steps: gives the norm limit to each step, and acts on a bad one: stop, skip or roll back.
         config: `training` and `optim` are used.
-        result: what was done before this start. It is filled in and returned.
+        result: what earlier starts have done. It is filled in and returned.
 
     Raises:
-        Interrupted: a signal on any rank, at the end of the step.
-        TrainingError: a bad step under training.on_bad_step=stop, or a parameter without a gradient in the first steps.
+        Interrupted: a rank got a signal. The run stops after the current step, unless that is the last one, or during
+            an evaluation.
+        TrainingError: a bad step under training.on_bad_step=stop; more than 10 bad steps in a row under any setting
+            (`bad_steps.MAX_IN_A_ROW`); or a trainable parameter without a usable gradient in the first steps.
     """
     model, processes, num_steps = runner.model, runner.processes, batches.split.num_steps
     model.train()
+    # Yields the micro-batches of exactly the steps that `batches.of_step` describes, in the same order.
     micro_batches = prefetch(batches.micro_batches(first_step=result.num_steps))
     try:
         for step in range(result.num_steps, num_steps):
@@ -117,11 +120,11 @@ def train(
             learning_rate = learning_rate_at(step, num_steps, config.training.learning_rate, config.optim)
             runner.set_learning_rate(learning_rate)
             batch = batches.of_step(step)
-            write_last, is_first_update = recorder.deferred.write, not result.losses
-            step_result = runner.run_step(micro_batches, batch, bad_steps.limit(), is_first_update, write_last)
-            # The hosts meet before they wait for their GPUs, so that a rank that does not come is noticed and named.
+            write_previous, is_first_update = recorder.deferred.write, not result.losses
+            step_result = runner.run_step(micro_batches, batch, bad_steps.limit(), is_first_update, write_previous)
+            # All ranks join this sum before they wait for their GPUs. If a rank never arrives, the error can name it.
             must_save = processes.sum([saver.asks()])[0] > 0
-            loss, grad_norm = step_result.wait()  # for backward only: the optimizer may still run
+            loss, grad_norm = step_result.wait()  # for these two only; the GPU may still be running the optimizer
             is_good = bad_steps.check(step, loss, grad_norm, batch.indices, step_result.micro_losses)
             result.add_step(loss, is_good)
             recorder.end_step(batch, loss, grad_norm, is_good, learning_rate, step_result.num_flops)
@@ -139,5 +142,5 @@ def train(
 
 
 def _seed_dropout(seed: int, step: int, rank: int) -> None:
-    """Make what is drawn in a step a function of the step, so that a resumed run draws the same."""
+    """Seed torch from seed, step and rank, so that a resumed run draws the same dropout masks."""
     torch.manual_seed(int(np.random.SeedSequence([seed, step, rank]).generate_state(1, np.uint64)[0]))

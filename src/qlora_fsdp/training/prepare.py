@@ -40,13 +40,14 @@ class Prepared:
     Attributes:
         assembled: the model on meta, and what it was assembled from.
         base: fingerprint of the model files; None for random weights.
-        sizes: bytes of the parameters.
-        flops: counts the work of a step.
-        data: tokenized rows, or a stream of them.
+        sizes: numbers and bytes of the parameters.
+        flops: counts the FLOPs of a batch.
+        data: sequences of tokenized rows, or a stream of them.
         split: how the data is divided into steps.
-        machine: the GPU and what of it the run may use.
-        memory: the plan of the memory, and what follows from it.
-        peaks: measures the memory, phase by phase.
+        machine: the GPU, and how much of its memory the run may use.
+        run_plan: the memory plan, and what was chosen by it.
+        peaks: measures memory by phase. With memory.activations=auto it also lowers the activation policy when memory
+            is short.
     """
 
     assembled: AssembledModel
@@ -56,7 +57,7 @@ class Prepared:
     data: PreparedData[TrainingData]
     split: BatchSplit
     machine: Machine
-    memory: RunPlan
+    run_plan: RunPlan
     peaks: PhasePeaks
 
     @property
@@ -102,25 +103,25 @@ def _prepare(config: Config, processes: Processes, folder: Path, first_step: int
     if config.model.cache_quantized:
         meta.assignments = use_cache(meta.assignments, base, config.model.cache_folder, dtype, processes)
     machine = find_machine(config.memory.target_gib, processes)
-    memory = _plan_memory(config, assembled, machine, processes)
+    run_plan = _plan_memory(config, assembled, machine, processes)
     num_shards = config.fsdp.num_shards(processes.num_ranks, processes.local_num_ranks)
     sizes = count_bytes(model, processes.rank % num_shards, num_shards)
     for note in (*missing, *assembled.notes):
         log.info(f"Note: {note}")
     _log_model(assembled, sizes)
-    for line in memory.lines:
+    for line in run_plan.lines:
         log.info(f"Memory: {line}")
-    data, split = _prepare_data(config, assembled, memory, processes, folder, first_step)
+    data, split = _prepare_data(config, assembled, run_plan, processes, folder, first_step)
     flops = count_flops(model, meta.config.get_text_config())
     is_auto = config.memory.activations is Activations.auto
-    peaks = PhasePeaks(device, MemoryFallback(model.layers, memory.policies) if is_auto else None)
-    return Prepared(assembled, base, sizes, flops, data, split, machine, memory, peaks)
+    peaks = PhasePeaks(device, MemoryFallback(model.layers, run_plan.policies) if is_auto else None)
+    return Prepared(assembled, base, sizes, flops, data, split, machine, run_plan, peaks)
 
 
 def _plan_memory(config: Config, assembled: AssembledModel, machine: Machine, processes: Processes) -> RunPlan:
     """Choose each layer's activation policy and the size of a micro-batch, and hold the GPU to its target."""
     model, meta, device = assembled.model, assembled.meta, processes.device
-    memory: RunPlan = processes.share(  # every rank takes rank 0's, which depends on the speed measured on its GPU
+    run_plan: RunPlan = processes.share(  # every rank takes rank 0's, which depends on the speed measured on its GPU
         plan_run(
             config,
             meta.config.to_dict(),
@@ -133,12 +134,12 @@ def _plan_memory(config: Config, assembled: AssembledModel, machine: Machine, pr
         if processes.is_main
         else None
     )
-    set_activation_policy(model.layers, memory.policies)
+    set_activation_policy(model.layers, run_plan.policies)
     if config.memory.target_gib is not None:
-        hold_to(machine.target, memory.plan.libraries if memory.plan is not None else 0, device)
+        hold_to(machine.target, run_plan.plan.libraries if run_plan.plan is not None else 0, device)
     if config.memory.snapshot:
         start_snapshot(device)
-    return memory
+    return run_plan
 
 
 def _log_model(assembled: AssembledModel, sizes: Sizes) -> None:
@@ -155,14 +156,14 @@ def _log_model(assembled: AssembledModel, sizes: Sizes) -> None:
 def _prepare_data(
     config: Config,
     assembled: AssembledModel,
-    memory: RunPlan,
+    run_plan: RunPlan,
     processes: Processes,
     folder: Path,
     first_step: int,
 ) -> tuple[PreparedData[TrainingData], BatchSplit]:
     """Tokenize the data, or open a stream of it, and divide it into steps."""
     model, meta, tokenizer = assembled.model, assembled.meta, assembled.tokenizer
-    training = replace(config.training, micro_batch_size=memory.micro_batch_size)
+    training = replace(config.training, micro_batch_size=run_plan.micro_batch_size)
     data: PreparedData[TrainingData]
     if config.data.streaming:
         split = split_batches(training, processes.num_ranks, 0)  # training.max_steps says where a stream ends

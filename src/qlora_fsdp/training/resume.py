@@ -115,10 +115,25 @@ def check_data(checkpoint: Checkpoint, data: TrainingData, config: Config) -> No
     found = data.describe()
     is_allowed = any(key.startswith(("data.", "training.")) for key in config.checkpoint.allow_changes)
     if found != checkpoint.data and not is_allowed:
-        counts = ", ".join(f"{name} is {found[name]}, was {checkpoint.data.get(name)}" for name in found)
+        counts = ", ".join(
+            f"{name} is {found[name]}, was {printable(str(checkpoint.data.get(name)))}" for name in found
+        )
         raise ResumeError(
             f"data.path={config.data.path} is not the data that {checkpoint.folder} was trained on: {counts}. Bring "
             f"the data back, or set checkpoint.allow_changes=[data.path]. Or set {ANEW}"
+        )
+
+
+def check_step(checkpoint: Checkpoint, num_steps: int) -> None:
+    """Refuse a checkpoint of a step that this run does not reach: it would end at once, as if it had trained.
+
+    Raises:
+        ResumeError: the checkpoint is of a later step.
+    """
+    if checkpoint.step > num_steps:
+        raise ResumeError(
+            f"{checkpoint.folder} is of step {checkpoint.step}, and this run has {num_steps} steps. Set "
+            f"checkpoint.resume=FOLDER to an earlier checkpoint, or {ANEW}"
         )
 
 

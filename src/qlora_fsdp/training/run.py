@@ -1,4 +1,4 @@
-"""A run of training, from the settings to the adapter: `run` calls one stage after another."""
+"""A training run, from the settings to the adapter. Every rank calls `run`, which calls one stage after another."""
 
 from __future__ import annotations
 
@@ -44,6 +44,7 @@ from qlora_fsdp.training.resume import (
     check_base,
     check_changes,
     check_data,
+    check_step,
     describe_kept,
     find_checkpoint,
     is_own,
@@ -55,7 +56,11 @@ from qlora_fsdp.training.step_recorder import StepRecorder
 
 
 def run(config: Config, world: World) -> dict[str, Any]:
-    """Train an adapter as `config` says.
+    """Train an adapter as `config` says. Every rank calls this.
+
+    Args:
+        config: the settings, which the command line has checked as far as is possible without torch.
+        world: the number of ranks and the software, as the environment shows them.
 
     Returns:
         What summary.json holds.
@@ -64,7 +69,8 @@ def run(config: Config, world: World) -> dict[str, Any]:
         UserError: anything the user can mend; the same on every rank, before the first step wherever possible.
     """
     with _joined_ranks(config) as (processes, watch, summary):
-        # Which run this is: settings that can be used, its folder, and the checkpoint that it resumes from, if any.
+        # First: can the settings be used on this hardware, and is there a checkpoint to resume from? Then the folder is
+        # opened.
         check(config, _complete(world, processes))
         checkpoint = processes.share(find_checkpoint(config) if processes.is_main else None)
         changes = check_changes(checkpoint, config, processes.num_ranks) if checkpoint is not None else []
@@ -75,15 +81,17 @@ def run(config: Config, world: World) -> dict[str, Any]:
             with summary.resuming():
                 verify_files(checkpoint, processes)
 
-        # All that can be found out before anything large exists: the model without weights, the plan, the data.
+        # Second: the model without weights, the memory plan and the data. Most errors are found here, before anything
+        # large is allocated.
         started = time.perf_counter()
         prepared = prepare(config, processes, folder, 0 if checkpoint is None else checkpoint.step)
         check_room(folder, prepared.sizes.num_trainable * 4, processes)  # float32
         if checkpoint is not None:
             check_data(checkpoint, prepared.data.train, config)
+            check_step(checkpoint, prepared.split.num_steps)
             check_base(checkpoint, prepared.base, config)
 
-        # The weights, and the training.
+        # Third: load the weights, prove them, and train.
         with _explained_shortage(prepared, config, processes, folder, summary):
             loaded = _load_and_prove(prepared, config, processes)
             summary.loaded(loaded, setup_seconds=time.perf_counter() - started)
@@ -100,7 +108,10 @@ def run(config: Config, world: World) -> dict[str, Any]:
 
 @contextmanager
 def _joined_ranks(config: Config) -> Iterator[tuple[Processes, Watch, RunSummary]]:
-    """Join the other ranks. An error on one of them ends the run on all, and is recorded and printed once."""
+    """A context in which the ranks work together. On entry they meet, and at the end they part.
+
+    An error on one rank ends the run on all. It is recorded in summary.json and printed once.
+    """
     processes = start_processes(config.distributed.timeout_seconds)
     summary = RunSummary(processes.num_ranks)
     watch = Watch(processes, record=summary.failed, kept=partial(describe_kept, config))
@@ -122,10 +133,12 @@ def _joined_ranks(config: Config) -> Iterator[tuple[Processes, Watch, RunSummary
 def _explained_shortage(
     prepared: Prepared, config: Config, processes: Processes, folder: Path, summary: RunSummary
 ) -> Iterator[None]:
-    """A context for all that takes the planned memory; the summary gets the plan beside what was measured.
+    """A context for loading and training, which need the planned memory.
+
+    At its end the summary gets the planned and the measured memory.
 
     Raises:
-        MemoryShortage: torch ran out of memory in it. The message shows the plan beside what was allocated.
+        MemoryShortage: torch ran out of memory in it. The message compares the plan with what was allocated.
     """
     try:
         yield
@@ -133,16 +146,16 @@ def _explained_shortage(
         if not is_shortage(error):
             raise
         snapshot = folder / f"memory-{processes.rank}.pickle" if config.memory.snapshot else None
-        raise explain_shortage(error, prepared.memory.plan, prepared.machine.gpu, prepared.peaks, snapshot) from error
+        raise explain_shortage(error, prepared.run_plan.plan, prepared.machine.gpu, prepared.peaks, snapshot) from error
     finally:
-        plan = prepared.memory.plan
+        plan = prepared.run_plan.plan
         with suppress(RuntimeError):  # the GPU may be what failed
             measured = prepared.peaks.as_json() | {"host_gib": round(host_rss_gib(), 3)}
             summary.measured(None if plan is None else as_json(plan), measured)
 
 
 def _load_and_prove(prepared: Prepared, config: Config, processes: Processes) -> dict[str, Any]:
-    """Fill every shard, and check what FSDP makes of them; figures for summary.json."""
+    """Shard the model, fill and prove every shard, and return figures for summary.json."""
 
     def fill_adapters(model: peft.PeftModel) -> None:
         initialize_adapters(model, config.lora.init_lora_weights, config.training.seed, prepared.assembled.tokens)
@@ -152,7 +165,7 @@ def _load_and_prove(prepared: Prepared, config: Config, processes: Processes) ->
         config,
         processes,
         fill_adapters,
-        reshard_after_forward=prepared.memory.reshard_after_forward,
+        reshard_after_forward=prepared.run_plan.reshard_after_forward,
         shows_progress=True,
         before_proof=lambda: prepared.peaks.enter("proof"),
     )
@@ -182,7 +195,7 @@ def _train(
     checkpoint: Checkpoint | None,
     summary: RunSummary,
 ) -> TrainResult:
-    """Train from the first step, or from the one after the checkpoint's, and write the adapter."""
+    """Train from the first step, or from where the checkpoint ends, and write the adapter."""
     model, data, split, peaks = prepared.model, prepared.data, prepared.split, prepared.peaks
     trainable = [p for p in model.parameters() if p.requires_grad]
     optimizer = make_optimizer(trainable, config.optim, config.training.learning_rate)
@@ -203,6 +216,7 @@ def _train(
     journal = Journal(folder, config, split.num_steps, processes.is_main, result.num_steps)
     content = _checkpoint_content(prepared, config, processes, folder, result)
     saver = Saver(config.checkpoint, content, model.model, optimizer, write_adapter_to, processes, watch, journal)
+    # Lines of metrics.jsonl that earlier starts wrote. Only rank 0 reads the file.
     before = processes.share(journal.good_steps(NUM_NORMS) if processes.is_main else None)
     result.last_loss = before[-1]["loss"] if before else None
     norms = [line["grad_norm"] for line in before]
@@ -214,7 +228,7 @@ def _train(
     batches = GlobalBatches(data.train, split, config.training.seed, processes.rank)
     recorder = StepRecorder(journal, peaks, processes)
 
-    figures = dict(summary.figures)  # for the trackers: up to here, and how training went
+    figures = dict(summary.figures)  # the trackers get these, and below how training went
     try:
         watch.be_patient(
             "the run saves and stops at the end of this step, or finishes if that is the last; another Ctrl-C stops it "
@@ -238,7 +252,7 @@ def _resume(
     processes: Processes,
     summary: RunSummary,
 ) -> TrainResult:
-    """Load the checkpoint, if there is one, into model and optimizer. The result is what was done up to it."""
+    """Load the checkpoint, if there is one, into model and optimizer. Return what was done up to it."""
     if checkpoint is None:
         return TrainResult()
     with summary.resuming():
@@ -247,7 +261,7 @@ def _resume(
 
 
 def _describe_adapter(prepared: Prepared, config: Config) -> tuple[str, str]:
-    """The adapter's line for its model card, and the settings that are saved with it."""
+    """The line that describes the adapter in its model card, and the settings that are saved with the adapter."""
     card = f"LoRA r={config.lora.r} on {prepared.assembled.meta.kind} weights, {prepared.split.num_steps} steps"
     weights = getattr(prepared.model, "class_weights", None)
     return card, saved_settings(config, None if weights is None else weights.tolist())
@@ -256,7 +270,10 @@ def _describe_adapter(prepared: Prepared, config: Config) -> tuple[str, str]:
 def _checkpoint_content(
     prepared: Prepared, config: Config, processes: Processes, folder: Path, result: TrainResult
 ) -> Checkpoint:
-    """What every checkpoint of this run says. Its list of evaluations is the result's own, which grows."""
+    """The manifest fields that all checkpoints of this run share.
+
+    `eval_losses` is the same list as the result's, so it grows as the loop evaluates.
+    """
     return Checkpoint(
         folder / "checkpoints",
         result.num_steps,
@@ -271,12 +288,12 @@ def _checkpoint_content(
 def _write_report(folder: Path) -> None:
     try:
         write_report([folder], folder / "report.html")
-    except Exception as error:  # the run itself has finished, whatever is wrong with its report
+    except Exception as error:  # a failed report must not fail a run that has finished
         log.warning(f"No report: {error!r}")
 
 
 def _complete(world: World, processes: Processes) -> World:
-    """The world, with what only torch knows of it."""
+    """The world, completed by what only torch knows: the device, and whether it computes in bfloat16 and fp8."""
     cuda = processes.device.type == "cuda"
     has_bf16 = not cuda or torch.cuda.is_bf16_supported(including_emulation=False)
     has_fp8 = cuda and torch.cuda.get_device_capability() >= (8, 9)

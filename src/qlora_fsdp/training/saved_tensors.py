@@ -25,8 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qlora_fsdp.common.foreign_files import open_regular, read_small
 from qlora_fsdp.common.text import printable
-from qlora_fsdp.weights.safetensors_files import DTYPES, StoredTensor, read_header
+from qlora_fsdp.weights.safetensors_files import DTYPES, StoredTensor, parse_header
 
 INDEX = "index.json"
 OWN = "own."
@@ -42,12 +43,12 @@ class BadFile(Exception):
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows [first, last) of a tensor, which are in one file; `load` reads them, to the CPU."""
+    """Rows [first, last) of a tensor, which are in one file; `find` says where they lie in it and what they are."""
 
     file: Path
     first: int
     last: int
-    load: Callable[[], Tensor]
+    find: Callable[[], StoredTensor]
 
 
 @dataclass(frozen=True)
@@ -94,13 +95,12 @@ def read_index(folder: Path, files: Collection[str]) -> dict[str, SavedTensor]:
     header = cache(_read_header)
     found = {}
     try:
-        for name, entry in json.loads((folder / INDEX).read_bytes())["tensors"].items():
+        for name, entry in json.loads(read_small(folder, INDEX))["tensors"].items():
             pieces = []
             for file, first, last in entry["pieces"]:
                 if file not in files:
                     raise ValueError(f"{name} is to lie in {file}, which is no file of this checkpoint")
-                load = partial(_load_piece, folder / file, name, header)
-                pieces.append(Piece(folder / file, first, last, load))
+                pieces.append(Piece(folder / file, first, last, partial(_find_piece, folder / file, name, header)))
             found[name] = make_saved(name, entry["shape"], DTYPES[entry["dtype"]], pieces)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BadFile(f"{folder / INDEX} can't be used: {_describe(error)}") from error
@@ -134,13 +134,14 @@ def read_rows(saved: SavedTensor, target: Tensor, first_row: int) -> None:
     for piece in saved.pieces:
         begin, end = max(first_row, piece.first), min(first_row + len(target), piece.last)
         if begin < end:
-            rows = piece.load()
-            check_like(piece.file, saved.name, rows, (piece.last - piece.first, *saved.shape[1:]), saved.dtype)
+            stored = piece.find()
+            check_like(piece.file, saved.name, stored, (piece.last - piece.first, *saved.shape[1:]), saved.dtype)
+            rows = read_stored(stored)
             target[begin - first_row : end - first_row].copy_(rows[begin - piece.first : end - piece.first])
 
 
-def check_like(file: Path, name: str, value: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Compare what a file has under a name with what is wanted.
+def check_like(file: Path, name: str, value: Tensor | StoredTensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Compare what a file has under a name with what is wanted, before memory is taken for it.
 
     Raises:
         BadFile: shape or dtype differ.
@@ -150,35 +151,24 @@ def check_like(file: Path, name: str, value: Tensor, shape: tuple[int, ...], dty
         raise BadFile(f"{file} can't be used: {name} is {found}, not {list(shape)} in {dtype}")
 
 
-def read_own(file: Path) -> dict[str, Tensor]:
-    """The state of adamw_8bit that a rank saved, on the CPU: by the parameter's number and the state's name.
+def read_own(file: Path) -> dict[str, StoredTensor]:
+    """Where the state of adamw_8bit that a rank saved lies: by the parameter's number and the state's name.
 
     Raises:
         BadFile: the file can't be read.
     """
-    header = _read_header(file)
-    return {name.removeprefix(OWN): _read_stored(stored) for name, stored in header.items() if name.startswith(OWN)}
+    return {name.removeprefix(OWN): stored for name, stored in _read_header(file).items() if name.startswith(OWN)}
 
 
-def _load_piece(file: Path, name: str, header: Callable[[Path], dict[str, StoredTensor]]) -> Tensor:
-    stored = header(file).get(name)
-    if stored is None:
-        raise BadFile(f"{file} can't be used: it lacks {name}, which {INDEX} says is there")
-    return _read_stored(stored)
+def read_stored(stored: StoredTensor) -> Tensor:
+    """The tensor, on the CPU. It is read, not mapped: memory that is mapped would count as this process's own.
 
-
-def _read_header(file: Path) -> dict[str, StoredTensor]:
-    try:
-        return read_header(file)
-    except (OSError, ValueError) as error:
-        raise BadFile(f"{file} can't be used: {_describe(error)}") from error
-
-
-def _read_stored(stored: StoredTensor) -> Tensor:
-    """The tensor, on the CPU. It is read, not mapped: memory that is mapped would count as this process's own."""
+    Raises:
+        BadFile: the file can't be read.
+    """
     data = bytearray(stored.num_bytes)
     try:
-        with stored.file.open("rb") as stream:
+        with open_regular(stored.file.parent, stored.file.name) as stream:
             stream.seek(stored.offset)
             if stream.readinto(data) != len(data):
                 raise ValueError("it ends early")
@@ -186,6 +176,21 @@ def _read_stored(stored: StoredTensor) -> Tensor:
         raise BadFile(f"{stored.file} can't be used: {stored.key}: {_describe(error)}") from error
     flat = torch.frombuffer(data, dtype=stored.dtype) if data else torch.empty(0, dtype=stored.dtype)
     return flat.view(stored.shape)
+
+
+def _find_piece(file: Path, name: str, header: Callable[[Path], dict[str, StoredTensor]]) -> StoredTensor:
+    stored = header(file).get(name)
+    if stored is None:
+        raise BadFile(f"{file} can't be used: it lacks {name}, which {INDEX} says is there")
+    return stored
+
+
+def _read_header(file: Path) -> dict[str, StoredTensor]:
+    try:
+        with open_regular(file.parent, file.name) as stream:
+            return parse_header(file, stream)
+    except (OSError, ValueError) as error:
+        raise BadFile(f"{file} can't be used: {_describe(error)}") from error
 
 
 def _describe(error: Exception) -> str:

@@ -1,9 +1,12 @@
-"""When checkpoints are written, and what a signal does: all ranks agree at the end of a step, save, and stop.
+"""When checkpoints are written, and how a signal ends a run.
 
-Training waits while the state is copied to host memory; a thread on each rank writes files from the copy. The next
-checkpoint, a signal and the end of the run wait for that thread. A run that ends in an error waits for some seconds
-only. If the thread has not finished by then, or the process is killed, the files keep their temporary name, and nothing
-reads them.
+A signal may reach a single rank. So at the end of each step all ranks agree whether one came (`Saver.asks`); then they
+save and stop together.
+
+Training waits while the state is copied to host memory. Then it continues, and a thread on each rank writes the copy to
+files. The next checkpoint, a signal and the end of the run wait for that thread. A run that ends in an error waits for
+it only a few seconds. If the thread has not finished by then, or the process is killed, the files keep their temporary
+name, and nothing reads them.
 """
 
 from __future__ import annotations
@@ -36,7 +39,14 @@ POLL_SECONDS = 0.2
 
 @dataclass
 class _Write:
-    """A checkpoint that is being written."""
+    """A checkpoint that is being written.
+
+    Attributes:
+        stall_seconds: how long training waited until the state was copied.
+        started: when the thread began, on the monotonic clock.
+        seconds: how long the thread took.
+        result: set by the thread when it ends: what went wrong, or None.
+    """
 
     folder: Path
     step: int
@@ -51,13 +61,13 @@ class Saver:
 
     Args:
         config: when checkpoints are written, and how many are kept.
-        content: what the manifest of every checkpoint of this run says, without the step. Its folder is
-            run.folder/checkpoints, and its `eval_losses` grow as the loop evaluates.
+        content: the manifest fields that all checkpoints of this run share. Each checkpoint replaces `step`, and
+            `folder`, which is run.folder/checkpoints here. `eval_losses` grows as the loop evaluates.
         model: sharded.
         optimizer: over the model's trainable parameters.
         write_adapter: writes the adapter to a folder; called in a thread of rank 0.
         processes: all ranks take part.
-        watch: knows which signal has come.
+        watch: knows whether a signal has come to this rank, and which.
         journal: records how long each checkpoint took.
     """
 
@@ -94,26 +104,28 @@ class Saver:
                 self._wait(ERROR_SECONDS)
 
     def asks(self) -> bool:
-        """Whether this rank wants a checkpoint after the current step: it got a signal, or the time has come."""
+        """Whether this rank wants a checkpoint after the current step: it got a signal, or every_minutes have passed.
+
+        The loop asks every rank and sums the answers, so that all of them save after the same step.
+        """
         if self._write is not None and self._write.result.done():
-            self._wait()  # the thread has finished: this only reports the outcome
+            self._wait()  # returns at once, because the thread has finished: it only reports the outcome
         minutes = self.config.every_minutes
         is_time = minutes is not None and time.monotonic() - self.last_time >= 60 * minutes
-        return self.watch.asked is not None or (
-            is_time and self.processes.is_main
-        )  # rank 0's clock is the one that counts
+        # Clocks differ between hosts, so only rank 0's counts.
+        return self.watch.asked is not None or (is_time and self.processes.is_main)
 
     def is_due(self, step: int, asked: bool) -> bool:
-        """Whether `after_step` has something to do. The arguments are the same."""
+        """Whether to call `after_step`, which takes the same arguments."""
         every = self.config.every_steps
         return asked or (every is not None and step % every == 0)
 
     def after_step(self, step: int, asked: bool) -> None:
-        """Save; to be called where a checkpoint `is_due`.
+        """Start a checkpoint, or save and end the run if a rank got a signal. To be called if a checkpoint `is_due`.
 
         Args:
             step: optimizer steps done.
-            asked: whether `asks` was true on any rank.
+            asked: whether `asks` was true on any rank; the same on every rank.
 
         Raises:
             Interrupted: a rank got a signal; the checkpoint has been written, if that was possible.
@@ -123,11 +135,11 @@ class Saver:
         self._start(step)
 
     def is_signalled(self) -> bool:
-        """Whether any rank got a signal to stop; every rank calls this."""
+        """Whether any rank got a signal to stop. Collective."""
         return self.processes.sum([self.watch.asked is not None])[0] > 0
 
     def stop(self, step: int) -> NoReturn:
-        """End the run after `step` steps, because a rank `is_signalled`; every rank calls this.
+        """Save, and end the run after `step` steps, because a rank got a signal. Collective.
 
         Raises:
             Interrupted: always. A checkpoint of this step has been written, if that was possible.
@@ -140,7 +152,11 @@ class Saver:
         raise Interrupted(number, reason)
 
     def save(self, step: int) -> bool:
-        """Save now, after `step` steps, and wait; whether there is a checkpoint of this step."""
+        """Save now, after `step` steps, and wait until the files are written. Collective.
+
+        Returns:
+            Whether there is a checkpoint of this step. It may have been written before, and step 0 has none.
+        """
         self._wait()
         folder = _step_folder(self.content.folder, step)
         is_there = self.processes.share(folder.is_dir() if self.processes.is_main else None)
@@ -150,10 +166,10 @@ class Saver:
         return step > 0 and is_there
 
     def restore(self) -> int | None:
-        """Load the newest checkpoint of this run into model and optimizer.
+        """Load the newest checkpoint of this run into model and optimizer. Collective.
 
         Returns:
-            Its step; None where the run has no checkpoint yet.
+            Its step; None if the run has no checkpoint yet.
         """
         self._wait()
         folders = checkpoint_folders(self.content.folder) if self.processes.is_main else []
@@ -164,7 +180,7 @@ class Saver:
         return int(newest.step)
 
     def describe(self) -> dict[str, Any]:
-        """Figures for summary.json: the number of checkpoints, the longest wait of training and the longest write."""
+        """Figures for summary.json: checkpoints written and failed, longest stall of training, longest write."""
         if not self.stalls:
             return {}
         return {
@@ -175,7 +191,7 @@ class Saver:
         }
 
     def _start(self, step: int) -> None:
-        """Copy the state, and start a thread that writes the copy."""
+        """Wait for the checkpoint before, copy the state, and start a thread that writes the copy."""
         started = time.monotonic()
         self._wait()
         waited = time.monotonic() - started
@@ -188,7 +204,7 @@ class Saver:
             self.content,
             folder=_step_folder(self.content.folder, step),
             step=step,
-            # A run that resumes here evaluates at this step again.
+            # A run that resumes from this checkpoint evaluates at this step again, so its loss is left out.
             eval_losses=[(at, loss) for at, loss in self.content.eval_losses if at < step],
         )
         snapshot = self.host_copy.take(self.model, self.optimizer)
@@ -204,7 +220,8 @@ class Saver:
             error = write_checkpoint(content, snapshot, self.write_adapter, self.thread_processes)
             if error is None and self.processes.is_main:
                 self._remove_old(content)
-            # Otherwise the main threads would wait for rank 0 in a collective, which has a time limit.
+            # The threads end together. Otherwise the other ranks' main threads would wait for rank 0, which is still
+            # removing folders, in a collective with a time limit.
             self.thread_processes.wait()
         except BaseException as unexpected:
             write.result.set_exception(unexpected)
@@ -213,10 +230,10 @@ class Saver:
             write.result.set_result(error)
 
     def _wait(self, at_most_seconds: float | None = None) -> str | None:
-        """Wait for the thread, if there is one, and report the outcome.
+        """Wait for the thread, if there is one, and record the outcome in the journal and the log.
 
         Returns:
-            What went wrong, which is the same on every rank; None where nothing did, or where time ran out.
+            What went wrong, the same on every rank. None if nothing did, if there is no thread, or if time ran out.
         """
         write, deadline = self._write, time.monotonic() + (at_most_seconds or 0.0)
         if write is None:
@@ -224,7 +241,7 @@ class Saver:
         while not write.result.done():
             if at_most_seconds is not None and time.monotonic() > deadline:
                 return None
-            with suppress(NotYet):  # signals are seen between two waits
+            with suppress(NotYet):  # signals are handled between two waits
                 write.result.result(POLL_SECONDS)
         self._write = None
         error = write.result.result()
@@ -240,6 +257,7 @@ class Saver:
         return error
 
     def _remove_old(self, content: Checkpoint) -> None:
+        """Remove checkpoints except the newest (`keep_last`) and those of the lowest evaluation loss (`keep_best`)."""
         folder, losses = self.content.folder, dict(content.eval_losses)
         folders = checkpoint_folders(folder)
         best = sorted((losses[step], path) for path in folders if (step := step_of(path)) in losses)

@@ -4,7 +4,8 @@ The loss of a step is the sum over all its target tokens divided by their number
 Gradients are summed, not averaged. So the same data gives the same loss and the same gradient however it is split.
 
 The host queues the whole step without waiting for the GPU, and reads the step's figures later, by `StepResult.wait`.
-There are two exceptions: the gradients of the first two steps are checked, and bitsandbytes' optimizer waits by itself.
+There are three exceptions. The host checks the gradients of a run's first two steps. `LocalAdamW8bit` reads on the host
+whether to update. With offloaded parameters the optimizer runs on the CPU, so the host waits for the gradients.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from qlora_fsdp.training.gradient_check import check_gradients
 from qlora_fsdp.training.memory_use import PhasePeaks
 from qlora_fsdp.training.optim import LocalOptimizer, clip_gradients
 
-# LoRA's A gets its first gradient in the second step, because B is zero in the first one.
+# While B is zero, the gradient of LoRA's A is zero. So A can be checked only in the second step.
 GRADIENT_CHECK_STEPS = 2
 
 
@@ -35,9 +36,9 @@ class StepResult:
     """What a step has computed. The GPU may still be working on it.
 
     Attributes:
-        wait: waits until the step's loss and the norm of its gradient before clipping are on the host, and for nothing
-            that was queued after them. Both are the same on every rank.
-        micro_losses: this rank's part of the loss by micro-batch, scalars on the device.
+        wait: returns (loss, norm of the gradient before clipping), the same on every rank. It waits until both are on
+            the host, not for the optimizer.
+        micro_losses: this rank's part of the loss in each micro-batch, scalars on the device.
         num_flops: model FLOPs of this rank's micro-batches.
     """
 
@@ -52,10 +53,10 @@ class StepRunner:
     Args:
         model: sharded, loaded and proven.
         optimizer: over the model's trainable parameters.
-        max_grad_norm: a gradient of a larger global norm is scaled down to this one; 0: it never is.
+        max_grad_norm: a gradient of a larger global norm is scaled down to this norm; 0 turns clipping off.
         flops: counts the FLOPs of a batch.
-        peaks: is told which phase of the step runs.
-        processes: this process among all.
+        peaks: measures the memory of each phase of the step.
+        processes: all ranks take part.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class StepRunner:
         self.params = [param for param in model.parameters() if param.requires_grad]
 
     def set_learning_rate(self, learning_rate: float) -> None:
-        """Set the learning rate of the steps from here on."""
+        """Set the learning rate of the steps that follow."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
 
@@ -82,24 +83,24 @@ class StepRunner:
         batch: GlobalBatch,
         norm_limit: float,
         is_first_update: bool,
-        meanwhile: Callable[[], None],
+        while_gpu_works: Callable[[], None],
     ) -> StepResult:
         """Train on one global batch.
 
-        The weights stay as they are where the loss or the gradient norm is not finite, or the norm is above the limit.
-        That is decided on the device, so that the host can queue the update without knowing.
+        If the loss or norm is not finite, or the norm is above the limit, the weights do not change. The device decides
+        this, so the host queues the update without waiting for the decision.
 
         Args:
-            micro_batches: as many are taken from it as the step has.
-            batch: the global batch that they are of.
+            micro_batches: this rank's micro-batches; the step takes the next `batch.num_micro_batches`.
+            batch: the global batch that these micro-batches belong to.
             norm_limit: a gradient of a larger norm is not used.
-            is_first_update: no step before this one has changed the weights since the start.
-            meanwhile: called when the GPU has work for some time.
+            is_first_update: no earlier step of this start has changed the weights.
+            while_gpu_works: called after each micro-batch's backward is queued, to do host work while the GPU computes.
 
         Raises:
             TrainingError: one of the first steps leaves a trainable parameter without a usable gradient.
         """
-        local_loss, micro_losses, num_flops = self._run_micro_batches(micro_batches, batch, meanwhile)
+        local_loss, micro_losses, num_flops = self._run_micro_batches(micro_batches, batch, while_gpu_works)
         self.peaks.enter("step")
         sum_gradients(self.model, self.params)
         norm = clip_gradients(self.params, self.max_grad_norm).to(local_loss.device, torch.float64)
@@ -115,12 +116,16 @@ class StepRunner:
         return StepResult(wait, micro_losses, num_flops)
 
     def _run_micro_batches(
-        self, micro_batches: Iterator[Batch], batch: GlobalBatch, meanwhile: Callable[[], None]
+        self, micro_batches: Iterator[Batch], batch: GlobalBatch, while_gpu_works: Callable[[], None]
     ) -> tuple[Tensor, list[Tensor], float]:
-        """Forward and backward of a step. FSDP reduces the gradients over ranks once, with the last micro-batch.
+        """Run forward and backward of every micro-batch of a step.
+
+        FSDP sums gradients over ranks in the last micro-batch's backward. Without FSDP, `sum_gradients` does so
+        afterwards.
 
         Returns:
-            This rank's part of the step's loss, a scalar on the device; that of each micro-batch; and the FLOPs.
+            This rank's part of the step's loss, a float32 scalar on the device; the same for each micro-batch; and the
+            model FLOPs.
         """
         device, num_targets = self.processes.device, max(1, batch.num_targets)
         loss_sum, num_flops = torch.zeros((), dtype=torch.float32, device=device), 0.0
@@ -136,19 +141,22 @@ class StepRunner:
             micro_losses.append(loss.detach())
             loss_sum += micro_losses[-1]
             del loss  # and its graph, before the next micro-batch builds one
-            meanwhile()
+            while_gpu_works()
         return loss_sum, micro_losses, num_flops
 
 
 def _sum_over_ranks(value: Tensor) -> Tensor:
-    """Sum a tensor over ranks, in place. A rank that is alone needs no NCCL, which would take half a GiB."""
+    """Sum a tensor over ranks, in place. A single rank skips this, so NCCL is not started, which saves half a GiB."""
     if dist.get_world_size() > 1:
         dist.all_reduce(value)
     return value
 
 
 def _start_reading(loss: Tensor, norm: Tensor) -> Callable[[], tuple[float, float]]:
-    """Begin to copy both scalars to the host; a call of the result waits for that copy alone."""
+    """Start copying both scalars to the host.
+
+    Returns a function that waits for this copy only and returns both numbers.
+    """
     values = on_host = torch.stack([loss, norm])
     copied: torch.cuda.Event | None = None
     if values.device.type == "cuda":

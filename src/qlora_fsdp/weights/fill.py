@@ -4,10 +4,10 @@ A weight comes from one of three sources:
 
 - a tensor in full precision, which is cast to the model's dtype and quantized where its layer is quantized;
 - codes and scales that bitsandbytes has made, whose bytes are taken as they are;
-- nothing, so that it is made of random numbers (`model.weights=random`, a new classification head).
+- no file (`model.weights=random`, a new classification head): a matrix gets random numbers, a norm ones, a bias zeros.
 
 Rows arrive in pieces, in order. A sink takes the pieces of one tensor (`put`) and is told when they are all there
-(`finish`): one copies them, one packs bitsandbytes' codes, one quantizes.
+(`finish`): `_Copy` copies them, `_Pack` packs bitsandbytes' codes, and `_Quantize` quantizes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def fill(
     seed: int,
     on_progress: Progress = ignore_progress,
 ) -> None:
-    """Fill every assignment's shard: from the model files, or with random numbers where these have no tensor for it.
+    """Fill every assignment's shard: from the model files, or randomly if the files have no tensor for it.
 
     The arguments are those of `fill_from_files` and `fill_randomly`.
     """
@@ -118,14 +118,17 @@ def _full_precision_request(assignment: Assignment, device: torch.device, dtype:
 
 
 def _make_sink(assignment: Assignment, device: torch.device, source_dtype: torch.dtype, dtype: torch.dtype) -> Sink:
-    """What takes a weight's rows, which arrive in `source_dtype`."""
+    """Make the sink for a weight whose rows arrive in `source_dtype`."""
     if assignment.is_quantized:
         return _Quantize(assignment.layer, device, source_dtype, dtype)
     return _Copy(local_tensor(assignment.parameter), source_dtype)
 
 
 def _prequantized_requests(assignment: Assignment) -> list[Request]:
-    """Requests for codes and scales that bitsandbytes has made, which are flat in the files and rows here."""
+    """Requests for codes and scales made by bitsandbytes.
+
+    The files store them as flat tensors; here they are read as rows.
+    """
     layer, format, stored_parts = assignment.layer, assignment.layer.format, assignment.stored_parts
     assert assignment.stored is not None
     num_blocks = layer.in_features // format.blocksize
@@ -139,7 +142,8 @@ def _prequantized_requests(assignment: Assignment) -> list[Request]:
     first, last = local_rows(layer.nested_scales)
     nested = local_tensor(layer.nested_scales)
     num_groups = layer.nested_scales.shape[0] - 1
-    if last == num_groups + 1 and last > first:  # the last element is the offset, which the files have elsewhere
+    # The last element is the mean of the scales. The files keep it outside this tensor.
+    if last == num_groups + 1 and last > first:
         assert assignment.nested_offset is not None
         nested[-1] = assignment.nested_offset
     last = max(first, min(last, num_groups))
@@ -148,7 +152,10 @@ def _prequantized_requests(assignment: Assignment) -> list[Request]:
 
 
 class _Copy(Sink):
-    """Copies rows of `source_dtype`, which are cast to the dtype of `target`, this rank's rows of a parameter."""
+    """Casts rows of `source_dtype` to the dtype of `target` and copies them.
+
+    `target` is this rank's rows of a parameter.
+    """
 
     def __init__(self, target: Tensor, source_dtype: torch.dtype) -> None:
         self.target = target if target.ndim else target.view(1)
@@ -160,7 +167,7 @@ class _Copy(Sink):
 
 
 class _Pack(Sink):
-    """Writes rows of bytes, packed into the elements in which the layer keeps them."""
+    """Packs rows of bytes into the layer's storage dtype and writes them."""
 
     def __init__(self, target: Tensor, format: Format) -> None:
         self.target, self.format = target, format
@@ -192,7 +199,8 @@ class _Quantize(Sink):
         if not format.double_quant:
             _write(local_tensor(layer.scales), absmax)
             return
-        # The mean and the groups of 256 run over all rows: every rank computes them from the same gathered scales.
+        # The mean and the groups of 256 are computed over all rows, so every rank computes them from the same gathered
+        # scales.
         group = shard_group(layer.codes)
         scales, nested_scales = format.quantize_scales(gather_rows(absmax, layer.out_features, group))
         for param, whole in ((layer.scales, scales), (layer.nested_scales, nested_scales)):
@@ -201,7 +209,7 @@ class _Quantize(Sink):
 
 
 def _write(target: Tensor, source: Tensor) -> None:
-    """Copy bytes, on any pair of devices; never through another dtype."""
+    """Copy raw bytes between any two devices, never converting the dtype."""
     assert target.shape == source.shape and target.dtype == source.dtype
     if target.numel():
         target.view(torch.uint8).copy_(source.contiguous().view(torch.uint8))

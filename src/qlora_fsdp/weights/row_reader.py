@@ -1,4 +1,4 @@
-"""Read row ranges of many tensors, in order, while reading, copying to the GPU and the sinks' work overlap.
+"""Read row ranges of many tensors in order. Reading, copying to the GPU, and the sinks' work overlap.
 
 A few threads read pieces of at most `PIECE_BYTES` into a ring of (pinned) buffers. The caller's thread copies each
 piece to the device and hands it to the sink of the tensor that it belongs to. The ring is all the host memory that this

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ DTYPES = {
     "I64": torch.int64,
 }
 MAX_LISTED = 8
+MAX_HEADER_BYTES = 100_000_000  # as the format's own library has it
 SAMPLE_BYTES = 64  # of each tensor, which a fingerprint looks at
 
 
@@ -138,21 +140,35 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     """
     if not file.is_file():
         raise ValueError("missing, though the index names it")
-    size = file.stat().st_size
     with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        if size < 8 or length > size - 8:
-            raise ValueError(f"cut short inside its header ({size} bytes)")
-        header = json.loads(stream.read(length))
+        return parse_header(file, stream)
+
+
+def parse_header(file: Path, stream: BinaryIO) -> dict[str, StoredTensor]:
+    """The tensors of one file by name, given the file and what it was opened as.
+
+    Raises:
+        OSError, ValueError: as `read_header`.
+    """
+    size = os.fstat(stream.fileno()).st_size
+    length = int.from_bytes(stream.read(8), "little")
+    if size < 8 or length > size - 8:
+        raise ValueError(f"cut short inside its header ({size} bytes)")
+    if length > MAX_HEADER_BYTES:
+        raise ValueError(f"damaged inside its header ({length:,} bytes long)")
     try:
+        header = json.loads(stream.read(length))
         header.pop("__metadata__", None)
         return _place_tensors(file, header, 8 + length, size)
-    except (KeyError, TypeError, AttributeError) as error:
+    except (LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"damaged inside its header ({error!r})") from error
 
 
 def _place_tensors(file: Path, header: dict[str, Any], data_start: int, size: int) -> dict[str, StoredTensor]:
     """The tensors that a header describes, once they are known to lie in the file, none over another."""
+    for key, entry in header.items():
+        if not all(type(number) is int and 0 <= number < 2**63 for number in entry["shape"] + entry["data_offsets"]):
+            raise ValueError(f"{key} has a shape or offsets that are no whole numbers of 63 bits")
     last = data_start + max((entry["data_offsets"][1] for entry in header.values()), default=0)
     if size < last:
         raise ValueError(f"cut short: {size:,} bytes of {last:,}")
@@ -162,7 +178,7 @@ def _place_tensors(file: Path, header: dict[str, Any], data_start: int, size: in
             raise ValueError(f"{key} has dtype {entry['dtype']}, which is not one of {', '.join(DTYPES)}")
         first, end = entry["data_offsets"]
         tensor = StoredTensor(key, file, data_start + first, tuple(entry["shape"]), DTYPES[entry["dtype"]])
-        if first < 0 or min(tensor.shape, default=0) < 0 or end - first != tensor.num_bytes:
+        if end - first != tensor.num_bytes:
             raise ValueError(f"{key} has bytes {first} to {end}, which its shape and dtype do not take")
         tensors[key] = tensor
     for one, other in pairwise(sorted(tensors.values(), key=lambda tensor: (tensor.offset, tensor.num_bytes))):
