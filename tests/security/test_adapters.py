@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import string
-import time
 from pathlib import Path
 from typing import Any
 
@@ -60,12 +59,10 @@ class Adapter:
         return code, shown.out + shown.err
 
     def refusal(self, *typed: str) -> str:
-        """The message with which the adapter is refused, soon and without the secret."""
-        start = time.monotonic()
+        """The message with which the adapter is refused, without the secret."""
         code, shown = self.use(*typed)
         assert code == 2, shown
         assert "Error: " in shown and "Traceback" not in shown and SECRET not in shown
-        assert time.monotonic() - start < 15
         return shown
 
 
