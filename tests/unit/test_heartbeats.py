@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from qlora_fsdp.runtime.heartbeats import LONGEST_INTERVAL_SECONDS, Beat, Judge, Unchanged, beat_interval, printable
+from qlora_fsdp.common.text import printable_lines
+from qlora_fsdp.runtime.heartbeats import LONGEST_INTERVAL_SECONDS, Beat, Judge, Unchanged, beat_interval
 
 TIMEOUT = 600.0
 INTERVAL = beat_interval(3, TIMEOUT)
@@ -106,4 +107,4 @@ def test_beats_come_often_enough(num_ranks: int):
 
 
 def test_what_a_terminal_might_obey_is_removed():
-    assert printable("a\x1b[2Jb\x9bc\r\x07\n\tä — 行") == "a?[2Jb?c??\n\tä — 行"
+    assert printable_lines("a\x1b[2Jb\x9bc\r\x07\n\tä — 行") == "a?[2Jb?c??\n        ä — 行"

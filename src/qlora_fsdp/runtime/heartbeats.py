@@ -22,7 +22,6 @@ suspended as a whole (Ctrl-Z) and continued therefore loses no rank.
 from __future__ import annotations
 
 import json
-import re
 import sys
 import threading
 import time
@@ -34,6 +33,8 @@ from typing import Any
 
 import torch
 from torch.distributed.distributed_c10d import Store, _world
+
+from qlora_fsdp.common.text import printable
 
 PACKAGE = Path(__file__).parents[1]
 LONGEST_INTERVAL_SECONDS = 5.0
@@ -196,8 +197,3 @@ def _count_collectives(device: torch.device) -> int:
             backend: Any = group._get_backend(device)  # its numbers are not in torch's stubs
             total += backend._get_sequence_number_for_group() if backend.name() == "nccl" else 0
     return total
-
-
-def printable(text: str) -> str:
-    """Text from the store without control characters, which a terminal would obey; line ends and tabs stay."""
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "?", text)

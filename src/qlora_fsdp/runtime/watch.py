@@ -33,7 +33,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from qlora_fsdp.common.errors import Interrupted, RankError, UserError, print_error
-from qlora_fsdp.runtime.heartbeats import Heartbeats, Unchanged, printable
+from qlora_fsdp.common.text import printable_lines
+from qlora_fsdp.runtime.heartbeats import Heartbeats, Unchanged
 from qlora_fsdp.runtime.neighbours import Neighbours
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.signals import StopSignals
@@ -138,7 +139,7 @@ class Watch:
             first = _in_time(lambda: self._find_first(error), 0 if self._is_rank_0_lost else 2 * ANSWER_SECONDS)
         except (dist.DistError, RuntimeError, NotYet) as store_error:
             first, has_store = self._without_store(error, store_error), False
-        if not first.is_of_others and (first.rank == self.rank or printable(str(error)) == first.text):
+        if not first.is_of_others and (first.rank == self.rank or printable_lines(str(error)) == first.text):
             result = error
         else:
             result = RankError(first.text if first.is_of_others else f"rank {first.rank}: {first.text}")
@@ -284,7 +285,7 @@ def _in_time(call: Callable[[], Failure], seconds: float) -> Failure:
 
 def _read_failure(stored: bytes) -> Failure:
     failure = json.loads(stored)
-    return Failure(**failure | {"text": printable(failure["text"])})
+    return Failure(**failure | {"text": printable_lines(failure["text"])})
 
 
 def _find_interrupted(error: BaseException | None) -> Interrupted | None:
