@@ -17,6 +17,7 @@ from typing import Any
 from qlora_fsdp.common.errors import CheckpointError, ConfigError, Problem, UserError, print_error
 from qlora_fsdp.common.families import PLANNED_FAMILIES
 from qlora_fsdp.common.files import write_json
+from qlora_fsdp.common.startup import end_with_the_reader
 from qlora_fsdp.common.text import plural, show_duration, show_size
 from qlora_fsdp.config.check_model import int8_embeddings_problem, is_local_path
 from qlora_fsdp.config.check_settings import TRAINING, Needs, check_settings, check_world
@@ -240,4 +241,5 @@ def _name(config: Config) -> str:
 
 
 if __name__ == "__main__":
+    end_with_the_reader()
     sys.exit(main())

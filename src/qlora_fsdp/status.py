@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from qlora_fsdp.common.errors import LaunchError, UserError, print_error
+from qlora_fsdp.common.startup import end_with_the_reader
 from qlora_fsdp.common.text import format_table, show_duration, show_number
 from qlora_fsdp.records.run_state import SLURM_FILE, RunState, find_runs, read_json, read_run, slurm_queue, step_of
 
@@ -90,4 +91,5 @@ def _name(run: Path, root: Path) -> str:
 
 
 if __name__ == "__main__":
+    end_with_the_reader()
     sys.exit(main())

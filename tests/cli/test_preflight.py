@@ -173,3 +173,16 @@ def test_out_of_memory(tmp_path: Path):
     ):
         assert text in message
     assert summary["status"] == "failed" and summary["memory"]["predicted"]["tensors_gib"]["forward"] > 0
+
+
+@pytest.mark.parametrize(
+    "command", ["preflight model=tiny data=random training.max_steps=1 hardware=1x24gib", "status ."]
+)
+def test_nobody_reads_on(tmp_path: Path, command: str) -> None:
+    """As in `... | head`: a pipe whose reader has gone."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    words = [sys.executable, "-m", *f"qlora_fsdp.{command}".split()]
+    ended = subprocess.run(words, cwd=tmp_path, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert "BrokenPipe" not in ended.stderr

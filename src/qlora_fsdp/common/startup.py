@@ -48,6 +48,14 @@ def end_at_once(detail: str = "") -> None:
     signal.signal(signal.SIGINT, partial(_end, os.getpid(), f"Interrupted by SIGINT. {detail}".strip()))
 
 
+def end_with_the_reader() -> None:
+    """Let a command that only prints end silently once nobody reads on, as in `... | head`.
+
+    Python would end with a traceback of BrokenPipeError. Not for commands that write files or talk to other processes.
+    """
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+
+
 def _end(main_pid: int, text: str, number: int, frame: FrameType | None) -> None:
     if os.environ.get("RANK", "0") == "0" and os.getpid() == main_pid:  # worker processes say nothing
         with suppress(OSError, RuntimeError):  # the signal may come while stdout is being written
