@@ -78,6 +78,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     subprocess.run(["scancel", "--me"], check=False)
 
 
+@pytest.mark.slow
 def test_preempted_run_queues_again_and_goes_on(folder: Path) -> None:
     job = folder / "preempted"
     number = json.loads((job / "slurm.json").read_text())["job_id"]

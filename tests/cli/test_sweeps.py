@@ -23,6 +23,7 @@ def lines_of(job: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (job / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_interrupted_sweep_goes_on(tmp_path: Path) -> None:
     first = Launch(tmp_path, "python", *SWEEP, "training.max_steps=100000")
     jobs = [first.run_folder / name for name in ("lora.r=2", "lora.r=4")]

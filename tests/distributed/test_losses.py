@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -129,19 +130,25 @@ def assert_close(ours: list[float], reference: list[float]) -> None:
     assert ours[-1] < ours[0]
 
 
-@pytest.mark.parametrize(("num_ranks", "family", "packing"), FAMILY_CASES)
+def with_slow(cases: Iterable[Any], num_ranks_of: Callable[[Any], int]) -> list[Any]:
+    """The cases for `parametrize`; those of four processes are marked slow."""
+    slow = {True: [pytest.mark.slow], False: []}
+    return [pytest.param(*case, marks=slow[num_ranks_of(case) == 4]) for case in cases]
+
+
+@pytest.mark.parametrize(("num_ranks", "family", "packing"), with_slow(FAMILY_CASES, lambda case: case[0]))
 def test_families(losses, stock, num_ranks: int, family: str, packing: bool):
     assert_close(losses(num_ranks, (family, packing)), stock(family, packing=packing))
 
 
-@pytest.mark.parametrize(("num_ranks", "micro_batch_size"), SPLITS)
+@pytest.mark.parametrize(("num_ranks", "micro_batch_size"), with_slow(SPLITS, lambda case: case[0]))
 def test_splits(losses, stock, num_ranks: int, micro_batch_size: int):
     reference = stock("llama", "training.global_batch_size=8")
     assert_close(losses(num_ranks, ("split", micro_batch_size)), reference)
     assert losses(num_ranks, ("split", micro_batch_size)) == pytest.approx(losses(1, ("split", 8)), abs=TOLERANCE)
 
 
-@pytest.mark.parametrize("case", SAME_NUMBERS)
+@pytest.mark.parametrize("case", with_slow([(case,) for case in SAME_NUMBERS], lambda case: SAME_NUMBERS[case[0]][0]))
 def test_settings_that_change_no_number(losses, stock, case: str):
     num_ranks, more = SAME_NUMBERS[case]
     data = [setting for setting in more if setting.startswith(CHANGES_DATA)]
