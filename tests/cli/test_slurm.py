@@ -28,7 +28,7 @@ def has_slurm() -> bool:
     return subprocess.run(["sinfo"], capture_output=True, check=False).returncode == 0
 
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 BASE = ["model=tiny", "data=random", "training.max_length=64"]
 
 
@@ -78,7 +78,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     subprocess.run(["scancel", "--me"], check=False)
 
 
-@pytest.mark.slow
 def test_preempted_run_queues_again_and_goes_on(folder: Path) -> None:
     job = folder / "preempted"
     number = json.loads((job / "slurm.json").read_text())["job_id"]
