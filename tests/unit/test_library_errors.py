@@ -102,7 +102,7 @@ def test_element_0_of_tensors_does_not_require_grad() -> None:
     hidden = embedding(torch.tensor([1]))
     with pytest.raises(RuntimeError, match="element 0 of tensors does not require grad"):
         recompute(layer, hidden, use_reentrant=True).sum().backward()
-    recompute(layer, hidden, use_reentrant=False).sum().backward()  # as memory/recompute.py does it
+    recompute(layer, hidden, use_reentrant=False).sum().backward()  # as model/activations.py does it
     assert layer.weight.grad is not None
 
 
