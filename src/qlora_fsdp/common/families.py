@@ -44,3 +44,6 @@ GATED_MLPS = {family.gated_mlp for family in FAMILIES.values()}
 PRENORM_LAYERS = {family.prenorm_layer for family in FAMILIES.values() if family.prenorm_layer is not None}
 PACKED_FAMILIES = {name for name, family in FAMILIES.items() if family.keeps_rows_apart}
 PLANNED_FAMILIES = tuple(name for name, family in FAMILIES.items() if family.is_planned)
+
+# Multimodal models whose text part is one of the above: transformers builds them whole, and the text part is trained.
+MULTIMODAL_FAMILIES = ("gemma3", "mistral3")

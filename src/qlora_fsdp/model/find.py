@@ -15,8 +15,9 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from transformers import AutoConfig, PretrainedConfig
 
-from qlora_fsdp.common.errors import CheckpointError
+from qlora_fsdp.common.errors import CheckpointError, UserError
 from qlora_fsdp.common.foreign_files import find_outside
+from qlora_fsdp.config.model_config import check_same_model, describes_itself
 from qlora_fsdp.config.schema import ModelConfig, Weights
 from qlora_fsdp.weights.safetensors_files import StoredTensor, read_headers
 
@@ -49,6 +50,7 @@ def find_model(config: ModelConfig, is_main: bool, first_error: FirstError) -> M
     Raises:
         CheckpointError: there is no such folder or no config.json, files are cut short or lie elsewhere, or the hub
             can't be reached.
+        ConfigError: a preset states the figures of another model.
     """
     folder = _find_folder(config, is_main, first_error)
     outside = [] if folder is None else find_outside(folder)
@@ -60,7 +62,6 @@ def find_model(config: ModelConfig, is_main: bool, first_error: FirstError) -> M
     try:
         if folder is not None and (folder / "config.json").is_file():
             hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
-            hf_config.update(dict(config.config) if config.weights is Weights.random else {})
         elif config.config and config.weights is Weights.random:
             values = dict(config.config)
             hf_config = AutoConfig.for_model(values.pop("model_type"), **values)
@@ -71,7 +72,10 @@ def find_model(config: ModelConfig, is_main: bool, first_error: FirstError) -> M
             )
         if not isinstance(hf_config.get_text_config(), PretrainedConfig):
             raise CheckpointError(f"model.path={config.path}: its text_config is no config. Copy or download it again.")
-    except CheckpointError:
+        check_same_model(config, hf_config.to_dict())
+        if config.name == "custom" and config.weights is Weights.random:
+            hf_config.get_text_config().update(dict(config.config))
+    except UserError:
         raise
     except Exception as error:  # the file may hold anything
         raise CheckpointError(
@@ -85,7 +89,7 @@ def _find_folder(config: ModelConfig, is_main: bool, first_error: FirstError) ->
     if config.path is None:
         return None
     folder = Path(config.path).expanduser()
-    needs_none = config.weights is Weights.random and bool(config.config)
+    needs_none = config.weights is Weights.random and describes_itself(config)
     error = None
     if is_main and not folder.is_dir() and not needs_none:
         error = _download_or_explain(config)
@@ -107,21 +111,24 @@ def _download_or_explain(config: ModelConfig) -> str | None:
             failures.append(error)
         else:
             return None
+    other = "set model to a preset" if config.weights is Weights.random else "use model.weights=random for a dry run"
     reason = f"{type(failures[0]).__name__}: {str(failures[0]).partition(chr(10))[0]}"
     return (
         f"model.path={config.path} is no folder on {platform.node()}, and no hub model that can be had ({reason}). Set "
-        "model.path to a folder that every host has, log in with `hf auth login` if the model is gated, or use "
-        "model.weights=random for a dry run."
+        "model.path to a folder that every host has, log in with `hf auth login` if the model is gated, or "
+        f"{other}."
     )
 
 
 def _download(config: ModelConfig, local_files_only: bool) -> Path:
+    """Downloads the model's files into the hub's cache, or finds them there; the weights only where they are read."""
     assert config.path is not None
+    weights = [] if config.weights is Weights.random else ["*.safetensors"]
     return Path(
         snapshot_download(
             config.path,
             revision=config.revision,
-            allow_patterns=["*.safetensors", "*.json", "tokenizer*", "*.model", "*.jinja", "*.txt"],
+            allow_patterns=[*weights, "*.json", "tokenizer*", "*.model", "*.jinja", "*.txt"],
             ignore_patterns=["original/*", "consolidated*"],  # the same weights in their authors' own format
             local_files_only=local_files_only,
         )
