@@ -6,8 +6,9 @@ headers of the safetensors files is enough to know every tensor's shape, dtype a
 
 from __future__ import annotations
 
+import json
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -82,7 +83,22 @@ def find_model(config: ModelConfig, is_main: bool, first_error: FirstError) -> M
             f"model.path={config.path}: its config can't be used: {error}. Check model.path, or model.config."
         ) from error
     tensors = {} if config.weights is Weights.random or folder is None else read_headers(folder)
+    if folder is not None:
+        _settle_tie(hf_config, folder, tensors)
     return ModelFiles(folder, hf_config, tensors)
+
+
+def _settle_tie(config: PretrainedConfig, folder: Path, tensors: Mapping[str, StoredTensor]) -> None:
+    """Sets whether head and embeddings are one weight, where a multimodal config.json does not say.
+
+    That of Mistral Small 3.1 does not. transformers then assumes that they are one, and yet takes both from files that
+    have both.
+    """
+    text = config.get_text_config()
+    if text is config or "tie_word_embeddings" in json.loads((folder / "config.json").read_text(encoding="utf-8")):
+        return
+    has_head = any(key.endswith("lm_head.weight") for key in tensors)
+    config.tie_word_embeddings = not has_head if tensors else text.tie_word_embeddings
 
 
 def _find_folder(config: ModelConfig, is_main: bool, first_error: FirstError) -> Path | None:
