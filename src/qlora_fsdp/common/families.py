@@ -37,6 +37,7 @@ FAMILIES = {
     "qwen3": Family("Qwen3MLP", "Qwen3DecoderLayer", keeps_rows_apart=True, is_planned=True),
     "gemma2": Family("Gemma2MLP", None, keeps_rows_apart=True, is_planned=False),
     "gemma3_text": Family("Gemma3MLP", None, keeps_rows_apart=True, is_planned=True),
+    "smollm3": Family("SmolLM3MLP", "SmolLM3DecoderLayer", keeps_rows_apart=True, is_planned=True),
     "phi3": Family("Phi3MLP", "Phi3DecoderLayer", keeps_rows_apart=True, is_planned=True),
 }
 

@@ -15,7 +15,14 @@ from qlora_fsdp.config.model_config import text_part
 DEFAULTS: dict[str, dict[str, int]] = {
     "mistral": {"num_key_value_heads": 8},
     "qwen3": {"head_dim": 128},
-    "gemma3_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262208},
+    "smollm3": {"num_key_value_heads": 4, "tie_word_embeddings": True},
+    "gemma3_text": {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "vocab_size": 262208,
+        "tie_word_embeddings": True,
+    },
 }
 
 MAX_LAYERS = 1000  # the largest models have some 130, and every layer is planned by itself
@@ -151,7 +158,7 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape | None:
         has_head_norms=has_head_norms,
         has_post_norms=is_gemma,
         has_fused_linears=has_fused_linears,
-        is_tied=bool(config.get("tie_word_embeddings", is_gemma)),
+        is_tied=bool(config.get("tie_word_embeddings", False)),
         has_softcap=bool(config.get("final_logit_softcapping")),
     )
 
