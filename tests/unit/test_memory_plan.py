@@ -113,7 +113,7 @@ def test_backward_is_what_was_measured(num_ranks, model, length, size, memory, m
     settings = (f"training.max_length={length}", f"training.micro_batch_size={size}", f"memory={memory}", *more)
     settings += ("fsdp.reshard_after_forward=true",)
     plan = choose(workload(f"model={model}", *settings, num_ranks=num_ranks), 140 * GIB, H200).plan
-    assert plan.tensors("backward") / GIB == pytest.approx(backward, abs=0.1)
+    assert plan.tensor_bytes("backward") / GIB == pytest.approx(backward, abs=0.1)
 
 
 # The same of one GPU when it ran under FSDP, which copied its layers.
@@ -152,8 +152,8 @@ MEASURED_PHASES = [
 def test_phases_are_what_was_measured(num_ranks, model, length, size, more, forward, backward):
     settings = (f"training.max_length={length}", f"training.micro_batch_size={size}", *more)
     plan = choose(workload(f"model={model}", *settings, num_ranks=num_ranks), 140 * GIB, H200).plan
-    assert plan.tensors("forward") / GIB == pytest.approx(forward, abs=0.05)
-    assert plan.tensors("backward") / GIB == pytest.approx(backward, abs=0.05)
+    assert plan.tensor_bytes("forward") / GIB == pytest.approx(forward, abs=0.05)
+    assert plan.tensor_bytes("backward") / GIB == pytest.approx(backward, abs=0.05)
 
 
 # The same of one GPU, 4096 x 1, all layers kept and all recomputed: the other presets on an H100 (Phi 4: H200), and
@@ -177,7 +177,7 @@ def test_models_take_on_one_gpu_what_was_measured(model, more, kept, recomputed)
     for policy, peaks in ((Policy.none, kept), (Policy.full, recomputed)):
         if peaks is not None:
             plan = make_plan(work, (policy,) * work.shape.num_layers)
-            found = plan.tensors("forward") / GIB, plan.tensors("backward") / GIB
+            found = plan.tensor_bytes("forward") / GIB, plan.tensor_bytes("backward") / GIB
             assert found == pytest.approx(peaks, rel=0.01)
 
 
@@ -185,7 +185,7 @@ def test_offloaded_parameters_are_what_was_measured():
     """Ends come from the host: the rank's own part, and the whole; FSDP2 gathers on streams of its own."""
     work = workload("model=llama3-70b", "training.max_length=2048", "fsdp=offload", num_ranks=2)
     plan = make_plan(work, (Policy.full,) * 71 + (Policy.selective,) * 9)
-    assert plan.tensors("forward") / GIB == pytest.approx(8.89, abs=0.1)
+    assert plan.tensor_bytes("forward") / GIB == pytest.approx(8.89, abs=0.1)
     assert sum(plan.host.values()) / GIB == pytest.approx(24.97, rel=0.1)
 
 
@@ -193,8 +193,8 @@ def test_405b_is_what_was_measured():
     """On eight H200s held to 40 GiB. Its 37.09 GiB in forward were those of gathers on streams of their own."""
     work = workload("model=llama3-405b", "training.max_length=1024", num_ranks=8)
     plan = make_plan(work, (Policy.full,) * 121 + (Policy.selective,) * 5)
-    assert plan.tensors("load") / GIB == pytest.approx(25.54, abs=0.1)
-    assert plan.tensors("backward") / GIB == pytest.approx(36.40, abs=0.1)
+    assert plan.tensor_bytes("load") / GIB == pytest.approx(25.54, abs=0.1)
+    assert plan.tensor_bytes("backward") / GIB == pytest.approx(36.40, abs=0.1)
     choice = choose(work, 40 * GIB, H200)
     assert choice.fits and choice.plan.needed <= 40 * GIB
 
@@ -249,10 +249,10 @@ def test_plan_is_what_was_measured(num_ranks, model, length, size, policy, more,
     head = plan.work.shape.vocab_weights * 2
     if plan.work.config.fsdp.cpu_offload:  # FSDP brings the rank's own part into the flat buffer
         head -= head // num_ranks
-    peak = max(plan.tensors("forward") + head, plan.tensors("backward")) / GIB
+    peak = max(plan.tensor_bytes("forward") + head, plan.tensor_bytes("backward")) / GIB
     assert peak == pytest.approx(step, rel=0.05, abs=0.5)
     if load is not None:
-        assert plan.tensors("load") / GIB == pytest.approx(load, rel=0.02, abs=0.1)
+        assert plan.tensor_bytes("load") / GIB == pytest.approx(load, rel=0.02, abs=0.1)
 
 
 # Tokens/s/GPU on H200s (benchmarks/results); `plain`: layers each by itself.

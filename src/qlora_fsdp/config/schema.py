@@ -313,7 +313,7 @@ class FsdpConfig:
             case other:
                 assert_never(other)
 
-    def takes_part(self, num_shards: int) -> bool:
+    def uses_fsdp(self, num_shards: int) -> bool:
         """Whether FSDP has anything to do: parameters are split, or they come from host memory."""
         return num_shards > 1 or self.cpu_offload
 

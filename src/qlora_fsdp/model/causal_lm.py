@@ -43,13 +43,13 @@ class CausalLM(TaskModel):
                 own.append(embeddings)
             if not attach_loss(head, getattr(config, "final_logit_softcapping", None), liger_loss):
                 own.append(cast(nn.Module, self.head))
-        self.gathers_itself = own
+        self.gathered_by_model = own
 
     def forward(self, batch: Batch) -> Tensor:
         """Sum of the cross-entropy over the batch's targets, not divided by their number: float32 scalar."""
         inputs: dict[str, Any] = {"position_ids": batch.position_ids, "use_cache": False}
         embeddings, head = self.base.get_input_embeddings(), self.base.get_output_embeddings()
-        if embeddings in self.gathers_itself:
+        if embeddings in self.gathered_by_model:
             inputs["inputs_embeds"] = _look_up(embeddings, batch.input_ids)
         else:
             inputs["input_ids"] = batch.input_ids
@@ -63,7 +63,7 @@ class CausalLM(TaskModel):
             }
         if self.splits_head:
             hidden = self.base.get_decoder()(**inputs).last_hidden_state
-            compute = head.forward if self.head in self.gathers_itself else head  # calling `head` runs FSDP's hooks
+            compute = head.forward if self.head in self.gathered_by_model else head  # calling `head` runs FSDP's hooks
             return compute(hidden, batch.targets)  # type: ignore[no-any-return]
         logits = self.base(**inputs).logits.float()
         return nn.functional.cross_entropy(

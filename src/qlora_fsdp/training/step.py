@@ -19,7 +19,7 @@ from torch import Tensor
 
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.model.count import FlopCounter
-from qlora_fsdp.model.shard import reduce_gradients, sum_gradients
+from qlora_fsdp.model.shard import set_gradient_sync, sum_gradients
 from qlora_fsdp.model.task_model import TaskModel
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.training.batches import GlobalBatch
@@ -133,7 +133,7 @@ class StepRunner:
         for micro in range(batch.num_micro_batches):
             micro_batch = next(micro_batches)
             num_flops += self.flops.of_batch(micro_batch.sequence_starts)
-            reduce_gradients(self.model, now=micro == batch.num_micro_batches - 1)
+            set_gradient_sync(self.model, enabled=micro == batch.num_micro_batches - 1)
             self.peaks.enter("forward")
             loss = self.model(micro_batch.to(device)) / num_targets
             self.peaks.enter("backward")
