@@ -43,6 +43,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         return str(write(tmp_path / "hub", LLAMA))
 
     monkeypatch.setattr(find, "snapshot_download", download)
+    monkeypatch.setattr(find, "fetch_config_json", lambda *named: write(tmp_path / "hub", LLAMA) / "config.json")
     return patterns
 
 
@@ -79,11 +80,16 @@ def test_a_preset_needs_no_download(asked: list[list[str]]) -> None:
     assert asked == []
 
 
-def test_a_hub_model_is_downloaded_without_weights_and_compared(asked: list[list[str]]) -> None:
+def test_random_weights_of_a_hub_model_need_no_weights(asked: list[list[str]]) -> None:
     assert find_model("model.path=org/name").config.hidden_size == SHAPE["hidden_size"]
     assert asked and not any("*.safetensors" in patterns for patterns in asked)
-    with pytest.raises(ConfigError, match=r"model\.path=org/name is another model than model=llama3-8b"):
-        find_model("model=llama3-8b", "model.path=org/name")
+
+
+@pytest.mark.parametrize("weights", ["random", "checkpoint"])
+def test_a_hub_model_is_compared_before_its_weights_are_downloaded(weights: str, asked: list[list[str]]) -> None:
+    with pytest.raises(CheckpointError, match=r"model\.path=org/name is another model than model=llama3-8b"):
+        find_model("model=llama3-8b", "model.path=org/name", f"model.weights={weights}")
+    assert asked == []
 
 
 def test_a_hub_model_that_can_not_be_had(monkeypatch: pytest.MonkeyPatch) -> None:

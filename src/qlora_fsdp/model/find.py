@@ -16,9 +16,10 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from transformers import AutoConfig, PretrainedConfig
 
-from qlora_fsdp.common.errors import CheckpointError, UserError
+from qlora_fsdp.common.errors import CheckpointError, ConfigError, UserError
 from qlora_fsdp.common.foreign_files import find_outside
-from qlora_fsdp.config.model_config import check_same_model, describes_itself
+from qlora_fsdp.common.hub import fetch_config_json
+from qlora_fsdp.config.model_config import check_same_model, describes_itself, read_config_json
 from qlora_fsdp.config.schema import ModelConfig, Weights
 from qlora_fsdp.weights.safetensors_files import StoredTensor, read_headers
 
@@ -119,6 +120,13 @@ def _find_folder(config: ModelConfig, is_main: bool, first_error: FirstError) ->
 
 def _download_or_explain(config: ModelConfig) -> str | None:
     """Get a hub model into this node's cache, or find it there. Returns an error message, or None."""
+    if config.name != "custom" and not describes_itself(config):  # before the weights: is it the preset's model?
+        try:
+            read_config_json(fetch_config_json(config.path or "", config.revision), config)
+        except ConfigError as error:
+            return str(error)
+        except CheckpointError:
+            pass  # the download below says more
     failures = []
     for local_files_only in (False, True):
         try:
