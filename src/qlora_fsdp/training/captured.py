@@ -35,13 +35,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from qlora_fsdp.config.schema import Config, TaskName
 from qlora_fsdp.data.batch import Batch
-from qlora_fsdp.memory.activation_bytes import Policy
+from qlora_fsdp.memory.capture import SPARE_BYTES
 from qlora_fsdp.memory.plan import GIB
-from qlora_fsdp.model.activations import has_dropout
 from qlora_fsdp.model.shard import set_gradient_sync
-from qlora_fsdp.model.task_model import TaskModel
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.rows import local_tensor
 from qlora_fsdp.training.memory_use import PhasePeaks
@@ -50,7 +47,6 @@ from qlora_fsdp.training.passes import EagerPasses
 WARM_UP = 2  # steps that run kernel by kernel; in these, the host also checks the gradients
 MAX_GRAPHS = 8
 MIN_ROWS, MIN_LONGEST, STEP = 16, 128, 4  # rows and lengths are rounded up to these times a power of STEP
-SPARE_BYTES = 256 * 2**20  # must stay free beside the graphs, for the optimizer's step
 SYNCHRONIZES = "called a synchronizing CUDA operation"  # torch's warning, under its sync debug mode
 log = logging.getLogger("qlora_fsdp")
 
@@ -230,17 +226,6 @@ class CapturedPasses:
         beside = max(peaks.get("evaluation", 0) - now, SPARE_BYTES)
         free = torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_reserved(self.device)
         return graph + beside - (min(self.limit, free) - now)
-
-
-def why_not_captured(model: TaskModel, config: Config, policies: Sequence[Policy]) -> str | None:
-    """Why micro-batches of this model can't be recorded, as far as the settings show it; None if they may be."""
-    if config.fsdp.cpu_offload or Policy.offload in policies:
-        return "what comes from host memory can't be part of it"
-    if config.task.name is not TaskName.causal_lm:
-        return "numbers of labels differ"
-    if has_dropout(model) and any(policy is not Policy.none for policy in policies):
-        return "dropout is computed again in backward"
-    return None
 
 
 def _fill_starts(starts: Tensor, batch: Batch) -> None:

@@ -19,7 +19,9 @@ from qlora_fsdp.common.text import show_bytes
 from qlora_fsdp.config.commands import saved_settings
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.config.world import World
+from qlora_fsdp.memory.capture import why_not_captured
 from qlora_fsdp.memory.show import as_json
+from qlora_fsdp.model.activations import has_dropout
 from qlora_fsdp.model.adapters import initialize_adapters
 from qlora_fsdp.model.materialize import materialize
 from qlora_fsdp.model.save_adapter import adapter_keys, save_adapter, write_adapter
@@ -33,7 +35,7 @@ from qlora_fsdp.runtime.processes import Processes, start_processes, stop_proces
 from qlora_fsdp.runtime.watch import Watch
 from qlora_fsdp.training.bad_steps import NUM_NORMS, BadSteps
 from qlora_fsdp.training.batches import GlobalBatches
-from qlora_fsdp.training.captured import CapturedPasses, why_not_captured
+from qlora_fsdp.training.captured import CapturedPasses
 from qlora_fsdp.training.checkpoint import Checkpoint, load_checkpoint, verify_files
 from qlora_fsdp.training.evaluate import Evaluation
 from qlora_fsdp.training.generations import Generations
@@ -255,9 +257,9 @@ def _make_passes(
     """What runs forward and backward: CUDA graphs where that is possible and asked for, or one kernel after another."""
     model, peaks, run_plan = prepared.model, prepared.peaks, prepared.run_plan
     eager = EagerPasses(model, processes.device, peaks)
-    if not config.compute.cuda_graph or processes.device.type != "cuda":
+    if processes.device.type != "cuda":
         return eager
-    reason = why_not_captured(model, config, run_plan.policies)
+    reason = why_not_captured(config, run_plan.policies, has_dropout(model))
     if reason is not None:
         log.info(f"Step: not recorded as a CUDA graph, its kernels are launched one by one: {reason}")
         return eager
