@@ -1,4 +1,4 @@
-"""Micro-batches recorded as CUDA graphs compute what kernels launched one by one do, to the bit where sums have one order."""
+"""Micro-batches recorded as CUDA graphs compute what launched kernels do, to the bit where sums have one order."""
 
 from __future__ import annotations
 
