@@ -183,7 +183,7 @@ class _FrozenHeadLoss(torch.autograd.Function):
                 grad_NV = grad[:, : len(weight_VD)]
                 if cast_KD is not None and grad_KD is not None:
                     grad_NK = torch.cat([grad_NV[:, replaced], grad[:, len(weight_VD) :]], 1)
-                    grad_NV[:, replaced] = 0.0
+                    grad_NV.index_fill_(1, cast(Tensor, replaced), 0.0)
                     grad_KD += grad_NK.t() @ hidden.float()
                 grad_ND[start : start + chunk] = grad_NV.to(weight_VD.dtype) @ weight_VD
                 if cast_KD is not None:
