@@ -63,8 +63,9 @@ class Command:
 
     @property
     def errors(self) -> list[str]:
-        """Our messages: what follows `Error: ` at the start of a line, up to the launcher's own output or the end."""
-        return re.findall(r"^Error: (.*?)(?=^Error: |^[EW]\d{4} |\Z)", self.output, flags=re.MULTILINE | re.DOTALL)
+        """Our messages: what follows `Error: ` or begins with `Interrupted by `, up to the launcher's own output."""
+        start = r"^(?:Error: |(?=Interrupted by ))"
+        return re.findall(rf"{start}(.+?)(?={start}|^[EW]\d{{4}} |\Z)", self.output, flags=re.MULTILINE | re.DOTALL)
 
     @property
     def summary(self) -> dict[str, Any]:
