@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
-from typing import cast
+from typing import Any, cast
 
 from qlora_fsdp import __version__
 from qlora_fsdp.common.errors import ConfigError, Problem, print_error
@@ -87,8 +87,12 @@ def _run(name: str, argv: list[str]) -> int:
         from qlora_fsdp.launch.ranks import start_command
 
         return start_command(module.removesuffix(".__main__"), argv)
-    command = import_module(module).main
-    return cast(int, command(argv, starts_ranks=not is_rank) if name == "train" else command(argv))
+    more: dict[str, Any] = {}
+    if name == "train":
+        more = {"starts_ranks": not is_rank}
+    elif name == "completion":
+        more = {"commands": commands()}
+    return cast(int, import_module(module).main(argv, **more))
 
 
 def _no_command(name: str) -> Problem:

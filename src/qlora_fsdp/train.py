@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None, starts_ranks: bool = False) -> int:
             problems += check_split(config, world)
         if problems:
             raise ConfigError(problems)
-        if plan is not None and plan.number != 1:
+        if plan is not None and (plan.number != 1 or config.launch.dry_run):
             return start_ranks("qlora_fsdp.train", argv, config, plan)
         if plan is not None:
             os.environ |= plan.environment

@@ -21,7 +21,9 @@ from qlora_fsdp.runtime import watch
 from tests.helpers.ranks import StartedRanks
 
 ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "tests" / "helpers" / "bin" / "qlora-fsdp"  # the command of its own
 LAUNCHERS = {
+    "qlora-fsdp": [str(SCRIPT), "train"],
     "python": ["-m", "qlora_fsdp.train"],
     "chat": ["-m", "qlora_fsdp.chat"],
     "torchrun": ["-m", "torch.distributed.run", "--nproc_per_node", "2", "-m", "qlora_fsdp.train"],

@@ -20,8 +20,9 @@ from types import FrameType
 
 import psutil
 
-from qlora_fsdp.common.errors import ConfigError, Interrupted, RankError, UserError, print_error
+from qlora_fsdp.common.errors import ConfigError, Interrupted, Problem, RankError, UserError, print_error
 from qlora_fsdp.common.startup import NO_RUN, PARENT_PID, announce
+from qlora_fsdp.config.check_settings import check_settings
 from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.config.settings import problem_with
@@ -87,7 +88,9 @@ def start_command(module: str, argv: Sequence[str]) -> int:
     """
     try:
         launch = [text for text in argv if _is_of_launch(text)]
-        config = load_config(launch, check=lambda config: [], launches=True)
+        config = load_config(launch, _check_launch, launches=True)
+        if problems := _check_launch(config):
+            raise ConfigError(problems)
         return start_ranks(module, argv, config, plan_ranks(config, os.environ))
     except UserError as error:
         print_error(error)
@@ -150,6 +153,10 @@ def _wait(process: subprocess.Popen[bytes], signals: list[int]) -> int:
     if exit_code < 0 and killed_because:
         raise Interrupted(signals[0], killed_because)
     return exit_code
+
+
+def _check_launch(config: Config) -> list[Problem]:
+    return [problem for problem in check_settings(config) if _is_of_launch(problem.setting)]
 
 
 def _is_of_launch(text: str) -> bool:

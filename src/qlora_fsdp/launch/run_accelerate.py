@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-@dataclass
+@dataclass(eq=False)
 class _RankFailed(Exception):
     """A rank has ended with this exit code, which is negative for a signal, as Python's subprocesses have it."""
 
@@ -60,9 +60,11 @@ class _RankFailed(Exception):
             return self.exit_code  # there is a traceback, or the message is in the output of another host
         error: UserError = Interrupted(number, NO_RUN)
         if number not in SIGNALS:
+            name = next((known.name for known in signal.Signals if known == number), f"signal {number}")
             process = "its process" if self.pid is None else f"process {self.pid}"
-            text = f"rank {self.rank} was killed by {signal.Signals(number).name}: {process} ended without a word."
-            error = RankError(f"{text} If it was for want of memory, dmesg says so.")
+            memory, crash = "If it was for want of memory, dmesg says so.", "Lines above may say more."
+            hint = memory if number == signal.SIGKILL else crash
+            error = RankError(f"rank {self.rank} was ended by {name}: {process} said no word. {hint}")
         print_error(error)
         return error.exit_code
 
