@@ -499,8 +499,8 @@ class DistributedConfig:
 
 @dataclass
 class LaunchConfig:
-    # For jobs that `-m` or `hydra/launcher=...` starts: processes per job, one per GPU; on SLURM, per node. null: jobs
-    # that run at the same time get equal shares of the GPUs.
+    # For what `qlora-fsdp`, `-m` or `hydra/launcher=...` starts: processes per job, one per GPU; on SLURM, per node.
+    # null: all GPUs, of which jobs that run at the same time get equal shares.
     num_processes: int | None = field(default=None, metadata=bounds(at_least=1))
     # An accelerate config. null: accelerate_configs/one_node.yaml, or multi_node.yaml where slurm.nodes is above 1.
     config_file: str | None = None
