@@ -12,7 +12,7 @@ import pytest
 from qlora_fsdp.memory.activation_bytes import Policy
 from qlora_fsdp.model.activations import MemoryFallback
 from qlora_fsdp.model.task_model import TaskModel
-from qlora_fsdp.training import step
+from qlora_fsdp.training import passes
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import Trained, settings, train_here
 
@@ -22,7 +22,7 @@ FALLS_BACK_AT = (2, 5, 6, 9, 10, 11)  # micro-batches, two a step; two layers, e
 
 def train_short_of_memory(argv: list[str], rank_short: int | None) -> tuple[Trained, list[Policy]]:
     """A run in which one rank falls back before these micro-batches; the policies of its layers at the end."""
-    policies, num_micro_batches, set_gradient_sync = [Policy.none], 0, step.set_gradient_sync
+    policies, num_micro_batches, set_gradient_sync = [Policy.none], 0, passes.set_gradient_sync
     fallback: MemoryFallback | None = None
 
     def fall_back(model: TaskModel, enabled: bool) -> None:
@@ -34,11 +34,11 @@ def train_short_of_memory(argv: list[str], rank_short: int | None) -> tuple[Trai
         policies[:] = fallback.policies
         set_gradient_sync(model, enabled)
 
-    step.set_gradient_sync = fall_back
+    passes.set_gradient_sync = fall_back
     try:
         return train_here(argv), policies
     finally:
-        step.set_gradient_sync = set_gradient_sync
+        passes.set_gradient_sync = set_gradient_sync
 
 
 def train_each(runs: dict[Any, tuple[list[str], int | None]]) -> dict[Any, tuple[Trained, list[Policy]]]:

@@ -38,6 +38,7 @@ from qlora_fsdp.common.sizes import NUM_BUFFERS, PIECE_BYTES, SLAB_BYTES
 from qlora_fsdp.config.schema import Weights
 from qlora_fsdp.memory import activation_bytes
 from qlora_fsdp.memory.activation_bytes import OFFLOAD_SLOTS, Policy
+from qlora_fsdp.memory.capture import SPARE_BYTES, why_not_captured
 from qlora_fsdp.memory.loss_bytes import has_chunks, is_trained, loss_backward_bytes, loss_bytes
 from qlora_fsdp.memory.model_bytes import BytesByPart, ModelBytes
 from qlora_fsdp.memory.parameter_bytes import Tensor
@@ -72,6 +73,8 @@ class MemoryPlan:
         phases: GPU bytes by part at the peak of each of PHASES.
         host: host bytes by part, of rank 0, which puts the whole `adapter` together. The other ranks do not have it.
         pinned: bytes of a rank's host memory that can't be swapped out.
+        beside_graph: if micro-batches are recorded as a CUDA graph, which keeps its memory: bytes that evaluations and
+            the optimizer need beside it. 0 if they are not.
     """
 
     work: Workload
@@ -79,6 +82,7 @@ class MemoryPlan:
     phases: dict[str, BytesByPart]
     host: BytesByPart
     pinned: int
+    beside_graph: int = 0
 
     def tensor_bytes(self, phase: str) -> int:
         """Most bytes that tensors take in a phase: what `torch.cuda.max_memory_allocated` will say."""
@@ -93,7 +97,8 @@ class MemoryPlan:
         parts = self.phases[phase]
         transient = sum(parts.get(name, 0) for name in ("gathered", "dequantized", "activations", "loss"))
         streamed = STREAMED * parts.get("gathered", 0) if self.work.config.fsdp.cpu_offload else 0
-        return round(FRAGMENTATION * transient + streamed) + (LAST_PAGES if self.work.is_cuda else 0)
+        beside = self.beside_graph if phase in ("forward", "backward") else 0
+        return round(FRAGMENTATION * transient + streamed) + beside + (LAST_PAGES if self.work.is_cuda else 0)
 
     @property
     def library_bytes(self) -> int:
@@ -134,7 +139,10 @@ def planner(work: Workload) -> Callable[[Sequence[Policy]], MemoryPlan]:
 
 def _plan(work: Workload, model: ModelBytes, policies: Sequence[Policy]) -> MemoryPlan:
     assert len(policies) == work.shape.num_layers
+    has_graph = work.is_cuda and why_not_captured(work.config, policies, work.config.lora.lora_dropout > 0) is None
     resident = model.resident(with_training=True)
+    if has_graph:  # its gradients stay where they are
+        resident["gradients"] = max(resident["gradients"], model.shard.adapters)
     phases = {
         "load": model.resident(with_training=False) | {"workspace": LOAD_STAGING},
         "forward": _largest(_add(resident, moment) for moment in _forward_moments(work, model, policies)),
@@ -142,7 +150,8 @@ def _plan(work: Workload, model: ModelBytes, policies: Sequence[Policy]) -> Memo
         "step": _add(resident, {"gradients": model.step_gradients, "workspace": WORKSPACE}),
     }
     host, pinned = _host(work, model, policies)
-    return MemoryPlan(work, tuple(policies), phases, host, pinned)
+    beside = max(SPARE_BYTES, _evaluation_bytes(work, model)) if has_graph else 0
+    return MemoryPlan(work, tuple(policies), phases, host, pinned, beside)
 
 
 def _forward_moments(work: Workload, model: ModelBytes, policies: Sequence[Policy]) -> Iterator[BytesByPart]:
@@ -248,6 +257,16 @@ def _backward_moments(work: Workload, model: ModelBytes, policies: Sequence[Poli
         "gathered": model.kept + embedding_bytes,
         "workspace": WORKSPACE,
     }
+
+
+def _evaluation_bytes(work: Workload, model: ModelBytes) -> int:
+    """What an evaluation takes beyond the resident parts: a layer that runs, or the loss. 0 if nothing is held out."""
+    data = work.config.data
+    if data.eval_path is None and data.eval_fraction == 0:
+        return 0
+    layer = model.running_layer + model.ahead_in_forward(len(model.layers))
+    layer += activation_bytes.forward_bytes(work, Policy.full)
+    return max(layer, model.kept + model.gathered_end("head") + loss_bytes(work)) + WORKSPACE
 
 
 def _saved(work: Workload, policies: Sequence[Policy]) -> list[int]:

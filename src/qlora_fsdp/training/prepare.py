@@ -128,7 +128,7 @@ def _plan_memory(config: Config, assembled: AssembledModel, machine: Machine, pr
             len(model.layers),
             quant_settings(meta.format, config.quant),
             assembled.dtype.itemsize,
-            frozenset(assembled.liger_kernels),
+            frozenset(assembled.liger_kernels) | ({"cross_entropy"} if assembled.loss_kernel != "torch" else set()),
             machine,
         )
         if processes.is_main
