@@ -1,9 +1,10 @@
 """Makes a typed `Config` of the command line and the YAML files.
 
-Hydra composes plain values: the schema's defaults, then one option of each group, then an experiment, then the
-overrides. Only the result is checked against the schema, in one walk. This finds a key that the schema does not know
-wherever it comes from (a user's YAML file, `key=`, `+key=` or `++key=`), and reports all such mistakes at once. Hydra
-itself would stop at the first mistake, and would accept any key behind a plus sign.
+Hydra composes plain values: the schema's defaults, then one option of each group, then an experiment, then what a file
+of `--config` or an adapter's folder says, then the overrides. Only the result is checked against the schema, in one
+walk. This finds a key that the schema does not know wherever it comes from (a user's YAML file, `key=`, `+key=` or
+`++key=`), and reports all such mistakes at once. Hydra itself would stop at the first mistake, and would accept any key
+behind a plus sign.
 """
 
 from __future__ import annotations
@@ -25,12 +26,15 @@ from omegaconf.errors import OmegaConfBaseException
 from qlora_fsdp.common.errors import ConfigError, Problem
 from qlora_fsdp.config.check_settings import check_settings
 from qlora_fsdp.config.command_line import Arguments, group_options, help_text, parse_arguments
-from qlora_fsdp.config.overrides import did_you_mean, escape, prepare_overrides
-from qlora_fsdp.config.schema import Config, Dtype
+from qlora_fsdp.config.config_file import FileSettings, Sections, leave_out, read_config_file
+from qlora_fsdp.config.overrides import chosen_groups, did_you_mean, escape, prepare_overrides
+from qlora_fsdp.config.schema import Config, DataFormat, Dtype
 from qlora_fsdp.config.settings import all_settings, unknown_setting, wrong_type
 
 
-def load_config(argv: Sequence[str], check: Callable[[Config], list[Problem]] = check_settings) -> Config:
+def load_config(
+    argv: Sequence[str], check: Callable[[Config], list[Problem]] = check_settings, beneath: Sequence[Sections] = ()
+) -> Config:
     """Reads the command line and composes the configuration.
 
     `--help` and `--cfg job` print, on rank 0, and exit.
@@ -39,6 +43,8 @@ def load_config(argv: Sequence[str], check: Callable[[Config], list[Problem]] = 
         argv: the arguments behind the program's name, e.g. `["model=llama3-8b", "lora.r=32"]`.
         check: finds what else is wrong with a configuration. It is called where the command line has mistakes, so that
             the user sees both at once.
+        beneath: values by section and name that what is typed and the file of `--config` win over; later ones win over
+            earlier ones.
 
     Returns:
         The configuration, typed and with all interpolations resolved. It is well formed but not yet checked.
@@ -50,9 +56,10 @@ def load_config(argv: Sequence[str], check: Callable[[Config], list[Problem]] = 
     if arguments.help:
         _print_and_exit(help_text(arguments.folders))
 
-    overrides, unusable = prepare_overrides(arguments.overrides, arguments.folders)
+    given = read_given(arguments, beneath)
+    overrides, unusable = prepare_overrides([*given.options, *arguments.overrides], arguments.folders)
     unusable += _without_effect(arguments)
-    config, mistakes = read_config(_compose(overrides, arguments.folders))
+    config, mistakes = read_config(_compose(overrides, arguments.folders, given.values))
     if unusable:
         raise ConfigError([*unusable, *mistakes])
     if mistakes:
@@ -69,9 +76,31 @@ def to_yaml(config: Config) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
-def register_schema() -> None:
-    """Gives Hydra the schema's defaults under the name that conf/config.yaml starts from."""
+def read_given(arguments: Arguments, beneath: Sequence[Sections] = ()) -> FileSettings:
+    """Returns what the file of `--config` and `beneath` say, without what is typed in its place.
+
+    Raises:
+        ConfigError: the file can't be used.
+    """
+    typed, file = chosen_groups(arguments.overrides), FileSettings()
+    if arguments.config_file is not None:
+        file = read_config_file(arguments.config_file, arguments.folders)
+        if "experiment" in typed:
+            reason = f"can't be used with --config {arguments.config_file}: both say what a run begins with."
+            fix = "Write `experiment: NAME` into that file, whose own values win over it."
+            raise ConfigError([Problem("experiment", reason, fix)])
+    options = tuple(text for text in file.options if text.partition("=")[0] not in typed)
+    chosen, values = typed | chosen_groups(options), Sections()
+    for layer, groups in [*((layer, chosen) for layer in beneath), (file.values, typed)]:
+        for section, names in leave_out(layer, groups, arguments.folders).items():
+            values.setdefault(section, {}).update(names)
+    return FileSettings(options, values)
+
+
+def register_schema(given: Sections | None = None) -> None:
+    """Gives Hydra what conf/config.yaml names besides files: the schema's defaults, and values of `read_given`."""
     ConfigStore.instance().store("schema", node=_defaults())
+    ConfigStore.instance().store("given", node=given or {})
 
 
 @cache
@@ -120,6 +149,8 @@ def read_config(composed: DictConfig) -> tuple[Config, list[Problem]]:
     compute = config.quant.bnb_4bit_compute_dtype
     if config.quant.load_in_4bit and compute is not Dtype.float16 and config.training.precision is Dtype.auto:
         config.training.precision = compute  # products and activations have one dtype, and this one is asked for
+    if config.data.is_default and (config.data.mix or config.data.format is DataFormat.random):
+        config.data.path = None  # these say what to train on
     return config, problems
 
 
@@ -129,19 +160,23 @@ def _print_and_exit(text: str) -> NoReturn:
     raise SystemExit(0)
 
 
-def _compose(overrides: list[str], folders: Sequence[Path]) -> DictConfig:
-    with composing(folders) as search_path:
+def _compose(overrides: list[str], folders: Sequence[Path], given: Sections) -> DictConfig:
+    with composing(folders, given) as search_path:
         return compose("config", overrides=[*overrides, search_path])
 
 
 @contextmanager
-def composing(folders: Sequence[Path]) -> Iterator[str]:
+def composing(folders: Sequence[Path], given: Sections) -> Iterator[str]:
     """Wraps what Hydra does with conf/config.yaml, and gives the override that makes it look into all `folders`.
+
+    Args:
+        folders: where groups of options are, first the project's own.
+        given: values that win over all options, by section and name.
 
     Raises:
         ConfigError: Hydra or the YAML parser stopped.
     """
-    register_schema()
+    register_schema(given)
     extra = ",".join(f"'file://{escape(str(folder))}'" for folder in folders[1:])
     try:
         with initialize_config_dir(config_dir=str(folders[0]), version_base="1.3", job_name="train"):

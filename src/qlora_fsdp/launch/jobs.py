@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,6 +66,7 @@ def collect_jobs(
     typed: Sequence[str],
     folder: Path,
     options: Sequence[str],
+    picked: Collection[str],
 ) -> list[Job]:
     """Returns the jobs that a sweeper asks for, after checking all of them.
 
@@ -75,6 +76,7 @@ def collect_jobs(
         typed: the overrides of the command line, which may have several values.
         folder: the folder of the sweep. Each job gets a folder in it, or the folder itself if nothing is swept.
         options: options for every job's command line, e.g. `--config-dir`.
+        picked: the groups of which a file among the options picks an option, so that nobody need type it.
 
     Raises:
         ConfigError: the settings of some job can't be used.
@@ -89,7 +91,7 @@ def collect_jobs(
         arguments = [
             f"{_key(override)}={override.get_value_element_as_str()}"
             for override in overrides
-            if not _is_of_launch(_key(override)) and _key(override) != "run.folder"
+            if not _is_of_launch(_key(override)) and _key(override) not in ("run.folder", *picked)
         ]
         if "run.folder" in swept:
             fix = "Give one folder for the sweep; every job gets one of its own in it."

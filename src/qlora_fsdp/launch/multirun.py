@@ -12,8 +12,8 @@ from hydra.types import RunMode
 
 from qlora_fsdp.common.errors import ConfigError, Interrupted, LaunchError, Problem, RunFolderError
 from qlora_fsdp.config.command_line import Arguments
-from qlora_fsdp.config.compose import composing
-from qlora_fsdp.config.overrides import prepare_overrides
+from qlora_fsdp.config.compose import composing, read_given
+from qlora_fsdp.config.overrides import chosen_groups, prepare_overrides, quote
 from qlora_fsdp.records.run_state import read_run
 from qlora_fsdp.report.page import write_report
 from qlora_fsdp.report.sweep_table import read_results, show_results, write_results
@@ -33,14 +33,20 @@ def start_jobs(arguments: Arguments, environ: Mapping[str, str]) -> int:
         Interrupted: by a signal.
     """
     _refuse_ranks(environ)
-    overrides, problems = prepare_overrides(arguments.overrides, arguments.folders, sweep=arguments.multirun)
+    given = read_given(arguments)
+    options, problems = prepare_overrides(given.options, arguments.folders)
+    overrides, more = prepare_overrides(arguments.overrides, arguments.folders, sweep=arguments.multirun)
+    problems += more
     problems += _wrong_launcher(arguments)
     if problems:
         raise ConfigError(problems)
-    with composing(arguments.folders) as search_path:
+    with composing(arguments.folders, given.values) as search_path:
         hydra = GlobalHydra.instance().hydra
         assert hydra is not None
-        overrides = [*overrides, search_path]
+        overrides = [*options, *overrides, search_path]
+        if arguments.config_file is not None:  # the jobs read it too
+            overrides.append(f"hydra.launcher.config_file={quote(str(arguments.config_file))}")
+            overrides.append(f"hydra.launcher.picked=[{','.join(sorted(chosen_groups(given.options)))}]")
         config = hydra.compose_config("config", overrides, run_mode=RunMode.MULTIRUN, with_log_configuration=False)
         folder = Path(config.hydra.sweep.dir).expanduser().resolve()
         submits = config.hydra.launcher._target_.endswith(".SlurmLauncher")
