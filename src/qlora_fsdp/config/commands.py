@@ -32,7 +32,8 @@ from qlora_fsdp.config.foreign_settings import (
 )
 from qlora_fsdp.config.overrides import chosen_groups
 from qlora_fsdp.config.schema import Config, TaskName
-from qlora_fsdp.config.settings import show
+from qlora_fsdp.config.settings import show, value_of
+from qlora_fsdp.config.written import is_hidden
 
 SETTINGS_FILE = "qlora_fsdp.yaml"
 
@@ -110,7 +111,10 @@ def saved_settings(config: Config, class_weights: list[float] | None = None) -> 
         class_weights: the weights of a classifier's labels, as numbers.
     """
     values = {
-        section: {name: getattr(getattr(config, section), name) for name in names} for section, names in ALLOWED.items()
+        section: {
+            name: value_of(config, f"{section}.{name}") for name in names if not is_hidden(config, f"{section}.{name}")
+        }
+        for section, names in ALLOWED.items()
     }
     path = config.model.path
     if path is not None and Path(path).expanduser().is_dir():

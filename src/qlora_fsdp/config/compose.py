@@ -27,9 +27,11 @@ from qlora_fsdp.common.errors import ConfigError, Problem
 from qlora_fsdp.config.check_settings import check_settings
 from qlora_fsdp.config.command_line import Arguments, group_options, help_text, parse_arguments
 from qlora_fsdp.config.config_file import FileSettings, Sections, leave_out, read_config_file
+from qlora_fsdp.config.identity import plain_settings, sections_of
 from qlora_fsdp.config.overrides import chosen_groups, did_you_mean, escape, prepare_overrides
 from qlora_fsdp.config.schema import Config, DataFormat, Dtype
 from qlora_fsdp.config.settings import all_settings, unknown_setting, wrong_type
+from qlora_fsdp.config.written import find_unresolvable, note_written
 
 
 def load_config(
@@ -71,9 +73,18 @@ def load_config(
     return config
 
 
-def to_yaml(config: Config) -> str:
-    """Returns the configuration as YAML, which a folder of `--config-dir` can hold as an experiment."""
-    return OmegaConf.to_yaml(OmegaConf.structured(config))
+def to_yaml(config: Config, as_written: bool = False) -> str:
+    """Returns the configuration as YAML, which `--config` reads.
+
+    Args:
+        config: the configuration.
+        as_written: for the files of a run: with every `${...}` as it was written, and without `launch` and `slurm`,
+            which say how a run is started and not what it is.
+    """
+    if not as_written:
+        return OmegaConf.to_yaml(OmegaConf.structured(config))
+    settings = {key: config.written.get(key, value) for key, value in plain_settings(config).items()}
+    return OmegaConf.to_yaml(OmegaConf.create(sections_of(settings)))
 
 
 def read_given(arguments: Arguments, beneath: Sequence[Sections] = ()) -> FileSettings:
@@ -120,7 +131,9 @@ def read_config(composed: DictConfig) -> tuple[Config, list[Problem]]:
     Raises:
         ConfigError: an interpolation can't be resolved.
     """
-    _refuse_clock(composed)
+    written = _as_dict(composed, resolve=False)
+    if problems := find_unresolvable(written):
+        raise ConfigError(problems)
     try:
         values = _as_dict(composed, resolve=True)
     except OmegaConfBaseException as error:
@@ -151,6 +164,7 @@ def read_config(composed: DictConfig) -> tuple[Config, list[Problem]]:
         config.training.precision = compute  # products and activations have one dtype, and this one is asked for
     if config.data.is_default and (config.data.mix or config.data.format is DataFormat.random):
         config.data.path = None  # these say what to train on
+    note_written(config, written)
     return config, problems
 
 
@@ -194,15 +208,6 @@ def _without_effect(arguments: Arguments) -> list[Problem]:
         for text in texts
         if text.lstrip("+").startswith(("launch.", "slurm."))
     ]
-
-
-def _refuse_clock(composed: DictConfig) -> None:
-    for section, values in _as_dict(composed, resolve=False).items():
-        for name, value in values.items() if isinstance(values, dict) else ():
-            if isinstance(value, str) and "${now:" in value:
-                reason = "reads the clock on every rank by itself: the ranks would disagree."
-                fix = f'Let the shell do it: {section}.{name}="$(date +%Y-%m-%d_%H-%M)".'
-                raise ConfigError([Problem(f"{section}.{name}={value}", reason, fix)])
 
 
 def _as_dict(composed: DictConfig, *, resolve: bool) -> dict[str, Any]:

@@ -55,7 +55,7 @@ IGNORED = ("model.cache_folder", REMOTE_CODE)
 
 MAX_DEPTH = 8  # of lists and mappings inside one another, in a value
 MAX_SHOWN = 80  # characters of a value in a message
-_OTHER_SETTING = re.compile(r"\$\{[a-z]\w*\.\w+\}")  # plain ${section.name}
+_OTHER_SETTING = re.compile(r"\$\{[a-z]\w*(?:\.\w+)+\}")  # plain ${section.name}
 
 
 def read_foreign_settings(file: Path) -> tuple[dict[str, dict[str, Any]], bool]:

@@ -564,3 +564,7 @@ class Config:
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
+
+    def __post_init__(self) -> None:
+        """What was written for settings, by key, where it has a `${...}`; `written.py` says what that is for."""
+        self.written: dict[str, Any] = {}

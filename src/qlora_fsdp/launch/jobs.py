@@ -16,7 +16,7 @@ from omegaconf import DictConfig, open_dict
 from qlora_fsdp.common.errors import ConfigError, Problem
 from qlora_fsdp.config.check_settings import check_split
 from qlora_fsdp.config.compose import read_config
-from qlora_fsdp.config.identity import find_changes, is_harmless, plain_settings, read_settings
+from qlora_fsdp.config.identity import NOT_THE_RUNS, find_changes, is_harmless, plain_settings, read_settings
 from qlora_fsdp.config.overrides import quote
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.config.settings import problem_about, show
@@ -25,7 +25,6 @@ from qlora_fsdp.records.check_run_folder import check_run
 from qlora_fsdp.records.run_state import RunState, read_run
 
 MAX_NAME = 120  # characters of a folder's name
-NOT_THE_RUNS = ("launch", "slurm", "hydra")  # sections that say how jobs are started
 
 
 @dataclass(frozen=True)
@@ -164,4 +163,4 @@ def _as_typed(key: str, text: str) -> str:
 
 
 def _is_of_launch(key: str) -> bool:
-    return key.partition(".")[0].partition("/")[0] in NOT_THE_RUNS
+    return key.partition(".")[0].partition("/")[0] in (*NOT_THE_RUNS, "hydra")
