@@ -184,7 +184,7 @@ class TestOwnFolder:
             ("lora: 4\n", "lora=4 is not a setting."),
             ("defaults: [override /quant: nf5]\n", "quant=nf5 is in a defaults list but does not exist"),
             ("defaults: [override /qant: nf4]\n", "can't be composed"),
-            ("lora: {r: 4\n", "mine.yaml, line 3, is not valid YAML"),
+            ("lora: {r: 4\n", "mine.yaml can't be read: line 3: expected"),
         ],
     )
     def test_mistake_in_it_is_one_clear_error(self, folder: Path, text: str, expected: str) -> None:

@@ -33,6 +33,9 @@ from qlora_fsdp.config.schema import Config, DataFormat, Dtype
 from qlora_fsdp.config.settings import all_settings, unknown_setting, wrong_type
 from qlora_fsdp.config.written import find_unresolvable, note_written
 
+# Hydra reads the folders of --config-dir by src/hydra_plugins/qlora_fsdp_folders.py, which checks their files.
+FOLDER_SCHEME = "settings://"
+
 
 def load_config(
     argv: Sequence[str], check: Callable[[Config], list[Problem]] = check_settings, beneath: Sequence[Sections] = ()
@@ -191,7 +194,7 @@ def composing(folders: Sequence[Path], given: Sections) -> Iterator[str]:
         ConfigError: Hydra or the YAML parser stopped.
     """
     register_schema(given)
-    extra = ",".join(f"'file://{escape(str(folder))}'" for folder in folders[1:])
+    extra = ",".join(f"'{FOLDER_SCHEME}{escape(str(folder))}'" for folder in folders[1:])
     try:
         with initialize_config_dir(config_dir=str(folders[0]), version_base="1.3", job_name="train"):
             yield f"hydra.searchpath=[{extra}]"
@@ -223,7 +226,7 @@ def _explain(error: Exception, folders: Sequence[Path]) -> Problem:
         return Problem(place, f"is not valid YAML: {error.problem}.", "Correct this file.")
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, option = error.missing_cfg_file.removesuffix(".yaml").rpartition("/")
-        options = group_options(group, folders)
+        options = group_options(group, folders[:1] if group.startswith("hydra/") else folders)
         return Problem(
             f"{group}={option}" if group else option,
             f"is in a defaults list but does not exist: {group or 'this folder'} has {', '.join(options) or 'none'}.",

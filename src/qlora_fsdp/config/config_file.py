@@ -70,7 +70,7 @@ def read_config_file(file: Path, folders: Sequence[Path]) -> FileSettings:
         section, dot, setting = str(name).partition(".")
         if name in ("defaults", "hydra"):
             problems.append(_not_here(file, name, value))
-        elif dot:
+        elif dot and section in _SECTIONS:
             values.setdefault(section, {})[setting] = value
         elif name in _SECTIONS and isinstance(value, dict):
             values.setdefault(section, {}).update({str(inner): item for inner, item in value.items()})

@@ -107,7 +107,9 @@ def find_forbidden(values: Mapping[str, Mapping[str, Any]], file: Path) -> Itera
             key = f"{section}.{name}"
             if key == REMOTE_CODE and value not in (None, False):
                 reason = "would let code that comes with a model run here, which only you can allow."
-                yield Problem(_quote(file, key, value), reason, f"Remove it; if you trust the model, type {key}=true.")
+                yield Problem(
+                    quote_setting(file, key, value), reason, f"Remove it; if you trust the model, type {key}=true."
+                )
             else:
                 yield from unplain_problems(file, key, value, allows_other_settings=True)
 
@@ -115,7 +117,7 @@ def find_forbidden(values: Mapping[str, Mapping[str, Any]], file: Path) -> Itera
 def remote_code_problem(file: Path, base: str) -> Problem:
     """Returns the problem of a file that asks for `model.trust_remote_code`, which the user has not typed."""
     reason = f"would let code that comes with {clean(base)} run here, which only you can allow."
-    return Problem(_quote(file, REMOTE_CODE, True), reason, f"If you trust that code, type {REMOTE_CODE}=true.")
+    return Problem(quote_setting(file, REMOTE_CODE, True), reason, f"If you trust that code, type {REMOTE_CODE}=true.")
 
 
 def read_base_model(adapter: Path) -> str | None:
@@ -137,7 +139,7 @@ def read_base_model(adapter: Path) -> str | None:
         reasons = ["is not the name of a model."]
     if reasons:
         fix = "Set model.path to the base model yourself."
-        raise ConfigError([Problem(_quote(file, "base_model_name_or_path", base), reasons[0], fix)])
+        raise ConfigError([Problem(quote_setting(file, "base_model_name_or_path", base), reasons[0], fix)])
     return str(base)
 
 
@@ -145,7 +147,7 @@ def unplain_problems(file: Path, key: str, value: Any, *, allows_other_settings:
     """Yields what is wrong with the value that a file gives to a setting."""
     for place, found, reason in _find_unplain(key, value, allows_other_settings):
         fix = f"Remove it from the file, or type {printable(key)}=... yourself."
-        yield Problem(_quote(file, place, found), reason, fix)
+        yield Problem(quote_setting(file, place, found), reason, fix)
 
 
 def _find_unplain(
@@ -186,7 +188,9 @@ def _without_other_settings(value: str, allows_other_settings: bool) -> str:
 
 def _not_allowed(file: Path, key: str, value: Any) -> Problem:
     reason = "is not for an adapter's file to set: it may only describe the model that the adapter belongs to."
-    return Problem(_quote(file, key, value), reason, "Remove it from the file; if you want it, type it yourself.")
+    return Problem(
+        quote_setting(file, key, value), reason, "Remove it from the file; if you want it, type it yourself."
+    )
 
 
 def _unreadable(file: Path, error: Exception) -> ConfigError:
@@ -194,7 +198,8 @@ def _unreadable(file: Path, error: Exception) -> ConfigError:
     return ConfigError([Problem(str(file), reason, "Copy the adapter again, or remove this file.")])
 
 
-def _quote(file: Path, key: str, value: Any) -> str:
+def quote_setting(file: Path, key: str, value: Any) -> str:
+    """Returns a setting in a file of others for a message."""
     return f"{file}: {clean(show(key, value))}"
 
 

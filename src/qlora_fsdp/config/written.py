@@ -35,7 +35,8 @@ def note_written(config: Config, composed: Mapping[str, Any]) -> None:
     """Keeps in `config.written` what is written for settings, by section and name, where this has a `${...}`."""
     for key in all_settings():
         section, _, name = key.partition(".")
-        value = (composed.get(section) or {}).get(name)
+        values = composed.get(section)
+        value = values.get(name) if isinstance(values, dict) else None
         if "${" in str(value):
             config.written[key] = value
     for key in config.written:

@@ -17,6 +17,7 @@ from hydra.core.config_loader import ConfigLoader
 from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import DictConfig
 
+from qlora_fsdp.config.compose import FOLDER_SCHEME
 from qlora_fsdp.launch.jobs import Job, collect_jobs
 from qlora_fsdp.report.sweep_table import describe_job, write_results
 
@@ -44,7 +45,7 @@ class Sweep:
         self.waits = not config.hydra.sweeper._target_.endswith(".BasicSweeper")
         self._compose = partial(config_loader.load_sweep_config, config)
         self._typed = list(config.hydra.overrides.task)
-        folders = [path.removeprefix("file://") for path in config.hydra.searchpath]
+        folders = [path.removeprefix(FOLDER_SCHEME) for path in config.hydra.searchpath]
         self._options = [part for folder in folders for part in ("--config-dir", folder)]
         self._options += [] if config_file is None else ["--config", config_file]
         self._picked = frozenset(picked)
