@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import cast
 
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra.plugins.config_source import ConfigResult
@@ -22,8 +21,8 @@ class SettingsFolderSource(FileConfigSource):
     def load_config(self, config_path: str) -> ConfigResult:
         from qlora_fsdp.config.experiment_files import check_experiment  # only here: every Hydra program scans this
 
-        check_experiment(Path(self.path) / cast(str, self._normalize_file_name(config_path)))
-        return cast(ConfigResult, super().load_config(config_path))
+        check_experiment(Path(self.path) / self._normalize_file_name(config_path))
+        return super().load_config(config_path)
 
     def is_group(self, config_path: str) -> bool:
         return not _is_hydras(config_path) and bool(super().is_group(config_path))

@@ -38,7 +38,10 @@ FOLDER_SCHEME = "settings://"
 
 
 def load_config(
-    argv: Sequence[str], check: Callable[[Config], list[Problem]] = check_settings, beneath: Sequence[Sections] = ()
+    argv: Sequence[str],
+    check: Callable[[Config], list[Problem]] = check_settings,
+    beneath: Sequence[Sections] = (),
+    launches: bool = False,
 ) -> Config:
     """Reads the command line and composes the configuration.
 
@@ -50,6 +53,7 @@ def load_config(
             the user sees both at once.
         beneath: values by section and name that what is typed and the file of `--config` win over; later ones win over
             earlier ones.
+        launches: whether this process starts ranks, so that settings of `launch` have an effect.
 
     Returns:
         The configuration, typed and with all interpolations resolved. It is well formed but not yet checked.
@@ -63,7 +67,7 @@ def load_config(
 
     given = read_given(arguments, beneath)
     overrides, unusable = prepare_overrides([*given.options, *arguments.overrides], arguments.folders)
-    unusable += _without_effect(arguments)
+    unusable += _without_effect(arguments, launches)
     config, mistakes = read_config(_compose(overrides, arguments.folders, given.values))
     if unusable:
         raise ConfigError([*unusable, *mistakes])
@@ -202,14 +206,20 @@ def composing(folders: Sequence[Path], given: Sections) -> Iterator[str]:
         raise ConfigError([_explain(error, folders)]) from None
 
 
-def _without_effect(arguments: Arguments) -> list[Problem]:
+def _without_effect(arguments: Arguments, launches: bool) -> list[Problem]:
     """Refuses settings of the launch for a run that this process does itself."""
     texts = [] if arguments.starts_jobs else arguments.overrides
-    fix = "Add -m, hydra/launcher=accelerate or hydra/launcher=slurm."
+    sections = ("slurm.",) if launches else ("launch.", "slurm.")
     return [
-        Problem(text, "has no effect here: nothing is launched.", fix)
+        Problem(
+            text,
+            "has no effect here: nothing is launched.",
+            "Start it as `qlora-fsdp train`, or add -m, hydra/launcher=accelerate or hydra/launcher=slurm."
+            if text.lstrip("+").startswith("launch.")
+            else "Add hydra/launcher=slurm.",
+        )
         for text in texts
-        if text.lstrip("+").startswith(("launch.", "slurm."))
+        if text.lstrip("+").startswith(sections)
     ]
 
 
