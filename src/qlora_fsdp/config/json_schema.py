@@ -37,7 +37,7 @@ def json_schema() -> dict[str, Any]:
         section: {"type": ["object", "null"], "properties": values, "additionalProperties": False}
         for section, values in sections.items()
     }
-    properties = {section: {"$ref": f"#/definitions/{section}"} for section in sections}
+    properties: dict[str, Any] = {section: {"$ref": f"#/definitions/{section}"} for section in sections}
     properties |= {group: {"anyOf": [*_ref(group, sections), option]} for group, option in groups.items()}
     properties |= {key: _value(setting) for key, setting in settings.items()}
     properties["defaults"] = {"type": "array", "description": "For a file of --config-dir: `override /GROUP: OPTION`."}
