@@ -22,11 +22,14 @@ from qlora_fsdp.common.errors import LaunchError, RunFolderError
 
 LOCK = ".lock"
 ATTEMPT = ".attempt"  # which start of which launch began to train here last
+METRICS_FILE = "metrics.jsonl"
+LOG_FILE = "train.log"
+SUMMARY_FILE = "summary.json"
 GENERATIONS_FILE = "generations.jsonl"
 BAD_STEPS_FOLDER = "bad_steps"
 TENSORBOARD_FOLDER = "tensorboard"
 # A new run in the folder removes these, which would otherwise have the records of two runs.
-RECORDS = ("metrics.jsonl", "train.log", "report.html", GENERATIONS_FILE, BAD_STEPS_FOLDER, TENSORBOARD_FOLDER)
+RECORDS = (METRICS_FILE, LOG_FILE, "report.html", GENERATIONS_FILE, BAD_STEPS_FOLDER, TENSORBOARD_FOLDER)
 SLURM_FILE = "slurm.json"  # the number of the job that was submitted
 FRESH_SECONDS = 120.0  # where the file system has no locks, a run that wrote so lately counts as running
 NUM_STEPS_TIMED = 50  # the ETA follows from the times of so many steps
@@ -111,7 +114,7 @@ def step_of(checkpoint: Path) -> int | None:
 
 def read_run(folder: Path) -> RunState:
     """Read the state of the run in `folder`. A folder that does not exist is a `new` run."""
-    summary = read_json(folder / "summary.json")
+    summary = read_json(folder / SUMMARY_FILE)
     lines = list(read_metrics(folder, last=True))
     steps, evaluations = [line for line in lines if "loss" in line], [line for line in lines if "eval_loss" in line]
     last = steps[-1] if steps else {}
@@ -174,7 +177,7 @@ def describe_attempt(environ: Mapping[str, str]) -> dict[str, Any]:
     return {"launch": launch, "restarts": [int(environ.get(name, "0")) for name in names]}
 
 
-def read_metrics(folder: Path, last: bool = False, file: str = "metrics.jsonl") -> Iterator[dict[str, Any]]:
+def read_metrics(folder: Path, last: bool = False, file: str = METRICS_FILE) -> Iterator[dict[str, Any]]:
     """The complete lines of metrics.jsonl, or of another `file`; with `last` only those at its end."""
     try:
         with (folder / file).open("rb") as stream:
@@ -203,7 +206,7 @@ def _status(folder: Path) -> str:
     """The status of a run without a summary."""
     if not is_run_folder(folder):
         return "new"
-    files = [folder / name for name in ("metrics.jsonl", "train.log", "environment.json")]
+    files = [folder / name for name in (METRICS_FILE, LOG_FILE, "environment.json")]
     newest = max((file.stat().st_mtime for file in files if file.exists()), default=0.0)
     if _is_locked(folder / LOCK) or (not (folder / LOCK).exists() and time.time() - newest < FRESH_SECONDS):
         return "running"
