@@ -49,7 +49,8 @@ def test_every_kind_of_file_that_is_read_is_missed() -> None:
 def test_wandb_is_missed_before_the_run_where_a_key_turns_it_on(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("qlora_fsdp.config.check_settings.find_spec", lambda name: None)
+    for module in ("check_settings", "trackers"):
+        monkeypatch.setattr(f"qlora_fsdp.config.{module}.find_spec", lambda name: None)
     monkeypatch.setenv("HOME", str(tmp_path))  # without .netrc
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     assert complaints(configure("tracking=wandb")) == []
