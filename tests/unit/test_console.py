@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import re
@@ -70,14 +71,14 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
     for name in ("NO_COLOR", "TERM"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("COLUMNS", "60")
-    monkeypatch.setattr("sys.stdout", found)
     yield found
     stop_log()
 
 
-def record(folder: Path) -> None:
+def record(folder: Path, terminal: Terminal) -> None:
     """A short run with a line of others in it."""
-    start_log(folder)
+    with contextlib.redirect_stdout(terminal):
+        start_log(folder)
     journal = Journal(folder, load_config(["model=tiny", "data=random"]), 4, is_main=True)
     for step in (1, 2, 3):
         journal.step(figures(step, loss=float(step)))
@@ -86,7 +87,7 @@ def record(folder: Path) -> None:
 
 
 def test_the_live_line_stays_below_the_log(terminal: Terminal, tmp_path: Path):
-    record(tmp_path)
+    record(tmp_path, terminal)
     shown = terminal.shown
     assert [line.split()[0] for line in shown[:3]] == ["step", "1/4", "?]0;title?"]
     assert [line.split()[0] for line in shown[-2:]] == ["3/4", "3/4"], "the evaluation's row and the live line"
@@ -102,7 +103,7 @@ def test_the_live_line_stays_below_the_log(terminal: Terminal, tmp_path: Path):
 @pytest.mark.parametrize(("name", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])
 def test_a_terminal_without_colors(terminal: Terminal, tmp_path: Path, monkeypatch: Any, name: str, value: str):
     monkeypatch.setenv(name, value)
-    record(tmp_path)
+    record(tmp_path, terminal)
     assert "\033[3" not in terminal.getvalue() and "\033[2m" not in terminal.getvalue()
     assert ("\033" in terminal.getvalue()) is (name == "NO_COLOR"), "a dumb terminal has no live line either"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from functools import partial
 from html import escape
@@ -20,6 +21,7 @@ from qlora_fsdp.records.run_state import TENSORBOARD_FOLDER, read_json
 
 WANDB_FILE = "wandb.json"  # has the id that W&B knows the run by
 MLFLOW_FILE = "mlflow.json"
+MAX_PARAMS, MAX_PARAM_LENGTH = 100, 500  # what MLflow takes of settings at a time, and of a value
 
 
 class Tracker(Protocol):
@@ -145,48 +147,46 @@ class MlflowTracker:
     """A run in MLflow. A run that resumes from a checkpoint stays the same run there."""
 
     def __init__(self, folder: Path, config: Config, resumes: bool) -> None:
-        from accelerate import tracking
+        import mlflow
 
-        file, self.log_adapter = folder / MLFLOW_FILE, config.tracking.log_adapter
+        file, self.log_adapter, self.mlflow = folder / MLFLOW_FILE, config.tracking.log_adapter, mlflow
         run_id = read_json(file).get("id") if resumes else None
-        self.own = tracking.MLflowTracker(config.tracking.project, run_id=run_id, run_name=config.run.name)
-        self.own.main_process_only = False  # only rank 0 has one, and accelerate has no ranks here
-        self.own.start()
-        if run_id is None:
-            write_json(file, {"id": self.own.tracker.info.run_id})
-            self.own.store_init_configuration(plain_settings(config))  # which MLflow does not let change
+        if "MLFLOW_EXPERIMENT_NAME" not in os.environ:
+            mlflow.set_experiment(config.tracking.project)
+        run = mlflow.start_run(run_id=run_id, run_name=config.run.name)
+        if run_id is None:  # settings can't be changed there
+            with writing(folder):
+                write_json(file, {"id": run.info.run_id})
+            settings = [(key, str(value)[:MAX_PARAM_LENGTH]) for key, value in plain_settings(config).items()]
+            for start in range(0, len(settings), MAX_PARAMS):
+                mlflow.log_params(dict(settings[start : start + MAX_PARAMS]))
 
     def log(self, figures: dict[str, float], step: int) -> None:
-        self.own.log(figures, step=step)
+        self.mlflow.log_metrics(figures, step=step)
 
     def generations(self, rows: list[dict[str, Any]], step: int) -> None:
         """They are in the run folder."""
 
     def close(self, summary: dict[str, Any], adapter: Path | None) -> None:
-        import mlflow
-
         if self.log_adapter and adapter is not None:
-            self.own.log_artifacts(str(adapter), "adapter")
-        mlflow.end_run("FINISHED" if summary.get("status") == "finished" else "FAILED")
+            self.mlflow.log_artifacts(str(adapter), "adapter")
+        self.mlflow.end_run("FINISHED" if summary.get("status") == "finished" else "FAILED")
 
 
 class TrackioTracker:
     """A run in trackio, under the name of this one."""
 
     def __init__(self, config: Config) -> None:
-        from accelerate import tracking
+        import trackio
 
-        settings = plain_settings(config)
-        self.own = tracking.TrackioTracker(
-            config.tracking.project, name=config.run.name, resume="allow", config=settings
-        )
-        self.own.start()
+        name, settings = config.run.name, plain_settings(config)
+        self.run = trackio.init(project=config.tracking.project, name=name, config=settings, resume="allow")
 
     def log(self, figures: dict[str, float], step: int) -> None:
-        self.own.log(figures, step=step)
+        self.run.log(figures, step=step)
 
     def generations(self, rows: list[dict[str, Any]], step: int) -> None:
         """They are in the run folder."""
 
     def close(self, summary: dict[str, Any], adapter: Path | None) -> None:
-        self.own.finish()
+        self.run.finish()
