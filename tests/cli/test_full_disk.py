@@ -95,7 +95,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     if shutil.which("mount") is None or subprocess.run(mount, capture_output=True, check=False).returncode != 0:
         pytest.skip("mounting takes root")
     yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)  # a run of a failed test may still be in it
 
 
 def test_a_disk_that_is_really_full(tmp_path: Path, small_disk: Path) -> None:

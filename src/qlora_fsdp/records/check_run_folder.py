@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from qlora_fsdp.common.errors import ConfigError, Problem
-from qlora_fsdp.common.text import show_number
+from qlora_fsdp.common.text import plural
 from qlora_fsdp.config.check_settings import check_settings, check_world
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.config.settings import problem_with
@@ -73,9 +73,10 @@ def _others_files(folder: Path) -> list[str]:
 def _describe(folder: Path) -> str:
     """What a finished run has left, as the end of a sentence."""
     state = read_run(folder)
-    loss = "" if state.compared_loss is None else f", {state.compared_by} {state.compared_loss:.4f}"
-    adapter = "" if state.adapter is None else f", its adapter in {state.adapter}"
-    return f" ({show_number(state.step, ',')} steps{loss}{adapter})"
+    parts = [] if state.step is None else [plural(state.step, "step")]
+    parts += [] if state.compared_loss is None else [f"{state.compared_by} {state.compared_loss:.4f}"]
+    parts += [] if state.adapter is None else [f"its adapter in {state.adapter}"]
+    return f" ({', '.join(parts)})" if parts else ""
 
 
 def _is_finished(folder: Path) -> bool:

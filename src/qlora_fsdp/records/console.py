@@ -15,12 +15,20 @@ from typing import TextIO
 
 from qlora_fsdp.common.terminal import CLEAR_LINE, can_redraw, colored, uses_color
 from qlora_fsdp.common.text import printable_lines
+from qlora_fsdp.config.written import hide
 from qlora_fsdp.records.record_files import records_in
 from qlora_fsdp.records.run_state import LOG_FILE
 
 TIME = "%Y-%m-%d %H:%M:%S"
 LEVEL_COLORS = {logging.WARNING: "yellow", logging.ERROR: "red"}
 COLOR = "color"  # the attribute of a record that has a colour of its own
+
+
+class _Formatter(logging.Formatter):
+    """Formats lines without what the environment gave, and without control characters of others."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable_lines(hide(super().format(record)))
 
 
 class Console(logging.Handler):
@@ -33,6 +41,7 @@ class Console(logging.Handler):
         super().__init__()
         self.stream, self.is_live, self.is_colored = stream, can_redraw(stream), uses_color(stream)
         self._line = ""
+        self.setFormatter(_Formatter())
 
     def live(self, line: str) -> None:
         """Show a line in place of the last live line; an empty one: none. Nothing where lines can't be replaced."""
@@ -46,7 +55,7 @@ class Console(logging.Handler):
             self.release()
 
     def emit(self, record: logging.LogRecord) -> None:
-        text = printable_lines(self.format(record))
+        text = self.format(record)
         color = getattr(record, COLOR, LEVEL_COLORS.get(record.levelno))
         if self.is_colored and color is not None:
             text = "\n".join(colored(line, color) for line in text.split("\n"))
@@ -79,14 +88,14 @@ class LogFile(logging.Handler):
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self.folder = folder
-        self.setFormatter(logging.Formatter("%(asctime)s  %(message)s", TIME))
+        self.setFormatter(_Formatter("%(asctime)s  %(message)s", TIME))
 
     def createLock(self) -> None:
         """No lock: the records have one, and their warnings come here while they hold it."""
         self.lock = None
 
     def emit(self, record: logging.LogRecord) -> None:
-        records_in(self.folder).append(LOG_FILE, printable_lines(self.format(record)) + "\n")
+        records_in(self.folder).append(LOG_FILE, self.format(record) + "\n")
 
 
 def show_live(line: str) -> None:

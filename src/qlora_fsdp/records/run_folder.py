@@ -2,7 +2,7 @@
 
 Rank 0 writes all of them, except for each rank's part of a checkpoint and each rank's memory snapshot.
 
-config.yaml        every setting, resolved
+config.yaml        every setting, as it was written
 environment.json   command, git commit, versions, GPUs
 train.log          what the console showed, with the time of each line
 metrics.jsonl      a line for each step, each evaluation and each checkpoint
@@ -93,7 +93,7 @@ def open_run_folder(config: Config, processes: Processes, keep_records: bool = F
                     shutil.rmtree(folder / stale)
                 else:
                     (folder / stale).unlink(missing_ok=True)
-            write_atomically(folder / "config.yaml", to_yaml(config))
+            write_atomically(folder / "config.yaml", to_yaml(config, as_written=True))
             write_json(folder / "environment.json", describe_environment(processes))
     start_log(folder if processes.is_main else None)
     return folder

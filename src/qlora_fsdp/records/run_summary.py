@@ -10,6 +10,7 @@ from typing import Any
 
 from qlora_fsdp.common.errors import UserError
 from qlora_fsdp.common.files import write_json
+from qlora_fsdp.config.written import hide
 from qlora_fsdp.records.record_files import check_own, records_in
 from qlora_fsdp.records.run_state import SUMMARY_FILE
 
@@ -61,7 +62,7 @@ class RunSummary:
         if self._folder is None:
             return
         status = "interrupted" if getattr(error, "exit_code", 1) > FIRST_SIGNAL_CODE else "failed"
-        text = str(error) if isinstance(error, UserError) else repr(error)
+        text = hide(str(error) if isinstance(error, UserError) else repr(error))
         with suppress(OSError):  # the folder may be what failed
             check_own(self._folder)
             write_json(self._folder / SUMMARY_FILE, self.figures | {"status": status, "error": text})

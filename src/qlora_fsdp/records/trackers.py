@@ -9,11 +9,8 @@ from html import escape
 from pathlib import Path
 from typing import Any, Protocol, assert_never, cast
 
-import yaml
-
 from qlora_fsdp.common.files import write_json
-from qlora_fsdp.config.compose import to_yaml
-from qlora_fsdp.config.identity import plain_settings
+from qlora_fsdp.config.identity import plain_settings, sections_of
 from qlora_fsdp.config.schema import Config, TrackerName, WandbMode
 from qlora_fsdp.config.trackers import HOW_TO_LOG_IN, asked_wandb_mode, trackers_of, wandb_mode
 from qlora_fsdp.records.run_folder import log, writing
@@ -83,7 +80,7 @@ class WandbTracker:
             entity=config.tracking.entity,
             name=config.run.name,
             dir=str(folder),
-            config=yaml.safe_load(to_yaml(config)),
+            config=sections_of(plain_settings(config)),
         )
         self.run: Any
         try:
