@@ -92,7 +92,7 @@ class BadSteps:
             saved = self.saver.save(step).text
             row = f" These were {MAX_IN_A_ROW + 1} in a row." if self.num_in_a_row > MAX_IN_A_ROW else ""
             raise TrainingError(
-                f"{text}{row} {saved} Look at the rows; set training.on_bad_step=skip to go on with the next batch, "
+                f"{text}{row} {saved} Look at these rows; set training.on_bad_step=skip to go on with the next batch, "
                 f"or training.learning_rate lower than {self.config.learning_rate}."
             )
         if self.config.on_bad_step is OnBadStep.rollback:
