@@ -26,12 +26,14 @@ from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.config.foreign_settings import (
     ALLOWED,
     REMOTE_CODE,
+    TRAINED_ON,
     read_base_model,
     read_foreign_settings,
+    read_note,
     remote_code_problem,
 )
 from qlora_fsdp.config.overrides import quote
-from qlora_fsdp.config.schema import Config, TaskName
+from qlora_fsdp.config.schema import Config, DataFormat, TaskName
 from qlora_fsdp.config.settings import show
 
 SETTINGS_FILE = "qlora_fsdp.yaml"
@@ -99,14 +101,17 @@ def load_command(argv: Sequence[str], kind: type[Settings], usage: str) -> tuple
     return settings, config
 
 
-def saved_settings(config: Config, class_weights: list[float] | None = None) -> str:
-    """Returns the text of SETTINGS_FILE: what is needed to build an adapter's model again, and to evaluate it.
+def saved_settings(
+    config: Config, class_weights: list[float] | None = None, trained_on: DataFormat | None = None
+) -> str:
+    """Returns the text of SETTINGS_FILE: what is needed to build an adapter's model again, and to use it.
 
     Args:
         config: the configuration of the run.
         class_weights: the weights of a classifier's labels, as numbers.
+        trained_on: the form of the rows, by which prompts are written; None if it is unknown.
     """
-    values = {
+    values: dict[str, Any] = {
         section: {name: getattr(getattr(config, section), name) for name in names} for section, names in ALLOWED.items()
     }
     path = config.model.path
@@ -116,7 +121,16 @@ def saved_settings(config: Config, class_weights: list[float] | None = None) -> 
         del values["training"]
     if config.task.name is not TaskName.causal_lm:
         values["task"]["class_weights"] = class_weights
+    if trained_on is not None:
+        values[TRAINED_ON] = trained_on.value
     return OmegaConf.to_yaml(OmegaConf.create(values))
+
+
+def read_trained_on(adapter: str | None) -> DataFormat | None:
+    """Returns the form of the rows that an adapter was trained on; None if its folder does not say."""
+    file = Path(adapter or "").expanduser() / SETTINGS_FILE
+    name = read_note(file, TRAINED_ON) if adapter is not None and file.is_file() else None
+    return DataFormat(name) if name in [form.value for form in DataFormat] else None
 
 
 def _read_saved(adapter: Path, typed: set[str]) -> tuple[str | None, bool]:

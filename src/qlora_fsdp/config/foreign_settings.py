@@ -49,6 +49,8 @@ ALLOWED = {
 REMOTE_CODE = "model.trust_remote_code"
 IGNORED = ("model.cache_folder", REMOTE_CODE)
 
+TRAINED_ON = "trained_on"  # a note beside the settings: the form of the rows, by which prompts are written
+
 MAX_BYTES = 2**20  # of a file
 MAX_DEPTH = 8  # of lists and mappings inside one another
 MAX_SHOWN = 80  # characters of a value in a message
@@ -92,6 +94,8 @@ def read_foreign_settings(file: Path) -> tuple[dict[str, dict[str, Any]], bool]:
         raise _unreadable(file, ValueError("it holds no sections with settings"))
     problems, kept = list[Problem](), dict[str, dict[str, Any]]()
     for section, names in values.items():
+        if section == TRAINED_ON and isinstance(names, str):
+            continue
         if section not in ALLOWED or not isinstance(names, dict):
             problems.append(_not_allowed(file, str(section), names))
             continue
@@ -112,6 +116,20 @@ def read_foreign_settings(file: Path) -> tuple[dict[str, dict[str, Any]], bool]:
         raise ConfigError(problems)
     model = values.get("model", {})
     return kept, model.get("trust_remote_code") not in (None, False)
+
+
+def read_note(file: Path, name: str) -> str | None:
+    """Reads a text beside the settings of a file that `read_foreign_settings` accepts; None if there is none.
+
+    Raises:
+        ConfigError: the file can't be read.
+    """
+    try:
+        values = yaml.load(_read(file), Loader=_Loader)
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+        raise _unreadable(file, error) from None
+    note = values.get(name) if isinstance(values, dict) else None
+    return note if isinstance(note, str) else None
 
 
 def remote_code_problem(file: Path, base: str) -> Problem:

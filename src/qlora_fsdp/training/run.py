@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -18,9 +18,11 @@ from qlora_fsdp.common.text import show_bytes
 from qlora_fsdp.config.commands import saved_settings
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.config.world import World
+from qlora_fsdp.data.form import find_form
 from qlora_fsdp.memory.show import as_json
 from qlora_fsdp.model.adapters import initialize_adapters
 from qlora_fsdp.model.materialize import materialize
+from qlora_fsdp.model.model_card import CardFacts
 from qlora_fsdp.model.save_adapter import adapter_keys, save_adapter, write_adapter
 from qlora_fsdp.records.check_run_folder import check
 from qlora_fsdp.records.journal import Journal
@@ -33,6 +35,7 @@ from qlora_fsdp.runtime.watch import Watch
 from qlora_fsdp.training.bad_steps import NUM_NORMS, BadSteps
 from qlora_fsdp.training.batches import GlobalBatches
 from qlora_fsdp.training.checkpoint import Checkpoint, load_checkpoint, verify_files
+from qlora_fsdp.training.describe_adapter import describe_adapter
 from qlora_fsdp.training.evaluate import Evaluation
 from qlora_fsdp.training.generations import Generations
 from qlora_fsdp.training.loop import TrainResult, train
@@ -204,11 +207,11 @@ def _train(
         with writing(folder):
             begin_attempt(checkpoint, folder)
 
-    card, settings = _describe_adapter(prepared, config)
+    describe, settings = _describe_adapter(prepared, config, result, folder, processes)
     keys = adapter_keys(model.model)
 
     def write_adapter_to(target: Path, state: dict[str, Tensor]) -> None:
-        write_adapter(model.model, state, keys, target, prepared.tokenizer, card, settings)
+        write_adapter(model.model, state, keys, target, prepared.tokenizer, describe(is_final=False), settings)
 
     def decode(tokens: Sequence[int]) -> str:
         return str(prepared.tokenizer.decode(list(tokens)))
@@ -237,7 +240,7 @@ def _train(
         with saver:
             result = train(runner, batches, evaluation, recorder, saver, bad_steps, config, result)
         watch.be_patient("all steps are done, and the run finishes; another Ctrl-C stops it at once")
-        save_adapter(model.model, folder / "adapter", prepared.tokenizer, card, settings, processes)
+        save_adapter(model.model, folder / "adapter", prepared.tokenizer, describe(), settings, processes)
         figures |= {"status": "finished"} | result.describe()
     finally:
         summary.trained(saver.describe())
@@ -260,11 +263,14 @@ def _resume(
     return TrainResult(checkpoint.step, eval_losses=checkpoint.eval_losses)
 
 
-def _describe_adapter(prepared: Prepared, config: Config) -> tuple[str, str]:
-    """The line that describes the adapter in its model card, and the settings that are saved with the adapter."""
-    card = f"LoRA r={config.lora.r} on {prepared.assembled.meta.kind} weights, {prepared.split.num_steps} steps"
+def _describe_adapter(
+    prepared: Prepared, config: Config, result: TrainResult, folder: Path, processes: Processes
+) -> tuple[Callable[..., CardFacts], str]:
+    """What gives the facts for the model card whenever an adapter is written, and the settings saved with it."""
+    form = find_form(config) if processes.is_main else None
     weights = getattr(prepared.model, "class_weights", None)
-    return card, saved_settings(config, None if weights is None else weights.tolist())
+    settings = saved_settings(config, None if weights is None else weights.tolist(), form)
+    return partial(describe_adapter, prepared, config, result, folder, form, result.num_steps == 0), settings
 
 
 def _checkpoint_content(

@@ -1,0 +1,139 @@
+"""What the model card of a run's adapter tells: the base, the data, the losses, the settings, an example."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from qlora_fsdp.common.hub_names import hub_name
+from qlora_fsdp.config.schema import Config, DataFormat, ModelConfig
+from qlora_fsdp.data.format import ALPACA
+from qlora_fsdp.model.model_card import CardData, CardFacts, fence, read_license
+from qlora_fsdp.records.run_state import GENERATIONS_FILE, read_metrics
+from qlora_fsdp.training.loop import TrainResult
+from qlora_fsdp.training.prepare import Prepared
+
+STEPS_AVERAGED = 10  # the loss of a single step is that of a few rows
+QUESTION = "What is the capital of France?"
+
+
+def describe_adapter(
+    prepared: Prepared,
+    config: Config,
+    result: TrainResult,
+    folder: Path,
+    form: DataFormat | None,
+    is_whole: bool = True,
+    is_final: bool = True,
+) -> CardFacts:
+    """The facts for the model card as they are now.
+
+    Args:
+        prepared: the run.
+        config: its settings.
+        result: what it has done so far.
+        folder: the run folder.
+        form: the form of the rows; None if it is unknown.
+        is_whole: whether `result` began with the first step; else an earlier start did.
+        is_final: whether training is over; else the adapter is part of a checkpoint.
+    """
+    losses, train_losses = list(result.losses), None
+    if losses:
+        num = max(1, min(STEPS_AVERAGED, len(losses) // 2))
+        has_both = is_whole and len(losses) > 1
+        train_losses = (statistics.fmean(losses[:num]) if has_both else None), statistics.fmean(losses[-num:])
+    return CardFacts(
+        base=hub_name(config.model.path),
+        base_name=_base_name(config),
+        license=read_license(prepared.assembled.files.folder),
+        data=_data(prepared, config),
+        settings=_settings(prepared, config),
+        num_steps=prepared.split.num_steps,
+        is_final=is_final,
+        eval_losses=tuple(result.eval_losses),
+        train_losses=train_losses,
+        rank=max(config.lora.r, *config.lora.rank_pattern.values(), 1),
+        needs_merge=_why_merge(prepared, config),
+        prompt=_describe_prompt(form, prepared.tokenizer),
+        example=_example(folder),
+    )
+
+
+def _base_name(config: Config) -> str:
+    if config.model.name != ModelConfig.name or config.model.path is None:
+        return config.model.name
+    return Path(config.model.path).expanduser().resolve().name
+
+
+def _data(prepared: Prepared, config: Config) -> tuple[CardData, ...]:
+    """Names and rows of the training data. Of a local file the card has the name alone: it may be published."""
+    report = prepared.data.report
+    if config.data.mix:
+        rows: dict[str, int | None] = {part.path: part.num_rows for part in report.mix}
+        rows = rows or dict.fromkeys(config.data.mix)  # a stream
+    else:
+        rows = {config.data.path: report.num_rows} if config.data.path and report.sources else {}
+    found = []
+    for path, num_rows in rows.items():
+        name = path if not Path(path).expanduser().exists() else None
+        num_rows = None if config.data.streaming else num_rows
+        found.append(CardData(name or Path(path).expanduser().resolve().name, name is not None, num_rows))
+    return tuple(found)
+
+
+def _settings(prepared: Prepared, config: Config) -> tuple[tuple[str, str], ...]:
+    lora, training, targets = config.lora, config.training, config.lora.target_modules
+    chosen = {
+        "base weights": prepared.assembled.meta.kind,
+        "lora.r": lora.r,
+        "lora.lora_alpha": f"{lora.lora_alpha:g}",
+        "lora.lora_dropout": f"{lora.lora_dropout:g}",
+        "lora.target_modules": targets if isinstance(targets, str) else ", ".join(map(str, targets)),
+        "lora.modules_to_save": ", ".join(lora.modules_to_save or []),
+        "lora.use_rslora": "true" if lora.use_rslora else "",
+        "lora.use_dora": "true" if lora.use_dora else "",
+        "training.learning_rate": f"{training.learning_rate:g}",
+        "optim.lr_scheduler_type": config.optim.lr_scheduler_type.value,
+        "sequences per step": prepared.split.global_batch_size,
+        "training.max_length": training.max_length,
+        "training.seed": training.seed,
+    }
+    return tuple((name, str(value)) for name, value in chosen.items() if str(value))
+
+
+def _why_merge(prepared: Prepared, config: Config) -> str | None:
+    if config.lora.use_dora:
+        return "it is a DoRA adapter"
+    if config.lora.modules_to_save:
+        return "it holds whole layers (lora.modules_to_save)"
+    return "it has rows for new tokens" if prepared.assembled.tokens.ids else None
+
+
+def _describe_prompt(form: DataFormat | None, tokenizer: PreTrainedTokenizerBase) -> str:
+    match form:
+        case DataFormat.messages:
+            turns = [{"role": "user", "content": QUESTION}]
+            try:
+                text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+            except Exception:  # a template is a program, and its sandbox lets any error through
+                return "Conversations are written by the chat template in this folder."
+            return f"Conversations are written by the chat template in this folder. A question becomes\n\n{fence(text)}"
+        case DataFormat.instruction:
+            return f"Instructions are written as in Alpaca:\n\n{fence(ALPACA.format(instruction=QUESTION))}"
+        case DataFormat.prompt_completion:
+            return "Prompts are given as they are, without a chat template."
+        case DataFormat.text:
+            return "The adapter was trained on plain text, and goes on with the text that it is given."
+        case _:
+            return ""
+
+
+def _example(folder: Path) -> tuple[str, str] | None:
+    """The first prompt of the last evaluation, and what the model wrote."""
+    rows = list(read_metrics(folder, last=True, file=GENERATIONS_FILE))
+    first = next((row for row in rows if row["step"] == rows[-1]["step"]), None)
+    if first is None:
+        return None
+    return str(first.get("prompt", "")), str(first.get("completion", ""))
