@@ -56,6 +56,33 @@ class AdapterSettings:
 Settings = TypeVar("Settings", bound=AdapterSettings)
 
 
+def read_own_settings(argv: Sequence[str], kind: type[Settings], usage: str) -> Settings:
+    """Reads the command line of a command that takes no settings of training.
+
+    Args:
+        argv: settings of the command, in any order.
+        kind: a dataclass of them.
+        usage: what --help prints.
+
+    Raises:
+        ConfigError: a key is unknown, or a value has a wrong type.
+    """
+    _show_help(argv, usage)
+    values, rest, problems = _split(argv, kind)
+    fix = f"Settings are {', '.join(f'{field.name}=...' for field in fields(kind))}."
+    problems += [Problem(text, "is not a setting of this command.", fix) for text in rest]
+    if problems:
+        raise ConfigError(problems)
+    return kind(**values)
+
+
+def _show_help(argv: Sequence[str], usage: str) -> None:
+    if "--help" in argv or "-h" in argv:
+        if os.environ.get("RANK", "0") == "0":
+            print(usage.strip())
+        raise SystemExit(0)
+
+
 def load_command(argv: Sequence[str], kind: type[Settings], usage: str) -> tuple[Settings, Config]:
     """Reads the command line of a command.
 
@@ -67,10 +94,7 @@ def load_command(argv: Sequence[str], kind: type[Settings], usage: str) -> tuple
     Raises:
         ConfigError: a key is unknown, a value has a wrong type, or the adapter's folder can't be used.
     """
-    if "--help" in argv or "-h" in argv:
-        if os.environ.get("RANK", "0") == "0":
-            print(usage.strip())
-        raise SystemExit(0)
+    _show_help(argv, usage)
     values, rest, problems = _split(argv, kind)
     settings = kind(**values)
     groups = {text.lstrip("+").partition("=")[0] for text in rest}

@@ -13,7 +13,18 @@ from qlora_fsdp.config.schema import Config
 from qlora_fsdp.config.settings import all_settings, value_of
 
 # These settings change no number, or only the rounding of sums. Any other setting is part of what the run is.
-_HARMLESS_SECTIONS = ("run", "fsdp", "memory", "kernels", "checkpoint", "tracking", "distributed", "launch", "slurm")
+_HARMLESS_SECTIONS = (
+    "run",
+    "fsdp",
+    "memory",
+    "kernels",
+    "checkpoint",
+    "tracking",
+    "hub",
+    "distributed",
+    "launch",
+    "slurm",
+)
 _HARMLESS = (
     "model.name",
     "model.attn_implementation",

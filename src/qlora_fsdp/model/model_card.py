@@ -15,12 +15,12 @@ from typing import Any
 import yaml
 
 from qlora_fsdp import __version__
+from qlora_fsdp.common.hub_names import LOCAL_BASE
 from qlora_fsdp.common.text import plural, printable, printable_lines
 
 MAX_EXAMPLE = 1500  # characters of a prompt, or of what the model wrote
 MAX_LICENSE_BYTES = 2**16  # of a card in which a license is looked for
 VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # the values that vLLM's --max-lora-rank has
-LOCAL_BASE = "path/to/the/base/model"
 
 
 @dataclass(frozen=True)

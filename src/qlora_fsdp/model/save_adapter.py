@@ -21,10 +21,11 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qlora_fsdp.common.errors import RunFolderError
+from qlora_fsdp.common.hub_names import LOCAL_BASE
 from qlora_fsdp.config.commands import SETTINGS_FILE
 from qlora_fsdp.model.adapter_usage import describe_usage, is_classifier
 from qlora_fsdp.model.adapters import ADAPTER
-from qlora_fsdp.model.model_card import LOCAL_BASE, CardFacts, make_card
+from qlora_fsdp.model.model_card import CardFacts, make_card
 from qlora_fsdp.records.run_folder import writing
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.rows import gather_rows, local_tensor, shard_group

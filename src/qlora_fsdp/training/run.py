@@ -14,6 +14,7 @@ import peft
 import torch
 from torch import Tensor
 
+from qlora_fsdp.common.errors import HubError
 from qlora_fsdp.common.text import show_bytes
 from qlora_fsdp.config.commands import saved_settings
 from qlora_fsdp.config.schema import Config
@@ -25,6 +26,7 @@ from qlora_fsdp.model.materialize import materialize
 from qlora_fsdp.model.model_card import CardFacts
 from qlora_fsdp.model.save_adapter import adapter_keys, save_adapter, write_adapter
 from qlora_fsdp.records.check_run_folder import check
+from qlora_fsdp.records.hub import prepare_repo, push_result
 from qlora_fsdp.records.journal import Journal
 from qlora_fsdp.records.run_folder import check_room, close_run_folder, log, open_run_folder, writing
 from qlora_fsdp.records.run_summary import RunSummary
@@ -75,6 +77,7 @@ def run(config: Config, world: World) -> dict[str, Any]:
         # First: can the settings be used on this hardware, and is there a checkpoint to resume from? Then the folder is
         # opened.
         check(config, _complete(world, processes))
+        _check_hub(config, processes)
         checkpoint = processes.share(find_checkpoint(config) if processes.is_main else None)
         changes = check_changes(checkpoint, config, processes.num_ranks) if checkpoint is not None else []
         folder = open_run_folder(config, processes, keep_records=is_own(checkpoint, config))
@@ -106,6 +109,8 @@ def run(config: Config, world: World) -> dict[str, Any]:
             summary.write()
             _write_report(folder)
         log.info(f"Finished in {seconds:.1f} s. The adapter is in {folder / 'adapter'}")
+        if processes.is_main:
+            push_result(config.hub, folder / "adapter")
     return summary.figures
 
 
@@ -289,6 +294,23 @@ def _checkpoint_content(
         prepared.base,
         result.eval_losses,
     )
+
+
+def _check_hub(config: Config, processes: Processes) -> None:
+    """Find out now whether the adapter can be uploaded at the end.
+
+    Raises:
+        HubError: it can't; raised on every rank.
+    """
+    error = None
+    if config.hub.push and config.hub.repo is not None and processes.is_main:
+        try:
+            prepare_repo(config.hub.repo, config.hub.private)
+        except HubError as found:
+            error = f"hub.push=true: {found} Or set hub.push=false."
+    error = processes.first_error(error)
+    if error is not None:
+        raise HubError(error)
 
 
 def _write_report(folder: Path) -> None:
