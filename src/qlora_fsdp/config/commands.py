@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 from omegaconf import OmegaConf
 
 from qlora_fsdp.common.errors import ConfigError, Problem
-from qlora_fsdp.common.foreign_files import find_outside
+from qlora_fsdp.common.foreign_files import find_outside, read_small
 from qlora_fsdp.config.command_line import conf_folder
 from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.config.foreign_settings import (
@@ -29,7 +30,6 @@ from qlora_fsdp.config.foreign_settings import (
     TRAINED_ON,
     read_base_model,
     read_foreign_settings,
-    read_note,
     remote_code_problem,
 )
 from qlora_fsdp.config.overrides import quote
@@ -152,9 +152,14 @@ def saved_settings(
 
 def read_trained_on(adapter: str | None) -> DataFormat | None:
     """Returns the form of the rows that an adapter was trained on; None if its folder does not say."""
-    file = Path(adapter or "").expanduser() / SETTINGS_FILE
-    name = read_note(file, TRAINED_ON) if adapter is not None and file.is_file() else None
-    return DataFormat(name) if name in [form.value for form in DataFormat] else None
+    if adapter is None:
+        return None
+    try:
+        text = read_small(Path(adapter).expanduser(), SETTINGS_FILE).decode("utf-8", "replace")
+    except (OSError, ValueError):
+        return None
+    found = re.search(rf"^{TRAINED_ON}: (\w+)$", text, re.MULTILINE)
+    return next((form for form in DataFormat if found is not None and form.value == found[1]), None)
 
 
 def _read_saved(adapter: Path, typed: set[str]) -> tuple[str | None, bool]:

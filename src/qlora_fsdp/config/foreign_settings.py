@@ -118,20 +118,6 @@ def read_foreign_settings(file: Path) -> tuple[dict[str, dict[str, Any]], bool]:
     return kept, model.get("trust_remote_code") not in (None, False)
 
 
-def read_note(file: Path, name: str) -> str | None:
-    """Reads a text beside the settings of a file that `read_foreign_settings` accepts; None if there is none.
-
-    Raises:
-        ConfigError: the file can't be read.
-    """
-    try:
-        values = yaml.load(_read(file), Loader=_Loader)
-    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
-        raise _unreadable(file, error) from None
-    note = values.get(name) if isinstance(values, dict) else None
-    return note if isinstance(note, str) else None
-
-
 def remote_code_problem(file: Path, base: str) -> Problem:
     """Returns the problem of a file that asks for `model.trust_remote_code`, which the user has not typed."""
     reason = f"would let code that comes with {_clean(base)} run here, which only you can allow."

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from qlora_fsdp.common.hub_names import hub_name
 from qlora_fsdp.config.schema import Config, DataFormat, ModelConfig
 from qlora_fsdp.data.format import ALPACA
+from qlora_fsdp.data.read import training_paths
 from qlora_fsdp.model.model_card import CardData, CardFacts, fence, read_license
 from qlora_fsdp.records.run_state import GENERATIONS_FILE, read_metrics
 from qlora_fsdp.training.loop import TrainResult
@@ -70,17 +71,19 @@ def _base_name(config: Config) -> str:
 def _data(prepared: Prepared, config: Config) -> tuple[CardData, ...]:
     """Names and rows of the training data. Of a local file the card has the name alone: it may be published."""
     report = prepared.data.report
-    if config.data.mix:
-        rows: dict[str, int | None] = {part.path: part.num_rows for part in report.mix}
-        rows = rows or dict.fromkeys(config.data.mix)  # a stream
-    else:
-        rows = {config.data.path: report.num_rows} if config.data.path and report.sources else {}
+    parts = {str(part.path): part.num_rows for part in report.mix}
     found = []
-    for path, num_rows in rows.items():
-        name = path if not Path(path).expanduser().exists() else None
-        num_rows = None if config.data.streaming else num_rows
-        found.append(CardData(name or Path(path).expanduser().resolve().name, name is not None, num_rows))
+    for path in training_paths(config.data):
+        paths = [path] if isinstance(path, str) else list(path)
+        names = [name if _is_on_hub(name) else Path(name).expanduser().name for name in paths]
+        on_hub = len(paths) == 1 and _is_on_hub(paths[0])
+        num_rows = parts.get(str(path)) if config.data.mix else report.num_rows
+        found.append(CardData(", ".join(names), on_hub, None if config.data.streaming else num_rows))
     return tuple(found)
+
+
+def _is_on_hub(path: str) -> bool:
+    return hub_name(path) is not None and not Path(path).expanduser().exists()
 
 
 def _settings(prepared: Prepared, config: Config) -> tuple[tuple[str, str], ...]:
