@@ -16,12 +16,12 @@ if __name__ == "__main__":
 
     end_at_once()
 
-from qlora_fsdp.common.errors import DataError, UserError
+from qlora_fsdp.common.errors import DataError, Problem, UserError
 from qlora_fsdp.common.startup import quick_imports
 from qlora_fsdp.common.text import for_stdout
 from qlora_fsdp.config.commands import read_trained_on
 from qlora_fsdp.config.schema import Config, DataFormat
-from qlora_fsdp.generate import GenerateSettings, check_generation, run_generate
+from qlora_fsdp.generate import IN_UTF8, GenerateSettings, check_generation, is_unicode, run_generate
 from qlora_fsdp.runtime.run_command import log, run_command
 
 if TYPE_CHECKING:
@@ -60,7 +60,9 @@ class ChatSettings(GenerateSettings):
 def chat(settings: ChatSettings, config: Config, processes: Processes) -> None:
     """Read turns from the terminal until it ends. Rank 0 shares what it reads with the other ranks."""
     settings.prompt = ""  # a chat starts without one
-    check_generation(settings, config)
+    system = settings.system
+    bad = [] if system is None or is_unicode(system) else [Problem("system", "has bytes that are no UTF-8.", IN_UTF8)]
+    check_generation(settings, config, bad)
     with quick_imports():
         from qlora_fsdp.inference.prompts import check_template
         from qlora_fsdp.inference.trained import load_trained

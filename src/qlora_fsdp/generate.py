@@ -52,6 +52,8 @@ examples:
   torchrun --nproc_per_node 4 -m qlora_fsdp.generate adapter=outputs/run/adapter prompts=asked.jsonl out=answered.jsonl
 """
 
+IN_UTF8 = "Type it in UTF-8."
+
 
 @dataclass
 class GenerateSettings(AdapterSettings):
@@ -180,15 +182,15 @@ def check_generation(settings: GenerateSettings, config: Config, others: Sequenc
     if (settings.prompt is None) == (settings.prompts is None):
         found = "are both set." if settings.prompt is not None else "are both missing."
         problems.append(Problem("prompt and prompts", found, 'Set prompt="..." or prompts=FILE.jsonl.'))
-    elif settings.prompt is not None and not _is_unicode(settings.prompt):
-        problems.append(Problem("prompt", "has bytes that are no UTF-8.", "Type it in UTF-8."))
+    elif settings.prompt is not None and not is_unicode(settings.prompt):
+        problems.append(Problem("prompt", "has bytes that are no UTF-8.", IN_UTF8))
     elif settings.prompts is not None and not Path(settings.prompts).expanduser().is_file():
         problems.append(Problem(f"prompts={settings.prompts}", "is no file.", "Set prompts to a file of JSON lines."))
     if problems:
         raise ConfigError(problems)
 
 
-def _is_unicode(text: str) -> bool:
+def is_unicode(text: str) -> bool:
     """Whether text of the command line was whole UTF-8; Python stands half characters in for other bytes."""
     return not any("\ud800" <= letter <= "\udfff" for letter in text)
 

@@ -93,20 +93,7 @@ def chart(
             parts.append(f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 15}" text-anchor="middle">{label}</text>')
     parts.append(f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 4}" text-anchor="end">{escape(x_label)}</text>')
     for one, points in drawn:
-        colour = f"c{one.colour % NUM_COLOURS}"
-        places = [place(x, y) for x, y in points]
-        if one.style == "dots" or len(points) == 1:
-            for (x, y), (across, down) in zip(points, places, strict=True):
-                where = x_names[int(x)] if x_names else _show(x)
-                tip = escape(f"{one.name}: {y:.6g} at {where}")
-                parts.append(
-                    f'<circle class="{colour}" cx="{across:.1f}" cy="{down:.1f}" r="4"><title>{tip}</title></circle>'
-                )
-        else:
-            path = " ".join(f"{across:.1f},{down:.1f}" for across, down in places)
-            tip = escape(f"{one.name}: {points[-1][1]:.6g} at the end")
-            faint = " faint" if one.style == "faint" else ""
-            parts.append(f'<polyline class="{colour}{faint}" points="{path}"><title>{tip}</title></polyline>')
+        parts += _draw(one, points, [place(x, y) for x, y in points], x_names)
     legend = "".join(
         f' <span class="key thin k{one.colour % NUM_COLOURS}"></span>{escape(one.name)}'
         + (f", {_show(points[-1][1], 5)} at the end" if one.style == "line" else "")
@@ -114,6 +101,27 @@ def chart(
         if has_legend
     )
     return f"<figure><figcaption><b>{escape(title)}</b>{legend}</figcaption>{''.join(parts)}</svg></figure>"
+
+
+def _draw(
+    one: Series,
+    points: Sequence[tuple[float, float]],
+    places: Sequence[tuple[float, float]],
+    x_names: Sequence[str],
+) -> list[str]:
+    """The SVG of a series, whose points lie at `places` in the picture."""
+    colour = f"c{one.colour % NUM_COLOURS}"
+    if one.style != "dots" and len(points) > 1:
+        path = " ".join(f"{across:.1f},{down:.1f}" for across, down in places)
+        tip = escape(f"{one.name}: {points[-1][1]:.6g} at the end")
+        faint = " faint" if one.style == "faint" else ""
+        return [f'<polyline class="{colour}{faint}" points="{path}"><title>{tip}</title></polyline>']
+    parts = []
+    for (x, y), (across, down) in zip(points, places, strict=True):
+        tip = escape(f"{one.name}: {y:.6g} at {x_names[int(x)] if x_names else _show(x)}")
+        circle = f'<circle class="{colour}" cx="{across:.1f}" cy="{down:.1f}" r="4">'
+        parts.append(f"{circle}<title>{tip}</title></circle>")
+    return parts
 
 
 def running_mean(values: Sequence[float | None], span: int) -> list[float | None]:
