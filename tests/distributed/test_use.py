@@ -149,6 +149,24 @@ def test_chat_keeps_resets_and_instructs(used, stock, adapters, num_ranks: int):
     assert used(num_ranks)["demo"]["chat"] == "".join(reply + "\n" for reply in expected)
 
 
+def test_the_model_card_tells_of_the_run(adapters, rows: Path):
+    card = (adapters["demo"] / "README.md").read_text()
+    for part in (
+        "# LoRA adapter for `base`",
+        ": 4 steps.",
+        f"| `{rows.name}` | 400 |",
+        "No held-out rows were evaluated.",
+        "| training rows | ",
+        "| base weights | `nf4` |",
+        "| training.learning_rate | `0.002` |",
+        "Prompts are given as they are, without a chat template.",
+        "--enable-lora --max-lora-rank 8 ",
+    ):
+        assert part in card, part
+    assert str(rows.parent) not in card and str(DEMO) not in card and "base_model:" not in card
+    assert "trained_on: prompt_completion\n" in (adapters["demo"] / "qlora_fsdp.yaml").read_text()
+
+
 def test_sampling_differs_from_greedy_and_repeats(used):
     assert used(1)["demo"]["sampled"] != used(1)["demo"]["file"]
 
