@@ -119,7 +119,7 @@ def test_the_top_of_a_report_says_what_there_is_and_what_to_type_next(tmp_path: 
     (mean,) = set(re.findall(r"mean of 30 steps, ([\d.]+) at the end", top))
     (loss,) = re.findall(r"Training loss +([\d.]+), mean of 30 steps", top)
     assert float(loss) == pytest.approx(float(mean), abs=1e-4) and float(loss) == pytest.approx(4.002, abs=1e-3)
-    assert re.search(r"Evaluation loss +4\.2500", top)
+    assert re.search(r"Evaluation loss +4\.2500 at step 1,000", top)
 
 
 def test_a_failed_report_begins_with_the_reason(runs: Path):
@@ -218,6 +218,10 @@ def test_charts():
     assert ticks(1e-4, 2.1e-4)[0] <= 1e-4 and ticks(3.0, 3.0)[-1] > 3.0
     # A run of one step: the running mean may differ from the loss by rounding alone
     assert "<circle" in chart("Loss", [Series("loss", [1.0], [5.8538]), Series("mean", [1.0], [5.853800000000001])])
+    labels = re.findall(r'text-anchor="middle">([^<]*)<', chart("Loss", [Series("loss", [0, 0], [5.8, 5.7])]))
+    assert labels == ["0"], "one evaluation"
+    labels = re.findall(r'text-anchor="middle">([^<]*)<', chart("Loss", [Series("loss", [1, 3], [5.8, 5.7])]))
+    assert labels == ["1", "2", "3"], "steps are whole"
     assert running_mean([1.0, None, 2.0, float("nan"), 6.0], 3) == [1.0, None, 1.5, None, 4.0]
     assert running_mean([1.0, 2.0, 4.0], 1) == [1.0, 2.0, 4.0]
     points = Series("a", range(10_000), [9.0 if i == 5000 else float(i % 2) for i in range(10_000)]).points

@@ -68,7 +68,7 @@ def chart(
     if not drawn:
         return ""
     xs, ys = [x for one, _ in drawn for x in one.xs], [y for _, points in drawn for _, y in points]
-    x_ticks = [float(index) for index in range(len(x_names))] or ticks(min(xs), max(xs))
+    x_ticks = [float(index) for index in range(len(x_names))] or whole_ticks(min(xs), max(xs))
     y_ticks = ticks(min(ys), max(ys))
     x_low, x_high = min(xs), max(xs)
     if x_names:
@@ -147,6 +147,11 @@ def ticks(low: float, high: float, at_most: int = 6) -> list[float]:
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [round(index * step, 12) for index in range(first, last + 1)]
+
+
+def whole_ticks(low: float, high: float) -> list[float]:
+    """Returns those of `ticks` that are whole numbers, as steps are; `low` alone if the two are equal."""
+    return [low] if low == high else [tick for tick in ticks(low, high) if tick == int(tick)]
 
 
 def _show(number: float, num_digits: int = 4) -> str:

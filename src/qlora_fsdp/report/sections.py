@@ -197,11 +197,11 @@ def value(found: Any) -> str:
 
 def _before_and_after(run: Run) -> str:
     before, after = run.initial_eval_loss, run.state.eval_loss
-    if after is None:
-        return ""
-    if before is None or run.evaluations[-1]["step"] == 0:
-        return f"{after:.4f}"
-    return f"{before:.4f} before training, {after:.4f} at step {run.evaluations[-1]['step']:,}"
+    if after is None or not run.evaluations:
+        return show_number(after, ".4f")
+    last = run.evaluations[-1]["step"]
+    at_last = f"{after:.4f} {'before training' if last == 0 else f'at step {last:,}'}"
+    return at_last if before is None or last == 0 else f"{before:.4f} before training, {at_last}"
 
 
 def _training_loss(run: Run) -> str:

@@ -20,6 +20,7 @@ figure { margin: .8rem 0 0; } svg { width: 100%; height: auto; } svg text { font
 td, th { text-align: left; padding: .25rem .9rem .25rem 0; border-bottom: 1px solid var(--rule); white-space: nowrap; }
 th { color: var(--soft); font-weight: normal; vertical-align: top; }
 .facts td { white-space: pre-wrap; overflow-wrap: anywhere; } .facts { margin-bottom: 1.2rem; }
+.facts pre { white-space: pre-wrap; overflow-wrap: anywhere; }
 pre { overflow-x: auto; font-size: 13px; margin: .3rem 0; } summary { cursor: pointer; }
 .text td { white-space: pre-wrap; vertical-align: top; min-width: 14rem; overflow-wrap: anywhere; }
 .key { display: inline-block; width: .8rem; height: .8rem; border-radius: 2px; margin: 0 .4rem 0 .2rem; }
