@@ -218,7 +218,7 @@ def _streamer(trained: AssembledModel) -> TextStreamer:
     """Prints an answer word by word, without what a terminal would obey."""
     from transformers import TextStreamer
 
-    class Streamer(TextStreamer):  # type: ignore[misc]  # transformers' class has no types
+    class Streamer(TextStreamer):
         def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
             print(for_stdout(text), flush=True, end="\n" if stream_end else "")
 

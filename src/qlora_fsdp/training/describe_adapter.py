@@ -122,7 +122,7 @@ def _describe_prompt(form: DataFormat | None, tokenizer: PreTrainedTokenizerBase
                 text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
             except Exception:  # a template is a program, and its sandbox lets any error through
                 return "Conversations are written by the chat template in this folder."
-            return f"Conversations are written by the chat template in this folder. A question becomes\n\n{fence(text)}"
+            return f"Conversations are written by the chat template in this folder. A question becomes\n\n{fence(str(text))}"
         case DataFormat.instruction:
             return f"Instructions are written as in Alpaca:\n\n{fence(ALPACA.format(instruction=QUESTION))}"
         case DataFormat.prompt_completion:
