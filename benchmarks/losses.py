@@ -41,6 +41,7 @@ SIDES = {
     "fp8": ["compute=fp8"],
 }
 NUM_STEPS, NUM_LAST = 200, 50
+NUM_AVERAGED = 10  # steps that a point of the plot is the mean of
 BASE_STEPS, BASE_BATCH, BASE_CONTEXT, BASE_LEARNING_RATE = 250, 32, 512, 1e-3
 
 

@@ -117,12 +117,13 @@ def _why_merge(prepared: Prepared, config: Config) -> str | None:
 def _describe_prompt(form: DataFormat | None, tokenizer: PreTrainedTokenizerBase) -> str:
     match form:
         case DataFormat.messages:
+            by_template = "Conversations are written by the chat template in this folder."
             turns = [{"role": "user", "content": QUESTION}]
             try:
                 text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
             except Exception:  # a template is a program, and its sandbox lets any error through
-                return "Conversations are written by the chat template in this folder."
-            return f"Conversations are written by the chat template in this folder. A question becomes\n\n{fence(str(text))}"
+                return by_template
+            return f"{by_template} A question becomes\n\n{fence(str(text))}"
         case DataFormat.instruction:
             return f"Instructions are written as in Alpaca:\n\n{fence(ALPACA.format(instruction=QUESTION))}"
         case DataFormat.prompt_completion:
