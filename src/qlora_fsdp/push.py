@@ -1,4 +1,4 @@
-"""`python -m qlora_fsdp.push`: upload an adapter to the Hugging Face hub."""
+"""`qlora-fsdp push`: upload an adapter to the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 if __name__ == "__main__":
-    from qlora_fsdp.common.startup import end_at_once
+    from qlora_fsdp.common.startup import begin
 
-    end_at_once()
+    begin()
 
 from qlora_fsdp.common.errors import ConfigError, Problem, UserError, print_error
 from qlora_fsdp.common.hub_names import is_repo_name
@@ -22,7 +22,7 @@ from qlora_fsdp.records.hub import push_adapter
 USAGE = """
 Upload an adapter to the Hugging Face hub, in one commit.
 
-usage: python -m qlora_fsdp.push adapter=DIR repo=ORG/NAME [private=false] [base=ORG/NAME]
+usage: qlora-fsdp push adapter=DIR repo=ORG/NAME [private=false] [base=ORG/NAME]
 
   adapter=DIR    the adapter's folder: outputs/run/adapter
   repo=ORG/NAME  the repository; NAME alone for one of your own. It is made if it is not there

@@ -181,7 +181,7 @@ def _losses(facts: CardFacts) -> str:
 def _serving(facts: CardFacts) -> list[str]:
     if facts.needs_merge is not None:
         why = f"vLLM does not serve this adapter beside its base, because {facts.needs_merge}. Make one model of both:"
-        command = "python -m qlora_fsdp.merge adapter=path/to/this/folder out=merged\nvllm serve merged"
+        command = "qlora-fsdp merge adapter=path/to/this/folder out=merged\nvllm serve merged"
         return [why, fence(command, "sh")]
     rank = next((rank for rank in VLLM_RANKS if rank >= facts.rank), facts.rank)
     command = (
