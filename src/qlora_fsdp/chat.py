@@ -1,4 +1,4 @@
-"""`python -m qlora_fsdp.chat`: talk to a model, with the chat template that it was trained with."""
+"""`qlora-fsdp chat`: talk to a model, with the chat template that it was trained with."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 USAGE = """
 Talk to a model: the quantized base, with an adapter or without.
 
-usage: [accelerate launch -m | torchrun ... -m | python -m] qlora_fsdp.chat [adapter=DIR] [setting=value ...]
+usage: qlora-fsdp chat [adapter=DIR] [launch.num_processes=N] [setting=value ...]
 
   adapter=DIR         the adapter's folder, which also knows its base model. Without one: the base model, model.path=...
   system=TEXT         the system turn

@@ -1,4 +1,4 @@
-"""`python -m qlora_fsdp.generate`: complete a prompt, or a file of prompts in batches."""
+"""`qlora-fsdp generate`: complete a prompt, or a file of prompts in batches."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 USAGE = """
 Completions of prompts on the quantized base, with an adapter or without.
 
-usage: [accelerate launch -m | torchrun ... -m | python -m] qlora_fsdp.generate [adapter=DIR] prompt=TEXT [...]
+usage: qlora-fsdp generate [adapter=DIR] prompt=TEXT [launch.num_processes=N] [setting=value ...]
 
   adapter=DIR         the adapter's folder, which also knows its base model. Without one: the base model, model.path=...
   prompt=TEXT         one prompt; the completion is printed
@@ -48,8 +48,8 @@ usage: [accelerate launch -m | torchrun ... -m | python -m] qlora_fsdp.generate 
 Several processes share the prompts, and hold the model in shards: for models that one GPU can't hold.
 
 examples:
-  python -m qlora_fsdp.generate adapter=outputs/run/adapter prompt="What does `textwrap.dedent(text)` do?"
-  torchrun --nproc_per_node 4 -m qlora_fsdp.generate adapter=outputs/run/adapter prompts=asked.jsonl out=answered.jsonl
+  qlora-fsdp generate adapter=outputs/run/adapter prompt="What does `textwrap.dedent(text)` do?"
+  qlora-fsdp generate adapter=outputs/run/adapter prompts=asked.jsonl out=answered.jsonl launch.num_processes=4
 """
 
 IN_UTF8 = "Type it in UTF-8."
