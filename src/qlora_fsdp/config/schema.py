@@ -363,11 +363,16 @@ class KernelsConfig:
     fuse_layers: bool = True
 
 
+# What the QLoRA paper (arXiv:2305.14314) trained Guanaco on: conversations of OpenAssistant.
+DEFAULT_DATA = "timdettmers/openassistant-guanaco"
+
+
 @dataclass
 class DataConfig:
     # A .jsonl, .json, .csv or .parquet file; a folder of .txt or .md files or of any of these; or a hub data set's
-    # name.
-    path: str | None = None
+    # name. The default is what the QLoRA paper trained on. It counts for training and preview, where neither a mix nor
+    # random tokens are asked for; other commands want data named.
+    path: str | None = DEFAULT_DATA
     # Several of these with their weights, in place of path: {chats.jsonl: 3, code.jsonl: 1} takes three of four rows
     # from chats. An epoch has every row at least once. A data set that is small for its weight is repeated.
     mix: dict[str, float] = field(default_factory=dict)
@@ -400,6 +405,11 @@ class DataConfig:
     num_proc: int | None = field(default=None, metadata=bounds(at_least=1))
     # Where tokenized data is kept. null: ~/.cache/qlora_fsdp/data
     cache_folder: str | None = None
+
+    @property
+    def is_default(self) -> bool:
+        """Whether a run takes the data of those who name none."""
+        return self.path == DEFAULT_DATA
 
 
 @dataclass
@@ -570,3 +580,7 @@ class Config:
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
+
+    def __post_init__(self) -> None:
+        """What was written for settings, by key, where it has a `${...}`; `written.py` says what that is for."""
+        self.written: dict[str, Any] = {}
