@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.common.hub_names import hub_name
 from qlora_fsdp.config.schema import Config, DataFormat, ModelConfig
+from qlora_fsdp.config.written import public_value
 from qlora_fsdp.data.format import ALPACA
 from qlora_fsdp.data.read import training_paths
 from qlora_fsdp.model.model_card import CardData, CardFacts, fence, read_license
@@ -17,6 +18,19 @@ from qlora_fsdp.training.loop import TrainResult
 from qlora_fsdp.training.prepare import Prepared
 
 STEPS_AVERAGED = 10  # the loss of a single step is that of a few rows
+SHOWN = (  # settings, where they are not off
+    "lora.r",
+    "lora.lora_alpha",
+    "lora.lora_dropout",
+    "lora.target_modules",
+    "lora.modules_to_save",
+    "lora.use_rslora",
+    "lora.use_dora",
+    "training.learning_rate",
+    "optim.lr_scheduler_type",
+    "training.max_length",
+    "training.seed",
+)
 QUESTION = "What is the capital of France?"
 
 
@@ -46,7 +60,7 @@ def describe_adapter(
         has_both = is_whole and len(losses) > 1
         train_losses = (statistics.fmean(losses[:num]) if has_both else None), statistics.fmean(losses[-num:])
     return CardFacts(
-        base=hub_name(config.model.path),
+        base=hub_name(public_value(config, "model.path")),
         base_name=_base_name(config),
         license=read_license(prepared.assembled.files.folder),
         data=_data(prepared, config),
@@ -63,18 +77,21 @@ def describe_adapter(
 
 
 def _base_name(config: Config) -> str:
-    if config.model.name != ModelConfig.name or config.model.path is None:
-        return config.model.name
-    return Path(config.model.path).expanduser().resolve().name
+    name, path = public_value(config, "model.name"), public_value(config, "model.path")
+    return str(name) if name != ModelConfig.name or path is None else Path(path).expanduser().resolve().name
 
 
 def _data(prepared: Prepared, config: Config) -> tuple[CardData, ...]:
     """Names and rows of the training data. Of a local file the card has the name alone: it may be published."""
     report = prepared.data.report
+    if config.data.format is DataFormat.random:
+        return ()
     parts = {str(part.path): part.num_rows for part in report.mix}
+    public = public_value(config, "data.mix" if config.data.mix else "data.path")
+    shown = list(public) if config.data.mix else [public]
     found = []
-    for path in training_paths(config.data):
-        paths = [path] if isinstance(path, str) else list(path)
+    for path, written in zip(training_paths(config.data), shown, strict=True):
+        paths = [written] if isinstance(written, str) else list(written)
         names = [name if _is_on_hub(name) else Path(name).expanduser().name for name in paths]
         on_hub = len(paths) == 1 and _is_on_hub(paths[0])
         num_rows = parts.get(str(path)) if config.data.mix else report.num_rows
@@ -87,23 +104,13 @@ def _is_on_hub(path: str) -> bool:
 
 
 def _settings(prepared: Prepared, config: Config) -> tuple[tuple[str, str], ...]:
-    lora, training, targets = config.lora, config.training, config.lora.target_modules
-    chosen = {
-        "base weights": prepared.assembled.meta.kind,
-        "lora.r": lora.r,
-        "lora.lora_alpha": f"{lora.lora_alpha:g}",
-        "lora.lora_dropout": f"{lora.lora_dropout:g}",
-        "lora.target_modules": targets if isinstance(targets, str) else ", ".join(map(str, targets)),
-        "lora.modules_to_save": ", ".join(lora.modules_to_save or []),
-        "lora.use_rslora": "true" if lora.use_rslora else "",
-        "lora.use_dora": "true" if lora.use_dora else "",
-        "training.learning_rate": f"{training.learning_rate:g}",
-        "optim.lr_scheduler_type": config.optim.lr_scheduler_type.value,
-        "sequences per step": prepared.split.global_batch_size,
-        "training.max_length": training.max_length,
-        "training.seed": training.seed,
-    }
-    return tuple((name, str(value)) for name, value in chosen.items() if str(value))
+    found = [("base weights", prepared.assembled.meta.kind)]
+    for key in SHOWN:
+        value = public_value(config, key)
+        if value not in (None, False, []):
+            shown = f"{value:g}" if isinstance(value, float) else getattr(value, "value", value)
+            found.append((key, ", ".join(map(str, shown)) if isinstance(shown, list) else str(shown)))
+    return (*found, ("sequences per step", str(prepared.split.global_batch_size)))
 
 
 def _why_merge(prepared: Prepared, config: Config) -> str | None:
