@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from importlib.util import find_spec
 
 from qlora_fsdp.common.errors import Problem
+from qlora_fsdp.common.hub_names import is_repo_name
 from qlora_fsdp.config.check_data import check_data
 from qlora_fsdp.config.check_model import check_model
 from qlora_fsdp.config.check_training import check_training
@@ -53,7 +54,7 @@ TRAINING = Needs()
 
 def check_settings(config: Config, needs: Needs = TRAINING) -> list[Problem]:
     """Returns what is wrong with the configuration whatever it runs on, as far as a command needs it."""
-    checks = (_check_bounds, check_model, check_data, check_training, check_trackers, _check_packages)
+    checks = (_check_bounds, check_model, check_data, check_training, check_trackers, _check_packages, _check_hub)
     problems = (problem for find_problems in checks for problem in find_problems(config))
     return [problem for problem in problems if needs.concern(config, problem)]
 
@@ -86,6 +87,14 @@ def _check_packages(config: Config) -> Iterator[Problem]:
         yield problem_with(
             config, "model.attn_implementation", reason, "Run pip install flash-attn, or set it to auto."
         )
+
+
+def _check_hub(config: Config) -> Iterator[Problem]:
+    repo = config.hub.repo
+    if config.hub.push and repo is None:
+        yield problem_with(config, "hub.repo", "names no repository for hub.push=true.", "Set hub.repo=ORG/NAME.")
+    elif repo is not None and not is_repo_name(repo):
+        yield problem_with(config, "hub.repo", "can't be the name of a repository.", "Set hub.repo=ORG/NAME.")
 
 
 def _check_batch(config: Config, world: World) -> Iterator[Problem]:

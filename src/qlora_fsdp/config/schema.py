@@ -512,6 +512,17 @@ class TrackingConfig:
 
 
 @dataclass
+class HubConfig:
+    # Upload the adapter to the Hugging Face hub when the run has finished (transformers' push_to_hub). Whether that is
+    # allowed is found out before training. A failed upload does not fail the run.
+    push: bool = False
+    # The repository, ORG/NAME, or NAME for one of your own (transformers' hub_model_id). It is made if it is not there.
+    repo: str | None = None
+    # Whether a new repository is private (transformers' hub_private_repo). One that is there stays as it is.
+    private: bool = True
+
+
+@dataclass
 class DistributedConfig:
     # A collective that takes longer than this means that a rank is gone or stuck, and ends all ranks.
     timeout_seconds: int = field(default=600, metadata=bounds(at_least=1))
@@ -575,6 +586,7 @@ class Config:
     training: TrainingConfig = field(default_factory=TrainingConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    hub: HubConfig = field(default_factory=HubConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     slurm: SlurmConfig = field(default_factory=SlurmConfig)

@@ -69,6 +69,13 @@ def load_tokenizer(model: ModelConfig, data: DataConfig) -> PreTrainedTokenizerB
     return tokenizer
 
 
+def template_name(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Names the chat template: one that ships here, the tokenizer's own, or none."""
+    if tokenizer.chat_template is None:
+        return "none"
+    return next((name for name in TEMPLATES if tokenizer.chat_template == _read_template(name)), "the tokenizer's own")
+
+
 def add_tokens(tokenizer: PreTrainedTokenizerBase, config: TokenizerConfig) -> AddedTokens:
     """Adds the tokens of the settings to the tokenizer, in place. Their ids follow the tokenizer's last one."""
     wanted = [*config.add_tokens, *config.add_special_tokens]

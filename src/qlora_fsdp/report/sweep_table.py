@@ -52,6 +52,15 @@ def read_results(folder: Path) -> list[dict[str, Any]]:
     return [describe_job(Path(job["folder"]), job["overrides"]) for job in jobs]
 
 
+def read_swept(folder: Path) -> dict[Path, dict[str, str]]:
+    """Returns the settings that the sweep in `folder` gave each of its run folders; empty if there is no sweep."""
+    found = {}
+    for job in read_json(folder / SWEEP_FILE).get("jobs", []):
+        name = Path(job["folder"]).name  # the sweep may have been copied from another machine
+        found[folder.resolve() / name] = {key: str(value) for key, value in job["overrides"].items()}
+    return found
+
+
 def show_results(folder: Path, jobs: Sequence[dict[str, Any]]) -> str:
     """Returns the table of a sweep, in which the best job has a star."""
     losses = [job["loss"] for job in jobs if job["status"] == "finished" and job["loss"] is not None]

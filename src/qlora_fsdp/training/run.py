@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -15,18 +15,22 @@ import peft
 import torch
 from torch import Tensor
 
+from qlora_fsdp.common.errors import HubError
 from qlora_fsdp.common.text import show_bytes
 from qlora_fsdp.config.commands import saved_settings
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.config.world import World
+from qlora_fsdp.data.form import find_form
 from qlora_fsdp.memory.capture import why_not_captured
 from qlora_fsdp.memory.show import as_json
 from qlora_fsdp.model.activations import has_dropout
 from qlora_fsdp.model.adapters import initialize_adapters
 from qlora_fsdp.model.materialize import materialize
+from qlora_fsdp.model.model_card import CardFacts
 from qlora_fsdp.model.save_adapter import adapter_keys, save_adapter, write_adapter
 from qlora_fsdp.records.check_run_folder import check
 from qlora_fsdp.records.ending import describe_end
+from qlora_fsdp.records.hub import prepare_repo, push_result
 from qlora_fsdp.records.journal import Journal
 from qlora_fsdp.records.run_folder import check_room, close_run_folder, log, open_run_folder, writing
 from qlora_fsdp.records.run_state import NUM_FINAL
@@ -40,6 +44,7 @@ from qlora_fsdp.training.bad_steps import NUM_NORMS, BadSteps
 from qlora_fsdp.training.batches import GlobalBatches
 from qlora_fsdp.training.captured import CapturedPasses
 from qlora_fsdp.training.checkpoint import Checkpoint, load_checkpoint, verify_files
+from qlora_fsdp.training.describe_adapter import describe_adapter
 from qlora_fsdp.training.evaluate import Evaluation
 from qlora_fsdp.training.generations import Generations
 from qlora_fsdp.training.loop import TrainResult, train
@@ -80,6 +85,7 @@ def run(config: Config, world: World) -> dict[str, Any]:
         # First: can the settings be used on this hardware, and is there a checkpoint to resume from? Then the folder is
         # opened.
         check(config, _complete(world, processes))
+        _check_hub(config, processes)
         checkpoint = processes.share(find_checkpoint(config) if processes.is_main else None)
         changes = check_changes(checkpoint, config, processes.num_ranks) if checkpoint is not None else []
         folder = open_run_folder(config, processes, keep_records=is_own(checkpoint, config))
@@ -112,6 +118,7 @@ def run(config: Config, world: World) -> dict[str, Any]:
             summary.write()
             _write_report(folder)
             log.info(describe_end(config, folder, summary.figures))
+            push_result(config.hub, folder / "adapter")
     return summary.figures
 
 
@@ -213,11 +220,11 @@ def _train(
         with writing(folder):
             begin_attempt(checkpoint, folder)
 
-    card, settings = _describe_adapter(prepared, config)
+    describe, settings = _describe_adapter(prepared, config, result, folder, processes)
     keys = adapter_keys(model.model)
 
     def write_adapter_to(target: Path, state: dict[str, Tensor]) -> None:
-        write_adapter(model.model, state, keys, target, prepared.tokenizer, card, settings)
+        write_adapter(model.model, state, keys, target, prepared.tokenizer, describe(is_final=False), settings)
 
     def decode(tokens: Sequence[int]) -> str:
         return str(prepared.tokenizer.decode(list(tokens)))
@@ -247,7 +254,7 @@ def _train(
         with saver:
             result = train(runner, batches, evaluation, recorder, saver, bad_steps, config, result)
         watch.be_patient("all steps are done, and the run finishes; another Ctrl-C stops it at once")
-        save_adapter(model.model, folder / "adapter", prepared.tokenizer, card, settings, processes)
+        save_adapter(model.model, folder / "adapter", prepared.tokenizer, describe(), settings, processes)
         figures |= {"status": "finished"} | result.describe()
     finally:
         summary.trained(saver.describe())
@@ -287,11 +294,14 @@ def _resume(
     return TrainResult(checkpoint.step, eval_losses=checkpoint.eval_losses)
 
 
-def _describe_adapter(prepared: Prepared, config: Config) -> tuple[str, str]:
-    """The line that describes the adapter in its model card, and the settings that are saved with the adapter."""
-    card = f"LoRA r={config.lora.r} on {prepared.assembled.meta.kind} weights, {prepared.split.num_steps} steps"
+def _describe_adapter(
+    prepared: Prepared, config: Config, result: TrainResult, folder: Path, processes: Processes
+) -> tuple[Callable[..., CardFacts], str]:
+    """What gives the facts for the model card whenever an adapter is written, and the settings saved with it."""
+    form = find_form(config) if processes.is_main else None
     weights = getattr(prepared.model, "class_weights", None)
-    return card, saved_settings(config, None if weights is None else weights.tolist())
+    settings = saved_settings(config, None if weights is None else weights.tolist(), form)
+    return partial(describe_adapter, prepared, config, result, folder, form, result.num_steps == 0), settings
 
 
 def _checkpoint_content(
@@ -310,6 +320,23 @@ def _checkpoint_content(
         prepared.base,
         result.eval_losses,
     )
+
+
+def _check_hub(config: Config, processes: Processes) -> None:
+    """Find out now whether the adapter can be uploaded at the end.
+
+    Raises:
+        HubError: it can't; raised on every rank.
+    """
+    error = None
+    if config.hub.push and config.hub.repo is not None and processes.is_main:
+        try:
+            prepare_repo(config.hub.repo, config.hub.private)
+        except HubError as found:
+            error = f"hub.push=true: {found} Or set hub.push=false."
+    error = processes.first_error(error)
+    if error is not None:
+        raise HubError(error)
 
 
 def _write_report(folder: Path) -> None:
