@@ -6,10 +6,12 @@ headers of the safetensors files is enough to know every tensor's shape, dtype a
 
 from __future__ import annotations
 
+import json
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -17,9 +19,12 @@ from transformers import AutoConfig, PretrainedConfig
 
 from qlora_fsdp.common.errors import CheckpointError
 from qlora_fsdp.common.foreign_files import find_outside
+from qlora_fsdp.common.model_figures import MAX_CONFIG_BYTES, find_bad_size
+from qlora_fsdp.common.text import shorten
 from qlora_fsdp.config.schema import ModelConfig, Weights
 from qlora_fsdp.weights.safetensors_files import StoredTensor, read_headers
 
+MAX_REASON = 400  # characters of a library's message
 FirstError = Callable[[str | None], str | None]
 
 
@@ -58,7 +63,10 @@ def find_model(config: ModelConfig, is_main: bool, first_error: FirstError) -> M
             "copy that file there yourself."
         )
     try:
+        if config.weights is Weights.random:
+            _check_sizes(config.config)
         if folder is not None and (folder / "config.json").is_file():
+            _check_sizes(_read_config(folder / "config.json"))
             hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
             hf_config.update(dict(config.config) if config.weights is Weights.random else {})
         elif config.config and config.weights is Weights.random:
@@ -74,11 +82,36 @@ def find_model(config: ModelConfig, is_main: bool, first_error: FirstError) -> M
     except CheckpointError:
         raise
     except Exception as error:  # the file may hold anything
+        reason = shorten(" ".join(str(error).split()), MAX_REASON)
         raise CheckpointError(
-            f"model.path={config.path}: its config can't be used: {error}. Check model.path, or model.config."
+            f"model.path={config.path}: its config can't be used: {reason}. Check model.path, or model.config."
         ) from error
     tensors = {} if config.weights is Weights.random or folder is None else read_headers(folder)
     return ModelFiles(folder, hf_config, tensors)
+
+
+def _read_config(file: Path) -> dict[str, Any]:
+    """The values of a config.json, before transformers takes them at their word.
+
+    Raises:
+        ValueError, OSError: the file is damaged.
+    """
+    with file.open("rb") as stream:
+        content = stream.read(MAX_CONFIG_BYTES + 1)
+    if len(content) > MAX_CONFIG_BYTES:
+        raise ValueError(f"config.json has more than {MAX_CONFIG_BYTES:,} bytes")
+    values = json.loads(content)
+    if not isinstance(values, dict):
+        raise ValueError("config.json holds no names with values")
+    if "configuration_files" in values:
+        raise ValueError("config.json leads to other files (configuration_files)")
+    return values
+
+
+def _check_sizes(values: Mapping[str, Any]) -> None:
+    problem = find_bad_size(values)
+    if problem is not None:
+        raise ValueError(problem)
 
 
 def _find_folder(config: ModelConfig, is_main: bool, first_error: FirstError) -> Path | None:
