@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.common.errors import DataError
+from qlora_fsdp.data.chat_template import check_length, limited_rendering
 from qlora_fsdp.data.row import join_parts
 
 ANOTHER_TEMPLATE = "set data.chat_template=chatml (or llama3, alpaca, or a Jinja file)"
@@ -44,7 +45,11 @@ def chat_tokens(tokenizer: PreTrainedTokenizerBase, messages: Any, tools: Any, p
     check_template(tokenizer, place)
     try:
         messages = [{**message, "content": join_parts(message.get("content"))} for message in messages]
-        text = tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
+        with limited_rendering():
+            text = tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
+        check_length(text)
+    except DataError:
+        raise
     except Exception as error:  # a template is a program, and its sandbox lets any error through
         raise DataError(
             f"{place}: the chat template can't be applied: {error}. Correct it, or {ANOTHER_TEMPLATE}."
