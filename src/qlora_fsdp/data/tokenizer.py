@@ -123,6 +123,7 @@ def _load(model: ModelConfig) -> PreTrainedTokenizerBase:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             place, revision=revision, trust_remote_code=model.trust_remote_code
         )
+        tokenizer("a", verbose=False)  # some settings are looked at only here
     except Exception as error:  # from_pretrained raises a dozen types for files that are missing or broken
         reason = " ".join(str(error).split())
         raise CheckpointError(f"No tokenizer could be loaded from {path}: {reason} {fix}") from error
@@ -170,6 +171,7 @@ def _check_arguments(place: str, revision: str | None) -> None:
             _raise_exceptions_for_connection_errors=False,
         )
         arguments = {} if file is None else json.loads(Path(file).read_text(encoding="utf-8"))
+        json.dumps(arguments, ensure_ascii=False).encode()  # as it will be saved; half a character can't be
         bad = [key for key, value in arguments.items() if _is_path(key, value)]
         if bad:
             raise ValueError(f"{bad[0]} in its {name} would open files that the tokenizer's folder does not hold.")
