@@ -46,7 +46,7 @@ def chat_tokens(tokenizer: PreTrainedTokenizerBase, messages: Any, tools: Any, p
     try:
         messages = [{**message, "content": join_parts(message.get("content"))} for message in messages]
         with limited_rendering():
-            text = tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
+            text = str(tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False))
         check_length(text)
     except DataError:
         raise
