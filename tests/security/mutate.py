@@ -16,6 +16,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -110,7 +111,7 @@ def _mutate_json(value: Any, rng: random.Random) -> bytes:
             case 3:
                 holder[key] = [holder[key]]
             case _:
-                holder[key] = rng.choice(ODD)
+                holder[key] = deepcopy(rng.choice(ODD))
     text = json.dumps(value)
     return text.replace('"DEEP"', "[" * DEEP + "]" * (DEEP * rng.randrange(2)), 1).encode()
 
