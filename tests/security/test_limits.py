@@ -175,9 +175,9 @@ def test_a_preview_shows_what_a_terminal_would_obey(tmp_path: Path, capsys: pyte
     assert r"a\x1b]0;owned\x07" in out and "\tb" in out
 
 
-@pytest.mark.parametrize("opcodes", [b"]", b"}", b"(", b"]\x94", b")\x85\x94"])
+@pytest.mark.parametrize("opcodes", [b"]", b"}", b"]\x94"])
 def test_a_pickle_of_many_opcodes(opcodes: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dcp_pickle, "MAX_BYTES", 2**24)
     monkeypatch.setattr(limits, "MEASURE_SECONDS", 0.0)
-    with pytest.raises(Exception, match=r"it takes more than 0 GiB of memory|pop from empty list"):
-        dcp_pickle.unpickle(b"\x80\x04" + opcodes * 2**19 + b"N.")
+    with pytest.raises(Exception, match=r"it takes more than 0 GiB of memory"):
+        dcp_pickle.unpickle(b"\x80\x04" + opcodes * 2**21 + b"N.")
