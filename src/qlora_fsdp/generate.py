@@ -206,7 +206,7 @@ def _read_rows(settings: GenerateSettings) -> list[dict[str, Any]]:
         try:
             row = json.loads(line) if line.strip() else None
             check_unicode(line, row)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{place} is not JSON: {error}. Repair it.") from error
         except BadRow as bad:
             raise DataError(f"{place} is {bad.kind}: {bad.detail}. Repair it.") from bad

@@ -11,8 +11,17 @@ from pathlib import Path
 
 from qlora_fsdp.common.errors import LaunchError, UserError, print_error
 from qlora_fsdp.common.startup import end_with_the_reader
-from qlora_fsdp.common.text import format_table, show_duration, show_number
-from qlora_fsdp.records.run_state import SLURM_FILE, RunState, find_runs, read_json, read_run, slurm_queue, step_of
+from qlora_fsdp.common.text import format_table, printable_lines, show_duration, show_number
+from qlora_fsdp.records.run_state import (
+    SLURM_FILE,
+    RunState,
+    find_runs,
+    read_jobs,
+    read_json,
+    read_run,
+    slurm_queue,
+    step_of,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -21,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="a run, a sweep, or what holds several")
     folders = [folder.resolve() for folder in parser.parse_args(argv).folders]
     try:
-        print(show_status(folders))
+        print(printable_lines(show_status(folders)))
     except UserError as error:
         print_error(error)
         return error.exit_code
@@ -95,7 +104,7 @@ def _row(name: str, state: RunState, status: str, job_id: str) -> dict[str, str]
 
 def _planned(folder: Path) -> list[Path]:
     """The folders of jobs of a sweep and of jobs that SLURM has, whether these have started or not."""
-    jobs = [Path(job["folder"]) for file in sorted(folder.rglob("sweep.json")) for job in read_json(file)["jobs"]]
+    jobs = [job for file in sorted(folder.rglob("sweep.json")) for job, _ in read_jobs(file)]
     return [*jobs, *(file.parent for file in sorted(folder.rglob(SLURM_FILE)))]
 
 

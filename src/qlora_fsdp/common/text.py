@@ -31,6 +31,12 @@ def for_stdout(text: str) -> str:
     return printable_lines(text) if sys.stdout.isatty() else text
 
 
+def shorten(text: str, length: int = 80) -> str:
+    """Returns text of others for a message: cut, and without control characters."""
+    text = printable(text[: length + 1])
+    return text if len(text) <= length else f"{text[:length]}..."
+
+
 def show_number(value: float | None, spec: str) -> str:
     """Returns a number in a format of Python's, and an empty text for None."""
     return "" if value is None else format(value, spec)

@@ -13,6 +13,7 @@ from typing_extensions import assert_never
 
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.schema import DataFormat
+from qlora_fsdp.data.chat_template import check_length, limited_rendering
 from qlora_fsdp.data.format import ALPACA
 from qlora_fsdp.data.row import join_parts
 
@@ -98,7 +99,11 @@ def chat_tokens(tokenizer: PreTrainedTokenizerBase, messages: Any, tools: Any, p
     check_template(tokenizer, place)
     try:
         messages = [{**message, "content": join_parts(message.get("content"))} for message in messages]
-        text = tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
+        with limited_rendering():
+            text = str(tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False))
+        check_length(text)
+    except DataError:
+        raise
     except Exception as error:  # a template is a program, and its sandbox lets any error through
         raise DataError(
             f"{place}: the chat template can't be applied: {error}. Correct it, or {ANOTHER_TEMPLATE}."
