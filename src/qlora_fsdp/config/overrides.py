@@ -91,12 +91,13 @@ def _parse(text: str, sweep: bool = False) -> Override | Problem:
         pass
     # Hydra's grammar has no unquoted ~, =, (, < or letters outside ASCII, which are common in paths and new tokens.
     setting = all_settings().get(key.lstrip("+"))
-    if setting is not None and setting.type is str:
+    takes_list = setting is not None and (setting.type == list[str] or setting.text_or_list)
+    items = value.removeprefix("[").removesuffix("]")
+    if takes_list and value == f"[{items}]" and not set("[]'\"") & set(items):
+        return parser.parse_overrides([f"{key}=[{','.join(quote(item.strip()) for item in items.split(','))}]"])[0]
+    if setting is not None and (setting.type is str or setting.text_or_list):
         values = value.split(",") if sweep else [value]
         return parser.parse_overrides([f"{key}={','.join(quote(value) for value in values)}"])[0]
-    items = value.removeprefix("[").removesuffix("]")
-    if setting is not None and setting.type == list[str] and value == f"[{items}]" and not set("[]'\"") & set(items):
-        return parser.parse_overrides([f"{key}=[{','.join(quote(item.strip()) for item in items.split(','))}]"])[0]
     return Problem(text, "can't be read.", f"Put quotes around special characters: {key}='\"...\"'.")
 
 

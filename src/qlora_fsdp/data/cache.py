@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from qlora_fsdp.data.counts import NUM_EXAMPLES, ReadReport, RowProblem
+from qlora_fsdp.data.counts import ProblemCounter, ReadReport
 from qlora_fsdp.data.tokenize import Mask, Tokens
 
 CACHE_VERSION = 9  # to be raised when the same input gives other tokens
@@ -84,13 +83,13 @@ def write_entry(
         tokenized: the rows.
         label_width: numbers per label. A row without target tokens has its label as a whole. 0: tokens are predicted.
     """
-    counter = _Counter()
+    counter = ProblemCounter()
     num_tokens, max_token_id = 0, -1
     lengths, num_targets = [np.zeros(0, np.int64)], [np.zeros(0, np.int32)]
     labels = [np.zeros(0, np.float32)]
     with (folder / "tokens.bin").open("wb") as tokens_file, (folder / "is_target.bin").open("wb") as is_target_file:
         for table in tokenized.with_format("arrow").iter(batch_size=1000):
-            counter.add(table.select(["place", "problem", "detail"]), table["tokens"])
+            _count(counter, table)
             tokens, is_target = _flat(table["tokens"], np.int32), _flat(table["is_target"], np.bool_)
             row_lengths = table["tokens"].combine_chunks().value_lengths().to_numpy(zero_copy_only=False)
             row_lengths = row_lengths[row_lengths > 0]
@@ -142,29 +141,12 @@ def load_entry(folder: Path) -> tuple[TokenizedRows, ReadReport]:
     return rows, report
 
 
-class _Counter:
-    """Counts rows with problems by kind, and keeps the first examples of each."""
-
-    def __init__(self) -> None:
-        self._num_rows: dict[str, int] = {}
-        self._num_kept: dict[str, int] = {}
-        self._examples: dict[str, list[str]] = {}
-
-    def add(self, table: pa.Table, tokens: pa.ChunkedArray) -> None:
-        is_kept = tokens.combine_chunks().value_lengths().to_numpy(zero_copy_only=False) > 0
-        kinds = table["problem"].to_pylist()
-        for index in (i for i, kind in enumerate(kinds) if kind):
-            kind = kinds[index]
-            self._num_rows[kind] = self._num_rows.get(kind, 0) + 1
-            self._num_kept[kind] = self._num_kept.get(kind, 0) + int(is_kept[index])
-            examples = self._examples.setdefault(kind, [])
-            if len(examples) < NUM_EXAMPLES:
-                place, detail = table["place"][index].as_py(), table["detail"][index].as_py()
-                examples.append(f"{place} ({detail})" if detail else place)
-
-    def problems(self) -> tuple[RowProblem, ...]:
-        kinds: Iterable[str] = sorted(self._num_rows, key=lambda kind: -self._num_rows[kind])
-        return tuple(RowProblem(k, self._num_rows[k], self._num_kept[k], tuple(self._examples[k])) for k in kinds)
+def _count(counter: ProblemCounter, table: pa.Table) -> None:
+    """Counts the rows of a table that have a problem."""
+    is_kept = table["tokens"].combine_chunks().value_lengths().to_numpy(zero_copy_only=False) > 0
+    for index in (number for number, kind in enumerate(table["problem"].to_pylist()) if kind):
+        place, kind, detail = (table[column][index].as_py() for column in ("place", "problem", "detail"))
+        counter.add(place, kind, detail, bool(is_kept[index]))
 
 
 def _flat(column: pa.ChunkedArray, dtype: type[np.generic]) -> NDArray[Any]:

@@ -18,7 +18,7 @@ class RowProblem:
         kind: one of the kinds of data.row.
         num_rows: how many rows have the problem.
         num_kept: how many of these rows are cut and used all the same.
-        examples: the first few of them, with file and line.
+        examples: the first few of them, with file and line; those of which the same is to be said together.
     """
 
     kind: str
@@ -28,8 +28,42 @@ class RowProblem:
 
     def __str__(self) -> str:
         done = "cut" if self.num_kept == self.num_rows else "left out"
-        more = ", ..." if self.num_rows > len(self.examples) else ""
-        return f"{plural(self.num_rows, 'row')} {done} ({self.kind}): {', '.join(self.examples)}{more}"
+        return f"{plural(self.num_rows, 'row')} {done} ({self.kind}): {'; '.join(self.examples)}"
+
+
+class ProblemCounter:
+    """Counts rows with problems by kind, and keeps the places of the first of each."""
+
+    def __init__(self) -> None:
+        self._num_rows: dict[str, int] = {}
+        self._num_kept: dict[str, int] = {}
+        self._places: dict[str, dict[str, list[str]]] = {}  # by kind and detail
+
+    def add(self, place: str, kind: str, detail: str, is_kept: bool) -> None:
+        """Counts a row.
+
+        Args:
+            place: its file and line.
+            kind: one of the kinds of data.row.
+            detail: what else there is to say.
+            is_kept: whether it is cut and used all the same.
+        """
+        self._num_rows[kind] = self._num_rows.get(kind, 0) + 1
+        self._num_kept[kind] = self._num_kept.get(kind, 0) + int(is_kept)
+        if self._num_rows[kind] <= NUM_EXAMPLES:
+            self._places.setdefault(kind, {}).setdefault(detail, []).append(place)
+
+    def problems(self) -> tuple[RowProblem, ...]:
+        """What has been counted, the most frequent kind first."""
+        kinds = sorted(self._num_rows, key=lambda kind: -self._num_rows[kind])
+        return tuple(RowProblem(k, self._num_rows[k], self._num_kept[k], self._examples(k)) for k in kinds)
+
+    def _examples(self, kind: str) -> tuple[str, ...]:
+        shown = [
+            f"{', '.join(places)} ({detail})" if detail else ", ".join(places)
+            for detail, places in self._places[kind].items()
+        ]
+        return (*shown, *(["..."] if self._num_rows[kind] > NUM_EXAMPLES else []))
 
 
 @dataclass(frozen=True)

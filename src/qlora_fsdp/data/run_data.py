@@ -21,7 +21,7 @@ from qlora_fsdp.data.cache import TokenizedRows
 from qlora_fsdp.data.counts import DataReport, MixPart, ReadReport
 from qlora_fsdp.data.labels import count_labels
 from qlora_fsdp.data.mix import MixedRows, count_rows, repeat_rows
-from qlora_fsdp.data.read import training_paths
+from qlora_fsdp.data.read import Paths, training_paths
 from qlora_fsdp.data.sequences import (
     Indices,
     RandomRows,
@@ -120,7 +120,7 @@ def count_data(sources: Iterable[ReadReport], train: Sequences, held_out: Sequen
     )
 
 
-def _paths(config: Config) -> list[str]:
+def _paths(config: Config) -> list[Paths]:
     """The paths of all sources: those of the training data, then `data.eval_path` if it is set."""
     paths = training_paths(config.data)
     if not paths:
@@ -131,7 +131,7 @@ def _paths(config: Config) -> list[str]:
 
 
 def _tokenize_sources(
-    paths: Iterable[str], config: Config, tokenizer: PreTrainedTokenizerBase, processes: Processes
+    paths: Iterable[Paths], config: Config, tokenizer: PreTrainedTokenizerBase, processes: Processes
 ) -> None:
     """Tokenizes sources into the cache, on one rank per node, and waits for all ranks."""
     failure: Exception | None = None

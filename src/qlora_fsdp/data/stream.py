@@ -185,7 +185,7 @@ def open_stream(
 def _window_maker(config: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> WindowMaker:
     data = config.data
     return WindowMaker(
-        sources=[find_source(path, data) for path in training_paths(data)],
+        sources=[find_source(path, data, config.task) for path in training_paths(data)],
         weights=list(data.mix.values()) or [1.0],
         tokenize=row_tokenizer(config, tokenizer),
         settings=SequenceSettings.of(config.training, tokenizer),
@@ -203,6 +203,7 @@ def _key(config: Config, tokenizer: PreTrainedTokenizerBase, maker: WindowMaker)
         tokenizer,
         [identities, maker.weights, data.format.value, data.loss_on.value, data.bad_rows.value],
         [training.max_length, training.packing, training.seed, data.buffer_rows],
+        *([data.columns] if data.columns else []),
     )
 
 

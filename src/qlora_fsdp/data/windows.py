@@ -18,7 +18,7 @@ import numpy as np
 
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.data.cache import TokenizedRows
-from qlora_fsdp.data.counts import NUM_EXAMPLES, ReadReport, RowProblem
+from qlora_fsdp.data.counts import ProblemCounter, ReadReport
 from qlora_fsdp.data.read import Source, iterate_rows
 from qlora_fsdp.data.row_files import RawRow
 from qlora_fsdp.data.sequences import Indices, Sequences, SequenceSettings, make_sequences
@@ -138,24 +138,20 @@ class WindowMaker:
     def _tokenize(self, raw: list[RawRow]) -> tuple[TokenizedRows, ReadReport]:
         tokens: list[Tokens] = []
         masks: list[Mask] = []
-        bad: dict[str, list[tuple[str, bool]]] = {}  # by kind: where, and whether the row is used all the same
+        counter = ProblemCounter()
         for start in range(0, len(raw), ROWS_A_BATCH):
             places, rows = zip(*raw[start : start + ROWS_A_BATCH], strict=True)
             out = self.tokenize({"place": list(places), "row": list(rows)})
             columns = ("place", "problem", "detail", "tokens", "is_target")
             for name, problem, detail, row, mask in zip(*(out[column] for column in columns), strict=True):
                 if problem:
-                    bad.setdefault(problem, []).append((f"{name} ({detail})" if detail else name, len(row) > 0))
+                    counter.add(name, problem, detail, is_kept=len(row) > 0)
                 if len(row):
                     tokens.append(row)
                     masks.append(mask)
-        problems = tuple(
-            RowProblem(kind, len(rows), sum(kept for _, kept in rows), tuple(text for text, _ in rows[:NUM_EXAMPLES]))
-            for kind, rows in bad.items()
-        )
         path = ", ".join(source.path for source in self.sources)
         skipped = tuple(line for source in self.sources for line in source.skipped)
-        report = ReadReport(path, len(raw), len(tokens), 0, -1, problems, skipped=skipped)
+        report = ReadReport(path, len(raw), len(tokens), 0, -1, counter.problems(), skipped=skipped)
         self._check(report, tokens)
         token_rows = TokenizedRows(
             tokens=np.concatenate(tokens).astype(np.int32),
