@@ -75,7 +75,7 @@ def _columns(config: Config) -> Iterator[Problem]:
         if all(name in _COLUMNS for name in swapped):
             fix = f"Did you mean {show('data.columns', swapped)}?"
         yield problem_with(config, "data.columns", reason, fix)
-    if columns and config.data.format is DataFormat.random:
+    elif columns and config.data.format is DataFormat.random:
         yield problem_with(config, "data.columns", "has no effect with data.format=random.", "Leave it out.")
 
 

@@ -148,6 +148,7 @@ class DataReport:
         mix: the data sets of a mix; empty without a mix.
         streamed_rows: rows that a stream reads at a time. All counts are of the first of these. 0: no stream.
         purpose: what the training data is used for, if it is not for training.
+        notes: what is likely to be a mistake, though the run can go on.
     """
 
     sources: tuple[ReadReport, ...]
@@ -162,6 +163,7 @@ class DataReport:
     mix: tuple[MixPart, ...] = ()
     streamed_rows: int = 0
     purpose: str = "training"
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines = [
@@ -178,4 +180,5 @@ class DataReport:
             )
         if self.label_counts:
             lines.append(f"labels: {', '.join(f'{name} {number:,}' for name, number in self.label_counts.items())}")
+        lines += [f"warning: {note}" for note in self.notes]
         return "\n".join(lines)

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.schema import Config, DataFormat
 from qlora_fsdp.data.cache import TokenizedRows
+from qlora_fsdp.data.chat_markers import check_markers
 from qlora_fsdp.data.counts import DataReport, MixPart, ReadReport
 from qlora_fsdp.data.labels import count_labels
 from qlora_fsdp.data.mix import MixedRows, count_rows, repeat_rows
@@ -71,9 +72,11 @@ def prepare_data(
     Raises:
         DataError: the data can't be used; raised on every rank.
     """
+    notes = check_markers(tokenizer, config)
     if config.data.format is not DataFormat.random:
         _tokenize_sources(_paths(config), config, tokenizer, processes)
-    return _open(config, tokenizer, vocab_size)
+    prepared = _open(config, tokenizer, vocab_size)
+    return replace(prepared, report=replace(prepared.report, notes=tuple(notes)))
 
 
 def prepare_held_out(

@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.config.schema import BadRows, Config
 from qlora_fsdp.data.cache import fingerprint
+from qlora_fsdp.data.chat_markers import check_markers
 from qlora_fsdp.data.read import find_source, training_paths
 from qlora_fsdp.data.run_data import PreparedData, count_data, prepare_held_out, raise_on_all
 from qlora_fsdp.data.sequences import Indices, Sequences, SequenceSettings
@@ -155,6 +156,7 @@ def open_stream(
     Raises:
         DataError: the data can't be used; raised on every rank.
     """
+    notes = check_markers(tokenizer, config)
     stream: StreamedSequences | None = None
     failure: Exception | None = None
     try:
@@ -179,7 +181,7 @@ def open_stream(
         held_out = prepare_held_out(whole, tokenizer, processes, vocab_size)
     window = stream.first_window
     report = count_data([window.report], window.sequences, held_out)
-    return PreparedData(stream, held_out, replace(report, streamed_rows=config.data.buffer_rows))
+    return PreparedData(stream, held_out, replace(report, streamed_rows=config.data.buffer_rows, notes=tuple(notes)))
 
 
 def _window_maker(config: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> WindowMaker:
