@@ -28,6 +28,7 @@ PHASES = ["load", "forward", "backward", "step", "evaluation"]
 ERRORS = [  # of torch's allocator; of a copy to pinned memory; of NCCL
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ..."),
     RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"),
     RuntimeError("NCCL error ... ncclUnhandledCudaError: Cuda failure 2 'out of memory'"),
 ]
 

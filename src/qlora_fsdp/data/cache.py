@@ -18,6 +18,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
+from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.data.counts import ProblemCounter, ReadReport
 from qlora_fsdp.data.tokenize import Mask, Tokens
 
@@ -51,6 +52,29 @@ class TokenizedRows:
     def read(self, row: int) -> tuple[Tokens, Mask]:
         span = slice(self.starts[row], self.starts[row + 1])
         return self.tokens[span], self.is_target[span]
+
+
+def check_targets(rows: TokenizedRows, path: str) -> None:
+    """Refuses rows that attention can learn nothing from.
+
+    A row's second token is predicted from its first alone, which attends to nothing but itself. Where this is all that
+    is trained on, queries and keys have gradients of zeros.
+
+    Args:
+        rows: tokens to predict.
+        path: of their source, for the message.
+
+    Raises:
+        DataError: no row has another target.
+    """
+    if not len(rows.num_targets) or rows.num_targets.max() > 1:
+        return
+    if all(rows.is_target[start + 1] for start in rows.starts[:-1]):
+        raise DataError(
+            f"{path}: the only target of every row is its second token. It is predicted from the first token alone, so"
+            " that attention has nothing to learn. Set training.max_length higher, data.loss_on=all, or give rows with"
+            " longer answers."
+        )
 
 
 def fingerprint(tokenizer: PreTrainedTokenizerBase, *parts: Any) -> str:

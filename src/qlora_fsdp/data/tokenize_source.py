@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.schema import BadRows, Config, TaskName
-from qlora_fsdp.data.cache import TokenizedRows, fingerprint, load_entry, write_entry
+from qlora_fsdp.data.cache import TokenizedRows, check_targets, fingerprint, load_entry, write_entry
 from qlora_fsdp.data.counts import ReadReport
 from qlora_fsdp.data.labels import LabelledRowTokenizer, check_lists, label_width
 from qlora_fsdp.data.read import Paths, Source, find_source, name_setting, read_rows, training_paths
@@ -58,7 +58,8 @@ def load_source(
     """The rows of a source that `tokenize_source` has tokenized, mapped into memory.
 
     Raises:
-        DataError: the cache entry can't be read, or has tokens that the model does not know.
+        DataError: the cache entry can't be read, has tokens that the model does not know, or targets that nothing can
+            be learned from.
     """
     source = find_source(path, config.data, config.task)
     entry = _entry_folder(path, source, config, tokenizer)
@@ -74,6 +75,8 @@ def load_source(
             f"{path} has token {report.max_token_id}, but the model has only {vocab_size}: the tokenizer is not this"
             " model's. Set model.tokenizer_path to the tokenizer the model was trained with."
         )
+    if not _has_labels(config):
+        check_targets(rows, source.path)
     return rows, replace(report, skipped=source.skipped)
 
 

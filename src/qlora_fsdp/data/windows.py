@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from qlora_fsdp.common.errors import DataError
-from qlora_fsdp.data.cache import TokenizedRows
+from qlora_fsdp.data.cache import TokenizedRows, check_targets
 from qlora_fsdp.data.counts import ProblemCounter, ReadReport
 from qlora_fsdp.data.read import Source, iterate_rows
 from qlora_fsdp.data.row_files import RawRow
@@ -160,6 +160,7 @@ class WindowMaker:
             num_targets=np.array([int(np.sum(mask)) for mask in masks], dtype=np.int32),
             labels=np.zeros((len(tokens), 0), np.float32),
         )
+        check_targets(token_rows, path)
         return token_rows, report
 
     def _check(self, report: ReadReport, tokens: list[Tokens]) -> None:
