@@ -12,6 +12,8 @@ import re
 import threading
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -627,3 +629,22 @@ def test_rows_that_attention_can_learn_nothing_from_are_refused(tmp_path, run):
             run(path, max_length=2, packing=packing)
     assert run(path, max_length=3).report.num_target_tokens == 2 + 2
     assert run(write_lines(tmp_path / "b.jsonl", {"prompt": "ab", "completion": "c"}), max_length=4).train
+
+
+def test_files_on_the_web(tmp_path, run):
+    pytest.importorskip("aiohttp")
+    write_lines(tmp_path / "a.jsonl", {"text": "a"})
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b'{"text": "b"}\n'))
+    handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        place = f"http://127.0.0.1:{server.server_port}"
+        assert texts(run([f"{place}/a.jsonl?raw=1", f"{place}/b.jsonl.gz"]).train) == ["a", "b"]
+        write_lines(tmp_path / "a.jsonl", {"text": "A"})
+        os.utime(tmp_path / "a.jsonl", (0, 0))
+        assert texts(run(f"{place}/a.jsonl").train) == ["A"]
+        with pytest.raises(DataError, match=r"none\.jsonl can't be read: FileNotFoundError: .*Check the URL"):
+            run(f"{place}/none.jsonl")
+        server.shutdown()
+    with pytest.raises(DataError, match=r"a\.jsonl can't be read: .*Check the URL"):
+        run(f"{place}/a.jsonl")

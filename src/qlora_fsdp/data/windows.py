@@ -167,7 +167,9 @@ class WindowMaker:
         if report.problems and self.strict:
             raise DataError(f"data.bad_rows=error, and {report}\nRepair these rows, or set data.bad_rows=skip.")
         if not tokens:
-            raise DataError(f"There is no usable row. {report}\nSet data.path, data.format or data.loss_on.")
+            raise DataError(
+                f"There is no usable row. {report}\nSet data.path, data.columns, data.format or data.loss_on."
+            )
         largest = max(int(max(row)) for row in tokens)
         if largest >= self.vocab_size:
             raise DataError(
