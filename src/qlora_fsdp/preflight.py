@@ -95,7 +95,7 @@ def preflight(argv: Sequence[str], file: Path) -> int:
     if not choice.fits:
         cheapest = cheapest_changes(work, target, hardware.gpu)
         missing = (choice.plan.needed - target) / GIB
-        weights = sum(choice.plan.phases["load"].values()) + choice.plan.libraries
+        weights = sum(choice.plan.phases["load"].values()) + choice.plan.library_bytes
         alone = f" A rank's weights alone take {(weights - target) / GIB:.2f} GiB too much." if weights > target else ""
         lines += [f"It is {missing:.2f} GiB too much a GPU.{alone} The cheapest changes that make it fit:"]
         lines += [changes_table(cheapest) or "  none found"]

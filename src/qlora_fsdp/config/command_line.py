@@ -16,16 +16,17 @@ from typing import NoReturn
 import yaml
 
 from qlora_fsdp.common.errors import ConfigError, Problem
+from qlora_fsdp.config.mistyped import find_mistyped
 from qlora_fsdp.config.settings import all_settings, show
 
-_USAGE = "[accelerate launch -m | torchrun ... -m | python -m] qlora_fsdp.train [group=option ...] [setting=value ...]"
+_USAGE = "qlora-fsdp train [group=option ...] [setting=value ...]"
 
 _EXAMPLES = """\
-  accelerate launch -m qlora_fsdp.train model=llama3-8b data.path=chats.jsonl
-  accelerate launch -m qlora_fsdp.train model.path=/models/my-llama quant=int8 lora.r=32 data.path=chats.jsonl
-  torchrun --nproc_per_node 4 -m qlora_fsdp.train experiment=dry_run model=llama3-70b
-  python -m qlora_fsdp.train model=tiny data=random training.max_steps=10
-  python -m qlora_fsdp.train -m lora.r=8,16,32 model=llama3-8b data.path=chats.jsonl"""
+  qlora-fsdp train model=llama3-8b data.path=chats.jsonl
+  qlora-fsdp train model.path=/models/my-llama quant=int8 lora.r=32 data.path=chats.jsonl launch.num_processes=4
+  qlora-fsdp train -m lora.r=8,16,32 model=llama3-8b data.path=chats.jsonl
+  accelerate launch -m qlora_fsdp.train experiment=dry_run model=llama3-70b
+  torchrun --nproc_per_node 4 -m qlora_fsdp.train model=tiny data=random training.max_steps=10"""
 
 _OPTIONS = """\
   --help             this page
@@ -78,6 +79,12 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
     Raises:
         ConfigError: an unknown option, or a --config-dir that is no folder.
     """
+    if (
+        "--help" not in argv
+        and "-h" not in argv
+        and (mistyped := find_mistyped(argv, group_options("", [conf_folder()])))
+    ):
+        raise ConfigError(mistyped)
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("-h", "--help", action="store_true")

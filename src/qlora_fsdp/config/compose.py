@@ -30,7 +30,9 @@ from qlora_fsdp.config.schema import Config, Dtype
 from qlora_fsdp.config.settings import all_settings, unknown_setting, wrong_type
 
 
-def load_config(argv: Sequence[str], check: Callable[[Config], list[Problem]] = check_settings) -> Config:
+def load_config(
+    argv: Sequence[str], check: Callable[[Config], list[Problem]] = check_settings, launches: bool = False
+) -> Config:
     """Reads the command line and composes the configuration.
 
     `--help` and `--cfg job` print, on rank 0, and exit.
@@ -39,6 +41,7 @@ def load_config(argv: Sequence[str], check: Callable[[Config], list[Problem]] = 
         argv: the arguments behind the program's name, e.g. `["model=llama3-8b", "lora.r=32"]`.
         check: finds what else is wrong with a configuration. It is called where the command line has mistakes, so that
             the user sees both at once.
+        launches: whether this process starts ranks, so that settings of `launch` have an effect.
 
     Returns:
         The configuration, typed and with all interpolations resolved. It is well formed but not yet checked.
@@ -51,7 +54,7 @@ def load_config(argv: Sequence[str], check: Callable[[Config], list[Problem]] = 
         _print_and_exit(help_text(arguments.folders))
 
     overrides, unusable = prepare_overrides(arguments.overrides, arguments.folders)
-    unusable += _without_effect(arguments)
+    unusable += _without_effect(arguments, launches)
     config, mistakes = read_config(_compose(overrides, arguments.folders))
     if unusable:
         raise ConfigError([*unusable, *mistakes])
@@ -150,14 +153,20 @@ def composing(folders: Sequence[Path]) -> Iterator[str]:
         raise ConfigError([_explain(error, folders)]) from None
 
 
-def _without_effect(arguments: Arguments) -> list[Problem]:
+def _without_effect(arguments: Arguments, launches: bool) -> list[Problem]:
     """Refuses settings of the launch for a run that this process does itself."""
     texts = [] if arguments.starts_jobs else arguments.overrides
-    fix = "Add -m, hydra/launcher=accelerate or hydra/launcher=slurm."
+    sections = ("slurm.",) if launches else ("launch.", "slurm.")
     return [
-        Problem(text, "has no effect here: nothing is launched.", fix)
+        Problem(
+            text,
+            "has no effect here: nothing is launched.",
+            "Start it as `qlora-fsdp train`, or add -m, hydra/launcher=accelerate or hydra/launcher=slurm."
+            if text.lstrip("+").startswith("launch.")
+            else "Add hydra/launcher=slurm.",
+        )
         for text in texts
-        if text.lstrip("+").startswith(("launch.", "slurm."))
+        if text.lstrip("+").startswith(sections)
     ]
 
 

@@ -15,8 +15,8 @@ from hydra.core.override_parser.types import Glob, Override
 from hydra.errors import HydraException
 
 from qlora_fsdp.common.errors import Problem
-from qlora_fsdp.config.command_line import group_options
-from qlora_fsdp.config.settings import SEVERAL_DATA_SETS, all_settings, show, wrong_type
+from qlora_fsdp.config.command_line import conf_folder, group_options
+from qlora_fsdp.config.settings import SEVERAL_DATA_SETS, all_settings, nearest_settings, show, wrong_type
 
 SPECIAL, BACKSLASHED = r"([\\()\[\]{}:=, ])", r"\\\1"  # letters of keys that Hydra reads behind a backslash only
 
@@ -89,7 +89,7 @@ def _parse(text: str, sweep: bool = False) -> Override | Problem:
     parser = OverridesParser.create()
     key, equals, value = text.partition("=")
     if not equals and not key.startswith("~"):
-        return Problem(text, "is not of the form key=value.", "See --help for examples.")
+        return Problem(text, "is not of the form key=value.", _meant(text))
     try:
         return parser.parse_overrides([text])[0]
     except HydraException:
@@ -122,6 +122,14 @@ def _escape_keys(text: str) -> str | None:
         for key, value in mapping.items()
     )
     return f"{{{', '.join(items)}}}"
+
+
+def _meant(word: str) -> str:
+    """The fix for a word without an equals sign, which may be an option of a group or the name of a setting."""
+    folders = [conf_folder()]
+    groups = [group for group in group_options("", folders) if word in group_options(group, folders)]
+    meant = [f"{group}={word}" for group in groups] or [f"{key}=VALUE" for key in nearest_settings(word)]
+    return f"Did you mean {' or '.join(meant[:2])}?" if meant else "See --help for examples."
 
 
 def _values(override: Override) -> list[Any]:

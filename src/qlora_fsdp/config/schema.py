@@ -316,7 +316,7 @@ class FsdpConfig:
             case other:
                 assert_never(other)
 
-    def takes_part(self, num_shards: int) -> bool:
+    def uses_fsdp(self, num_shards: int) -> bool:
         """Whether FSDP has anything to do: parameters are split, or they come from host memory."""
         return num_shards > 1 or self.cpu_offload
 
@@ -344,6 +344,9 @@ class ComputeConfig:
     # with one scale per row, in forward and for the gradient of the input; the adapters' products stay in bfloat16. fp8
     # needs a 4-bit base and an Ada, Hopper or later GPU.
     matmul: MatmulKind = MatmulKind.dequantized
+    # Record forward and backward of a micro-batch as a CUDA graph, so that a step does not wait for Python: true or
+    # false. What can't be recorded is computed kernel by kernel, and the log says why.
+    cuda_graph: bool = True
 
 
 @dataclass
@@ -355,7 +358,8 @@ class KernelsConfig:
     rotary: Kernel = Kernel.auto
     # The gated activation of the MLP (SwiGLU, GeGLU).
     glu: Kernel = Kernel.auto
-    # The loss over a frozen output head.
+    # The loss over a frozen output head. auto: a Triton kernel of this project on a GPU; liger: Liger's, which asks the
+    # device, so that steps can't be captured (compute.cuda_graph).
     cross_entropy: Kernel = Kernel.auto
     # Compute q, k and v together, and gate, up and down, where all of them are quantized and adapted without dropout or
     # DoRA. On a GPU with rms_norm=auto, each norm of a Llama, Mistral, Qwen 2 or Qwen 3 layer is also computed together
@@ -503,8 +507,8 @@ class DistributedConfig:
 
 @dataclass
 class LaunchConfig:
-    # For jobs that `-m` or `hydra/launcher=...` starts: processes per job, one per GPU; on SLURM, per node. null: jobs
-    # that run at the same time get equal shares of the GPUs.
+    # For what `qlora-fsdp`, `-m` or `hydra/launcher=...` starts: processes per job, one per GPU; on SLURM, per node.
+    # null: all GPUs, of which jobs that run at the same time get equal shares.
     num_processes: int | None = field(default=None, metadata=bounds(at_least=1))
     # An accelerate config. null: accelerate_configs/one_node.yaml, or multi_node.yaml where slurm.nodes is above 1.
     config_file: str | None = None

@@ -80,8 +80,8 @@ def _refuse_ranks(environ: Mapping[str, str]) -> None:
     if "RANK" in environ or "ACCELERATE_MIXED_PRECISION" in environ:
         raise LaunchError(
             "-m and hydra/launcher=... start jobs, and this process is already one of a job: accelerate launch or "
-            "torchrun started it. Start it plainly: python -m qlora_fsdp.train -m ... launch.num_processes=2. It runs "
-            "accelerate launch for every job (docs/sweeps.md)."
+            "torchrun started it. Start it plainly: qlora-fsdp train -m ... launch.num_processes=2. It runs "
+            "accelerate's launcher for every job (docs/sweeps.md)."
         )
 
 

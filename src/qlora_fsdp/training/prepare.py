@@ -128,7 +128,7 @@ def _plan_memory(config: Config, assembled: AssembledModel, machine: Machine, pr
             len(model.layers),
             quant_settings(meta.format, config.quant),
             assembled.dtype.itemsize,
-            frozenset(assembled.liger_kernels),
+            frozenset(assembled.liger_kernels) | ({"cross_entropy"} if assembled.loss_kernel != "torch" else set()),
             machine,
         )
         if processes.is_main
@@ -136,7 +136,7 @@ def _plan_memory(config: Config, assembled: AssembledModel, machine: Machine, pr
     )
     set_activation_policy(model.layers, run_plan.policies)
     if config.memory.target_gib is not None:
-        hold_to(machine.target, run_plan.plan.libraries if run_plan.plan is not None else 0, device)
+        hold_to(machine.target, run_plan.plan.library_bytes if run_plan.plan is not None else 0, device)
     if config.memory.snapshot:
         start_snapshot(device)
     return run_plan
