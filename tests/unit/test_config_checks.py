@@ -163,6 +163,7 @@ def test_refused(overrides: str, expected: str) -> None:
         (["data.mix={org/a:1,org/b:0}"], "has a weight that is not positive: org/b."),
         (["data.path=org/a", "data.streaming=true", "training.max_steps=null"], "data.streaming=true needs an end"),
         (["data.path=org/a", "data.streaming=true", "data.eval_fraction=0.1"], "can't be held out of data that is"),
+        (["data.path=org/a", "data.streaming=true", "data.deduplicate=true"], "data.deduplicate=true needs all rows"),
         (["data.path=org/a", "data.streaming=true", "data.max_rows=9"], "data.max_rows=9 is drawn from all rows"),
         (["data.mix={a.jsonl:1}"], "names a.jsonl, which does not exist, seen from"),
     ],

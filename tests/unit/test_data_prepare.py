@@ -648,3 +648,16 @@ def test_files_on_the_web(tmp_path, run):
         server.shutdown()
     with pytest.raises(DataError, match=r"a\.jsonl can't be read: .*Check the URL"):
         run(f"{place}/a.jsonl")
+
+
+def test_repeated_rows_are_told_and_left_out_on_demand(tmp_path, run):
+    path = write_lines(tmp_path / "a.jsonl", *[{"text": "a"}, b"", {"text": "b"}, {"text": "a"}, b"", {"text": "a"}])
+    for _ in range(2):  # from the cache too
+        told = run(path)
+        assert texts(told.train) == ["a", "a", "a", "b"]
+        assert "2 rows letter by letter like an earlier one: used; data.deduplicate=true leaves" in str(told.report)
+    left_out = run(path, deduplicate=True)
+    assert texts(left_out.train) == ["a", "b"] and "4 rows read, 2 used" in str(left_out.report)
+    assert "2 rows letter by letter like an earlier one: left out" in str(left_out.report)
+    other = write_lines(tmp_path / "b.jsonl", {"text": "a"}, {"text": "b"})
+    assert "like an earlier one" not in str(run(other, deduplicate=True).report)

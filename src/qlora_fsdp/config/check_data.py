@@ -131,6 +131,9 @@ def _streaming(config: Config) -> Iterator[Problem]:
     if data.max_rows is not None:
         reason = "is drawn from all rows, and with data.streaming=true these are not there."
         yield problem_with(config, "data.max_rows", reason, "Leave it out: training.max_steps tells the end.")
+    if data.deduplicate:
+        reason = "needs all rows, and with data.streaming=true these are not there."
+        yield problem_with(config, "data.deduplicate", reason, "Leave it out, or remove repeated rows beforehand.")
     if data.format is DataFormat.random:
         yield problem_with(config, "data.streaming", "has no effect with data.format=random.", "Leave it out.")
     if config.task.name is not TaskName.causal_lm:

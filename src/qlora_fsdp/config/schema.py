@@ -399,6 +399,9 @@ class DataConfig:
     # What to do with an unusable row. error: stop and list all of them. skip: leave it out. truncate: cut it if it is
     # longer than training.max_length, and leave it out if it is unusable for another reason.
     bad_rows: BadRows = BadRows.truncate
+    # Leave out rows that are letter by letter like an earlier one of the same data set. Without it they are only
+    # counted.
+    deduplicate: bool = False
     # Read the rows while training, in the order of the files. This is for data that is larger than the disk. It needs
     # training.max_steps to know the end, and data.eval_path to evaluate. Every rank reads and tokenizes all rows.
     streaming: bool = False

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -95,19 +95,16 @@ def fingerprint(tokenizer: PreTrainedTokenizerBase, *parts: Any) -> str:
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def write_entry(
-    folder: Path, path: str, num_rows: int, tokenized: datasets.Dataset, label_width: int = 0
-) -> ReadReport:
+def write_entry(folder: Path, read: ReadReport, tokenized: datasets.Dataset) -> ReadReport:
     """Writes tokenized rows (columns as in tokenize.FEATURES) to `folder`, which exists and is empty.
 
     Args:
         folder: where the files go.
-        path: path of the source, as the user gave it.
-        num_rows: number of raw rows that were read.
+        read: what is known of the rows before they are counted. With a label_width, a row without target tokens has
+            its label as a whole.
         tokenized: the rows.
-        label_width: numbers per label. A row without target tokens has its label as a whole. 0: tokens are predicted.
     """
-    counter = ProblemCounter()
+    counter, label_width = ProblemCounter(), read.label_width
     num_tokens, max_token_id = 0, -1
     lengths, num_targets = [np.zeros(0, np.int64)], [np.zeros(0, np.int32)]
     labels = [np.zeros(0, np.float32)]
@@ -132,7 +129,13 @@ def write_entry(
     starts.tofile(folder / "starts.bin")
     np.concatenate(num_targets).tofile(folder / "num_targets.bin")
     np.concatenate(labels).tofile(folder / "labels.bin")
-    report = ReadReport(path, num_rows, len(starts) - 1, num_tokens, max_token_id, counter.problems(), label_width)
+    report = replace(
+        read,
+        num_used_rows=len(starts) - 1,
+        num_tokens=num_tokens,
+        max_token_id=max_token_id,
+        problems=counter.problems(),
+    )
     (folder / REPORT).write_text(json.dumps(report.to_json(), indent=1), encoding="utf-8")
     return report
 

@@ -80,6 +80,8 @@ class ReadReport:
         label_width: numbers per label; 0 without labels.
         skipped: which files of a folder are left out, and why. It is not stored, as such files do not change the
             tokens.
+        num_repeated: rows that are letter by letter like an earlier one, of all rows there are.
+        leaves_out_repeated: whether these are left out, and not counted among num_rows.
     """
 
     path: str
@@ -90,9 +92,14 @@ class ReadReport:
     problems: tuple[RowProblem, ...]
     label_width: int = 0
     skipped: tuple[str, ...] = ()
+    num_repeated: int = 0
+    leaves_out_repeated: bool = False
 
     def __str__(self) -> str:
         lines = [f"{self.path}: {plural(self.num_rows, 'row')} read, {self.num_used_rows:,} used"]
+        if self.num_repeated:
+            done = "left out" if self.leaves_out_repeated else "used; data.deduplicate=true leaves such rows out"
+            lines.append(f"  {plural(self.num_repeated, 'row')} letter by letter like an earlier one: {done}")
         return "\n".join([*lines, *(f"  {line}" for line in (*self.skipped, *self.problems))])
 
     def to_json(self) -> dict[str, Any]:

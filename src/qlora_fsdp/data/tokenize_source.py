@@ -20,7 +20,7 @@ from qlora_fsdp.config.schema import BadRows, Config, TaskName
 from qlora_fsdp.data.cache import TokenizedRows, check_targets, fingerprint, load_entry, write_entry
 from qlora_fsdp.data.counts import ReadReport
 from qlora_fsdp.data.labels import LabelledRowTokenizer, check_lists, label_width
-from qlora_fsdp.data.read import Paths, Source, find_source, name_setting, read_rows, training_paths
+from qlora_fsdp.data.read import Paths, Source, find_source, first_of_each, name_setting, read_rows, training_paths
 from qlora_fsdp.data.row import TOO_LONG
 from qlora_fsdp.data.tokenize import FEATURES, RowTokenizer
 
@@ -77,7 +77,7 @@ def load_source(
         )
     if not _has_labels(config):
         check_targets(rows, source.path)
-    return rows, replace(report, skipped=source.skipped)
+    return rows, replace(report, path=source.path, skipped=source.skipped)
 
 
 def row_tokenizer(
@@ -98,6 +98,10 @@ def _tokenize_into(
     try:
         raw = read_rows(source, temporary / "raw.arrow")
         num_bytes = raw.data.nbytes
+        firsts = first_of_each(raw)
+        num_repeated = len(raw) - len(firsts)
+        if data.deduplicate and num_repeated:
+            raw = raw.select(firsts)
         is_training_data = path in training_paths(data)
         if is_training_data and data.max_rows is not None and data.max_rows < len(raw):
             chosen = np.random.default_rng(config.training.seed).permutation(len(raw))[: data.max_rows]
@@ -119,7 +123,8 @@ def _tokenize_into(
         finished = temporary / "finished"
         finished.mkdir()
         width = label_width(config.task) if _has_labels(config) else 0
-        _check(write_entry(finished, source.path, len(raw), tokenized, width), path, config)
+        read = ReadReport(source.path, len(raw), 0, 0, -1, (), width, (), num_repeated, data.deduplicate)
+        _check(write_entry(finished, read, tokenized), path, config)
         shutil.rmtree(entry, ignore_errors=True)  # it exists only if it is not whole
         finished.rename(entry)
     finally:
@@ -177,5 +182,6 @@ def _entry_folder(path: Paths, source: Source, config: Config, tokenizer: PreTra
         config.training.seed if max_rows is not None else None,
         form if _has_labels(config) else None,
         *([data.columns] if data.columns else []),  # without them a key is what it was before they existed
+        *(["deduplicate"] if data.deduplicate else []),
     )
     return Path(data.cache_folder or DEFAULT_CACHE_FOLDER).expanduser() / key
