@@ -84,9 +84,9 @@ def preview(settings: PreviewSettings, config: Config, processes: Processes) -> 
         data = prepare_data(config, tokenizer, processes, len(tokenizer))
     if not processes.is_main:
         return
-    folder = Path(config.model.path or "").expanduser()
+    model_folder = Path(config.model.path or "").expanduser()
     with suppress(CheckpointError):  # a tokenizer is enough here
-        notes = check_chat_rows(read_headers(folder), tokenizer, config) if config.model.path else []
+        notes = check_chat_rows(read_headers(model_folder), tokenizer, config) if config.model.path else []
         data = replace(data, report=replace(data.report, notes=(*data.report.notes, *notes)))
     colored = settings.color == "always" or (settings.color == "auto" and sys.stdout.isatty())
     for line in (*_rows(data.train, tokenizer, settings, config, colored), *_figures(data, config)):
