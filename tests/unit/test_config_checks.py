@@ -79,7 +79,7 @@ def test_wandb_is_missed_before_the_run_where_a_key_turns_it_on(
         ("data.eval_path=3", "data.eval_path=3 must be text or a list"),
         ("data.columns={question:prompt}", "Did you mean data.columns={prompt: question}?"),
         ("data.columns={promt:a}", "renames promt, which no form of rows has. The names to set are messages, role"),
-        ("data=default", "data.path=null names no data."),
+        ("data=default data.path=null", "data.path=null names no data."),
         ("tokenizer.add_tokens=[a,b,a]", "names a token twice, or one that tokenizer.add_special_tokens names too: a."),
         ("tokenizer.add_tokens=['']", "has a token that is empty."),
         ("lora.target_modules='(['", "has ([, which is no regular expression: unterminated character set"),
@@ -223,7 +223,7 @@ def test_all_problems_are_raised_at_once() -> None:
 
 
 def test_a_command_hears_of_what_it_needs_alone() -> None:
-    config = configure("data=default", "lora.r=0", "checkpoint.keep_best=1")
+    config = configure("data=default", "data.path=null", "lora.r=0", "checkpoint.keep_best=1")
     assert [problem.setting for problem in check_settings(config)] == ["lora.r", "data.path", "checkpoint.keep_best"]
 
     def heard(needs: Needs) -> list[str]:

@@ -32,6 +32,9 @@ def _data(config: Config) -> Iterator[Problem]:
     if data.path is None and not data.mix and not is_random:
         fix = "Set data.path to a file, a folder or a hub name, or data=random for a dry run."
         yield problem_with(config, "data.path", "names no data.", fix)
+    elif data.is_default and config.task.name is not TaskName.causal_lm:
+        reason = f"is the default and has no labels, which {show('task.name', config.task.name)} needs."
+        yield problem_with(config, "data.path", reason, "Set data.path to a file, a folder or a hub name.")
     for key in ("data.path", "data.eval_path"):
         yield from _paths(config, key)
     template, shipped = data.chat_template, sorted(path.stem for path in _CHAT_TEMPLATES.glob("*.jinja"))

@@ -15,7 +15,7 @@ from hydra.core.override_parser.types import Glob, Override
 from hydra.errors import HydraException
 
 from qlora_fsdp.common.errors import Problem
-from qlora_fsdp.config.command_line import conf_folder, group_options
+from qlora_fsdp.config.command_line import conf_folder, default_options, group_options
 from qlora_fsdp.config.settings import SEVERAL_DATA_SETS, all_settings, nearest_settings, show, wrong_type
 
 SPECIAL, BACKSLASHED = r"([\\()\[\]{}:=, ])", r"\\\1"  # letters of keys that Hydra reads behind a backslash only
@@ -35,7 +35,8 @@ def prepare_overrides(
         The usable overrides for Hydra, and a problem for each of the others.
     """
     usable, problems = [], []
-    for text in texts:
+    full_texts = [full for text in texts for full in _written_out(text, folders, sweep)]
+    for text in full_texts:
         override = _parse(text, sweep)
         if isinstance(override, Problem):
             problems.append(override)
@@ -69,6 +70,11 @@ def prepare_overrides(
     return usable, problems
 
 
+def chosen_groups(texts: Sequence[str]) -> set[str]:
+    """Returns the groups of which overrides pick an option, and the settings that they set: what is left of `=`."""
+    return {text.lstrip("+").partition("=")[0] for text in texts}
+
+
 def quote(text: str) -> str:
     """Returns text as the value of an override, whatever characters it has."""
     return f"'{escape(text)}'"
@@ -85,9 +91,36 @@ def did_you_mean(group: str, option: Any, options: Sequence[str]) -> str:
     return f"Did you mean {group}={nearest[0]}?" if nearest else f"Set {group} to one of these."
 
 
+def is_path(group: str, value: Any, folders: Sequence[Path]) -> bool:
+    """Whether `model=value` or `data=value` means a path or a hub name and no option: `data=chats.jsonl`."""
+    if group not in ("model", "data") or not isinstance(value, str) or value in group_options(group, folders):
+        return False
+    if group == "data" and Path(value).suffix:
+        return True
+    return "/" in value or value in (".", "..", "~") or _exists(value)
+
+
+def _exists(path: str) -> bool:
+    try:
+        return Path(path).expanduser().exists()
+    except (OSError, RuntimeError, ValueError):  # no name of a file
+        return False
+
+
+def _written_out(text: str, folders: Sequence[Path], sweep: bool) -> list[str]:
+    """The overrides that one stands for: `data=chats.jsonl` is `data=default` and `data.path=chats.jsonl`."""
+    group, _, value = text.lstrip("+").partition("=")
+    values = value.split(",") if sweep else [value]
+    if not all(is_path(group, value.strip("'\""), folders) for value in values):
+        return [text]
+    return [f"{group}={default_options()[group]}", f"{group}.path={value}"]
+
+
 def _parse(text: str, sweep: bool = False) -> Override | Problem:
     parser = OverridesParser.create()
     key, equals, value = text.partition("=")
+    if not equals and key.endswith((".yaml", ".yml")):
+        return Problem(text, "is not of the form key=value.", f"Did you mean --config {text}?")
     if not equals and not key.startswith("~"):
         return Problem(text, "is not of the form key=value.", _meant(text))
     try:
@@ -148,8 +181,7 @@ def _is_list_for_mapping(key: str, value: Any) -> bool:
 def _check_option(group: str, option: Any, options: Sequence[str]) -> Problem | None:
     if option in options or (option is None and group == "experiment"):
         return None
-    return Problem(
-        show(group, option),
-        f"is no option of {group}: it has {', '.join(options)}.",
-        did_you_mean(group, option, options),
-    )
+    fix = did_you_mean(group, option, options)
+    if group in ("model", "data"):
+        fix += f" For a path or a hub name set {group}.path={option}."
+    return Problem(show(group, option), f"is no option of {group}: it has {', '.join(options)}.", fix)

@@ -214,9 +214,10 @@ class ModelConfig:
     # Run model code that comes with the model's files. Set it only for models that you trust. It counts where you set
     # it yourself, and never in the settings that come with an adapter.
     trust_remote_code: bool = False
-    # The transformers config of the model (model_type, hidden_size, ...), for `model.weights=random`. It is used alone,
-    # or over the config.json in `model.path` if that is a local folder. A model that is loaded from files keeps its own
-    # config.json.
+    # The transformers config of the model (model_type, hidden_size, ...). A preset states it, so that preflight and
+    # `model.weights=random` need no download. If model.path is set to something else than the preset's, the config.json
+    # there counts, and must be of the same model. With model=custom it is for `model.weights=random`: used alone if it
+    # has a model_type and model.path is no local folder, else over the config.json in model.path.
     config: dict[str, Any] = field(default_factory=dict)
 
 
@@ -367,12 +368,18 @@ class KernelsConfig:
     fuse_layers: bool = True
 
 
+# What the QLoRA paper (arXiv:2305.14314) trained Guanaco on: conversations of OpenAssistant.
+DEFAULT_DATA = "timdettmers/openassistant-guanaco"
+
+
 @dataclass
 class DataConfig:
     # A .jsonl, .json, .csv, .parquet or .arrow file; a folder of .txt or .md files or of any of these; a pattern such
     # as rows/*.jsonl; a URL such as s3://bucket/rows.jsonl; or a hub data set's name. Several files, folders, patterns
-    # or URLs are a list, [a.jsonl,b.jsonl], whose rows follow one another.
-    path: Any = field(default=None, metadata=TEXT_OR_LIST)
+    # or URLs are a list, [a.jsonl,b.jsonl], whose rows follow one another. The default is what the QLoRA paper trained
+    # on. It counts for training and preview, where neither a mix nor random tokens are asked for; other commands want
+    # data named.
+    path: Any = field(default=DEFAULT_DATA, metadata=TEXT_OR_LIST)
     # Several of these with their weights, in place of path: {chats.jsonl: 3, code.jsonl: 1} takes three of four rows
     # from chats. An epoch has every row at least once. A data set that is small for its weight is repeated.
     mix: dict[str, float] = field(default_factory=dict)
@@ -411,6 +418,11 @@ class DataConfig:
     num_proc: int | None = field(default=None, metadata=bounds(at_least=1))
     # Where tokenized data is kept. null: ~/.cache/qlora_fsdp/data
     cache_folder: str | None = None
+
+    @property
+    def is_default(self) -> bool:
+        """Whether a run takes the data of those who name none."""
+        return self.path == DEFAULT_DATA
 
 
 @dataclass
@@ -569,3 +581,7 @@ class Config:
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
+
+    def __post_init__(self) -> None:
+        """What was written for settings, by key, where it has a `${...}`; `written.py` says what that is for."""
+        self.written: dict[str, Any] = {}

@@ -16,6 +16,7 @@ from typing_extensions import assert_never
 
 from qlora_fsdp.common.errors import AdapterError, CheckpointError
 from qlora_fsdp.config.schema import Config, DataFormat, LoraConfig, TaskConfig, TaskName
+from qlora_fsdp.config.written import public_value
 from qlora_fsdp.data.tokenizer import AddedTokens, add_tokens, byte_tokenizer, load_tokenizer
 from qlora_fsdp.layers.attention import check_packing, choose_attention
 from qlora_fsdp.layers.head_loss import LossKernel
@@ -181,7 +182,8 @@ def _build(
         trust_remote_code=config.model.trust_remote_code,
     )
     meta = build_model(files, settings)
-    meta.model.name_or_path = config.model.path or config.model.name  # an adapter remembers its base by this name
+    # An adapter remembers its base by this name.
+    meta.model.name_or_path = public_value(config, "model.path") or public_value(config, "model.name")
     return meta
 
 

@@ -91,7 +91,9 @@ def run_command(
         The exit code: 0, or that of the `UserError` that has been printed.
     """
     try:
-        settings, config = load_command(sys.argv[1:] if argv is None else argv, kind, usage)
+        settings, config = load_command(
+            sys.argv[1:] if argv is None else argv, kind, usage, uses_default_data=not takes_adapter
+        )
         problems = check_settings(config, Needs(optional=tuple(optional)))
         if takes_adapter and settings.adapter is None and config.model.path is None:
             problems = [replace(p, fix=NO_BASE) if p.setting == "model.path" else p for p in problems]
@@ -141,7 +143,7 @@ def _run_together(body: Callable[[Processes], None], timeout_seconds: int) -> No
                 raise
             raise MemoryShortage(
                 f"{quote_shortage(error, str(processes.device))}. Start more processes "
-                "(torchrun --nproc_per_node), which share the model, or set a smaller batch or length."
+                "(launch.num_processes=2), which share the model, or set a smaller batch or length."
             ) from error
     except BaseException as error:
         reason = error if watch is None else watch.explain(error)

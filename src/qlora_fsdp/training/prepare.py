@@ -95,7 +95,8 @@ def prepare(config: Config, processes: Processes, folder: Path, first_step: int 
 def _prepare(config: Config, processes: Processes, folder: Path, first_step: int) -> Prepared:
     device, dtype = processes.device, choose_dtype(config.training.precision, processes.device)
     ranks = f"{plural(processes.num_ranks, 'rank')} on {device.type}"
-    log.info(f"Run {config.run.name}: {ranks}, {dtype_name(dtype)}, in {folder}")
+    default = f", on {config.data.path}, the default: data.path= names yours" if config.data.is_default else ""
+    log.info(f"Run {config.run.name}: {ranks}, {dtype_name(dtype)}, in {folder}{default}")
     missing = replace_missing(config, device)
     assembled = assemble(config, config.lora, processes, trains=True)
     model, meta = assembled.model, assembled.meta
