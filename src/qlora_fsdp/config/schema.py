@@ -422,7 +422,7 @@ class DataConfig:
     @property
     def is_default(self) -> bool:
         """Whether a run takes the data of those who name none."""
-        return self.path == DEFAULT_DATA
+        return bool(self.path == DEFAULT_DATA)
 
 
 @dataclass
