@@ -53,11 +53,8 @@ def read_results(folder: Path) -> list[dict[str, Any]]:
 
 def read_swept(folder: Path) -> dict[Path, dict[str, str]]:
     """Returns the settings that the sweep in `folder` gave each of its run folders; empty if there is no sweep."""
-    found = {}
-    for job in read_json(folder / SWEEP_FILE).get("jobs", []):
-        name = Path(job["folder"]).name  # the sweep may have been copied from another machine
-        found[folder.resolve() / name] = {key: str(value) for key, value in job["overrides"].items()}
-    return found
+    here = folder.resolve()  # the sweep may have been copied from another machine, where its folder had another name
+    return {here / job.name: swept for job, swept in read_jobs(folder / SWEEP_FILE)}
 
 
 def show_results(folder: Path, jobs: Sequence[dict[str, Any]]) -> str:
