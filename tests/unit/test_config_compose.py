@@ -41,7 +41,7 @@ def test_every_option_composes_and_validates(group: str, option: str) -> None:
 @pytest.mark.parametrize("option", group_options("experiment", [conf_folder()]))
 def test_every_experiment_composes_and_validates(option: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(Path(__file__).parents[2])  # the demo's paths are seen from there
-    needed = {"qlora_paper": ["model=llama3-8b", "data.path=org/name"]}.get(option, [])
+    needed = {"qlora_paper": ["model=llama3-8b", "data.path=org/name"], "dry_run": ["model=llama3-8b"]}.get(option, [])
     check(load_config([f"experiment={option}", f"run.folder={tmp_path / 'new'}", *needed]), World(num_ranks=2))
 
 
