@@ -17,6 +17,7 @@ from qlora_fsdp.common.files import write_atomically
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.model import save_adapter
 from qlora_fsdp.records.journal import Journal
+from qlora_fsdp.records.ownership import mark
 from qlora_fsdp.records.run_folder import check_room, close_run_folder, open_run_folder
 from qlora_fsdp.runtime.processes import Processes, start_processes, stop_processes
 
@@ -39,6 +40,7 @@ def test_a_host_without_git_has_no_commit(tmp_path: Path, processes: Processes, 
 
 
 def test_a_run_that_starts_anew_has_no_records_of_the_last(tmp_path: Path, processes: Processes):
+    mark(tmp_path)
     (tmp_path / "adapter").mkdir()
     for name in ("bad_steps/step-00000003.json", "tensorboard/events", "metrics.jsonl", "adapter/kept-until-replaced"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -74,7 +76,7 @@ def test_an_adapter_for_a_full_disk_is_saved_elsewhere(
 ):
     def write(model: Any, state: Any, keys: Any, folder: Path, *others: Any) -> None:
         folder.mkdir(parents=True)
-        if folder.parent == tmp_path / "run" or not has_room:
+        if folder.is_relative_to(tmp_path / "run") or not has_room:
             raise OSError(errno.ENOSPC, "No space left on device")
         (folder / "adapter_model.safetensors").touch()
 
@@ -82,6 +84,7 @@ def test_an_adapter_for_a_full_disk_is_saved_elsewhere(
     monkeypatch.setattr(save_adapter, "adapter_keys", lambda model: {})
     monkeypatch.setattr(save_adapter, "write_adapter", write)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (tmp_path / "run").mkdir()
     with pytest.raises(RunFolderError, match="No space left on device") as caught:
         save_adapter.save_adapter(None, tmp_path / "run" / "adapter", None, "", "", processes)  # type: ignore[arg-type]
     saved = list(tmp_path.glob("qlora_fsdp-*/adapter/adapter_model.safetensors"))

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from qlora_fsdp.common.errors import DataError
+from qlora_fsdp.common.files import open_to_append
 from qlora_fsdp.data.cache import TokenizedRows
 from qlora_fsdp.data.counts import NUM_EXAMPLES, ReadReport, RowProblem
 from qlora_fsdp.data.read import Source, iterate_rows
@@ -187,7 +188,7 @@ def note_place(file: Path, key: str, window: Window) -> None:
     """
     bad_rows = {problem.kind: problem.num_rows for problem in window.report.problems}
     line = {"key": key, **asdict(window.place), "bad_rows": bad_rows}
-    with writing(file.parent), file.open("a", encoding="utf-8") as stream:
+    with writing(file.parent), open_to_append(file) as stream:
         stream.write(json.dumps(line) + "\n")
 
 

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qlora_fsdp import __version__
 from qlora_fsdp.common.errors import RunFolderError
+from qlora_fsdp.common.files import remove_leftovers, replacing
 from qlora_fsdp.config.commands import SETTINGS_FILE
 from qlora_fsdp.layers import QuantizedLinear
 from qlora_fsdp.model.adapters import ADAPTER, base_linears
@@ -126,12 +127,10 @@ def save_adapter(
     """
     state = gather_trainable(model, processes)
     if processes.is_main:
-        temporary = folder.with_name(f".{folder.name}.tmp")
-        shutil.rmtree(temporary, ignore_errors=True)
+        remove_leftovers(folder)
         try:
-            with writing(folder.parent):
+            with writing(folder.parent), replacing(folder) as temporary:
                 write_adapter(model, state, adapter_keys(model), temporary, tokenizer, card, settings)
-                replace_folder(temporary, folder)
         except RunFolderError as error:
             rescue = Path(mkdtemp(prefix="qlora_fsdp-"))
             try:
@@ -141,8 +140,6 @@ def save_adapter(
                 raise error from None
             place = f"The adapter is in {rescue / 'adapter'} on {socket.gethostname()}: copy it from there."
             raise RunFolderError(f"{error} {place}") from error
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
     processes.wait(patiently=True)  # the disk may be slow, and the adapter large
 
 
@@ -227,13 +224,3 @@ def _quantized_usage(model: peft.PeftModel, usage: str, base: str) -> str:
     ends = {name: name.rpartition(".")[2] for name in plain}
     skip = sorted({name if end in quantized_ends else end for name, end in ends.items()})
     return QUANTIZED.format(imports=imports, options=options, skip=json.dumps(skip), lines=lines)
-
-
-def replace_folder(new: Path, target: Path) -> None:
-    """Rename `new` to `target`; a folder already there is moved aside first and removed last."""
-    old = target.with_name(f".{target.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if target.exists():
-        target.rename(old)
-    new.rename(target)
-    shutil.rmtree(old, ignore_errors=True)

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from qlora_fsdp.common.files import write_atomically
+from qlora_fsdp.common.files import open_to_append, write_atomically
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.records.run_folder import log, writing
 from qlora_fsdp.records.run_state import GENERATIONS_FILE, read_metrics
@@ -40,7 +40,7 @@ class Journal:
             with writing(folder):
                 _drop_later_lines(folder / "metrics.jsonl", first_step)
                 _drop_later_lines(folder / GENERATIONS_FILE, first_step)
-                self.metrics = (folder / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
+                self.metrics = open_to_append(folder / "metrics.jsonl")
         self.trackers: list[Tracker] = start_trackers(folder, config, first_step) if is_main else []
 
     def step(self, figures: dict[str, Any]) -> None:
@@ -71,7 +71,7 @@ class Journal:
         if not self.is_main or not rows:
             return
         rows = [{"step": step, **row} for row in rows]
-        with writing(self.folder), (self.folder / GENERATIONS_FILE).open("a", encoding="utf-8") as file:
+        with writing(self.folder), open_to_append(self.folder / GENERATIONS_FILE) as file:
             file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
         self._tell(lambda tracker: tracker.generations(rows, step))
 

@@ -19,10 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from qlora_fsdp.common.errors import LaunchError, RunFolderError
+from qlora_fsdp.common.foreign_files import open_regular, read_small
 
 LOCK = ".lock"
 ATTEMPT = ".attempt"  # which start of which launch began to train here last
 GENERATIONS_FILE = "generations.jsonl"
+STREAM_FILE = "stream.jsonl"  # where the windows of streamed data begin
 BAD_STEPS_FOLDER = "bad_steps"
 TENSORBOARD_FOLDER = "tensorboard"
 # A new run in the folder removes these, which would otherwise have the records of two runs.
@@ -177,11 +179,11 @@ def describe_attempt(environ: Mapping[str, str]) -> dict[str, Any]:
 def read_metrics(folder: Path, last: bool = False, file: str = "metrics.jsonl") -> Iterator[dict[str, Any]]:
     """The complete lines of metrics.jsonl, or of another `file`; with `last` only those at its end."""
     try:
-        with (folder / file).open("rb") as stream:
+        with open_regular(folder, file) as stream:
             size = stream.seek(0, os.SEEK_END)
             stream.seek(max(0, size - TAIL_BYTES) if last else 0)
             content = stream.read()
-    except OSError:
+    except (OSError, ValueError):
         return
     for line in content.splitlines():
         with suppress(ValueError):  # the first and the last line may be cut off
@@ -191,10 +193,10 @@ def read_metrics(folder: Path, last: bool = False, file: str = "metrics.jsonl") 
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The JSON object in a file; empty where there is none."""
+    """The JSON object in a file that anybody may have written; empty where there is none."""
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        value = json.loads(read_small(file.parent, file.name))
+    except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 
