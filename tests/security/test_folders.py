@@ -5,6 +5,7 @@ Every case has a file or folder of the victim's outside of the prepared folder, 
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import stat
@@ -28,6 +29,7 @@ from qlora_fsdp.records.check_run_folder import check_run_folder
 from qlora_fsdp.records.ownership import MARKER, OWN_NAMES, is_own
 from qlora_fsdp.records.run_folder import close_run_folder, open_run_folder
 from qlora_fsdp.report.__main__ import main as report
+from qlora_fsdp.report.sweep_table import write_results
 from qlora_fsdp.runtime.processes import Processes, start_processes, stop_processes
 from qlora_fsdp.training.checkpoint import remove_checkpoints
 from qlora_fsdp.training.resume import begin_attempt
@@ -220,3 +222,16 @@ def test_honest_folders_are_as_easy_as_before(tmp_path: Path, processes: Process
     (tmp_path / "only").mkdir()
     moved.joinpath("checkpoints").rename(tmp_path / "only" / "checkpoints")  # what was copied to another host
     assert obstacle(tmp_path / "only") == ""
+
+
+def test_a_table_of_a_sweep_holds_no_formula(tmp_path: Path):
+    """A spreadsheet computes what begins like one, which may run a command."""
+    harmless = {"lora.r": "8", "training.learning_rate": "-1e-4", "a": "+.5", "b": "1,2", "error": None}
+    formulas = ["=cmd|' /C calc'!A0", "+1+1", "-x", "@SUM(A1)", "\t=1", "\r=1", "\n=1"]
+    jobs = [{"overrides": harmless | {"data.path": text}, "status": "new"} for text in formulas]
+    write_results(tmp_path, jobs)
+    with (tmp_path / "sweep.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["data.path"] for row in rows] == [f"'{text}" for text in formulas]
+    assert all(row[name] == (value or "") for row in rows for name, value in harmless.items())
+    assert json.loads((tmp_path / "sweep.json").read_text())["jobs"] == jobs
