@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import datasets
@@ -15,7 +13,9 @@ import numpy as np
 from filelock import FileLock
 from transformers import PreTrainedTokenizerBase
 
+from qlora_fsdp.common.cache_folder import check_owner, close_to_others, find_cache, lock_mode, open_cache
 from qlora_fsdp.common.errors import DataError
+from qlora_fsdp.common.files import fresh_folder, remove, remove_leftovers
 from qlora_fsdp.config.schema import BadRows, Config, TaskName
 from qlora_fsdp.data.cache import TokenizedRows, fingerprint, load_entry, write_entry
 from qlora_fsdp.data.counts import ReadReport
@@ -41,9 +41,12 @@ def tokenize_source(path: str, config: Config, tokenizer: PreTrainedTokenizerBas
     source = find_source(path, config.data)
     entry = _entry_folder(source, config, tokenizer)
     try:
-        entry.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(entry.with_suffix(".lock")):  # other runs, and nodes that share the folder, wait for the first
-            if not _is_whole(entry):
+        if _is_whole(entry, config):  # also where the folder may only be read
+            return
+        folder = open_cache(config.data.cache_folder, DEFAULT_CACHE_FOLDER)
+        lock = FileLock(entry.with_suffix(".lock"), mode=lock_mode(folder))
+        with lock:  # other runs, and nodes that share the folder, wait for the first
+            if not _is_whole(entry, config):
                 _tokenize_into(entry, source, config, tokenizer)
     except OSError as error:
         raise DataError(
@@ -63,6 +66,7 @@ def load_source(
     source = find_source(path, config.data)
     entry = _entry_folder(source, config, tokenizer)
     try:
+        check_owner(entry, config.data.cache_folder)
         rows, report = load_entry(entry)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(
@@ -89,8 +93,8 @@ def row_tokenizer(
 
 def _tokenize_into(entry: Path, source: Source, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
     data = config.data
-    temporary = Path(mkdtemp(prefix=f"{entry.name}.tmp-", dir=entry.parent))
-    try:
+    remove_leftovers(entry)
+    with fresh_folder(entry) as temporary:
         raw = read_rows(source, temporary / "raw.arrow")
         num_bytes = raw.data.nbytes
         is_training_data = source.path in training_paths(data)
@@ -115,10 +119,9 @@ def _tokenize_into(entry: Path, source: Source, config: Config, tokenizer: PreTr
         finished.mkdir()
         width = label_width(config.task) if _has_labels(config) else 0
         _check(write_entry(finished, source.path, len(raw), tokenized, width), config)
-        shutil.rmtree(entry, ignore_errors=True)  # it exists only if it is not whole
+        close_to_others(finished, data.cache_folder, source.files)
+        remove(entry)  # it exists only if it is not whole
         finished.rename(entry)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _num_processes(raw: datasets.Dataset, num_bytes: int, wanted: int | None) -> int | None:
@@ -148,11 +151,17 @@ def _check(report: ReadReport, config: Config) -> None:
         )
 
 
-def _is_whole(entry: Path) -> bool:
+def _is_whole(entry: Path, config: Config) -> bool:
+    """Whether an entry is there and can be read.
+
+    Raises:
+        OSError: it is another user's.
+    """
     try:
         load_entry(entry)
     except (OSError, ValueError, KeyError, TypeError):
         return False
+    check_owner(entry, config.data.cache_folder)
     return True
 
 
@@ -172,4 +181,4 @@ def _entry_folder(source: Source, config: Config, tokenizer: PreTrainedTokenizer
         config.training.seed if max_rows is not None else None,
         form if _has_labels(config) else None,
     )
-    return Path(data.cache_folder or DEFAULT_CACHE_FOLDER).expanduser() / key
+    return find_cache(data.cache_folder, DEFAULT_CACHE_FOLDER) / key

@@ -57,7 +57,7 @@ def _defuse(value: Any) -> Any:
         float(value)
         return value
     except ValueError:
-        return f"'{value}"
+        return "'" + value.replace("\r", " ")  # Python's csv leaves a lone one as it is
 
 
 def read_results(folder: Path) -> list[dict[str, Any]]:
