@@ -23,7 +23,8 @@ SLURM_NODEID=7 exec "$@"
 """
 PYTHON = f"""#!{sys.executable}
 import json, os, sys
-if "accelerate.commands.launch" in sys.argv: json.dump(sys.argv[1:], open(os.environ["FOUND"], "w"))
+if "accelerate.commands.launch" in sys.argv:
+    json.dump([os.environ["QLORA_FSDP_RUN_KEY"], *sys.argv[1:]], open(os.environ["FOUND"], "w"))
 """
 
 
@@ -69,7 +70,8 @@ def test_a_script_runs_nothing_of_its_paths(
     done = subprocess.run(["bash", "-c", script], env=os.environ | own, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     assert [path.name for path in tmp_path.rglob("ran-*")] == []
-    words = json.loads((tmp_path / "found.json").read_text())
+    key, *words = json.loads((tmp_path / "found.json").read_text())
+    assert re.fullmatch("[0-9a-f]{32}", key)
     assert words[:2] == ["-m", "accelerate.commands.launch"]
     launcher, training = words[2 : words.index("-m", 2)], words[words.index("-m", 2) + 2 :]
     options = dict(zip(launcher[::2], launcher[1::2], strict=True))

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from qlora_fsdp.common.errors import ConfigError, LaunchError, Problem
 from qlora_fsdp.common.files import write_atomically
+from qlora_fsdp.common.run_key import RUN_KEY
 from qlora_fsdp.common.text import printable
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.launch.command import accelerate_config
@@ -124,7 +125,7 @@ def _step(config: Config) -> str:
     else:
         meeting, options, node = "", options + " --main_process_port 0", ""
     return (
-        f"{meeting}# USR1 is for the ranks, which save; the launchers above them ignore it.\n"
+        f"{_SECRET}\n{meeting}# USR1 is for the ranks, which save; the launchers above them ignore it.\n"
         f"launcher=({shlex.quote(python)} {options})\n"
         f"srun --ntasks-per-node=1{cpus}{container} --kill-on-bad-exit=1 \\\n"
         f'  --output="$run_folder/console.log" --open-mode=append bash -c \'trap "" USR1\n'
@@ -134,6 +135,9 @@ def _step(config: Config) -> str:
     )
 
 
+_SECRET = f"""\
+# By this the ranks know one another's messages (docs/security.md).
+export {RUN_KEY}=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')"""
 _ENDING = """\
 # USR1 comes before the time limit: pass it on until the run has saved, then queue again. TERM reaches the ranks too.
 told_to_save=no
