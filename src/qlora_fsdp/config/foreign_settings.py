@@ -85,7 +85,7 @@ def read_foreign_settings(file: Path) -> tuple[dict[str, dict[str, Any]], bool]:
         ConfigError: the file can't be read, or holds anything that is not allowed. Names every such setting.
     """
     try:
-        values = yaml.load(_read(file), Loader=_Loader)
+        values = yaml.load(_read(file), Loader=_Loader)  # noqa: S506  # a SafeLoader that refuses still more
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
         raise _unreadable(file, error) from None
     if not isinstance(values, dict):
