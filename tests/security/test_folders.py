@@ -26,7 +26,7 @@ from qlora_fsdp.common.files import (
 )
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.records.check_run_folder import check_run_folder
-from qlora_fsdp.records.ownership import MARKER, OWN_NAMES, is_own
+from qlora_fsdp.records.ownership import FOLLOWED, MARKER, is_own
 from qlora_fsdp.records.run_folder import close_run_folder, open_run_folder
 from qlora_fsdp.report.__main__ import main as report
 from qlora_fsdp.report.sweep_table import write_results
@@ -161,9 +161,9 @@ def test_a_repository_with_files_of_the_same_names_is_no_run(tmp_path: Path, pro
 
 def test_links_in_a_run_folder_are_refused_by_name(tmp_path: Path, victim: Path, processes: Processes):
     folder = start(tmp_path / "run", processes)
-    for name in (*OWN_NAMES, MARKER, "checkpoints"):
+    for name in FOLLOWED:
         (folder / name).rename(tmp_path / "aside") if (folder / name).exists() else None
-        (folder / name).symlink_to(victim if name == "checkpoints" else victim / "authorized_keys")
+        (folder / name).symlink_to(victim if name in ("checkpoints", "wandb") else victim / "authorized_keys")
         for more in ([], ["run.overwrite=true"]):
             assert f"run.folder={folder} holds the link {name}, and a run follows no links" in obstacle(folder, *more)
         with pytest.raises(RunFolderError, match=f"the link {name},"):

@@ -29,6 +29,8 @@ OWN_NAMES = (
     LOCK,
 )
 
+FOLLOWED = (*OWN_NAMES, MARKER, CHECKPOINTS, "wandb")  # what a link must not be, because a run writes there
+
 
 def is_own(folder: Path) -> bool:
     """Whether a run has made this folder its own."""
@@ -51,7 +53,7 @@ def mark(folder: Path) -> None:
 
 def find_obstacle(folder: Path) -> tuple[str, str] | None:
     """Why a run must not use a folder, whatever its settings allow: as the end of a sentence, and what to do."""
-    names = [name for name in (*OWN_NAMES, MARKER, CHECKPOINTS) if (folder / name).is_symlink()]
+    names = [name for name in FOLLOWED if (folder / name).is_symlink()]
     steps = checkpoint_folders(folder / CHECKPOINTS) if not names else []
     names += [f"{CHECKPOINTS}/{path.name}" for path in steps if path.is_symlink()]
     if names:
