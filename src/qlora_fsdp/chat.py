@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if __name__ == "__main__":
-    from qlora_fsdp.common.startup import end_at_once
+    from qlora_fsdp.common.startup import begin
 
-    end_at_once()
+    begin()
 
 from qlora_fsdp.common.errors import DataError, UserError
 from qlora_fsdp.common.startup import quick_imports

@@ -12,9 +12,9 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if __name__ == "__main__":
-    from qlora_fsdp.common.startup import end_at_once
+    from qlora_fsdp.common.startup import begin
 
-    end_at_once()
+    begin()
 
 from qlora_fsdp.common.errors import ConfigError, Problem
 from qlora_fsdp.common.startup import quick_imports

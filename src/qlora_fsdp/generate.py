@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if __name__ == "__main__":
-    from qlora_fsdp.common.startup import end_at_once
+    from qlora_fsdp.common.startup import begin
 
-    end_at_once()
+    begin()
 
 from qlora_fsdp.common.errors import ConfigError, DataError, Problem
 from qlora_fsdp.common.startup import quick_imports
@@ -129,7 +129,7 @@ def run_generate(
 ) -> Tensor:
     """transformers' `generate`: prompt and completion, int64 [num_rows, length], on the CPU."""
     from qlora_fsdp.inference.trained import generation_config
-    from qlora_fsdp.model.shard import computing_inside
+    from qlora_fsdp.model.shard import bypassing_root
 
     samples = settings.temperature > 0
     base: Any = trained.model.base
@@ -138,7 +138,7 @@ def run_generate(
     generation.update(do_sample=samples, max_new_tokens=settings.max_new_tokens, use_cache=True, **sampling)
     if not samples:  # generation_config.json may set these, but they are for sampling
         generation.update(temperature=None, top_p=None, top_k=None)
-    with computing_inside(trained.model) as is_sharded:
+    with bypassing_root(trained.model) as is_sharded:
         output: Tensor = base.generate(
             input_ids.to(processes.device),
             attention_mask=attention_mask.to(processes.device),

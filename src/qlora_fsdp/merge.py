@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 if __name__ == "__main__":
-    from qlora_fsdp.common.startup import end_at_once
+    from qlora_fsdp.common.startup import begin
 
-    end_at_once()
+    begin()
 
 from qlora_fsdp.common.errors import ConfigError, Problem
 from qlora_fsdp.common.files import write_json

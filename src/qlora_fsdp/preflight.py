@@ -94,7 +94,7 @@ def preflight(argv: Sequence[str], file: Path) -> int:
     if not choice.fits:
         cheapest = cheapest_changes(work, target, hardware.gpu)
         missing = (choice.plan.needed - target) / GIB
-        weights = sum(choice.plan.phases["load"].values()) + choice.plan.libraries
+        weights = sum(choice.plan.phases["load"].values()) + choice.plan.library_bytes
         alone = f" A rank's weights alone take {(weights - target) / GIB:.2f} GiB too much." if weights > target else ""
         lines += [f"It is {missing:.2f} GiB too much a GPU.{alone} The cheapest changes that make it fit:"]
         lines += [changes_table(cheapest) or "  none found"]
@@ -231,6 +231,8 @@ def count_tokens(config: Config, work: Workload) -> tuple[float, str]:
         num_bytes = sum(file.stat().st_size for file in files)
         return training.num_epochs * num_bytes / BYTES_A_TOKEN, f"{num_bytes / 1e6:,.1f} MB of data, 4 bytes a token"
     missing = [name for name, path in zip(names, paths, strict=True) if not path.exists()]
+    if missing and config.data.is_default:
+        return 1e8, f"an example: the run would train on {missing[0]}, the default; data.path= names your own data"
     if missing:
         return 1e8, f"an example: {', '.join(missing)} is not here"
     return 1e8, "an example: set data.path or training.max_steps for your own"

@@ -11,9 +11,9 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 if __name__ == "__main__":
-    from qlora_fsdp.common.startup import end_at_once
+    from qlora_fsdp.common.startup import begin
 
-    end_at_once()
+    begin()
 
 from qlora_fsdp.common.errors import ConfigError, Problem
 from qlora_fsdp.config.commands import AdapterSettings

@@ -19,7 +19,7 @@ EXPLAINED = {"stopped": "ended without a word: killed, perhaps for want of memor
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints a table of the runs in the folders of the command line, and returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m qlora_fsdp.status", description="Show every run in a folder.")
+    parser = argparse.ArgumentParser(prog="qlora-fsdp status", description="Show every run in a folder.")
     parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="a run, a sweep, or what holds several")
     folders = [folder.resolve() for folder in parser.parse_args(argv).folders]
     try:

@@ -12,22 +12,28 @@ import sys
 from collections.abc import Sequence
 
 if __name__ == "__main__":
-    from qlora_fsdp.common.startup import end_at_once
+    from qlora_fsdp.common.startup import NO_RUN, begin
 
-    end_at_once("No run was going on.")
+    begin(NO_RUN)
 
 from qlora_fsdp.common.errors import ConfigError, UserError
-from qlora_fsdp.common.startup import quick_imports
+from qlora_fsdp.common.startup import announce, quick_imports
+from qlora_fsdp.config.check_settings import check_split
 from qlora_fsdp.config.command_line import parse_arguments
 from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.config.launch_environment import check_launch_environment
 from qlora_fsdp.config.world import World
+from qlora_fsdp.launch.ranks import plan_ranks, start_ranks
 from qlora_fsdp.records.check_run_folder import check_run
 from qlora_fsdp.runtime.run_command import show_error
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Parses and checks the command line, then trains, or starts the jobs that it asks for.
+def main(argv: Sequence[str] | None = None, starts_ranks: bool = False) -> int:
+    """Parses and checks the command line, then trains, or starts the ranks or jobs that it asks for.
+
+    Args:
+        argv: the arguments; None for those of this process.
+        starts_ranks: whether this process may start others that train in its place, one for each GPU.
 
     Returns:
         The exit code: 0, that of the `UserError` that has been printed, or 1 if a job of a sweep has not finished.
@@ -39,11 +45,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             from qlora_fsdp.launch.multirun import start_jobs
 
             return start_jobs(arguments, os.environ)
-        config = load_config(argv, check_run)
-        world = World.from_environment(os.environ)
+        config = load_config(argv, check_run, launches=starts_ranks)
+        plan = plan_ranks(config, os.environ) if starts_ranks else None
+        world = World.from_environment(os.environ) if plan is None else plan.world
         problems = [*check_run(config), *check_launch_environment(config, os.environ)]
+        if plan is not None and plan.number is not None:
+            problems += check_split(config, world)
         if problems:
             raise ConfigError(problems)
+        if plan is not None and (plan.number != 1 or config.launch.dry_run):
+            return start_ranks("qlora_fsdp.train", argv, config, plan)
+        if plan is not None:
+            os.environ |= plan.environment
+        announce(world.num_ranks)
         with quick_imports():  # torch and transformers only from here on
             from qlora_fsdp.training.run import run
 

@@ -21,7 +21,9 @@ from qlora_fsdp.runtime import watch
 from tests.helpers.ranks import StartedRanks
 
 ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "tests" / "helpers" / "bin" / "qlora-fsdp"  # the command of its own
 LAUNCHERS = {
+    "qlora-fsdp": [str(SCRIPT), "train"],
     "python": ["-m", "qlora_fsdp.train"],
     "chat": ["-m", "qlora_fsdp.chat"],
     "torchrun": ["-m", "torch.distributed.run", "--nproc_per_node", "2", "-m", "qlora_fsdp.train"],
@@ -63,8 +65,9 @@ class Command:
 
     @property
     def errors(self) -> list[str]:
-        """Our messages: what follows `Error: ` at the start of a line, up to the launcher's own output or the end."""
-        return re.findall(r"^Error: (.*?)(?=^Error: |^[EW]\d{4} |\Z)", self.output, flags=re.MULTILINE | re.DOTALL)
+        """Our messages: what follows `Error: ` or begins with `Interrupted by `, up to the launcher's own output."""
+        start = r"^(?:Error: |(?=Interrupted by ))"
+        return re.findall(rf"{start}(.+?)(?={start}|^[EW]\d{{4}} |\Z)", self.output, flags=re.MULTILINE | re.DOTALL)
 
     @property
     def summary(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from qlora_fsdp import __version__
 from qlora_fsdp.config.schema import CheckpointConfig, Config, RunConfig
 from qlora_fsdp.data.tokenize_source import ROWS_A_PROCESS
 from qlora_fsdp.training.resume import describe_kept
@@ -122,7 +123,7 @@ def test_while_the_libraries_are_imported(tmp_path: Path, launcher: str, argumen
     command.wait_for(lambda: "libtorch_cpu" in maps.read_text(), "the import of torch")
     command.process.send_signal(signal.SIGINT)
     assert command.finish() == 130
-    assert command.output == f"\nError: {said}\n"
+    assert command.output == f"qlora-fsdp {__version__}: importing torch ...\n\n{said}\n"
 
 
 def test_what_the_same_command_would_not_go_on_from(tmp_path: Path) -> None:

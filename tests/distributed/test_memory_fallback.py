@@ -12,7 +12,7 @@ import pytest
 from qlora_fsdp.memory.activation_bytes import Policy
 from qlora_fsdp.model.activations import MemoryFallback
 from qlora_fsdp.model.task_model import TaskModel
-from qlora_fsdp.training import step
+from qlora_fsdp.training import passes
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import Trained, settings, train_here
 
@@ -22,23 +22,23 @@ FALLS_BACK_AT = (2, 5, 6, 9, 10, 11)  # micro-batches, two a step; two layers, e
 
 def train_short_of_memory(argv: list[str], rank_short: int | None) -> tuple[Trained, list[Policy]]:
     """A run in which one rank falls back before these micro-batches; the policies of its layers at the end."""
-    policies, num_micro_batches, reduce_gradients = [Policy.none], 0, step.reduce_gradients
+    policies, num_micro_batches, set_gradient_sync = [Policy.none], 0, passes.set_gradient_sync
     fallback: MemoryFallback | None = None
 
-    def fall_back(model: TaskModel, now: bool) -> None:
+    def fall_back(model: TaskModel, enabled: bool) -> None:
         nonlocal fallback, num_micro_batches
         fallback = fallback or MemoryFallback(model.layers, [Policy.none] * len(model.layers))
         if rank_short == int(os.environ["RANK"]) and num_micro_batches in FALLS_BACK_AT:
             fallback()
         num_micro_batches += 1
         policies[:] = fallback.policies
-        reduce_gradients(model, now)
+        set_gradient_sync(model, enabled)
 
-    step.reduce_gradients = fall_back
+    passes.set_gradient_sync = fall_back
     try:
         return train_here(argv), policies
     finally:
-        step.reduce_gradients = reduce_gradients
+        passes.set_gradient_sync = set_gradient_sync
 
 
 def train_each(runs: dict[Any, tuple[list[str], int | None]]) -> dict[Any, tuple[Trained, list[Policy]]]:

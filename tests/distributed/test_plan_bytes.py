@@ -245,7 +245,7 @@ def test_plan_counts_what_a_step_takes(peaks, case: str):
     config = read([*WIDE, *PEAKS[case]])
     plan = plan_of(config, policy_of(config), compute_bytes=4)
     for phase, peak in zip(("forward", "backward"), peaks(NUM_RANKS)[0][case], strict=True):
-        assert plan.tensors(phase) - WORKSPACE == pytest.approx(peak, rel=0.05, abs=3e6), phase
+        assert plan.tensor_bytes(phase) - WORKSPACE == pytest.approx(peak, rel=0.05, abs=3e6), phase
 
 
 def test_proof_takes_no_more_than_a_step() -> None:
@@ -255,4 +255,4 @@ def test_proof_takes_no_more_than_a_step() -> None:
     table = config.model.config["vocab_size"] * config.model.config["hidden_size"]
     peak, held = run_ranks(NUM_RANKS, proof_bytes, arguments)[0]
     assert 2 * table < peak - held < 2.2 * table
-    assert peak < plan_of(config, Policy.full, compute_bytes=4).tensors("forward")
+    assert peak < plan_of(config, Policy.full, compute_bytes=4).tensor_bytes("forward")

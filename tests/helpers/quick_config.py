@@ -6,6 +6,7 @@ values are set in the result, as Hydra does at its end. tests/unit/test_config_c
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from copy import deepcopy
 from functools import cache
@@ -16,9 +17,16 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from qlora_fsdp.config import compose
+from qlora_fsdp.config.config_file import Sections
 from qlora_fsdp.config.schema import Config
 
-_compose_files = cache(compose._compose)
+
+@cache
+def _compose_files(overrides: tuple[str, ...], folders: tuple[Path, ...], given: str) -> DictConfig:
+    return _compose_all(list(overrides), folders, json.loads(given))
+
+
+_compose_all = compose._compose
 
 
 def load_config(argv: Sequence[str]) -> Config:
@@ -27,10 +35,10 @@ def load_config(argv: Sequence[str]) -> Config:
         return compose.load_config(argv)
 
 
-def _compose(overrides: Sequence[str], folders: Sequence[Path]) -> DictConfig:
+def _compose(overrides: Sequence[str], folders: Sequence[Path], given: Sections) -> DictConfig:
     values = [text for text in overrides if text.startswith("++")]
     files = [text for text in overrides if not text.startswith("++")]
-    config = deepcopy(_compose_files(tuple(files), tuple(folders)))
+    config = deepcopy(_compose_files(tuple(files), tuple(folders), json.dumps(given)))
     for value in OverridesParser.create().parse_overrides(values):
         OmegaConf.update(config, value.key_or_group, value.value(), merge=True, force_add=True)
     return config

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 import qlora_fsdp.training.run as pipeline
 from qlora_fsdp.config.world import World
 from qlora_fsdp.layers import QuantizedLinear
-from qlora_fsdp.model.shard import computing_inside
+from qlora_fsdp.model.shard import bypassing_root
 from qlora_fsdp.model.task_model import TaskModel
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.rows import gather_rows, local_tensor, shard_group
@@ -113,7 +113,7 @@ def train_all(
 def logits_of(model: TaskModel, input_ids: Tensor) -> Tensor:
     """Logits of the sharded model: float32 [B, L, V] on the CPU."""
     model.eval()
-    with computing_inside(model, trains=True):
+    with bypassing_root(model, trains=True):
         return model.base(input_ids=input_ids, use_cache=False).logits.float().cpu()
 
 

@@ -86,7 +86,7 @@ def test_an_experiment_does_not_take_the_place_of_the_saved_settings(adapter: Pa
 
 def test_settings_and_bases_that_are_not_there(adapter: Path) -> None:
     (adapter / SETTINGS_FILE).write_text("model: [")
-    with pytest.raises(ConfigError, match=f"{adapter}/{SETTINGS_FILE} can't be read: while parsing"):
+    with pytest.raises(ConfigError, match=f"{adapter}/{SETTINGS_FILE} can't be read: line 1: expected the node"):
         load(adapter)
     (adapter / SETTINGS_FILE).unlink()
     assert load(adapter).model.path is None

@@ -72,7 +72,8 @@ def test_wandb_is_missed_before_the_run_where_a_key_turns_it_on(
         ("data.path=/no/chats", "data.path=/no/chats does not exist"),
         ("data.path=chats.jsonl", "data.path=chats.jsonl does not exist, seen from"),
         ("data.eval_path=./held_out.csv", "data.eval_path=./held_out.csv does not exist"),
-        ("data=default", "data.path=null names no data."),
+        ("data=default data.path=null", "data.path=null names no data."),
+        ("data.path=*.jsonl", "Set data.path to the folder, all of whose files are read, or data.mix={a.jsonl: 1,"),
         ("tokenizer.add_tokens=[a,b,a]", "names a token twice, or one that tokenizer.add_special_tokens names too: a."),
         ("tokenizer.add_tokens=['']", "has a token that is empty."),
         ("lora.target_modules='(['", "has ([, which is no regular expression: unterminated character set"),
@@ -215,7 +216,7 @@ def test_all_problems_are_raised_at_once() -> None:
 
 
 def test_a_command_hears_of_what_it_needs_alone() -> None:
-    config = configure("data=default", "lora.r=0", "checkpoint.keep_best=1")
+    config = configure("data=default", "data.path=null", "lora.r=0", "checkpoint.keep_best=1")
     assert [problem.setting for problem in check_settings(config)] == ["lora.r", "data.path", "checkpoint.keep_best"]
 
     def heard(needs: Needs) -> list[str]:

@@ -112,7 +112,11 @@ def test_plus_before_a_group_is_accepted() -> None:
         ("lora.r=null", "lora.r=null must be a whole number. Set lora.r=16."),
         ("lora.r.x=1", "lora.r={x: 1} must be a whole number. Set lora.r=16."),
         ("fsdp.cpu_offload=maybe", "must be true or false. Set fsdp.cpu_offload=false."),
-        ("training.max_steps=many", "must be a whole number or null."),
+        (
+            "training.max_steps=many",
+            "must be a whole number or null. Set such a value, or leave training.max_steps out.",
+        ),
+        ("training.max_steps=2.6", "must be a whole number or null. Set training.max_steps=3."),
         ("optim.betas=0.9", "must be a list of numbers such as [0.9,0.999]."),
         ("lora.rank_pattern={q: x}", "must be a mapping {name: whole number}."),
         ("lora.rank_pattern=[q_proj]", "lora.rank_pattern=[q_proj] must be a mapping {name: whole number}."),
@@ -134,7 +138,7 @@ def test_plus_before_a_group_is_accepted() -> None:
         ("data.path=a.jsonl,b.jsonl", "data.path='\"a.jsonl,b.jsonl\"'. For several data sets set data.mix={"),
         (
             "data.path=[a.jsonl,b.jsonl]",
-            "must be text or null. Set data.path=null. For several data sets set data.mix={",
+            "must be text or null. Set such a value, or leave data.path out. For several data sets set data.mix={",
         ),
         ("run.name=${model.nme}", "can't be resolved"),
         ("run.name=${now:%H}", "reads the clock on every rank"),
@@ -180,7 +184,7 @@ class TestOwnFolder:
             ("lora: 4\n", "lora=4 is not a setting."),
             ("defaults: [override /quant: nf5]\n", "quant=nf5 is in a defaults list but does not exist"),
             ("defaults: [override /qant: nf4]\n", "can't be composed"),
-            ("lora: {r: 4\n", "mine.yaml, line 3, is not valid YAML"),
+            ("lora: {r: 4\n", "mine.yaml can't be read: line 3: expected"),
         ],
     )
     def test_mistake_in_it_is_one_clear_error(self, folder: Path, text: str, expected: str) -> None:

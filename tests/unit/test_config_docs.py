@@ -24,7 +24,7 @@ def test_every_setting_is_described() -> None:
 
 def test_a_run_without_settings_has_the_schemas_defaults() -> None:
     composed = plain_settings(load_config([]))
-    defaults = {key: plain_default(key) for key in all_settings()}
+    defaults = {key: plain_default(key) for key in all_settings() if not key.startswith(("launch.", "slurm."))}
     assert composed == defaults | {"run.folder": "outputs/run"}  # outputs/${run.name}
 
 

@@ -187,6 +187,22 @@ class TestTritonKernels:
             results.append([grad_h, *inputs])
         torch.testing.assert_close(*results, rtol=1e-4, atol=2e-3)
 
+    @pytest.mark.parametrize("softcap", [None, 2.0])
+    @pytest.mark.parametrize("wants_grad", [True, False])
+    def test_cross_entropy(self, triton_modules, monkeypatch: pytest.MonkeyPatch, softcap, wants_grad: bool):
+        kernel = import_module("qlora_fsdp.layers.kernels.triton_cross_entropy")
+        monkeypatch.setattr(kernel, "MAX_BLOCK", 32)  # so that a row has several blocks, the last of them not full
+        torch.manual_seed(0)
+        logits, targets = 3 * torch.randn(5, 101), torch.tensor([0, 100, -100, 31, 64])
+        exact = logits.double().requires_grad_()
+        capped = exact if softcap is None else softcap * torch.tanh(exact / softcap)
+        expected = torch.nn.functional.cross_entropy(capped, targets, ignore_index=-100, reduction="none")
+        expected.sum().backward()
+        before, losses = logits.clone(), torch.full((5,), -1.0)
+        kernel.cross_entropy(logits, targets, losses, softcap, wants_grad)
+        torch.testing.assert_close(losses.double(), expected.detach(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(logits.double(), exact.grad if wants_grad else before.double(), rtol=1e-5, atol=1e-6)
+
     def test_norm_and_residual(self, triton_modules):
         torch.manual_seed(0)
         x, residual_grad = torch.randn(2, 7, 96), torch.randn(2, 7, 96)

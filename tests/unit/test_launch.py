@@ -150,9 +150,9 @@ def test_a_launcher_without_m_starts_one_job_in_the_run_folder_itself(capsys: py
 @pytest.mark.parametrize(
     ("argv", "environment", "expected"),
     [
-        (["-m", "lora.r=1,2"], {"RANK": "0"}, "Start it plainly: python -m qlora_fsdp.train -m"),
+        (["-m", "lora.r=1,2"], {"RANK": "0"}, "Start it plainly: qlora-fsdp train -m"),
         (["-m", "lora.r=1,2"], {"ACCELERATE_MIXED_PRECISION": "no"}, "Start it plainly"),
-        (["launch.parallel=2"], {}, "has no effect here: nothing is launched. Add -m"),
+        (["launch.parallel=2"], {}, "has no effect here: nothing is launched. Start it as `qlora-fsdp train`"),
         (["hydra/launcher=joblib"], {}, "Set hydra/launcher=accelerate or hydra/launcher=slurm"),
         (["-m", "run.folder=a,b"], {}, "is swept over. Give one folder"),
         (["-m", "quant=nf4,nf5"], {}, "Did you mean quant=nf4?"),

@@ -18,7 +18,7 @@ def test_imports_run_downwards_and_in_no_circle() -> None:
 
 
 def test_only_commands_lie_at_the_top() -> None:
-    """What a user types behind `python -m qlora_fsdp.`, and nothing else."""
+    """What a user types behind `qlora-fsdp`, and nothing else."""
     modules = [file for file in PACKAGE.glob("*.py") if file.stem != "__init__"]
     assert len(modules) <= 10
     for file in modules:

@@ -116,8 +116,8 @@ def test_nothing_dequantized_is_kept_for_backward():
 
 
 def test_rows_that_blocks_would_cross_are_refused():
-    assert "in_features=96" in (Format("nf4").refuses(96) or "")
-    assert Format("int8").refuses(96) is None and Format("fp4").refuses(128) is None
+    assert "in_features=96" in (Format("nf4").why_not(96) or "")
+    assert Format("int8").why_not(96) is None and Format("fp4").why_not(128) is None
 
 
 def test_merging_into_codes_is_refused():

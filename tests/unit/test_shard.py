@@ -9,11 +9,11 @@ from qlora_fsdp.config.schema import FsdpConfig, ShardingStrategy
 from qlora_fsdp.model.shard import place_model
 
 
-def test_fsdp_takes_part_where_something_is_split_or_in_host_memory():
-    assert not FsdpConfig().takes_part(num_shards=1)
-    assert not FsdpConfig(sharding_strategy=ShardingStrategy.NO_SHARD).takes_part(num_shards=1)
-    assert FsdpConfig().takes_part(num_shards=2)
-    assert FsdpConfig(cpu_offload=True).takes_part(num_shards=1)
+def test_fsdp_is_used_where_something_is_split_or_in_host_memory():
+    assert not FsdpConfig().uses_fsdp(num_shards=1)
+    assert not FsdpConfig(sharding_strategy=ShardingStrategy.NO_SHARD).uses_fsdp(num_shards=1)
+    assert FsdpConfig().uses_fsdp(num_shards=2)
+    assert FsdpConfig(cpu_offload=True).uses_fsdp(num_shards=1)
 
 
 def test_tied_parameters_stay_one_when_they_get_memory():

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from qlora_fsdp.common.startup import note_ending
 from qlora_fsdp.common.text import printable_lines
 
 
@@ -121,5 +122,7 @@ class Interrupted(UserError):
 
 def print_error(error: UserError) -> None:
     """Print an error for the user, below whatever progress line is there. It may quote the text of others."""
+    prefix = "" if isinstance(error, Interrupted) else "Error: "  # Ctrl-C is no mistake
     with suppress(OSError):  # stderr may be a file on a full disk
-        print(f"\nError: {printable_lines(str(error))}", file=sys.stderr, flush=True)
+        print(f"\n{prefix}{printable_lines(str(error))}", file=sys.stderr, flush=True)
+    note_ending(error.exit_code)

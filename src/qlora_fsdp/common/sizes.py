@@ -3,15 +3,15 @@
 # A target that has no loss, as in torch.nn.functional.cross_entropy.
 IGNORE_INDEX = -100
 
-# The loss (layers/head_loss.py) holds at most this many bytes of fp32 logits at a time. Its chunks are a multiple of
-# this many tokens, which suits matrix kernels.
+# The loss (layers/head_loss.py) holds at most this many bytes of logits at a time. Its chunks are a multiple of this
+# many tokens, which suits matrix kernels.
 LOGITS_BYTES = 256 * 2**20
 MIN_CHUNK = 256
 
 
-def loss_chunk(vocab_size: int) -> int:
-    """Returns the number of tokens that go through the head at a time."""
-    return max(MIN_CHUNK, LOGITS_BYTES // (4 * vocab_size) // MIN_CHUNK * MIN_CHUNK)
+def loss_chunk(vocab_size: int, logit_bytes: int = 4) -> int:
+    """Returns the number of tokens that go through the head at a time, if each logit takes `logit_bytes`."""
+    return max(MIN_CHUNK, LOGITS_BYTES // (logit_bytes * vocab_size) // MIN_CHUNK * MIN_CHUNK)
 
 
 # Files are read (weights/row_reader.py) in pieces of this size, into this many host buffers.

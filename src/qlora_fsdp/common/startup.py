@@ -1,4 +1,8 @@
-"""Make a command start faster, and end cleanly on Ctrl-C while libraries are imported."""
+"""How a command starts: from its own modules only, with a line on the screen, and with a clean end on Ctrl-C.
+
+`qlora-fsdp` starts ranks through a launcher, and tells them about itself in environment variables, the names of which
+are here.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +14,18 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from types import FrameType
 
+from qlora_fsdp import __version__
+
+NO_RUN = "No run was going on."
+# Set for the processes that `qlora-fsdp` starts
+PARENT_PID = "QLORA_FSDP_PARENT_PID"  # this process ends soon after the one with this id, which has started it
+ENDING_FILE = "QLORA_FSDP_ENDING_FILE"  # the process that prints why the run ends notes the exit code there
+IS_ANNOUNCED = "QLORA_FSDP_IS_ANNOUNCED"  # the first line has been printed
+
+_PR_SET_PDEATHSIG = 1
 NO_COMPILER = "TORCHDYNAMO_DISABLE"
 SECONDS_BETWEEN_BARS = "30"  # in a log file, where every state of a progress bar stays
 
@@ -40,12 +54,72 @@ def quick_imports() -> Iterator[None]:
             os.environ.pop(NO_COMPILER, None)
 
 
+def begin(detail: str = "") -> None:
+    """Does what every command does first, before it imports anything large.
+
+    Args:
+        detail: what Ctrl-C says besides, until another handler is set.
+    """
+    leave_working_folder_out()
+    end_with_parent()
+    end_at_once(detail)
+
+
+def leave_working_folder_out() -> None:
+    """Takes the working folder out of where Python looks for modules, for this process and those that it starts.
+
+    `python -m` puts it first. A folder that was downloaded may hold a `kernels.py` or `hydra_plugins/` of its own,
+    which libraries would import from there. Python has an option for this from 3.11 on.
+    """
+    here = Path.cwd()
+    if Path(__file__).parents[2] == here:
+        return  # this package itself is found there
+    os.environ["PYTHONSAFEPATH"] = "1"
+    sys.path[:] = [entry for entry in sys.path if entry and Path(entry) != here]
+
+
+def end_with_parent() -> None:
+    """Lets the kernel send SIGTERM to this process, which then saves and stops, once the launcher has ended."""
+    pid = os.environ.get(PARENT_PID)
+    if pid is None or sys.platform != "linux":
+        return
+    import ctypes
+
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != int(pid):  # it has ended before
+        os._exit(128 + signal.SIGTERM)
+
+
+def announce(num_ranks: int | None = None) -> None:
+    """Prints the first line, once, on rank 0: importing torch takes seconds in which nothing else would be seen.
+
+    It goes to stderr, because the stdout of some commands is their result.
+
+    Args:
+        num_ranks: processes of the run, if known.
+    """
+    if IS_ANNOUNCED in os.environ or "torch" in sys.modules or os.environ.get("RANK", "0") != "0":
+        return
+    os.environ[IS_ANNOUNCED] = "1"
+    ranks = f", {num_ranks} ranks" if num_ranks is not None and num_ranks > 1 else ""
+    with suppress(OSError):
+        print(f"qlora-fsdp {__version__}{ranks}: importing torch ...", file=sys.stderr, flush=True)
+
+
+def note_ending(exit_code: int) -> None:
+    """Notes, for the launcher, that this process has printed why the run ends."""
+    if file := os.environ.get(ENDING_FILE):
+        with suppress(OSError):
+            Path(file).write_text(str(exit_code))
+
+
 def end_at_once(detail: str = "") -> None:
     """Lets SIGINT end this process with one line and the exit code of a shell, until another handler is set.
 
     Without it, Ctrl-C during the imports that a command begins with would print their tracebacks.
     """
     signal.signal(signal.SIGINT, partial(_end, os.getpid(), f"Interrupted by SIGINT. {detail}".strip()))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # our launcher blocks it until somebody handles it
 
 
 def end_with_the_reader() -> None:
@@ -60,5 +134,6 @@ def _end(main_pid: int, text: str, number: int, frame: FrameType | None) -> None
     if os.environ.get("RANK", "0") == "0" and os.getpid() == main_pid:  # worker processes say nothing
         with suppress(OSError, RuntimeError):  # the signal may come while stdout is being written
             sys.stdout.flush()
-        os.write(2, f"\nError: {text}\n".encode())
+        os.write(2, f"\n{text}\n".encode())
+        note_ending(128 + number)
     os._exit(128 + number)

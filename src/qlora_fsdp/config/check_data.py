@@ -28,12 +28,18 @@ def _data(config: Config) -> Iterator[Problem]:
     if data.path is None and not data.mix and not is_random:
         fix = "Set data.path to a file, a folder or a hub name, or data=random for a dry run."
         yield problem_with(config, "data.path", "names no data.", fix)
+    elif data.is_default and config.task.name is not TaskName.causal_lm:
+        reason = f"is the default and has no labels, which {show('task.name', config.task.name)} needs."
+        yield problem_with(config, "data.path", reason, "Set data.path to a file, a folder or a hub name.")
     for key in ("data.path", "data.eval_path"):
         path = value_of(config, key)
         if path is not None and _is_missing(path):
-            yield problem_with(
-                config, key, f"does not exist, seen from {Path.cwd()}.", f"Set {key} to a file or folder that does."
-            )
+            fix = f"Set {key} to a file or folder that does."
+            if any(letter in path for letter in "*?["):
+                fix = f"Set {key} to the folder, all of whose files are read" + (
+                    ", or data.mix={a.jsonl: 1, b.jsonl: 1}." if key == "data.path" else "."
+                )
+            yield problem_with(config, key, f"does not exist, seen from {Path.cwd()}.", fix)
     template, shipped = data.chat_template, sorted(path.stem for path in _CHAT_TEMPLATES.glob("*.jinja"))
     if template is not None and template not in shipped and not _is_file(template):
         reason = f"is neither a file nor one of {', '.join(shipped)}."

@@ -16,20 +16,22 @@ from typing import NoReturn
 import yaml
 
 from qlora_fsdp.common.errors import ConfigError, Problem
+from qlora_fsdp.config.mistyped import find_mistyped
 from qlora_fsdp.config.settings import all_settings, show
 
-_USAGE = "[accelerate launch -m | torchrun ... -m | python -m] qlora_fsdp.train [group=option ...] [setting=value ...]"
+_USAGE = "qlora-fsdp train [group=option ...] [setting=value ...]"
 
 _EXAMPLES = """\
-  accelerate launch -m qlora_fsdp.train model=llama3-8b data.path=chats.jsonl
-  accelerate launch -m qlora_fsdp.train model.path=/models/my-llama quant=int8 lora.r=32 data.path=chats.jsonl
-  torchrun --nproc_per_node 4 -m qlora_fsdp.train experiment=dry_run model=llama3-70b
-  python -m qlora_fsdp.train model=tiny data=random training.max_steps=10
-  python -m qlora_fsdp.train -m lora.r=8,16,32 model=llama3-8b data.path=chats.jsonl"""
+  qlora-fsdp train model=llama3-8b data.path=chats.jsonl
+  qlora-fsdp train model.path=/models/my-llama quant=int8 lora.r=32 data.path=chats.jsonl launch.num_processes=4
+  qlora-fsdp train -m lora.r=8,16,32 model=llama3-8b data.path=chats.jsonl
+  accelerate launch -m qlora_fsdp.train experiment=dry_run model=llama3-70b
+  torchrun --nproc_per_node 4 -m qlora_fsdp.train model=tiny data=random training.max_steps=10"""
 
 _OPTIONS = """\
   --help             this page
   --cfg job          print the configuration, all resolved, and exit
+  --config FILE      settings and options of groups in a YAML file; what is typed wins (docs/configuration.md)
   --config-dir DIR   a folder with YAML of your own: DIR/experiment/mine.yaml is experiment=mine
   -m, --multirun     a sweep: lora.r=8,16 makes two jobs, started as launch.* says (docs/sweeps.md)
   hydra/launcher=slurm [-m]   submit it to SLURM, as slurm.* says (docs/clusters.md)"""
@@ -51,6 +53,7 @@ class Arguments:
         folders: where groups of options are: the project's conf/, then those of --config-dir.
         help: whether to print the help page.
         cfg: whether to print the configuration.
+        config_file: the file of --config.
         multirun: whether values with commas make several jobs.
     """
 
@@ -58,6 +61,7 @@ class Arguments:
     folders: tuple[Path, ...]
     help: bool
     cfg: bool
+    config_file: Path | None = None
     multirun: bool = False
 
     @property
@@ -76,12 +80,19 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
     """Splits the command line into options and overrides.
 
     Raises:
-        ConfigError: an unknown option, or a --config-dir that is no folder.
+        ConfigError: an unknown option, a --config-dir that is no folder, or more than one --config.
     """
+    if (
+        "--help" not in argv
+        and "-h" not in argv
+        and (mistyped := find_mistyped(argv, group_options("", [conf_folder()])))
+    ):
+        raise ConfigError(mistyped)
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("--cfg", choices=["job"])
+    parser.add_argument("--config", type=Path, action="append", default=[])
     parser.add_argument("--config-dir", type=Path, action="append", default=[])
     parser.add_argument("-m", "--multirun", action="store_true")
     options = parser.parse_intermixed_args(argv)
@@ -91,7 +102,17 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
             problem = Problem(f"--config-dir {folder}", "is not a folder.", "Name the folder that holds your groups.")
             raise ConfigError([problem])
         folders.append(folder.resolve())
-    return Arguments(tuple(options.overrides), tuple(folders), options.help, options.cfg is not None, options.multirun)
+    if len(options.config) > 1:
+        problem = Problem("--config", f"is given {len(options.config)} times.", "Put the settings into one file.")
+        raise ConfigError([problem])
+    return Arguments(
+        tuple(options.overrides),
+        tuple(folders),
+        options.help,
+        options.cfg is not None,
+        options.config[0].expanduser().absolute() if options.config else None,
+        options.multirun,
+    )
 
 
 def conf_folder() -> Path:

@@ -13,7 +13,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
@@ -23,6 +22,7 @@ from qlora_fsdp.common.errors import ConfigError, Problem
 from qlora_fsdp.common.foreign_files import find_outside
 from qlora_fsdp.config.command_line import conf_folder
 from qlora_fsdp.config.compose import load_config
+from qlora_fsdp.config.config_file import Sections
 from qlora_fsdp.config.foreign_settings import (
     ALLOWED,
     REMOTE_CODE,
@@ -30,14 +30,17 @@ from qlora_fsdp.config.foreign_settings import (
     read_foreign_settings,
     remote_code_problem,
 )
-from qlora_fsdp.config.overrides import quote
+from qlora_fsdp.config.overrides import chosen_groups
 from qlora_fsdp.config.schema import Config, TaskName
-from qlora_fsdp.config.settings import show
+from qlora_fsdp.config.settings import show, value_of
+from qlora_fsdp.config.written import is_hidden
 
 SETTINGS_FILE = "qlora_fsdp.yaml"
 
 # Training on random or streamed data needs an end, which these commands do not.
-WITHOUT_TRAINING = ("training.max_steps=1",)
+WITHOUT_TRAINING: Sections = {"training": {"max_steps": 1}}
+# What an adapter is evaluated on is named by who evaluates it.
+WITHOUT_DATA: Sections = {"data": {"path": None}}
 
 
 @dataclass
@@ -54,13 +57,16 @@ class AdapterSettings:
 Settings = TypeVar("Settings", bound=AdapterSettings)
 
 
-def load_command(argv: Sequence[str], kind: type[Settings], usage: str) -> tuple[Settings, Config]:
+def load_command(
+    argv: Sequence[str], kind: type[Settings], usage: str, uses_default_data: bool = False
+) -> tuple[Settings, Config]:
     """Reads the command line of a command.
 
     Args:
         argv: settings of the command and of training, in any order.
         kind: a dataclass of the command's settings.
         usage: what --help prints.
+        uses_default_data: whether the command takes the data that training takes where none is named.
 
     Raises:
         ConfigError: a key is unknown, a value has a wrong type, or the adapter's folder can't be used.
@@ -71,29 +77,27 @@ def load_command(argv: Sequence[str], kind: type[Settings], usage: str) -> tuple
         raise SystemExit(0)
     values, rest, problems = _split(argv, kind)
     settings = kind(**values)
-    groups = {text.lstrip("+").partition("=")[0] for text in rest}
+    typed = chosen_groups(rest)
     if settings.adapter is not None:
         problems += _adapter_problems(settings.adapter)
-        if "experiment" in groups:
+        if "experiment" in typed:
             reason = "can't be used with adapter=, whose saved settings are in its place."
             problems.append(Problem("experiment", reason, "Type the settings that are to be others."))
     if problems:
         raise ConfigError(problems)
-    with TemporaryDirectory() as folder:
-        first, wants_code = list(WITHOUT_TRAINING), False
-        if settings.adapter is not None:
-            adapter = Path(settings.adapter).expanduser()
-            saved, wants_code = _read_saved(adapter, groups)
-            if saved is not None:
-                experiment = Path(folder) / "experiment" / "adapter.yaml"
-                experiment.parent.mkdir()
-                experiment.write_text(f"# @package _global_\n{saved}", encoding="utf-8")
-                first = ["--config-dir", folder, "experiment=adapter", *first]
-            elif "model" not in groups:
-                base = read_base_model(adapter)
-                first = [f"model.path={'null' if base is None else quote(base)}", *first]
-        config = load_config([*first, *rest])
-    if wants_code and not config.model.trust_remote_code and REMOTE_CODE not in groups:
+    beneath, wants_code = [WITHOUT_TRAINING], False
+    if not uses_default_data:
+        beneath.append(WITHOUT_DATA)
+    if settings.adapter is not None:
+        adapter = Path(settings.adapter).expanduser()
+        if (adapter / SETTINGS_FILE).is_file():
+            saved, wants_code = read_foreign_settings(adapter / SETTINGS_FILE)
+            beneath.append(saved)
+        elif "model" not in typed:
+            beneath.append({"model": {"path": read_base_model(adapter)}})
+    config = load_config(rest, beneath=beneath)
+    wants_code = wants_code and not typed & {"model", REMOTE_CODE}
+    if wants_code and not config.model.trust_remote_code:
         file = Path(str(settings.adapter)).expanduser() / SETTINGS_FILE
         raise ConfigError([remote_code_problem(file, config.model.path or config.model.name)])
     return settings, config
@@ -107,7 +111,10 @@ def saved_settings(config: Config, class_weights: list[float] | None = None) -> 
         class_weights: the weights of a classifier's labels, as numbers.
     """
     values = {
-        section: {name: getattr(getattr(config, section), name) for name in names} for section, names in ALLOWED.items()
+        section: {
+            name: value_of(config, f"{section}.{name}") for name in names if not is_hidden(config, f"{section}.{name}")
+        }
+        for section, names in ALLOWED.items()
     }
     path = config.model.path
     if path is not None and Path(path).expanduser().is_dir():
@@ -117,27 +124,6 @@ def saved_settings(config: Config, class_weights: list[float] | None = None) -> 
     if config.task.name is not TaskName.causal_lm:
         values["task"]["class_weights"] = class_weights
     return OmegaConf.to_yaml(OmegaConf.create(values))
-
-
-def _read_saved(adapter: Path, typed: set[str]) -> tuple[str | None, bool]:
-    """What an adapter's folder says of the model: the text of SETTINGS_FILE, or None where there is no such file.
-
-    What is typed as a whole, such as `quant=int8`, is left out: the file is used as an experiment, which would win.
-
-    Returns:
-        The text, and whether the file asks for `model.trust_remote_code`.
-
-    Raises:
-        ConfigError: the file can't be read, or sets what it may not.
-    """
-    file = adapter / SETTINGS_FILE
-    if not file.is_file():
-        return None, False
-    saved, wants_code = read_foreign_settings(file)
-    kept = {section: values for section, values in saved.items() if section not in typed}
-    if "task" in typed:
-        kept.pop("training", None)  # packing, which goes with the task
-    return OmegaConf.to_yaml(OmegaConf.create(kept)), wants_code and "model" not in typed
 
 
 def _split(argv: Sequence[str], kind: type) -> tuple[dict[str, Any], list[str], list[Problem]]:

@@ -1,9 +1,10 @@
 """Makes a typed `Config` of the command line and the YAML files.
 
-Hydra composes plain values: the schema's defaults, then one option of each group, then an experiment, then the
-overrides. Only the result is checked against the schema, in one walk. This finds a key that the schema does not know
-wherever it comes from (a user's YAML file, `key=`, `+key=` or `++key=`), and reports all such mistakes at once. Hydra
-itself would stop at the first mistake, and would accept any key behind a plus sign.
+Hydra composes plain values: the schema's defaults, then one option of each group, then an experiment, then what a file
+of `--config` or an adapter's folder says, then the overrides. Only the result is checked against the schema, in one
+walk. This finds a key that the schema does not know wherever it comes from (a user's YAML file, `key=`, `+key=` or
+`++key=`), and reports all such mistakes at once. Hydra itself would stop at the first mistake, and would accept any key
+behind a plus sign.
 """
 
 from __future__ import annotations
@@ -25,12 +26,23 @@ from omegaconf.errors import OmegaConfBaseException
 from qlora_fsdp.common.errors import ConfigError, Problem
 from qlora_fsdp.config.check_settings import check_settings
 from qlora_fsdp.config.command_line import Arguments, group_options, help_text, parse_arguments
-from qlora_fsdp.config.overrides import did_you_mean, escape, prepare_overrides
-from qlora_fsdp.config.schema import Config, Dtype
+from qlora_fsdp.config.config_file import FileSettings, Sections, leave_out, read_config_file
+from qlora_fsdp.config.identity import plain_settings, sections_of
+from qlora_fsdp.config.overrides import chosen_groups, did_you_mean, escape, prepare_overrides
+from qlora_fsdp.config.schema import Config, DataFormat, Dtype
 from qlora_fsdp.config.settings import all_settings, unknown_setting, wrong_type
+from qlora_fsdp.config.written import find_unresolvable, note_written
+
+# Hydra reads the folders of --config-dir by src/hydra_plugins/qlora_fsdp_folders.py, which checks their files.
+FOLDER_SCHEME = "settings://"
 
 
-def load_config(argv: Sequence[str], check: Callable[[Config], list[Problem]] = check_settings) -> Config:
+def load_config(
+    argv: Sequence[str],
+    check: Callable[[Config], list[Problem]] = check_settings,
+    beneath: Sequence[Sections] = (),
+    launches: bool = False,
+) -> Config:
     """Reads the command line and composes the configuration.
 
     `--help` and `--cfg job` print, on rank 0, and exit.
@@ -39,6 +51,9 @@ def load_config(argv: Sequence[str], check: Callable[[Config], list[Problem]] = 
         argv: the arguments behind the program's name, e.g. `["model=llama3-8b", "lora.r=32"]`.
         check: finds what else is wrong with a configuration. It is called where the command line has mistakes, so that
             the user sees both at once.
+        beneath: values by section and name that what is typed and the file of `--config` win over; later ones win over
+            earlier ones.
+        launches: whether this process starts ranks, so that settings of `launch` have an effect.
 
     Returns:
         The configuration, typed and with all interpolations resolved. It is well formed but not yet checked.
@@ -50,9 +65,10 @@ def load_config(argv: Sequence[str], check: Callable[[Config], list[Problem]] = 
     if arguments.help:
         _print_and_exit(help_text(arguments.folders))
 
-    overrides, unusable = prepare_overrides(arguments.overrides, arguments.folders)
-    unusable += _without_effect(arguments)
-    config, mistakes = read_config(_compose(overrides, arguments.folders))
+    given = read_given(arguments, beneath)
+    overrides, unusable = prepare_overrides([*given.options, *arguments.overrides], arguments.folders)
+    unusable += _without_effect(arguments, launches)
+    config, mistakes = read_config(_compose(overrides, arguments.folders, given.values))
     if unusable:
         raise ConfigError([*unusable, *mistakes])
     if mistakes:
@@ -64,14 +80,45 @@ def load_config(argv: Sequence[str], check: Callable[[Config], list[Problem]] = 
     return config
 
 
-def to_yaml(config: Config) -> str:
-    """Returns the configuration as YAML, which a folder of `--config-dir` can hold as an experiment."""
-    return OmegaConf.to_yaml(OmegaConf.structured(config))
+def to_yaml(config: Config, as_written: bool = False) -> str:
+    """Returns the configuration as YAML, which `--config` reads.
+
+    Args:
+        config: the configuration.
+        as_written: for the files of a run: with every `${...}` as it was written, and without `launch` and `slurm`,
+            which say how a run is started and not what it is.
+    """
+    if not as_written:
+        return OmegaConf.to_yaml(OmegaConf.structured(config))
+    settings = {key: config.written.get(key, value) for key, value in plain_settings(config).items()}
+    return OmegaConf.to_yaml(OmegaConf.create(sections_of(settings)))
 
 
-def register_schema() -> None:
-    """Gives Hydra the schema's defaults under the name that conf/config.yaml starts from."""
+def read_given(arguments: Arguments, beneath: Sequence[Sections] = ()) -> FileSettings:
+    """Returns what the file of `--config` and `beneath` say, without what is typed in its place.
+
+    Raises:
+        ConfigError: the file can't be used.
+    """
+    typed, file = chosen_groups(arguments.overrides), FileSettings()
+    if arguments.config_file is not None:
+        file = read_config_file(arguments.config_file, arguments.folders)
+        if "experiment" in typed:
+            reason = f"can't be used with --config {arguments.config_file}: both say what a run begins with."
+            fix = "Write `experiment: NAME` into that file, whose own values win over it."
+            raise ConfigError([Problem("experiment", reason, fix)])
+    options = tuple(text for text in file.options if text.partition("=")[0] not in typed)
+    chosen, values = typed | chosen_groups(options), Sections()
+    for layer, groups in [*((layer, chosen) for layer in beneath), (file.values, typed)]:
+        for section, names in leave_out(layer, groups, arguments.folders).items():
+            values.setdefault(section, {}).update(names)
+    return FileSettings(options, values)
+
+
+def register_schema(given: Sections | None = None) -> None:
+    """Gives Hydra what conf/config.yaml names besides files: the schema's defaults, and values of `read_given`."""
     ConfigStore.instance().store("schema", node=_defaults())
+    ConfigStore.instance().store("given", node=given or {})
 
 
 @cache
@@ -91,7 +138,9 @@ def read_config(composed: DictConfig) -> tuple[Config, list[Problem]]:
     Raises:
         ConfigError: an interpolation can't be resolved.
     """
-    _refuse_clock(composed)
+    written = _as_dict(composed, resolve=False)
+    if problems := find_unresolvable(written):
+        raise ConfigError(problems)
     try:
         values = _as_dict(composed, resolve=True)
     except OmegaConfBaseException as error:
@@ -120,6 +169,9 @@ def read_config(composed: DictConfig) -> tuple[Config, list[Problem]]:
     compute = config.quant.bnb_4bit_compute_dtype
     if config.quant.load_in_4bit and compute is not Dtype.float16 and config.training.precision is Dtype.auto:
         config.training.precision = compute  # products and activations have one dtype, and this one is asked for
+    if config.data.is_default and (config.data.mix or config.data.format is DataFormat.random):
+        config.data.path = None  # these say what to train on
+    note_written(config, written)
     return config, problems
 
 
@@ -129,20 +181,24 @@ def _print_and_exit(text: str) -> NoReturn:
     raise SystemExit(0)
 
 
-def _compose(overrides: list[str], folders: Sequence[Path]) -> DictConfig:
-    with composing(folders) as search_path:
+def _compose(overrides: list[str], folders: Sequence[Path], given: Sections) -> DictConfig:
+    with composing(folders, given) as search_path:
         return compose("config", overrides=[*overrides, search_path])
 
 
 @contextmanager
-def composing(folders: Sequence[Path]) -> Iterator[str]:
+def composing(folders: Sequence[Path], given: Sections) -> Iterator[str]:
     """Wraps what Hydra does with conf/config.yaml, and gives the override that makes it look into all `folders`.
+
+    Args:
+        folders: where groups of options are, first the project's own.
+        given: values that win over all options, by section and name.
 
     Raises:
         ConfigError: Hydra or the YAML parser stopped.
     """
-    register_schema()
-    extra = ",".join(f"'file://{escape(str(folder))}'" for folder in folders[1:])
+    register_schema(given)
+    extra = ",".join(f"'{FOLDER_SCHEME}{escape(str(folder))}'" for folder in folders[1:])
     try:
         with initialize_config_dir(config_dir=str(folders[0]), version_base="1.3", job_name="train"):
             yield f"hydra.searchpath=[{extra}]"
@@ -150,24 +206,21 @@ def composing(folders: Sequence[Path]) -> Iterator[str]:
         raise ConfigError([_explain(error, folders)]) from None
 
 
-def _without_effect(arguments: Arguments) -> list[Problem]:
+def _without_effect(arguments: Arguments, launches: bool) -> list[Problem]:
     """Refuses settings of the launch for a run that this process does itself."""
     texts = [] if arguments.starts_jobs else arguments.overrides
-    fix = "Add -m, hydra/launcher=accelerate or hydra/launcher=slurm."
+    sections = ("slurm.",) if launches else ("launch.", "slurm.")
     return [
-        Problem(text, "has no effect here: nothing is launched.", fix)
+        Problem(
+            text,
+            "has no effect here: nothing is launched.",
+            "Start it as `qlora-fsdp train`, or add -m, hydra/launcher=accelerate or hydra/launcher=slurm."
+            if text.lstrip("+").startswith("launch.")
+            else "Add hydra/launcher=slurm.",
+        )
         for text in texts
-        if text.lstrip("+").startswith(("launch.", "slurm."))
+        if text.lstrip("+").startswith(sections)
     ]
-
-
-def _refuse_clock(composed: DictConfig) -> None:
-    for section, values in _as_dict(composed, resolve=False).items():
-        for name, value in values.items() if isinstance(values, dict) else ():
-            if isinstance(value, str) and "${now:" in value:
-                reason = "reads the clock on every rank by itself: the ranks would disagree."
-                fix = f'Let the shell do it: {section}.{name}="$(date +%Y-%m-%d_%H-%M)".'
-                raise ConfigError([Problem(f"{section}.{name}={value}", reason, fix)])
 
 
 def _as_dict(composed: DictConfig, *, resolve: bool) -> dict[str, Any]:
@@ -183,7 +236,7 @@ def _explain(error: Exception, folders: Sequence[Path]) -> Problem:
         return Problem(place, f"is not valid YAML: {error.problem}.", "Correct this file.")
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, option = error.missing_cfg_file.removesuffix(".yaml").rpartition("/")
-        options = group_options(group, folders)
+        options = group_options(group, folders[:1] if group.startswith("hydra/") else folders)
         return Problem(
             f"{group}={option}" if group else option,
             f"is in a defaults list but does not exist: {group or 'this folder'} has {', '.join(options) or 'none'}.",

@@ -1,22 +1,26 @@
-"""Which settings a file that somebody else wrote may carry.
+"""Which settings a file may carry that somebody else may have written.
 
 An adapter's folder brings settings of its own, and it may have been downloaded. Whoever wrote it describes a model:
 which base the adapter belongs to, and how that was quantized. They do not decide what this machine runs, reads, writes
 or connects to. So a setting counts only if it is on the list below and is a plain value; anything else is refused by
-name. Code that comes with a base model runs only where the user allows it. Imports no torch.
+name.
+
+A file of settings that the user names, `--config my.yaml`, may set whatever there is. But as such files are passed on
+too, they hold no more than settings: nothing that reads the environment, nothing that Hydra or a model would run. Code
+that comes with a model runs only where the user types it. Imports no torch.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from qlora_fsdp.common.errors import ConfigError, Problem
 from qlora_fsdp.common.text import printable
+from qlora_fsdp.config.bounded_yaml import read_text, read_yaml
 from qlora_fsdp.config.settings import show
 
 ALLOWED = {
@@ -49,29 +53,9 @@ ALLOWED = {
 REMOTE_CODE = "model.trust_remote_code"
 IGNORED = ("model.cache_folder", REMOTE_CODE)
 
-MAX_BYTES = 2**20  # of a file
-MAX_DEPTH = 8  # of lists and mappings inside one another
+MAX_DEPTH = 8  # of lists and mappings inside one another, in a value
 MAX_SHOWN = 80  # characters of a value in a message
-
-
-class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # yaml has no types
-    """YAML without aliases, with which a few lines can stand for billions of values."""
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.AliasEvent):
-            mark = self.peek_event().start_mark
-            raise yaml.MarkedYAMLError(problem="aliases such as *name are not allowed", problem_mark=mark)
-        return super().compose_node(parent, index)
-
-    def construct_yaml_int(self, node: Any) -> int:
-        """Refuses integers that no setting needs, and that Python takes long to print or does not print at all."""
-        value: int = super().construct_yaml_int(node)
-        if value.bit_length() > 64:
-            raise yaml.MarkedYAMLError(problem="an integer has more than 64 bits", problem_mark=node.start_mark)
-        return value
-
-
-_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
+_OTHER_SETTING = re.compile(r"\$\{[a-z]\w*(?:\.\w+)+\}")  # plain ${section.name}
 
 
 def read_foreign_settings(file: Path) -> tuple[dict[str, dict[str, Any]], bool]:
@@ -85,8 +69,8 @@ def read_foreign_settings(file: Path) -> tuple[dict[str, dict[str, Any]], bool]:
         ConfigError: the file can't be read, or holds anything that is not allowed. Names every such setting.
     """
     try:
-        values = yaml.load(_read(file), Loader=_Loader)  # noqa: S506  # a SafeLoader that refuses still more
-    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+        values = read_yaml(file, allows_aliases=False)
+    except (OSError, ValueError) as error:
         raise _unreadable(file, error) from None
     if not isinstance(values, dict):
         raise _unreadable(file, ValueError("it holds no sections with settings"))
@@ -104,20 +88,36 @@ def read_foreign_settings(file: Path) -> tuple[dict[str, dict[str, Any]], bool]:
                 problems.append(_not_allowed(file, key, value))
             else:
                 kept[section][name] = value
-                problems += [
-                    Problem(_quote(file, place, found), reason, f"Remove it from the file, or type {key}=... yourself.")
-                    for place, found, reason in _find_unplain(key, value)
-                ]
+                problems += unplain_problems(file, key, value)
     if problems:
         raise ConfigError(problems)
     model = values.get("model", {})
     return kept, model.get("trust_remote_code") not in (None, False)
 
 
+def find_forbidden(values: Mapping[str, Mapping[str, Any]], file: Path) -> Iterator[Problem]:
+    """Yields what a file of settings holds that is no setting, or one that only the user may type.
+
+    Args:
+        values: what the file says, by section and name.
+        file: it, for the messages.
+    """
+    for section, names in values.items():
+        for name, value in names.items():
+            key = f"{section}.{name}"
+            if key == REMOTE_CODE and value not in (None, False):
+                reason = "would let code that comes with a model run here, which only you can allow."
+                yield Problem(
+                    quote_setting(file, key, value), reason, f"Remove it; if you trust the model, type {key}=true."
+                )
+            else:
+                yield from unplain_problems(file, key, value, allows_other_settings=True)
+
+
 def remote_code_problem(file: Path, base: str) -> Problem:
     """Returns the problem of a file that asks for `model.trust_remote_code`, which the user has not typed."""
-    reason = f"would let code that comes with {_clean(base)} run here, which only you can allow."
-    return Problem(_quote(file, REMOTE_CODE, True), reason, f"If you trust that code, type {REMOTE_CODE}=true.")
+    reason = f"would let code that comes with {clean(base)} run here, which only you can allow."
+    return Problem(quote_setting(file, REMOTE_CODE, True), reason, f"If you trust that code, type {REMOTE_CODE}=true.")
 
 
 def read_base_model(adapter: Path) -> str | None:
@@ -128,9 +128,9 @@ def read_base_model(adapter: Path) -> str | None:
     """
     file = adapter / "adapter_config.json"
     try:
-        base = json.loads(_read(file))["base_model_name_or_path"]
+        base = json.loads(read_text(file))["base_model_name_or_path"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        reason = f"has an adapter_config.json that can't be read: {_clean(repr(error))}."
+        reason = f"has an adapter_config.json that can't be read: {clean(repr(error))}."
         raise ConfigError([Problem(show("adapter", adapter), reason, "Copy or download it again.")]) from None
     if base is None:
         return None
@@ -139,19 +139,20 @@ def read_base_model(adapter: Path) -> str | None:
         reasons = ["is not the name of a model."]
     if reasons:
         fix = "Set model.path to the base model yourself."
-        raise ConfigError([Problem(_quote(file, "base_model_name_or_path", base), reasons[0], fix)])
+        raise ConfigError([Problem(quote_setting(file, "base_model_name_or_path", base), reasons[0], fix)])
     return str(base)
 
 
-def _read(file: Path) -> str:
-    with file.open("rb") as stream:
-        content = stream.read(MAX_BYTES + 1)
-    if len(content) > MAX_BYTES:
-        raise ValueError(f"it is larger than {MAX_BYTES // 2**20} MiB")
-    return content.decode("utf-8")
+def unplain_problems(file: Path, key: str, value: Any, *, allows_other_settings: bool = False) -> Iterator[Problem]:
+    """Yields what is wrong with the value that a file gives to a setting."""
+    for place, found, reason in _find_unplain(key, value, allows_other_settings):
+        fix = f"Remove it from the file, or type {printable(key)}=... yourself."
+        yield Problem(quote_setting(file, place, found), reason, fix)
 
 
-def _find_unplain(place: str, value: Any, depth: int = 0) -> Iterator[tuple[str, Any, str]]:
+def _find_unplain(
+    place: str, value: Any, allows_other_settings: bool = False, depth: int = 0
+) -> Iterator[tuple[str, Any, str]]:
     """Where something is more than a plain value, what that is, and why it is refused."""
     if depth > MAX_DEPTH:
         yield place, "...", f"is nested more than {MAX_DEPTH} deep."
@@ -162,34 +163,47 @@ def _find_unplain(place: str, value: Any, depth: int = 0) -> Iterator[tuple[str,
                 yield inner, item, "has a name that is no plain text."
             elif str(name) == "auto_map" or "_implementation" in str(name):
                 yield inner, item, "names code to run, which only you can allow."
-            elif str(name).startswith("_") and str(name).endswith("_"):
+            elif is_instruction(str(name)):
                 yield inner, item, "is an instruction to Hydra, and not a setting."
             else:
-                yield from _find_unplain(inner, item, depth + 1)
+                yield from _find_unplain(inner, item, allows_other_settings, depth + 1)
     elif isinstance(value, list):
         for number, item in enumerate(value):
-            yield from _find_unplain(f"{place}[{number}]", item, depth + 1)
-    elif isinstance(value, str) and ("${" in value or value == "???"):
-        yield place, value, "is no plain value: ${...} reads other settings, or your environment."
+            yield from _find_unplain(f"{place}[{number}]", item, allows_other_settings, depth + 1)
+    elif isinstance(value, str) and ("${" in _without_other_settings(value, allows_other_settings) or value == "???"):
+        others = "" if allows_other_settings else "other settings, or "
+        yield place, value, f"is no plain value: ${{...}} reads {others}your environment."
     elif value is not None and not isinstance(value, (bool, int, float, str)):
         yield place, value, "is no plain value."
 
 
+def is_instruction(name: str) -> bool:
+    """Whether a key, such as `_target_`, tells Hydra what to do. No setting has such a name."""
+    return name.startswith("_") and name.endswith("_")
+
+
+def _without_other_settings(value: str, allows_other_settings: bool) -> str:
+    return _OTHER_SETTING.sub("", value) if allows_other_settings else value
+
+
 def _not_allowed(file: Path, key: str, value: Any) -> Problem:
     reason = "is not for an adapter's file to set: it may only describe the model that the adapter belongs to."
-    return Problem(_quote(file, key, value), reason, "Remove it from the file; if you want it, type it yourself.")
+    return Problem(
+        quote_setting(file, key, value), reason, "Remove it from the file; if you want it, type it yourself."
+    )
 
 
 def _unreadable(file: Path, error: Exception) -> ConfigError:
-    reason = f"can't be read: {_clean(' '.join(str(error).split()), 400)}."
+    reason = f"can't be read: {clean(' '.join(str(error).split()), 400)}."
     return ConfigError([Problem(str(file), reason, "Copy the adapter again, or remove this file.")])
 
 
-def _quote(file: Path, key: str, value: Any) -> str:
-    return f"{file}: {_clean(show(key, value))}"
+def quote_setting(file: Path, key: str, value: Any) -> str:
+    """Returns a setting in a file of others for a message."""
+    return f"{file}: {clean(show(key, value))}"
 
 
-def _clean(text: str, length: int = MAX_SHOWN) -> str:
+def clean(text: str, length: int = MAX_SHOWN) -> str:
     """Text of others for a message: cut, and without the control characters that a terminal obeys."""
     text = printable(text[: length + 1])
     return text if len(text) <= length else f"{text[:length]}..."

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from qlora_fsdp.config.bounded_yaml import read_yaml
 from qlora_fsdp.config.schema import Config
-from qlora_fsdp.config.settings import all_settings, value_of
+from qlora_fsdp.config.settings import all_settings
+from qlora_fsdp.config.written import fill_in, public_value
+
+# Sections that say how runs are started, and nothing of the runs.
+NOT_THE_RUNS = ("launch", "slurm")
+MAX_CHAIN = 8  # settings that name one another, in a run's config.yaml
+MAX_LETTERS = 1000  # of a setting that another one names
 
 # These settings change no number, or only the rounding of sums. Any other setting is part of what the run is.
-_HARMLESS_SECTIONS = ("run", "fsdp", "memory", "kernels", "checkpoint", "tracking", "distributed", "launch", "slurm")
+_HARMLESS_SECTIONS = ("run", "fsdp", "memory", "kernels", "checkpoint", "tracking", "distributed")
 _HARMLESS = (
     "model.name",
     "model.attn_implementation",
@@ -31,22 +37,45 @@ _HARMLESS = (
 
 def is_harmless(key: str) -> bool:
     """Whether a run with another value of this setting is still the same run."""
-    return key.partition(".")[0] in _HARMLESS_SECTIONS or key in _HARMLESS
+    return key.partition(".")[0] in (*_HARMLESS_SECTIONS, *NOT_THE_RUNS) or key in _HARMLESS
 
 
 def plain_settings(config: Config) -> dict[str, Any]:
-    """Returns every setting by its key, as JSON has it."""
-    return {key: _plain(value_of(config, key)) for key in all_settings()}
+    """Returns every setting of a run by its key, as JSON has it, and without what the environment gave."""
+    keys = (key for key in all_settings() if key.partition(".")[0] not in NOT_THE_RUNS)
+    return {key: _plain(public_value(config, key)) for key in keys}
+
+
+def sections_of(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Returns settings by section and name."""
+    sections: dict[str, dict[str, Any]] = {}
+    for key, value in settings.items():
+        section, _, name = key.partition(".")
+        sections.setdefault(section, {})[name] = value
+    return sections
 
 
 def read_settings(file: Path) -> dict[str, Any]:
     """Returns every setting in a run's config.yaml by its key, as JSON has it; empty if there is no such file."""
     try:
-        sections = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError):
+        sections = read_yaml(file)
+    except (OSError, ValueError):
         return {}
     sections = sections if isinstance(sections, dict) else {}
-    return {f"{section}.{name}": value for section, values in sections.items() for name, value in values.items()}
+    sections = {section: values for section, values in sections.items() if isinstance(values, dict)}
+    found = {f"{section}.{name}": value for section, values in sections.items() for name, value in values.items()}
+    for _ in range(MAX_CHAIN):
+        filled = {key: fill_in(value, partial(_find_short, found)) for key, value in found.items()}
+        if filled == found:
+            break
+        found = filled
+    return found
+
+
+def _find_short(found: Mapping[str, Any], key: str) -> Any:
+    """A setting's value for another one's `${...}`, unless it is long: it may be others' text, made to grow."""
+    value = found.get(key)
+    return f"${{{key}}}" if value is None or len(str(value)) > MAX_LETTERS else value
 
 
 def find_changes(new: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -12,8 +12,8 @@ from hydra.core.override_parser.types import Glob, Override
 from hydra.errors import HydraException
 
 from qlora_fsdp.common.errors import Problem
-from qlora_fsdp.config.command_line import group_options
-from qlora_fsdp.config.settings import SEVERAL_DATA_SETS, all_settings, show, wrong_type
+from qlora_fsdp.config.command_line import conf_folder, default_options, group_options
+from qlora_fsdp.config.settings import SEVERAL_DATA_SETS, all_settings, nearest_settings, show, wrong_type
 
 
 def prepare_overrides(
@@ -30,7 +30,8 @@ def prepare_overrides(
         The usable overrides for Hydra, and a problem for each of the others.
     """
     usable, problems = [], []
-    for text in texts:
+    full_texts = [full for text in texts for full in _written_out(text, folders, sweep)]
+    for text in full_texts:
         override = _parse(text, sweep)
         if isinstance(override, Problem):
             problems.append(override)
@@ -64,6 +65,11 @@ def prepare_overrides(
     return usable, problems
 
 
+def chosen_groups(texts: Sequence[str]) -> set[str]:
+    """Returns the groups of which overrides pick an option, and the settings that they set: what is left of `=`."""
+    return {text.lstrip("+").partition("=")[0] for text in texts}
+
+
 def quote(text: str) -> str:
     """Returns text as the value of an override, whatever characters it has."""
     return f"'{escape(text)}'"
@@ -80,11 +86,38 @@ def did_you_mean(group: str, option: Any, options: Sequence[str]) -> str:
     return f"Did you mean {group}={nearest[0]}?" if nearest else f"Set {group} to one of these."
 
 
+def is_path(group: str, value: Any, folders: Sequence[Path]) -> bool:
+    """Whether `model=value` or `data=value` means a path or a hub name and no option: `data=chats.jsonl`."""
+    if group not in ("model", "data") or not isinstance(value, str) or value in group_options(group, folders):
+        return False
+    if group == "data" and Path(value).suffix:
+        return True
+    return "/" in value or value in (".", "..", "~") or _exists(value)
+
+
+def _exists(path: str) -> bool:
+    try:
+        return Path(path).expanduser().exists()
+    except (OSError, RuntimeError, ValueError):  # no name of a file
+        return False
+
+
+def _written_out(text: str, folders: Sequence[Path], sweep: bool) -> list[str]:
+    """The overrides that one stands for: `data=chats.jsonl` is `data=default` and `data.path=chats.jsonl`."""
+    group, _, value = text.lstrip("+").partition("=")
+    values = value.split(",") if sweep else [value]
+    if not all(is_path(group, value.strip("'\""), folders) for value in values):
+        return [text]
+    return [f"{group}={default_options()[group]}", f"{group}.path={value}"]
+
+
 def _parse(text: str, sweep: bool = False) -> Override | Problem:
     parser = OverridesParser.create()
     key, equals, value = text.partition("=")
+    if not equals and key.endswith((".yaml", ".yml")):
+        return Problem(text, "is not of the form key=value.", f"Did you mean --config {text}?")
     if not equals and not key.startswith("~"):
-        return Problem(text, "is not of the form key=value.", "See --help for examples.")
+        return Problem(text, "is not of the form key=value.", _meant(text))
     try:
         return parser.parse_overrides([text])[0]
     except HydraException:
@@ -98,6 +131,14 @@ def _parse(text: str, sweep: bool = False) -> Override | Problem:
     if setting is not None and setting.type == list[str] and value == f"[{items}]" and not set("[]'\"") & set(items):
         return parser.parse_overrides([f"{key}=[{','.join(quote(item.strip()) for item in items.split(','))}]"])[0]
     return Problem(text, "can't be read.", f"Put quotes around special characters: {key}='\"...\"'.")
+
+
+def _meant(word: str) -> str:
+    """The fix for a word without an equals sign, which may be an option of a group or the name of a setting."""
+    folders = [conf_folder()]
+    groups = [group for group in group_options("", folders) if word in group_options(group, folders)]
+    meant = [f"{group}={word}" for group in groups] or [f"{key}=VALUE" for key in nearest_settings(word)]
+    return f"Did you mean {' or '.join(meant[:2])}?" if meant else "See --help for examples."
 
 
 def _values(override: Override) -> list[Any]:
@@ -116,8 +157,7 @@ def _is_list_for_mapping(key: str, value: Any) -> bool:
 def _check_option(group: str, option: Any, options: Sequence[str]) -> Problem | None:
     if option in options or (option is None and group == "experiment"):
         return None
-    return Problem(
-        show(group, option),
-        f"is no option of {group}: it has {', '.join(options)}.",
-        did_you_mean(group, option, options),
-    )
+    fix = did_you_mean(group, option, options)
+    if group in ("model", "data"):
+        fix += f" For a path or a hub name set {group}.path={option}."
+    return Problem(show(group, option), f"is no option of {group}: it has {', '.join(options)}.", fix)

@@ -312,7 +312,7 @@ class FsdpConfig:
             case other:
                 assert_never(other)
 
-    def takes_part(self, num_shards: int) -> bool:
+    def uses_fsdp(self, num_shards: int) -> bool:
         """Whether FSDP has anything to do: parameters are split, or they come from host memory."""
         return num_shards > 1 or self.cpu_offload
 
@@ -340,6 +340,9 @@ class ComputeConfig:
     # with one scale per row, in forward and for the gradient of the input; the adapters' products stay in bfloat16. fp8
     # needs a 4-bit base and an Ada, Hopper or later GPU.
     matmul: MatmulKind = MatmulKind.dequantized
+    # Record forward and backward of a micro-batch as a CUDA graph, so that a step does not wait for Python: true or
+    # false. What can't be recorded is computed kernel by kernel, and the log says why.
+    cuda_graph: bool = True
 
 
 @dataclass
@@ -351,7 +354,8 @@ class KernelsConfig:
     rotary: Kernel = Kernel.auto
     # The gated activation of the MLP (SwiGLU, GeGLU).
     glu: Kernel = Kernel.auto
-    # The loss over a frozen output head.
+    # The loss over a frozen output head. auto: a Triton kernel of this project on a GPU; liger: Liger's, which asks the
+    # device, so that steps can't be captured (compute.cuda_graph).
     cross_entropy: Kernel = Kernel.auto
     # Compute q, k and v together, and gate, up and down, where all of them are quantized and adapted without dropout or
     # DoRA. On a GPU with rms_norm=auto, each norm of a Llama, Mistral, Qwen 2 or Qwen 3 layer is also computed together
@@ -359,11 +363,16 @@ class KernelsConfig:
     fuse_layers: bool = True
 
 
+# What the QLoRA paper (arXiv:2305.14314) trained Guanaco on: conversations of OpenAssistant.
+DEFAULT_DATA = "timdettmers/openassistant-guanaco"
+
+
 @dataclass
 class DataConfig:
     # A .jsonl, .json, .csv or .parquet file; a folder of .txt or .md files or of any of these; or a hub data set's
-    # name.
-    path: str | None = None
+    # name. The default is what the QLoRA paper trained on. It counts for training and preview, where neither a mix nor
+    # random tokens are asked for; other commands want data named.
+    path: str | None = DEFAULT_DATA
     # Several of these with their weights, in place of path: {chats.jsonl: 3, code.jsonl: 1} takes three of four rows
     # from chats. An epoch has every row at least once. A data set that is small for its weight is repeated.
     mix: dict[str, float] = field(default_factory=dict)
@@ -396,6 +405,11 @@ class DataConfig:
     num_proc: int | None = field(default=None, metadata=bounds(at_least=1))
     # Where tokenized data is kept. null: ~/.cache/qlora_fsdp/data
     cache_folder: str | None = None
+
+    @property
+    def is_default(self) -> bool:
+        """Whether a run takes the data of those who name none."""
+        return self.path == DEFAULT_DATA
 
 
 @dataclass
@@ -495,8 +509,8 @@ class DistributedConfig:
 
 @dataclass
 class LaunchConfig:
-    # For jobs that `-m` or `hydra/launcher=...` starts: processes per job, one per GPU; on SLURM, per node. null: jobs
-    # that run at the same time get equal shares of the GPUs.
+    # For what `qlora-fsdp`, `-m` or `hydra/launcher=...` starts: processes per job, one per GPU; on SLURM, per node.
+    # null: all GPUs, of which jobs that run at the same time get equal shares.
     num_processes: int | None = field(default=None, metadata=bounds(at_least=1))
     # An accelerate config. null: accelerate_configs/one_node.yaml, or multi_node.yaml where slurm.nodes is above 1.
     config_file: str | None = None
@@ -554,3 +568,7 @@ class Config:
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
+
+    def __post_init__(self) -> None:
+        """What was written for settings, by key, where it has a `${...}`; `written.py` says what that is for."""
+        self.written: dict[str, Any] = {}

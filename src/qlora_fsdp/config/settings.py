@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import difflib
 import inspect
+import math
 import types
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields, is_dataclass
@@ -143,11 +144,23 @@ def unknown_setting(key: str, value: Any) -> Problem:
 def wrong_type(key: str, value: Any) -> Problem:
     """Returns the problem with a value that the setting `key` can't have."""
     setting = all_settings()[key]
-    nearest = difflib.get_close_matches(str(value).lower(), [c.lower() for c in setting.choices], n=1)
+    best = _nearest_value(setting, value)
+    fix = f"Set such a value, or leave {key} out." if best is None else f"Set {show(key, best)}."
+    return problem_about(
+        key, value, f"must be {setting.expected}.", fix + (SEVERAL_DATA_SETS if key == "data.path" else "")
+    )
+
+
+def _nearest_value(setting: Setting, value: Any) -> Any:
+    """A value that may have been meant: the nearest one that the setting takes, or else its default. None: no idea."""
     by_lower = {choice.lower(): choice for choice in setting.choices}
-    best = by_lower[nearest[0]] if nearest else setting.default
-    fix = f"Set {show(key, best)}." + (SEVERAL_DATA_SETS if key == "data.path" else "")
-    return problem_about(key, value, f"must be {setting.expected}.", fix)
+    nearest = difflib.get_close_matches(str(value).lower(), by_lower, n=1)
+    if nearest:
+        return by_lower[nearest[0]]
+    if setting.type is int and isinstance(value, float) and math.isfinite(value):
+        lowest = -math.inf if setting.bounds is None else setting.bounds.low
+        return int(max(round(value), lowest))
+    return None if setting.type is str else setting.default
 
 
 def show(key: str, value: Any) -> str:

@@ -149,10 +149,12 @@ def _find_on_hub(path: str, data: DataConfig) -> Source:
         hub = datasets.load_dataset(path, data.name, split=data.split, streaming=data.streaming)
     except Exception as error:  # `datasets` and the hub client raise many unrelated types
         reason = " ".join(str(error).split())
+        fix = f"Check the name, or download it and set {setting} to the folder."
+        if data.is_default and setting == "data.path":
+            fix = "It is the default where no data is named: set data.path to your own file, folder or hub data set."
         raise DataError(
             f"{setting}={path} is no local file or folder, and can't be loaded from the hub"
-            f" ({show('data.name', data.name)}, data.split={data.split}): {reason} Check the name, or download it and"
-            f" set {setting} to the folder."
+            f" ({show('data.name', data.name)}, data.split={data.split}): {reason.rstrip('.')}. {fix}"
         ) from error
     state = getattr(hub, "_fingerprint", None)  # none of a stream
     return Source(path, (), ["hub", path, data.name, data.split, state], hub)

@@ -17,9 +17,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+if __name__ == "__main__":
+    from qlora_fsdp.common.startup import begin
+
+    begin()
+
 from qlora_fsdp.common.errors import RankError, RunFolderError, UserError, print_error
 from qlora_fsdp.common.files import write_json
-from qlora_fsdp.common.startup import quick_imports
+from qlora_fsdp.common.startup import announce, quick_imports
 from qlora_fsdp.doctor.exchange import check_exchange
 from qlora_fsdp.doctor.finding import Finding
 from qlora_fsdp.doctor.gpus import check_cpu_kernels, check_gpus, check_pinned
@@ -86,8 +91,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if is_main:
             print(USAGE.strip())
         return 0
+    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    announce(num_ranks)
     # The processes meet before rank 0 runs its checks, which may take longer than the others would wait for it.
-    met = _meet() if int(os.environ.get("WORLD_SIZE", "1")) > 1 else None
+    met = _meet() if num_ranks > 1 else None
     findings: list[Finding] = diagnose(options.folder) if is_main else []
     if met is not None:
         findings += [met] if isinstance(met, Finding) else _exchanged(met)

@@ -26,7 +26,7 @@ from qlora_fsdp.common.errors import ConfigError, DataError, Problem
 from qlora_fsdp.config.settings import show
 from qlora_fsdp.inference.trained import generation_config
 from qlora_fsdp.model.assemble import AssembledModel
-from qlora_fsdp.model.shard import computing_inside
+from qlora_fsdp.model.shard import bypassing_root
 from qlora_fsdp.runtime.processes import Processes
 
 BOOTSTRAP_ITERS = 1000  # for standard errors that have no formula, such as perplexity's
@@ -96,7 +96,7 @@ class ModelInStep:
         return Work(int(self.processes.max([work])[0]))
 
     def _compute(self, compute: Callable[[], Any]) -> Any:
-        with computing_inside(self.trained.model):
+        with bypassing_root(self.trained.model):
             return compute()
 
 

@@ -24,15 +24,15 @@ def accelerate_config(name: str) -> Path:
     raise AssertionError(f"accelerate_configs/{name} is not there: the installation is broken")
 
 
-def launch_command(config: Config, slot: Slot, arguments: Sequence[str]) -> list[str]:
-    """Returns the `accelerate launch` command of a job on this host."""
+def launch_command(config: Config, slot: Slot, arguments: Sequence[str], module: str = "qlora_fsdp.train") -> list[str]:
+    """Returns the command that starts the ranks of a job on this host: `accelerate launch`, with endings of our own."""
     launch = config.launch
     own = launch.config_file
     options = ["--config_file", str(Path(own).expanduser() if own else accelerate_config("one_node.yaml"))]
     if launch.num_processes is not None or launch.config_file is None:
         options += ["--num_processes", str(launch.num_processes or len(slot or [""]))]
     options += ["--main_process_port", "0"]  # any free port, because jobs run side by side
-    return [sys.executable, "-m", "accelerate.commands.launch", *options, "-m", "qlora_fsdp.train", *arguments]
+    return [sys.executable, "-m", "qlora_fsdp.launch.run_accelerate", *options, "-m", module, *arguments]
 
 
 def share_gpus(config: Config, environ: Mapping[str, str]) -> list[Slot]:
@@ -53,6 +53,9 @@ def share_gpus(config: Config, environ: Mapping[str, str]) -> list[Slot]:
     gpus = visible if launch.devices is None else [visible[index] for index in launch.devices]
     size = launch.num_processes or len(gpus) // launch.parallel
     if size == 0 or size * launch.parallel > len(gpus):
+        if launch.parallel == 1:
+            fix = "Set it lower, or make more visible through CUDA_VISIBLE_DEVICES or launch.devices."
+            raise ConfigError([problem_with(config, "launch.num_processes", f"is more than {len(gpus)} GPUs.", fix)])
         reason = f"needs {max(1, size) * launch.parallel} GPUs at {max(1, size)} a job, and there are {len(gpus)}."
         fix = "Set launch.parallel or launch.num_processes lower."
         raise ConfigError([problem_with(config, "launch.parallel", reason, fix)])

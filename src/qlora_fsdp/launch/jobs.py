@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from omegaconf import DictConfig, open_dict
 from qlora_fsdp.common.errors import ConfigError, Problem
 from qlora_fsdp.config.check_settings import check_split
 from qlora_fsdp.config.compose import read_config
-from qlora_fsdp.config.identity import find_changes, is_harmless, plain_settings, read_settings
+from qlora_fsdp.config.identity import NOT_THE_RUNS, find_changes, is_harmless, plain_settings, read_settings
 from qlora_fsdp.config.overrides import quote
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.config.settings import problem_about, show
@@ -25,7 +25,6 @@ from qlora_fsdp.records.check_run_folder import check_run
 from qlora_fsdp.records.run_state import RunState, read_run
 
 MAX_NAME = 120  # characters of a folder's name
-NOT_THE_RUNS = ("launch", "slurm", "hydra")  # sections that say how jobs are started
 
 
 @dataclass(frozen=True)
@@ -66,6 +65,7 @@ def collect_jobs(
     typed: Sequence[str],
     folder: Path,
     options: Sequence[str],
+    picked: Collection[str],
 ) -> list[Job]:
     """Returns the jobs that a sweeper asks for, after checking all of them.
 
@@ -75,6 +75,7 @@ def collect_jobs(
         typed: the overrides of the command line, which may have several values.
         folder: the folder of the sweep. Each job gets a folder in it, or the folder itself if nothing is swept.
         options: options for every job's command line, e.g. `--config-dir`.
+        picked: the groups of which a file among the options picks an option, so that nobody need type it.
 
     Raises:
         ConfigError: the settings of some job can't be used.
@@ -89,7 +90,7 @@ def collect_jobs(
         arguments = [
             f"{_key(override)}={override.get_value_element_as_str()}"
             for override in overrides
-            if not _is_of_launch(_key(override)) and _key(override) != "run.folder"
+            if not _is_of_launch(_key(override)) and _key(override) not in ("run.folder", *picked)
         ]
         if "run.folder" in swept:
             fix = "Give one folder for the sweep; every job gets one of its own in it."
@@ -162,4 +163,4 @@ def _as_typed(key: str, text: str) -> str:
 
 
 def _is_of_launch(key: str) -> bool:
-    return key.partition(".")[0].partition("/")[0] in NOT_THE_RUNS
+    return key.partition(".")[0].partition("/")[0] in (*NOT_THE_RUNS, "hydra")

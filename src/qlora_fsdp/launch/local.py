@@ -4,29 +4,25 @@ from __future__ import annotations
 
 import os
 import shlex
-import signal
 import subprocess
 import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
-from types import FrameType
-
-import psutil
 
 from qlora_fsdp.common.errors import Interrupted
 from qlora_fsdp.common.files import create
+from qlora_fsdp.common.startup import PARENT_PID
 from qlora_fsdp.common.text import show_duration
 from qlora_fsdp.launch.command import Slot, launch_command, share_gpus
 from qlora_fsdp.launch.jobs import Job
+from qlora_fsdp.launch.ranks import kill_tree, noting_signals, signal_ranks
 from qlora_fsdp.launch.sweep import Sweep
 from qlora_fsdp.records.run_state import RunState
 
 POLL_SECONDS = 0.3
 LINE_SECONDS = 30.0  # between two lines about a job's progress
 CONSOLE = "console.log"
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 @dataclass
@@ -56,7 +52,7 @@ def run_jobs(jobs: list[Job], sweep: Sweep) -> None:
             print(gpus + shlex.join(launch_command(job.config, slots[0], job.arguments)))
         return
     waiting, running = deque(enumerate(jobs, start=1)), list[_Running]()
-    with _noting_signals() as signals:
+    with noting_signals() as signals:
         num_passed_on = 0
         while running or (waiting and not signals):
             while waiting and slots and not signals:
@@ -79,7 +75,7 @@ def run_jobs(jobs: list[Job], sweep: Sweep) -> None:
 
 
 def _start(job: Job, number: int, num_jobs: int, slot: Slot) -> _Running:
-    environment = dict(os.environ)
+    environment = os.environ | {PARENT_PID: str(os.getpid())}
     if slot is not None:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(slot[: job.config.launch.num_processes])
     job.folder.mkdir(parents=True, exist_ok=True)
@@ -128,22 +124,6 @@ def _say(item: _Running, num_jobs: int, text: str) -> None:
     print(f"[{item.number}/{num_jobs}] {item.job.label}: {text}", flush=True)
 
 
-@contextmanager
-def _noting_signals() -> Iterator[list[int]]:
-    """Collects the signals that arrive meanwhile in a list, and keeps them from doing anything else."""
-    signals: list[int] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        signals.append(number)
-
-    before = {number: signal.signal(number, note) for number in SIGNALS}
-    try:
-        yield signals
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def _pass_on(signals: list[int], running: list[_Running]) -> None:
     """Asks the ranks to save and stop at the first signal, and kills them at another one."""
     is_first = len(signals) == 1
@@ -154,37 +134,3 @@ def _pass_on(signals: list[int], running: list[_Running]) -> None:
             signal_ranks(item.process.pid, signals[0])
         else:
             kill_tree(item.process.pid)
-
-
-def signal_ranks(pid: int, number: int) -> None:
-    """Signals the training processes below an `accelerate launch`, but not the launcher, which would soon kill them."""
-    with suppress(psutil.NoSuchProcess):
-        ranks = _ranks(psutil.Process(pid))
-        for process in ranks:
-            with suppress(psutil.NoSuchProcess):
-                process.send_signal(number)
-        if not ranks:  # they have not been started yet
-            kill_tree(pid)
-
-
-def kill_tree(pid: int) -> None:
-    """Kills a process and all processes below it."""
-    with suppress(psutil.NoSuchProcess):
-        process = psutil.Process(pid)
-        for each in [*process.children(recursive=True), process]:
-            with suppress(psutil.NoSuchProcess):
-                each.kill()
-
-
-def _ranks(root: psutil.Process) -> list[psutil.Process]:
-    """The processes that run `-m qlora_fsdp.train`, without their forked workers, whose command line is the same."""
-    found = [process for process in root.children(recursive=True) if _trains(process)]
-    pids = {process.pid for process in found}
-    return [process for process in found if process.ppid() not in pids]
-
-
-def _trains(process: psutil.Process) -> bool:
-    with suppress(psutil.Error):
-        words = process.cmdline()
-        return ["-m", "qlora_fsdp.train"] in [words[i : i + 2] for i in range(len(words))][:4]
-    return False

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from hydra.core.global_hydra import GlobalHydra
 from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
 
 from qlora_fsdp.common.errors import ConfigError, Interrupted, LaunchError, Problem, RunFolderError
 from qlora_fsdp.config.command_line import Arguments
-from qlora_fsdp.config.compose import composing
-from qlora_fsdp.config.overrides import prepare_overrides
+from qlora_fsdp.config.compose import composing, read_given
+from qlora_fsdp.config.overrides import chosen_groups, prepare_overrides, quote
 from qlora_fsdp.records.run_state import read_run
 from qlora_fsdp.report.page import write_report
 from qlora_fsdp.report.sweep_table import read_results, show_results, write_results
 
 LAUNCHERS = ("accelerate", "slurm")
+INSTALLED = ("hydra_plugins.", "hydra._internal.core_plugins.", "optuna.samplers.")  # what Hydra may call
 
 
 def start_jobs(arguments: Arguments, environ: Mapping[str, str]) -> int:
@@ -33,15 +35,22 @@ def start_jobs(arguments: Arguments, environ: Mapping[str, str]) -> int:
         Interrupted: by a signal.
     """
     _refuse_ranks(environ)
-    overrides, problems = prepare_overrides(arguments.overrides, arguments.folders, sweep=arguments.multirun)
+    given = read_given(arguments)
+    options, problems = prepare_overrides(given.options, arguments.folders)
+    overrides, more = prepare_overrides(arguments.overrides, arguments.folders, sweep=arguments.multirun)
+    problems += more
     problems += _wrong_launcher(arguments)
     if problems:
         raise ConfigError(problems)
-    with composing(arguments.folders) as search_path:
+    with composing(arguments.folders, given.values) as search_path:
         hydra = GlobalHydra.instance().hydra
         assert hydra is not None
-        overrides = [*overrides, search_path]
+        overrides = [*options, *overrides, search_path]
+        if arguments.config_file is not None:  # the jobs read it too
+            overrides.append(f"hydra.launcher.config_file={quote(str(arguments.config_file))}")
+            overrides.append(f"hydra.launcher.picked=[{','.join(sorted(chosen_groups(given.options)))}]")
         config = hydra.compose_config("config", overrides, run_mode=RunMode.MULTIRUN, with_log_configuration=False)
+        _refuse_code(config.hydra, arguments.overrides)
         folder = Path(config.hydra.sweep.dir).expanduser().resolve()
         submits = config.hydra.launcher._target_.endswith(".SlurmLauncher")
         try:
@@ -80,9 +89,37 @@ def _refuse_ranks(environ: Mapping[str, str]) -> None:
     if "RANK" in environ or "ACCELERATE_MIXED_PRECISION" in environ:
         raise LaunchError(
             "-m and hydra/launcher=... start jobs, and this process is already one of a job: accelerate launch or "
-            "torchrun started it. Start it plainly: python -m qlora_fsdp.train -m ... launch.num_processes=2. It runs "
-            "accelerate launch for every job (docs/sweeps.md)."
+            "torchrun started it. Start it plainly: qlora-fsdp train -m ... launch.num_processes=2. It runs "
+            "accelerate's launcher for every job (docs/sweeps.md)."
         )
+
+
+def _refuse_code(hydra: DictConfig, typed: Sequence[str]) -> None:
+    """Refuses to let Hydra call anything but launchers and sweepers that are installed, unless the user types it.
+
+    The files of --config-dir are checked one by one; this looks at what came of them together.
+    """
+    if any("_target_" in text or text.lstrip("+").startswith("hydra.callbacks") for text in typed):
+        return
+    called = [str(hydra.launcher._target_), *_find_targets(OmegaConf.to_container(hydra.sweeper))]
+    called += ["hydra.callbacks"] if hydra.callbacks else []
+    problems = [
+        Problem(target, "is no launcher or sweeper that is installed.", "Remove it from the files of --config-dir.")
+        for target in called
+        if not target.startswith(INSTALLED)
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _find_targets(value: Any) -> Iterator[str]:
+    """What a section of Hydra's would have called."""
+    if isinstance(value, dict):
+        for name, item in value.items():
+            if name in ("_target_", "custom_search_space") and item is not None:
+                yield str(item)
+            else:
+                yield from _find_targets(item)
 
 
 def _wrong_launcher(arguments: Arguments) -> list[Problem]:

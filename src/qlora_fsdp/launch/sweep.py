@@ -17,6 +17,7 @@ from hydra.core.config_loader import ConfigLoader
 from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import DictConfig
 
+from qlora_fsdp.config.compose import FOLDER_SCHEME
 from qlora_fsdp.launch.jobs import Job, collect_jobs
 from qlora_fsdp.report.sweep_table import describe_job, write_results
 
@@ -29,19 +30,25 @@ class Sweep:
     Args:
         config_loader: Hydra's loader, which composes the configuration of each job.
         config: the configuration of the sweep, with its section `hydra`.
+        config_file: the file of `--config`, if there is one.
+        picked: the groups of which that file picks an option.
 
     Attributes:
         folder: the absolute path of the sweep's folder.
         waits: whether the sweeper needs a job's result before it asks for the next job.
     """
 
-    def __init__(self, config_loader: ConfigLoader, config: DictConfig) -> None:
+    def __init__(
+        self, config_loader: ConfigLoader, config: DictConfig, config_file: str | None, picked: Sequence[str]
+    ) -> None:
         self.folder = Path(config.hydra.sweep.dir).expanduser().resolve()
         self.waits = not config.hydra.sweeper._target_.endswith(".BasicSweeper")
         self._compose = partial(config_loader.load_sweep_config, config)
         self._typed = list(config.hydra.overrides.task)
-        folders = [path.removeprefix("file://") for path in config.hydra.searchpath]
+        folders = [path.removeprefix(FOLDER_SCHEME) for path in config.hydra.searchpath]
         self._options = [part for folder in folders for part in ("--config-dir", folder)]
+        self._options += [] if config_file is None else ["--config", config_file]
+        self._picked = frozenset(picked)
         self._jobs: dict[Path, Job] = {}
 
     def launch(self, batch: Sequence[Sequence[str]], first_index: int, start: Start) -> list[JobReturn]:
@@ -54,7 +61,7 @@ class Sweep:
             ConfigError: the settings of some job can't be used, and none was started.
             Interrupted: by a signal, after which the running jobs have saved and ended.
         """
-        jobs = collect_jobs(self._compose, batch, self._typed, self.folder, self._options)
+        jobs = collect_jobs(self._compose, batch, self._typed, self.folder, self._options, self._picked)
         self._jobs |= {job.folder: job for job in jobs}
         different = {job.folder: job for job in jobs}  # a sampler may ask for the same job twice
         unfinished = [job for job in different.values() if not job.is_done]

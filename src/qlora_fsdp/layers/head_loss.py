@@ -2,12 +2,13 @@
 
 Tokens go through the head in chunks. With a frozen head, forward computes the gradient of the hidden states in the same
 pass, so that backward needs neither the logits nor the head. The idea is that of Liger's fused linear cross-entropy
-(arXiv:2410.10989).
+(arXiv:2410.10989). On a GPU one kernel turns a chunk of logits into losses and gradients
+(kernels/triton_cross_entropy.py).
 """
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,8 @@ from qlora_fsdp.layers import QuantizedLinear
 from qlora_fsdp.layers.token_rows import TokenRows, join_columns, plain_table
 from qlora_fsdp.runtime.rows import gather_pieces, gather_whole, local_tensor, shard_group
 
+LossKernel = Literal["triton", "liger", "torch"]
+
 
 class HeadLoss:
     """The forward of an output layer that computes the loss if it is given targets, and logits otherwise.
@@ -26,16 +29,16 @@ class HeadLoss:
     Args:
         head: hidden size -> vocabulary; may be adapted or trained (PEFT's wrappers). On meta or not, but not sharded.
         softcap: logits become `softcap * tanh(logits / softcap)` (Gemma 2); None leaves them as they are.
-        liger: use Liger's kernel where the head is frozen.
+        kernel: what computes the loss of a frozen head: our Triton kernel or Liger's, both on a GPU, or torch.
 
     Attributes:
         is_frozen_linear: whether the head is a plain or int8 linear layer that is not trained, maybe with rows of new
             tokens beside it. Its weight is then gathered here, into one buffer, and backward does not need it.
     """
 
-    def __init__(self, head: nn.Module, softcap: float | None, liger: bool) -> None:
+    def __init__(self, head: nn.Module, softcap: float | None, kernel: LossKernel) -> None:
         self.head, self.logits = cast(nn.Linear, plain_table(head)), head.forward
-        self.softcap, self.liger = softcap, liger
+        self.softcap, self.kernel = softcap, kernel
         is_int8 = type(self.head) is QuantizedLinear and self.head.format.quant_type == "int8"
         self.is_frozen_linear = is_int8 or (type(self.head) is nn.Linear and not self.head.weight.requires_grad)
         self.new_rows = cast(TokenRows, head.token_adapter) if self.head is not head else None
@@ -51,16 +54,20 @@ class HeadLoss:
         if targets_BL is None:
             return self.logits(hidden_BLD)  # type: ignore[no-any-return]
         hidden, targets = hidden_BLD.flatten(0, 1), targets_BL.flatten()
-        chunk = loss_chunk(self.vocab_size)
         if self.is_frozen_linear:
             weight = _gather_weight(self.head, hidden.device)
             bias = None if self.head.bias is None else gather_whole(self.head.bias, hidden.device)
-            if self.liger and self.new_rows is None:
+            if self.new_rows is None and self.kernel == "liger":
                 return _liger_loss(hidden, weight, bias, targets, self.softcap)
+            if self.new_rows is None and self.kernel == "triton":
+                return _FusedHeadLoss.apply(  # type: ignore[no-any-return,no-untyped-call]
+                    hidden, weight, bias, targets, self.softcap
+                )
             new = (None, None) if self.new_rows is None else (self.new_rows.rows, self.new_rows.replaced)
             return _FrozenHeadLoss.apply(  # type: ignore[no-any-return,no-untyped-call]
-                hidden, weight, bias, targets, self.softcap, chunk, *new
+                hidden, weight, bias, targets, self.softcap, loss_chunk(self.vocab_size), *new
             )
+        chunk = loss_chunk(self.vocab_size)
         losses = [
             checkpoint(self._chunk_loss, h, t, use_reentrant=False)
             for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True)
@@ -97,6 +104,38 @@ def _liger_loss(
 
     options = (None, IGNORE_INDEX, 0.0, 0.0, "sum", softcap)
     return cast(Tensor, LigerFusedLinearCrossEntropyFunction.apply(hidden_ND, weight_VD, targets_N, bias, *options)[0])
+
+
+class _FusedHeadLoss(torch.autograd.Function):
+    """Cross-entropy through a frozen linear head on a GPU; forward computes the gradient of the hidden states too.
+
+    Shapes: as in `_FrozenHeadLoss`. A chunk of logits is held in the compute dtype alone: one kernel reads it, computes
+    in float32, and puts the gradient in its place.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, bias: Tensor | None, targets_N: Tensor, softcap: float | None
+    ) -> Tensor:
+        from qlora_fsdp.layers.kernels.triton_cross_entropy import cross_entropy
+
+        wants_grad = ctx.needs_input_grad[0]
+        grad_ND = torch.empty_like(hidden_ND) if wants_grad else None
+        losses_N = torch.empty(len(hidden_ND), dtype=torch.float32, device=hidden_ND.device)
+        chunk = loss_chunk(len(weight_VD), hidden_ND.element_size())
+        for start in range(0, len(hidden_ND), chunk):
+            rows = slice(start, start + chunk)
+            logits = F.linear(hidden_ND[rows], weight_VD, bias)
+            cross_entropy(logits, targets_N[rows], losses_N[rows], softcap, wants_grad)
+            if grad_ND is not None:
+                torch.mm(logits, weight_VD, out=grad_ND[rows])
+        ctx.save_for_backward(grad_ND)
+        return losses_N.sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad_ND,) = ctx.saved_tensors
+        return (grad_ND.float() * grads[0]).to(grad_ND.dtype), None, None, None, None
 
 
 class _FrozenHeadLoss(torch.autograd.Function):
@@ -144,7 +183,7 @@ class _FrozenHeadLoss(torch.autograd.Function):
                 grad_NV = grad[:, : len(weight_VD)]
                 if cast_KD is not None and grad_KD is not None:
                     grad_NK = torch.cat([grad_NV[:, replaced], grad[:, len(weight_VD) :]], 1)
-                    grad_NV[:, replaced] = 0.0
+                    grad_NV.index_fill_(1, cast(Tensor, replaced), 0.0)
                     grad_KD += grad_NK.t() @ hidden.float()
                 grad_ND[start : start + chunk] = grad_NV.to(weight_VD.dtype) @ weight_VD
                 if cast_KD is not None:

@@ -1,4 +1,4 @@
-"""Liger's fused kernels (arXiv:2410.10989): norms, rotary embeddings, gated activations and the loss."""
+"""Liger's fused kernels (arXiv:2410.10989) for norms, rotary embeddings and activations; and what computes the loss."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 
 from qlora_fsdp.common.errors import ConfigError, Problem
 from qlora_fsdp.config.schema import Kernel, KernelsConfig
+from qlora_fsdp.layers.head_loss import LossKernel
 
 LIGER_NAMES = {
     "rms_norm": ("rms_norm",),
@@ -26,7 +27,7 @@ def use_fused_kernels(config: KernelsConfig, model_type: str, device: torch.devi
     This changes models that are built afterwards.
 
     Args:
-        config: a choice for each kernel; `auto` takes Liger's where it is available.
+        config: a choice for each kernel; `auto` takes Liger's where it is available, but for the loss.
         model_type: of the model's config.
         device: where the model runs.
 
@@ -44,7 +45,8 @@ def use_fused_kernels(config: KernelsConfig, model_type: str, device: torch.devi
         if choice is Kernel.liger and missing is not None:
             fix = f"Set kernels.{setting}=auto."
             problems.append(Problem(f"kernels.{setting}=liger", f"can't be used: {missing}.", fix))
-        if choice is not Kernel.torch and missing is None:
+        is_wanted = choice is Kernel.liger or (choice is Kernel.auto and setting != "cross_entropy")  # that one is ours
+        if is_wanted and missing is None:
             chosen.append(setting)
     if problems:
         raise ConfigError(problems)
@@ -54,6 +56,14 @@ def use_fused_kernels(config: KernelsConfig, model_type: str, device: torch.devi
         on = {name for setting in chosen for name in LIGER_NAMES[setting]} - OURS
         MODEL_TYPE_TO_APPLY_LIGER_FN[model_type](**{name: name in on for name in options})
     return chosen
+
+
+def choose_loss_kernel(choice: Kernel, device: torch.device) -> LossKernel:
+    """What computes the loss of a frozen head: what `kernels.cross_entropy` says, and for `auto` ours on a GPU."""
+    if choice is Kernel.liger:
+        return "liger"
+    has_triton = device.type == "cuda" and find_spec("triton") is not None
+    return "triton" if choice is Kernel.auto and has_triton else "torch"
 
 
 def _liger_options(model_type: str, device: torch.device) -> tuple[str | None, set[str]]:

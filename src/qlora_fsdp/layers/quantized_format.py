@@ -79,7 +79,7 @@ class Format:
         """Bytes of the whole weight, codes and scales."""
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.parts(out_features, in_features).values())
 
-    def refuses(self, in_features: int) -> str | None:
+    def why_not(self, in_features: int) -> str | None:
         """Why a weight with rows of this length can't be quantized; None if it can."""
         if self.is_4bit and in_features % self.blocksize:
             return f"has in_features={in_features}, not a multiple of the 4-bit block size {self.blocksize}"

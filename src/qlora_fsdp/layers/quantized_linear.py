@@ -32,7 +32,8 @@ class QuantizedLinear(nn.Linear):
 
     Attributes:
         part_names: names of the Parameters that stand for the weight.
-        matmul: how products with the weight are computed. Layers that are computed together have the same kind.
+        matmul: how products with the weight are computed. It takes a list of layers that have the same input, such as
+            q, k and v; these must have the same kind.
     """
 
     codes: nn.Parameter
@@ -51,7 +52,7 @@ class QuantizedLinear(nn.Linear):
         device: torch.device | str = "meta",
     ) -> None:
         nn.Module.__init__(self)  # nn.Linear's own would allocate the weight
-        assert format.refuses(in_features) is None
+        assert format.why_not(in_features) is None
         self.in_features, self.out_features = in_features, out_features
         self.format, self.blocksize, self.compute_dtype = format, format.blocksize, dtype
         parts = format.parts(out_features, in_features)
@@ -81,9 +82,11 @@ class QuantizedLinear(nn.Linear):
         return {name: getattr(self, name) for name in self.part_names}
 
     def fp8_scales(self) -> tuple[Tensor, Tensor]:
-        """The fp8 scales of a 4-bit weight, for which weight = fp8 value * scale.
+        """The fp8 scales of a 4-bit weight, which can be scaled in two ways.
 
-        Returns float32 [out_features], one per row, and float32 [blocks], one per column of blocks.
+        Forward has one scale for each row: weight = fp8 value * row scale. Backward multiplies by the transposed
+        weight, and has one scale for each column of blocks: weight = fp8 value * column scale. Both are returned:
+        float32 [out_features] and float32 [blocks].
 
         No weight of a block is larger than the block's absmax. So the largest absmax of a row, or of a column of
         blocks, divided by the largest fp8 value, is a scale large enough that no scaled weight overflows. The weight is
@@ -128,12 +131,14 @@ class _DequantizedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, layer: QuantizedLinear) -> Tensor:
         ctx.layer = layer
+        # N tokens, O output features
         (y_NO,) = layer.matmul.outputs(x.reshape(-1, x.shape[-1]), [layer])
         return unflatten(y_NO, x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
+        # A bias is frozen here, but the layer may be one of those that are trained in full beside an adapter.
         grad_bias = grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
         grad_x = ctx.layer.matmul.input_grad([grad.reshape(-1, grad.shape[-1])], [ctx.layer])
         return grad_x.view(*grad.shape[:-1], ctx.layer.in_features), grad_bias, None

@@ -32,7 +32,7 @@ from qlora_fsdp.common.families import GATED_MLPS, PRENORM_LAYERS
 from qlora_fsdp.common.fused_mlp import GATED, can_fuse_mlp
 from qlora_fsdp.config.schema import ComputeConfig, Kernel, KernelsConfig, MatmulKind
 from qlora_fsdp.layers.gated_activation import Activation
-from qlora_fsdp.layers.head_loss import HeadLoss
+from qlora_fsdp.layers.head_loss import HeadLoss, LossKernel
 from qlora_fsdp.layers.lora import LoraLinear, SharedInput
 from qlora_fsdp.layers.matmul import FP8_MAX_BLOCKSIZE, FP8_MULTIPLE, Fp8Matmul
 from qlora_fsdp.layers.mlp import GatedMlp
@@ -186,7 +186,7 @@ def _lora_layers(layer: nn.Module) -> Iterable[LoraLinear]:
     return (module for module in layer.modules() if isinstance(module, LoraLinear))
 
 
-def attach_loss(head: nn.Module, softcap: float | None = None, liger: bool = False) -> bool:
+def attach_loss(head: nn.Module, softcap: float | None = None, kernel: LossKernel = "torch") -> bool:
     """Let the model's output layer compute the loss when it is given targets: `head(hidden, targets)`.
 
     The loss belongs inside the head's own forward because FSDP gathers the head for exactly that call. A frozen head
@@ -195,11 +195,11 @@ def attach_loss(head: nn.Module, softcap: float | None = None, liger: bool = Fal
     Args:
         head: hidden size -> vocabulary; may be adapted or trained (PEFT's wrappers).
         softcap: logits become `softcap * tanh(logits / softcap)` (Gemma 2); None leaves them as they are.
-        liger: use Liger's kernel where the head is frozen.
+        kernel: what computes the loss of a frozen head.
 
     Returns:
         Whether backward needs the head's weight. It does not where the head is frozen.
     """
-    loss = HeadLoss(head, softcap, liger)
+    loss = HeadLoss(head, softcap, kernel)
     head.forward = loss
     return not loss.is_frozen_linear

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 
 from qlora_fsdp.common.sizes import loss_chunk
-from qlora_fsdp.config.schema import TaskName
+from qlora_fsdp.config.schema import Kernel, TaskName
 from qlora_fsdp.memory.parameter_bytes import HEAD, adapter_rank, is_saved, num_new_tokens
 from qlora_fsdp.memory.workload import Workload
 
@@ -24,7 +24,11 @@ def loss_bytes(work: Workload) -> int:
         return hidden + tokens * len(work.config.task.labels or [None]) * 4
     if is_trained(work):  # fp32 logits and their log-softmax; before that, two temporaries of a softcap
         return hidden + _chunk(work) * shape.vocab_size * max(12 if shape.has_softcap else 8, _adapting_bytes(work))
-    if "cross_entropy" in work.fused and not num_new_tokens(work.config):  # Liger: logits as large as hidden states
+    is_fused = "cross_entropy" in work.fused and not num_new_tokens(work.config)
+    if is_fused and work.config.kernels.cross_entropy is not Kernel.liger:  # a chunk of logits in the compute dtype
+        chunk = loss_chunk(shape.vocab_size, work.compute_bytes)
+        return 2 * hidden + min(tokens, chunk) * shape.vocab_size * work.compute_bytes
+    if is_fused:  # Liger: logits as large as hidden states
         num_chunks = math.ceil(shape.vocab_size / shape.hidden_size)
         chunk = 1 << max(0, math.ceil(tokens / num_chunks) - 1).bit_length()
         return 2 * hidden + min(tokens, chunk) * shape.vocab_size * work.compute_bytes

@@ -126,7 +126,7 @@ class ModelBytes:
         num_ahead = self.work.config.fsdp.forward_prefetch
         # With offload, model/shard.py asks for a gather ahead only if there is more than one; FSDP2's own comes later.
         num_told = num_ahead if num_ahead > 1 or not self.is_offloaded else 0
-        has_head = num_after < num_told and not self.gathers_itself("head")
+        has_head = num_after < num_told and not self.is_gathered_by_model("head")
         next_layers = min(num_told, num_after) * self.flat(self.gathered_layer)
         return self.deferred_flat + next_layers + (self.flat(self.unit("head")) if has_head else 0)
 
@@ -145,7 +145,7 @@ class ModelBytes:
 
     def gathered_end(self, name: str) -> int:
         """Embeddings or head while forward uses them, beyond `kept`. A frozen end is gathered into a single buffer."""
-        if not self.gathers_itself(name):
+        if not self.is_gathered_by_model(name):
             return self.flat(self.unit(name)) + (0 if self.stays(name) else self.unit(name))
         if name == "head" and self.work.config.quant.embeddings is EmbeddingStorage.int8:  # dequantized, in pieces
             return self.work.shape.vocab_size * self.work.shape.hidden_size * self.work.compute_bytes + 2 * PIECE_BYTES
@@ -155,7 +155,7 @@ class ModelBytes:
 
     def freed_flat(self, name: str) -> int:
         """The flat buffer of embeddings or head, if it is freed before they are used."""
-        return 0 if self.gathers_itself(name) or self.is_offloaded else self.flat(self.unit(name))
+        return 0 if self.is_gathered_by_model(name) or self.is_offloaded else self.flat(self.unit(name))
 
     # Properties of the ends.
 
@@ -166,7 +166,7 @@ class ModelBytes:
         """Whether an end stays gathered from forward to backward."""
         return not self.work.reshards and not self.is_frozen(name)
 
-    def gathers_itself(self, name: str) -> bool:
+    def is_gathered_by_model(self, name: str) -> bool:
         """Whether the model gathers an end by itself (model/causal_lm.py), without FSDP."""
         config = self.work.config
         has_rows = name == "embeddings" and num_new_tokens(config) > 0

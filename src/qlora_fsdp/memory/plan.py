@@ -1,10 +1,11 @@
 """The memory plan: how many bytes a run will need on each GPU and each host, predicted before anything is allocated.
 
-A run loads its weights, and then every optimizer step runs forward, backward and the optimizer. These four are the
-phases of the plan. Within a phase memory goes through moments: embeddings are looked up, a layer runs, the loss is
-computed, and so on. For each moment the plan adds up bytes by part. Some parts are there all the time (`resident`: the
-rank's shard of the parameters, the optimizer's state). Others come and go: gathered layers, a dequantized weight,
-activations, gradients. The largest moment is the peak of its phase, and the largest phase decides whether a run fits.
+The plan has four phases: a run loads its weights (`load`), and then every optimizer step has a `forward`, a `backward`
+and the update of the weights (`step`). Within a phase memory goes through moments: embeddings are looked up, a layer
+runs, the loss is computed, and so on. For each moment the plan adds up bytes by part. Some parts are there all the time
+(`resident`: the rank's shard of the parameters, the optimizer's state). Others come and go: gathered layers, a
+dequantized weight, activations, gradients. The largest moment is the peak of its phase, and the largest phase decides
+whether a run fits.
 
 How many activations wait for backward depends on each layer's policy (memory/activation_bytes.py): a layer may keep all
 of them, or compute some or all of them again. memory/choose.py makes plans for several policies and picks one.
@@ -15,10 +16,10 @@ the allocator.
 What is gathered at which moment follows FSDP2 (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, torch 2.11 to
 2.13). memory/model_bytes.py explains its units and flat buffers.
 
-- A unit's flat buffer is freed after the copy into whole parameters. The flat buffer of the next unit exists by then,
-  because it is gathered ahead (model/shard.py).
-- If parameters come from host memory, a flat buffer lives on in forward until the next unit has been gathered. If there
-  is only one shard, it is copied to the GPU without a flat buffer.
+- If shards are on the GPU, they are gathered asynchronously (model/shard.py): a unit's flat buffer is freed after the
+  copy into whole parameters. The flat buffer of the next unit exists by then, because it is gathered ahead.
+- If shards come from host memory, they are gathered on streams of FSDP2's own: in forward a flat buffer lives on until
+  the next unit has been gathered. A single shard needs no gathering: it is copied to the GPU without a flat buffer.
 - Frozen embeddings and a frozen head are gathered by the model, not by FSDP, into one buffer each (model/causal_lm.py).
 - Without FSDP nothing is gathered, and gradients stay where backward makes them.
 
@@ -32,10 +33,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from qlora_fsdp.common.quantized_shapes import FLOAT32_BYTES
 from qlora_fsdp.common.sizes import NUM_BUFFERS, PIECE_BYTES, SLAB_BYTES
 from qlora_fsdp.config.schema import Weights
 from qlora_fsdp.memory import activation_bytes
 from qlora_fsdp.memory.activation_bytes import OFFLOAD_SLOTS, Policy
+from qlora_fsdp.memory.capture import SPARE_BYTES, why_not_captured
 from qlora_fsdp.memory.loss_bytes import has_chunks, is_trained, loss_backward_bytes, loss_bytes
 from qlora_fsdp.memory.model_bytes import BytesByPart, ModelBytes
 from qlora_fsdp.memory.parameter_bytes import Tensor
@@ -51,10 +54,10 @@ CUDA_CONTEXT = 770 * MIB  # the driver and the kernels' code, outside torch's po
 NCCL = 830 * MIB  # outside torch's pool, with several ranks
 NCCL_ALONE = 530 * MIB  # the same for a single rank that uses FSDP
 # What torch's allocator holds beyond the tensors, with expandable segments: 3 % of what is allocated and freed in a
-# step, and 128 MiB of partly used last pages of its ranges, one per stream and kind.
+# step, and 128 MiB because it has a range of memory for each stream and size class, whose last page is partly used.
 FRAGMENTATION, LAST_PAGES = 0.03, 128 * MIB
-# With offloaded parameters, which come through several streams, it also holds this share of the gathered bytes. 70B
-# showed 0.38 (1.3 GiB of 3.4); the plan counts somewhat more.
+# With offloaded parameters, which come through several streams, the allocator also holds this share of the gathered
+# bytes. 70B showed 0.38 (1.3 GiB of 3.4); the plan counts somewhat more.
 STREAMED = 0.45
 # Host memory of a rank: Python and the libraries; what CUDA and its libraries add; NCCL; the modules of one layer.
 HOST_PYTHON, HOST_CUDA, HOST_NCCL, HOST_LAYER = 580 * MIB, 950 * MIB, 360 * MIB, 3 * MIB // 2
@@ -70,6 +73,8 @@ class MemoryPlan:
         phases: GPU bytes by part at the peak of each of PHASES.
         host: host bytes by part, of rank 0, which puts the whole `adapter` together. The other ranks do not have it.
         pinned: bytes of a rank's host memory that can't be swapped out.
+        beside_graph: if micro-batches are recorded as a CUDA graph, which keeps its memory: bytes that evaluations and
+            the optimizer need beside it. 0 if they are not.
     """
 
     work: Workload
@@ -77,24 +82,26 @@ class MemoryPlan:
     phases: dict[str, BytesByPart]
     host: BytesByPart
     pinned: int
+    beside_graph: int = 0
 
-    def tensors(self, phase: str) -> int:
+    def tensor_bytes(self, phase: str) -> int:
         """Most bytes that tensors take in a phase: what `torch.cuda.max_memory_allocated` will say."""
         return sum(self.phases[phase].values())
 
     @property
     def peak_phase(self) -> str:
-        return max(PHASES, key=self.tensors)
+        return max(PHASES, key=self.tensor_bytes)
 
-    def allocator(self, phase: str) -> int:
+    def allocator_bytes(self, phase: str) -> int:
         """Bytes that torch's allocator holds beyond the tensors at the peak of a phase."""
         parts = self.phases[phase]
         transient = sum(parts.get(name, 0) for name in ("gathered", "dequantized", "activations", "loss"))
         streamed = STREAMED * parts.get("gathered", 0) if self.work.config.fsdp.cpu_offload else 0
-        return round(FRAGMENTATION * transient + streamed) + (LAST_PAGES if self.work.is_cuda else 0)
+        beside = self.beside_graph if phase in ("forward", "backward") else 0
+        return round(FRAGMENTATION * transient + streamed) + beside + (LAST_PAGES if self.work.is_cuda else 0)
 
     @property
-    def libraries(self) -> int:
+    def library_bytes(self) -> int:
         """GPU bytes that CUDA and NCCL take outside torch's allocator."""
         if not self.work.is_cuda:
             return 0
@@ -109,7 +116,7 @@ class MemoryPlan:
 
     def needed_in(self, phase: str) -> int:
         """GPU memory that a phase needs in all."""
-        return self.tensors(phase) + self.allocator(phase) + self.libraries
+        return self.tensor_bytes(phase) + self.allocator_bytes(phase) + self.library_bytes
 
     @property
     def needed(self) -> int:
@@ -132,7 +139,10 @@ def planner(work: Workload) -> Callable[[Sequence[Policy]], MemoryPlan]:
 
 def _plan(work: Workload, model: ModelBytes, policies: Sequence[Policy]) -> MemoryPlan:
     assert len(policies) == work.shape.num_layers
+    has_graph = work.is_cuda and why_not_captured(work.config, policies, work.config.lora.lora_dropout > 0) is None
     resident = model.resident(with_training=True)
+    if has_graph:  # its gradients stay where they are
+        resident["gradients"] = max(resident["gradients"], model.shard.adapters)
     phases = {
         "load": model.resident(with_training=False) | {"workspace": LOAD_STAGING},
         "forward": _largest(_add(resident, moment) for moment in _forward_moments(work, model, policies)),
@@ -140,28 +150,33 @@ def _plan(work: Workload, model: ModelBytes, policies: Sequence[Policy]) -> Memo
         "step": _add(resident, {"gradients": model.step_gradients, "workspace": WORKSPACE}),
     }
     host, pinned = _host(work, model, policies)
-    return MemoryPlan(work, tuple(policies), phases, host, pinned)
+    beside = max(SPARE_BYTES, _evaluation_bytes(work, model)) if has_graph else 0
+    return MemoryPlan(work, tuple(policies), phases, host, pinned, beside)
 
 
 def _forward_moments(work: Workload, model: ModelBytes, policies: Sequence[Policy]) -> Iterator[BytesByPart]:
     """What each moment of forward needs beyond the resident parts.
 
+    Of what is gathered, `model.kept` stays from forward to backward, `running_layer` adds the layer that runs,
+    `gathered_end` is what embeddings or head take while they are used, `flat` is the buffer that a unit is gathered
+    into, and `deferred_flat` such a buffer that outlives its copy.
+
     Activations grow from layer to layer, so the peak is in one of the last layers. Which one depends on how many layers
     are still gathered ahead.
     """
     saved, slots = _saved(work, policies), _offload_slots(work, policies)
-    hidden = work.num_tokens * work.shape.hidden_size * work.compute_bytes
-    dequantized = activation_bytes.dequantized_bytes(work)
+    hidden_bytes = work.num_tokens * work.shape.hidden_size * work.compute_bytes
+    dequantized = activation_bytes.dequantized_bytes(work)  # a part of its own, though a layer's bytes include it
     # The embeddings are looked up.
     yield {
         "gathered": model.unit("root") + model.flat(model.unit("root")) + model.gathered_end("embeddings"),
-        "activations": hidden,
+        "activations": hidden_bytes,
         "workspace": WORKSPACE,
     }
     # The last layer is copied out of its flat buffer.
     yield {
         "gathered": model.running_layer + model.flat(model.gathered_layer),
-        "activations": sum(saved[:-1]) + slots + hidden,
+        "activations": sum(saved[:-1]) + slots + hidden_bytes,
         "workspace": WORKSPACE,
     }
     # One of the last layers runs.
@@ -176,7 +191,7 @@ def _forward_moments(work: Workload, model: ModelBytes, policies: Sequence[Polic
         }
     # The head is gathered.
     at_head: BytesByPart = {
-        "activations": sum(saved) + slots + hidden,
+        "activations": sum(saved) + slots + hidden_bytes,
         "gathered": model.kept + model.gathered_end("head") + model.deferred_flat,
         "workspace": WORKSPACE,
     }
@@ -211,7 +226,8 @@ def _backward_moments(work: Workload, model: ModelBytes, policies: Sequence[Poli
         made = model.trained("head")
         yield {
             "activations": kept + slots,
-            "gradients": made if has_chunks(work) and not accumulates else 0,  # of the chunks before this one
+            # The loss goes through the head in chunks, and the gradient of the chunks so far is there beside the next.
+            "gradients": made if has_chunks(work) and not accumulates else 0,
             "gathered": model.kept + head_bytes + model.ahead_in_backward(len(policies)),
             "dequantized": 2 * model.cast("head"),  # and the gradient of that copy
             "loss": loss_backward_bytes(work, made),
@@ -232,14 +248,25 @@ def _backward_moments(work: Workload, model: ModelBytes, policies: Sequence[Poli
         leaving = 0
     # The trained parameters of the embeddings and the root get their gradients.
     tables = model.trained("embeddings") + model.trained("root")
-    hidden = work.num_tokens * work.shape.hidden_size
+    hidden_elements = work.num_tokens * work.shape.hidden_size
+    gradient_bytes = FLOAT32_BYTES if tables else 0  # of each element, where a trained table takes its gradient
     embedding_bytes = 0 if model.is_frozen("embeddings") or model.stays("embeddings") else model.unit("embeddings")
     yield {
-        "activations": hidden * (work.compute_bytes + 4 if tables else work.compute_bytes),
+        "activations": hidden_elements * (work.compute_bytes + gradient_bytes),
         "gradients": (1 + num_copies) * tables + (0 if accumulates else reduced),
         "gathered": model.kept + embedding_bytes,
         "workspace": WORKSPACE,
     }
+
+
+def _evaluation_bytes(work: Workload, model: ModelBytes) -> int:
+    """What an evaluation takes beyond the resident parts: a layer that runs, or the loss. 0 if nothing is held out."""
+    data = work.config.data
+    if data.eval_path is None and data.eval_fraction == 0:
+        return 0
+    layer = model.running_layer + model.ahead_in_forward(len(model.layers))
+    layer += activation_bytes.forward_bytes(work, Policy.full)
+    return max(layer, model.kept + model.gathered_end("head") + loss_bytes(work)) + WORKSPACE
 
 
 def _saved(work: Workload, policies: Sequence[Policy]) -> list[int]:
@@ -256,14 +283,14 @@ def _offload_slots(work: Workload, policies: Sequence[Policy]) -> int:
 
 def _host(work: Workload, model: ModelBytes, policies: Sequence[Policy]) -> tuple[BytesByPart, int]:
     """Host memory by part, and how much of it is pinned."""
-    pinned = 0 if work.config.model.weights is Weights.random else NUM_BUFFERS * PIECE_BYTES
+    reading = 0 if work.config.model.weights is Weights.random else NUM_BUFFERS * PIECE_BYTES
     copied = math.ceil((model.shard.adapters + model.optimizer) / SLAB_BYTES) * SLAB_BYTES
     libraries = HOST_PYTHON + HOST_LAYER * len(policies)
     if work.is_cuda:
         libraries += HOST_CUDA + (HOST_NCCL if work.num_ranks > 1 else 0)
     # The checkpoint's copy always counts: a signal makes a run write a checkpoint even if no others were asked for.
-    parts = {"libraries": libraries, "reading": pinned, "checkpoint": copied, "adapter": model.all_trained}
-    pinned += 0 if model.is_offloaded else copied
+    parts = {"libraries": libraries, "reading": reading, "checkpoint": copied, "adapter": model.all_trained}
+    pinned = reading + (0 if model.is_offloaded else copied)
     if model.is_offloaded:  # each shard is pinned by itself, and torch rounds pinned blocks up to a power of two
         parts["parameters"] = sum(_pinned(tensor, work.num_shards) for tensor in model.tensors)
         parts["training"] = model.shard.adapters + model.optimizer

@@ -148,7 +148,7 @@ def _reason(plan: MemoryPlan, machine: Machine) -> str:
 def _check_weights(plan: MemoryPlan, machine: Machine) -> None:
     """Refuse a run whose weights alone are too large. No error in the rest of the plan could change that."""
     config, work = plan.work.config, plan.work
-    weights = sum(plan.phases["load"].values()) + plan.libraries
+    weights = sum(plan.phases["load"].values()) + plan.library_bytes
     if weights <= machine.target:
         return
     missing, share = (weights - machine.target) / GIB, f"{weights / GIB:.2f} GiB"

@@ -38,9 +38,9 @@ def table(plan: MemoryPlan) -> str:
         sizes = [plan.phases[phase].get(part, 0) for phase in PHASES]
         if any(sizes):
             rows.append(_row(label, [_gib(size) for size in sizes]))
-    rows.append(_row("all tensors", [_gib(plan.tensors(phase)) for phase in PHASES]))
-    rows.append(_row("torch's allocator", [_gib(plan.allocator(phase)) for phase in PHASES]))
-    rows.append(_row("CUDA and NCCL", [_gib(plan.libraries)] * len(PHASES)))
+    rows.append(_row("all tensors", [_gib(plan.tensor_bytes(phase)) for phase in PHASES]))
+    rows.append(_row("torch's allocator", [_gib(plan.allocator_bytes(phase)) for phase in PHASES]))
+    rows.append(_row("CUDA and NCCL", [_gib(plan.library_bytes)] * len(PHASES)))
     rows.append(_row("needed", [_gib(plan.needed_in(phase)) for phase in PHASES]))
     return "\n".join(rows)
 
@@ -106,9 +106,9 @@ def as_json(plan: MemoryPlan) -> dict[str, Any]:
     """The plan's figures in GiB, for preflight.json and summary.json."""
     return {
         "phases": {phase: _gib_values(plan.phases[phase]) for phase in PHASES},
-        "tensors_gib": {phase: round(plan.tensors(phase) / GIB, 3) for phase in PHASES},
-        "allocator_gib": round(plan.allocator(plan.peak_phase) / GIB, 3),
-        "libraries_gib": round(plan.libraries / GIB, 3),
+        "tensors_gib": {phase: round(plan.tensor_bytes(phase) / GIB, 3) for phase in PHASES},
+        "allocator_gib": round(plan.allocator_bytes(plan.peak_phase) / GIB, 3),
+        "libraries_gib": round(plan.library_bytes / GIB, 3),
         "needed_gib": round(plan.needed / GIB, 3),
         "activations": describe_policies(plan.policies),
         "micro_batch_size": plan.work.micro_batch_size,

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from qlora_fsdp.config.schema import MatmulKind, Weights
 from qlora_fsdp.memory.activation_bytes import Policy, layer_tensors
+from qlora_fsdp.memory.capture import why_not_captured
 from qlora_fsdp.memory.gpus import Gpu
 from qlora_fsdp.memory.parameter_bytes import ParameterBytes, adapter_rank, layer_parameters, sum_bytes
 from qlora_fsdp.memory.plan import MemoryPlan
@@ -24,6 +25,7 @@ COPY = 0.6  # share of the memory's bandwidth that dequantizing and copying gath
 PASSES, PASSES_UNFUSED = 3.0, 7.0
 LAUNCH_SECONDS = 2.4e-3  # time of Python to start the kernels of a layer's forward; backward takes twice as long
 FSDP_LAUNCH_SECONDS = 0.7e-3  # added to that under FSDP
+REPLAY_SECONDS = 2e-3  # to start a micro-batch that is recorded as a CUDA graph, whatever is in it
 RECOMPUTED_LAUNCHES = 1.6  # launch time to recompute a layer, in forwards: more than one, as autograd takes part
 DISK_GB_S = 2.0  # per host
 CACHED_GB_S = 13.0  # per rank, from the page cache, quantization included
@@ -74,6 +76,8 @@ def _gpu_seconds(work: Workload, policies: Sequence[Policy], gpu: Gpu) -> float:
 
 def _launch_seconds(work: Workload, policies: Sequence[Policy]) -> float:
     """Seconds that Python takes to start the kernels of a micro-batch."""
+    if work.is_cuda and why_not_captured(work.config, policies, work.config.lora.lora_dropout > 0) is None:
+        return REPLAY_SECONDS
     num_recomputed = sum(policy.recomputes for policy in policies)
     forwards = 3 * len(policies) + RECOMPUTED_LAUNCHES * num_recomputed
     return forwards * (LAUNCH_SECONDS + (FSDP_LAUNCH_SECONDS if work.uses_fsdp else 0.0))

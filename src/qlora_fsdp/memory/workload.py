@@ -41,7 +41,7 @@ class Workload:
     @property
     def uses_fsdp(self) -> bool:
         """Whether FSDP takes part (model/shard.py). If not, nothing is gathered."""
-        return self.config.fsdp.takes_part(self.num_shards)
+        return self.config.fsdp.uses_fsdp(self.num_shards)
 
     @property
     def reshards(self) -> bool:

@@ -31,7 +31,8 @@ def set_activation_policy(layers: Sequence[nn.Module], policies: Sequence[Policy
         layers: transformers' `GradientCheckpointingLayer`s, in order.
         policies: the policy of each layer.
     """
-    recompute = partial(checkpoint, use_reentrant=False)
+    # Keeping the state of random numbers for every layer takes time, and can't be part of a CUDA graph.
+    recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=any(map(has_dropout, layers)))
     offload = partial(InputOffload().run, recompute)
     for layer, policy in zip(layers, policies, strict=True):
         match policy:
@@ -48,6 +49,15 @@ def set_activation_policy(layers: Sequence[nn.Module], policies: Sequence[Policy
                 _recompute_by(layer, offload)
             case _:
                 assert_never(policy)
+
+
+def has_dropout(module: nn.Module) -> bool:
+    """Whether a module draws random numbers in training: a dropout layer, or a rate that its code passes on."""
+    return any(
+        (isinstance(each, nn.Dropout) and each.p > 0)
+        or any("dropout" in name and isinstance(value, float) and value > 0 for name, value in vars(each).items())
+        for each in module.modules()
+    )
 
 
 def _recompute_by(layer: nn.Module, function: Callable[..., Any] | None) -> None:

@@ -16,9 +16,11 @@ from typing_extensions import assert_never
 
 from qlora_fsdp.common.errors import AdapterError, CheckpointError
 from qlora_fsdp.config.schema import Config, DataFormat, LoraConfig, TaskConfig, TaskName
+from qlora_fsdp.config.written import public_value
 from qlora_fsdp.data.tokenizer import AddedTokens, add_tokens, byte_tokenizer, load_tokenizer
 from qlora_fsdp.layers.attention import check_packing, choose_attention
-from qlora_fsdp.layers.liger import use_fused_kernels
+from qlora_fsdp.layers.head_loss import LossKernel
+from qlora_fsdp.layers.liger import choose_loss_kernel, use_fused_kernels
 from qlora_fsdp.layers.rewire import Rewired, rewire
 from qlora_fsdp.model.adapters import NO_TOKENS, apply_adapters
 from qlora_fsdp.model.build import BuildSettings, MetaModel, build_model
@@ -47,6 +49,7 @@ class AssembledModel:
         dtype: the compute dtype: of base parameters that are not quantized, and of the matrix products.
         attention: name of the attention implementation.
         liger_kernels: the settings (`rms_norm`, `rotary`, `glu`, `cross_entropy`) whose kernels are Liger's.
+        loss_kernel: what computes the loss of a frozen head.
         num_fp8_layers: layers that multiply in fp8.
         num_fused_groups: groups of linear layers that are computed together.
         notes: what the user should know, one sentence each, for the log.
@@ -60,6 +63,7 @@ class AssembledModel:
     dtype: torch.dtype
     attention: str
     liger_kernels: list[str]
+    loss_kernel: LossKernel
     num_fp8_layers: int
     num_fused_groups: int
     notes: list[str]
@@ -103,6 +107,7 @@ def assemble(
     attention, slower = choose_attention(wanted, files.config, device, dtype, is_causal)
     model_type = files.config.get_text_config().model_type
     liger_kernels = use_fused_kernels(config.kernels, model_type, device) if trains else []
+    loss_kernel = choose_loss_kernel(config.kernels.cross_entropy, device) if trains else "torch"
     meta = _build(config, lora, files, tokenizer, dtype, attention)
     num_rows = count_tokens(meta.model)[1] if tokens.ids else 0
     if tokens.vocab_size > num_rows + len(tokenizer) + len(tokens.ids):  # a few bytes would ask for any number of rows
@@ -110,7 +115,7 @@ def assemble(
             f"token {tokens.vocab_size - 1} can't get a row: {files.folder} has {num_rows} tokens. Correct the "
             "tokenizer, or trainable_token_indices in the adapter's adapter_config.json."
         )
-    model = adapt_model(meta, lora, config.task, tokens, liger_loss="cross_entropy" in liger_kernels)
+    model = adapt_model(meta, lora, config.task, tokens, loss_kernel)
     rewired = rewire(model, config.compute, config.kernels) if trains else Rewired(num_fp8=0, num_groups=0)
     return AssembledModel(
         model,
@@ -121,6 +126,7 @@ def assemble(
         dtype,
         attention,
         liger_kernels,
+        loss_kernel,
         rewired.num_fp8,
         rewired.num_groups,
         notes=[*([slower] if slower else []), *meta.notes],
@@ -171,12 +177,13 @@ def _build(
         trust_remote_code=config.model.trust_remote_code,
     )
     meta = build_model(files, settings)
-    meta.model.name_or_path = config.model.path or config.model.name  # an adapter remembers its base by this name
+    # An adapter remembers its base by this name.
+    meta.model.name_or_path = public_value(config, "model.path") or public_value(config, "model.name")
     return meta
 
 
 def adapt_model(
-    meta: MetaModel, lora: LoraConfig, task: TaskConfig, tokens: AddedTokens, liger_loss: bool = False
+    meta: MetaModel, lora: LoraConfig, task: TaskConfig, tokens: AddedTokens, loss_kernel: LossKernel = "torch"
 ) -> TaskModel:
     """Add the adapters to the model, in place, and wrap it in the `TaskModel` of its task.
 
@@ -185,11 +192,11 @@ def adapt_model(
         lora: the adapter's settings.
         task: causal language modelling or a kind of classification.
         tokens: the tokens whose rows in embeddings and head are trained.
-        liger_loss: compute the loss with Liger's kernel where the head is frozen.
+        loss_kernel: what computes the loss of a frozen head.
     """
     match task.name:
         case TaskName.causal_lm:
-            return CausalLM(apply_adapters(meta.model, lora, tokens=tokens), liger_loss)
+            return CausalLM(apply_adapters(meta.model, lora, tokens=tokens), loss_kernel)
         case TaskName.sequence_classification | TaskName.token_classification:
             lora = replace(lora, modules_to_save=[*(lora.modules_to_save or []), *meta.head])
             return Classifier(apply_adapters(meta.model, lora, task.name, tokens), task)

@@ -11,6 +11,7 @@ from qlora_fsdp.common.families import PACKED_FAMILIES
 from qlora_fsdp.common.sizes import IGNORE_INDEX
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.layers import QuantizedEmbedding
+from qlora_fsdp.layers.head_loss import LossKernel
 from qlora_fsdp.layers.rewire import attach_loss
 from qlora_fsdp.model.task_model import TaskModel
 from qlora_fsdp.runtime.rows import gather_whole
@@ -28,10 +29,10 @@ class CausalLM(TaskModel):
 
     Args:
         model: the wrapped model, on meta or not.
-        liger_loss: compute the loss with Liger's kernel where the head is frozen.
+        loss_kernel: what computes the loss of a frozen head.
     """
 
-    def __init__(self, model: peft.PeftModel, liger_loss: bool = False) -> None:
+    def __init__(self, model: peft.PeftModel, loss_kernel: LossKernel = "torch") -> None:
         super().__init__(model)
         config = self.base.config.get_text_config()
         self.splits_head = config.model_type in PACKED_FAMILIES
@@ -41,15 +42,15 @@ class CausalLM(TaskModel):
             is_plain = type(embeddings) is nn.Embedding and not embeddings.weight.requires_grad
             if is_plain or isinstance(embeddings, QuantizedEmbedding):
                 own.append(embeddings)
-            if not attach_loss(head, getattr(config, "final_logit_softcapping", None), liger_loss):
+            if not attach_loss(head, getattr(config, "final_logit_softcapping", None), loss_kernel):
                 own.append(cast(nn.Module, self.head))
-        self.gathers_itself = own
+        self.gathered_by_model = own
 
     def forward(self, batch: Batch) -> Tensor:
         """Sum of the cross-entropy over the batch's targets, not divided by their number: float32 scalar."""
         inputs: dict[str, Any] = {"position_ids": batch.position_ids, "use_cache": False}
         embeddings, head = self.base.get_input_embeddings(), self.base.get_output_embeddings()
-        if embeddings in self.gathers_itself:
+        if embeddings in self.gathered_by_model:
             inputs["inputs_embeds"] = _look_up(embeddings, batch.input_ids)
         else:
             inputs["input_ids"] = batch.input_ids
@@ -63,7 +64,7 @@ class CausalLM(TaskModel):
             }
         if self.splits_head:
             hidden = self.base.get_decoder()(**inputs).last_hidden_state
-            compute = head.forward if self.head in self.gathers_itself else head  # calling `head` runs FSDP's hooks
+            compute = head.forward if self.head in self.gathered_by_model else head  # calling `head` runs FSDP's hooks
             return compute(hidden, batch.targets)  # type: ignore[no-any-return]
         logits = self.base(**inputs).logits.float()
         return nn.functional.cross_entropy(

@@ -1,18 +1,22 @@
 """Shard the model with FSDP2.
 
 Each transformer layer is an FSDP unit: its parameters are gathered together before it runs, and freed afterwards unless
-`reshard_after_forward` is off. The embeddings and the output head of a known language model are units of their own if
-they share no weight. A classifier's embeddings are a unit too. The root unit has what is left.
+`reshard_after_forward` is off. The root unit has what belongs to no other unit. Embeddings and output head are units of
+their own, unless they are tied; so are a classifier's embeddings. A frozen unit of these two is sharded by FSDP as the
+others are, but the model itself gathers it (model/causal_lm.py), with one buffer where FSDP would take two.
 
 If every rank holds all parameters (one GPU, or NO_SHARD) and they are not offloaded to the CPU, FSDP is not used. It
 would copy each layer before using it, and its hooks would cost the host a third of a short step. Ranks that hold whole
 copies sum their gradients at the end of a step (`sum_gradients`).
 
-FSDP is told to cast nothing (`param_dtype=None`), and modules cast what they use. This protects quantized weights.
-Their codes are kept in bfloat16 because FSDP2 on older versions of torch shards no integers. If FSDP2 gathers a unit
-that is all bfloat16, it copies the values through float32 on a GPU, which changes codes that look like NaN
-(pytorch#159333, bitsandbytes#1945). If a unit has more than one dtype, FSDP2 copies plain bytes. Every unit with codes
-therefore also holds float32 parameters, and `prove.py` checks the gathered bytes at every start.
+Quantized weights must come out of a gather as the bytes that went in. Three rules see to that:
+
+1. FSDP casts nothing (`param_dtype=None`). Modules cast what they use.
+2. Codes are stored as bfloat16, because FSDP2 shards no integers on older versions of torch. A unit of bfloat16 alone
+   would be copied through float32 on a GPU, and codes that look like NaN would change on the way (pytorch#159333,
+   bitsandbytes#1945). A unit of several dtypes is copied as plain bytes. So no unit with codes may have one dtype only:
+   the float32 scales, which belong to every quantized layer, make sure of that, and `_check_dtypes` checks it.
+3. At every start, `prove.py` compares the bytes that are gathered with those that were loaded.
 """
 
 from __future__ import annotations
@@ -50,7 +54,7 @@ def shard_model(
     Returns:
         The FSDP units, the root last; empty if FSDP is not used.
     """
-    if not config.takes_part(config.num_shards(processes.num_ranks, processes.local_num_ranks)):
+    if not config.uses_fsdp(config.num_shards(processes.num_ranks, processes.local_num_ranks)):
         return []
     cuda = processes.device.type == "cuda"
     offload = CPUOffloadPolicy(pin_memory=cuda) if config.cpu_offload else OffloadPolicy()
@@ -61,9 +65,10 @@ def shard_model(
         offload_policy=offload,
     )
     layers = model.layers
-    for module in [*layers, *_end_units(model)]:
+    for module in [*layers, *_embedding_and_head_units(model)]:
         shard(module, reshard_after_forward=reshard_after_forward)
-    root: FSDPModule = shard(model, reshard_after_forward=False)  # the same object, whose class is changed
+    # Backward begins in the root, so its parameters stay. The result is the same object, whose class is changed.
+    root: FSDPModule = shard(model, reshard_after_forward=False)
     inner = [module for module in model.modules() if isinstance(module, FSDPModule) and module is not root]
     units = [*inner, root]
     for unit in units:
@@ -72,31 +77,32 @@ def shard_model(
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
         _check_dtypes(unit)
-    for end in _end_units(model):
-        # Some units are not needed in backward, so FSDP must not gather them again: frozen embeddings have no gradient
-        # to compute, and a frozen head that the model gathers itself has computed its input's gradient in forward.
-        is_for_forward = end is model.embeddings or end in model.gathers_itself
-        if is_for_forward and not any(p.requires_grad for p in end.parameters()):
-            cast(FSDPModule, end).set_unshard_in_backward(False)
-    gathered_head = [end for end in _end_units(model) if end is model.head and end not in model.gathers_itself]
-    prefetch_order = [*layers, *gathered_head]
+    for module in _embedding_and_head_units(model):
+        # Frozen embeddings have no gradient to compute, and a frozen head that the model gathers has computed the
+        # gradient of its input in forward already (layers/head_loss.py). FSDP must not gather these for backward.
+        is_for_forward = module is model.embeddings or module in model.gathered_by_model
+        if is_for_forward and not any(p.requires_grad for p in module.parameters()):
+            cast(FSDPModule, module).set_unshard_in_backward(False)
+    # What forward uses, in its order. The embeddings come first: nothing runs before them that could gather ahead.
+    gathered_by_fsdp = [m for m in _embedding_and_head_units(model) if m not in model.gathered_by_model]
+    prefetch_order = [*layers, *(m for m in gathered_by_fsdp if m is model.head)]
     _set_prefetch([unit for unit in prefetch_order if isinstance(unit, FSDPModule)], root, config)
     return units
 
 
-def reduce_gradients(model: TaskModel, now: bool) -> None:
-    """Set whether the next backward sums gradients over ranks, or keeps them on each rank for a later backward.
+def set_gradient_sync(model: TaskModel, enabled: bool) -> None:
+    """Set whether FSDP sums gradients over ranks in the next backward, or keeps them on each rank for a later one.
 
-    Units in `gathers_itself` have no gradients, and FSDP does not gather them in training. They always stay set to sum,
-    because FSDP then skips them. If set to keep gradients, FSDP would expect them to be gathered.
+    Units that the model gathers have no gradients. They stay set to sum, because FSDP then skips them; if set to keep
+    gradients, it would expect to find them gathered.
     """
-    if not isinstance(model, FSDPModule) or model.reduces_gradients is now:
+    if not isinstance(model, FSDPModule) or model.sums_gradients is enabled:
         return  # setting every module again would take milliseconds
-    model.reduces_gradients = now
-    model.set_requires_gradient_sync(now)
-    for end in model.gathers_itself:
-        if isinstance(end, FSDPModule):
-            end.set_requires_gradient_sync(True)
+    model.sums_gradients = enabled
+    model.set_requires_gradient_sync(enabled)
+    for unit in model.gathered_by_model:
+        if isinstance(unit, FSDPModule):
+            unit.set_requires_gradient_sync(True)
 
 
 @torch.no_grad()
@@ -115,11 +121,12 @@ def sum_gradients(model: TaskModel, params: Sequence[nn.Parameter]) -> None:
 
 
 @contextmanager
-def computing_inside(model: nn.Module, trains: bool = False) -> Iterator[bool]:
-    """Let a module inside the sharded model be called without gradients, as transformers' `generate` calls it.
+def bypassing_root(model: nn.Module, trains: bool = False) -> Iterator[bool]:
+    """A context for calls that begin inside the model, not at its root, as those of transformers' `generate` do.
 
     FSDP's hooks expect that a forward pass begins at the root. Here the root's own parameters are gathered for the time
-    of the context; each layer inside gathers its own as always.
+    of the context; each layer inside gathers its own as always. Nothing gets gradients. After an error the model is not
+    put back into order: the run ends with it.
 
     Args:
         model: sharded or not.
@@ -185,14 +192,14 @@ def place_model(model: nn.Module, shard_device: torch.device, buffer_device: tor
     model._apply(place)
 
 
-def _end_units(model: TaskModel) -> list[nn.Module]:
-    """The embeddings and the head: those of the two that become FSDP units of their own.
+def _embedding_and_head_units(model: TaskModel) -> list[nn.Module]:
+    """Embeddings and head, as far as each is an FSDP unit of its own.
 
     If the two share a weight it belongs to the root unit, and so does a classifier's head, which is small. Trained rows
     of new tokens belong to the root too. Inside a unit they would make FSDP gather the frozen table again for backward.
     """
     embeddings, head = model.embeddings, model.head
-    if head is None:
+    if head is None:  # a classifier
         return [embeddings]
     if not model.splits_head:
         return []
@@ -203,10 +210,11 @@ def _end_units(model: TaskModel) -> list[nn.Module]:
 def _set_prefetch(units: Sequence[FSDPModule], root: FSDPModule, config: FsdpConfig) -> None:
     """Have FSDP gather the next units while one runs.
 
-    By default FSDP2 gathers on streams of its own. torch's allocator keeps separate memory for every stream, and the
-    flat buffer of a layer is freed only when the next layer is gathered. For layers of a 405B model, torch then
-    reserved 21.0 GiB instead of 17.9. With asynchronous gathers (`_set_unshard_async_op`) the memory belongs to the
-    stream that computes, but then forward gathers nothing ahead unless FSDP2 is told which units come next.
+    Gathers are asynchronous (`_set_unshard_async_op`), so that the gathered memory belongs to the stream that computes.
+    FSDP2's default, gathering on streams of its own, costs memory: torch's allocator keeps separate memory for every
+    stream, and a layer's flat buffer is freed only when the next layer is gathered. For layers of a 405B model torch
+    reserved 21.0 GiB that way, and 17.9 this way. The price is that FSDP2 gathers nothing ahead in forward unless it is
+    told which units come next. In backward it always gathers one unit ahead.
 
     Shards that come from host memory are still gathered on streams of FSDP2's own, or computing would wait for their
     copies.

@@ -54,7 +54,7 @@ def swap_stored_linears(model: nn.Module, formats: Mapping[str, Format], dtype: 
         CheckpointError: blocks cross rows, so that the codes can't be split between ranks; all such layers are listed.
     """
     layers = {name: layer for name, layer in model.named_modules() if name in formats and isinstance(layer, nn.Linear)}
-    reasons = {name: formats[name].refuses(layer.in_features) for name, layer in layers.items()}
+    reasons = {name: formats[name].why_not(layer.in_features) for name, layer in layers.items()}
     problems = [f"{name} {reason}" for name, reason in reasons.items() if reason is not None]
     if problems:
         raise CheckpointError(
@@ -98,7 +98,7 @@ def swap_chosen_linears(
     def choose(name: str, layer: nn.Linear) -> Format | None:
         if name not in chosen or layer.weight is table:
             return None
-        reason = format.refuses(layer.in_features)
+        reason = format.why_not(layer.in_features)
         if reason is not None:
             problems.append(f"{name} {reason}")
         return format if reason is None else None

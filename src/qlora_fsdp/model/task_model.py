@@ -24,14 +24,14 @@ class TaskModel(nn.Module):
 
     Attributes:
         splits_head: whether embeddings and output head are FSDP units of their own, if the model has such a head.
-        gathers_itself: those of these two units that the model gathers itself, where forward uses them
+        gathered_by_model: those of these two units that the model gathers itself, where forward uses them
             (`gather_whole`).
-        reduces_gradients: what `shard.reduce_gradients` was told last.
+        sums_gradients: what `shard.set_gradient_sync` was told last.
     """
 
     splits_head = False
-    gathers_itself: Sequence[nn.Module] = ()
-    reduces_gradients: bool | None = None
+    gathered_by_model: Sequence[nn.Module] = ()
+    sums_gradients: bool | None = None
 
     def __init__(self, model: peft.PeftModel) -> None:
         super().__init__()

@@ -2,7 +2,7 @@
 
 Rank 0 writes all of them, except for each rank's part of a checkpoint and each rank's memory snapshot.
 
-config.yaml        every setting, resolved
+config.yaml        every setting, as it was written
 environment.json   command, git commit, versions, GPUs
 train.log          what the console showed
 metrics.jsonl      a line for each step, each evaluation and each checkpoint
@@ -45,6 +45,7 @@ from qlora_fsdp.common.errors import RunFolderError
 from qlora_fsdp.common.files import open_to_append, remove, write_atomically, write_json
 from qlora_fsdp.config.compose import to_yaml
 from qlora_fsdp.config.schema import Config
+from qlora_fsdp.config.written import hide
 from qlora_fsdp.records.ownership import find_obstacle, mark
 from qlora_fsdp.records.run_state import LOCK, RECORDS
 from qlora_fsdp.runtime.processes import Processes
@@ -94,12 +95,12 @@ def open_run_folder(config: Config, processes: Processes, keep_records: bool = F
             _lock(folder)
             for stale in ("summary.json", *(() if keep_records else RECORDS)):
                 remove(folder / stale)
-            write_atomically(folder / "config.yaml", to_yaml(config))
+            write_atomically(folder / "config.yaml", to_yaml(config, as_written=True))
             write_json(folder / "environment.json", describe_environment(processes))
             handlers = [logging.StreamHandler(sys.stdout), _LogFile(folder / "train.log")]
     log.handlers[:] = handlers or [logging.NullHandler()]
     for handler in log.handlers:
-        handler.setFormatter(logging.Formatter("%(message)s"))
+        handler.setFormatter(_Formatter("%(message)s"))
     log.setLevel(logging.INFO)
     log.propagate = False
     return folder
@@ -149,6 +150,13 @@ def describe_environment(processes: Processes) -> dict[str, Any]:
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda else [],
         "cpu_count": os.cpu_count(),
     }
+
+
+class _Formatter(logging.Formatter):
+    """Formats lines of the log, which say nothing that the environment gave."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return hide(super().format(record))
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from typing import Any
 
 from qlora_fsdp.common.errors import UserError
 from qlora_fsdp.common.files import write_json
+from qlora_fsdp.config.written import hide
 from qlora_fsdp.records.run_folder import writing
 
 FIRST_SIGNAL_CODE = 128  # a shell's exit code for a process that a signal ended is above this
@@ -60,7 +61,7 @@ class RunSummary:
         if self._folder is None:
             return
         status = "interrupted" if getattr(error, "exit_code", 1) > FIRST_SIGNAL_CODE else "failed"
-        text = str(error) if isinstance(error, UserError) else repr(error)
+        text = hide(str(error) if isinstance(error, UserError) else repr(error))
         with suppress(OSError):  # the folder may be what failed
             write_json(self._folder / "summary.json", self.figures | {"status": status, "error": text})
 

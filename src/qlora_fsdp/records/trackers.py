@@ -8,11 +8,9 @@ from html import escape
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-import yaml
-
 from qlora_fsdp.common.files import write_json
 from qlora_fsdp.config.check_settings import wandb_mode
-from qlora_fsdp.config.compose import to_yaml
+from qlora_fsdp.config.identity import plain_settings, sections_of
 from qlora_fsdp.config.schema import Config, WandbMode
 from qlora_fsdp.records.run_folder import log, writing
 from qlora_fsdp.records.run_state import TENSORBOARD_FOLDER, read_json
@@ -63,7 +61,7 @@ class WandbTracker:
             entity=config.tracking.entity,
             name=config.run.name,
             dir=str(folder),
-            config=yaml.safe_load(to_yaml(config)),
+            config=sections_of(plain_settings(config)),
         )
         self.run: Any
         try:

@@ -7,6 +7,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+if __name__ == "__main__":
+    from qlora_fsdp.common.startup import begin
+
+    begin()
+
 from qlora_fsdp.common.errors import UserError, print_error
 from qlora_fsdp.report.page import write_report
 from qlora_fsdp.report.sweep_table import read_results, show_results, write_results
@@ -15,7 +20,7 @@ from qlora_fsdp.report.sweep_table import read_results, show_results, write_resu
 def main(argv: Sequence[str] | None = None) -> int:
     """Writes the report that the command line asks for, and a sweep's table anew; returns the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m qlora_fsdp.report", description="Write report.html about a run, or to compare several."
+        prog="qlora-fsdp report", description="Write report.html about a run, or to compare several."
     )
     parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="a run, a sweep, or what holds several")
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: report.html in the folder they share")

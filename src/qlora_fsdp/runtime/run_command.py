@@ -25,11 +25,12 @@ from qlora_fsdp.common.errors import (
     print_error,
 )
 from qlora_fsdp.common.files import write_atomically
-from qlora_fsdp.common.startup import quick_imports
+from qlora_fsdp.common.startup import announce, quick_imports
 from qlora_fsdp.common.text import printable, printable_lines
 from qlora_fsdp.config.check_settings import Needs, check_settings
 from qlora_fsdp.config.commands import AdapterSettings, load_command
 from qlora_fsdp.config.schema import Config
+from qlora_fsdp.config.world import World
 
 if TYPE_CHECKING:
     from qlora_fsdp.runtime.processes import Processes
@@ -90,7 +91,9 @@ def run_command(
         The exit code: 0, or that of the `UserError` that has been printed.
     """
     try:
-        settings, config = load_command(sys.argv[1:] if argv is None else argv, kind, usage)
+        settings, config = load_command(
+            sys.argv[1:] if argv is None else argv, kind, usage, uses_default_data=not takes_adapter
+        )
         problems = check_settings(config, Needs(optional=tuple(optional)))
         if takes_adapter and settings.adapter is None and config.model.path is None:
             problems = [replace(p, fix=NO_BASE) if p.setting == "model.path" else p for p in problems]
@@ -122,6 +125,7 @@ def _log_to_stderr() -> None:
 
 def _run_together(body: Callable[[Processes], None], timeout_seconds: int) -> None:
     """Meets the other processes, runs `body`, and ends all of them with the error of the first that fails."""
+    announce(World.from_environment(os.environ).num_ranks)
     with quick_imports():  # torch only from here on
         from qlora_fsdp.runtime.hardware import is_shortage
         from qlora_fsdp.runtime.processes import start_processes, stop_processes

@@ -42,6 +42,7 @@ from qlora_fsdp.runtime.signals import StopSignals
 POLL_SECONDS = 1.0
 ANSWER_SECONDS = 10.0  # how long other ranks get to tell of their failure, or to print it
 UNWIND_SECONDS = 5.0  # how long the main thread gets to notice by itself; torchrun kills 30 s after its SIGTERM
+STOP_SECONDS = 5.0  # how long a call to the store gets to return
 CLEAN_UP_SECONDS = 20.0  # how long it then gets to close what is open
 
 
@@ -95,8 +96,9 @@ class Watch:
         self._is_told, self._num_exchanges, self._is_rank_0_lost, self._is_finishing = False, 0, False, False
         self.signals = StopSignals()
         threading.Thread(target=self._work, name="watch", daemon=True).start()
+        self._talking = threading.Thread(target=self._talk, name="heartbeats", daemon=True)
         if self.num_ranks > 1:
-            threading.Thread(target=self._talk, name="heartbeats", daemon=True).start()
+            self._talking.start()
 
     @property
     def asked(self) -> signal.Signals | None:
@@ -123,6 +125,8 @@ class Watch:
     def stop(self) -> None:
         """Watch no more: the run is over on this rank."""
         self._stopped.set()
+        if self._talking.is_alive():  # Python aborts if it ends while a thread returns from torch's store
+            self._talking.join(STOP_SECONDS)
         self.signals.restore()
 
     def explain(self, error: BaseException) -> BaseException:

@@ -9,7 +9,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from qlora_fsdp.config.schema import TrackingConfig
 from qlora_fsdp.data.sequences import Sequences
-from qlora_fsdp.model.shard import computing_inside
+from qlora_fsdp.model.shard import bypassing_root
 from qlora_fsdp.model.task_model import TaskModel
 from qlora_fsdp.runtime.processes import Processes
 
@@ -63,7 +63,7 @@ class Generations:
         model.eval()
         mine: dict[int, str] = {}
         rank, num_ranks = self.processes.rank, self.processes.num_ranks
-        with computing_inside(model, trains=True):
+        with bypassing_root(model, trains=True):
             for start in range(0, len(self.rows), num_ranks):
                 # A rank that has no prompt left completes the last one too, because all ranks take part in gathers.
                 number = min(start + rank, len(self.rows) - 1)

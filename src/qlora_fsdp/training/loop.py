@@ -21,12 +21,12 @@ from qlora_fsdp.training.step_recorder import StepRecorder
 
 @dataclass
 class TrainResult:
-    """How training went.
+    """How training went. A start is one launch of the command: a run that was resumed has had several.
 
     Attributes:
         num_steps: optimizer steps done, including skipped ones and those of earlier starts.
-        losses: mean loss of each step of this start whose gradient was used.
-        last_loss: loss of the last step whose gradient was used, even if an earlier start ran it.
+        losses: mean loss per target token of the steps of this start, without the steps whose gradient was not used.
+        last_loss: the same of the last step whose gradient was used, even if an earlier start ran it.
         eval_losses: (step, loss) of each evaluation, including those of earlier starts.
         eval_metrics: the task's other figures in the last evaluation.
         first_step_seconds: duration of the first step after this start, with compilation and allocation.
@@ -50,11 +50,11 @@ class TrainResult:
             self.losses.append(loss)
             self.last_loss = loss
 
-    def add_evaluation(self, step: int, found: EvaluationResult | None) -> None:
-        """Add the evaluation after `step` steps. Nothing is added if `found` is None: there are no held-out rows."""
-        if found is not None:
-            self.eval_losses.append((step, found.loss))
-            self.eval_metrics = found.metrics
+    def add_evaluation(self, step: int, evaluation: EvaluationResult | None) -> None:
+        """Add the evaluation after `step` steps. Without held-out rows it is None, and nothing is added."""
+        if evaluation is not None:
+            self.eval_losses.append((step, evaluation.loss))
+            self.eval_metrics = evaluation.metrics
 
     def add_measured(self, recorder: StepRecorder) -> None:
         """Add what the recorder measured over all steps of this start."""
@@ -94,22 +94,25 @@ def train(
         evaluation: evaluates before the first step, between steps where it is due, and after the last step.
         recorder: times each step and keeps its figures, which are written while the GPU computes the next step.
         saver: writes checkpoints between steps.
-        bad_steps: gives the norm limit to each step, and acts on a bad one: stop, skip or roll back.
+        bad_steps: gives the norm limit to each step, and acts on a bad one: it ends the run, skips the update, or loads
+            the adapter and the optimizer of the last checkpoint. The loop goes on with the next batch either way.
         config: `training` and `optim` are used.
         result: what earlier starts have done. It is filled in and returned.
 
     Raises:
-        Interrupted: a rank got a signal. The run stops after the current step, unless that is the last one, or during
-            an evaluation.
+        Interrupted: a rank got a signal. It is raised after the current step, or in the middle of an evaluation. A
+            signal during the last step stops nothing: the run finishes.
         TrainingError: a bad step under training.on_bad_step=stop; more than 10 bad steps in a row under any setting
             (`bad_steps.MAX_IN_A_ROW`); or a trainable parameter without a usable gradient in the first steps.
     """
     model, processes, num_steps = runner.model, runner.processes, batches.split.num_steps
     model.train()
-    # Yields the micro-batches of exactly the steps that `batches.of_step` describes, in the same order.
+    # One stream for the whole run. `run_step` takes as many micro-batches from it as its `batch` says.
     micro_batches = prefetch(batches.micro_batches(first_step=result.num_steps))
     try:
         for step in range(result.num_steps, num_steps):
+            # Evaluations and checkpoints are no part of a step: the line of the step before is written first, so that
+            # lines are in order, and the clock of the steps stands still meanwhile.
             if evaluation.is_due(step):
                 recorder.deferred.write()
                 result.add_evaluation(step, evaluation.run(model, step))
@@ -120,10 +123,12 @@ def train(
             learning_rate = learning_rate_at(step, num_steps, config.training.learning_rate, config.optim)
             runner.set_learning_rate(learning_rate)
             batch = batches.of_step(step)
-            write_previous, is_first_update = recorder.deferred.write, not result.losses
-            step_result = runner.run_step(micro_batches, batch, bad_steps.limit(), is_first_update, write_previous)
-            # All ranks join this sum before they wait for their GPUs. If a rank never arrives, the error can name it.
-            must_save = processes.sum([saver.asks()])[0] > 0
+            write_previous_step = recorder.deferred.write  # called while the GPU computes this one
+            is_first_update = not result.losses  # of this start
+            step_result = runner.run_step(micro_batches, batch, bad_steps.limit(), is_first_update, write_previous_step)
+            # The ranks agree whether to save. They do so before they wait for their GPUs: hosts make this sum, and they
+            # notice when a rank never arrives, and say which. A GPU that waits for another can't say for which.
+            must_save = processes.sum([saver.wants_checkpoint()])[0] > 0
             loss, grad_norm = step_result.wait()  # for these two only; the GPU may still be running the optimizer
             is_good = bad_steps.check(step, loss, grad_norm, batch.indices, step_result.micro_losses)
             result.add_step(loss, is_good)

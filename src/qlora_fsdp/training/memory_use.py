@@ -136,7 +136,7 @@ def _quote(error: BaseException) -> str:
 def _phases(plan: MemoryPlan, peaks: PhasePeaks) -> list[str]:
     lines = [f"  {'GiB':<10}{'planned':>10}{'tensors':>10}{'reserved':>10}"]
     for phase in PHASES:
-        cells = [f"{plan.tensors(phase) / GIB:.2f}"]
+        cells = [f"{plan.tensor_bytes(phase) / GIB:.2f}"]
         cells += [f"{peak[phase] / GIB:.2f}" if phase in peak else "-" for peak in (peaks.allocated, peaks.reserved)]
         lines.append(f"  {phase:<10}" + "".join(f"{cell:>10}" for cell in cells))
     return lines

@@ -95,7 +95,8 @@ def prepare(config: Config, processes: Processes, folder: Path, first_step: int 
 def _prepare(config: Config, processes: Processes, folder: Path, first_step: int) -> Prepared:
     device, dtype = processes.device, choose_dtype(config.training.precision, processes.device)
     ranks = f"{plural(processes.num_ranks, 'rank')} on {device.type}"
-    log.info(f"Run {config.run.name}: {ranks}, {dtype_name(dtype)}, in {folder}")
+    default = f", on {config.data.path}, the default: data.path= names yours" if config.data.is_default else ""
+    log.info(f"Run {config.run.name}: {ranks}, {dtype_name(dtype)}, in {folder}{default}")
     missing = replace_missing(config, device)
     assembled = assemble(config, config.lora, processes, trains=True)
     model, meta = assembled.model, assembled.meta
@@ -128,7 +129,7 @@ def _plan_memory(config: Config, assembled: AssembledModel, machine: Machine, pr
             len(model.layers),
             quant_settings(meta.format, config.quant),
             assembled.dtype.itemsize,
-            frozenset(assembled.liger_kernels),
+            frozenset(assembled.liger_kernels) | ({"cross_entropy"} if assembled.loss_kernel != "torch" else set()),
             machine,
         )
         if processes.is_main
@@ -136,7 +137,7 @@ def _plan_memory(config: Config, assembled: AssembledModel, machine: Machine, pr
     )
     set_activation_policy(model.layers, run_plan.policies)
     if config.memory.target_gib is not None:
-        hold_to(machine.target, run_plan.plan.libraries if run_plan.plan is not None else 0, device)
+        hold_to(machine.target, run_plan.plan.library_bytes if run_plan.plan is not None else 0, device)
     if config.memory.snapshot:
         start_snapshot(device)
     return run_plan

@@ -1,7 +1,7 @@
 """When checkpoints are written, and how a signal ends a run.
 
-A signal may reach a single rank. So at the end of each step all ranks agree whether one came (`Saver.asks`); then they
-save and stop together.
+A signal may reach a single rank. So at the end of each step all ranks agree whether one came
+(`Saver.wants_checkpoint`); then they save and stop together.
 
 Training waits while the state is copied to host memory. Then it continues, and a thread on each rank writes the copy to
 files. The next checkpoint, a signal and the end of the run wait for that thread. A run that ends in an error waits for
@@ -103,7 +103,7 @@ class Saver:
             with suppress(Exception):  # what ends the run is `error`
                 self._wait(ERROR_SECONDS)
 
-    def asks(self) -> bool:
+    def wants_checkpoint(self) -> bool:
         """Whether this rank wants a checkpoint after the current step: it got a signal, or every_minutes have passed.
 
         The loop asks every rank and sums the answers, so that all of them save after the same step.
@@ -125,7 +125,7 @@ class Saver:
 
         Args:
             step: optimizer steps done.
-            asked: whether `asks` was true on any rank; the same on every rank.
+            asked: whether `wants_checkpoint` was true on any rank; the same on every rank.
 
         Raises:
             Interrupted: a rank got a signal; the checkpoint has been written, if that was possible.

@@ -19,13 +19,14 @@ from torch import Tensor
 
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.model.count import FlopCounter
-from qlora_fsdp.model.shard import reduce_gradients, sum_gradients
+from qlora_fsdp.model.shard import sum_gradients
 from qlora_fsdp.model.task_model import TaskModel
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.training.batches import GlobalBatch
 from qlora_fsdp.training.gradient_check import check_gradients
 from qlora_fsdp.training.memory_use import PhasePeaks
 from qlora_fsdp.training.optim import LocalOptimizer, clip_gradients
+from qlora_fsdp.training.passes import Passes
 
 # While B is zero, the gradient of LoRA's A is zero. So A can be checked only in the second step.
 GRADIENT_CHECK_STEPS = 2
@@ -52,6 +53,7 @@ class StepRunner:
 
     Args:
         model: sharded, loaded and proven.
+        passes: runs forward and backward of the model.
         optimizer: over the model's trainable parameters.
         max_grad_norm: a gradient of a larger global norm is scaled down to this norm; 0 turns clipping off.
         flops: counts the FLOPs of a batch.
@@ -62,13 +64,14 @@ class StepRunner:
     def __init__(
         self,
         model: TaskModel,
+        passes: Passes,
         optimizer: LocalOptimizer,
         max_grad_norm: float,
         flops: FlopCounter,
         peaks: PhasePeaks,
         processes: Processes,
     ) -> None:
-        self.model, self.optimizer, self.max_grad_norm = model, optimizer, max_grad_norm
+        self.model, self.passes, self.optimizer, self.max_grad_norm = model, passes, optimizer, max_grad_norm
         self.flops, self.peaks, self.processes = flops, peaks, processes
         self.params = [param for param in model.parameters() if param.requires_grad]
 
@@ -120,27 +123,20 @@ class StepRunner:
     ) -> tuple[Tensor, list[Tensor], float]:
         """Run forward and backward of every micro-batch of a step.
 
-        FSDP sums gradients over ranks in the last micro-batch's backward. Without FSDP, `sum_gradients` does so
-        afterwards.
+        FSDP sums gradients over ranks in backward. Without FSDP, `sum_gradients` does so afterwards.
 
         Returns:
             This rank's part of the step's loss, a float32 scalar on the device; the same for each micro-batch; and the
             model FLOPs.
         """
-        device, num_targets = self.processes.device, max(1, batch.num_targets)
-        loss_sum, num_flops = torch.zeros((), dtype=torch.float32, device=device), 0.0
+        loss_sum, num_flops = torch.zeros((), dtype=torch.float32, device=self.processes.device), 0.0
         micro_losses = []
+        self.passes.begin_step(max(1, batch.num_targets))
         for micro in range(batch.num_micro_batches):
             micro_batch = next(micro_batches)
             num_flops += self.flops.of_batch(micro_batch.sequence_starts)
-            reduce_gradients(self.model, now=micro == batch.num_micro_batches - 1)
-            self.peaks.enter("forward")
-            loss = self.model(micro_batch.to(device)) / num_targets
-            self.peaks.enter("backward")
-            loss.backward()
-            micro_losses.append(loss.detach())
+            micro_losses.append(self.passes.run(micro_batch, is_last=micro == batch.num_micro_batches - 1))
             loss_sum += micro_losses[-1]
-            del loss  # and its graph, before the next micro-batch builds one
             while_gpu_works()
         return loss_sum, micro_losses, num_flops
 

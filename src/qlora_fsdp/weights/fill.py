@@ -1,6 +1,7 @@
 """Fill a sharded model: each rank reads its own rows, quantizes them on its device, and writes them to its shard.
 
-A weight comes from one of three sources:
+An `Assignment` is one weight of the model: the module and parameter that hold it, and the tensors in the files that it
+is made of. weights/assign.py has found these. A weight comes from one of three sources:
 
 - a tensor in full precision, which is cast to the model's dtype and quantized where its layer is quantized;
 - codes and scales that bitsandbytes has made, whose bytes are taken as they are;
@@ -12,6 +13,7 @@ Rows arrive in pieces, in order. A sink takes the pieces of one tensor (`put`) a
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 
@@ -23,7 +25,8 @@ from qlora_fsdp.runtime.rows import gather_rows, local_rows, local_tensor, shard
 from qlora_fsdp.weights.assignment import Assignment
 from qlora_fsdp.weights.row_reader import Request, Sink, run_requests
 
-RANDOM_ROWS = 256  # rows that share a random generator
+# Rows that share a seed. A rank can begin at any of these blocks, so that values don't depend on the number of ranks.
+RANDOM_ROWS = 256
 Progress = Callable[[int], None]  # called with the bytes read
 
 
@@ -57,7 +60,7 @@ def fill_from_files(
 
     Args:
         assignments: in the same order on every rank.
-        device: where weights are quantized; the collectives of double quantization run there.
+        device: where weights are quantized. Double quantization also gathers the scales of all ranks there.
         dtype: the model's dtype, to which full-precision weights are cast before they are quantized, as
             `from_pretrained(dtype=...)` does.
         on_progress: called with the bytes read.
@@ -85,22 +88,23 @@ def fill_randomly(
     """
     for assignment in assignments:
         first, last = local_rows(assignment.parameter)
-        row_size = assignment.num_elements // max(1, assignment.parameter.shape[0])
+        # Counted from the weight, because a quantized parameter has rows of packed codes.
+        row_elements = assignment.num_elements // max(1, assignment.parameter.shape[0])
         if assignment.parameter.ndim < 2:
             local_tensor(assignment.parameter).fill_(0.0 if assignment.attribute == "bias" else 1.0)
         else:
             sink = _make_sink(assignment, device, dtype, dtype)
-            for start, rows in _random_rows(assignment.name, first, last, row_size, std, seed, device, dtype):
+            for start, rows in _random_rows(assignment.name, first, last, row_elements, std, seed, device, dtype):
                 sink.put(rows, start - first)
             sink.finish()
-        on_progress((last - first) * row_size * dtype.itemsize)
+        on_progress((last - first) * row_elements * dtype.itemsize)
 
 
 def _random_rows(
     name: str, first: int, last: int, width: int, std: float, seed: int, device: torch.device, dtype: torch.dtype
 ) -> Iterator[tuple[int, Tensor]]:
     """Rows [first, last) of a random matrix, in pieces: index of the piece's first row, and `dtype` [rows, width]."""
-    for block in range(first // RANDOM_ROWS, -(last // -RANDOM_ROWS)):
+    for block in range(first // RANDOM_ROWS, math.ceil(last / RANDOM_ROWS)):
         generator = torch.Generator(device).manual_seed(zlib.crc32(f"{seed}/{name}/{block}".encode()))
         rows = torch.empty(RANDOM_ROWS, width, dtype=dtype, device=device).normal_(0.0, std, generator=generator)
         begin, end = max(first, block * RANDOM_ROWS), min(last, (block + 1) * RANDOM_ROWS)
@@ -113,8 +117,8 @@ def _full_precision_request(assignment: Assignment, device: torch.device, dtype:
     sink = _make_sink(assignment, device, stored.dtype, dtype)
     if param.ndim == 0:
         return Request(stored, stored.num_bytes, 0, 1, sink)
-    row_size = assignment.num_elements // max(1, param.shape[0])
-    return Request(stored, row_size * stored.dtype.itemsize, *local_rows(param), sink)
+    row_elements = assignment.num_elements // max(1, param.shape[0])
+    return Request(stored, row_elements * stored.dtype.itemsize, *local_rows(param), sink)
 
 
 def _make_sink(assignment: Assignment, device: torch.device, source_dtype: torch.dtype, dtype: torch.dtype) -> Sink:
@@ -133,16 +137,17 @@ def _prequantized_requests(assignment: Assignment) -> list[Request]:
     assert assignment.stored is not None
     num_blocks = layer.in_features // format.blocksize
     code_bytes = layer.in_features // 2 if format.is_4bit else layer.in_features
-    rows, scales = local_rows(assignment.parameter), local_tensor(layer.scales)
-    requests = [Request(assignment.stored, code_bytes, *rows, _Pack(local_tensor(layer.codes), format))]
+    row_range, scales = local_rows(assignment.parameter), local_tensor(layer.scales)
+    requests = [Request(assignment.stored, code_bytes, *row_range, _Pack(local_tensor(layer.codes), format))]
     if not format.double_quant:
         row_bytes = 4 * (num_blocks if format.is_4bit else 1)
-        return [*requests, Request(stored_parts["scales"], row_bytes, *rows, _Copy(scales, torch.float32))]
-    requests.append(Request(stored_parts["scales"], num_blocks, *rows, _Pack(scales, format)))
+        return [*requests, Request(stored_parts["scales"], row_bytes, *row_range, _Copy(scales, torch.float32))]
+    requests.append(Request(stored_parts["scales"], num_blocks, *row_range, _Pack(scales, format)))
+    # Our nested_scales have one element more than the tensor in the files: the mean of the scales, which bitsandbytes
+    # stores apart (`nested_offset`), comes last.
     first, last = local_rows(layer.nested_scales)
     nested = local_tensor(layer.nested_scales)
     num_groups = layer.nested_scales.shape[0] - 1
-    # The last element is the mean of the scales. The files keep it outside this tensor.
     if last == num_groups + 1 and last > first:
         assert assignment.nested_offset is not None
         nested[-1] = assignment.nested_offset
@@ -199,8 +204,8 @@ class _Quantize(Sink):
         if not format.double_quant:
             _write(local_tensor(layer.scales), absmax)
             return
-        # The mean and the groups of 256 are computed over all rows, so every rank computes them from the same gathered
-        # scales.
+        # Double quantization subtracts the mean of all scales, and quantizes them in groups of 256 that may span ranks.
+        # So the scales of all ranks are gathered, every rank quantizes all of them, and keeps its own rows.
         group = shard_group(layer.codes)
         scales, nested_scales = format.quantize_scales(gather_rows(absmax, layer.out_features, group))
         for param, whole in ((layer.scales, scales), (layer.nested_scales, nested_scales)):

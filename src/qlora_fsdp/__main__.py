@@ -1,0 +1,107 @@
+"""`qlora-fsdp COMMAND ...`, or `python -m qlora_fsdp COMMAND ...`: every command of the package under one name.
+
+It answers within a second: only the command that is asked for is imported.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, cast
+
+from qlora_fsdp import __version__
+from qlora_fsdp.common.errors import ConfigError, Problem, print_error
+from qlora_fsdp.common.startup import NO_RUN, begin, end_with_the_reader
+
+# Name: module, what it does
+COMMANDS = {
+    "train": ("qlora_fsdp.train", "train an adapter on all GPUs of this host; sweeps and batch jobs too"),
+    "preflight": ("qlora_fsdp.preflight", "does a run fit, and how long will it take? needs no GPU"),
+    "preview": ("qlora_fsdp.preview", "rows as the model will see them, and what is trained on"),
+    "evaluate": ("qlora_fsdp.evaluate", "an adapter's loss on data, or its score in a benchmark"),
+    "generate": ("qlora_fsdp.generate", "complete prompts"),
+    "chat": ("qlora_fsdp.chat", "talk to a model"),
+    "merge": ("qlora_fsdp.merge", "make one model of base and adapter"),
+    "push": ("qlora_fsdp.push", "publish an adapter on the hub"),
+    "status": ("qlora_fsdp.status", "how runs are doing"),
+    "report": ("qlora_fsdp.report.__main__", "write a page about a run, or one that compares several"),
+    "doctor": ("qlora_fsdp.doctor.__main__", "can this host train, and what would be in the way?"),
+    "schema": ("qlora_fsdp.config.json_schema", "print a JSON schema of the settings, for editors"),
+    "completion": ("qlora_fsdp.launch.completion", 'complete words in this shell: eval "$(qlora-fsdp completion)"'),
+}
+ONLY_PRINT = ("preflight", "status", "schema", "completion")
+TAKE_RANKS = ("evaluate", "generate", "chat", "doctor")  # besides train: with launch.num_processes=N
+
+USAGE = """\
+Fine-tune large language models with QLoRA on FSDP2.
+
+usage: qlora-fsdp COMMAND [group=option ...] [setting=value ...]
+
+{commands}
+
+examples:
+  qlora-fsdp train model=llama3-8b data.path=chats.jsonl
+  qlora-fsdp train model=tiny data=random training.max_steps=10 launch.num_processes=2
+  qlora-fsdp generate adapter=outputs/run/adapter prompt="What does textwrap.dedent do?"
+
+options:
+  --help      this page; qlora-fsdp COMMAND --help is that of a command
+  --version   the version"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command that the command line names.
+
+    Returns:
+        Its exit code; 2 if there is no such command.
+    """
+    name, *rest = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    begin(NO_RUN if name == "train" else "")
+    if name in ("-h", "--help", "help"):
+        print(USAGE.format(commands="\n".join(f"  {key:<12}{COMMANDS[key][1]}" for key in commands())))
+        return 0
+    if name == "--version":
+        print(f"qlora-fsdp {__version__}")
+        return 0
+    if name not in commands():
+        error = ConfigError([_no_command(name)])
+        print_error(error)
+        return error.exit_code
+    if name in ONLY_PRINT:
+        end_with_the_reader()
+    return _run(name, rest)
+
+
+def commands() -> list[str]:
+    """Returns the names of the commands that are there."""
+    return [name for name, (module, _) in COMMANDS.items() if find_spec(module) is not None]
+
+
+def _run(name: str, argv: list[str]) -> int:
+    module, is_rank = COMMANDS[name][0], "RANK" in os.environ
+    if name in TAKE_RANKS and not is_rank and any(text.lstrip("+").startswith("launch.") for text in argv):
+        from qlora_fsdp.launch.ranks import start_command
+
+        return start_command(module.removesuffix(".__main__"), argv)
+    more: dict[str, Any] = {}
+    if name == "train":
+        more = {"starts_ranks": not is_rank}
+    elif name == "completion":
+        more = {"commands": commands()}
+    return cast(int, import_module(module).main(argv, **more))
+
+
+def _no_command(name: str) -> Problem:
+    if "=" in name or name.startswith("-"):
+        return Problem(name, "is no command.", f"Name one first: qlora-fsdp train {name} ...")
+    near = difflib.get_close_matches(name, commands(), n=1)
+    fix = f"Did you mean qlora-fsdp {near[0]}?" if near else f"The commands are {', '.join(commands())}."
+    return Problem(name, "is no command.", fix)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,134 @@
+"""`--config my.yaml`: settings by their names, and options of groups, in one YAML file.
+
+    model: llama3-8b
+    data: chats.jsonl
+    lora: {r: 8}
+    training.max_steps: 100
+
+A run's own config.yaml is such a file. Its values win over the options and the experiment that it picks, and what is
+typed wins over both. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from qlora_fsdp.common.errors import ConfigError, Problem
+from qlora_fsdp.config.bounded_yaml import parse_yaml, read_text, read_yaml
+from qlora_fsdp.config.command_line import default_options, group_options
+from qlora_fsdp.config.foreign_settings import clean, find_forbidden, unplain_problems
+from qlora_fsdp.config.overrides import is_path
+from qlora_fsdp.config.settings import all_settings, show, unknown_setting
+
+Sections = dict[str, dict[str, Any]]  # values by section and name
+
+_SECTIONS = frozenset(key.partition(".")[0] for key in all_settings())
+
+# What makes a model another one: where another is typed, none of it counts.
+_OF_A_MODEL = ("name", "path", "revision", "tokenizer_path", "weights", "config")
+
+
+@dataclass(frozen=True)
+class FileSettings:
+    """What a file says.
+
+    Attributes:
+        options: the options of groups that it picks, as on the command line: `quant=int8`.
+        values: all else.
+    """
+
+    options: tuple[str, ...] = ()
+    values: Sections = field(default_factory=dict)
+
+
+def read_config_file(file: Path, folders: Sequence[Path]) -> FileSettings:
+    """Reads the file of `--config`.
+
+    Args:
+        file: YAML, or JSON.
+        folders: where groups of options are.
+
+    Raises:
+        ConfigError: the file can't be read, names what is no setting, or carries what no file may. Names every mistake.
+    """
+    try:
+        found = read_yaml(file)
+        if not isinstance(found, (dict, type(None))):
+            raise ValueError("it holds no lines such as `training.max_steps: 100`")
+    except (OSError, ValueError) as error:
+        reason = str(error.strerror if isinstance(error, OSError) else error)
+        problem = Problem(
+            f"--config {file}", f"can't be read: {clean(reason, 400)}.", "Name a YAML file with settings."
+        )
+        raise ConfigError([problem]) from None
+    groups = {*default_options(), *group_options("", folders)}
+    options, values, problems = list[str](), Sections(), list[Problem]()
+    for name, value in (found or {}).items():
+        section, dot, setting = str(name).partition(".")
+        if name in ("defaults", "hydra"):
+            problems.append(_not_here(file, name, value))
+        elif dot and section in _SECTIONS:
+            values.setdefault(section, {})[setting] = value
+        elif name in _SECTIONS and isinstance(value, dict):
+            values.setdefault(section, {}).update({str(inner): item for inner, item in value.items()})
+        elif name in groups and isinstance(value, (str, int, float)):
+            problems += unplain_problems(file, section, value)
+            if is_path(section, value, folders):  # model: ORG/NAME, data: chats.jsonl
+                values.setdefault(section, {})["path"] = value
+            options.append(f"{name}={default_options()[section] if is_path(section, value, folders) else value}")
+        elif value is not None or (name not in _SECTIONS and name not in groups):
+            problems.append(unknown_setting(str(name), value))
+    problems += find_forbidden(values, file)
+    if problems:
+        raise ConfigError(problems)
+    return FileSettings(tuple(options), values)
+
+
+def _not_here(file: Path, name: str, value: Any) -> Problem:
+    """What is said of the parts of a file for Hydra."""
+    fix = "Type hydra.* on the command line."
+    if name == "defaults":
+        fix = (
+            "Write `quant: int8` in place of `override /quant: int8`, or use the file as an experiment (--config-dir)."
+        )
+    return Problem(f"{file}: {clean(show(name, value))}", "is no setting of a run.", fix)
+
+
+def leave_out(values: Sections, groups: Collection[str], folders: Sequence[Path]) -> Sections:
+    """Returns values of a file without what an option that is typed beside it decides.
+
+    With `quant=int8`, nothing that the file says of quantization counts, and with `model=...` nothing that makes the
+    model another one. With `optim=adamw_8bit` only its optim.name does not: no option of that group has anything else.
+
+    Args:
+        values: by section and name.
+        groups: the groups of which an option is typed.
+        folders: where groups of options are.
+    """
+    decided = {key for group in groups for key in _decided_by(group, folders)} if values else set[str]()
+    return {
+        section: {name: value for name, value in names.items() if f"{section}.{name}" not in decided}
+        for section, names in values.items()
+    }
+
+
+def _decided_by(group: str, folders: Sequence[Path]) -> Iterator[str]:
+    """The settings that the choice of an option of a group decides, whichever that is."""
+    if group == "model":
+        yield from (f"model.{name}" for name in _OF_A_MODEL)
+    if group in ("model", "experiment"):
+        return
+    if group in ("quant", "task"):
+        yield from (key for key in all_settings() if key.startswith(f"{group}."))
+    for file in (folder / group / f"{option}.yaml" for folder in folders for option in group_options(group, [folder])):
+        try:
+            text = read_text(file)
+            values = dict(parse_yaml(text) or {})
+        except (OSError, TypeError, ValueError):
+            continue  # Hydra tells it, if this is the option that is picked
+        is_global = "@package _global_" in text.partition("\n")[0]
+        for section, names in (values if is_global else {group: values}).items():
+            yield from (f"{section}.{name}" for name in (names if isinstance(names, dict) else ()))

@@ -1,0 +1,73 @@
+"""What the files of a `--config-dir` folder may carry.
+
+The folder is the user's own, who names it, and its files may set and read whatever the user may. But Hydra would also
+run what they name: callbacks, or any `_target_`. Nobody expects that of a file of settings that a colleague passed on,
+so it is refused by name, but for what a sweeper has to be told. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from qlora_fsdp.common.errors import ConfigError, Problem
+from qlora_fsdp.config.bounded_yaml import parse_yaml, read_text
+from qlora_fsdp.config.foreign_settings import clean, is_instruction, quote_setting
+
+# What a file may tell a sweeper. What else Hydra takes, for example a database or code of one's own, is typed.
+SWEEPER = ("params", "n_trials", "n_jobs", "direction", "study_name", "max_batch_size", "max_failure_rate", "sampler")
+
+_HYDRAS_PACKAGE = re.compile(r"@package\s+(?:_global_\.)?hydra\b|@(?:_global_\.)?hydra\b")
+
+
+def check_experiment(file: Path) -> None:
+    """Checks a file before Hydra reads it.
+
+    Raises:
+        ConfigError: it can't be read, stands for more than a file of settings has, or tells Hydra what to run.
+    """
+    try:
+        text = read_text(file)
+        values = parse_yaml(text)
+    except (OSError, ValueError) as error:
+        raise ConfigError([Problem(str(file), f"can't be read: {clean(str(error), 400)}.", "Correct it.")]) from None
+    problems = [
+        Problem(quote_setting(file, place, value), "tells Hydra what to run, and is no setting.", "Remove it.")
+        for place, value in _find_instructions(values)
+    ]
+    fix = f"Type it on the command line; a file may have hydra.sweeper with {', '.join(SWEEPER)}."
+    problems += [
+        Problem(quote_setting(file, place, value), "is not for a file of settings.", fix)
+        for place, value in _find_hydras(values)
+    ]
+    if _HYDRAS_PACKAGE.search(text):
+        reason = "puts values among Hydra's own settings, which say what is run."
+        problems.append(Problem(str(file), reason, "Remove @package hydra and @hydra from it."))
+    if problems:
+        raise ConfigError(problems)
+
+
+def _find_instructions(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+    """Keys such as `_target_`, and what they have."""
+    if isinstance(value, list):
+        for item in value:
+            yield from _find_instructions(item, place)
+    if isinstance(value, dict):
+        for name, item in value.items():
+            inner = f"{place}.{name}".lstrip(".")
+            if is_instruction(str(name)):
+                yield inner, item
+            else:
+                yield from _find_instructions(item, inner)
+
+
+def _find_hydras(values: Any) -> Iterator[tuple[str, Any]]:
+    """What a file says to Hydra beyond `SWEEPER`."""
+    hydra = values.get("hydra") if isinstance(values, dict) else None
+    for name, value in hydra.items() if isinstance(hydra, dict) else ():
+        if name != "sweeper" or not isinstance(value, dict):
+            yield f"hydra.{name}", value
+            continue
+        yield from ((f"hydra.sweeper.{inner}", item) for inner, item in value.items() if inner not in SWEEPER)

@@ -1,0 +1,125 @@
+"""Settings as they were written, where their values come from elsewhere: `outputs/${run.name}`, `${oc.env:TEAM}`.
+
+A run is recorded in files that are passed on: its config.yaml, the report, checkpoints, the adapter, W&B's pages. The
+environment often holds keys, so that a value that it gave stands in none of them; what was written stands there in its
+place. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from qlora_fsdp.common.errors import Problem
+from qlora_fsdp.config.schema import Config, Weights
+from qlora_fsdp.config.settings import all_settings, value_of
+
+MAX_LETTERS = 2**20  # of a setting once it is resolved
+MIN_LETTERS = 4  # of a value that is looked for in texts: shorter ones stand there by chance
+
+_OTHER_SETTING = re.compile(r"\$\{([a-z]\w*\.\w+)\}")
+_ANY_NAME = re.compile(r"\$\{([\w.]+)\}")
+_VARIABLE = re.compile(r"\$\{oc\.env:\s*([^,}\s]+)")
+_hidden_texts: dict[str, str] = {}  # what the environment gave, and what was written for it
+
+
+def find_unresolvable(written: Mapping[str, Any]) -> list[Problem]:
+    """Returns why settings, by section and name, must not be resolved: one reads the clock, or they grow too long."""
+    return [*_find_clocks(written), *_find_growth(written)]
+
+
+def note_written(config: Config, composed: Mapping[str, Any]) -> None:
+    """Keeps in `config.written` what is written for settings, by section and name, where this has a `${...}`."""
+    for key in all_settings():
+        section, _, name = key.partition(".")
+        values = composed.get(section)
+        value = values.get(name) if isinstance(values, dict) else None
+        if "${" in str(value):
+            config.written[key] = value
+    for key in config.written:
+        if is_hidden(config, key):
+            _note_hidden(config, key)
+
+
+def is_hidden(config: Config, key: str) -> bool:
+    """Whether the environment gave the value of a setting, so that the files of a run must not have it."""
+    return public_value(config, key) is not value_of(config, key)
+
+
+def public_value(config: Config, key: str) -> Any:
+    """Returns the value of a setting for the files of a run: what was written, if the environment gave it.
+
+    A path that exists here is named, and so is the model that was loaded: without it nobody could use the adapter.
+    """
+    value = value_of(config, key)
+    if key not in config.written:
+        return value
+    written = fill_in(config.written[key], lambda other: public_value(config, other))
+    is_model = key == "model.path" and config.model.weights is Weights.checkpoint
+    if "${" not in str(written) or is_model or (isinstance(value, str) and _exists(value)):
+        return value
+    return written
+
+
+def fill_in(value: Any, find: Callable[[str], Any]) -> Any:
+    """Returns a value in which every `${section.name}` is replaced by what `find` knows of that setting."""
+    if isinstance(value, dict):
+        return {key: fill_in(item, find) for key, item in value.items()}
+    if isinstance(value, list):
+        return [fill_in(item, find) for item in value]
+    if not isinstance(value, str) or "${" not in value:
+        return value
+    whole = _OTHER_SETTING.fullmatch(value)
+    return find(whole[1]) if whole else _OTHER_SETTING.sub(lambda match: str(find(match[1])), value)
+
+
+def hide(text: str) -> str:
+    """Returns a text for the files of a run, such as a line of the log, without what the environment gave."""
+    for value in sorted(_hidden_texts, key=len, reverse=True):
+        text = text.replace(value, _hidden_texts[value])
+    return text
+
+
+def _find_clocks(written: Mapping[str, Any]) -> Iterator[Problem]:
+    for section, values in written.items():
+        for name, value in values.items() if isinstance(values, dict) else ():
+            if isinstance(value, str) and "${now:" in value:
+                reason = "reads the clock on every rank by itself: the ranks would disagree."
+                fix = f'Let the shell do it: {section}.{name}="$(date +%Y-%m-%d_%H-%M)".'
+                yield Problem(f"{section}.{name}={value}", reason, fix)
+
+
+def _find_growth(written: Mapping[str, Any]) -> Iterator[Problem]:
+    """A few settings that name one another several times can stand for more text than there is memory."""
+    texts = {
+        f"{section}.{name}": str(value)
+        for section, values in written.items()
+        for name, value in (values.items() if isinstance(values, dict) else ())
+    }
+    named = {name: _ANY_NAME.findall(text) for name, text in texts.items() if "${" in text}
+    lengths = {name: len(texts.get(name, "")) for names in named.values() for name in names}
+    for _ in named:  # the longest chain of settings that name one another
+        longer = {key: len(texts[key]) + sum(lengths[name] for name in names) for key, names in named.items()}
+        if grown := [key for key, length in longer.items() if length > MAX_LETTERS]:
+            reason = f"stands for more than {MAX_LETTERS:,} letters: the settings that it names name others."
+            yield Problem(grown[0], reason, "Write its value without ${...}.")
+            return
+        lengths |= {key: length for key, length in longer.items() if key in lengths}
+
+
+def _note_hidden(config: Config, key: str) -> None:
+    written, value = str(config.written[key]), value_of(config, key)
+    given = {os.environ.get(name, ""): f"${{oc.env:{name}}}" for name in _VARIABLE.findall(written)}
+    if isinstance(value, str):
+        given[value] = written
+    _hidden_texts.update({text: shown for text, shown in given.items() if len(text) >= MIN_LETTERS and text != shown})
+
+
+def _exists(path: str) -> bool:
+    try:
+        return Path(path).expanduser().is_absolute() and Path(path).expanduser().exists()
+    except (OSError, RuntimeError, ValueError):  # no name of a file
+        return False

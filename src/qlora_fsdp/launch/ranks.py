@@ -1,0 +1,219 @@
+"""Starts the ranks of one command on this host, and passes signals on to them. Imports neither torch nor accelerate.
+
+Three kinds of processes take part. This one, which the user started, waits. Below it `run_accelerate.py` is
+accelerate's launcher, and below that are the ranks. Launcher and ranks have a session of their own, so that Ctrl-C
+reaches the ranks through this process alone, and they save: the launcher would soon kill them.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from types import FrameType
+
+import psutil
+
+from qlora_fsdp.common.errors import ConfigError, Interrupted, Problem, RankError, UserError, print_error
+from qlora_fsdp.common.startup import NO_RUN, PARENT_PID, announce
+from qlora_fsdp.config.check_settings import check_settings
+from qlora_fsdp.config.compose import load_config
+from qlora_fsdp.config.schema import Config
+from qlora_fsdp.config.settings import problem_with
+from qlora_fsdp.config.world import World
+from qlora_fsdp.launch.command import Slot, launch_command, share_gpus
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+POLL_SECONDS = 0.2
+PASSED_ON = 2  # so many SIGINT reach the ranks: the first lets them save, the second stops them; another kills them
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The ranks that a command starts on this host.
+
+    Attributes:
+        number: how many; None if a file of accelerate's says so.
+        slot: their GPUs; None where there is none.
+    """
+
+    number: int | None
+    slot: Slot
+
+    @property
+    def world(self) -> World:
+        """What a configuration has to fit."""
+        number = self.number or 1
+        return World(number, local_num_ranks=number)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables that show the ranks their GPUs."""
+        return {} if self.slot is None else {"CUDA_VISIBLE_DEVICES": ",".join(self.slot)}
+
+
+def plan_ranks(config: Config, environ: Mapping[str, str]) -> Plan:
+    """Returns what `launch` asks for: without a number, a rank for each GPU, or one where there is none.
+
+    Raises:
+        ConfigError: there are too few GPUs, or settings of `launch` can't be used for one command.
+    """
+    launch, problems = config.launch, []
+    if launch.parallel > 1:
+        problems.append(problem_with(config, "launch.parallel", "is for sweeps.", "Add -m, or leave it out."))
+    if launch.config_file is not None and not Path(launch.config_file).expanduser().is_file():
+        fix = "Set it to a file that `accelerate config --config_file FILE` wrote, or to null."
+        problems.append(problem_with(config, "launch.config_file", "is no file.", fix))
+    if problems:
+        raise ConfigError(problems)
+    (slot,) = share_gpus(config, environ)
+    return Plan(launch.num_processes or (None if launch.config_file is not None else len(slot or [""])), slot)
+
+
+def start_command(module: str, argv: Sequence[str]) -> int:
+    """Starts a command beside training on several ranks, as the settings of `launch` among its arguments say.
+
+    Args:
+        module: what each rank runs, e.g. `qlora_fsdp.generate`.
+        argv: its command line.
+
+    Returns:
+        The exit code: that of the ranks, or of the `UserError` that has been printed.
+    """
+    try:
+        launch = [text for text in argv if _is_of_launch(text)]
+        config = load_config(launch, _check_launch, launches=True)
+        if problems := _check_launch(config):
+            raise ConfigError(problems)
+        return start_ranks(module, argv, config, plan_ranks(config, os.environ))
+    except UserError as error:
+        print_error(error)
+        return error.exit_code
+
+
+def start_ranks(module: str, arguments: Sequence[str], config: Config, plan: Plan) -> int:
+    """Starts a command on several ranks and waits for their end.
+
+    Args:
+        module: what each rank runs, e.g. `qlora_fsdp.train`.
+        arguments: its command line, of which the settings of `launch` are left out.
+        config: `launch` says how many ranks there are, and what accelerate is told.
+        plan: the ranks.
+
+    Returns:
+        The exit code of the rank that failed, which has printed why; 0 if none has.
+
+    Raises:
+        Interrupted: by a signal before there were ranks, or once too often.
+        RankError: the launcher was killed.
+    """
+    rest = [text for text in arguments if not _is_of_launch(text)]
+    command = launch_command(config, plan.slot, rest, module)
+    if config.launch.dry_run:
+        print(shlex.join([*(f"{name}={value}" for name, value in plan.environment.items()), *command]))
+        return 0
+    announce(plan.number)
+    environment = os.environ | plan.environment | {PARENT_PID: str(os.getpid())}
+    with noting_signals() as signals:
+        process = subprocess.Popen(command, env=environment, start_new_session=True)
+        exit_code = _wait(process, signals)
+    if exit_code >= 0:
+        return exit_code
+    name = signal.Signals(-exit_code).name
+    raise RankError(f"The launcher of the ranks was killed by {name}, perhaps for want of memory. They save and stop.")
+
+
+def _wait(process: subprocess.Popen[bytes], signals: list[int]) -> int:
+    """Wait for the launcher's end, and pass on the signals that arrive meanwhile.
+
+    Returns:
+        The launcher's exit code.
+
+    Raises:
+        Interrupted: by a signal that the ranks could not answer, so that they were killed.
+    """
+    num_passed_on, killed_because = 0, ""
+    while True:
+        with suppress(subprocess.TimeoutExpired):
+            exit_code = process.wait(POLL_SECONDS)
+            break
+        for number in signals[num_passed_on:]:
+            num_passed_on += 1
+            if signals[:num_passed_on].count(signal.SIGINT) > PASSED_ON:
+                kill_tree(process.pid)
+                killed_because = "The ranks were killed."
+            elif not signal_ranks(process.pid, number):
+                killed_because = NO_RUN
+    if exit_code < 0 and killed_because:
+        raise Interrupted(signals[0], killed_because)
+    return exit_code
+
+
+def _check_launch(config: Config) -> list[Problem]:
+    return [problem for problem in check_settings(config) if _is_of_launch(problem.setting)]
+
+
+def _is_of_launch(text: str) -> bool:
+    return text.lstrip("+").startswith("launch.")
+
+
+@contextmanager
+def noting_signals() -> Iterator[list[int]]:
+    """Collects the signals that arrive meanwhile in a list, and keeps them from doing anything else."""
+    signals: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        signals.append(number)
+
+    before = {number: signal.signal(number, note) for number in SIGNALS}
+    try:
+        yield signals
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def signal_ranks(pid: int, number: int) -> bool:
+    """Signals the ranks below a launcher, but not the launcher, which would soon kill them.
+
+    Returns:
+        Whether there are any. Otherwise they have not been started yet, and the launcher has been killed.
+    """
+    ranks = _ranks(pid)
+    for process in ranks:
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
+    if not ranks:
+        kill_tree(pid)
+    return bool(ranks)
+
+
+def kill_tree(pid: int) -> None:
+    """Kills a process and all processes below it."""
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        for each in [*process.children(recursive=True), process]:
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
+
+
+def _ranks(pid: int) -> list[psutil.Process]:
+    """The processes below a launcher that run a command of ours, without their forked workers."""
+    with suppress(psutil.NoSuchProcess):
+        found = [process for process in psutil.Process(pid).children(recursive=True) if _is_rank(process)]
+        pids = {process.pid for process in found}
+        return [process for process in found if process.ppid() not in pids]
+    return []
+
+
+def _is_rank(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        words = process.cmdline()[:5]
+        return any(a == "-m" and b.startswith("qlora_fsdp.") for a, b in pairwise(words))
+    return False

@@ -1,0 +1,104 @@
+"""`python -m qlora_fsdp.launch.run_accelerate`: `accelerate launch`, which ends with the message of a rank alone.
+
+accelerate and torchrun end with a traceback and a table wherever a rank has failed, below the message that says why,
+and with exit code 1. This module calls accelerate in its own process, prints neither, and ends with the rank's exit
+code. Only where no rank was able to print a message, it prints one.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from qlora_fsdp.common.errors import Interrupted, LaunchError, RankError, UserError, print_error
+from qlora_fsdp.common.run_key import NODE_KEY, make_key
+from qlora_fsdp.common.startup import ENDING_FILE, NO_RUN, PARENT_PID, end_with_parent, leave_working_folder_out
+from qlora_fsdp.launch.ranks import SIGNALS
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Starts the ranks as `accelerate launch` does, and waits for their end.
+
+    Args:
+        argv: the arguments of `accelerate launch`.
+
+    Returns:
+        0, or the exit code of the rank that failed first.
+    """
+    with TemporaryDirectory(prefix="qlora-fsdp-") as folder:
+        ending = Path(folder) / "ending"
+        os.environ |= {PARENT_PID: str(os.getpid()), ENDING_FILE: str(ending), NODE_KEY: make_key()}  # for the ranks
+        try:
+            _launch(argv)
+        except _RankFailed as failed:
+            # Has a rank printed why?
+            return int(ending.read_text() or failed.exit_code) if ending.is_file() else failed.explain()
+        except UserError as error:
+            print_error(error)
+            return error.exit_code
+    return 0
+
+
+@dataclass(eq=False)
+class _RankFailed(Exception):
+    """A rank has ended with this exit code, which is negative for a signal, as Python's subprocesses have it."""
+
+    rank: int
+    exit_code: int
+    pid: int | None
+
+    def explain(self) -> int:
+        """Prints why the run ended, as far as it can be seen from here, and returns the exit code for it."""
+        number = self.exit_code - 128 if self.exit_code > 128 else -self.exit_code
+        if self.exit_code > 0 and number not in SIGNALS:
+            return self.exit_code  # there is a traceback, or the message is in the output of another host
+        error: UserError = Interrupted(number, NO_RUN)
+        if number not in SIGNALS:
+            name = next((known.name for known in signal.Signals if known == number), f"signal {number}")
+            process = "its process" if self.pid is None else f"process {self.pid}"
+            memory, crash = "If it was for want of memory, dmesg says so.", "Lines above may say more."
+            hint = memory if number == signal.SIGKILL else crash
+            error = RankError(f"rank {self.rank} was ended by {name}: {process} said no word. {hint}")
+        print_error(error)
+        return error.exit_code
+
+
+def _launch(argv: Sequence[str] | None) -> None:
+    """Call accelerate's launcher.
+
+    Raises:
+        _RankFailed: a rank has failed, or a signal came to this process. All ranks have ended.
+        LaunchError: the ranks can't be started.
+    """
+    from accelerate.commands.launch import launch_command, launch_command_parser
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    logging.disable()  # torch's logs here are about ranks that end
+    try:
+        launch_command(launch_command_parser().parse_args(argv))
+    except ChildFailedError as error:  # of several ranks
+        rank, failure = error.get_first_failure()
+        raise _RankFailed(rank, failure.exitcode, failure.pid) from None
+    except subprocess.CalledProcessError as error:  # of a single one
+        raise _RankFailed(0, error.returncode, None) from None
+    except SignalException as error:
+        raise _RankFailed(0, -error.sigval, None) from None
+    except Exception as error:
+        text = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        raise LaunchError(f"accelerate can't start the ranks: {text}. Look at launch.config_file.") from None
+
+
+if __name__ == "__main__":
+    leave_working_folder_out()
+    end_with_parent()
+    # This process is never sent SIGINT. The ranks inherit that it is blocked, and let it in once they can handle it.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    sys.exit(main())

@@ -1,0 +1,35 @@
+"""Which runs record their micro-batches as a CUDA graph (training/captured.py), as far as the settings show it.
+
+The plan needs to know: a graph keeps its memory while evaluations and the optimizer run, and Python takes no time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from qlora_fsdp.config.schema import Config, Kernel, TaskName
+from qlora_fsdp.memory.activation_bytes import Policy
+
+# Beside a graph, this much stays free for the optimizer's step.
+SPARE_BYTES = 256 * 2**20
+
+
+def why_not_captured(config: Config, policies: Sequence[Policy], has_dropout: bool) -> str | None:
+    """Why micro-batches are not recorded; None if they are, unless the model itself prevents it.
+
+    Args:
+        config: the run's settings.
+        policies: the activation policy of each layer.
+        has_dropout: whether the model draws random numbers.
+    """
+    if not config.compute.cuda_graph:
+        return "compute.cuda_graph=false"
+    if config.fsdp.cpu_offload or Policy.offload in policies:
+        return "what comes from host memory can't be part of it"
+    if config.task.name is not TaskName.causal_lm:
+        return "numbers of labels differ between micro-batches"
+    if config.kernels.cross_entropy is Kernel.liger:
+        return "kernels.cross_entropy=liger asks the device"
+    if has_dropout and any(policy.recomputes for policy in policies):
+        return "random numbers can't be drawn again in backward"
+    return None

@@ -1,0 +1,241 @@
+"""Forward and backward of a micro-batch as one CUDA graph, which the host launches with a single call.
+
+A short step waits for Python: the host needs 0.2 s to queue the kernels of an 8B model, and a GPU computes 1,024 tokens
+in 0.07 s. A CUDA graph is recorded once and replayed with the same tensors at the same places, so Python is gone from
+the step. What this asks of a micro-batch:
+
+- Its tensors are copied into those that the graph was recorded with. Sequences have one shape. Packed rows are many or
+  few, so the starts of rows fill a tensor of fixed size, and the rest of it are rows of no tokens. Lengths and numbers
+  are rounded up, so that a few graphs do for all micro-batches (`Key`).
+- Gradients have their places before the first micro-batch, and every backward adds to them.
+- The divisor of the loss is a tensor, as it differs from step to step.
+- The forward must not ask the device anything. A model that does, or that gets no memory for its graph, is computed
+  kernel by kernel as before, and the log says why.
+
+Under FSDP the gathers and the sums of gradients are part of the graph. Every micro-batch then sums its gradients over
+ranks, not only the last one of a step: what is kept between two backwards would have to be at the same place in both.
+
+The first steps run kernel by kernel, which compiles and warms up what they need, and shows how much memory they take
+and whether they ask the device. Then the ranks agree whether to record. All graphs share the memory of the first. A
+rank records when a micro-batch has a new key, and the others may replay meanwhile: the same collectives run in the same
+order whether a micro-batch is replayed or not.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from qlora_fsdp.data.batch import Batch
+from qlora_fsdp.memory.capture import SPARE_BYTES
+from qlora_fsdp.memory.plan import GIB
+from qlora_fsdp.model.shard import set_gradient_sync
+from qlora_fsdp.runtime.processes import Processes
+from qlora_fsdp.runtime.rows import local_tensor
+from qlora_fsdp.training.memory_use import PhasePeaks
+from qlora_fsdp.training.passes import EagerPasses
+
+WARM_UP = 2  # steps that run kernel by kernel; in these, the host also checks the gradients
+MAX_GRAPHS = 8
+MIN_ROWS, MIN_LONGEST, STEP = 16, 128, 4  # rows and lengths are rounded up to these times a power of STEP
+SYNCHRONIZES = "called a synchronizing CUDA operation"  # torch's warning, under its sync debug mode
+log = logging.getLogger("qlora_fsdp")
+
+
+class Key(NamedTuple):
+    """What a graph is recorded for.
+
+    Attributes:
+        size: sequences of the micro-batch.
+        length: tokens of each.
+        num_rows: rows that there is room for; 0 if each sequence is one row.
+        longest: tokens that a row may have.
+    """
+
+    size: int
+    length: int
+    num_rows: int
+    longest: int
+
+    @classmethod
+    def of(cls, batch: Batch) -> Key:
+        """The key of a micro-batch."""
+        size, length = batch.input_ids.shape
+        num_rows = len(batch.sequence_starts) - 1
+        if num_rows == size:
+            return cls(size, length, 0, length)
+        longest = _round_up(batch.max_row_length, MIN_LONGEST)
+        return cls(size, length, _round_up(num_rows, MIN_ROWS), min(length, longest))
+
+    def holds(self, other: Key) -> bool:
+        """Whether a graph of this key can compute a micro-batch of the other."""
+        is_packed = (self.num_rows > 0) == (other.num_rows > 0)
+        has_room = self.num_rows >= other.num_rows and self.longest >= other.longest
+        return self[:2] == other[:2] and is_packed and has_room
+
+
+@dataclass(frozen=True)
+class _Graph:
+    """A recorded micro-batch.
+
+    Attributes:
+        batch: the tensors on the device that the graph reads.
+        graph: what is replayed.
+        loss: the tensor that the graph writes.
+    """
+
+    batch: Batch
+    graph: torch.cuda.CUDAGraph
+    loss: Tensor
+
+    def run(self, batch: Batch) -> Tensor:
+        """Replay the graph with a micro-batch, and return its loss."""
+        self.batch.input_ids.copy_(batch.input_ids, non_blocking=True)
+        self.batch.targets.copy_(batch.targets, non_blocking=True)
+        self.batch.position_ids.copy_(batch.position_ids, non_blocking=True)
+        _fill_starts(self.batch.sequence_starts, batch)
+        self.graph.replay()
+        return self.loss.clone()
+
+
+class CapturedPasses:
+    """Replays micro-batches as CUDA graphs, and runs those that have none kernel by kernel.
+
+    Args:
+        eager: runs a micro-batch without a graph.
+        params: the trainable parameters.
+        processes: all ranks take part.
+        peaks: what the phases of a micro-batch have taken.
+        limit: bytes that torch's allocator may hold.
+    """
+
+    def __init__(
+        self, eager: EagerPasses, params: Sequence[nn.Parameter], processes: Processes, peaks: PhasePeaks, limit: float
+    ) -> None:
+        self.eager, self.params, self.processes, self.peaks, self.limit = eager, params, processes, peaks, limit
+        self.device = processes.device
+        self.graphs: dict[Key, _Graph] = {}
+        self.pool = torch.cuda.graph_pool_handle()
+        self.scale = torch.ones((), device=self.device)
+        self.grads: list[Tensor] = []
+        self.num_steps = 0
+        self.reason: str | None = None  # why no more graphs are recorded
+
+    def begin_step(self, num_targets: int) -> None:
+        """Put zeros where the gradients go, and set what losses are divided by."""
+        self.eager.begin_step(num_targets)
+        # A GPU divides by a number of Python's by multiplying with its reciprocal in float32: so does the graph.
+        self.scale.fill_(float(np.float32(1.0) / np.float32(num_targets)))
+        self.num_steps += 1
+        if self.num_steps == WARM_UP + 1:
+            self._agree()
+        if self.num_steps <= WARM_UP or (self.reason is not None and not self.graphs):
+            return
+        if not self.grads:
+            self.grads = [torch.zeros_like(param) for param in self.params]
+        torch._foreach_zero_([local_tensor(grad) for grad in self.grads])
+        for param, grad in zip(self.params, self.grads, strict=True):
+            param.grad = grad
+
+    def run(self, batch: Batch, is_last: bool) -> Tensor:
+        """Queue forward and backward, and return the loss."""
+        key = Key.of(batch)
+        graph = self.graphs.get(key) or next((g for k, g in self.graphs.items() if k.holds(key)), None)
+        if self.num_steps < WARM_UP:
+            return self.eager.run(batch, is_last)
+        if self.num_steps == WARM_UP:
+            return self._run_watched(batch, is_last)
+        if self.reason is None and key not in self.graphs and len(self.graphs) < MAX_GRAPHS:
+            graph = self._record(key, batch)
+        if graph is not None:
+            return graph.run(batch)
+        return self.eager.run(batch, is_last or bool(self.graphs))
+
+    def _agree(self) -> None:
+        """Find out whether graphs can be recorded. If a rank can't, none does, so that all sum gradients alike."""
+        missing = self._missing_bytes()
+        if self.reason is None and missing > 0:
+            self.reason = f"it would hold {missing / GIB:.1f} GiB too much beside what else a step needs"
+        self.reason = self.processes.first_error(self.reason)
+        if self.reason is not None:
+            log.info(f"Step: not recorded as a CUDA graph, its kernels are launched one by one: {self.reason}")
+
+    def _run_watched(self, batch: Batch, is_last: bool) -> Tensor:
+        """Run a micro-batch kernel by kernel, and note whether the host waits for the device in it."""
+        mode = torch.cuda.get_sync_debug_mode()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.filterwarnings("always", message=f".*{SYNCHRONIZES}.*")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                loss = self.eager.run(batch, is_last)
+            finally:
+                torch.cuda.set_sync_debug_mode(mode)
+        found = [warning for warning in caught if SYNCHRONIZES in str(warning.message)]
+        if found and self.reason is None:
+            self.reason = f"the host waits for the device in {found[0].filename}, line {found[0].lineno}"
+        return loss
+
+    def _record(self, key: Key, batch: Batch) -> _Graph | None:
+        """Record the graph of a key; None if it can't be, and then no others are tried."""
+        started = time.perf_counter()
+        static = replace(batch.to(self.device), max_row_length=key.longest)
+        if key.num_rows:
+            starts = torch.empty(key.num_rows + 1, dtype=torch.int32, device=self.device)
+            static = replace(static, sequence_starts=starts)
+            _fill_starts(starts, batch)
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved(self.device)
+        graph = torch.cuda.CUDAGraph()
+        set_gradient_sync(self.eager.model, enabled=True)
+        self.peaks.enter("backward")
+        try:
+            # Other threads prepare batches and write checkpoints meanwhile: what they ask of CUDA is not recorded.
+            with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+                loss = self.eager.model(static) * self.scale
+                loss.backward()
+        except RuntimeError as error:
+            if isinstance(self.eager.model, FSDPModule):
+                raise  # FSDP's hooks are in the middle of a layer, and can't begin anew
+            torch.cuda.synchronize(self.device)
+            self.reason = str(error).partition("\n")[0]
+            log.warning(f"Step: no CUDA graph could be recorded, its kernels are launched one by one: {self.reason}")
+            return None
+        self.graphs[key] = _Graph(static, graph, loss.detach())
+        grown = (torch.cuda.memory_reserved(self.device) - before) / GIB
+        rows = f", up to {key.num_rows} rows of {key.longest}" if key.num_rows else ""
+        log.info(
+            f"Step: recorded as a CUDA graph for {key.size} x {key.length} tokens{rows}, in "
+            f"{time.perf_counter() - started:.1f} s; it holds {grown:.1f} GiB"
+        )
+        return self.graphs[key]
+
+    def _missing_bytes(self) -> float:
+        """Bytes that are missing for a graph and, beside it, for what else runs; at most 0 if there is room."""
+        peaks, now = self.peaks.allocated, torch.cuda.memory_allocated(self.device)
+        graph = max(peaks.get(phase, 0) for phase in ("forward", "backward")) - now
+        beside = max(peaks.get("evaluation", 0) - now, SPARE_BYTES)
+        free = torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_reserved(self.device)
+        return graph + beside - (min(self.limit, free) - now)
+
+
+def _fill_starts(starts: Tensor, batch: Batch) -> None:
+    """Write where rows start. What is left of the tensor are rows without tokens, at the end."""
+    starts.fill_(batch.input_ids.numel())
+    starts[: len(batch.sequence_starts)].copy_(batch.sequence_starts, non_blocking=True)
+
+
+def _round_up(number: int, smallest: int) -> int:
+    rounded = smallest
+    while rounded < number:
+        rounded *= STEP
+    return rounded

@@ -1,0 +1,58 @@
+"""Forward and backward of a micro-batch, each kernel queued by Python. `captured.py` replays them as one CUDA graph."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from qlora_fsdp.data.batch import Batch
+from qlora_fsdp.model.shard import set_gradient_sync
+from qlora_fsdp.model.task_model import TaskModel
+from qlora_fsdp.training.memory_use import PhasePeaks
+
+
+class Passes(Protocol):
+    """Forward and backward of the micro-batches of a step, one after another. All ranks call it together."""
+
+    def begin_step(self, num_targets: int) -> None:
+        """Prepare for the micro-batches of a step, whose losses are divided by `num_targets`."""
+
+    def run(self, batch: Batch, is_last: bool) -> Tensor:
+        """Queue forward and backward of a micro-batch, and return its part of the step's loss.
+
+        Args:
+            batch: on the host, in page-locked memory where there is a GPU.
+            is_last: whether this is the step's last micro-batch.
+
+        Returns:
+            A float32 scalar on the device, without a graph.
+        """
+
+
+class EagerPasses:
+    """Queues kernel by kernel. Gradients are summed over ranks in the last micro-batch's backward.
+
+    Args:
+        model: sharded, loaded and proven.
+        device: where it computes.
+        peaks: measures the memory of each phase.
+    """
+
+    def __init__(self, model: TaskModel, device: torch.device, peaks: PhasePeaks) -> None:
+        self.model, self.device, self.peaks = model, device, peaks
+        self.num_targets = 1
+
+    def begin_step(self, num_targets: int) -> None:
+        """Losses are divided by `num_targets` from now on."""
+        self.num_targets = num_targets
+
+    def run(self, batch: Batch, is_last: bool) -> Tensor:
+        """Queue forward and backward, and return the loss."""
+        set_gradient_sync(self.model, enabled=is_last)
+        self.peaks.enter("forward")
+        loss: Tensor = self.model(batch.to(self.device)) / self.num_targets
+        self.peaks.enter("backward")
+        loss.backward()
+        return loss.detach()

@@ -1,0 +1,95 @@
+"""Micro-batches recorded as CUDA graphs compute what launched kernels do, to the bit where sums have one order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.helpers.ranks import once, run_ranks
+from tests.helpers.runs import Trained, settings, train_all
+
+NUM_RANKS = torch.cuda.device_count()
+ALL_RANKS = f"training.global_batch_size={2 * NUM_RANKS}"
+PLAIN = ["training.micro_batch_size=2", ALL_RANKS]
+RECORDED = "recorded as a CUDA graph for"
+
+# A micro-batch a step: gradients are summed over ranks once, in either case.
+SAME_BITS = {
+    "packed": [],
+    "rows of many lengths": ["training.max_length=256"],
+    "padded": ["training.packing=false"],
+    "recomputed": ["memory=recompute"],
+    "selective": ["memory=selective"],
+    "dropout": ["lora.lora_dropout=0.1"],
+    "int8": ["quant=int8"],
+    "dora": ["lora.use_dora=true"],
+    "new tokens": ["tokenizer.add_tokens=[the,cat]"],
+    "evaluations in between": ["data.eval_fraction=0.1", "training.eval_every_steps=4"],
+    "checkpoints in between": ["checkpoint.every_steps=4"],
+    "layers by themselves": ["kernels.fuse_layers=false"],
+    "NO_SHARD": ["fsdp.sharding_strategy=NO_SHARD"],
+    "SHARD_GRAD_OP": ["fsdp.sharding_strategy=SHARD_GRAD_OP"],
+    "8-bit optimizer": ["optim=adamw_8bit"],
+}
+# Recorded micro-batches sum over ranks each time, others only the last time of a step.
+SAME_SUMS = {"accumulation": [f"training.global_batch_size={8 * NUM_RANKS}"]}
+# What can't be recorded, and what the log says.
+LAUNCHED = {
+    "offloaded parameters": (["fsdp=offload"], "host memory"),
+    "offloaded activations": (["memory=offload"], "host memory"),
+    "Liger's loss": (["kernels.cross_entropy=liger"], "asks the device"),
+    "dropout recomputed": (["lora.lora_dropout=0.1", "memory=recompute"], "random numbers"),
+    "a model that asks the device": (["model.attn_implementation=sdpa"], "the host waits for the device"),
+}
+
+
+def folder(rows: Path, name: str, mode: str) -> Path:
+    return rows.parent / "captured" / f"{name} {mode}".replace(" ", "_").replace("'", "")
+
+
+@pytest.fixture(scope="module")
+def trained(checkpoint: Callable[..., Path], rows: Path) -> Callable[[str, str], tuple[Trained, str]]:
+    """The run of a case, captured or eager, and its log."""
+    cases = {(name, mode): more for name, more in (SAME_BITS | SAME_SUMS).items() for mode in ("captured", "eager")}
+    cases |= {(name, "captured"): more for name, (more, _) in LAUNCHED.items()}
+    model = checkpoint("llama")
+
+    def argv(name: str, mode: str, more: list[str]) -> list[str]:
+        own = [*PLAIN, *more, f"run.folder={folder(rows, name, mode)}", f"compute.cuda_graph={mode == 'captured'}"]
+        return settings(model, rows, "training.max_steps=12", *own)
+
+    runs = {(name, mode): argv(name, mode, more) for (name, mode), more in cases.items()}
+    world = once(lambda: run_ranks(NUM_RANKS, train_all, runs, gpu=True))
+
+    def find(name: str, mode: str) -> tuple[Trained, str]:
+        result = world()[0][name, mode]
+        return result, (folder(rows, name, mode) / "train.log").read_text()
+
+    return find
+
+
+@pytest.mark.parametrize("name", SAME_BITS)
+def test_same_bits(trained, name: str):
+    captured, log = trained(name, "captured")
+    assert RECORDED in log, log
+    eager, log = trained(name, "eager")
+    assert RECORDED not in log
+    assert captured.losses == eager.losses
+
+
+@pytest.mark.parametrize("name", SAME_SUMS)
+def test_same_sums(trained, name: str):
+    captured, log = trained(name, "captured")
+    assert RECORDED in log, log
+    assert captured.losses == pytest.approx(trained(name, "eager")[0].losses, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", LAUNCHED)
+def test_what_cannot_be_recorded_is_launched_and_the_log_says_why(trained, name: str):
+    result, log = trained(name, "captured")
+    assert RECORDED not in log
+    assert log.count("Step: not recorded as a CUDA graph") == 1 and LAUNCHED[name][1] in log, log
+    assert result.losses[-1] < result.losses[0]

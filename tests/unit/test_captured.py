@@ -1,0 +1,61 @@
+"""Which micro-batches share a recorded CUDA graph, and which runs record them at all; without a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from qlora_fsdp.config.compose import load_config
+from qlora_fsdp.data.batch import Batch
+from qlora_fsdp.memory.activation_bytes import Policy
+from qlora_fsdp.memory.capture import why_not_captured
+from qlora_fsdp.training.captured import Key, _fill_starts
+
+
+def batch(lengths: list[list[int]], length: int) -> Batch:
+    """Sequences of rows of these lengths, which fill them."""
+    ids = torch.zeros(len(lengths), length, dtype=torch.int64)
+    ends = torch.tensor([0, *(n for rows in lengths for n in rows)]).cumsum(0).to(torch.int32)
+    assert ends[-1] == ids.numel()
+    return Batch(ids, ids, ids, ends, max_row_length=max(n for rows in lengths for n in rows))
+
+
+def test_micro_batches_share_a_graph_if_their_rows_are_alike():
+    few, more = batch([[100, 156], [256]], 256), batch([[90] * 2 + [76], [200, 56]], 256)
+    assert Key.of(few) == Key.of(more) == Key(2, 256, 16, 256)
+    assert Key.of(batch([[8] * 32], 256)) == Key(1, 256, 64, 128)
+    assert Key.of(batch([[256], [256]], 256)) == Key(2, 256, 0, 256)  # no rows within sequences: another kernel
+
+
+def test_a_graph_with_more_room_computes_a_smaller_micro_batch():
+    large = Key(2, 4096, 64, 2048)
+    assert large.holds(Key(2, 4096, 16, 512)) and large.holds(large)
+    assert not large.holds(Key(2, 4096, 256, 512)) and not large.holds(Key(2, 4096, 16, 4096))
+    assert not large.holds(Key(2, 2048, 16, 512)) and not large.holds(Key(1, 4096, 16, 512))
+    assert not large.holds(Key(2, 4096, 0, 4096))
+
+
+def test_the_rest_of_the_starts_are_rows_without_tokens():
+    starts = torch.full((17,), -1, dtype=torch.int32)
+    _fill_starts(starts, batch([[100, 156], [256]], 256))
+    assert starts.tolist() == [0, 100, 256, 512] + [512] * 13
+
+
+@pytest.mark.parametrize(
+    ("settings", "policy", "reason"),
+    [
+        ([], Policy.none, None),
+        (["lora.lora_dropout=0.1"], Policy.selective, None),
+        ([], Policy.full, None),
+        (["compute.cuda_graph=false"], Policy.none, "compute.cuda_graph=false"),
+        (["fsdp=offload"], Policy.none, "host memory"),
+        ([], Policy.offload, "host memory"),
+        (["task=sequence_classification", "task.labels=[a,b]"], Policy.none, "labels"),
+        (["kernels.cross_entropy=liger"], Policy.none, "liger"),
+        (["lora.lora_dropout=0.1"], Policy.full, "random numbers"),
+    ],
+)
+def test_which_runs_record(settings: list[str], policy: Policy, reason: str | None):
+    config = load_config(["model=tiny", "data=random", "training.max_steps=1", *settings])
+    found = why_not_captured(config, [Policy.none, policy], has_dropout=config.lora.lora_dropout > 0)
+    assert (found is None) if reason is None else reason in (found or "")

@@ -1,0 +1,124 @@
+"""`qlora-fsdp`: its commands, and command lines as they are mistyped. Each gets one message."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.cli.launch import ROOT
+
+from qlora_fsdp import __version__
+from qlora_fsdp.__main__ import COMMANDS, commands, main
+
+if sys.version_info >= (3, 11):
+    import tomllib
+
+BASE = ["train", "model=tiny", "data=random", "training.max_steps=1", "launch.dry_run=true"]
+
+
+@pytest.fixture(autouse=True)
+def own_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What `main` does to its process stays in the test."""
+    monkeypatch.setattr("qlora_fsdp.__main__.begin", lambda detail: None)
+    monkeypatch.setattr("qlora_fsdp.__main__.end_with_the_reader", lambda: None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="has no tomllib")
+def test_the_command_is_declared() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["scripts"] == {"qlora-fsdp": "qlora_fsdp.__main__:main"} and project["version"] == __version__
+
+
+def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == main(["--help"]) == 0
+    page = capsys.readouterr().out
+    assert all(f"\n  {name} " in page for name in commands())
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"qlora-fsdp {__version__}\n"
+
+
+@pytest.mark.parametrize("name", [name for name in commands() if name != "doctor"])
+def test_every_command_has_a_help_page(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        assert main([name, "--help"]) == 0
+    except SystemExit as exit:
+        assert exit.code == 0
+    assert "usage:" in capsys.readouterr().out
+    assert name in COMMANDS
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["trian"], "trian is no command. Did you mean qlora-fsdp train?"),
+        (["xyz"], "xyz is no command. The commands are train, preflight, "),
+        (["model=tiny"], "model=tiny is no command. Name one first: qlora-fsdp train model=tiny ..."),
+        (
+            [*BASE, "lr", "=", "1e-4"],
+            "lr = 1e-4 has spaces around the equals sign, which make it several words. Write l",
+        ),
+        ([*BASE, "lora.r=", "8"], "Write lora.r=8."),
+        ([*BASE, "lora.r", "=8"], "Write lora.r=8."),
+        ([*BASE, "--model", "tiny"], "--model tiny is no option: settings are written without dashes and with an"),
+        ([*BASE, "--model", "tiny"], "Write model=tiny."),
+        ([*BASE, "-model=tiny"], "Write model=tiny."),
+        ([*BASE, "--learning-rate", "1e-4"], "Write training.learning_rate=1e-4."),
+        ([*BASE, "--training.seed=-1"], "Write training.seed=-1."),
+        ([*BASE, "--frobnicate"], "Write frobnicate=VALUE if that is a setting; --help lists the options."),
+        ([*BASE, "lora.r"], "lora.r has no value. Write lora.r=VALUE."),
+        ([*BASE, "run.name="], "run.name= has no value. Write run.name=VALUE, or leave it out."),
+        ([*BASE, "llama3-8b"], "llama3-8b is not of the form key=value. Did you mean model=llama3-8b?"),
+        ([*BASE, "launch.parallel=2"], "launch.parallel=2 is for sweeps. Add -m, or leave it out."),
+        ([*BASE, "launch.config_file=/nowhere"], "launch.config_file=/nowhere is no file."),
+        ([*BASE, "launch.devices=[0]"], "launch.devices=[0] names GPUs, and none is visible."),
+        ([*BASE, "launch.num_processes=2", "training.global_batch_size=3"], "training.global_batch_size="),
+        (["generate", "adapter=x", "launch.num_processes=0"], "launch.num_processes=0 must be"),
+    ],
+)
+def test_what_is_mistyped(argv: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(argv) == 2
+    printed = capsys.readouterr()
+    assert expected in printed.err and printed.err.startswith("\nError: ") and not printed.out
+
+
+def test_ranks_that_would_be_started(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,5")
+    assert main(BASE) == main([*BASE, "launch.devices=[0,2]"]) == main([*BASE, "launch.num_processes=1"]) == 0
+    assert main(["generate", "prompt=a", "launch.num_processes=2", "launch.dry_run=true"]) == 0
+    all_of_them, two, one, generate = capsys.readouterr().out.splitlines()
+    assert all_of_them.startswith("CUDA_VISIBLE_DEVICES=2,3,5 ") and " --num_processes 3 " in all_of_them
+    assert all_of_them.endswith(" -m qlora_fsdp.train model=tiny data=random training.max_steps=1")
+    assert two.startswith("CUDA_VISIBLE_DEVICES=2,5 ") and " --num_processes 2 " in two
+    assert one.startswith("CUDA_VISIBLE_DEVICES=2 ")
+    assert generate.endswith(" -m qlora_fsdp.generate prompt=a")
+    assert main([*BASE, "launch.num_processes=4"]) == 2
+    assert "launch.num_processes=4 is more than 3 GPUs." in capsys.readouterr().err
+
+
+def test_the_process_that_starts_ranks_imports_neither_torch_nor_accelerate(tmp_path: Path) -> None:
+    code = f"import sys; from qlora_fsdp.__main__ import main; main({[*BASE, 'launch.num_processes=2']})\n"
+    code += "assert not {'torch', 'accelerate', 'transformers'} & set(sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "run_accelerate" in done.stdout, done.stderr
+
+
+def test_a_tab_completes_commands_groups_and_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    def complete(line: str) -> list[str]:
+        assert main(["completion", line]) == 0
+        return capsys.readouterr().out.splitlines()
+
+    assert complete("qlora-fsdp pre") == ["preflight ", "preview "]
+    assert complete("qlora-fsdp train model=tiny lora.r") == ["lora.r=", "lora.rank_pattern="]
+    assert complete("qlora-fsdp train quant=n") == ["quant=nf4 ", "quant=none "]
+    assert complete("qlora-fsdp train data.path=x") == [], "the shell completes names of files"
+    assert main(["completion"]) == 0
+    shell = f"qlora-fsdp() {{ printf 'model=llama3-8b \\nmodel=llama3-70b \\n'; }}\n{capsys.readouterr().out}"
+    shell += "COMP_LINE='qlora-fsdp train model=ll'; COMP_POINT=${#COMP_LINE}; _qlora_fsdp\n"
+    shell += "printf '<%s>' \"${COMPREPLY[@]}\""
+    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=False)
+    assert done.stdout == "<llama3-8b ><llama3-70b >", done.stderr
