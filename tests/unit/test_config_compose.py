@@ -130,7 +130,7 @@ def test_plus_before_a_group_is_accepted() -> None:
         ("quant=nf5", "is no option of quant: it has fp4, int8, nf4, none. Did you mean quant=nf4?"),
         ("model=llama3-7b", "Did you mean model=llama3-70b?"),
         ("quant={load_in_4bit: true}", "is no option of quant"),
-        ("lora.r", "is not of the form key=value."),
+        ("lora.r", "has no value."),
         ("lora.rank_pattern={a", "can't be read."),
         ("~lora.r", "removes a setting, which is not possible."),
         ("lora.r=8,16", "gives several values to one run. For a sweep add -m."),
