@@ -21,10 +21,39 @@ INTRODUCTION = """\
 Every setting has a dotted name. Set it on the command line with `name=value`, or choose a prepared set of values with
 `group=option`:
 
-    accelerate launch -m qlora_fsdp.train model=llama3-8b quant=int8 data.path=chats.jsonl lora.r=32
+    accelerate launch -m qlora_fsdp.train model=llama3-8b quant=int8 data=chats.jsonl lora.r=32
 
-Later wins: the schema's defaults, the options of the groups, the experiment, the single settings. `--cfg job` prints
-the result. A name that is not on this page is refused, and so is a value of another type.
+`model=ORG/NAME` or `model=FOLDER` is short for `model.path=...`, and `data=FILE` for `data.path=...`. Later wins: the
+schema's defaults, the options of the groups, the experiment, the file of `--config`, the single settings. `--cfg job`
+prints the result. A name that is not on this page is refused, and so is a value of another type.
+
+## A file of settings
+
+`--config my.yaml` reads settings by their names, and options of groups, from one YAML file. Every command that takes
+settings takes it, and so do sweeps and batch jobs:
+
+```yaml
+model: llama3-8b # an option of the group, a folder or a hub name
+data: chats.jsonl
+quant: int8
+lora:
+  r: 32
+training.learning_rate: 1e-4 # or in its section, as r above
+```
+
+A run's own config.yaml is such a file: `--config outputs/first/config.yaml run.name=second` repeats the run. What is
+typed wins over the file. An option that is typed wins over everything that the file says of the same choice: with
+`quant=int8`, no `quant.*` of the file counts; with `model=...`, nothing that makes the model another one; with
+`optim=adamw_8bit`, its `optim.name` does not, and its `optim.betas` do. The file's values win over the options and the
+experiment that it picks (`experiment: qlora_paper`); an experiment is not typed beside `--config`. The file may name
+other settings (`${model.name}`), but it does not read the environment and does not set `model.trust_remote_code`
+([security](security.md#files-of-settings)).
+
+Editors complete and check such a file by a JSON schema: write it with
+`python -m qlora_fsdp.config.json_schema > schema.json`, and begin the file with
+`# yaml-language-server: $schema=schema.json`.
+
+## A folder of your own options
 
 Your own sets go into a folder of yours: with `--config-dir my_conf`, the file `my_conf/experiment/chats.yaml` is
 `experiment=chats`. It starts with `# @package _global_` and may choose options of other groups:
@@ -38,7 +67,7 @@ training:
   max_length: 4096
 ```
 
-Paths are seen from the folder that the run is started in. `${...}` names another setting:
+Paths, in files too, are seen from the folder that the run is started in. `${...}` names another setting:
 `run.name='${model.name}-a'`.
 """
 

@@ -82,7 +82,7 @@ def commands() -> list[str]:
 
 
 def _run(name: str, argv: list[str]) -> int:
-    module, is_rank = COMMANDS[name][0], "RANK" in os.environ
+    module, is_rank = COMMANDS[name][0], "RANK" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
     if name in TAKE_RANKS and not is_rank and any(text.lstrip("+").startswith("launch.") for text in argv):
         from qlora_fsdp.launch.ranks import start_command
 

@@ -1,4 +1,4 @@
-"""`python -m qlora_fsdp.evaluate`: a model's loss and perplexity, or its scores on lm-eval's tasks."""
+"""`qlora-fsdp evaluate`: a model's loss and perplexity, or its scores on lm-eval's tasks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ USAGE = """
 Loss and perplexity of a model on data of yours, or its scores on lm-eval's tasks, with an adapter or without. Several
 processes share model and data.
 
-usage: [accelerate launch -m | torchrun ... -m | python -m] qlora_fsdp.evaluate [adapter=DIR] data.path=FILE [...]
+usage: qlora-fsdp evaluate [adapter=DIR] data.path=FILE [...]
        ... qlora_fsdp.evaluate [adapter=DIR] tasks=NAME,NAME,FILE.yaml [...]
 
   adapter=DIR     the adapter's folder, which also knows its base model. Without one: the base model, model.path=...
@@ -45,9 +45,9 @@ Tasks of EleutherAI's lm-eval (pip install "qlora-fsdp[lm-eval]"), named as ther
   apply_chat_template=true  ask in turns of a conversation (default: false)
 
 examples:
-  python -m qlora_fsdp.evaluate adapter=outputs/run/adapter data.path=held_out.jsonl
-  torchrun --nproc_per_node 4 -m qlora_fsdp.evaluate model=llama3-70b data.path=held_out.jsonl training.max_length=4096
-  torchrun --nproc_per_node 2 -m qlora_fsdp.evaluate adapter=outputs/run/adapter tasks=arc_easy,hellaswag limit=200
+  qlora-fsdp evaluate adapter=outputs/run/adapter data.path=held_out.jsonl
+  qlora-fsdp evaluate model=llama3-70b data.path=held_out.jsonl training.max_length=4096 launch.num_processes=4
+  qlora-fsdp evaluate adapter=outputs/run/adapter tasks=arc_easy,hellaswag limit=200 launch.num_processes=2
 """
 
 

@@ -1,31 +1,36 @@
-"""`python -m qlora_fsdp.preflight`: does a run fit, and how long will it take? Needs no GPU, no download and no torch.
+"""`python -m qlora_fsdp.preflight`: does a run fit, and how long will it take? Needs no GPU, no weights and no torch.
 
-The command line is that of the run, and `hardware=` besides:
+The command line is that of the run, and `hardware=` besides; without it, the GPUs of this host are meant:
 
     python -m qlora_fsdp.preflight model=llama3-70b hardware=2x24gib training.max_length=2048
+
+A preset needs no download. Of another model on the hub, config.json is downloaded.
 """
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from qlora_fsdp.common.errors import CheckpointError, ConfigError, Problem, UserError, print_error
-from qlora_fsdp.common.families import PLANNED_FAMILIES
+from qlora_fsdp.common.families import MULTIMODAL_FAMILIES, PLANNED_FAMILIES
 from qlora_fsdp.common.files import write_json
+from qlora_fsdp.common.hub import fetch_config_json
 from qlora_fsdp.common.startup import end_with_the_reader
 from qlora_fsdp.common.text import plural, show_duration, show_size
 from qlora_fsdp.config.check_model import int8_embeddings_problem, is_local_path
 from qlora_fsdp.config.check_settings import TRAINING, Needs, check_settings, check_world
 from qlora_fsdp.config.compose import load_config
-from qlora_fsdp.config.schema import Config, Dtype, EmbeddingStorage, Kernel, Weights
+from qlora_fsdp.config.model_config import describes_itself, read_config_json, text_part
+from qlora_fsdp.config.schema import Config, Dtype, EmbeddingStorage, Kernel, ModelConfig
+from qlora_fsdp.config.settings import problem_about
 from qlora_fsdp.config.world import World
 from qlora_fsdp.memory.choose import AUTO, MARGIN, Choice, choose, describe_choice
-from qlora_fsdp.memory.gpus import Hardware, parse_hardware
+from qlora_fsdp.memory.gpus import Hardware, parse_hardware, visible_hardware
 from qlora_fsdp.memory.plan import GIB
 from qlora_fsdp.memory.shape import ModelShape, model_shape
 from qlora_fsdp.memory.show import (
@@ -52,7 +57,7 @@ NEEDS = Needs(
     unused=("model.path", "model.tokenizer_path"),
     optional=("training.max_steps",),
 )
-USAGE = "python -m qlora_fsdp.preflight hardware=COUNTxGIB|COUNTxNAME [group=option ...] [setting=value ...]"
+USAGE = "python -m qlora_fsdp.preflight [hardware=COUNTxGIB|COUNTxNAME] [group=option ...] [setting=value ...]"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -112,50 +117,51 @@ def preflight(argv: Sequence[str], file: Path) -> int:
 
 
 def read_shape(config: Config) -> ModelShape:
-    """Returns the shape of the model that the settings name, from a local folder's config.json or from conf/model.
+    """Returns the shape of the model that the settings name: of a preset, a local folder, or a model on the hub.
 
     Raises:
-        CheckpointError: there is neither, or the memory plan does not know the family.
+        UserError: there is no such model, its config.json can't be had or is damaged, it is another model than the
+            preset, or the memory plan does not know the family.
     """
-    path = Path(config.model.path).expanduser() / "config.json" if config.model.path else None
-    values: dict[str, Any] = {}
-    if config.model.path and is_local_path(config.model.path) and path is not None and not path.is_file():
-        raise CheckpointError(
-            f"model.path={config.model.path} has no config.json. Set model.path to a folder with one."
-        )
-    if path is not None and path.is_file():
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise CheckpointError(f"{path} is damaged ({error}). Copy or download it again.") from error
-        values |= config.model.config if config.model.weights is Weights.random else {}
-    elif config.model.config:
-        values = dict(config.model.config)
-    else:
-        raise CheckpointError(
-            f"model.path={config.model.path} has no config.json here, and nothing is downloaded. Set model.path to a "
-            "local folder with one (`hf download NAME config.json --local-dir FOLDER`), or model to a named model "
-            "(--help of qlora_fsdp.train lists them)."
-        )
-    try:
-        shape = model_shape(values)
-    except KeyError as error:
-        raise CheckpointError(f"The config of {_name(config)} has no {error}. Check model.path.") from error
+    values = _read_config(config.model)
+    shape = model_shape(values)
     if shape is None:
+        family, text = (shorten(str(part.get("model_type")), 40) for part in (values, text_part(values)))
+        found = family if family == text else f"{family} (its text: {text})"
         raise CheckpointError(
-            f"The config of {_name(config)} has model_type={values.get('model_type')}, and the memory plan knows "
-            f"{', '.join(PLANNED_FAMILIES)}. Try it on GPUs with experiment=dry_run."
+            f"{_name(config)} has model_type={found}, and the memory plan knows "
+            f"{', '.join((*PLANNED_FAMILIES, *MULTIMODAL_FAMILIES))}. Try it on GPUs with experiment=dry_run."
         )
     return shape
 
 
+def _read_config(model: ModelConfig) -> Mapping[str, Any]:
+    """The transformers config of the model. Only what the settings do not describe is looked for."""
+    if model.path is not None and is_local_path(model.path):
+        file = Path(model.path).expanduser() / "config.json"
+        if not file.is_file():
+            raise CheckpointError(f"model.path={model.path} has no config.json. Set model.path to a folder with one.")
+        return read_config_json(file, model)
+    if describes_itself(model):
+        return model.config
+    if model.path is None:
+        fix = "Set model to a preset (docs/models.md), or model.path to a folder or a hub name."
+        raise ConfigError([problem_about("model.path", None, "names no model.", fix)])
+    return read_config_json(fetch_config_json(model.path, model.revision), model)
+
+
 def _split(argv: Sequence[str]) -> tuple[Hardware, list[str]]:
     named = [text for text in argv if text.startswith("hardware=")]
-    if len(named) != 1:
-        reason = f"is given {len(named)} times." if named else "is missing."
-        problem = Problem("hardware=COUNTxGIB", reason, f"Usage: {USAGE}")
-        raise ConfigError([problem])
-    return parse_hardware(named[0].partition("=")[2]), [text for text in argv if text is not named[0]]
+    overrides = [text for text in argv if not text.startswith("hardware=")]
+    if len(named) > 1:
+        raise ConfigError([Problem("hardware=COUNTxGIB", f"is given {len(named)} times.", "Give it once.")])
+    hardware = parse_hardware(named[0].partition("=")[2]) if named else visible_hardware()
+    if hardware is None:
+        reason = "is missing, and nvidia-smi finds no GPU here."
+        raise ConfigError(
+            [Problem("hardware=", reason, "Set hardware=1x24gib, 8xh100 or the like: COUNTxGIB or COUNTxNAME.")]
+        )
+    return hardware, overrides
 
 
 def _check(config: Config, hardware: Hardware) -> None:
@@ -182,19 +188,21 @@ def _describe(choice: Choice, hardware: Hardware, target: float) -> tuple[list[s
     num_tokens, source = count_tokens(config, work)
     hours = num_tokens / speed / 3600
     verdict = "Fits" if choice.fits else "Does not fit"
+    model = f"{_name(config)} ({show_size(work.shape.num_parameters)} parameters)"
     lines = [
-        f"{_name(config)}: {show_size(work.shape.num_parameters)} parameters, on {hardware.count} x {gpu.name}"
-        + (f" ({hardware.note})" if hardware.note else ""),
+        f"{verdict}: {model} on {hardware.count} x {gpu.name} needs {plan.needed / GIB:.2f} GiB a GPU, and "
+        f"{target / GIB:.2f} GiB of {gpu.gib:g} can be had",
+        *([f"The GPUs: {hardware.note}"] if hardware.note else []),
         f"{plural(work.num_shards, 'shard')}, micro-batch {work.micro_batch_size} x {config.training.max_length} "
         f"tokens, {work.num_micro_batches} a step; {describe_choice(plan)}",
         "",
         table(plan),
         "",
-        f"{verdict}: {plan.needed / GIB:.2f} GiB needed, {target / GIB:.2f} GiB to be had of {gpu.gib:g}",
         host_line(plan),
         loading_line(plan),
         f"{speed_text(plan, gpu)}; {_duration(hours)} for "
         f"{f'{num_tokens / 1e6:,.1f} M' if num_tokens >= 1e6 else f'{num_tokens:,.0f}'} tokens ({source})",
+        "The speed is predicted from the GPU's datasheet, by what H200s reached of theirs (docs/plan-validation.md)",
         *waiting_lines(plan, gpu),
         *faster_lines(choice, target, gpu),
     ]

@@ -28,6 +28,7 @@ FAMILIES: dict[str, dict[str, object]] = {
     "qwen3": {"head_dim": 32},
     "gemma2": {"head_dim": 16, "sliding_window": 16, "query_pre_attn_scalar": 16, "final_logit_softcapping": 5.0},
     "gemma3_text": {"head_dim": 16, "sliding_window": 16, "query_pre_attn_scalar": 16},
+    "smollm3": {"no_rope_layer_interval": 2},
     "phi3": {"rope_scaling": None},
     "bert": {"is_decoder": True, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
 }

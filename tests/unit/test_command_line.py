@@ -11,6 +11,7 @@ from tests.cli.launch import ROOT
 
 from qlora_fsdp import __version__
 from qlora_fsdp.__main__ import COMMANDS, commands, main
+from qlora_fsdp.launch import run_accelerate
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -122,3 +123,25 @@ def test_a_tab_completes_commands_groups_and_settings(capsys: pytest.CaptureFixt
     shell += "printf '<%s>' \"${COMPREPLY[@]}\""
     done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=False)
     assert done.stdout == "<llama3-8b ><llama3-70b >", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "expected", "said"),
+    [
+        (
+            -9,
+            6,
+            "\nError: rank 1 was ended by SIGKILL: process 7 said no word. If it was for want of memory, dmesg says",
+        ),
+        (-11, 6, "\nError: rank 1 was ended by SIGSEGV: process 7 said no word. Lines above may say more.\n"),
+        (-15, 143, "\nInterrupted by SIGTERM. No run was going on.\n"),
+        (130, 130, "\nInterrupted by SIGINT. No run was going on.\n"),
+        (1, 1, ""),
+    ],
+)
+def test_what_is_said_where_no_rank_could(
+    exit_code: int, expected: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_accelerate.RankFailed(1, exit_code, 7).explain() == expected
+    printed = capsys.readouterr().err
+    assert printed.startswith(said) and bool(printed) == bool(said)

@@ -36,6 +36,15 @@ def test_saved_settings_stand_where_nothing_is_typed(adapter: Path) -> None:
     assert not config.quant.bnb_4bit_use_double_quant
 
 
+def test_a_file_of_settings_wins_over_saved_ones_and_what_is_typed_over_both(adapter: Path, tmp_path: Path) -> None:
+    file = tmp_path / "my.yaml"
+    file.write_text("quant: {bnb_4bit_use_double_quant: false}\ndata: held_out.jsonl\ntraining: {max_steps: 5}\n")
+    config = load(adapter, "--config", str(file), "quant.embeddings=none")
+    assert (config.quant.bnb_4bit_quant_type.value, config.quant.bnb_4bit_use_double_quant) == ("fp4", False)
+    assert (config.quant.embeddings.value, config.data.path) == ("none", "held_out.jsonl")
+    assert (config.training.max_steps, load(adapter).data.path, load(adapter).training.max_steps) == (5, None, 1)
+
+
 def test_an_adapter_that_was_saved_with_every_setting_still_loads(adapter: Path) -> None:
     """Training once wrote all settings of these sections."""
     config = load_config(["model=tiny", "data=random", "quant=fp4", "model.cache_folder=/of/another/machine"])

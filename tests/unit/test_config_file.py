@@ -66,8 +66,9 @@ class TestFile:
 
     def test_a_runs_own_config_is_such_a_file(self, mine: Path) -> None:
         config = load_config(["model=qwen3-8b", "data.mix={a: 1, b: 2}", "task.labels=null", "lora.target_modules=[q]"])
-        (mine.parent / "config.yaml").write_text(to_yaml(config))
+        (mine.parent / "config.yaml").write_text(to_yaml(config, as_written=True))
         assert load_config(["--config", "config.yaml"]) == config
+        assert load_config(["--config", "config.yaml", "run.name=second"]).run.folder == "outputs/second"
 
     def test_paths_and_hub_names(self, mine: Path) -> None:
         mine.write_text("model: org/name\ndata: chats.jsonl\ndata.format: text\n")
@@ -167,6 +168,19 @@ class TestDefaultData:
         for how in (["-m", "lora.r=8,16"], ["hydra/launcher=slurm"]):
             assert main([*how, "model=llama3-70b", "launch.dry_run=true"]) == 0
             assert "model=llama3-70b" in capsys.readouterr().out
+
+    def test_a_run_says_so_first_and_asks_for_other_data_where_the_hub_is_out_of_reach(
+        self, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def load(*_: object, **__: object) -> None:
+            raise ConnectionError("no way there")
+
+        monkeypatch.setattr("qlora_fsdp.data.read.datasets.load_dataset", load)
+        assert main(["model=tiny", f"run.folder={tmp_path}"]) == 2
+        first = (tmp_path / "train.log").read_text().partition("\n")[0]
+        assert f", on {DEFAULT_DATA}, the default: data.path= names yours" in first
+        fix = "no way there. It is the default where no data is named: set data.path to your own file, folder or hub"
+        assert fix in capsys.readouterr().err
 
     def test_nothing_is_evaluated_on_it_by_itself(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert evaluate.main(["model=tiny"]) == 2

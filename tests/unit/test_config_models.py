@@ -1,6 +1,12 @@
-"""The models' configs against the parameter counts that their publishers name."""
+"""The presets of conf/model against the models' published config.json, and against the models transformers builds."""
 
 from __future__ import annotations
+
+import json
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +14,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from qlora_fsdp.config.command_line import conf_folder, group_options
 from qlora_fsdp.config.compose import load_config
+from qlora_fsdp.config.schema import ModelConfig
+from qlora_fsdp.memory.shape import ModelShape, model_shape
+
+PRESETS = [name for name in group_options("model", [conf_folder()]) if name not in ("custom", "tiny")]
+PUBLISHED = json.loads((Path(__file__).parents[1] / "helpers" / "published_models.json").read_text())
+SIZES = (
+    *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "max_position_embeddings", "tie_word_embeddings"),
+)
 
 # Counts of the safetensors files on the Hugging Face hub; gemma3-27b without the image encoder and its projector.
 PUBLISHED_NUM_PARAMETERS = {
@@ -24,21 +39,59 @@ PUBLISHED_NUM_PARAMETERS = {
 }
 
 
-def test_every_model_has_a_count() -> None:
-    assert set(PUBLISHED_NUM_PARAMETERS) == set(group_options("model", [conf_folder()])) - {"custom"}
+@cache
+def preset(name: str) -> ModelConfig:
+    return load_config([f"model={name}"]).model
 
 
-@pytest.mark.parametrize("model", PUBLISHED_NUM_PARAMETERS)
-def test_config_builds_the_published_model(model: str) -> None:
-    given = load_config([f"model={model}"]).model.config
-    config = AutoConfig.for_model(**given)
+def shape_of(config: dict[str, Any]) -> ModelShape:
+    shape = model_shape(config)
+    assert shape is not None
+    return shape
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_figures_are_the_published_ones(name: str) -> None:
+    """published_models.json says for every model where its figures were read."""
+    model = preset(name)
+    assert model.name == name and model.path is not None
+    published = dict(PUBLISHED[model.path])
+    assert published.pop("read_in")
+    assert {key: model.config.get(key) for key in published} == published
+    assert {key for key in SIZES if key in model.config} <= set(published)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_first_line_says_what_it_is(name: str) -> None:
+    """Base or instruct, its parameters and its licence. A base model is not taken for one that chats, by its name."""
+    first = (conf_folder() / "model" / f"{name}.yaml").read_text().splitlines()[0]
+    found = re.match(r"# (Base|Instruct) model of ([\d,]+) parameters\. [A-Z].*\.$", first)
+    assert found is not None, first
+    assert int(found[2].replace(",", "")) == shape_of(preset(name).config).num_parameters
+    if name.endswith(("-instruct", "-it")):
+        assert found[1] == "Instruct"
+    if name.endswith("-base"):
+        assert found[1] == "Base"
+
+
+@pytest.mark.parametrize("name", PUBLISHED_NUM_PARAMETERS)
+def test_parameters_are_as_many_as_published(name: str) -> None:
+    assert shape_of(preset(name).config).num_parameters == PUBLISHED_NUM_PARAMETERS[name]
+
+
+@pytest.mark.parametrize("name", [*PRESETS, "tiny"])
+def test_transformers_builds_the_counted_model(name: str) -> None:
+    """With two layers: the plan's count is linear in the number of layers."""
+    given = preset(name).config
+    config = AutoConfig.for_model(**given | {"num_hidden_layers": 2})
     with torch.device("meta"):
         built = AutoModelForCausalLM.from_config(config)
-    assert sum(parameter.numel() for parameter in built.parameters()) == PUBLISHED_NUM_PARAMETERS[model]
+    counted = shape_of(given | {"num_hidden_layers": 2})
+    assert sum(parameter.numel() for parameter in built.parameters()) == counted.num_parameters
 
     # A misspelt key would be kept by transformers, silently, beside the default of the right one.
     known = set(type(config)().to_dict()) | {"rope_theta", "rope_scaling", "rope_local_base_freq"}
-    assert set(given) <= known
+    assert set(given) - {"partial_rotary_factor"} <= known
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     assert rope["rope_theta"] == given["rope_theta"]
     assert rope["rope_type"] == given.get("rope_scaling", {}).get("rope_type", "default")

@@ -222,3 +222,6 @@ def test_own_accelerate_config_may_be_in_the_home_folder(tmp_path: Path, monkeyp
     monkeypatch.setenv("HOME", str(tmp_path))
     config = load_config([*BASE, "-m", "launch.config_file='~/own.yaml'"])
     assert str(tmp_path / "own.yaml") in launch_command(config, None, [])
+    for number, has_any_port in ((1, True), (2, False)):
+        (tmp_path / "own.yaml").write_text(f"num_machines: {number}\nmain_process_port: 29500\n")
+        assert ("--main_process_port" in launch_command(config, None, [])) == has_any_port

@@ -97,7 +97,8 @@ EXACT, CLOSE = 0.0, 0.15
 
 
 @pytest.mark.parametrize(
-    ("family", "tolerance"), [("llama", EXACT), ("qwen3", EXACT), ("gemma3_text", CLOSE), ("phi3", CLOSE)]
+    ("family", "tolerance"),
+    [("llama", EXACT), ("qwen3", EXACT), ("smollm3", CLOSE), ("gemma3_text", CLOSE), ("phi3", CLOSE)],
 )
 @pytest.mark.parametrize("policy", [Policy.none, Policy.selective])
 @pytest.mark.parametrize("targets", ["all-linear", ".*(q_proj|down_proj|qkv_proj)"])

@@ -83,4 +83,4 @@ def test_a_tokenizer_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "[[plain text<eos>]]" in capsys.readouterr().out
     assert preview.main(data) == 2
     error = capsys.readouterr().err
-    assert "model.path=null names no model. Set model to one of" in error and "adapter" not in error
+    assert "model.path=null names no model. Set model to a preset" in error and "adapter" not in error

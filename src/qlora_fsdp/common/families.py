@@ -37,6 +37,7 @@ FAMILIES = {
     "qwen3": Family("Qwen3MLP", "Qwen3DecoderLayer", keeps_rows_apart=True, is_planned=True),
     "gemma2": Family("Gemma2MLP", None, keeps_rows_apart=True, is_planned=False),
     "gemma3_text": Family("Gemma3MLP", None, keeps_rows_apart=True, is_planned=True),
+    "smollm3": Family("SmolLM3MLP", "SmolLM3DecoderLayer", keeps_rows_apart=True, is_planned=True),
     "phi3": Family("Phi3MLP", "Phi3DecoderLayer", keeps_rows_apart=True, is_planned=True),
 }
 
@@ -44,3 +45,6 @@ GATED_MLPS = {family.gated_mlp for family in FAMILIES.values()}
 PRENORM_LAYERS = {family.prenorm_layer for family in FAMILIES.values() if family.prenorm_layer is not None}
 PACKED_FAMILIES = {name for name, family in FAMILIES.items() if family.keeps_rows_apart}
 PLANNED_FAMILIES = tuple(name for name, family in FAMILIES.items() if family.is_planned)
+
+# Multimodal models whose text part is one of the above: transformers builds them whole, and the text part is trained.
+MULTIMODAL_FAMILIES = ("gemma3", "mistral3")

@@ -86,7 +86,7 @@ def end_with_parent() -> None:
     import ctypes
 
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != int(pid):  # it has ended before
+    if os.getppid() == 1 != int(pid):  # it has ended before
         os._exit(128 + signal.SIGTERM)
 
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from qlora_fsdp.common.errors import Problem
-from qlora_fsdp.config.command_line import conf_folder, group_options
 from qlora_fsdp.config.schema import Config, DataFormat, Dtype, EmbeddingStorage, MatmulKind, QuantStorage, Weights
 from qlora_fsdp.config.settings import problem_about, problem_with, show, value_of
 
@@ -36,12 +35,13 @@ def int8_embeddings_problem(is_tied: bool, kind: str = "Embedding") -> Problem:
 
 def _model(config: Config) -> Iterator[Problem]:
     model = config.model
-    names = [name for name in group_options("model", [conf_folder()]) if name != "custom"]
+    preset = "Set model to a preset, such as llama3.1-8b-instruct or qwen3-8b (docs/models.md lists all)"
     if model.path is None and model.weights is Weights.checkpoint:
-        fix = f"Set model to one of {', '.join(names)}, or model.path to a folder or a hub name."
-        yield problem_with(config, "model.path", "names no model.", fix)
-    if model.weights is Weights.random and not model.config and (model.path is None or not is_local_path(model.path)):
-        fix = f"Set model to one of {', '.join(names)}, model.config, or model.path to a folder with a config.json."
+        yield problem_with(
+            config, "model.path", "names no model.", f"{preset}, or model.path to a folder or a hub name."
+        )
+    if model.weights is Weights.random and not model.config and model.path is None:
+        fix = f"{preset}, model.config, or model.path to a folder with a config.json or a hub name."
         yield problem_with(config, "model.weights", "has no config to make up weights from.", fix)
     is_dry_run = config.data.format is DataFormat.random
     is_there = model.path is not None and Path(model.path).expanduser().exists()

@@ -124,6 +124,8 @@ def _decided_by(group: str, folders: Sequence[Path]) -> Iterator[str]:
     if group in ("quant", "task"):
         yield from (key for key in all_settings() if key.startswith(f"{group}."))
     for file in (folder / group / f"{option}.yaml" for folder in folders for option in group_options(group, [folder])):
+        if not file.is_file():  # nobody waits for a pipe
+            continue
         try:
             text = read_text(file)
             values = dict(parse_yaml(text) or {})

@@ -58,7 +58,7 @@ def sections_of(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 def read_settings(file: Path) -> dict[str, Any]:
     """Returns every setting in a run's config.yaml by its key, as JSON has it; empty if there is no such file."""
     try:
-        sections = read_yaml(file)
+        sections = read_yaml(file) if file.is_file() else {}
     except (OSError, ValueError):
         return {}
     sections = sections if isinstance(sections, dict) else {}

@@ -210,9 +210,10 @@ class ModelConfig:
     # Run model code that comes with the model's files. Set it only for models that you trust. It counts where you set
     # it yourself, and never in the settings that come with an adapter.
     trust_remote_code: bool = False
-    # The transformers config of the model (model_type, hidden_size, ...), for `model.weights=random`. It is used alone,
-    # or over the config.json in `model.path` if that is a local folder. A model that is loaded from files keeps its own
-    # config.json.
+    # The transformers config of the model (model_type, hidden_size, ...). A preset states it, so that preflight and
+    # `model.weights=random` need no download. If model.path is set to something else than the preset's, the config.json
+    # there counts, and must be of the same model. With model=custom it is for `model.weights=random`: used alone if it
+    # has a model_type and model.path is no local folder, else over the config.json in model.path.
     config: dict[str, Any] = field(default_factory=dict)
 
 

@@ -1,7 +1,7 @@
-"""`python -m qlora_fsdp.doctor`: can this host train, and what would be in the way?
+"""`qlora-fsdp doctor`: can this host train, and what would be in the way?
 
 Each check yields findings. Green means that all is well, yellow that training runs with a drawback, and red that it
-does not run. Yellow and red findings say what to do. Under `torchrun` or `accelerate launch` the processes also measure
+does not run. Yellow and red findings say what to do. With `launch.num_processes=N` the processes also measure
 how fast they exchange data.
 """
 
@@ -39,7 +39,7 @@ MEETING_SECONDS = 120
 USAGE = """
 Can this host train? Versions, GPUs, bitsandbytes, memory, disk, hub, SLURM; green, yellow or red, with what to do.
 
-usage: [torchrun ... -m | accelerate launch -m | python -m] qlora_fsdp.doctor [--json FILE] [--folder DIR]
+usage: qlora-fsdp doctor [launch.num_processes=N] [--json FILE] [--folder DIR]
 
   --json FILE   write the findings there too
   --folder DIR  measure this disk: where models are, or run folders (default: this folder)
@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         1 if anything is red, 2 if the findings can't be written, else 0.
     """
-    parser = argparse.ArgumentParser("qlora_fsdp.doctor", usage=USAGE.partition("usage: ")[2], add_help=False)
+    parser = argparse.ArgumentParser("qlora-fsdp doctor", usage=USAGE.partition("usage: ")[2], add_help=False)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--folder", type=Path, default=Path())
     parser.add_argument("-h", "--help", action="store_true")

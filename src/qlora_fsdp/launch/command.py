@@ -8,6 +8,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import yaml
+
 from qlora_fsdp.common.errors import ConfigError
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.config.settings import problem_with
@@ -31,8 +33,19 @@ def launch_command(config: Config, slot: Slot, arguments: Sequence[str], module:
     options = ["--config_file", str(Path(own).expanduser() if own else accelerate_config("one_node.yaml"))]
     if launch.num_processes is not None or launch.config_file is None:
         options += ["--num_processes", str(launch.num_processes or len(slot or [""]))]
-    options += ["--main_process_port", "0"]  # any free port, because jobs run side by side
+    if own is None or not _names_machines(Path(own).expanduser()):
+        options += ["--main_process_port", "0"]  # any free port, because jobs run side by side
     return [sys.executable, "-m", "qlora_fsdp.launch.run_accelerate", *options, "-m", module, *arguments]
+
+
+def _names_machines(file: Path) -> bool:
+    """Whether a file of accelerate's is about several machines, which have to agree on a port."""
+    try:
+        values = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return False  # accelerate will say what is wrong with it
+    number = values.get("num_machines") if isinstance(values, dict) else None
+    return isinstance(number, int) and number > 1
 
 
 def share_gpus(config: Config, environ: Mapping[str, str]) -> list[Slot]:

@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ |= {PARENT_PID: str(os.getpid()), ENDING_FILE: str(ending), NODE_KEY: make_key()}  # for the ranks
         try:
             _launch(argv)
-        except _RankFailed as failed:
+        except RankFailed as failed:
             # Has a rank printed why?
             return int(ending.read_text() or failed.exit_code) if ending.is_file() else failed.explain()
         except UserError as error:
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 @dataclass(eq=False)
-class _RankFailed(Exception):
+class RankFailed(Exception):
     """A rank has ended with this exit code, which is negative for a signal, as Python's subprocesses have it."""
 
     rank: int
@@ -74,7 +74,7 @@ def _launch(argv: Sequence[str] | None) -> None:
     """Call accelerate's launcher.
 
     Raises:
-        _RankFailed: a rank has failed, or a signal came to this process. All ranks have ended.
+        RankFailed: a rank has failed, or a signal came to this process. All ranks have ended.
         LaunchError: the ranks can't be started.
     """
     from accelerate.commands.launch import launch_command, launch_command_parser
@@ -86,11 +86,11 @@ def _launch(argv: Sequence[str] | None) -> None:
         launch_command(launch_command_parser().parse_args(argv))
     except ChildFailedError as error:  # of several ranks
         rank, failure = error.get_first_failure()
-        raise _RankFailed(rank, failure.exitcode, failure.pid) from None
+        raise RankFailed(rank, failure.exitcode, failure.pid) from None
     except subprocess.CalledProcessError as error:  # of a single one
-        raise _RankFailed(0, error.returncode, None) from None
+        raise RankFailed(0, error.returncode, None) from None
     except SignalException as error:
-        raise _RankFailed(0, -error.sigval, None) from None
+        raise RankFailed(0, -error.sigval, None) from None
     except Exception as error:
         text = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         raise LaunchError(f"accelerate can't start the ranks: {text}. Look at launch.config_file.") from None

@@ -177,7 +177,7 @@ def _submit(jobs: Sequence[Job], folder: Path, script: str) -> None:
         write_atomically(job.folder / SLURM_FILE, json.dumps({"job_id": job_id}) + "\n")
     jobs_word = f"{len(jobs)} jobs" if len(jobs) > 1 else jobs[0].label
     print(f"Submitted {jobs_word} as SLURM job {number}; the script is {file}.")
-    print(f"To look at it: python -m qlora_fsdp.status {folder}", flush=True)
+    print(f"To look at it: qlora-fsdp status {folder}", flush=True)
 
 
 def _refuse_differences(jobs: Sequence[Job]) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
+import subprocess
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -81,6 +83,39 @@ def parse_hardware(text: str) -> Hardware:
         fix = f"Did you mean {' or '.join(near)}?" if near else "Set hardware=2x24gib, or another of these."
         reason = "is no GPU known here. It is COUNTxGIB, such as 2x24gib, or COUNTxNAME with one of "
         raise ConfigError([Problem(f"hardware={text}", f"{reason}{', '.join(known_gpus())}.", fix)])
+    return _on_hosts(gpu, count, note)
+
+
+def visible_hardware() -> Hardware | None:
+    """The GPUs of this host that CUDA_VISIBLE_DEVICES leaves, as nvidia-smi names them; None if there are none.
+
+    If they differ, the one with the least memory stands for all.
+    """
+    query = ["nvidia-smi", "--query-gpu=index,uuid,memory.total,name", "--format=csv,noheader,nounits"]
+    try:
+        listed = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError):
+        return None
+    rows = [[cell.strip() for cell in line.split(",", 3)] for line in listed]
+    rows = [row for row in rows if len(row) == 4 and row[2].isdecimal()]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        wanted = [name.strip() for name in visible.split(",") if name.strip()]
+        rows = [row for row in rows if any(row[0] == name or row[1].startswith(name) for name in wanted)]
+    if not rows:
+        return None
+    least = min(rows, key=lambda row: int(row[2]))
+    gib, name = int(least[2]) / 1024, least[3]
+    gpu = find_gpu(name)
+    notes = ["as nvidia-smi found" if gpu else f"as nvidia-smi found, rates as of {gpu_of_size(gib).name}"]
+    if any(row[3] != name for row in rows):
+        notes.append("they differ: this one has the least memory")
+    gpu = gpu or replace(gpu_of_size(gib), name=name, gib=gib)
+    return _on_hosts(gpu, len(rows), "; ".join(notes))
+
+
+def _on_hosts(gpu: Gpu, count: int, note: str) -> Hardware:
+    """So many GPUs on hosts of eight: between hosts their link is the network."""
     if count > GPUS_A_HOST:
         gpu = replace(gpu, link_gb_s=min(gpu.link_gb_s, NETWORK_GB_S))
         note = "; ".join(filter(None, [note, f"{GPUS_A_HOST} GPUs a host, {NETWORK_GB_S:g} GB/s a GPU between hosts"]))

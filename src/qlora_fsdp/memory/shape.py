@@ -4,16 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from textwrap import shorten
 from typing import Any
 
-from qlora_fsdp.common.families import PLANNED_FAMILIES
+from qlora_fsdp.common.errors import CheckpointError
+from qlora_fsdp.common.families import MULTIMODAL_FAMILIES, PLANNED_FAMILIES
+from qlora_fsdp.config.model_config import text_part
 
 # What transformers assumes for keys that a config.json leaves out. Those of small Gemma 3 models leave out several.
 DEFAULTS: dict[str, dict[str, int]] = {
     "mistral": {"num_key_value_heads": 8},
     "qwen3": {"head_dim": 128},
-    "gemma3_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262208},
+    "smollm3": {"num_key_value_heads": 4, "tie_word_embeddings": True},
+    "gemma3_text": {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "vocab_size": 262208,
+        "tie_word_embeddings": True,
+    },
 }
+
+MAX_LAYERS = 1000  # the largest models have some 130, and every layer is planned by itself
+MAX_SIZE = 2**30  # of anything else
 
 NORMS = ("input_layernorm", "post_attention_layernorm")
 POST_NORMS = (*NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm")
@@ -102,18 +115,20 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape | None:
         The shape; None if the plan does not know the model's family.
 
     Raises:
-        KeyError: a size is missing.
+        CheckpointError: a size is missing, or is no size.
     """
-    if config.get("text_config"):
-        config = config["text_config"]
+    text = text_part(config)
+    if text is not config and config.get("model_type") not in MULTIMODAL_FAMILIES:
+        return None
+    config = text
     family = config.get("model_type", "")
     if family not in PLANNED_FAMILIES:
         return None
     config = DEFAULTS.get(family, {}) | dict(config)
-    hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
-    inner = int(config["intermediate_size"])
-    kv_heads = int(config.get("num_key_value_heads") or heads)
-    head_dim = int(config.get("head_dim") or hidden // heads)
+    hidden, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
+    inner = _size(config, "intermediate_size")
+    kv_heads = _size(config, "num_key_value_heads", default=heads)
+    head_dim = _size(config, "head_dim", default=max(1, hidden // heads))
     is_gemma = family.startswith("gemma")
     has_head_norms, has_fused_linears = family in ("qwen3", "gemma3_text"), family == "phi3"
     attention_bias = family == "qwen2" or bool(config.get("attention_bias", False))
@@ -133,16 +148,30 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape | None:
         model_type=family,
         hidden_size=hidden,
         intermediate_size=inner,
-        num_layers=int(config["num_hidden_layers"]),
+        num_layers=_size(config, "num_hidden_layers", MAX_LAYERS),
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        vocab_size=int(config["vocab_size"]),
+        vocab_size=_size(config, "vocab_size"),
         linears=(*inputs, attention_out, *gates, down),
         norms=norms | dict.fromkeys(HEAD_NORMS if has_head_norms else (), head_dim),
         has_head_norms=has_head_norms,
         has_post_norms=is_gemma,
         has_fused_linears=has_fused_linears,
-        is_tied=bool(config.get("tie_word_embeddings", is_gemma)),
+        is_tied=bool(config.get("tie_word_embeddings", False)),
         has_softcap=bool(config.get("final_logit_softcapping")),
+    )
+
+
+def _size(config: Mapping[str, Any], name: str, most: int = MAX_SIZE, default: int | None = None) -> int:
+    """A figure of the config. The file may hold anything."""
+    value = config.get(name)
+    if value is None and default is not None:
+        return default
+    if type(value) is int and 0 < value <= most:
+        return value
+    has = f"has {name}={shorten(repr(value), 40)}" if name in config else f"has no {name}"
+    raise CheckpointError(
+        f"The model's config {has}, which must be a whole number from 1 to {most:,}. Correct config.json, or copy or "
+        "download it again."
     )

@@ -63,10 +63,11 @@ def loading_line(plan: MemoryPlan) -> str:
 
 
 def speed_text(plan: MemoryPlan, gpu: Gpu) -> str:
-    """Tokens per second of all GPUs together."""
+    """Tokens per second of all GPUs together, and of one."""
     is_slower = plan.work.config.training.precision is Dtype.float32
     caveat = " in bfloat16, several times as fast as float32" if is_slower else ""
-    return f"Speed: {tokens_per_second(plan.work, plan.policies, gpu):,.0f} tokens/s{caveat}"
+    speed = tokens_per_second(plan.work, plan.policies, gpu)
+    return f"Speed: {speed:,.0f} tokens/s in all ({speed / plan.work.num_ranks:,.0f} per GPU){caveat}"
 
 
 def read_bytes(work: Workload) -> int:

@@ -18,6 +18,7 @@ from accelerate import init_empty_weights
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     PretrainedConfig,
@@ -25,6 +26,7 @@ from transformers import (
 )
 
 from qlora_fsdp.common.errors import CheckpointError
+from qlora_fsdp.common.families import MULTIMODAL_FAMILIES
 from qlora_fsdp.config.schema import EmbeddingStorage, QuantConfig, TaskConfig, TaskName
 from qlora_fsdp.layers import Format, parse_storage
 from qlora_fsdp.model.find import ModelFiles
@@ -159,6 +161,8 @@ def _take_stored_quantization(config: PretrainedConfig, files: ModelFiles) -> bo
 def _make_on_meta(config: PretrainedConfig, files: ModelFiles, settings: BuildSettings) -> PreTrainedModel:
     """An instance of transformers' class for this config and task. Its parameters are on meta, its buffers are real."""
     auto_class = AUTO_CLASSES[settings.task.name]
+    if auto_class is AutoModelForCausalLM and config.model_type in MULTIMODAL_FAMILIES:
+        auto_class = AutoModelForImageTextToText  # Gemma 3 is in both, Mistral 3 only here
     try:
         with init_empty_weights(include_buffers=False):
             model: PreTrainedModel = auto_class.from_config(

@@ -6,8 +6,9 @@ headers of the safetensors files is enough to know every tensor's shape, dtype a
 
 from __future__ import annotations
 
+import json
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,8 +16,10 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from transformers import AutoConfig, PretrainedConfig
 
-from qlora_fsdp.common.errors import CheckpointError
+from qlora_fsdp.common.errors import CheckpointError, ConfigError, UserError
 from qlora_fsdp.common.foreign_files import find_outside
+from qlora_fsdp.common.hub import fetch_config_json
+from qlora_fsdp.config.model_config import check_same_model, describes_itself, read_config_json
 from qlora_fsdp.config.schema import ModelConfig, Weights
 from qlora_fsdp.weights.safetensors_files import StoredTensor, read_headers
 
@@ -49,6 +52,7 @@ def find_model(config: ModelConfig, is_main: bool, first_error: FirstError) -> M
     Raises:
         CheckpointError: there is no such folder or no config.json, files are cut short or lie elsewhere, or the hub
             can't be reached.
+        ConfigError: a preset states the figures of another model.
     """
     folder = _find_folder(config, is_main, first_error)
     outside = [] if folder is None else find_outside(folder)
@@ -60,7 +64,6 @@ def find_model(config: ModelConfig, is_main: bool, first_error: FirstError) -> M
     try:
         if folder is not None and (folder / "config.json").is_file():
             hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
-            hf_config.update(dict(config.config) if config.weights is Weights.random else {})
         elif config.config and config.weights is Weights.random:
             values = dict(config.config)
             hf_config = AutoConfig.for_model(values.pop("model_type"), **values)
@@ -71,21 +74,39 @@ def find_model(config: ModelConfig, is_main: bool, first_error: FirstError) -> M
             )
         if not isinstance(hf_config.get_text_config(), PretrainedConfig):
             raise CheckpointError(f"model.path={config.path}: its text_config is no config. Copy or download it again.")
-    except CheckpointError:
+        check_same_model(config, hf_config.to_dict())
+        if config.name == "custom" and config.weights is Weights.random:
+            hf_config.get_text_config().update(dict(config.config))
+    except UserError:
         raise
     except Exception as error:  # the file may hold anything
         raise CheckpointError(
             f"model.path={config.path}: its config can't be used: {error}. Check model.path, or model.config."
         ) from error
     tensors = {} if config.weights is Weights.random or folder is None else read_headers(folder)
+    if folder is not None:
+        _settle_tie(hf_config, folder, tensors)
     return ModelFiles(folder, hf_config, tensors)
+
+
+def _settle_tie(config: PretrainedConfig, folder: Path, tensors: Mapping[str, StoredTensor]) -> None:
+    """Sets whether head and embeddings are one weight, where a multimodal config.json does not say.
+
+    That of Mistral Small 3.1 does not. transformers then assumes that they are one, and yet takes both from files that
+    have both.
+    """
+    text = config.get_text_config()
+    if text is config or "tie_word_embeddings" in json.loads((folder / "config.json").read_text(encoding="utf-8")):
+        return
+    has_head = any(key.endswith("lm_head.weight") for key in tensors)
+    config.tie_word_embeddings = not has_head if tensors else text.tie_word_embeddings
 
 
 def _find_folder(config: ModelConfig, is_main: bool, first_error: FirstError) -> Path | None:
     if config.path is None:
         return None
     folder = Path(config.path).expanduser()
-    needs_none = config.weights is Weights.random and bool(config.config)
+    needs_none = config.weights is Weights.random and describes_itself(config)
     error = None
     if is_main and not folder.is_dir() and not needs_none:
         error = _download_or_explain(config)
@@ -99,6 +120,13 @@ def _find_folder(config: ModelConfig, is_main: bool, first_error: FirstError) ->
 
 def _download_or_explain(config: ModelConfig) -> str | None:
     """Get a hub model into this node's cache, or find it there. Returns an error message, or None."""
+    if config.name != "custom" and not describes_itself(config):  # before the weights: is it the preset's model?
+        try:
+            read_config_json(fetch_config_json(config.path or "", config.revision), config)
+        except ConfigError as error:
+            return str(error)
+        except CheckpointError:
+            pass  # the download below says more
     failures = []
     for local_files_only in (False, True):
         try:
@@ -107,21 +135,24 @@ def _download_or_explain(config: ModelConfig) -> str | None:
             failures.append(error)
         else:
             return None
+    other = "set model to a preset" if config.weights is Weights.random else "use model.weights=random for a dry run"
     reason = f"{type(failures[0]).__name__}: {str(failures[0]).partition(chr(10))[0]}"
     return (
         f"model.path={config.path} is no folder on {platform.node()}, and no hub model that can be had ({reason}). Set "
-        "model.path to a folder that every host has, log in with `hf auth login` if the model is gated, or use "
-        "model.weights=random for a dry run."
+        "model.path to a folder that every host has, log in with `hf auth login` if the model is gated, or "
+        f"{other}."
     )
 
 
 def _download(config: ModelConfig, local_files_only: bool) -> Path:
+    """Downloads the model's files into the hub's cache, or finds them there; the weights only where they are read."""
     assert config.path is not None
+    weights = [] if config.weights is Weights.random else ["*.safetensors"]
     return Path(
         snapshot_download(
             config.path,
             revision=config.revision,
-            allow_patterns=["*.safetensors", "*.json", "tokenizer*", "*.model", "*.jinja", "*.txt"],
+            allow_patterns=[*weights, "*.json", "tokenizer*", "*.model", "*.jinja", "*.txt"],
             ignore_patterns=["original/*", "consolidated*"],  # the same weights in their authors' own format
             local_files_only=local_files_only,
         )

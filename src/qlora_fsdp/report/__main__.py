@@ -1,4 +1,4 @@
-"""`python -m qlora_fsdp.report FOLDER...`: writes report.html about a run, or about all runs in the folders."""
+"""`qlora-fsdp report FOLDER...`: writes report.html about a run, or about all runs in the folders."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ def _run_together(body: Callable[[Processes], None], timeout_seconds: int) -> No
                 raise
             raise MemoryShortage(
                 f"{processes.device} is out of memory: {str(error).partition('. ')[0]}. Start more processes "
-                "(torchrun --nproc_per_node), which share the model, or set a smaller batch or length."
+                "(launch.num_processes=2), which share the model, or set a smaller batch or length."
             ) from error
     except BaseException as error:
         reason = error if watch is None else watch.explain(error)

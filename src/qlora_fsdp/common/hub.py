@@ -1,0 +1,49 @@
+"""The config.json of a model on the Hugging Face hub, without the rest of the model. Imports no torch."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+from qlora_fsdp.common.errors import CheckpointError
+
+SECONDS = 5.0  # to answer; HF_HUB_ETAG_TIMEOUT does not make it longer
+
+
+def fetch_config_json(name: str, revision: str | None) -> Path:
+    """Downloads a hub model's config.json into the hub's cache, or finds it there if the hub can't be reached.
+
+    HF_ENDPOINT, HF_HUB_OFFLINE, HF_HOME and the token of `hf auth login` are respected.
+
+    Raises:
+        CheckpointError: the name is no name of a model, the model is gated, or there is neither a network nor a copy.
+    """
+    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
+    from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, HFValidationError, RepositoryNotFoundError
+
+    try:
+        # Asked first, because hf_hub_download asks again and again for a minute where nobody answers.
+        get_hf_file_metadata(hf_hub_url(name, "config.json", revision=revision), timeout=SECONDS)
+        return Path(hf_hub_download(name, "config.json", revision=revision, etag_timeout=SECONDS))
+    except Exception as error:  # of the hub, or of the libraries that it reaches it with
+        failure = error
+    with suppress(Exception):  # there is no copy here either, and `failure` says more
+        return Path(hf_hub_download(name, "config.json", revision=revision, local_files_only=True))
+    match failure:
+        case GatedRepoError():
+            reason = "is gated, and you have no access."
+            fix = f"Accept its terms on https://huggingface.co/{name}, and log in with `hf auth login`."
+        case RepositoryNotFoundError() | HFValidationError():
+            reason = "is no folder here, and no model on the hub that you can see."
+            fix = "Correct the name, or log in with `hf auth login` if the model is private."
+        case EntryNotFoundError():
+            reason = "has no config.json on the hub."
+            fix = "Set model.path to a model in transformers' format."
+        case _:
+            first_line = str(failure).strip().partition("\n")[0]
+            reason = f"is no folder here, and its config.json can't be had ({type(failure).__name__}: {first_line})."
+            fix = (
+                f"Where there is a network, `hf download {name} config.json --local-dir FOLDER` gets it; then set "
+                "model.path=FOLDER. Or set model to a preset, which needs no download (docs/models.md)."
+            )
+    raise CheckpointError(f"model.path={name} {reason} {fix}") from failure
