@@ -121,7 +121,7 @@ def test_status_tells_a_run_that_was_killed_from_one_that_runs(runs: Path, capsy
     out = capsys.readouterr().out
     assert re.search(r"^r16 +finished +1500/2000 .*16\.2500", out, re.MULTILINE)
     assert re.search(r"^r4 +stopped +1500/2000 .* step 1400, 0:\d\d:\d\d ago", out, re.MULTILINE)
-    assert "r4: ended without a word" in out
+    assert "r4: ended without a word" in out and "The same command goes on from step 1400." in out
     os.utime(runs / "r4" / "environment.json", (0, 0))
     (runs / "r4" / LOCK).unlink()  # a file system without locks
     assert read_run(runs / "r4").status == "running", "something was written just now"

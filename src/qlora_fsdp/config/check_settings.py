@@ -6,7 +6,6 @@ settings name, but not at the device and not at the number of processes: these h
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
@@ -22,9 +21,9 @@ from qlora_fsdp.config.schema import (
     MatmulKind,
     QuantStorage,
     ShardingStrategy,
-    WandbMode,
 )
 from qlora_fsdp.config.settings import all_settings, problem_with, show, value_of
+from qlora_fsdp.config.trackers import check_trackers
 from qlora_fsdp.config.world import World
 
 
@@ -54,7 +53,7 @@ TRAINING = Needs()
 
 def check_settings(config: Config, needs: Needs = TRAINING) -> list[Problem]:
     """Returns what is wrong with the configuration whatever it runs on, as far as a command needs it."""
-    checks = (_check_bounds, check_model, check_data, check_training, _check_packages)
+    checks = (_check_bounds, check_model, check_data, check_training, check_trackers, _check_packages)
     problems = (problem for find_problems in checks for problem in find_problems(config))
     return [problem for problem in problems if needs.concern(config, problem)]
 
@@ -69,19 +68,6 @@ def check_split(config: Config, world: World) -> list[Problem]:
     return [*_check_batch(config, world), *_check_shard_groups(config, world)]
 
 
-def wandb_mode(config: Config) -> WandbMode:
-    """Returns `tracking.wandb`, where `auto` is online if W&B has a key to log in with, and else disabled."""
-    import netrc
-
-    if config.tracking.wandb is not WandbMode.auto:
-        return config.tracking.wandb
-    try:
-        has_key = "WANDB_API_KEY" in os.environ or netrc.netrc().authenticators("api.wandb.ai") is not None
-    except (OSError, netrc.NetrcParseError):
-        has_key = False
-    return WandbMode.online if has_key else WandbMode.disabled
-
-
 def _check_bounds(config: Config) -> Iterator[Problem]:
     """Refuses numbers outside the bounds that the schema gives them."""
     for key, setting in all_settings().items():
@@ -92,12 +78,6 @@ def _check_bounds(config: Config) -> Iterator[Problem]:
 
 
 def _check_packages(config: Config) -> Iterator[Problem]:
-    if wandb_mode(config) is not WandbMode.disabled and find_spec("wandb") is None:
-        reason = "needs the package wandb, which is not installed."
-        yield problem_with(config, "tracking.wandb", reason, "Run pip install wandb, or set tracking=none.")
-    if config.tracking.tensorboard and find_spec("tensorboard") is None:
-        reason = "needs the package tensorboard, which is not installed."
-        yield problem_with(config, "tracking.tensorboard", reason, "Run pip install tensorboard, or set tracking=none.")
     if (
         config.model.attn_implementation is AttnImplementation.flash_attention_2
         and find_spec("flash_attn_2_cuda") is None

@@ -161,6 +161,13 @@ class WandbMode(Enum):
     disabled = "disabled"
 
 
+class TrackerName(Enum):
+    wandb = "wandb"
+    tensorboard = "tensorboard"
+    mlflow = "mlflow"
+    trackio = "trackio"
+
+
 @dataclass
 class RunConfig:
     # Name of the run. It is also the last part of the default folder, and the run's name in W&B.
@@ -485,16 +492,18 @@ class CheckpointConfig:
 
 @dataclass
 class TrackingConfig:
-    # W&B. auto: online if a key is configured, else disabled.
+    # W&B. auto: online if a key is configured, else disabled, with a note that says so.
     wandb: WandbMode = WandbMode.disabled
-    # W&B project.
+    # Project in W&B and trackio, experiment in MLflow.
     project: str = "qlora-fsdp"
     # W&B user or team. null: the key's own.
     entity: str | None = None
-    # Upload the adapter to W&B as an artifact when the run has finished.
+    # Upload the adapter to W&B and MLflow as an artifact when the run has finished.
     log_adapter: bool = False
     # Write TensorBoard's event files to run.folder/tensorboard.
     tensorboard: bool = False
+    # Trackers that get every figure: wandb, tensorboard, mlflow, trackio. wandb and tensorboard above do the same.
+    report_to: list[str] = field(default_factory=list)
     # At every evaluation, let the model complete the beginnings of this many held-out rows. The texts go to
     # generations.jsonl, report.html and the trackers. 0: none.
     num_generations: int = field(default=0, metadata=bounds(at_least=0))

@@ -6,27 +6,26 @@ The trained parameters are gathered on rank 0, which writes the folder under a t
 from __future__ import annotations
 
 import json
-import shutil
 import socket
 from copy import copy
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import cast
 
 import peft
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qlora_fsdp import __version__
+from qlora_fsdp.common.disk import write_elsewhere
 from qlora_fsdp.common.errors import RunFolderError
 from qlora_fsdp.common.files import remove_leftovers, replacing
 from qlora_fsdp.config.commands import SETTINGS_FILE
 from qlora_fsdp.layers import QuantizedLinear
 from qlora_fsdp.model.adapters import ADAPTER, base_linears
 from qlora_fsdp.model.new_tokens import count_tokens
+from qlora_fsdp.records.record_files import check_own, records_in
 from qlora_fsdp.records.run_folder import writing
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.rows import gather_rows, local_tensor, shard_group
@@ -89,7 +88,7 @@ RESIZE = "\nmodel.resize_token_embeddings({num_tokens})  # as many as the tokeni
 
 
 @torch.no_grad()
-def gather_trainable(model: peft.PeftModel, processes: Processes) -> dict[str, Tensor]:
+def gather_trainable(model: nn.Module, processes: Processes) -> dict[str, Tensor]:
     """The whole trained parameters by name, in float32 on the CPU of rank 0; empty on other ranks. Collective."""
     whole = {}
     for name, param in model.named_parameters():
@@ -111,8 +110,8 @@ def save_adapter(
 ) -> None:
     """Write `folder` (adapter_model.safetensors, adapter_config.json, tokenizer, ...), whole or not at all. Collective.
 
-    Days of training may be in the adapter. If the folder can't be written, the adapter goes to a temporary folder of
-    rank 0's host, which the error names.
+    Days of training may be in the adapter. If the folder can't be written, the adapter goes to another one, which the
+    error names.
 
     Args:
         model: PEFT's model, sharded.
@@ -128,18 +127,25 @@ def save_adapter(
     state = gather_trainable(model, processes)
     if processes.is_main:
         remove_leftovers(folder)
+        keys, run_folder = adapter_keys(model), folder.parent
+
+        def write_to(place: Path) -> None:
+            write_adapter(model, state, keys, place / folder.name, tokenizer, card, settings)
+            records_in(run_folder).write_rest(place)
+
         try:
-            with writing(folder.parent), replacing(folder) as temporary:
-                write_adapter(model, state, adapter_keys(model), temporary, tokenizer, card, settings)
+            with writing(run_folder):
+                check_own(run_folder)
+                with replacing(folder) as temporary:
+                    write_adapter(model, state, keys, temporary, tokenizer, card, settings)
         except RunFolderError as error:
-            rescue = Path(mkdtemp(prefix="qlora_fsdp-"))
-            try:
-                write_adapter(model, state, adapter_keys(model), rescue / "adapter", tokenizer, card, settings)
-            except (OSError, SafetensorError):
-                shutil.rmtree(rescue, ignore_errors=True)
-                raise error from None
-            place = f"The adapter is in {rescue / 'adapter'} on {socket.gethostname()}: copy it from there."
-            raise RunFolderError(f"{error} {place}") from error
+            place = write_elsewhere(run_folder, sum(value.nbytes for value in state.values()), write_to)
+            if place is None:
+                raise RunFolderError(f"{error} No other folder takes the adapter either, so it is lost.") from error
+            raise RunFolderError(
+                f"{error} All steps are done, and the adapter is in {place / folder.name} on {socket.gethostname()}: "
+                "copy it from there."
+            ) from error
     processes.wait(patiently=True)  # the disk may be slow, and the adapter large
 
 

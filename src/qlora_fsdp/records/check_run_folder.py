@@ -10,12 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from qlora_fsdp.common.errors import ConfigError, Problem
+from qlora_fsdp.common.text import plural
 from qlora_fsdp.config.check_settings import check_settings, check_world
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.config.settings import problem_with
 from qlora_fsdp.config.world import World
 from qlora_fsdp.records.ownership import find_obstacle
-from qlora_fsdp.records.run_state import read_json
+from qlora_fsdp.records.run_state import read_json, read_run
 
 
 def check(config: Config, world: World) -> None:
@@ -57,7 +58,16 @@ def check_run_folder(config: Config) -> Iterator[Problem]:
         yield problem_with(config, "run.folder", *obstacle)
     elif not config.run.overwrite and _is_finished(folder):
         fix = "Set another run.name= or run.folder=, or run.overwrite=true to replace it."
-        yield problem_with(config, "run.folder", "already holds a finished run.", fix)
+        yield problem_with(config, "run.folder", f"already holds a finished run{_describe(folder)}.", fix)
+
+
+def _describe(folder: Path) -> str:
+    """What a finished run has left, as the end of a sentence."""
+    state = read_run(folder)
+    parts = [] if state.step is None else [plural(state.step, "step")]
+    parts += [] if state.compared_loss is None else [f"{state.compared_by} {state.compared_loss:.4f}"]
+    parts += [] if state.adapter is None else [f"its adapter in {state.adapter}"]
+    return f" ({', '.join(parts)})" if parts else ""
 
 
 def _is_finished(folder: Path) -> bool:

@@ -23,14 +23,18 @@ from qlora_fsdp.common.foreign_files import open_regular, read_small
 
 LOCK = ".lock"
 ATTEMPT = ".attempt"  # which start of which launch began to train here last
+METRICS_FILE = "metrics.jsonl"
+LOG_FILE = "train.log"
+SUMMARY_FILE = "summary.json"
 GENERATIONS_FILE = "generations.jsonl"
 STREAM_FILE = "stream.jsonl"  # where the windows of streamed data begin
 BAD_STEPS_FOLDER = "bad_steps"
 TENSORBOARD_FOLDER = "tensorboard"
 # A new run in the folder removes these, which would otherwise have the records of two runs.
-RECORDS = ("metrics.jsonl", "train.log", "report.html", GENERATIONS_FILE, BAD_STEPS_FOLDER, TENSORBOARD_FOLDER)
+RECORDS = (METRICS_FILE, LOG_FILE, "report.html", GENERATIONS_FILE, BAD_STEPS_FOLDER, TENSORBOARD_FOLDER)
 SLURM_FILE = "slurm.json"  # the number of the job that was submitted
 FRESH_SECONDS = 120.0  # where the file system has no locks, a run that wrote so lately counts as running
+NUM_FINAL = 10  # the final loss is the mean of the last so many steps: that of a single one depends on its rows
 NUM_STEPS_TIMED = 50  # the ETA follows from the times of so many steps
 TAIL_BYTES = 2**20  # as much of metrics.jsonl is read where only its end is wanted
 
@@ -44,7 +48,8 @@ class RunState:
         status: `finished`, `failed`, `interrupted`, `running`, `stopped` (it ended and left no summary) or `new`.
         step: optimizer steps done.
         num_steps: of the whole run.
-        loss: of the last step.
+        loss: of training: the mean of the last steps whose gradient was used, in a run that has finished of the last
+            10. Never that of an evaluation.
         eval_loss: of the last evaluation.
         tokens_per_second_per_gpu: median of the last steps.
         gpu_peak_gib: most memory in any step.
@@ -75,8 +80,18 @@ class RunState:
 
     @property
     def final_loss(self) -> float | None:
-        """The loss that runs are compared by: the last evaluation's, or the last step's where there was none."""
+        """Of training, as in summary.json."""
+        return self.loss
+
+    @property
+    def compared_loss(self) -> float | None:
+        """What runs of the same data are ranked by: the last evaluation's loss, or where there was none, training's."""
         return self.loss if self.eval_loss is None else self.eval_loss
+
+    @property
+    def compared_by(self) -> str:
+        """The name of `compared_loss`."""
+        return "loss" if self.eval_loss is None else "evaluation loss"
 
 
 def is_run_folder(folder: Path) -> bool:
@@ -113,10 +128,11 @@ def step_of(checkpoint: Path) -> int | None:
 
 def read_run(folder: Path) -> RunState:
     """Read the state of the run in `folder`. A folder that does not exist is a `new` run."""
-    summary = read_json(folder / "summary.json")
+    summary = read_json(folder / SUMMARY_FILE)
     lines = list(read_metrics(folder, last=True))
     steps, evaluations = [line for line in lines if "loss" in line], [line for line in lines if "eval_loss" in line]
     last = steps[-1] if steps else {}
+    losses = [line["loss"] for line in steps if line["loss"] is not None and not line.get("skipped")][-NUM_FINAL:]
     status = summary.get("status") or _status(folder)
     timed = steps[-NUM_STEPS_TIMED:]
     eta = None
@@ -133,7 +149,7 @@ def read_run(folder: Path) -> RunState:
         status,
         step=summary.get("steps", last.get("step")),
         num_steps=last.get("num_steps"),
-        loss=summary.get("final_loss", last.get("loss")),
+        loss=summary.get("final_loss", statistics.fmean(losses) if losses else None),
         eval_loss=summary.get("eval_loss", evaluations[-1]["eval_loss"] if evaluations else None),
         tokens_per_second_per_gpu=summary.get(
             "tokens_per_second_per_gpu", statistics.median(speeds) if speeds else None
@@ -176,7 +192,7 @@ def describe_attempt(environ: Mapping[str, str]) -> dict[str, Any]:
     return {"launch": launch, "restarts": [int(environ.get(name, "0")) for name in names]}
 
 
-def read_metrics(folder: Path, last: bool = False, file: str = "metrics.jsonl") -> Iterator[dict[str, Any]]:
+def read_metrics(folder: Path, last: bool = False, file: str = METRICS_FILE) -> Iterator[dict[str, Any]]:
     """The complete lines of metrics.jsonl, or of another `file`; with `last` only those at its end."""
     try:
         with open_regular(folder, file) as stream:
@@ -205,7 +221,7 @@ def _status(folder: Path) -> str:
     """The status of a run without a summary."""
     if not is_run_folder(folder):
         return "new"
-    files = [folder / name for name in ("metrics.jsonl", "train.log", "environment.json")]
+    files = [folder / name for name in (METRICS_FILE, LOG_FILE, "environment.json")]
     newest = max((file.stat().st_mtime for file in files if file.exists()), default=0.0)
     if _is_locked(folder / LOCK) or (not (folder / LOCK).exists() and time.time() - newest < FRESH_SECONDS):
         return "running"

@@ -172,7 +172,7 @@ def _swept(runs: Sequence[Run]) -> str:
     for key in _differing(runs):
         names = sorted({_value(run.settings.get(key)) for run in runs}, key=_order)
         dots = [
-            Series(run.name, [names.index(_value(run.settings.get(key)))], [run.state.final_loss], index, "dots")
+            Series(run.name, [names.index(_value(run.settings.get(key)))], [run.state.compared_loss], index, "dots")
             for index, run in enumerate(runs)
         ]
         drawn.append(chart(f"Last loss by {key}", dots, x_label=key, x_names=names))

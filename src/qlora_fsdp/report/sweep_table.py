@@ -21,7 +21,7 @@ def describe_job(folder: Path, swept: dict[str, str]) -> dict[str, Any]:
     return {
         "overrides": swept,
         "status": state.status,
-        "loss": state.final_loss,
+        "loss": state.compared_loss,
         "eval_loss": state.eval_loss,
         "final_loss": state.loss,
         "steps": state.step,

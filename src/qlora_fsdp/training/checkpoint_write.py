@@ -17,12 +17,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from qlora_fsdp.common.disk import is_write_error, reason_of
 from qlora_fsdp.common.files import digest_file
 from qlora_fsdp.common.sizes import SLAB_BYTES
+from qlora_fsdp.records.record_files import check_own
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.rows import local_rows, local_tensor, replica_of
 from qlora_fsdp.training.checkpoint import MANIFEST, Checkpoint, digest_manifest, temporary_name, trained_state
@@ -59,6 +60,11 @@ class HostCopy:
     def __init__(self) -> None:
         self.buffers: dict[str, Tensor] = {}
         self.slab = torch.empty(0, dtype=torch.uint8)  # what is left of the newest
+
+    @property
+    def num_bytes(self) -> int:
+        """What the last snapshot takes, in bytes; without adamw_8bit's own state."""
+        return sum(buffer.nbytes for buffer in self.buffers.values())
 
     @torch.no_grad()
     def take(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Snapshot:
@@ -110,7 +116,9 @@ def write_checkpoint(
     temporary = temporary_name(content.folder, secrets.token_hex(8))
     if processes.is_main:
         with _noting(errors):
-            temporary.mkdir(parents=True)
+            check_own(content.folder.parent.parent)
+            temporary.parent.mkdir(exist_ok=True)
+            temporary.mkdir()
     temporary, is_made = processes.share((temporary, not errors))
     facts: FileFacts = {}
     with _noting(errors):
@@ -214,5 +222,7 @@ def _noting(errors: list[str]) -> Iterator[None]:
     """Note an error instead of raising it, so that this rank still meets the others and can tell them."""
     try:
         yield
-    except (OSError, SafetensorError, RuntimeError, BadFile) as error:
-        errors.append(str(error).strip().partition("\n")[0] or type(error).__name__)
+    except Exception as error:
+        if not (is_write_error(error) or isinstance(error, (RuntimeError, BadFile))):
+            raise
+        errors.append(reason_of(error))

@@ -26,9 +26,12 @@ from qlora_fsdp.model.adapters import initialize_adapters
 from qlora_fsdp.model.materialize import materialize
 from qlora_fsdp.model.save_adapter import adapter_keys, save_adapter, write_adapter
 from qlora_fsdp.records.check_run_folder import check
+from qlora_fsdp.records.ending import describe_end
 from qlora_fsdp.records.journal import Journal
 from qlora_fsdp.records.run_folder import check_room, close_run_folder, log, open_run_folder, writing
+from qlora_fsdp.records.run_state import NUM_FINAL
 from qlora_fsdp.records.run_summary import RunSummary
+from qlora_fsdp.records.trackers import note_missing_key
 from qlora_fsdp.report.page import write_report
 from qlora_fsdp.runtime.hardware import host_rss_gib, host_rss_now_gib, is_shortage
 from qlora_fsdp.runtime.processes import Processes, start_processes, stop_processes
@@ -81,6 +84,7 @@ def run(config: Config, world: World) -> dict[str, Any]:
         changes = check_changes(checkpoint, config, processes.num_ranks) if checkpoint is not None else []
         folder = open_run_folder(config, processes, keep_records=is_own(checkpoint, config))
         summary.open(folder)
+        note_missing_key(config)
         if checkpoint is not None:
             log.info(f"Going on from step {checkpoint.step}, {checkpoint.folder}; changed: {', '.join(changes) or '-'}")
             with summary.resuming():
@@ -107,7 +111,7 @@ def run(config: Config, world: World) -> dict[str, Any]:
         if processes.is_main:
             summary.write()
             _write_report(folder)
-        log.info(f"Finished in {seconds:.1f} s. The adapter is in {folder / 'adapter'}")
+            log.info(describe_end(config, folder, summary.figures))
     return summary.figures
 
 
@@ -223,7 +227,7 @@ def _train(
     saver = Saver(config.checkpoint, content, model.model, optimizer, write_adapter_to, processes, watch, journal)
     # Lines of metrics.jsonl that earlier starts wrote. Only rank 0 reads the file.
     before = processes.share(journal.good_steps(NUM_NORMS) if processes.is_main else None)
-    result.last_loss = before[-1]["loss"] if before else None
+    result.last_losses = [line["loss"] for line in before[-NUM_FINAL:]]
     norms = [line["grad_norm"] for line in before]
     bad_steps = BadSteps(config.training, folder, data.train, split, decode, norms, saver, processes)
     generations = Generations(config.tracking, data.eval, prepared.tokenizer, processes)
