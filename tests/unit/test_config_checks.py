@@ -20,6 +20,7 @@ from qlora_fsdp.config.settings import all_settings
 from qlora_fsdp.config.world import World
 from qlora_fsdp.data.row_files import COMPRESSIONS, READERS, TEXT_SUFFIXES
 from qlora_fsdp.records.check_run_folder import check, check_run
+from qlora_fsdp.records.ownership import mark
 
 CLASSIFY = "task=sequence_classification data=default data.path=org/name"
 DRY_RUN = ["model=tiny", "data=random", "training.max_steps=10"]
@@ -237,6 +238,7 @@ def test_a_command_hears_of_what_it_needs_alone() -> None:
 
 class TestRunFolder:
     def test_finished_run_is_kept_unless_told(self, tmp_path: Path) -> None:
+        mark(tmp_path)
         (tmp_path / "adapter").mkdir()
         summary = {"status": "finished", "steps": 5, "final_loss": 2.5}
         for more, told in (({}, "loss 2.5000"), ({"eval_loss": 3.5}, "evaluation loss 3.5000")):
@@ -248,17 +250,18 @@ class TestRunFolder:
 
     @pytest.mark.parametrize("summary", ['{"status": "stopped"}', "", "[]"])
     def test_unfinished_run_may_go_on(self, tmp_path: Path, summary: str) -> None:
+        mark(tmp_path)
         (tmp_path / "summary.json").write_text(summary)
         assert complaints(configure(f"run.folder={tmp_path}")) == []
 
-    def test_what_no_run_wrote_is_kept_unless_told(self, tmp_path: Path) -> None:
+    def test_what_no_run_wrote_is_kept(self, tmp_path: Path) -> None:
         """An adapter that was copied there, or a folder of something else: a run would replace it at its end."""
         (tmp_path / "adapter").mkdir()
         (tmp_path / "config.yaml").write_text("mine")
-        (message,) = complaints(configure(f"run.folder={tmp_path}"))
-        assert f"run.folder={tmp_path} holds adapter, config.yaml, of no run. Set another run.name=" in message
-        assert complaints(configure(f"run.folder={tmp_path}", "run.overwrite=true")) == []
-        (tmp_path / ".lock").touch()  # a run has begun here
+        for more in ([], ["run.overwrite=true"]):
+            (message,) = complaints(configure(f"run.folder={tmp_path}", *more))
+            assert f"run.folder={tmp_path} holds adapter, config.yaml, of no run. Set another run.name=" in message
+        mark(tmp_path)  # a run has begun here
         assert complaints(configure(f"run.folder={tmp_path}")) == []
 
     def test_file_in_the_way(self, tmp_path: Path) -> None:

@@ -28,9 +28,9 @@ from qlora_fsdp.data.split import BatchSplit
 from qlora_fsdp.data.tokenize import Mask, Tokens
 from qlora_fsdp.data.tokenize_source import row_tokenizer
 from qlora_fsdp.data.windows import Place, Window, WindowMaker, find_place, note_place
+from qlora_fsdp.records.run_state import STREAM_FILE
 from qlora_fsdp.runtime.processes import Processes
 
-STREAM_FILE = "stream.jsonl"
 BATCHES_KEPT = 8  # behind the newest one: batches are made ahead, and a bad step asks for its own again
 
 

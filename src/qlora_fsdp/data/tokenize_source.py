@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import datasets
@@ -15,7 +13,9 @@ import numpy as np
 from filelock import FileLock
 from transformers import PreTrainedTokenizerBase
 
+from qlora_fsdp.common.cache_folder import check_owner, close_to_others, find_cache, lock_mode, open_cache
 from qlora_fsdp.common.errors import DataError
+from qlora_fsdp.common.files import fresh_folder, remove, remove_leftovers
 from qlora_fsdp.config.schema import BadRows, Config, TaskName
 from qlora_fsdp.data.cache import TokenizedRows, check_targets, fingerprint, load_entry, write_entry
 from qlora_fsdp.data.counts import ReadReport
@@ -41,9 +41,12 @@ def tokenize_source(path: Paths, config: Config, tokenizer: PreTrainedTokenizerB
     source = find_source(path, config.data, config.task)
     entry = _entry_folder(path, source, config, tokenizer)
     try:
-        entry.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(entry.with_suffix(".lock")):  # other runs, and nodes that share the folder, wait for the first
-            if not _is_whole(entry):
+        if _is_whole(entry, config):  # also where the folder may only be read
+            return
+        folder = open_cache(config.data.cache_folder, DEFAULT_CACHE_FOLDER)
+        lock = FileLock(entry.with_suffix(".lock"), mode=lock_mode(folder))
+        with lock:  # other runs, and nodes that share the folder, wait for the first
+            if not _is_whole(entry, config):
                 _tokenize_into(entry, path, source, config, tokenizer)
     except OSError as error:
         raise DataError(
@@ -64,6 +67,7 @@ def load_source(
     source = find_source(path, config.data, config.task)
     entry = _entry_folder(path, source, config, tokenizer)
     try:
+        check_owner(entry, config.data.cache_folder)
         rows, report = load_entry(entry)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(
@@ -94,8 +98,8 @@ def _tokenize_into(
     entry: Path, path: Paths, source: Source, config: Config, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     data = config.data
-    temporary = Path(mkdtemp(prefix=f"{entry.name}.tmp-", dir=entry.parent))
-    try:
+    remove_leftovers(entry)
+    with fresh_folder(entry) as temporary:
         raw = read_rows(source, temporary / "raw.arrow")
         num_bytes = raw.data.nbytes
         firsts = first_of_each(raw)
@@ -125,10 +129,9 @@ def _tokenize_into(
         width = label_width(config.task) if _has_labels(config) else 0
         read = ReadReport(source.path, len(raw), 0, 0, -1, (), width, (), num_repeated, data.deduplicate)
         _check(write_entry(finished, read, tokenized), path, config)
-        shutil.rmtree(entry, ignore_errors=True)  # it exists only if it is not whole
+        close_to_others(finished, data.cache_folder, [Path(file.path) for file in source.files if file.remote is None])
+        remove(entry)  # it exists only if it is not whole
         finished.rename(entry)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _num_processes(raw: datasets.Dataset, num_bytes: int, wanted: int | None) -> int | None:
@@ -158,11 +161,17 @@ def _check(report: ReadReport, path: Paths, config: Config) -> None:
         )
 
 
-def _is_whole(entry: Path) -> bool:
+def _is_whole(entry: Path, config: Config) -> bool:
+    """Whether an entry is there and can be read.
+
+    Raises:
+        OSError: it is another user's.
+    """
     try:
         load_entry(entry)
     except (OSError, ValueError, KeyError, TypeError):
         return False
+    check_owner(entry, config.data.cache_folder)
     return True
 
 
@@ -184,4 +193,4 @@ def _entry_folder(path: Paths, source: Source, config: Config, tokenizer: PreTra
         *([data.columns] if data.columns else []),  # without them a key is what it was before they existed
         *(["deduplicate"] if data.deduplicate else []),
     )
-    return Path(data.cache_folder or DEFAULT_CACHE_FOLDER).expanduser() / key
+    return find_cache(data.cache_folder, DEFAULT_CACHE_FOLDER) / key

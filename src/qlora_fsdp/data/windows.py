@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from qlora_fsdp.common.errors import DataError
+from qlora_fsdp.common.foreign_files import open_regular
 from qlora_fsdp.data.cache import TokenizedRows, check_targets
 from qlora_fsdp.data.counts import ProblemCounter, ReadReport
 from qlora_fsdp.data.read import Source, iterate_rows
@@ -189,7 +190,12 @@ def find_place(files: Sequence[Path], key: str, sequence: int) -> Place | None:
     """The last window in the lists that has the same key and begins at or before `sequence`; None: there is none."""
     found = None
     for file in files:
-        for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else ():
+        try:
+            with open_regular(file.parent, file.name) as stream:
+                lines = stream.read().splitlines()
+        except OSError:
+            continue
+        for line in lines:
             try:
                 entry = json.loads(line)
             except ValueError:  # the last line of a run that was killed
