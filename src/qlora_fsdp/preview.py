@@ -18,6 +18,7 @@ if __name__ == "__main__":
     begin()
 
 from qlora_fsdp.common.errors import CheckpointError, ConfigError, Problem
+from qlora_fsdp.common.startup import end_process
 from qlora_fsdp.common.text import printable
 from qlora_fsdp.config.commands import AdapterSettings
 from qlora_fsdp.config.schema import Config
@@ -160,4 +161,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())
