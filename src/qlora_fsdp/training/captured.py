@@ -197,11 +197,12 @@ class CapturedPasses:
         before = torch.cuda.memory_reserved(self.device)
         graph = torch.cuda.CUDAGraph()
         set_gradient_sync(self.eager.model, enabled=True)
-        self.peaks.enter("backward")
+        self.peaks.enter("forward")
         try:
             # Other threads prepare batches and write checkpoints meanwhile: what they ask of CUDA is not recorded.
             with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
                 loss = self.eager.model(static) * self.scale
+                self.peaks.enter("backward")
                 loss.backward()
         except RuntimeError as error:
             if isinstance(self.eager.model, FSDPModule):
