@@ -35,7 +35,7 @@ CASES: dict[str, tuple[list[str], list[str], dict[str, str]]] = {
     "contradiction": ([], ["FSDP_OFFLOAD_PARAMS=true", "fsdp.cpu_offload=false"], CONTRADICTION),
     "no usable row": (
         ["data.path={rows}/bad.jsonl"],
-        ["no usable row", "bad.jsonl:1 (keys are x;", "data.format"],
+        ["no usable row", "bad.jsonl:1", "data.format"],
         {},
     ),
     "unwritable folder": (["run.folder=/proc/here/run"], ["run.folder=/proc/here/run", "can't be written"], {}),

@@ -35,7 +35,7 @@ def test_completions_are_those_of_stock_generate(checkpoint: Callable[..., Path]
     assert [line["completion"] for line in lines[6:]] == [complete(trained, line["prompt"]) for line in lines[6:]]
     assert lines[0]["completion"] != lines[6]["completion"]
     page = (folder / "report.html").read_text()
-    assert "<h2>Generations</h2>" in page and "<th>step 0</th><th>step 6</th>" in page
+    assert "<h2>What the model wrote</h2>" in page and "<th>step 0</th><th>step 6</th>" in page
 
 
 def complete(model: torch.nn.Module, prompt: str) -> str:

@@ -84,7 +84,8 @@ def test_resumed_run_is_the_same_bit_for_bit(two_ranks, case: str):
     lines = [line for line in figures(folders[0]) if line["step"] > STEP or (line["step"] == STEP and not line["loss"])]
     assert figures(folders[1]) == lines
     summaries = [json.loads((f / "summary.json").read_text()) for f in folders]
-    for key in ("status", "steps", "final_loss", "initial_eval_loss", "eval_loss"):
+    # final_loss is a mean over the steps in this folder's metrics.jsonl, which the resumed run has only a part of.
+    for key in ("status", "steps", "initial_eval_loss", "eval_loss"):
         assert summaries[0][key] == summaries[1][key]
 
 

@@ -140,7 +140,7 @@ ODD: list[Any] = [None, True, "x", "\x1b]0;owned\x07", [1], {"a": 1}, 10**400, 1
 def test_status_of_a_run_with_odd_records(tmp_path: Path, capsys: pytest.CaptureFixture[str], value: Any) -> None:
     run, keys = make_run(tmp_path / "run"), ("step", "num_steps", "loss", "seconds", "tokens_per_second_per_gpu")
     (run / "metrics.jsonl").write_text(json.dumps(dict.fromkeys((*keys, "gpu_peak_gib", "eval_loss"), value)) + "\n")
-    assert "running" in shown(tmp_path, capsys)
+    assert "setting up" in (text := shown(tmp_path, capsys)) or "running" in text
     (run / "sweep.json").write_text(json.dumps({"jobs": [value, {"folder": value, "overrides": value}]}))
     summary = ("status", "steps", "final_loss", "eval_loss", "tokens_per_second_per_gpu", "step_gpu_peak_gib", "error")
     (run / "summary.json").write_text(json.dumps(dict.fromkeys(summary, value)))

@@ -14,7 +14,7 @@ import pytest
 from tests.helpers.quick_config import load_config
 
 from qlora_fsdp.records.console import Console, start_log, stop_log
-from qlora_fsdp.records.ending import describe_end, next_commands
+from qlora_fsdp.records.ending import commands_for, describe_end
 from qlora_fsdp.records.journal import Journal
 from qlora_fsdp.records.progress import ROWS_BETWEEN_HEADERS, ProgressTable
 from qlora_fsdp.records.run_folder import log
@@ -132,5 +132,5 @@ def test_the_end_says_what_there_is_and_what_to_type(tmp_path: Path):
         f"  qlora-fsdp merge {given} out='{folder}/merged'",
         f"  qlora-fsdp push {given} repo=ORG/NAME",
     ]
-    tagger = load_config(["model=tiny", "data=random", "task=token_classification", "task.labels=[a,b]"])
-    assert next_commands(tagger, Path("a")) == ["qlora-fsdp evaluate adapter=a data.path=FILE"]
+    evaluates = "qlora-fsdp evaluate adapter=a data.path=FILE"
+    assert commands_for(Path("a"), is_causal=False, is_random=True) == [evaluates]

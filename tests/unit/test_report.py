@@ -111,8 +111,6 @@ def test_the_top_of_a_report_says_what_there_is_and_what_to_type_next(tmp_path: 
         "random tokens",
         "CPU, 2 ranks",
         f"qlora-fsdp chat adapter='{folder}/adapter'",
-        "merge adapter=",
-        "push adapter=",
     ):
         assert part in top, part
     # The smoothed line says over how many steps, and ends where the top says that the loss is

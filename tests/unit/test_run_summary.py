@@ -23,7 +23,7 @@ from qlora_fsdp.records.run_summary import RunSummary
 def test_a_failure_is_written_with_the_figures_so_far(tmp_path: Path, error: Exception, status: str, text: str):
     summary = RunSummary(num_ranks=2)
     summary.failed(error)  # before there is a folder
-    summary.open(tmp_path)
+    summary.open(tmp_path, None)
     summary.loaded({"load_seconds": 1.0}, setup_seconds=2.0)
     summary.failed(error)
     found = json.loads((tmp_path / "summary.json").read_text())
@@ -38,7 +38,7 @@ def test_a_failure_is_written_with_the_figures_so_far(tmp_path: Path, error: Exc
 
 def test_a_finished_run(tmp_path: Path):
     summary = RunSummary(num_ranks=1)
-    summary.open(tmp_path)
+    summary.open(tmp_path, None)
     for _ in range(2):  # the checkpoint is verified, and loaded
         with summary.resuming():
             pass

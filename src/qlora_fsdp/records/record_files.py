@@ -102,18 +102,29 @@ def holder(pid: int, host: str) -> str:
     return f"process {pid} on {host}"
 
 
-def check_own(folder: Path) -> None:
+def find_holder(folder: Path) -> str | None:
+    """What the lock of a run folder says now; None where there is none."""
+    with suppress(FileNotFoundError):
+        found = (folder / LOCK).read_text(encoding="utf-8").strip()
+        return found if found.startswith("process ") else None
+    return None
+
+
+def check_own(folder: Path, own: str | None = None) -> None:
     """Check that the run folder is there, and that no other run has it by now.
+
+    Args:
+        folder: the run folder.
+        own: what its lock says if this run has it; None: that this process does.
 
     Raises:
         OSError: somebody has removed it, and perhaps another run is in its place.
     """
     if not folder.is_dir():
         raise FileNotFoundError(errno.ENOENT, "the folder was removed")
-    with suppress(FileNotFoundError):
-        owner = (folder / LOCK).read_text(encoding="utf-8").strip()
-        if owner.startswith("process ") and owner != holder(os.getpid(), platform.node()):
-            raise FileExistsError(errno.EEXIST, f"the folder was removed, and now {owner} has one of that name")
+    found = find_holder(folder)
+    if found is not None and found != (own or holder(os.getpid(), platform.node())):
+        raise FileExistsError(errno.EEXIST, f"the folder was removed, and now {found} has one of that name")
 
 
 def _append(file: Path, text: str) -> None:

@@ -29,10 +29,11 @@ class RunSummary:
     def __init__(self, num_ranks: int) -> None:
         self.figures: dict[str, Any] = {"status": "running", "num_ranks": num_ranks}
         self._folder: Path | None = None
+        self._holder: str | None = None
 
-    def open(self, folder: Path) -> None:
-        """From here on a failure can be recorded: the run folder is this run's."""
-        self._folder = folder
+    def open(self, folder: Path, holder: str | None) -> None:
+        """From here on a failure can be recorded: the run folder is this run's. Its lock names the `holder`, rank 0."""
+        self._folder, self._holder = folder, holder
 
     @contextmanager
     def resuming(self) -> Iterator[None]:
@@ -64,7 +65,7 @@ class RunSummary:
         status = "interrupted" if getattr(error, "exit_code", 1) > FIRST_SIGNAL_CODE else "failed"
         text = hide(str(error) if isinstance(error, UserError) else repr(error))
         with suppress(OSError):  # the folder may be what failed
-            check_own(self._folder)
+            check_own(self._folder, self._holder)
             write_json(self._folder / SUMMARY_FILE, self.figures | {"status": status, "error": text})
 
     def write(self) -> None:

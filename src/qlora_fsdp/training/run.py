@@ -29,6 +29,7 @@ from qlora_fsdp.records.check_run_folder import check
 from qlora_fsdp.records.ending import describe_end
 from qlora_fsdp.records.hub import prepare_repo, push_result
 from qlora_fsdp.records.journal import Journal
+from qlora_fsdp.records.record_files import find_holder
 from qlora_fsdp.records.run_folder import check_room, close_run_folder, log, open_run_folder, writing
 from qlora_fsdp.records.run_state import NUM_FINAL
 from qlora_fsdp.records.run_summary import RunSummary
@@ -85,7 +86,7 @@ def run(config: Config, world: World) -> dict[str, Any]:
         checkpoint = processes.share(find_checkpoint(config) if processes.is_main else None)
         changes = check_changes(checkpoint, config, processes.num_ranks) if checkpoint is not None else []
         folder = open_run_folder(config, processes, keep_records=is_own(checkpoint, config))
-        summary.open(folder)
+        summary.open(folder, processes.share(find_holder(folder) if processes.is_main else None))
         note_missing_key(config)
         if checkpoint is not None:
             log.info(f"Going on from step {checkpoint.step}, {checkpoint.folder}; changed: {', '.join(changes) or '-'}")
