@@ -41,6 +41,7 @@ SIDES = {
     "fp8": ["compute=fp8"],
 }
 NUM_STEPS, NUM_LAST = 200, 50
+NUM_AVERAGED = 10  # steps that a point of the plot is the mean of
 BASE_STEPS, BASE_BATCH, BASE_CONTEXT, BASE_LEARNING_RATE = 250, 32, 512, 1e-3
 
 
@@ -105,14 +106,14 @@ def run_side(settings: list[str], base: list[str], length: int, folder: Path) ->
 
 def plot(results: dict[str, dict[str, Any]], path: Path) -> None:
     """Every side's loss, smoothed, and below it the distance of every step from plain's; one SVG file."""
-    from qlora_fsdp.report.charts import HEIGHT, WIDTH, Series, chart, smooth
+    from qlora_fsdp.report.charts import HEIGHT, WIDTH, Series, chart, running_mean
 
     colours = ("#888", "#bbb", "#06c", "#6bf", "#c40")
     steps, plain = range(1, NUM_STEPS + 1), results["plain"]["losses"]
     losses, distances = [], []
     for index, (name, result) in enumerate(results.items()):
         apart = [100 * (loss / wanted - 1) for loss, wanted in zip(result["losses"], plain, strict=True)]
-        losses.append(Series(name, steps, smooth(result["losses"], 0.9), index))
+        losses.append(Series(name, steps, running_mean(result["losses"], NUM_AVERAGED), index))
         distances.append(Series(name, steps, apart, index))
     figures = (chart("Loss", losses), chart("Distance from plain", distances, "step; % from plain"))
     parts = [figure[figure.index("<svg") : figure.index("</svg>") + len("</svg>")] for figure in figures]

@@ -1,11 +1,14 @@
-"""`python -m qlora_fsdp.chat`: talk to a model, with the chat template that it was trained with."""
+"""`qlora-fsdp chat`: talk to a model, with the chat template that it was trained with."""
 
 from __future__ import annotations
 
 import re
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from types import FrameType
 from typing import TYPE_CHECKING
 
 if __name__ == "__main__":
@@ -13,20 +16,25 @@ if __name__ == "__main__":
 
     begin()
 
-from qlora_fsdp.common.errors import DataError, UserError
+from qlora_fsdp.common.errors import DataError, Problem, UserError
 from qlora_fsdp.common.startup import quick_imports
-from qlora_fsdp.config.schema import Config
-from qlora_fsdp.generate import GenerateSettings, check_generation, run_generate
-from qlora_fsdp.runtime.run_command import run_command
+from qlora_fsdp.common.text import for_stdout
+from qlora_fsdp.config.commands import read_trained_on
+from qlora_fsdp.config.schema import Config, DataFormat
+from qlora_fsdp.generate import IN_UTF8, GenerateSettings, check_generation, is_unicode, run_generate
+from qlora_fsdp.runtime.run_command import log, run_command
 
 if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import TextStreamer
+
     from qlora_fsdp.model.assemble import AssembledModel
     from qlora_fsdp.runtime.processes import Processes
 
 USAGE = """
 Talk to a model: the quantized base, with an adapter or without.
 
-usage: [accelerate launch -m | torchrun ... -m | python -m] qlora_fsdp.chat [adapter=DIR] [setting=value ...]
+usage: qlora-fsdp chat [adapter=DIR] [launch.num_processes=N] [setting=value ...]
 
   adapter=DIR         the adapter's folder, which also knows its base model. Without one: the base model, model.path=...
   system=TEXT         the system turn
@@ -35,6 +43,7 @@ usage: [accelerate launch -m | torchrun ... -m | python -m] qlora_fsdp.chat [ada
   top_p=1, seed=0     of sampling
 
 In the chat: /reset forgets all turns, /system TEXT sets the system turn and forgets them, /exit (or Ctrl-D) ends.
+Arrow keys bring back earlier lines. Ctrl-C stops an answer that is being written (of one process).
 """
 
 COMMANDS = "/reset, /system TEXT, /exit"
@@ -51,19 +60,32 @@ class ChatSettings(GenerateSettings):
 def chat(settings: ChatSettings, config: Config, processes: Processes) -> None:
     """Read turns from the terminal until it ends. Rank 0 shares what it reads with the other ranks."""
     settings.prompt = ""  # a chat starts without one
-    check_generation(settings, config)
+    system = settings.system
+    bad = [] if system is None or is_unicode(system) else [Problem("system", "has bytes that are no UTF-8.", IN_UTF8)]
+    check_generation(settings, config, bad)
     with quick_imports():
         from qlora_fsdp.inference.prompts import check_template
         from qlora_fsdp.inference.trained import load_trained
 
     trained = load_trained(config, settings.adapter, processes, generates=True)
     check_template(trained.tokenizer, "chat")
-    if processes.is_main and sys.stdin.isatty():
-        print(COMMANDS)
+    form = read_trained_on(settings.adapter)
+    if form not in (None, DataFormat.messages):
+        log.info(f"Note: the adapter was trained on {form.value} rows, and has not seen this template")
+    if processes.is_main:
+        _prepare_terminal()
+    interrupts = Interrupts()
+    # With several processes, signals are the watch's, and no rank may stop alone.
+    with interrupts.taken() if processes.num_ranks == 1 else nullcontext():
+        _talk(trained, settings, interrupts, processes)
+
+
+def _talk(trained: AssembledModel, settings: ChatSettings, interrupts: Interrupts, processes: Processes) -> None:
+    """Answer one line after another."""
     conversation = Conversation(settings.system)
     while True:
-        line = processes.share(_read_line() if processes.is_main else None, patiently=True)
-        if line is None or line.strip() == "/exit":
+        line = processes.share(interrupts.read_line() if processes.is_main else None, patiently=True)
+        if line is None or line.strip() in ("/exit", "/quit"):
             return
         if not line.strip() or conversation.obeys(line):
             continue
@@ -73,11 +95,11 @@ def chat(settings: ChatSettings, config: Config, processes: Processes) -> None:
             continue
         conversation.messages.append({"role": "user", "content": line})
         try:
-            reply = _reply(trained, conversation.messages, settings, processes)
+            reply = _reply(trained, conversation.messages, settings, interrupts, processes)
         except UserError as error:  # for example, the template refuses a system turn; the chat continues
             conversation.messages.pop()
             if processes.is_main:
-                print(f"Error: {error}")
+                print(for_stdout(f"Error: {error}"))
             continue
         conversation.messages.append({"role": "assistant", "content": reply})
 
@@ -106,18 +128,71 @@ class Conversation:
         return True
 
 
-def _read_line() -> str | None:
-    try:
-        return input("> " if sys.stdin.isatty() else "")
-    except EOFError:
-        return None
+class Interrupts:
+    """What Ctrl-C does in a chat of one process: it empties the line, or stops the answer; while that stops, all.
+
+    Also a stopping criterion of transformers' `generate`.
+    """
+
+    def __init__(self) -> None:
+        self.is_reading = self.is_asked = False
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """A context in which Ctrl-C does this."""
+        before = signal.getsignal(signal.SIGINT)
+
+        def obey(number: int, frame: FrameType | None) -> None:
+            if self.is_reading:
+                raise KeyboardInterrupt
+            if self.is_asked and callable(before):
+                before(number, frame)
+            self.is_asked = True
+
+        signal.signal(signal.SIGINT, obey)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def read_line(self) -> str | None:
+        """The next line; None at the end."""
+        self.is_asked, self.is_reading = False, sys.stdin.isatty()
+        try:
+            return input("> " if self.is_reading else "")
+        except EOFError:
+            return None
+        except KeyboardInterrupt:
+            print("\n/exit or Ctrl-D ends the chat")
+            return ""
+        finally:
+            self.is_reading = False
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **others: object) -> Tensor:
+        """For each row whether it is to end: bool [num_rows]."""
+        import torch
+
+        return torch.full((len(input_ids),), self.is_asked, device=input_ids.device)
+
+
+def _prepare_terminal() -> None:
+    """Let lines be edited, and be read whatever bytes are in them."""
+    with suppress(AttributeError, OSError):  # a test's stdin
+        sys.stdin.reconfigure(errors="replace")  # type: ignore[union-attr]
+    if sys.stdin.isatty():
+        with suppress(ImportError):  # Python may be built without it
+            import readline  # noqa: F401  # from here on `input` has a history, and obeys arrow keys
+        print(COMMANDS)
 
 
 def _reply(
-    trained: AssembledModel, messages: list[dict[str, str]], settings: ChatSettings, processes: Processes
+    trained: AssembledModel,
+    messages: list[dict[str, str]],
+    settings: ChatSettings,
+    interrupts: Interrupts,
+    processes: Processes,
 ) -> str:
     import torch
-    from transformers import TextStreamer
 
     from qlora_fsdp.inference.prompts import chat_tokens, pad_left
     from qlora_fsdp.inference.trained import num_positions
@@ -132,10 +207,22 @@ def _reply(
     if limit is not None:
         settings = replace(settings, max_new_tokens=min(settings.max_new_tokens, limit - len(tokens)))
     torch.manual_seed(settings.seed + len(messages))  # the same on every rank, so that all draw the same tokens
-    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if processes.is_main else None
+    streamer = _streamer(trained) if processes.is_main else None
     input_ids, mask = pad_left([tokens], tokenizer.pad_token_id)
-    output = run_generate(trained, input_ids, mask, settings, processes, streamer=streamer)
+    stops = [interrupts] if processes.num_ranks == 1 else None
+    output = run_generate(trained, input_ids, mask, settings, processes, streamer=streamer, stopping_criteria=stops)
     return str(tokenizer.decode(output[0, len(tokens) :], skip_special_tokens=True))
+
+
+def _streamer(trained: AssembledModel) -> TextStreamer:
+    """Prints an answer word by word, without what a terminal would obey."""
+    from transformers import TextStreamer
+
+    class Streamer(TextStreamer):
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            print(for_stdout(text), flush=True, end="\n" if stream_end else "")
+
+    return Streamer(trained.tokenizer, skip_prompt=True, skip_special_tokens=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""`python -m qlora_fsdp.generate`: complete a prompt, or a file of prompts in batches."""
+"""`qlora-fsdp generate`: complete a prompt, or a file of prompts in batches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ if __name__ == "__main__":
 
 from qlora_fsdp.common.errors import ConfigError, DataError, Problem
 from qlora_fsdp.common.startup import quick_imports
-from qlora_fsdp.config.commands import AdapterSettings
+from qlora_fsdp.common.text import for_stdout
+from qlora_fsdp.config.commands import AdapterSettings, read_trained_on
 from qlora_fsdp.config.schema import Config, TaskName
 from qlora_fsdp.config.settings import show
 from qlora_fsdp.runtime.run_command import check_out, log, run_command, write_out
@@ -30,11 +31,13 @@ if TYPE_CHECKING:
 USAGE = """
 Completions of prompts on the quantized base, with an adapter or without.
 
-usage: [accelerate launch -m | torchrun ... -m | python -m] qlora_fsdp.generate [adapter=DIR] prompt=TEXT [...]
+usage: qlora-fsdp generate [adapter=DIR] prompt=TEXT [launch.num_processes=N] [setting=value ...]
 
   adapter=DIR         the adapter's folder, which also knows its base model. Without one: the base model, model.path=...
   prompt=TEXT         one prompt; the completion is printed
   prompts=FILE.jsonl  rows {"prompt": ...}, or {"messages": [...]}, to which the chat template is applied
+  raw=false           a prompt is written as in training: as a user's turn for an adapter that was trained on chats, or
+                      whose tokenizer has a chat template. true: the model goes on from the text as it is
   out=FILE.jsonl      the rows with their "completion" (default: printed, a row a line)
   max_new_tokens=128  at most; a completion ends earlier at the end token
   temperature=0       0: the likeliest token each time. Above: sampled, at this temperature
@@ -45,9 +48,11 @@ usage: [accelerate launch -m | torchrun ... -m | python -m] qlora_fsdp.generate 
 Several processes share the prompts, and hold the model in shards: for models that one GPU can't hold.
 
 examples:
-  python -m qlora_fsdp.generate adapter=outputs/run/adapter prompt="What does `textwrap.dedent(text)` do?"
-  torchrun --nproc_per_node 4 -m qlora_fsdp.generate adapter=outputs/run/adapter prompts=asked.jsonl out=answered.jsonl
+  qlora-fsdp generate adapter=outputs/run/adapter prompt="What does `textwrap.dedent(text)` do?"
+  qlora-fsdp generate adapter=outputs/run/adapter prompts=asked.jsonl out=answered.jsonl launch.num_processes=4
 """
+
+IN_UTF8 = "Type it in UTF-8."
 
 
 @dataclass
@@ -56,6 +61,7 @@ class GenerateSettings(AdapterSettings):
 
     prompt: str | None = None
     prompts: str | None = None
+    raw: bool = False
     out: str | None = None
     max_new_tokens: int = 128
     temperature: float = 0.0
@@ -72,7 +78,7 @@ def generate_completions(settings: GenerateSettings, config: Config, processes: 
         from qlora_fsdp.inference.trained import load_trained, num_positions
 
     trained = load_trained(config, settings.adapter, processes, generates=True)
-    prompts = [_tokens(trained, row, number) for number, row in enumerate(rows, start=1)]
+    prompts = _tokenize(rows, trained, settings)
     _check_lengths(prompts, settings, num_positions(trained))
     mine = range(processes.rank, len(rows), processes.num_ranks)
     completions = complete([prompts[i] for i in mine], len(rows), trained, settings, processes)
@@ -81,11 +87,11 @@ def generate_completions(settings: GenerateSettings, config: Config, processes: 
     if not processes.is_main:
         return
     if settings.prompt is not None and settings.out is None:
-        print(everyone[0])
+        print(for_stdout(everyone[0]))
         return
     lines = [json.dumps({**row, "completion": everyone[i]}, ensure_ascii=False) for i, row in enumerate(rows)]
     if settings.out is None:
-        print("\n".join(lines))
+        print(for_stdout("\n".join(lines)))
         return
     write_out(settings.out, "\n".join(lines) + "\n")
     log.info(f"{len(lines)} completions in {settings.out}")
@@ -176,10 +182,17 @@ def check_generation(settings: GenerateSettings, config: Config, others: Sequenc
     if (settings.prompt is None) == (settings.prompts is None):
         found = "are both set." if settings.prompt is not None else "are both missing."
         problems.append(Problem("prompt and prompts", found, 'Set prompt="..." or prompts=FILE.jsonl.'))
+    elif settings.prompt is not None and not is_unicode(settings.prompt):
+        problems.append(Problem("prompt", "has bytes that are no UTF-8.", IN_UTF8))
     elif settings.prompts is not None and not Path(settings.prompts).expanduser().is_file():
         problems.append(Problem(f"prompts={settings.prompts}", "is no file.", "Set prompts to a file of JSON lines."))
     if problems:
         raise ConfigError(problems)
+
+
+def is_unicode(text: str) -> bool:
+    """Whether text of the command line was whole UTF-8; Python stands half characters in for other bytes."""
+    return not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
 def _read_rows(settings: GenerateSettings) -> list[dict[str, Any]]:
@@ -193,7 +206,7 @@ def _read_rows(settings: GenerateSettings) -> list[dict[str, Any]]:
         try:
             row = json.loads(line) if line.strip() else None
             check_unicode(line, row)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{place} is not JSON: {error}. Repair it.") from error
         except BadRow as bad:
             raise DataError(f"{place} is {bad.kind}: {bad.detail}. Repair it.") from bad
@@ -207,12 +220,21 @@ def _read_rows(settings: GenerateSettings) -> list[dict[str, Any]]:
     return rows
 
 
-def _tokens(trained: AssembledModel, row: dict[str, Any], number: int) -> list[int]:
-    from qlora_fsdp.inference.prompts import chat_tokens, prompt_tokens
+def _tokenize(rows: list[dict[str, Any]], trained: AssembledModel, settings: GenerateSettings) -> list[list[int]]:
+    """Token ids of each row's prompt or conversation."""
+    from qlora_fsdp.inference.prompts import chat_tokens, choose_style, style_tokens
 
-    if isinstance(row.get("prompt"), str):
-        return prompt_tokens(trained.tokenizer, row["prompt"])
-    return chat_tokens(trained.tokenizer, row["messages"], row.get("tools"), f"row {number}")
+    tokenizer = trained.tokenizer
+    style, reason = choose_style(tokenizer, read_trained_on(settings.adapter), settings.raw)
+    if any(isinstance(row.get("prompt"), str) for row in rows):
+        log.info(f"Prompts: {style.value} ({reason})")
+    found = []
+    for number, row in enumerate(rows, start=1):
+        if isinstance(row.get("prompt"), str):
+            found.append(style_tokens(style, tokenizer, row["prompt"], f"row {number}"))
+        else:
+            found.append(chat_tokens(tokenizer, row["messages"], row.get("tools"), f"row {number}"))
+    return found
 
 
 def _check_lengths(prompts: list[list[int]], settings: GenerateSettings, limit: int | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ if __name__ == "__main__":
 from qlora_fsdp.common.errors import ConfigError, Problem
 from qlora_fsdp.common.files import write_json
 from qlora_fsdp.common.startup import quick_imports
+from qlora_fsdp.common.text import plural, show_bytes
 from qlora_fsdp.config.commands import AdapterSettings
 from qlora_fsdp.config.schema import Config, EmbeddingStorage, QuantType4bit, TaskName, TokenizerConfig, Weights
 from qlora_fsdp.config.settings import show
@@ -74,6 +76,7 @@ def merge(settings: MergeSettings, config: Config, processes: Processes) -> None
         quant = replace(config.quant, load_in_4bit=True, load_in_8bit=False, bnb_4bit_quant_type=kind, embeddings=ends)
         built_as = replace(config, quant=quant)
     adapter, out = settings.adapter, settings.out
+    is_there = (Path(out).expanduser() / "config.json").is_file()  # which a merge writes last
     merge_files(
         Merge(
             assemble_trained(built_as, adapter, processes),
@@ -84,13 +87,25 @@ def merge(settings: MergeSettings, config: Config, processes: Processes) -> None
             processes.device,
         )
     )
-    log.info(f"Merged: {out}")
+    log.info(_describe_end(out, is_there))
     if settings.report_data is not None:
         config.data.path, config.data.mix, config.data.max_rows = settings.report_data, {}, None
         report = compare(settings, config, processes)
         print(json.dumps(report))
         with merging_to(out):
             write_json(Path(out).expanduser() / "merge_report.json", report)
+
+
+def _describe_end(out: str, was_there: bool) -> str:
+    """What there is now, and what to type next."""
+    folder = Path(out).expanduser()
+    files = list(folder.glob("*.safetensors"))
+    size = show_bytes(sum(file.stat().st_size for file in files))
+    what = f"{plural(len(files), 'file')} of weights, {size}"
+    if was_there:
+        return f"{out} already holds this very merge ({what}). To merge once more, remove it or set another out."
+    given = shlex.quote(str(folder))
+    return f"Merged: {out} ({what}). It is a model as any other:\n  qlora-fsdp chat model.path={given}"
 
 
 def compare(settings: MergeSettings, config: Config, processes: Processes) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ if __name__ == "__main__":
     begin()
 
 from qlora_fsdp.common.errors import ConfigError, Problem
+from qlora_fsdp.common.text import printable
 from qlora_fsdp.config.commands import AdapterSettings
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.runtime.run_command import run_command
@@ -42,6 +44,7 @@ examples:
   python -m qlora_fsdp.preview model.path=/models/my-llama data.path=chats.jsonl data.chat_template=chatml rows=10
 """
 
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # what a terminal obeys, but for tabs and line breaks
 GREEN, DIM, RESET = "\033[32m", "\033[2m", "\033[0m"
 NUM_BINS = 12
 BAR_WIDTH = 40
@@ -110,13 +113,14 @@ def _rows(
             about = f"{len(tokens)} tokens, labels: {name_labels(labels, config.task)}"
         else:
             about = f"{len(tokens)} tokens, {int(is_target.sum())} trained on"
-        yield f"--- {place}: {about}"
+        yield printable(f"--- {place}: {about}")
         edges = [0, *(i for i in range(1, len(tokens)) if is_target[i] != is_target[i - 1]), len(tokens)]
         parts = [(tokenizer.decode(tokens[a:b].tolist()), bool(is_target[a])) for a, b in pairwise(edges)]
         yield "".join(_mark(str(text), trained, colored) for text, trained in parts)
 
 
 def _mark(text: str, is_target: bool, colored: bool) -> str:
+    text = CONTROL.sub(lambda match: repr(match.group())[1:-1], text)
     if not colored:
         return f"[[{text}]]" if is_target else text
     return f"{GREEN if is_target else DIM}{text}{RESET}"
@@ -126,7 +130,7 @@ def _figures(data: PreparedData[Sequences], config: Config) -> Iterator[str]:
     """What was read, the lengths of the rows as bars, and how much of a batch would be padding."""
     import numpy as np
 
-    yield from ("---", *str(data.report).splitlines())
+    yield from ("---", *map(printable, str(data.report).splitlines()))
     lengths = data.train.rows.lengths[data.train.row_ids]
     middle, tail = np.percentile(lengths, [50, 95]).astype(int)
     yield f"tokens a row: {lengths.min()} to {lengths.max()}, half up to {middle}, 95 % up to {tail}"

@@ -11,10 +11,17 @@ from pathlib import Path
 
 from qlora_fsdp.common.errors import LaunchError, UserError, print_error
 from qlora_fsdp.common.startup import end_with_the_reader
-from qlora_fsdp.common.text import format_table, show_duration, show_number
-from qlora_fsdp.records.run_state import SLURM_FILE, RunState, find_runs, read_json, read_run, slurm_queue, step_of
-
-EXPLAINED = {"stopped": "ended without a word: killed, perhaps for want of memory"}
+from qlora_fsdp.common.text import format_table, printable_lines, show_duration, show_number
+from qlora_fsdp.records.run_state import (
+    SLURM_FILE,
+    RunState,
+    find_runs,
+    read_jobs,
+    read_json,
+    read_run,
+    slurm_queue,
+    step_of,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="a run, a sweep, or what holds several")
     folders = [folder.resolve() for folder in parser.parse_args(argv).folders]
     try:
-        print(show_status(folders))
+        print(printable_lines(show_status(folders)))
     except UserError as error:
         print_error(error)
         return error.exit_code
@@ -47,10 +54,25 @@ def show_status(folders: Sequence[Path]) -> str:
     for run in found:
         state, job_id, name = read_run(run), str(read_json(run / SLURM_FILE).get("job_id", "")), _name(run, root)
         status = _in_queue(queue.get(job_id, ""), state.status)
-        rows.append(_row(name, state, status or state.status, job_id))
-        reason = None if status else state.error or EXPLAINED.get(state.status)
+        rows.append(_row(name, state, status or _told(state), job_id))
+        reason = None if status else state.error or _reason(state)
         reasons += [f"{name}: {reason.partition(chr(10))[0]}"] if reason else []
     return "\n".join([format_table(rows), *([""] if reasons else []), *reasons])
+
+
+def _told(state: RunState) -> str:
+    return "setting up" if state.status == "running" and state.step is None else state.status
+
+
+def _reason(state: RunState) -> str | None:
+    """Why a run that left no word of it has ended, and what its command would do now."""
+    if state.status != "stopped":
+        return None
+    saved = None if state.checkpoint is None else step_of(state.checkpoint)
+    now = "No step is saved: the same command starts again."
+    if saved is not None:
+        now = f"The same command goes on from step {saved}."
+    return f"ended without a word: killed, perhaps for want of host memory (see dmesg). {now}"
 
 
 def _in_queue(queued: str, status: str) -> str:
@@ -71,8 +93,8 @@ def _row(name: str, state: RunState, status: str, job_id: str) -> dict[str, str]
         "run": name,
         "state": status,
         "step": steps,
-        "loss": show_number(state.loss, ".4f"),
-        "eval_loss": show_number(state.eval_loss, ".4f"),
+        "train loss": show_number(state.loss, ".4f"),
+        "eval loss": show_number(state.eval_loss, ".4f"),
         "tokens/s/GPU": show_number(state.tokens_per_second_per_gpu, ",.0f"),
         "ETA": show_duration(state.eta_seconds),
         "checkpoint": saved,
@@ -82,7 +104,7 @@ def _row(name: str, state: RunState, status: str, job_id: str) -> dict[str, str]
 
 def _planned(folder: Path) -> list[Path]:
     """The folders of jobs of a sweep and of jobs that SLURM has, whether these have started or not."""
-    jobs = [Path(job["folder"]) for file in sorted(folder.rglob("sweep.json")) for job in read_json(file)["jobs"]]
+    jobs = [job for file in sorted(folder.rglob("sweep.json")) for job, _ in read_jobs(file)]
     return [*jobs, *(file.parent for file in sorted(folder.rglob(SLURM_FILE)))]
 
 

@@ -108,13 +108,17 @@ def plain_runs(checkpoint: Callable[..., Path], rows: Path, tmp_path_factory: py
 
 
 @pytest.mark.parametrize("index", range(len(PLAIN)), ids=[f"{setting}-{quant}" for setting, quant, _ in PLAIN])
-def test_the_model_card_loads_onto_a_quantized_base_with_layers_in_full_precision(plain_runs, index: int):
+def test_the_model_card_loads_onto_a_quantized_base_with_layers_in_full_precision(plain_runs, checkpoint, index: int):
+    base = checkpoint("llama", torch.float32)
     (adapter, ours), (_, quant, skip) = plain_runs[index], PLAIN[index]
+    (adapter.parent / "usual").touch()
+    assert len({file.stat().st_mode for file in (*adapter.iterdir(), adapter.parent / "usual")}) == 1, "by the umask"
     _, onto_full, onto_quantized = (adapter / "README.md").read_text().split("```python\n")
     assert f"llm_int8_skip_modules={skip}," in onto_quantized
     for code in (onto_full, onto_quantized):
         scope: dict[str, Any] = {}
-        exec(code.partition("```")[0].replace("path/to/this/folder", str(adapter)), scope)
+        code = code.partition("```")[0].replace("path/to/this/folder", str(adapter))
+        exec(code.replace("path/to/the/base/model", str(base)), scope)
     assert any(isinstance(module, (bnb.nn.Linear4bit, bnb.nn.Linear8bitLt)) for module in scope["model"].modules())
     with torch.no_grad():
         stock = scope["model"].eval()(input_ids=INPUT_IDS).logits

@@ -149,6 +149,24 @@ def test_chat_keeps_resets_and_instructs(used, stock, adapters, num_ranks: int):
     assert used(num_ranks)["demo"]["chat"] == "".join(reply + "\n" for reply in expected)
 
 
+def test_the_model_card_tells_of_the_run(adapters, rows: Path):
+    card = (adapters["demo"] / "README.md").read_text()
+    for part in (
+        "# LoRA adapter for `base`",
+        ": 4 steps.",
+        f"| `{rows.name}` | 400 |",
+        "No held-out rows were evaluated.",
+        "| training rows | ",
+        "| base weights | `nf4` |",
+        "| training.learning_rate | `0.002` |",
+        "Prompts are given as they are, without a chat template.",
+        "--enable-lora --max-lora-rank 8 ",
+    ):
+        assert part in card, part
+    assert str(rows.parent) not in card and str(DEMO) not in card and "base_model:" not in card
+    assert "trained_on: prompt_completion\n" in (adapters["demo"] / "qlora_fsdp.yaml").read_text()
+
+
 def test_sampling_differs_from_greedy_and_repeats(used):
     assert used(1)["demo"]["sampled"] != used(1)["demo"]["file"]
 
@@ -330,9 +348,11 @@ def test_adapters_of_some_layers(
         ),
         (
             "generate",
-            ["model=tiny", "prompt=a", "max_new_tokens=3000"],
+            ["model=tiny", "prompt=a", "raw=true", "max_new_tokens=3000"],
             ["row 1: 2 tokens and max_new_tokens=3000 are more than the 2,048 positions that the model knows"],
         ),
+        ("generate", ["model=tiny", "prompt=caf\udce9"], ["prompt has bytes that are no UTF-8. Type it in UTF-8."]),
+        ("chat", ["model=tiny", "system=caf\udce9"], ["system has bytes that are no UTF-8. Type it in UTF-8."]),
         ("generate", ["model=tiny", "prompt=a", "out=/no/a.jsonl"], ["out=/no/a.jsonl can't be written: No such"]),
         ("evaluate", ["model=tiny", "data=random", "out=/"], ["out=/ can't be written: it is a folder"]),
     ],
@@ -346,9 +366,11 @@ def test_bad_input_is_named(capsys: pytest.CaptureFixture[str], module: str, arg
 
 
 def test_chat_goes_on_after_what_it_can_not_do():
-    lines = "/help\n" + "a" * 2048 + "\nhello\n"
+    lines = b"/help\n" + b"a" * 2048 + b"\nnot UTF-8: caf\xe9\n/quit\nnot read\n"
     arguments = [sys.executable, "-m", "qlora_fsdp.chat", "model=tiny", "max_new_tokens=2"]
-    ended = subprocess.run(arguments, input=lines, capture_output=True, text=True)
+    ended = subprocess.run(arguments, input=lines, capture_output=True)
+    printed = ended.stdout.decode(errors="replace")
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.startswith("/help is none of /reset, /system TEXT, /exit\nError: the conversation has 2,")
-    assert "the model knows 2,048 positions. /reset forgets it.\n" in ended.stdout and ended.stdout.count("\n") >= 3
+    assert printed.startswith("/help is none of /reset, /system TEXT, /exit\nError: the conversation has 2,")
+    assert "the model knows 2,048 positions. /reset forgets it.\n" in printed and printed.count("\n") >= 3
+    assert b"1 rank on cpu, chat template: chatml" in ended.stderr

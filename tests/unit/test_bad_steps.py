@@ -15,6 +15,7 @@ from qlora_fsdp.config.schema import OnBadStep, TrainingConfig
 from qlora_fsdp.data.sequences import RandomRows, SequenceSettings, make_sequences
 from qlora_fsdp.data.split import BatchSplit
 from qlora_fsdp.training.bad_steps import MAX_IN_A_ROW, BadSteps
+from qlora_fsdp.training.saver import Saved
 
 NORMS = [1.0 + 0.01 * i for i in range(20)]
 
@@ -22,8 +23,8 @@ NORMS = [1.0 + 0.01 * i for i in range(20)]
 def judge(folder: Path, norms: list[float], **config: Any) -> BadSteps:
     rows = RandomRows(8, 4, 10, 0)
     data = make_sequences(rows, np.arange(8), SequenceSettings(4, 0, packing=False, seed=0))
-    processes: Any = SimpleNamespace(gather=lambda value: [value], is_main=True)
-    saver: Any = SimpleNamespace(save=lambda step: True, restore=lambda: None)
+    processes: Any = SimpleNamespace(gather=lambda value: [value], share=lambda value: value, is_main=True)
+    saver: Any = SimpleNamespace(save=lambda step: Saved(True, f"Step {step} is saved."), restore=lambda: None)
     return BadSteps(TrainingConfig(**config), folder, data, BatchSplit(2, 2, 1, 4, 8), str, norms, saver, processes)
 
 

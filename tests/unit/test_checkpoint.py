@@ -172,6 +172,8 @@ def test_a_restart_by_the_batch_system_goes_on_whatever_the_first_start_did(
 ):
     """Once training has begun; what an attempt finds that was lost before is not its own."""
     run, other = tmp_path / "run", tmp_path / "other"
+    run.mkdir()
+    other.mkdir()
     save(run / "checkpoints", 3, processes)
     save(other / "checkpoints", 7, processes)
     of_other = f"checkpoint.resume={other}/checkpoints/step-00000007"

@@ -49,7 +49,8 @@ def test_every_kind_of_file_that_is_read_is_missed() -> None:
 def test_wandb_is_missed_before_the_run_where_a_key_turns_it_on(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("qlora_fsdp.config.check_settings.find_spec", lambda name: None)
+    for module in ("check_settings", "trackers"):
+        monkeypatch.setattr(f"qlora_fsdp.config.{module}.find_spec", lambda name: None)
     monkeypatch.setenv("HOME", str(tmp_path))  # without .netrc
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     assert complaints(configure("tracking=wandb")) == []
@@ -228,9 +229,13 @@ def test_a_command_hears_of_what_it_needs_alone() -> None:
 
 class TestRunFolder:
     def test_finished_run_is_kept_unless_told(self, tmp_path: Path) -> None:
-        (tmp_path / "summary.json").write_text(json.dumps({"status": "finished"}))
-        (message,) = complaints(configure(f"run.folder={tmp_path}"))
-        assert "already holds a finished run. Set another run.name= or run.folder=, or run.overwrite=true" in message
+        (tmp_path / "adapter").mkdir()
+        summary = {"status": "finished", "steps": 5, "final_loss": 2.5}
+        for more, told in (({}, "loss 2.5000"), ({"eval_loss": 3.5}, "evaluation loss 3.5000")):
+            (tmp_path / "summary.json").write_text(json.dumps(summary | more))
+            (message,) = complaints(configure(f"run.folder={tmp_path}"))
+            assert f"already holds a finished run (5 steps, {told}, its adapter in {tmp_path}/adapter). Set " in message
+            assert "Set another run.name= or run.folder=, or run.overwrite=true to replace it." in message
         assert complaints(configure(f"run.folder={tmp_path}", "run.overwrite=true")) == []
 
     @pytest.mark.parametrize("summary", ['{"status": "stopped"}', "", "[]"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import html
 import json
 import os
 import re
@@ -19,7 +20,8 @@ from tests.helpers.quick_config import load_config
 from qlora_fsdp.config.compose import to_yaml
 from qlora_fsdp.records.run_state import LOCK, describe_attempt, read_run
 from qlora_fsdp.report.__main__ import main as report
-from qlora_fsdp.report.charts import Series, chart, smooth, ticks
+from qlora_fsdp.report.charts import Series, chart, running_mean, ticks
+from qlora_fsdp.report.page import write_report
 from qlora_fsdp.status import main as status
 
 
@@ -75,7 +77,9 @@ def test_report_compares_runs_in_one_file_that_needs_nothing_else(runs: Path, ca
     assert not page.open
     tags = [tag for tag, _ in page.found]
     assert not {"script", "link", "img", "iframe"} & set(tags) and "url(" not in text and "http" not in text
-    assert "Last loss by lora.r" in text and "1,500 of 2,000" in text and text.index(">r4<") < text.index(">r16<")
+    assert "1,500 of 2,000" in text and text.index(">r4<") < text.index(">r16<")
+    assert "loss by" not in text, "they are not of a sweep"
+    assert "16.2500" in text and "4.2500 (lowest)" in text
     for _, attributes in page.found:
         for x, y in re.findall(r"([\d.e+-]+),([\d.e+-]+)", attributes.get("points") or ""):
             assert 0 <= float(x) <= 520 and 0 <= float(y) <= 240
@@ -86,6 +90,71 @@ def test_report_of_one_run_has_its_settings(runs: Path):
     assert report([str(runs / "r4"), "--output", str(runs / "one.html")]) == 0
     text = (runs / "one.html").read_text()
     assert "lora.r=4" in text and "run.name=&lt;b&gt;&amp;" in text and "Environment" in text
+
+
+def plain(file: Path) -> str:
+    """The text of a page, without tags."""
+    return html.unescape(re.sub(r"<[^>]*>", " ", file.read_text().partition("</style>")[2]))
+
+
+def test_the_top_of_a_report_says_what_there_is_and_what_to_type_next(tmp_path: Path):
+    folder = tmp_path / "my run"
+    make_run(folder, 4, {"status": "finished", "steps": 1500, "eval_loss": 4.25, "seconds": 3600.0})
+    (folder / "adapter").mkdir()
+    assert report([str(folder)]) == 0
+    text = plain(folder / "report.html")
+    top = text.partition("Learning rate")[0]
+    for part in (
+        "finished, 1,500 of 2,000 steps",
+        "1:00:00, 0:50:00 in all 1,500 steps",
+        "tiny, nf4",
+        "random tokens",
+        "CPU, 2 ranks",
+        f"qlora-fsdp chat adapter='{folder}/adapter'",
+        "merge adapter=",
+        "push adapter=",
+    ):
+        assert part in top, part
+    # The smoothed line says over how many steps, and ends where the top says that the loss is
+    (mean,) = set(re.findall(r"mean of 30 steps, ([\d.]+) at the end", top))
+    (loss,) = re.findall(r"Training loss +([\d.]+), mean of 30 steps", top)
+    assert float(loss) == pytest.approx(float(mean), abs=1e-4) and float(loss) == pytest.approx(4.002, abs=1e-3)
+    assert re.search(r"Evaluation loss +4\.2500 at step 1,000", top)
+
+
+def test_a_failed_report_begins_with_the_reason(runs: Path):
+    summary = {"status": "failed", "error": "cuda:0 is out of memory.\nSet <b>"}
+    (runs / "r4" / "summary.json").write_text(json.dumps(summary))
+    (runs / "r4" / "environment.json").write_text(json.dumps({"command": "python -m qlora_fsdp.train a=b"}))
+    assert report([str(runs / "r4")]) == 0
+    text = plain(runs / "r4" / "report.html")
+    assert text.index("Set <b>") < text.index("failed, 1,500") < text.index("python -m qlora_fsdp.train a=b")
+    assert "To start again" in text and "qlora-fsdp chat" not in text
+
+
+def test_the_report_of_a_sweep_shows_losses_by_what_was_swept(tmp_path: Path):
+    """The sweep may have been copied from another machine; a job that failed has no loss to compare."""
+    jobs = []
+    for r in (4, 16, 64):
+        status = {"status": "failed" if r == 64 else "finished", "eval_loss": 0.5 + r}
+        make_run(tmp_path / "sweep" / f"r={r}", r, status, num_steps=20)
+        jobs.append({"overrides": {"lora.r": str(r), "quant": "nf4"}, "folder": f"/cluster/sweep/r={r}"})
+    (tmp_path / "sweep" / "sweep.json").write_text(json.dumps({"jobs": jobs}))
+    write_report([tmp_path / "sweep"])
+    page = (tmp_path / "sweep" / "report.html").read_text()
+    (figure,) = re.findall(r"<figure><figcaption><b>Evaluation loss by lora.r</b>.*?</figure>", page)
+    assert figure.count("<circle") == 2 and "by quant" not in page
+    assert "4.5000 (lowest)" in page
+
+
+def test_lines_that_are_no_figures_are_left_out(runs: Path):
+    common = '"num_steps": 9, "seconds": 1, "tokens_per_second_per_gpu": 1'
+    with (runs / "r16" / "metrics.jsonl").open("a") as file:
+        file.write(f'\n{{"step": "<b>", "loss": 1, {common}}}\n{{"step": 3, "loss": NaN, {common}}}\n')
+        file.write('{"step": 4, "eval_loss": null}\n')
+    (runs / "r16" / "generations.jsonl").write_text('{"step": 1, "prompt": ["<script>"]}\n{"step": []}\n')
+    write_report([runs / "r16"])
+    assert "<script>" not in (runs / "r16" / "report.html").read_text()
 
 
 def test_report_of_one_run_has_memory_by_phase_against_the_plan(runs: Path):
@@ -121,7 +190,7 @@ def test_status_tells_a_run_that_was_killed_from_one_that_runs(runs: Path, capsy
     out = capsys.readouterr().out
     assert re.search(r"^r16 +finished +1500/2000 .*16\.2500", out, re.MULTILINE)
     assert re.search(r"^r4 +stopped +1500/2000 .* step 1400, 0:\d\d:\d\d ago", out, re.MULTILINE)
-    assert "r4: ended without a word" in out
+    assert "r4: ended without a word" in out and "The same command goes on from step 1400." in out
     os.utime(runs / "r4" / "environment.json", (0, 0))
     (runs / "r4" / LOCK).unlink()  # a file system without locks
     assert read_run(runs / "r4").status == "running", "something was written just now"
@@ -149,8 +218,14 @@ def test_charts():
     assert ticks(1e-4, 2.1e-4)[0] <= 1e-4 and ticks(3.0, 3.0)[-1] > 3.0
     # A run of one step: the running mean may differ from the loss by rounding alone
     assert "<circle" in chart("Loss", [Series("loss", [1.0], [5.8538]), Series("mean", [1.0], [5.853800000000001])])
-    assert smooth([1.0, None, 1.0]) == [1.0, None, pytest.approx(1.0)]
-    points = Series("a", range(1200), [float(i) for i in range(1200)]).points
-    assert len(points) == 600 and points[0] == (0.5, 0.5)
+    labels = re.findall(r'text-anchor="middle">([^<]*)<', chart("Loss", [Series("loss", [0, 0], [5.8, 5.7])]))
+    assert labels == ["0"], "one evaluation"
+    labels = re.findall(r'text-anchor="middle">([^<]*)<', chart("Loss", [Series("loss", [1, 3], [5.8, 5.7])]))
+    assert labels == ["1", "2", "3"], "steps are whole"
+    assert running_mean([1.0, None, 2.0, float("nan"), 6.0], 3) == [1.0, None, 1.5, None, 4.0]
+    assert running_mean([1.0, 2.0, 4.0], 1) == [1.0, 2.0, 4.0]
+    points = Series("a", range(10_000), [9.0 if i == 5000 else float(i % 2) for i in range(10_000)]).points
+    assert len(points) <= 600 and (5000, 9.0) in points, "a spike of one step is seen"
+    assert [x for x, _ in points] == sorted(x for x, _ in points)
     texts = re.findall(r'text-anchor="end">([^<]*)<', chart("Loss", [Series("a", [0, 1], [5.79521, 5.79524])]))
     assert "5.79522" in texts and len(set(texts)) == len(texts), "labels that differ"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,8 @@ from qlora_fsdp.common.files import write_atomically
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.model import save_adapter
 from qlora_fsdp.records.journal import Journal
-from qlora_fsdp.records.run_folder import check_room, close_run_folder, open_run_folder
+from qlora_fsdp.records.record_files import records_in
+from qlora_fsdp.records.run_folder import check_room, close_run_folder, log, open_run_folder
 from qlora_fsdp.runtime.processes import Processes, start_processes, stop_processes
 
 
@@ -52,13 +54,78 @@ def test_a_run_that_starts_anew_has_no_records_of_the_last(tmp_path: Path, proce
         assert there == (["bad_steps", "tensorboard", "metrics.jsonl", "adapter"] if keep else ["adapter"])
 
 
-def test_a_full_disk_is_the_error_to_the_end(tmp_path: Path):
-    journal = Journal(tmp_path, config(tmp_path), 9, is_main=True)
-    journal.metrics = Path("/dev/full").open("a", buffering=1)  # noqa: SIM115
-    with pytest.raises(RunFolderError, match="No space left"):
-        journal.evaluation(1, 2.0, {}, 0.1)
-    with pytest.raises(RunFolderError, match="No space left"):  # the line is still in the file's buffer
-        journal.close({})
+REASONS = {
+    errno.ENOSPC: "No space left on device",
+    errno.EDQUOT: "Disk quota exceeded",
+    errno.EROFS: "Read-only file system",
+    errno.EACCES: "Permission denied",
+}
+
+
+@pytest.mark.parametrize("number", REASONS)
+def test_records_wait_for_a_disk_that_takes_no_more(
+    tmp_path: Path, processes: Processes, monkeypatch: pytest.MonkeyPatch, capsys: Any, number: int
+):
+    """A warning when it begins, a line when it is over, and in the end nothing is missing: not even half a line."""
+    write, failing = os.write, False
+
+    def write_half(descriptor: int, data: bytes) -> int:
+        if failing and (size := os.fstat(descriptor).st_size) % 10:
+            raise OSError(number, os.strerror(number))
+        return write(descriptor, data[: 10 - size % 10] if failing else data)
+
+    journal = Journal(open_run_folder(config(tmp_path), processes), config(tmp_path), 9, is_main=True)
+    monkeypatch.setattr(os, "write", write_half)
+    try:
+        for step in range(6):
+            failing = step in (2, 3, 4)
+            journal.evaluation(step, 2.0, {}, 0.1)
+            assert all(json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
+    finally:
+        close_run_folder()
+    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [*range(6)]
+    for said in (capsys.readouterr().out, (tmp_path / "train.log").read_text()):
+        assert said.count(f"metrics.jsonl can't be written: {REASONS[number]}. Training goes on.") == 1
+        assert said.count("can be written again: nothing is missing.") == 1
+        assert said.count("2.0000") == 6
+
+
+def test_records_of_a_folder_that_is_removed_are_not_put_into_another_run(tmp_path: Path, processes: Processes):
+    folder = tmp_path / "run"
+    open_run_folder(config(folder), processes)
+    try:
+        records, elsewhere = records_in(folder), tmp_path / "elsewhere"
+        shutil.rmtree(folder)
+        records.append("metrics.jsonl", "1\n")
+        assert records.reason == "the folder was removed" and not folder.exists()
+        folder.mkdir()
+        (folder / ".lock").write_text("process 1 on other\n")
+        records.append("metrics.jsonl", "2\n")
+        records.write("summary.json", Path.touch)  # into the folder of another run
+        elsewhere.mkdir()
+        records.write_rest(elsewhere)
+        assert (elsewhere / "metrics.jsonl").read_text() == "1\n2\n" and len([*folder.iterdir()]) == 1
+    finally:
+        close_run_folder()
+
+
+def test_a_run_does_not_end_with_its_console(tmp_path: Path, processes: Processes, monkeypatch: pytest.MonkeyPatch):
+    """Standard output is a file on a full disk, or a pipe that nobody reads any more."""
+    folder = config(tmp_path / "run")
+    for stream in (os.fdopen(os.open("/dev/full", os.O_WRONLY), "w"), os.fdopen(_broken_pipe(), "w")):
+        monkeypatch.setattr("sys.stdout", stream)
+        log.propagate = False
+        open_run_folder(folder, processes)
+        log.warning("A line.")
+        close_run_folder()
+        stream.close()  # raises where a buffer is still full
+        assert "A line.\n" in (tmp_path / "run" / "train.log").read_text()
+
+
+def _broken_pipe() -> int:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    return write_end
 
 
 def test_room_is_looked_for_before_the_work(tmp_path: Path, processes: Processes):
@@ -68,25 +135,32 @@ def test_room_is_looked_for_before_the_work(tmp_path: Path, processes: Processes
         check_room(tmp_path, 2 * free, processes)
 
 
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "No space left on device"), Exception("No space (os error 28)")]
+)
 @pytest.mark.parametrize("has_room", [True, False])
 def test_an_adapter_for_a_full_disk_is_saved_elsewhere(
-    tmp_path: Path, processes: Processes, monkeypatch: pytest.MonkeyPatch, has_room: bool
+    tmp_path: Path, processes: Processes, monkeypatch: pytest.MonkeyPatch, has_room: bool, error: Exception
 ):
     def write(model: Any, state: Any, keys: Any, folder: Path, *others: Any) -> None:
         folder.mkdir(parents=True)
         if folder.parent == tmp_path / "run" or not has_room:
-            raise OSError(errno.ENOSPC, "No space left on device")
+            raise error  # as libraries in C and in Rust say it
         (folder / "adapter_model.safetensors").touch()
 
     monkeypatch.setattr(save_adapter, "gather_trainable", lambda model, processes: {})
     monkeypatch.setattr(save_adapter, "adapter_keys", lambda model: {})
     monkeypatch.setattr(save_adapter, "write_adapter", write)
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (tmp_path / "run").mkdir()
+    for name in ("TMPDIR", "HOME"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+        (tmp_path / name).mkdir()
     with pytest.raises(RunFolderError, match="No space left on device") as caught:
         save_adapter.save_adapter(None, tmp_path / "run" / "adapter", None, "", "", processes)  # type: ignore[arg-type]
-    saved = list(tmp_path.glob("qlora_fsdp-*/adapter/adapter_model.safetensors"))
+    saved = list(tmp_path.glob("run-rescued-*/adapter/adapter_model.safetensors"))
     assert len(saved) == has_room
-    assert (not has_room) or f"The adapter is in {saved[0].parent} on " in str(caught.value)
+    assert "can't be written: No space left on device" in str(caught.value)
+    assert (not has_room) or f"the adapter is in {saved[0].parent} on " in str(caught.value)
     assert not list(tmp_path.glob("run/.adapter*"))
 
 

@@ -106,18 +106,48 @@ def test_failure_is_reported_and_leaves_the_last_one(training: Any, caplog: pyte
     log.propagate = True
     training.writes.go.set()
     step(training, 1)
-    assert training.saver.save(1)
+    assert training.saver.save(1).in_run_folder
     training.writes.error = OSError(28, "No space left on device")
     step(training, 2)
-    assert not training.saver.save(2)
-    said = {id(r) for r in caplog.records if r.getMessage().startswith("No checkpoint of step 2: ")}  # once a record
-    assert len(said) == 2 and "No space left on device" in caplog.text
+    step(training, 3)
+    (said,) = {text for text in caplog.messages if text.startswith("No checkpoint of step 2: ")}
+    assert "can't be written: No space left on device. Step 1 is the last that is saved. Training goes on" in said
+    result = training.saver.save(4)
+    assert not result.in_run_folder and "No other folder takes it. Step 1 is the last" in result.text
+    assert "Training goes on" not in "".join(text for text in caplog.messages if "step 2" not in text)
     assert list(training.folder.iterdir()) == [training.folder / "step-00000001"]
     training.writes.error = None
-    assert training.saver.save(2) and saved(training) == {"step-00000002": 2.0}
-    assert training.saver.describe() | {"max_stall_seconds": 0, "max_write_seconds": 0} == {
-        **{"written": 2, "failed": 2, "max_stall_seconds": 0, "max_write_seconds": 0}
-    }
+    assert training.saver.save(3).in_run_folder and saved(training) == {"step-00000003": 3.0}
+    assert training.saver.describe()["written"] == 2
+
+
+@pytest.mark.parametrize("takes_checkpoints", [True, False])
+def test_a_run_that_ends_is_saved_elsewhere(training: Any, tmp_path: Path, monkeypatch: Any, takes_checkpoints: bool):
+    """In a folder that has room; where none has room for a checkpoint, the adapter is."""
+    room = tmp_path / "room"
+    room.mkdir()
+    monkeypatch.setenv("TMPDIR", str(room))
+    training.writes.go.set()
+    write = saver_module.write_checkpoint
+
+    def fail(content: Checkpoint, *others: Any) -> str | None:
+        fails = not takes_checkpoints or content.folder.parent == training.folder
+        return "Disk quota exceeded" if fails else write(content, *others)
+
+    monkeypatch.setattr(saver_module, "write_checkpoint", fail)
+    training.model.weight.data.fill_(5.0)
+    result = training.saver.save(5)
+    assert not result.in_run_folder
+    assert result.text.startswith(f"Step 5 can't be saved in {training.folder}: Disk quota exceeded.")
+    (place,) = [Path(path.rstrip(".")) for path in result.text.split() if "-rescued-" in path]
+    file = place / (ADAPTER if takes_checkpoints else ADAPTER.name)
+    assert load_file(file)["weight"].item() == 5.0
+    if takes_checkpoints:
+        assert read_manifest(place).step == 5
+        assert f"Move it to {training.folder} once there is room" in result.text
+    else:
+        assert "No other folder takes it. No earlier step is saved. The adapter, to use but not" in result.text
+    shutil.rmtree(place.parent)
 
 
 @pytest.mark.parametrize("error", [Interrupted(2), ValueError("a bug")])
@@ -171,19 +201,19 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_full_and_read_only_disks(small_disk: Path, training: Any, processes: Processes, caplog: Any):
     log.propagate = True
     training.writes.go.set()
-    assert training.saver.save(1)
+    assert training.saver.save(1).in_run_folder
     filler = small_disk / "filler"
     with pytest.raises(OSError, match="No space left"):
         filler.write_bytes(bytes(2**20))
-    assert not training.saver.save(2)
+    assert not training.saver.save(2).in_run_folder
     filler.unlink()
     remount = ["mount", "-o", "remount,ro", str(small_disk)]
     subprocess.run(remount, check=True)
-    assert not training.saver.save(3)
+    assert not training.saver.save(3).in_run_folder
     for step_number, reason in ((2, "No space left on device"), (3, "Read-only file system")):
         (text,) = [text for text in caplog.messages if f"No checkpoint of step {step_number}: " in text]
-        assert reason in text and str(small_disk) in text and "Earlier ones are whole" in text
+        assert reason in text and str(small_disk) in text and "Step 1 is the last that is saved" in text
     verify_files(read_manifest(small_disk / "step-00000001"), processes)
     subprocess.run([*remount[:2], "remount,rw", remount[3]], check=True)
-    assert training.saver.save(4)
+    assert training.saver.save(4).in_run_folder
     assert [path.name for path in small_disk.iterdir()] == ["step-00000004"]

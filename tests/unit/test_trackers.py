@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 from tests.helpers.quick_config import load_config
 
+from qlora_fsdp.config.trackers import check_trackers, wandb_mode
 from qlora_fsdp.records.journal import Journal
 from qlora_fsdp.records.run_folder import log
+from qlora_fsdp.records.trackers import note_missing_key
 
 ROW = {"prompt": "<b>", "completion": "c", "reference": "r"}
 
@@ -111,3 +113,81 @@ def test_tensorboard_has_one_curve_of_a_run_that_went_on(tmp_path: Path):
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(event.step, event.value) for event in events.Scalars("eval_loss")] == [(1, 11.0), (2, 12.0), (3, 20.0)]
     assert "generation 1/text_summary" in events.Tags()["tensors"]
+
+
+def test_names_as_in_transformers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr("qlora_fsdp.config.trackers.find_spec", lambda name: None)
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+
+    def complaints(*argv: str) -> list[str]:
+        return [str(problem) for problem in check_trackers(load_config(argv))]
+
+    assert complaints("tracking.report_to=[wandb]") == [], "without a key it gets nothing, and a note says so"
+    assert complaints("tracking.report_to=[aim]") == [
+        "tracking.report_to=[aim] names aim, which is no tracker here. Set some of "
+        "tracking.report_to=[wandb,tensorboard,mlflow,trackio]."
+    ]
+    (problem,) = complaints("tracking=mlflow")
+    assert problem.endswith(
+        "needs the package mlflow, which is not installed. Run pip install mlflow, or set tracking=none."
+    )
+    (problem,) = complaints("tracking=tensorboard")
+    assert problem.startswith("tracking.tensorboard=true needs the package tensorboard")
+    monkeypatch.setattr("qlora_fsdp.config.trackers.find_spec", lambda name: name)
+    (problem,) = complaints("tracking.wandb=online")
+    assert problem.startswith("tracking.wandb=online needs a key, and W&B has none here. Run `wandb login`")
+    assert "tracking.wandb=offline" in problem
+    assert complaints("tracking.wandb=offline", "tracking.report_to=[trackio,mlflow,tensorboard]") == []
+
+
+def test_where_wandb_finds_a_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "WANDB_CONFIG_DIR", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    log.propagate = True
+    config = load_config(["tracking=wandb"])
+    note_missing_key(config)
+    assert "W&B gets nothing of this run" in caplog.text and "tracking.wandb=offline" in caplog.text
+    (tmp_path / ".netrc").write_text("machine wandb.example.org login user password secret\n")
+    assert wandb_mode(config).value == "disabled"
+    (tmp_path / ".config" / "wandb").mkdir(parents=True)
+    (tmp_path / ".config" / "wandb" / "settings").write_text("[default]\nbase_url = https://wandb.example.org\n")
+    assert wandb_mode(config).value == "online"
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert wandb_mode(config).value == "offline"
+    caplog.clear()
+    note_missing_key(config)
+    note_missing_key(load_config([]))
+    assert caplog.text == ""
+
+
+def test_mlflow_and_trackio_get_the_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As stand-ins of the two packages see it."""
+    told: list[Any] = []
+
+    def note(name: str, result: Any = None) -> Any:
+        return lambda *args, **options: (told.append((name, args, options)), result)[1]
+
+    started = SimpleNamespace(info=SimpleNamespace(run_id="id"))
+    names = ("set_experiment", "log_params", "log_metrics", "log_artifacts", "end_run")
+    mlflow = SimpleNamespace(**{name: note(name) for name in names}, start_run=note("start_run", started))
+    monkeypatch.delenv("MLFLOW_EXPERIMENT_NAME", raising=False)
+    run = SimpleNamespace(log=note("trackio.log"), finish=note("finish"))
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(init=note("init", run)))  # type: ignore[arg-type]
+    settings = ["tracking.report_to=[mlflow,trackio]", "tracking.log_adapter=true", "run.name=mine"]
+    for first_step, summary in ((0, {}), (7, {"status": "finished"})):
+        journal = Journal(tmp_path, load_config(settings), 10, is_main=True, first_step=first_step)
+        journal.evaluation(8, 1.5, {}, 0.1)
+        journal.close(summary)
+    by_name = {name: [(args, options) for each, args, options in told if each == name] for name, _, _ in told}
+    assert [options["run_id"] for _, options in by_name["start_run"]] == [None, "id"], "the same run"
+    assert by_name["start_run"][0][1]["run_name"] == by_name["init"][0][1]["name"] == "mine"
+    assert by_name["log_metrics"][0] == (({"eval_loss": 1.5, "eval_seconds": 0.1},), {"step": 8})
+    assert by_name["trackio.log"][0] == (({"eval_loss": 1.5, "eval_seconds": 0.1},), {"step": 8})
+    assert [args for args, _ in by_name["end_run"]] == [("FAILED",), ("FINISHED",)]
+    assert len(by_name["log_artifacts"]) == 1 and len(by_name["finish"]) == 2
+    params = [args[0] for args, _ in by_name["log_params"]]
+    assert all(len(some) <= 100 for some in params) and [some.get("lora.r") for some in params].count("16") == 1

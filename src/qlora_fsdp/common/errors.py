@@ -102,6 +102,10 @@ class LaunchError(UserError):
     """Jobs can't be started: this process is part of a run, SLURM's commands are missing, or SLURM refused them."""
 
 
+class HubError(UserError):
+    """The Hugging Face hub can't be reached, or does not let this user write there."""
+
+
 class RankError(UserError):
     """Another rank has failed, is gone, or does not answer."""
 

@@ -8,13 +8,11 @@ here with the library's own.
 from __future__ import annotations
 
 import re
-import signal
-import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from types import FrameType
 
 from qlora_fsdp.common.errors import AdapterError
+from qlora_fsdp.common.limits import limited_time
 
 MATCHING_SECONDS = 30.0  # of processor time, for all names of a model; honest expressions take far less
 
@@ -23,33 +21,20 @@ MATCHING_SECONDS = 30.0  # of processor time, for all names of a model; honest e
 def limited_matching(setting: str) -> Iterator[None]:
     """Wraps regular expressions that anybody may have written, which are then cut off if they take too long.
 
-    Which expressions are slow can't be told from their text. But Python looks for signals while it matches, so a timer
-    can end it. Signals reach only the main thread, and commands run their work there.
-
     Args:
         setting: what holds the expressions, for the message.
 
     Raises:
         AdapterError: matching took more than `MATCHING_SECONDS`, or an expression is none.
     """
-
-    def end(number: int, frame: FrameType | None) -> None:
-        raise AdapterError(f"{setting}: a regular expression takes too long. Set a list of names, or a simpler one.")
-
-    is_main = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGVTALRM, end) if is_main else None
-    if is_main:
-        signal.setitimer(signal.ITIMER_VIRTUAL, MATCHING_SECONDS)
+    slow = AdapterError(f"{setting}: a regular expression takes too long. Set a list of names, or a simpler one.")
     try:
-        yield
+        with limited_time(MATCHING_SECONDS, slow):
+            yield
     except (re.error, OverflowError, RecursionError) as error:
         raise AdapterError(
             f"{setting}: {error} in a regular expression. Correct it, or set a list of names."
         ) from error
-    finally:
-        if is_main:
-            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-            signal.signal(signal.SIGVTALRM, before or signal.SIG_DFL)
 
 
 def is_target(name: str, targets: str | Iterable[str]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -23,6 +24,17 @@ def printable(text: str) -> str:
 def printable_lines(text: str) -> str:
     """Returns text of several lines without control characters. Its line breaks stay, and tabs become spaces."""
     return "\n".join(printable(line) for line in text.expandtabs().split("\n"))
+
+
+def for_stdout(text: str) -> str:
+    """Returns text of others as it may be written to stdout: as it is, unless that is a terminal."""
+    return printable_lines(text) if sys.stdout.isatty() else text
+
+
+def shorten(text: str, length: int = 80) -> str:
+    """Returns text of others for a message: cut, and without control characters."""
+    text = printable(text[: length + 1])
+    return text if len(text) <= length else f"{text[:length]}..."
 
 
 def show_number(value: float | None, spec: str) -> str:

@@ -6,12 +6,12 @@ settings name, but not at the device and not at the number of processes: these h
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
 
 from qlora_fsdp.common.errors import Problem
+from qlora_fsdp.common.hub_names import is_repo_name
 from qlora_fsdp.config.check_data import check_data
 from qlora_fsdp.config.check_model import check_model
 from qlora_fsdp.config.check_training import check_training
@@ -22,9 +22,9 @@ from qlora_fsdp.config.schema import (
     MatmulKind,
     QuantStorage,
     ShardingStrategy,
-    WandbMode,
 )
 from qlora_fsdp.config.settings import all_settings, problem_with, show, value_of
+from qlora_fsdp.config.trackers import check_trackers
 from qlora_fsdp.config.world import World
 
 
@@ -54,7 +54,7 @@ TRAINING = Needs()
 
 def check_settings(config: Config, needs: Needs = TRAINING) -> list[Problem]:
     """Returns what is wrong with the configuration whatever it runs on, as far as a command needs it."""
-    checks = (_check_bounds, check_model, check_data, check_training, _check_packages)
+    checks = (_check_bounds, check_model, check_data, check_training, check_trackers, _check_packages, _check_hub)
     problems = (problem for find_problems in checks for problem in find_problems(config))
     return [problem for problem in problems if needs.concern(config, problem)]
 
@@ -69,19 +69,6 @@ def check_split(config: Config, world: World) -> list[Problem]:
     return [*_check_batch(config, world), *_check_shard_groups(config, world)]
 
 
-def wandb_mode(config: Config) -> WandbMode:
-    """Returns `tracking.wandb`, where `auto` is online if W&B has a key to log in with, and else disabled."""
-    import netrc
-
-    if config.tracking.wandb is not WandbMode.auto:
-        return config.tracking.wandb
-    try:
-        has_key = "WANDB_API_KEY" in os.environ or netrc.netrc().authenticators("api.wandb.ai") is not None
-    except (OSError, netrc.NetrcParseError):
-        has_key = False
-    return WandbMode.online if has_key else WandbMode.disabled
-
-
 def _check_bounds(config: Config) -> Iterator[Problem]:
     """Refuses numbers outside the bounds that the schema gives them."""
     for key, setting in all_settings().items():
@@ -92,12 +79,6 @@ def _check_bounds(config: Config) -> Iterator[Problem]:
 
 
 def _check_packages(config: Config) -> Iterator[Problem]:
-    if wandb_mode(config) is not WandbMode.disabled and find_spec("wandb") is None:
-        reason = "needs the package wandb, which is not installed."
-        yield problem_with(config, "tracking.wandb", reason, "Run pip install wandb, or set tracking=none.")
-    if config.tracking.tensorboard and find_spec("tensorboard") is None:
-        reason = "needs the package tensorboard, which is not installed."
-        yield problem_with(config, "tracking.tensorboard", reason, "Run pip install tensorboard, or set tracking=none.")
     if (
         config.model.attn_implementation is AttnImplementation.flash_attention_2
         and find_spec("flash_attn_2_cuda") is None
@@ -106,6 +87,14 @@ def _check_packages(config: Config) -> Iterator[Problem]:
         yield problem_with(
             config, "model.attn_implementation", reason, "Run pip install flash-attn, or set it to auto."
         )
+
+
+def _check_hub(config: Config) -> Iterator[Problem]:
+    repo = config.hub.repo
+    if config.hub.push and repo is None:
+        yield problem_with(config, "hub.repo", "names no repository for hub.push=true.", "Set hub.repo=ORG/NAME.")
+    elif repo is not None and not is_repo_name(repo):
+        yield problem_with(config, "hub.repo", "can't be the name of a repository.", "Set hub.repo=ORG/NAME.")
 
 
 def _check_batch(config: Config, world: World) -> Iterator[Problem]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -19,19 +20,20 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 from omegaconf import OmegaConf
 
 from qlora_fsdp.common.errors import ConfigError, Problem
-from qlora_fsdp.common.foreign_files import find_outside
+from qlora_fsdp.common.foreign_files import find_outside, read_small
 from qlora_fsdp.config.command_line import conf_folder
 from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.config.config_file import Sections
 from qlora_fsdp.config.foreign_settings import (
     ALLOWED,
     REMOTE_CODE,
+    TRAINED_ON,
     read_base_model,
     read_foreign_settings,
     remote_code_problem,
 )
 from qlora_fsdp.config.overrides import chosen_groups
-from qlora_fsdp.config.schema import Config, TaskName
+from qlora_fsdp.config.schema import Config, DataFormat, TaskName
 from qlora_fsdp.config.settings import show, value_of
 from qlora_fsdp.config.written import is_hidden
 
@@ -57,6 +59,33 @@ class AdapterSettings:
 Settings = TypeVar("Settings", bound=AdapterSettings)
 
 
+def read_own_settings(argv: Sequence[str], kind: type[Settings], usage: str) -> Settings:
+    """Reads the command line of a command that takes no settings of training.
+
+    Args:
+        argv: settings of the command, in any order.
+        kind: a dataclass of them.
+        usage: what --help prints.
+
+    Raises:
+        ConfigError: a key is unknown, or a value has a wrong type.
+    """
+    _show_help(argv, usage)
+    values, rest, problems = _split(argv, kind)
+    fix = f"Settings are {', '.join(f'{field.name}=...' for field in fields(kind))}."
+    problems += [Problem(text, "is not a setting of this command.", fix) for text in rest]
+    if problems:
+        raise ConfigError(problems)
+    return kind(**values)
+
+
+def _show_help(argv: Sequence[str], usage: str) -> None:
+    if "--help" in argv or "-h" in argv:
+        if os.environ.get("RANK", "0") == "0":
+            print(usage.strip())
+        raise SystemExit(0)
+
+
 def load_command(
     argv: Sequence[str], kind: type[Settings], usage: str, uses_default_data: bool = False
 ) -> tuple[Settings, Config]:
@@ -71,10 +100,7 @@ def load_command(
     Raises:
         ConfigError: a key is unknown, a value has a wrong type, or the adapter's folder can't be used.
     """
-    if "--help" in argv or "-h" in argv:
-        if os.environ.get("RANK", "0") == "0":
-            print(usage.strip())
-        raise SystemExit(0)
+    _show_help(argv, usage)
     values, rest, problems = _split(argv, kind)
     settings = kind(**values)
     typed = chosen_groups(rest)
@@ -103,14 +129,17 @@ def load_command(
     return settings, config
 
 
-def saved_settings(config: Config, class_weights: list[float] | None = None) -> str:
-    """Returns the text of SETTINGS_FILE: what is needed to build an adapter's model again, and to evaluate it.
+def saved_settings(
+    config: Config, class_weights: list[float] | None = None, trained_on: DataFormat | None = None
+) -> str:
+    """Returns the text of SETTINGS_FILE: what is needed to build an adapter's model again, and to use it.
 
     Args:
         config: the configuration of the run.
         class_weights: the weights of a classifier's labels, as numbers.
+        trained_on: the form of the rows, by which prompts are written; None if it is unknown.
     """
-    values = {
+    values: dict[str, Any] = {
         section: {
             name: value_of(config, f"{section}.{name}") for name in names if not is_hidden(config, f"{section}.{name}")
         }
@@ -123,7 +152,21 @@ def saved_settings(config: Config, class_weights: list[float] | None = None) -> 
         del values["training"]
     if config.task.name is not TaskName.causal_lm:
         values["task"]["class_weights"] = class_weights
+    if trained_on is not None:
+        values[TRAINED_ON] = trained_on.value
     return OmegaConf.to_yaml(OmegaConf.create(values))
+
+
+def read_trained_on(adapter: str | None) -> DataFormat | None:
+    """Returns the form of the rows that an adapter was trained on; None if its folder does not say."""
+    if adapter is None:
+        return None
+    try:
+        text = read_small(Path(adapter).expanduser(), SETTINGS_FILE).decode("utf-8", "replace")
+    except (OSError, ValueError):
+        return None
+    found = re.search(rf"^{TRAINED_ON}: (\w+)$", text, re.MULTILINE)
+    return next((form for form in DataFormat if found is not None and form.value == found[1]), None)
 
 
 def _split(argv: Sequence[str], kind: type) -> tuple[dict[str, Any], list[str], list[Problem]]:

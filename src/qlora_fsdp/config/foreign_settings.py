@@ -53,6 +53,8 @@ ALLOWED = {
 REMOTE_CODE = "model.trust_remote_code"
 IGNORED = ("model.cache_folder", REMOTE_CODE)
 
+TRAINED_ON = "trained_on"  # a note beside the settings: the form of the rows, by which prompts are written
+
 MAX_DEPTH = 8  # of lists and mappings inside one another, in a value
 MAX_SHOWN = 80  # characters of a value in a message
 _OTHER_SETTING = re.compile(r"\$\{[a-z]\w*(?:\.\w+)+\}")  # plain ${section.name}
@@ -76,6 +78,8 @@ def read_foreign_settings(file: Path) -> tuple[dict[str, dict[str, Any]], bool]:
         raise _unreadable(file, ValueError("it holds no sections with settings"))
     problems, kept = list[Problem](), dict[str, dict[str, Any]]()
     for section, names in values.items():
+        if section == TRAINED_ON and isinstance(names, str):
+            continue
         if section not in ALLOWED or not isinstance(names, dict):
             problems.append(_not_allowed(file, str(section), names))
             continue

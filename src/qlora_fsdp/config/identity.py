@@ -19,7 +19,7 @@ MAX_CHAIN = 8  # settings that name one another, in a run's config.yaml
 MAX_LETTERS = 1000  # of a setting that another one names
 
 # These settings change no number, or only the rounding of sums. Any other setting is part of what the run is.
-_HARMLESS_SECTIONS = ("run", "fsdp", "memory", "kernels", "checkpoint", "tracking", "distributed")
+_HARMLESS_SECTIONS = ("run", "fsdp", "memory", "kernels", "checkpoint", "tracking", "hub", "distributed")
 _HARMLESS = (
     "model.name",
     "model.attn_implementation",

@@ -161,6 +161,13 @@ class WandbMode(Enum):
     disabled = "disabled"
 
 
+class TrackerName(Enum):
+    wandb = "wandb"
+    tensorboard = "tensorboard"
+    mlflow = "mlflow"
+    trackio = "trackio"
+
+
 @dataclass
 class RunConfig:
     # Name of the run. It is also the last part of the default folder, and the run's name in W&B.
@@ -485,21 +492,34 @@ class CheckpointConfig:
 
 @dataclass
 class TrackingConfig:
-    # W&B. auto: online if a key is configured, else disabled.
+    # W&B. auto: online if a key is configured, else disabled, with a note that says so.
     wandb: WandbMode = WandbMode.disabled
-    # W&B project.
+    # Project in W&B and trackio, experiment in MLflow.
     project: str = "qlora-fsdp"
     # W&B user or team. null: the key's own.
     entity: str | None = None
-    # Upload the adapter to W&B as an artifact when the run has finished.
+    # Upload the adapter to W&B and MLflow as an artifact when the run has finished.
     log_adapter: bool = False
     # Write TensorBoard's event files to run.folder/tensorboard.
     tensorboard: bool = False
+    # Trackers that get every figure: wandb, tensorboard, mlflow, trackio. wandb and tensorboard above do the same.
+    report_to: list[str] = field(default_factory=list)
     # At every evaluation, let the model complete the beginnings of this many held-out rows. The texts go to
     # generations.jsonl, report.html and the trackers. 0: none.
     num_generations: int = field(default=0, metadata=bounds(at_least=0))
     # Most tokens per completion. Every token is a pass through the whole model.
     generation_tokens: int = field(default=64, metadata=bounds(at_least=1))
+
+
+@dataclass
+class HubConfig:
+    # Upload the adapter to the Hugging Face hub when the run has finished (transformers' push_to_hub). Whether that is
+    # allowed is found out before training. A failed upload does not fail the run.
+    push: bool = False
+    # The repository, ORG/NAME, or NAME for one of your own (transformers' hub_model_id). It is made if it is not there.
+    repo: str | None = None
+    # Whether a new repository is private (transformers' hub_private_repo). One that is there stays as it is.
+    private: bool = True
 
 
 @dataclass
@@ -566,6 +586,7 @@ class Config:
     training: TrainingConfig = field(default_factory=TrainingConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    hub: HubConfig = field(default_factory=HubConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     slurm: SlurmConfig = field(default_factory=SlurmConfig)

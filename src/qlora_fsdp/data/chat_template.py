@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -12,10 +14,46 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from qlora_fsdp.common.errors import DataError
+from qlora_fsdp.common.limits import limited_memory, limited_time
 from qlora_fsdp.data.row import REFUSED, BadRow
 
 Span = tuple[int, int]  # characters: start, end
+RENDER_SECONDS = 30.0  # of processor time; honest templates take milliseconds
+RENDER_BYTES = 2**32
+MAX_CHARACTERS = 2**27
+ANOTHER = "Set data.chat_template to another."
 BEGIN, END = "_begin_message", "_end_message"
+
+
+@contextmanager
+def limited_rendering() -> Iterator[None]:
+    """Wraps a chat template, which is a program that anybody may have written, for one conversation.
+
+    Its sandbox keeps it from files and from the network. It does not keep it from loops without end, or from a text of
+    many gigabytes.
+
+    Raises:
+        DataError: it takes too long, or too much memory. That is the template's fault, whatever the row.
+    """
+    slow = DataError(f"The chat template takes more than {RENDER_SECONDS:.0f} s for one conversation. {ANOTHER}")
+    try:
+        with limited_time(RENDER_SECONDS, slow), limited_memory(RENDER_BYTES):
+            yield
+    except MemoryError:
+        raise DataError(
+            f"The chat template takes more than {RENDER_BYTES // 2**30} GiB for one conversation. {ANOTHER}"
+        ) from None
+
+
+def check_length(text: str) -> None:
+    """Refuses a text that is longer than any honest conversation, which would take minutes to tokenize.
+
+    Raises:
+        DataError: it is.
+    """
+    if len(text) > MAX_CHARACTERS:
+        raise DataError(f"The chat template makes a text of {len(text):,} characters of one conversation. {ANOTHER}")
 
 
 @dataclass(frozen=True)
@@ -43,6 +81,7 @@ class Conversation:
 
         Raises:
             BadRow: the template refuses them.
+            DataError: it takes too long, or too much memory.
         """
         return self._render(messages, prompt=prompt)[0]
 
@@ -59,17 +98,21 @@ class Conversation:
     ) -> tuple[str, list[Span]]:
         special_tokens: dict[str, Any] = dict(self.tokenizer.special_tokens_map)
         try:
-            rendered: Any = render_jinja_template(  # annotated as str, but a pair: texts, and spans of marks
-                conversations=[messages],
-                tools=self.tools,
-                chat_template=self.template,
-                add_generation_prompt=prompt,
-                return_assistant_tokens_mask=marks,
-                **special_tokens,
-            )
+            with limited_rendering():
+                rendered: Any = render_jinja_template(  # annotated as str, but a pair: texts, and spans of marks
+                    conversations=[messages],
+                    tools=self.tools,
+                    chat_template=self.template,
+                    add_generation_prompt=prompt,
+                    return_assistant_tokens_mask=marks,
+                    **special_tokens,
+                )
+        except DataError:
+            raise
         except Exception as error:  # templates compute, and their sandbox lets any error through
             raise BadRow(REFUSED, str(error) or repr(error)) from error
         texts, spans = rendered
+        check_length(texts[0])
         return texts[0], spans[0] if marks else []
 
     def render_parts(self) -> tuple[str, dict[int, Span]]:
@@ -95,9 +138,10 @@ class Conversation:
 
         variables = {"messages": messages, "tools": self.tools, "documents": None, "add_generation_prompt": False}
         calls = {BEGIN: lambda item: note(BEGIN, item), END: lambda item: note(END, item)}
-        for block in _compile(self.template).generate({**self.tokenizer.special_tokens_map, **variables, **calls}):
-            blocks.append(block)
-            length += len(block)
+        with limited_rendering():
+            for block in _compile(self.template).generate({**self.tokenizer.special_tokens_map, **variables, **calls}):
+                blocks.append(block)
+                length += len(block)
 
         parts: dict[int, list[tuple[int, int]]] = {}
         for (event, number, start), (next_event, next_number, end) in pairwise(events):

@@ -147,7 +147,7 @@ def _read_calls(value: Any, number: int) -> list[dict[str, Any]]:
     """ShareGPT's calls of tools, a JSON object or a list of objects, in the form that messages have."""
     try:
         found = json.loads(value) if isinstance(value, str) else value
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadRow(NOT_JSON, f"turn {number} is a function_call that is no JSON: {error}") from error
     calls = found if isinstance(found, list) else [found]
     if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
@@ -194,7 +194,7 @@ def _read_tools(tools: Any) -> list[dict[str, Any]] | None:
     if isinstance(tools, str) and tools.strip():
         try:
             tools = json.loads(tools)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise BadRow(NOT_JSON, f"tools is text that is no JSON: {error}") from error
     if not tools:
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -15,8 +16,10 @@ from transformers.utils.hub import cached_file
 
 from qlora_fsdp.common.errors import CheckpointError, DataError
 from qlora_fsdp.common.foreign_files import find_outside
+from qlora_fsdp.common.text import shorten
 from qlora_fsdp.config.schema import DataConfig, ModelConfig, TokenizerConfig
 
+MAX_TEMPLATE = 2**20  # characters of a tokenizer's chat templates
 TEMPLATES = ("chatml", "llama3", "alpaca")
 
 # transformers passes every value of these files to the tokenizer's class, which opens some of them as paths.
@@ -67,6 +70,13 @@ def load_tokenizer(model: ModelConfig, data: DataConfig) -> PreTrainedTokenizerB
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
     return tokenizer
+
+
+def template_name(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Names the chat template: one that ships here, the tokenizer's own, or none."""
+    if tokenizer.chat_template is None:
+        return "none"
+    return next((name for name in TEMPLATES if tokenizer.chat_template == _read_template(name)), "the tokenizer's own")
 
 
 def add_tokens(tokenizer: PreTrainedTokenizerBase, config: TokenizerConfig) -> AddedTokens:
@@ -120,13 +130,31 @@ def _load(model: ModelConfig) -> PreTrainedTokenizerBase:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             place, revision=revision, trust_remote_code=model.trust_remote_code
         )
+        tokenizer("a", verbose=False)  # some settings are looked at only here
     except Exception as error:  # from_pretrained raises a dozen types for files that are missing or broken
         reason = " ".join(str(error).split())
         raise CheckpointError(f"No tokenizer could be loaded from {path}: {reason} {fix}") from error
     # A folder with config.json alone gives a tokenizer that knows its special tokens and no others.
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
         raise CheckpointError(f"{path} has no tokenizer files. {fix}")
+    problem = _template_problem(tokenizer.chat_template)
+    if problem is not None:
+        raise CheckpointError(f"The tokenizer of {path} {problem} Repair it, or {fix[:1].lower()}{fix[1:]}")
     return tokenizer
+
+
+def _template_problem(template: Any) -> str | None:
+    """Why a tokenizer's chat templates can't be used, or can't be saved with the adapter once it has been trained."""
+    if isinstance(template, dict):
+        bad = [name for name in template if not isinstance(name, str) or re.fullmatch(r"\w[\w.-]*", name) is None]
+        if bad:
+            return f"names a chat template {shorten(str(bad[0]))}, which can't be the name of a file."
+    texts = list(template.values()) if isinstance(template, dict) else [template]
+    if not all(text is None or isinstance(text, str) for text in texts):
+        return "has a chat template that is no text."
+    if sum(len(text or "") for text in texts) > MAX_TEMPLATE:
+        return f"has chat templates of more than {MAX_TEMPLATE:,} characters."
+    return None
 
 
 def _check_arguments(place: str, revision: str | None) -> None:
@@ -150,6 +178,7 @@ def _check_arguments(place: str, revision: str | None) -> None:
             _raise_exceptions_for_connection_errors=False,
         )
         arguments = {} if file is None else json.loads(Path(file).read_text(encoding="utf-8"))
+        json.dumps(arguments, ensure_ascii=False).encode()  # as it will be saved; half a character can't be
         bad = [key for key, value in arguments.items() if _is_path(key, value)]
         if bad:
             raise ValueError(f"{bad[0]} in its {name} would open files that the tokenizer's folder does not hold.")

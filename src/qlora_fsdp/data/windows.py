@@ -23,7 +23,7 @@ from qlora_fsdp.data.read import Source, iterate_rows
 from qlora_fsdp.data.row_files import RawRow
 from qlora_fsdp.data.sequences import Indices, Sequences, SequenceSettings, make_sequences
 from qlora_fsdp.data.tokenize import Mask, Tokens
-from qlora_fsdp.records.run_folder import writing
+from qlora_fsdp.records.record_files import records_in
 
 ROWS_A_BATCH = 100
 Tokenize = Callable[[dict[str, list[Any]]], dict[str, list[Any]]]
@@ -180,15 +180,10 @@ class WindowMaker:
 
 
 def note_place(file: Path, key: str, window: Window) -> None:
-    """Appends where a window begins, and what was left out in it, to the run's list of windows.
-
-    Raises:
-        RunFolderError: the run folder can't be written.
-    """
+    """Appends where a window begins, and what was left out in it, to the run's list of windows."""
     bad_rows = {problem.kind: problem.num_rows for problem in window.report.problems}
     line = {"key": key, **asdict(window.place), "bad_rows": bad_rows}
-    with writing(file.parent), file.open("a", encoding="utf-8") as stream:
-        stream.write(json.dumps(line) + "\n")
+    records_in(file.parent).append(file.name, json.dumps(line) + "\n")
 
 
 def find_place(files: Sequence[Path], key: str, sequence: int) -> Place | None:

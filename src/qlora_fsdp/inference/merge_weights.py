@@ -22,6 +22,7 @@ from qlora_fsdp.model.assemble import AssembledModel
 from qlora_fsdp.model.build import MetaModel
 from qlora_fsdp.weights.assignment import Assignment
 from qlora_fsdp.weights.fill import fill_from_files
+from qlora_fsdp.weights.finite import check_finite
 from qlora_fsdp.weights.safetensors_files import StoredTensor
 
 VALUES_A_TIME = 2**22  # of a weight, in float32: 16 MiB, which the allocator reuses; larger blocks need new pages
@@ -153,6 +154,12 @@ def takes_codes(module: nn.Module, merge: Merge) -> bool:
 
 
 def read_tensor(stored: StoredTensor) -> Tensor:
-    """The whole tensor, on the CPU."""
+    """The whole tensor, on the CPU.
+
+    Raises:
+        CheckpointError: it has NaN or infinite values.
+    """
     with safe_open(stored.file, "pt") as file:
-        return cast(Tensor, file.get_tensor(stored.key))
+        values = cast(Tensor, file.get_tensor(stored.key))
+    check_finite(stored, values)
+    return values

@@ -2,17 +2,72 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
+from typing_extensions import assert_never
 
 from qlora_fsdp.common.errors import DataError
+from qlora_fsdp.config.schema import DataFormat
+from qlora_fsdp.data.chat_template import check_length, limited_rendering
+from qlora_fsdp.data.format import ALPACA
 from qlora_fsdp.data.row import join_parts
 
 ANOTHER_TEMPLATE = "set data.chat_template=chatml (or llama3, alpaca, or a Jinja file)"
+
+
+class PromptStyle(Enum):
+    """How a prompt becomes what the model goes on from."""
+
+    chat = "a user's turn, by the chat template"
+    alpaca = "an instruction, in Alpaca's words"
+    plain = "as they are"
+
+
+def choose_style(
+    tokenizer: PreTrainedTokenizerBase, trained_on: DataFormat | None, raw: bool
+) -> tuple[PromptStyle, str]:
+    """How prompts are written, so that the model finds them as in training; and why, as the end of a sentence.
+
+    Args:
+        tokenizer: the model's.
+        trained_on: the form of the rows that the adapter was trained on; None if it is unknown, as for a base without
+            an adapter. A chat template then tells a model that answers from one that goes on with text.
+        raw: the user wants prompts as they are.
+    """
+    if raw:
+        return PromptStyle.plain, "raw=true"
+    match trained_on:
+        case DataFormat.messages:
+            return PromptStyle.chat, "the adapter was trained on chats"
+        case DataFormat.instruction:
+            return PromptStyle.alpaca, "the adapter was trained on instructions"
+        case DataFormat.prompt_completion | DataFormat.text:
+            return PromptStyle.plain, f"the adapter was trained on {trained_on.value} rows"
+    if tokenizer.chat_template is None:
+        return PromptStyle.plain, "the tokenizer has no chat template"
+    return PromptStyle.chat, "the tokenizer has one; raw=true leaves it out"
+
+
+def style_tokens(style: PromptStyle, tokenizer: PreTrainedTokenizerBase, prompt: str, place: str) -> list[int]:
+    """A prompt's tokens in a style.
+
+    Raises:
+        DataError: there is no chat template, or it refuses the prompt.
+    """
+    match style:
+        case PromptStyle.chat:
+            return chat_tokens(tokenizer, [{"role": "user", "content": prompt}], None, place)
+        case PromptStyle.alpaca:
+            return prompt_tokens(tokenizer, ALPACA.format(instruction=prompt))
+        case PromptStyle.plain:
+            return prompt_tokens(tokenizer, prompt)
+        case _:
+            assert_never(style)
 
 
 def prompt_tokens(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
@@ -44,7 +99,11 @@ def chat_tokens(tokenizer: PreTrainedTokenizerBase, messages: Any, tools: Any, p
     check_template(tokenizer, place)
     try:
         messages = [{**message, "content": join_parts(message.get("content"))} for message in messages]
-        text = tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
+        with limited_rendering():
+            text = str(tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False))
+        check_length(text)
+    except DataError:
+        raise
     except Exception as error:  # a template is a program, and its sandbox lets any error through
         raise DataError(
             f"{place}: the chat template can't be applied: {error}. Correct it, or {ANOTHER_TEMPLATE}."

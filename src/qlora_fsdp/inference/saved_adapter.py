@@ -97,8 +97,9 @@ def _find_odd(saved: peft.LoraConfig) -> Iterator[str]:
     if not all(type(alpha) in (int, float) and abs(alpha) <= MAX_ALPHA for alpha in alphas):
         yield "lora_alpha or alpha_pattern"
     for name in ("target_modules", "exclude_modules", "modules_to_save"):
-        value = getattr(saved, name) or []
-        if not isinstance(value, str) and not all(isinstance(item, str) for item in value):
+        value = getattr(saved, name)
+        is_list = isinstance(value, (list, set)) and all(isinstance(item, str) for item in value)
+        if not is_list and not isinstance(value, (str, type(None))):
             yield name
 
 

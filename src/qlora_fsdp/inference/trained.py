@@ -12,6 +12,7 @@ from qlora_fsdp.common.errors import CheckpointError
 from qlora_fsdp.common.text import plural
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.data.batch import Batch
+from qlora_fsdp.data.tokenizer import template_name
 from qlora_fsdp.inference.saved_adapter import (
     NO_ADAPTER,
     check_adapter,
@@ -87,7 +88,7 @@ def load_trained(config: Config, adapter: str | None, processes: Processes, gene
     log.info(
         f"Model: {meta.model.name_or_path}, {meta.kind}, "
         f"{dtype_name(trained.dtype)}, adapter: {adapter or 'none'}, {plural(processes.num_ranks, 'rank')} on "
-        f"{device.type}"
+        f"{device.type}{f', chat template: {template_name(trained.tokenizer)}' if generates else ''}"
     )
     return trained
 

@@ -97,7 +97,7 @@ def _start(job: Job, number: int, num_jobs: int, slot: Slot) -> _Running:
 def _ending(item: _Running) -> str:
     state, seconds = item.job.state, show_duration(time.monotonic() - item.started)
     if state.status == "finished":
-        loss = "" if state.final_loss is None else f", loss {state.final_loss:.4f}"
+        loss = "" if state.compared_loss is None else f", {state.compared_by} {state.compared_loss:.4f}"
         return f"finished in {seconds}{loss}"
     reason = (state.error or _last_error(item) or f"exit code {item.process.returncode}").partition("\n")[0]
     return f"{'interrupted' if state.status == 'interrupted' else 'failed'} after {seconds}: {reason}"

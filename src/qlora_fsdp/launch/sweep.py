@@ -55,7 +55,8 @@ class Sweep:
         """Starts a batch of jobs.
 
         Returns:
-            For each job its last loss, or infinity if it failed: a sweeper then continues with other jobs.
+            For each job its last evaluation loss, or training loss where it evaluates on nothing, or infinity if it
+            failed: a sweeper then continues with other jobs.
 
         Raises:
             ConfigError: the settings of some job can't be used, and none was started.
@@ -85,6 +86,6 @@ class Sweep:
 
 def _job_return(job: Job) -> JobReturn:
     state = job.state
-    loss = state.final_loss if state.status == "finished" else None
+    loss = state.compared_loss if state.status == "finished" else None
     value = loss if loss is not None and math.isfinite(loss) else math.inf
     return JobReturn(overrides=job.arguments, task_name=job.label, status=JobStatus.COMPLETED, _return_value=value)

@@ -98,6 +98,10 @@ class Format:
         rows = stored.view(torch.uint8)
         return rows if rows.shape[1] == num_bytes else rows[:, :num_bytes].contiguous()
 
+    def source_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """What weights of a dtype are cast to before they are quantized; bitsandbytes' int8 kernel takes float16."""
+        return dtype if self.is_4bit else torch.float16
+
     def quantize_rows(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Quantize whole rows, each independently of all others.
 
@@ -110,7 +114,8 @@ class Format:
         """
         rows, in_features = weight.shape
         if not self.is_4bit:
-            codes, absmax, _ = torch.ops.bitsandbytes.int8_vectorwise_quant.default(weight.to(torch.float16))
+            source = weight.to(self.source_dtype(weight.dtype))
+            codes, absmax, _ = torch.ops.bitsandbytes.int8_vectorwise_quant.default(source)
             return self.pack(codes), absmax
         if weight.device.type == "cpu":
             packed, absmax = cpu_quantize.quantize_4bit(weight, self.quant_type, self.blocksize)

@@ -150,6 +150,8 @@ def _take_stored_quantization(config: PretrainedConfig, files: ModelFiles) -> bo
     del config.quantization_config
     if not files.tensors:  # random weights are quantized as the settings say
         return False
+    if not isinstance(stored, dict):
+        raise CheckpointError(f"{files.folder}/config.json: its quantization_config is damaged. Copy it again.")
     if stored.get("quant_method", "bitsandbytes") != "bitsandbytes":
         raise CheckpointError(
             f"model.path={files.folder} is quantized with {stored['quant_method']}; only full precision and "

@@ -11,6 +11,7 @@ import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -19,10 +20,13 @@ from transformers import AutoConfig, PretrainedConfig
 from qlora_fsdp.common.errors import CheckpointError, ConfigError, UserError
 from qlora_fsdp.common.foreign_files import find_outside
 from qlora_fsdp.common.hub import fetch_config_json
+from qlora_fsdp.common.model_figures import MAX_CONFIG_BYTES, find_bad_size
+from qlora_fsdp.common.text import shorten
 from qlora_fsdp.config.model_config import check_same_model, describes_itself, read_config_json
 from qlora_fsdp.config.schema import ModelConfig, Weights
 from qlora_fsdp.weights.safetensors_files import StoredTensor, read_headers
 
+MAX_REASON = 400  # characters of a library's message
 FirstError = Callable[[str | None], str | None]
 
 
@@ -62,7 +66,10 @@ def find_model(config: ModelConfig, is_main: bool, first_error: FirstError) -> M
             "copy that file there yourself."
         )
     try:
+        if config.weights is Weights.random:
+            _check_sizes(config.config)
         if folder is not None and (folder / "config.json").is_file():
+            _check_sizes(_read_config(folder / "config.json"))
             hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
         elif config.config and config.weights is Weights.random:
             values = dict(config.config)
@@ -80,13 +87,38 @@ def find_model(config: ModelConfig, is_main: bool, first_error: FirstError) -> M
     except UserError:
         raise
     except Exception as error:  # the file may hold anything
+        reason = shorten(" ".join(str(error).split()), MAX_REASON)
         raise CheckpointError(
-            f"model.path={config.path}: its config can't be used: {error}. Check model.path, or model.config."
+            f"model.path={config.path}: its config can't be used: {reason}. Check model.path, or model.config."
         ) from error
     tensors = {} if config.weights is Weights.random or folder is None else read_headers(folder)
     if folder is not None:
         _settle_tie(hf_config, folder, tensors)
     return ModelFiles(folder, hf_config, tensors)
+
+
+def _read_config(file: Path) -> dict[str, Any]:
+    """The values of a config.json, before transformers takes them at their word.
+
+    Raises:
+        ValueError, OSError: the file is damaged.
+    """
+    with file.open("rb") as stream:
+        content = stream.read(MAX_CONFIG_BYTES + 1)
+    if len(content) > MAX_CONFIG_BYTES:
+        raise ValueError(f"config.json has more than {MAX_CONFIG_BYTES:,} bytes")
+    values = json.loads(content)
+    if not isinstance(values, dict):
+        raise ValueError("config.json holds no names with values")
+    if "configuration_files" in values:
+        raise ValueError("config.json leads to other files (configuration_files)")
+    return values
+
+
+def _check_sizes(values: Mapping[str, Any]) -> None:
+    problem = find_bad_size(values)
+    if problem is not None:
+        raise ValueError(problem)
 
 
 def _settle_tie(config: PretrainedConfig, folder: Path, tensors: Mapping[str, StoredTensor]) -> None:

@@ -5,90 +5,34 @@ The trained parameters are gathered on rank 0, which writes the folder under a t
 
 from __future__ import annotations
 
-import json
 import shutil
 import socket
+import stat
 from copy import copy
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import cast
 
 import peft
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from qlora_fsdp import __version__
+from qlora_fsdp.common.disk import write_elsewhere
 from qlora_fsdp.common.errors import RunFolderError
+from qlora_fsdp.common.hub_names import LOCAL_BASE
 from qlora_fsdp.config.commands import SETTINGS_FILE
-from qlora_fsdp.layers import QuantizedLinear
-from qlora_fsdp.model.adapters import ADAPTER, base_linears
-from qlora_fsdp.model.new_tokens import count_tokens
+from qlora_fsdp.model.adapter_usage import describe_usage, is_classifier
+from qlora_fsdp.model.adapters import ADAPTER
+from qlora_fsdp.model.model_card import CardFacts, make_card
+from qlora_fsdp.records.record_files import check_own, records_in
 from qlora_fsdp.records.run_folder import writing
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.rows import gather_rows, local_tensor, shard_group
 
-CARD = """---
-base_model: {base}
-library_name: peft
-tags: [lora, qlora, qlora-fsdp]
----
-
-# LoRA adapter for {base}
-
-Trained with qlora-fsdp {version}: {card}.
-
-```python
-{usage}
-```
-{quantized}"""
-
-USAGE = """\
-from peft import PeftModel
-from transformers import AutoModelForCausalLM
-
-model = AutoModelForCausalLM.from_pretrained("{base}"){resize}
-model = PeftModel.from_pretrained(model, "path/to/this/folder")"""
-
-CLASSIFIER_USAGE = """\
-from peft import PeftModel
-from transformers import AutoConfig, {auto_class}
-
-folder = "path/to/this/folder"
-config = AutoConfig.from_pretrained(folder)  # has the labels; the head is in the adapter
-model = {auto_class}.from_pretrained("{base}", config=config){resize}
-model = PeftModel.from_pretrained(model, folder)"""
-
-# bitsandbytes would quantize layers that were trained in full, and PEFT could not put the trained weights there.
-QUANTIZED = """
-Onto a quantized base, in which these layers must stay in full precision, as they did in training:
-
-```python
-import torch
-from transformers import BitsAndBytesConfig
-{imports}
-
-quantization = BitsAndBytesConfig(
-    {options},
-    llm_int8_skip_modules={skip},
-)
-{lines}
-```
-"""
-OPTIONS_4BIT = """\
-load_in_4bit=True,
-    bnb_4bit_quant_type="{quant_type}",
-    bnb_4bit_use_double_quant={double_quant},
-    bnb_4bit_compute_dtype={dtype}"""
-
-CLASSIFIERS = {"SEQ_CLS": "AutoModelForSequenceClassification", "TOKEN_CLS": "AutoModelForTokenClassification"}
-RESIZE = "\nmodel.resize_token_embeddings({num_tokens})  # as many as the tokenizer in this folder has"
-
 
 @torch.no_grad()
-def gather_trainable(model: peft.PeftModel, processes: Processes) -> dict[str, Tensor]:
+def gather_trainable(model: nn.Module, processes: Processes) -> dict[str, Tensor]:
     """The whole trained parameters by name, in float32 on the CPU of rank 0; empty on other ranks. Collective."""
     whole = {}
     for name, param in model.named_parameters():
@@ -104,20 +48,20 @@ def save_adapter(
     model: peft.PeftModel,
     folder: Path,
     tokenizer: PreTrainedTokenizerBase | None,
-    card: str,
+    card: CardFacts,
     settings: str,
     processes: Processes,
 ) -> None:
     """Write `folder` (adapter_model.safetensors, adapter_config.json, tokenizer, ...), whole or not at all. Collective.
 
-    Days of training may be in the adapter. If the folder can't be written, the adapter goes to a temporary folder of
-    rank 0's host, which the error names.
+    Days of training may be in the adapter. If the folder can't be written, the adapter goes to another one, which the
+    error names.
 
     Args:
         model: PEFT's model, sharded.
         folder: an adapter already there is replaced once the new one is complete.
         tokenizer: saved in the same folder; None for none.
-        card: one line for the model card.
+        card: what the model card tells of the run.
         settings: the text of SETTINGS_FILE.
         processes: all ranks take part; rank 0 writes.
 
@@ -128,19 +72,25 @@ def save_adapter(
     if processes.is_main:
         temporary = folder.with_name(f".{folder.name}.tmp")
         shutil.rmtree(temporary, ignore_errors=True)
+        keys, run_folder = adapter_keys(model), folder.parent
+
+        def write_to(place: Path) -> None:
+            write_adapter(model, state, keys, place / folder.name, tokenizer, card, settings)
+            records_in(run_folder).write_rest(place)
+
         try:
-            with writing(folder.parent):
-                write_adapter(model, state, adapter_keys(model), temporary, tokenizer, card, settings)
+            with writing(run_folder):
+                check_own(run_folder)
+                write_adapter(model, state, keys, temporary, tokenizer, card, settings)
                 replace_folder(temporary, folder)
         except RunFolderError as error:
-            rescue = Path(mkdtemp(prefix="qlora_fsdp-"))
-            try:
-                write_adapter(model, state, adapter_keys(model), rescue / "adapter", tokenizer, card, settings)
-            except (OSError, SafetensorError):
-                shutil.rmtree(rescue, ignore_errors=True)
-                raise error from None
-            place = f"The adapter is in {rescue / 'adapter'} on {socket.gethostname()}: copy it from there."
-            raise RunFolderError(f"{error} {place}") from error
+            place = write_elsewhere(run_folder, sum(value.nbytes for value in state.values()), write_to)
+            if place is None:
+                raise RunFolderError(f"{error} No other folder takes the adapter either, so it is lost.") from error
+            raise RunFolderError(
+                f"{error} All steps are done, and the adapter is in {place / folder.name} on {socket.gethostname()}: "
+                "copy it from there."
+            ) from error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
     processes.wait(patiently=True)  # the disk may be slow, and the adapter large
@@ -165,7 +115,7 @@ def write_adapter(
     keys: dict[str, str],
     folder: Path,
     tokenizer: PreTrainedTokenizerBase | None,
-    card: str,
+    card: CardFacts,
     settings: str,
 ) -> None:
     """Write the files of an adapter.
@@ -176,7 +126,7 @@ def write_adapter(
         keys: what `adapter_keys` returned earlier, as a step may be running now.
         folder: a folder that does not exist yet.
         tokenizer: saved in the same folder; None for none.
-        card: one line for the model card.
+        card: what the model card tells of the run.
         settings: the text of SETTINGS_FILE.
     """
     config = model.peft_config[ADAPTER]
@@ -191,42 +141,21 @@ def write_adapter(
     saved.save_pretrained(str(folder))
     if tokenizer is not None:
         tokenizer.save_pretrained(str(folder))
-    auto_class, base_model = CLASSIFIERS.get(str(config.task_type)), cast(PreTrainedModel, model.get_base_model())
-    if auto_class is not None:
-        base_model.config.save_pretrained(folder)  # has the labels' names and the head's size
-    base = config.base_model_name_or_path or "the base model"
-    num_tokens, num_rows = count_tokens(base_model)
-    resize = RESIZE.format(num_tokens=num_tokens) if num_tokens > num_rows else ""
-    usage = (CLASSIFIER_USAGE if auto_class else USAGE).format(base=base, resize=resize, auto_class=auto_class)
-    quantized = _quantized_usage(model, usage, base)
-    readme = CARD.format(base=base, version=__version__, card=card, usage=usage, quantized=quantized)
-    (folder / "README.md").write_text(readme)
+    if is_classifier(model):
+        cast(PreTrainedModel, model.get_base_model()).config.save_pretrained(folder)  # labels' names, the head's size
+    usage, quantized_usage = describe_usage(model, card.base or LOCAL_BASE)
+    text = make_card(card, usage, quantized_usage, is_classifier(model))
+    (folder / "README.md").write_text(text, encoding="utf-8")
     (folder / SETTINGS_FILE).write_text(settings, encoding="utf-8")
+    _share_as_usual(folder)
 
 
-def _quantized_usage(model: peft.PeftModel, usage: str, base: str) -> str:
-    """How to load the adapter onto a quantized base; empty if its usual BitsAndBytesConfig is enough."""
-    base_model = cast(PreTrainedModel, model.get_base_model())
-    head = base_model.get_output_embeddings()
-    heads = {
-        name for name, module in base_model.named_modules() if module is head
-    }  # which transformers does not quantize
-    formats = {name: m.format if isinstance(m, QuantizedLinear) else None for name, m in base_linears(base_model)}
-    format = next((format for name, format in formats.items() if format is not None and name not in heads), None)
-    plain = {name for name, own in formats.items() if own != format}
-    if format is None or plain <= heads:
-        return ""
-    options = "load_in_8bit=True"
-    if format.is_4bit:
-        dtype, double_quant = base_model.dtype, format.double_quant
-        options = OPTIONS_4BIT.format(quant_type=format.quant_type, double_quant=double_quant, dtype=dtype)
-    start_of_base = f'from_pretrained("{base}"'
-    usage = usage.replace(start_of_base, f"{start_of_base}, quantization_config=quantization")
-    imports, lines = usage.split("\n\n", 1)
-    quantized_ends = {name.rpartition(".")[2] for name in formats.keys() - plain}
-    ends = {name: name.rpartition(".")[2] for name in plain}
-    skip = sorted({name if end in quantized_ends else end for name, end in ends.items()})
-    return QUANTIZED.format(imports=imports, options=options, skip=json.dumps(skip), lines=lines)
+def _share_as_usual(folder: Path) -> None:
+    """Give every file the mode that the umask asks for. safetensors and transformers keep some to their owner alone."""
+    mode = (folder / SETTINGS_FILE).stat().st_mode  # an ordinary new file
+    for file in folder.iterdir():
+        if file.is_file():
+            file.chmod(stat.S_IMODE(mode))
 
 
 def replace_folder(new: Path, target: Path) -> None:

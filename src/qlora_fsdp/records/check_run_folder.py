@@ -11,11 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from qlora_fsdp.common.errors import ConfigError, Problem
+from qlora_fsdp.common.text import plural
 from qlora_fsdp.config.check_settings import check_settings, check_world
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.config.settings import problem_with
 from qlora_fsdp.config.world import World
-from qlora_fsdp.records.run_state import LOCK, RECORDS, is_run_folder
+from qlora_fsdp.records.run_state import LOCK, RECORDS, is_run_folder, read_run
 
 
 def check(config: Config, world: World) -> None:
@@ -57,7 +58,7 @@ def check_run_folder(config: Config) -> Iterator[Problem]:
         fix = "Set another run.name= or run.folder=, or run.overwrite=true to replace"
         others = _others_files(folder)
         if _is_finished(folder):
-            yield problem_with(config, "run.folder", "already holds a finished run.", f"{fix} it.")
+            yield problem_with(config, "run.folder", f"already holds a finished run{_describe(folder)}.", f"{fix} it.")
         elif others:
             yield problem_with(config, "run.folder", f"holds {', '.join(others)}, of no run.", f"{fix} these.")
 
@@ -67,6 +68,15 @@ def _others_files(folder: Path) -> list[str]:
     if (folder / LOCK).exists() or is_run_folder(folder):
         return []
     return [name for name in ("adapter", "config.yaml", "environment.json", *RECORDS) if (folder / name).exists()]
+
+
+def _describe(folder: Path) -> str:
+    """What a finished run has left, as the end of a sentence."""
+    state = read_run(folder)
+    parts = [] if state.step is None else [plural(state.step, "step")]
+    parts += [] if state.compared_loss is None else [f"{state.compared_by} {state.compared_loss:.4f}"]
+    parts += [] if state.adapter is None else [f"its adapter in {state.adapter}"]
+    return f" ({', '.join(parts)})" if parts else ""
 
 
 def _is_finished(folder: Path) -> bool:

@@ -1,23 +1,24 @@
-"""Where the figures of a run go while it trains: metrics.jsonl, a progress line on the console, and the trackers."""
+"""Where the figures of a run go while it trains: metrics.jsonl, the table of the log, and the trackers."""
 
 from __future__ import annotations
 
-import datetime
 import json
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from qlora_fsdp.common.files import write_atomically
 from qlora_fsdp.config.schema import Config
+from qlora_fsdp.records.console import COLOR, show_live
+from qlora_fsdp.records.progress import ProgressTable
+from qlora_fsdp.records.record_files import records_in
 from qlora_fsdp.records.run_folder import log, writing
-from qlora_fsdp.records.run_state import GENERATIONS_FILE, read_metrics
+from qlora_fsdp.records.run_state import GENERATIONS_FILE, METRICS_FILE, read_metrics
 from qlora_fsdp.records.trackers import Tracker, start_trackers
 
-SECONDS_BETWEEN_LINES = 10.0  # between progress lines where the console is not a terminal, as in a batch job's log
+SECONDS_BETWEEN_ROWS = 10.0  # of steps, in the log's table; on a terminal the live line shows those between
 
 
 class Journal:
@@ -33,14 +34,12 @@ class Journal:
 
     def __init__(self, folder: Path, config: Config, num_steps: int, is_main: bool, first_step: int = 0) -> None:
         self.folder, self.is_main, self.num_steps, self.first_step = folder, is_main, num_steps, first_step
-        self.started = self.last_line = time.monotonic()
-        self.is_terminal = sys.stdout.isatty()
-        self.metrics: TextIO | None = None
+        self.started = self.last_row = time.monotonic()
+        self.records, self.table = records_in(folder), ProgressTable(num_steps)
         if is_main:
             with writing(folder):
-                _drop_later_lines(folder / "metrics.jsonl", first_step)
+                _drop_later_lines(folder / METRICS_FILE, first_step)
                 _drop_later_lines(folder / GENERATIONS_FILE, first_step)
-                self.metrics = (folder / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
         self.trackers: list[Tracker] = start_trackers(folder, config, first_step) if is_main else []
 
     def step(self, figures: dict[str, Any]) -> None:
@@ -49,30 +48,31 @@ class Journal:
         if not self.is_main:
             return
         step, now = figures["step"], time.monotonic()
-        seconds_per_step = (now - self.started) / (step - self.first_step)
-        line = _progress_line(figures, self.num_steps - step, seconds_per_step)
-        if self.is_terminal:
-            print(f"\r\033[K{line}", end="\n" if step == self.num_steps else "", flush=True)
-        elif now - self.last_line > SECONDS_BETWEEN_LINES or step in (self.first_step + 1, self.num_steps):
-            log.info(line)
-            self.last_line = now
+        eta_seconds = (now - self.started) / (step - self.first_step) * (self.num_steps - step)
+        row = self.table.row(figures, eta_seconds)
+        if now - self.last_row > SECONDS_BETWEEN_ROWS or step in (self.first_step + 1, self.num_steps):
+            self.last_row = now
+            show_live("")
+            self._log_row(row, "yellow" if figures.get("skipped") else None)
+        else:
+            show_live(row)
 
     def evaluation(self, step: int, eval_loss: float, metrics: dict[str, float], seconds: float) -> None:
         """Record an evaluation after `step` optimizer steps; `metrics` are the task's figures other than the loss."""
         named = {f"eval_{name}": value for name, value in metrics.items()}
-        self._write({"step": step, "eval_loss": eval_loss, **named, "eval_seconds": round(seconds, 3)})
+        figures = {"step": step, "eval_loss": eval_loss, **named}
+        self._write({**figures, "eval_seconds": round(seconds, 3)})
         if self.is_main:
-            print("\r\033[K" if self.is_terminal else "", end="")
-            figures = "".join(f" | {name} {value:.4f}" for name, value in metrics.items())
-            log.info(f"step {step}/{self.num_steps} | evaluation loss {eval_loss:.4f}{figures} | {seconds:.1f} s")
+            note = ", ".join([*(f"{name} {value:.4f}" for name, value in metrics.items()), f"{seconds:.1f} s"])
+            self._log_row(self.table.row(figures, note=note), "cyan")
 
     def generations(self, step: int, rows: list[dict[str, Any]]) -> None:
         """Record what the model wrote after `step` optimizer steps: each row's prompt, completion and reference."""
         if not self.is_main or not rows:
             return
         rows = [{"step": step, **row} for row in rows]
-        with writing(self.folder), (self.folder / GENERATIONS_FILE).open("a", encoding="utf-8") as file:
-            file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        self.records.append(GENERATIONS_FILE, text)
         self._tell(lambda tracker: tracker.generations(rows, step))
 
     def checkpoint(self, step: int, folder: Path, stall_seconds: float, write_seconds: float) -> None:
@@ -80,7 +80,6 @@ class Journal:
         figures = {"checkpoint_stall_seconds": round(stall_seconds, 3), "checkpoint_seconds": round(write_seconds, 3)}
         self._write({"step": step, **figures})
         if self.is_main:
-            print("\r\033[K" if self.is_terminal else "", end="")
             log.info(f"Checkpoint: {folder}, written in {write_seconds:.1f} s; training waited {stall_seconds:.2f} s")
 
     def good_steps(self, at_most: int) -> list[dict[str, Any]]:
@@ -91,14 +90,16 @@ class Journal:
         """Close what is open. The trackers also get the summary's figures and, of a finished run, the adapter."""
         adapter = self.folder / "adapter" if summary.get("status") == "finished" else None
         self._tell(lambda tracker: tracker.close(summary, adapter))
-        if self.metrics is not None:
-            with writing(self.folder):  # closing tries once more to write what a full disk did not take
-                self.metrics.close()
+
+    def _log_row(self, row: str, color: str | None) -> None:
+        *header, row = self.table.with_header(row)
+        for line in header:
+            log.info(line, extra={COLOR: "bold"})
+        log.info(row, extra={COLOR: color})
 
     def _write(self, figures: dict[str, Any]) -> None:
-        if self.metrics is not None:
-            with writing(self.folder):
-                self.metrics.write(json.dumps(figures) + "\n")
+        if self.is_main:
+            self.records.append(METRICS_FILE, json.dumps(figures) + "\n")
         numbers = {k: v for k, v in figures.items() if isinstance(v, (int, float)) and k != "step"}
         self._tell(lambda tracker: tracker.log(numbers, figures["step"]))
 
@@ -127,19 +128,3 @@ def _drop_later_lines(file: Path, last_step: int) -> None:
             if figures["step"] < last_step or (figures["step"] == last_step and "loss" in figures):
                 kept.append(line)
     write_atomically(file, "".join(kept))
-
-
-def _progress_line(figures: dict[str, Any], num_left: int, seconds_per_step: float) -> str:
-    step = figures["step"]
-    eta = datetime.timedelta(seconds=round(seconds_per_step * num_left))
-    parts = [
-        f"step {step}/{step + num_left}",
-        "skipped" if figures.get("skipped") else f"loss {figures['loss']:.4f}",
-        f"lr {figures['learning_rate']:.2e}",
-        f"{figures['tokens_per_second_per_gpu']:,.0f} tokens/s/GPU",
-    ]
-    if figures["mfu"] is not None:
-        parts.append(f"MFU {figures['mfu']:.0%}")
-    if figures["gpu_peak_gib"] is not None:
-        parts.append(f"{figures['gpu_peak_gib']:.1f} GiB")
-    return " | ".join([*parts, f"ETA {eta}"])

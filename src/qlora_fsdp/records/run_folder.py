@@ -4,7 +4,7 @@ Rank 0 writes all of them, except for each rank's part of a checkpoint and each 
 
 config.yaml        every setting, as it was written
 environment.json   command, git commit, versions, GPUs
-train.log          what the console showed
+train.log          what the console showed, with the time of each line
 metrics.jsonl      a line for each step, each evaluation and each checkpoint
 generations.jsonl  what the model wrote at evaluations, if tracking.num_generations is set
 summary.json       how the run ended, and its figures
@@ -38,13 +38,14 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import torch
-from safetensors import SafetensorError
 
+from qlora_fsdp.common.disk import is_write_error, reason_of
 from qlora_fsdp.common.errors import RunFolderError
 from qlora_fsdp.common.files import write_atomically, write_json
 from qlora_fsdp.config.compose import to_yaml
 from qlora_fsdp.config.schema import Config
-from qlora_fsdp.config.written import hide
+from qlora_fsdp.records.console import start_log, stop_log
+from qlora_fsdp.records.record_files import holder
 from qlora_fsdp.records.run_state import LOCK, RECORDS
 from qlora_fsdp.runtime.processes import Processes
 
@@ -83,7 +84,6 @@ def open_run_folder(config: Config, processes: Processes, keep_records: bool = F
         RunFolderError: it can't be written, or another run is writing to it.
     """
     folder = Path(processes.share(str(Path(config.run.folder).expanduser().resolve())))
-    handlers: list[logging.Handler] = []
     if processes.is_main:
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
@@ -95,12 +95,7 @@ def open_run_folder(config: Config, processes: Processes, keep_records: bool = F
                     (folder / stale).unlink(missing_ok=True)
             write_atomically(folder / "config.yaml", to_yaml(config, as_written=True))
             write_json(folder / "environment.json", describe_environment(processes))
-            handlers = [logging.StreamHandler(sys.stdout), logging.FileHandler(folder / "train.log")]
-    log.handlers[:] = handlers or [logging.NullHandler()]
-    for handler in log.handlers:
-        handler.setFormatter(_Formatter("%(message)s"))
-    log.setLevel(logging.INFO)
-    log.propagate = False
+    start_log(folder if processes.is_main else None)
     return folder
 
 
@@ -124,9 +119,7 @@ def check_room(folder: Path, num_bytes: int, processes: Processes) -> None:
 
 def close_run_folder() -> None:
     """Stop the log and give up the lock. Safe to call when no folder is open."""
-    for handler in log.handlers:
-        handler.close()
-    log.handlers[:] = [logging.NullHandler()]
+    stop_log()
     while _locks:
         _locks.pop().close()
 
@@ -150,13 +143,6 @@ def describe_environment(processes: Processes) -> dict[str, Any]:
     }
 
 
-class _Formatter(logging.Formatter):
-    """Formats lines of the log, which say nothing that the environment gave."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return hide(super().format(record))
-
-
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
     """A context for writing to the run folder, in which a failure to write is raised as an error of the user's.
@@ -166,10 +152,12 @@ def writing(folder: Path) -> Iterator[None]:
     """
     try:
         yield
-    except (OSError, SafetensorError) as error:
+    except Exception as error:
+        if not is_write_error(error):
+            raise
         raise RunFolderError(
-            f"run.folder={folder} can't be written: {error}. Free space there, or set run.folder to a folder that you "
-            "may write to."
+            f"run.folder={folder} can't be written: {reason_of(error)}. Free space there, or set run.folder to a "
+            "folder that you may write to."
         ) from error
 
 
@@ -192,7 +180,7 @@ def _lock(folder: Path) -> None:
         except OSError:
             return  # the file system has no locks
         file.truncate(0)
-        file.write(f"process {os.getpid()} on {platform.node()}\n")
+        file.write(f"{holder(os.getpid(), platform.node())}\n")
         file.flush()
         _locks.append(file)
         return

@@ -7,29 +7,36 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from qlora_fsdp.common.errors import LaunchError, RunFolderError
+from qlora_fsdp.common.foreign_files import open_regular, read_small
 
 LOCK = ".lock"
 ATTEMPT = ".attempt"  # which start of which launch began to train here last
+METRICS_FILE = "metrics.jsonl"
+LOG_FILE = "train.log"
+SUMMARY_FILE = "summary.json"
 GENERATIONS_FILE = "generations.jsonl"
 BAD_STEPS_FOLDER = "bad_steps"
 TENSORBOARD_FOLDER = "tensorboard"
 # A new run in the folder removes these, which would otherwise have the records of two runs.
-RECORDS = ("metrics.jsonl", "train.log", "report.html", GENERATIONS_FILE, BAD_STEPS_FOLDER, TENSORBOARD_FOLDER)
+RECORDS = (METRICS_FILE, LOG_FILE, "report.html", GENERATIONS_FILE, BAD_STEPS_FOLDER, TENSORBOARD_FOLDER)
 SLURM_FILE = "slurm.json"  # the number of the job that was submitted
 FRESH_SECONDS = 120.0  # where the file system has no locks, a run that wrote so lately counts as running
+NUM_FINAL = 10  # the final loss is the mean of the last so many steps: that of a single one depends on its rows
 NUM_STEPS_TIMED = 50  # the ETA follows from the times of so many steps
+MAX_METRICS_BYTES = 2**30  # of metrics.jsonl: millions of steps
 TAIL_BYTES = 2**20  # as much of metrics.jsonl is read where only its end is wanted
 
 
@@ -42,7 +49,8 @@ class RunState:
         status: `finished`, `failed`, `interrupted`, `running`, `stopped` (it ended and left no summary) or `new`.
         step: optimizer steps done.
         num_steps: of the whole run.
-        loss: of the last step.
+        loss: of training: the mean of the last steps whose gradient was used, in a run that has finished of the last
+            10. Never that of an evaluation.
         eval_loss: of the last evaluation.
         tokens_per_second_per_gpu: median of the last steps.
         gpu_peak_gib: most memory in any step.
@@ -73,8 +81,18 @@ class RunState:
 
     @property
     def final_loss(self) -> float | None:
-        """The loss that runs are compared by: the last evaluation's, or the last step's where there was none."""
+        """Of training, as in summary.json."""
+        return self.loss
+
+    @property
+    def compared_loss(self) -> float | None:
+        """What runs of the same data are ranked by: the last evaluation's loss, or where there was none, training's."""
         return self.loss if self.eval_loss is None else self.eval_loss
+
+    @property
+    def compared_by(self) -> str:
+        """The name of `compared_loss`."""
+        return "loss" if self.eval_loss is None else "evaluation loss"
 
 
 def is_run_folder(folder: Path) -> bool:
@@ -111,36 +129,37 @@ def step_of(checkpoint: Path) -> int | None:
 
 def read_run(folder: Path) -> RunState:
     """Read the state of the run in `folder`. A folder that does not exist is a `new` run."""
-    summary = read_json(folder / "summary.json")
+    summary = read_json(folder / SUMMARY_FILE)
     lines = list(read_metrics(folder, last=True))
     steps, evaluations = [line for line in lines if "loss" in line], [line for line in lines if "eval_loss" in line]
-    last = steps[-1] if steps else {}
-    status = summary.get("status") or _status(folder)
-    timed = steps[-NUM_STEPS_TIMED:]
-    eta = None
-    if status == "running" and last.get("num_steps"):
-        eta = statistics.median(line["seconds"] for line in timed) * (last["num_steps"] - last["step"])
-    speeds = [line["tokens_per_second_per_gpu"] for line in timed]
+    last, evaluated = steps[-1] if steps else {}, evaluations[-1] if evaluations else {}
+    status, timed = _text(summary, "status") or _status(folder), steps[-NUM_STEPS_TIMED:]
+    losses = [_number(line, "loss") for line in steps if not line.get("skipped")]
+    losses = [loss for loss in losses if loss is not None][-NUM_FINAL:]
     checkpoints = checkpoint_folders(folder / "checkpoints")
     age = None
     if checkpoints:
         with suppress(OSError):  # the run may be removing it
             age = max(0.0, time.time() - (checkpoints[-1] / "manifest.json").stat().st_mtime)
+    num_steps, seconds = _number(last, "num_steps"), _median(timed, "seconds")
+    eta = None
+    if status == "running" and num_steps and seconds is not None and math.isfinite(seconds):
+        eta = seconds * (num_steps - (_number(last, "step") or 0))
     return RunState(
         folder,
         status,
-        step=summary.get("steps", last.get("step")),
-        num_steps=last.get("num_steps"),
-        loss=summary.get("final_loss", last.get("loss")),
-        eval_loss=summary.get("eval_loss", evaluations[-1]["eval_loss"] if evaluations else None),
-        tokens_per_second_per_gpu=summary.get(
-            "tokens_per_second_per_gpu", statistics.median(speeds) if speeds else None
+        step=_first(_number(summary, "steps"), _number(last, "step")),
+        num_steps=num_steps,
+        loss=_first(_number(summary, "final_loss"), statistics.fmean(losses) if losses else None),
+        eval_loss=_first(_number(summary, "eval_loss"), _number(evaluated, "eval_loss")),
+        tokens_per_second_per_gpu=_first(
+            _number(summary, "tokens_per_second_per_gpu"), _median(timed, "tokens_per_second_per_gpu")
         ),
-        gpu_peak_gib=summary.get("step_gpu_peak_gib", last.get("gpu_peak_gib")),
+        gpu_peak_gib=_first(_number(summary, "step_gpu_peak_gib"), _number(last, "gpu_peak_gib")),
         eta_seconds=eta,
         checkpoint=checkpoints[-1] if checkpoints else None,
         checkpoint_age_seconds=age,
-        error=summary.get("error"),
+        error=_text(summary, "error"),
     )
 
 
@@ -174,36 +193,69 @@ def describe_attempt(environ: Mapping[str, str]) -> dict[str, Any]:
     return {"launch": launch, "restarts": [int(environ.get(name, "0")) for name in names]}
 
 
-def read_metrics(folder: Path, last: bool = False, file: str = "metrics.jsonl") -> Iterator[dict[str, Any]]:
+def read_metrics(folder: Path, last: bool = False, file: str = METRICS_FILE) -> Iterator[dict[str, Any]]:
     """The complete lines of metrics.jsonl, or of another `file`; with `last` only those at its end."""
     try:
-        with (folder / file).open("rb") as stream:
+        with open_regular(folder, file) as stream:
             size = stream.seek(0, os.SEEK_END)
             stream.seek(max(0, size - TAIL_BYTES) if last else 0)
-            content = stream.read()
-    except OSError:
+            content = stream.read(MAX_METRICS_BYTES)
+    except (OSError, ValueError):
         return
     for line in content.splitlines():
-        with suppress(ValueError):  # the first and the last line may be cut off
+        with suppress(ValueError, RecursionError):  # the first and the last line may be cut off
             values = json.loads(line)
             if isinstance(values, dict) and "step" in values:
                 yield values
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The JSON object in a file; empty where there is none."""
+    """The JSON object in a file of a run folder, which somebody else may have made; empty where there is none."""
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        value = json.loads(read_small(file.parent, file.name))
+    except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
+
+
+def read_jobs(file: Path) -> list[tuple[Path, dict[str, str]]]:
+    """The jobs of a sweep.json: each one's folder and swept settings. What is no job is left out."""
+    jobs = read_json(file).get("jobs")
+    return [
+        (Path(job["folder"]), {str(key): str(value) for key, value in job["overrides"].items()})
+        for job in (jobs if isinstance(jobs, list) else [])
+        if isinstance(job, dict)
+        and isinstance(job.get("folder"), str)
+        and "\0" not in job["folder"]
+        and isinstance(job.get("overrides"), dict)
+    ]
+
+
+def _text(values: Mapping[str, Any], key: str) -> str | None:
+    value = values.get(key)
+    return value if isinstance(value, str) else None
+
+
+def _number(values: Mapping[str, Any], key: str) -> Any:
+    """A number of the records, NaN and infinite ones too; None where there is none that can be shown."""
+    value = values.get(key)
+    return value if type(value) is float or (type(value) is int and abs(value) < 2**63) else None
+
+
+def _first(one: Any, other: Any) -> Any:
+    return other if one is None else one
+
+
+def _median(lines: Sequence[Mapping[str, Any]], key: str) -> float | None:
+    values = [value for value in (_number(line, key) for line in lines) if value is not None]
+    return statistics.median(values) if values else None
 
 
 def _status(folder: Path) -> str:
     """The status of a run without a summary."""
     if not is_run_folder(folder):
         return "new"
-    files = [folder / name for name in ("metrics.jsonl", "train.log", "environment.json")]
+    files = [folder / name for name in (METRICS_FILE, LOG_FILE, "environment.json")]
     newest = max((file.stat().st_mtime for file in files if file.exists()), default=0.0)
     if _is_locked(folder / LOCK) or (not (folder / LOCK).exists() and time.time() - newest < FRESH_SECONDS):
         return "running"

@@ -11,7 +11,8 @@ from typing import Any
 from qlora_fsdp.common.errors import UserError
 from qlora_fsdp.common.files import write_json
 from qlora_fsdp.config.written import hide
-from qlora_fsdp.records.run_folder import writing
+from qlora_fsdp.records.record_files import check_own, records_in
+from qlora_fsdp.records.run_state import SUMMARY_FILE
 
 FIRST_SIGNAL_CODE = 128  # a shell's exit code for a process that a signal ended is above this
 
@@ -63,14 +64,10 @@ class RunSummary:
         status = "interrupted" if getattr(error, "exit_code", 1) > FIRST_SIGNAL_CODE else "failed"
         text = hide(str(error) if isinstance(error, UserError) else repr(error))
         with suppress(OSError):  # the folder may be what failed
-            write_json(self._folder / "summary.json", self.figures | {"status": status, "error": text})
+            check_own(self._folder)
+            write_json(self._folder / SUMMARY_FILE, self.figures | {"status": status, "error": text})
 
     def write(self) -> None:
-        """Write summary.json.
-
-        Raises:
-            RunFolderError: the folder can't be written.
-        """
+        """Write summary.json, if the disk takes it."""
         assert self._folder is not None
-        with writing(self._folder):
-            write_json(self._folder / "summary.json", self.figures)
+        records_in(self._folder).write(SUMMARY_FILE, lambda file: write_json(file, self.figures))

@@ -1,21 +1,24 @@
-"""W&B and TensorBoard, which get the journal's figures where they are asked for. Only rank 0 has them."""
+"""W&B, TensorBoard and others, which get the journal's figures where they are asked for. Only rank 0 has them."""
 
 from __future__ import annotations
 
+import os
 import secrets
 from functools import partial
 from html import escape
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, assert_never, cast
 
 from qlora_fsdp.common.files import write_json
-from qlora_fsdp.config.check_settings import wandb_mode
 from qlora_fsdp.config.identity import plain_settings, sections_of
-from qlora_fsdp.config.schema import Config, WandbMode
+from qlora_fsdp.config.schema import Config, TrackerName, WandbMode
+from qlora_fsdp.config.trackers import HOW_TO_LOG_IN, asked_wandb_mode, trackers_of, wandb_mode
 from qlora_fsdp.records.run_folder import log, writing
 from qlora_fsdp.records.run_state import TENSORBOARD_FOLDER, read_json
 
 WANDB_FILE = "wandb.json"  # has the id that W&B knows the run by
+MLFLOW_FILE = "mlflow.json"
+MAX_PARAMS, MAX_PARAM_LENGTH = 100, 500  # what MLflow takes of settings at a time, and of a value
 
 
 class Tracker(Protocol):
@@ -34,12 +37,28 @@ class Tracker(Protocol):
 def start_trackers(folder: Path, config: Config, first_step: int) -> list[Tracker]:
     """Start what `tracking` asks for. A run that resumes at `first_step` is resumed there too."""
     trackers: list[Tracker] = []
-    mode = wandb_mode(config)
-    if mode is not WandbMode.disabled:
-        trackers.append(WandbTracker(folder, config, mode, resumes=first_step > 0))
-    if config.tracking.tensorboard:
-        trackers.append(TensorBoardTracker(folder, first_step))
+    for name in trackers_of(config):
+        match name:
+            case TrackerName.wandb:
+                trackers.append(WandbTracker(folder, config, wandb_mode(config), resumes=first_step > 0))
+            case TrackerName.tensorboard:
+                trackers.append(TensorBoardTracker(folder, first_step))
+            case TrackerName.mlflow:
+                trackers.append(MlflowTracker(folder, config, resumes=first_step > 0))
+            case TrackerName.trackio:
+                trackers.append(TrackioTracker(config))
+            case other:
+                assert_never(other)
     return trackers
+
+
+def note_missing_key(config: Config) -> None:
+    """Say so if W&B is asked for and gets nothing, because it has no key."""
+    if asked_wandb_mode(config) is WandbMode.auto and wandb_mode(config) is WandbMode.disabled:
+        log.warning(
+            f"W&B gets nothing of this run, because it has no key here (tracking.wandb=auto). {HOW_TO_LOG_IN}; or set "
+            "tracking.wandb=offline to keep its files in the run folder, for `wandb sync`."
+        )
 
 
 class WandbTracker:
@@ -119,3 +138,52 @@ class TensorBoardTracker:
 
     def close(self, summary: dict[str, Any], adapter: Path | None) -> None:
         self.writer.close()
+
+
+class MlflowTracker:
+    """A run in MLflow. A run that resumes from a checkpoint stays the same run there."""
+
+    def __init__(self, folder: Path, config: Config, resumes: bool) -> None:
+        import mlflow
+
+        file, self.log_adapter, self.mlflow = folder / MLFLOW_FILE, config.tracking.log_adapter, mlflow
+        run_id = read_json(file).get("id") if resumes else None
+        if "MLFLOW_EXPERIMENT_NAME" not in os.environ:
+            mlflow.set_experiment(config.tracking.project)
+        run = mlflow.start_run(run_id=run_id, run_name=config.run.name)
+        if run_id is None:  # settings can't be changed there
+            with writing(folder):
+                write_json(file, {"id": run.info.run_id})
+            settings = [(key, str(value)[:MAX_PARAM_LENGTH]) for key, value in plain_settings(config).items()]
+            for start in range(0, len(settings), MAX_PARAMS):
+                mlflow.log_params(dict(settings[start : start + MAX_PARAMS]))
+
+    def log(self, figures: dict[str, float], step: int) -> None:
+        self.mlflow.log_metrics(figures, step=step)
+
+    def generations(self, rows: list[dict[str, Any]], step: int) -> None:
+        """They are in the run folder."""
+
+    def close(self, summary: dict[str, Any], adapter: Path | None) -> None:
+        if self.log_adapter and adapter is not None:
+            self.mlflow.log_artifacts(str(adapter), "adapter")
+        self.mlflow.end_run("FINISHED" if summary.get("status") == "finished" else "FAILED")
+
+
+class TrackioTracker:
+    """A run in trackio, under the name of this one."""
+
+    def __init__(self, config: Config) -> None:
+        import trackio
+
+        name, settings = config.run.name, plain_settings(config)
+        self.run = trackio.init(project=config.tracking.project, name=name, config=settings, resume="allow")
+
+    def log(self, figures: dict[str, float], step: int) -> None:
+        self.run.log(figures, step=step)
+
+    def generations(self, rows: list[dict[str, Any]], step: int) -> None:
+        """They are in the run folder."""
+
+    def close(self, summary: dict[str, Any], adapter: Path | None) -> None:
+        self.run.finish()

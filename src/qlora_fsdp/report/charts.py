@@ -33,16 +33,28 @@ class Series:
 
     @property
     def points(self) -> list[tuple[float, float]]:
-        """The points to draw. Of a long line, each is the mean of neighbours."""
+        """The points to draw. Of a long line, these are the lowest and the highest of each group of neighbours."""
         found = [(x, y) for x, y in zip(self.xs, self.ys, strict=True) if y is not None and math.isfinite(y)]
         if self.style == "dots" or len(found) <= MAX_POINTS:
             return found
-        size = math.ceil(len(found) / MAX_POINTS)
+        size = math.ceil(2 * len(found) / MAX_POINTS)
         groups = [found[first : first + size] for first in range(0, len(found), size)]
-        return [(sum(x for x, _ in g) / len(g), sum(y for _, y in g) / len(g)) for g in groups]
+        return [point for group in groups for point in _extremes(group)]
 
 
-def chart(title: str, series: Sequence[Series], x_label: str = "step", x_names: Sequence[str] = ()) -> str:
+def _extremes(group: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The lowest and the highest of some points, so that a spike of a single step is seen in a long run."""
+    low, high = min(group, key=lambda point: point[1]), max(group, key=lambda point: point[1])
+    return sorted({low, high})
+
+
+def chart(
+    title: str,
+    series: Sequence[Series],
+    x_label: str = "step",
+    x_names: Sequence[str] = (),
+    has_legend: bool = False,
+) -> str:
     """Returns a chart with its title, or an empty text if there is nothing to draw.
 
     Args:
@@ -50,12 +62,13 @@ def chart(title: str, series: Sequence[Series], x_label: str = "step", x_names: 
         series: the lines and dots, drawn in this order.
         x_label: the text below the axis.
         x_names: names for x = 0, 1, ... in place of numbers.
+        has_legend: name the lines beside the title, those that are not faint with the value at their end.
     """
     drawn = [(one, one.points) for one in series if one.points]
     if not drawn:
         return ""
     xs, ys = [x for one, _ in drawn for x in one.xs], [y for _, points in drawn for _, y in points]
-    x_ticks = [float(index) for index in range(len(x_names))] or ticks(min(xs), max(xs))
+    x_ticks = [float(index) for index in range(len(x_names))] or whole_ticks(min(xs), max(xs))
     y_ticks = ticks(min(ys), max(ys))
     x_low, x_high = min(xs), max(xs)
     if x_names:
@@ -80,30 +93,48 @@ def chart(title: str, series: Sequence[Series], x_label: str = "step", x_names: 
             parts.append(f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 15}" text-anchor="middle">{label}</text>')
     parts.append(f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 4}" text-anchor="end">{escape(x_label)}</text>')
     for one, points in drawn:
-        colour = f"c{one.colour % NUM_COLOURS}"
-        places = [place(x, y) for x, y in points]
-        if one.style == "dots" or len(points) == 1:
-            for (x, y), (across, down) in zip(points, places, strict=True):
-                where = x_names[int(x)] if x_names else _show(x)
-                tip = escape(f"{one.name}: {y:.6g} at {where}")
-                parts.append(
-                    f'<circle class="{colour}" cx="{across:.1f}" cy="{down:.1f}" r="4"><title>{tip}</title></circle>'
-                )
-        else:
-            path = " ".join(f"{across:.1f},{down:.1f}" for across, down in places)
-            tip = escape(f"{one.name}: {points[-1][1]:.6g} at the end")
-            faint = " faint" if one.style == "faint" else ""
-            parts.append(f'<polyline class="{colour}{faint}" points="{path}"><title>{tip}</title></polyline>')
-    return f"<figure><figcaption>{escape(title)}</figcaption>{''.join(parts)}</svg></figure>"
+        parts += _draw(one, points, [place(x, y) for x, y in points], x_names)
+    legend = "".join(
+        f' <span class="key thin k{one.colour % NUM_COLOURS}"></span>{escape(one.name)}'
+        + (f", {_show(points[-1][1], 5)} at the end" if one.style == "line" else "")
+        for one, points in drawn
+        if has_legend
+    )
+    return f"<figure><figcaption><b>{escape(title)}</b>{legend}</figcaption>{''.join(parts)}</svg></figure>"
 
 
-def smooth(values: Sequence[float | None], weight: float = 0.95) -> list[float | None]:
-    """Returns the running exponential mean, corrected for the bias of its start, as W&B and TensorBoard show it."""
-    mean, total, result = 0.0, 0.0, list[float | None]()
-    for value in values:
+def _draw(
+    one: Series,
+    points: Sequence[tuple[float, float]],
+    places: Sequence[tuple[float, float]],
+    x_names: Sequence[str],
+) -> list[str]:
+    """The SVG of a series, whose points lie at `places` in the picture."""
+    colour = f"c{one.colour % NUM_COLOURS}"
+    if one.style != "dots" and len(points) > 1:
+        path = " ".join(f"{across:.1f},{down:.1f}" for across, down in places)
+        tip = escape(f"{one.name}: {points[-1][1]:.6g} at the end")
+        faint = " faint" if one.style == "faint" else ""
+        return [f'<polyline class="{colour}{faint}" points="{path}"><title>{tip}</title></polyline>']
+    parts = []
+    for (x, y), (across, down) in zip(points, places, strict=True):
+        tip = escape(f"{one.name}: {y:.6g} at {x_names[int(x)] if x_names else _show(x)}")
+        circle = f'<circle class="{colour}" cx="{across:.1f}" cy="{down:.1f}" r="4">'
+        parts.append(f"{circle}<title>{tip}</title></circle>")
+    return parts
+
+
+def running_mean(values: Sequence[float | None], span: int) -> list[float | None]:
+    """Returns for each value the mean of the last `span` values up to it. None and NaN are no values."""
+    found = [value if value is not None and math.isfinite(value) else None for value in values]
+    total, num, result = 0.0, 0, list[float | None]()
+    for index, value in enumerate(found):
         if value is not None:
-            mean, total = weight * mean + (1 - weight) * value, weight * total + 1 - weight
-        result.append(mean / total if value is not None and total else None)
+            total, num = total + value, num + 1
+        old = found[index - span] if index >= span else None
+        if old is not None:
+            total, num = total - old, num - 1
+        result.append(total / num if value is not None else None)
     return result
 
 
@@ -118,9 +149,18 @@ def ticks(low: float, high: float, at_most: int = 6) -> list[float]:
     return [round(index * step, 12) for index in range(first, last + 1)]
 
 
+def whole_ticks(low: float, high: float) -> list[float]:
+    """Returns those of `ticks` that are whole numbers, as steps are; `low` alone if the two are equal."""
+    return [low] if low == high else [tick for tick in ticks(low, high) if tick == int(tick)]
+
+
 def _show(number: float, num_digits: int = 4) -> str:
-    is_whole = number == int(number) and 1 <= abs(number) < 1e7
-    return f"{number:,.0f}" if is_whole else f"{number:.{num_digits}g}"
+    if number == int(number) and 1 <= abs(number) < 1e7:
+        return f"{number:,.0f}"
+    if 0 < abs(number) < 1e-3:  # learning rates, alike: 2e-4, 5e-5
+        factor, exponent = f"{number:.{num_digits - 1}e}".split("e")
+        return f"{factor.rstrip('0').rstrip('.')}e{int(exponent)}"
+    return f"{number:.{num_digits}g}"
 
 
 def _show_apart(numbers: Sequence[float]) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from qlora_fsdp.common.files import write_atomically, write_json
 from qlora_fsdp.common.text import format_table, show_number
-from qlora_fsdp.records.run_state import read_json, read_run
+from qlora_fsdp.records.run_state import read_jobs, read_run
 
 SWEEP_FILE = "sweep.json"
 
@@ -21,7 +21,7 @@ def describe_job(folder: Path, swept: dict[str, str]) -> dict[str, Any]:
     return {
         "overrides": swept,
         "status": state.status,
-        "loss": state.final_loss,
+        "loss": state.compared_loss,
         "eval_loss": state.eval_loss,
         "final_loss": state.loss,
         "steps": state.step,
@@ -48,8 +48,16 @@ def write_results(folder: Path, jobs: list[dict[str, Any]]) -> None:
 
 def read_results(folder: Path) -> list[dict[str, Any]]:
     """Returns the present state of the jobs of the sweep in `folder`; empty if there is no sweep."""
-    jobs = read_json(folder / SWEEP_FILE).get("jobs", [])
-    return [describe_job(Path(job["folder"]), job["overrides"]) for job in jobs]
+    return [describe_job(job, swept) for job, swept in read_jobs(folder / SWEEP_FILE)]
+
+
+def read_swept(folder: Path) -> dict[Path, dict[str, str]]:
+    """Returns the settings that the sweep in `folder` gave each of its run folders; empty if there is no sweep."""
+    found = {}
+    for job in read_json(folder / SWEEP_FILE).get("jobs", []):
+        name = Path(job["folder"]).name  # the sweep may have been copied from another machine
+        found[folder.resolve() / name] = {key: str(value) for key, value in job["overrides"].items()}
+    return found
 
 
 def show_results(folder: Path, jobs: Sequence[dict[str, Any]]) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from qlora_fsdp.config.schema import OnBadStep, TrainingConfig
 from qlora_fsdp.data.batch import micro_batch_indices
 from qlora_fsdp.data.sequences import Indices, TrainingData
 from qlora_fsdp.data.split import BatchSplit
-from qlora_fsdp.records.run_folder import log, writing
+from qlora_fsdp.records.record_files import records_in
+from qlora_fsdp.records.run_folder import log
 from qlora_fsdp.records.run_state import BAD_STEPS_FOLDER
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.training.saver import Saver
@@ -84,12 +86,13 @@ class BadSteps:
             return True
         self.num_in_a_row += 1
         file = self._write(step, loss, norm, reason, indices, micro_losses)
-        text = f"Step {step + 1}: {reason}. Its gradient was not used; its rows are in {file}."
+        rows = "its rows could not be written" if file is None else f"its rows are in {file}"
+        text = f"Step {step + 1}: {reason}. Its gradient was not used; {rows}."
         if self.config.on_bad_step is OnBadStep.stop or self.num_in_a_row > MAX_IN_A_ROW:
-            saved = f" Step {step} is saved." if self.saver.save(step) else ""
+            saved = self.saver.save(step).text
             row = f" These were {MAX_IN_A_ROW + 1} in a row." if self.num_in_a_row > MAX_IN_A_ROW else ""
             raise TrainingError(
-                f"{text}{row}{saved} Look at these rows; set training.on_bad_step=skip to go on with the next batch, "
+                f"{text}{row} {saved} Look at these rows; set training.on_bad_step=skip to go on with the next batch, "
                 f"or training.learning_rate lower than {self.config.learning_rate}."
             )
         if self.config.on_bad_step is OnBadStep.rollback:
@@ -119,8 +122,12 @@ class BadSteps:
 
     def _write(
         self, step: int, loss: float, norm: float, reason: str, indices: Indices, micro_losses: Sequence[Tensor]
-    ) -> Path:
-        """Write the step's sequences to a file, each with the loss of its micro-batch, highest first. Collective."""
+    ) -> Path | None:
+        """Write the step's sequences to a file, each with the loss of its micro-batch, highest first. Collective.
+
+        Returns:
+            The file; None if the disk does not take it.
+        """
         file = self.folder / BAD_STEPS_FOLDER / f"step-{step + 1:08}.json"
         losses = self.processes.gather([loss.item() for loss in micro_losses])
         if self.processes.is_main:
@@ -132,15 +139,20 @@ class BadSteps:
                     found += [self._describe(int(sequence), rank, part_loss) for sequence in part]
             found.sort(key=lambda entry: -math.inf if entry["loss"] is None else -entry["loss"])
             step_facts = {"step": step + 1, "reason": reason, "loss": _finite(loss), "grad_norm": _finite(norm)}
-            with writing(self.folder):
-                file.parent.mkdir(exist_ok=True)
-                write_json(file, step_facts | {"action": self.config.on_bad_step.name, "sequences": found})
-        return file
+            facts = step_facts | {"action": self.config.on_bad_step.name, "sequences": found}
+            records_in(self.folder).write(f"{BAD_STEPS_FOLDER}/{file.name}", partial(_write_facts, facts))
+        is_written = self.processes.share(file.is_file() if self.processes.is_main else None)
+        return file if is_written else None
 
     def _describe(self, sequence: int, rank: int, loss: float) -> dict[str, Any]:
         """A sequence with the texts of its rows, as an entry of the file."""
         texts = [self.decode(tokens.tolist()) for tokens, _ in self.data.rows_of(sequence)]
         return {"sequence": sequence, "rank": rank, "loss": _finite(loss), "rows": texts}
+
+
+def _write_facts(facts: dict[str, Any], file: Path) -> None:
+    file.parent.mkdir(exist_ok=True)
+    write_json(file, facts)
 
 
 def _finite(number: float) -> float | None:

@@ -16,12 +16,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from qlora_fsdp.common.disk import is_write_error, reason_of
 from qlora_fsdp.common.files import digest_file
 from qlora_fsdp.common.sizes import SLAB_BYTES
+from qlora_fsdp.records.record_files import check_own
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.rows import local_rows, local_tensor, replica_of
 from qlora_fsdp.training.checkpoint import MANIFEST, Checkpoint, digest_manifest, temporary_name, trained_state
@@ -58,6 +59,11 @@ class HostCopy:
     def __init__(self) -> None:
         self.buffers: dict[str, Tensor] = {}
         self.slab = torch.empty(0, dtype=torch.uint8)  # what is left of the newest
+
+    @property
+    def num_bytes(self) -> int:
+        """What the last snapshot takes, in bytes; without adamw_8bit's own state."""
+        return sum(buffer.nbytes for buffer in self.buffers.values())
 
     @torch.no_grad()
     def take(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Snapshot:
@@ -109,12 +115,15 @@ def write_checkpoint(
     errors: list[str] = []
     if processes.is_main:
         with _noting(errors):
+            check_own(content.folder.parent.parent)
             shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
-    processes.wait()  # a rank that is ahead would have its file removed
+            temporary.parent.mkdir(exist_ok=True)
+            temporary.mkdir()
+    is_made = processes.share(not errors)  # a rank that is ahead would have its file removed
     facts: FileFacts = {}
     with _noting(errors):
-        facts = _write_own_file(temporary, snapshot, processes.rank)
+        if is_made:
+            facts = _write_own_file(temporary, snapshot, processes.rank)
     everyone = processes.gather((snapshot.rows, facts, errors))
     error = next((text for _, _, texts in everyone for text in texts), None)
     if processes.is_main:
@@ -213,5 +222,7 @@ def _noting(errors: list[str]) -> Iterator[None]:
     """Note an error instead of raising it, so that this rank still meets the others and can tell them."""
     try:
         yield
-    except (OSError, SafetensorError, RuntimeError, BadFile) as error:
-        errors.append(str(error).strip().partition("\n")[0] or type(error).__name__)
+    except Exception as error:
+        if not (is_write_error(error) or isinstance(error, (RuntimeError, BadFile))):
+            raise
+        errors.append(reason_of(error))

@@ -15,7 +15,10 @@ from typing import Any, ClassVar
 
 import torch
 
+from qlora_fsdp.common.limits import limited_memory
+
 MAX_ITEMS = 64  # of a tuple: the longest are the parts of a path
+MAX_BYTES = 2**30  # of memory for all that a pickle makes; the largest honest one, of 32 MiB, takes 0.6 GiB
 MAX_STATE = 16  # attributes of an object
 LOAD: dict[int, Any] = pickle._Unpickler.dispatch  # what each opcode does
 OPCODES = (
@@ -90,7 +93,10 @@ def unpickle(content: bytes) -> Any:
         Exception: of any class, where the content is not what an honest file has.
     """
     try:
-        return _Unpickler(io.BytesIO(content)).load()
+        with limited_memory(MAX_BYTES):
+            return _Unpickler(io.BytesIO(content)).load()
+    except MemoryError:  # an opcode is a byte, and what it makes takes 100
+        raise pickle.UnpicklingError(f"it takes more than {MAX_BYTES // 2**30} GiB of memory") from None
     except KeyError as error:  # of the table
         raise pickle.UnpicklingError("it has an opcode that torch.distributed.checkpoint does not write") from error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.data.prefetch import prefetch
+from qlora_fsdp.records.run_state import NUM_FINAL
 from qlora_fsdp.training.bad_steps import BadSteps
 from qlora_fsdp.training.batches import GlobalBatches
 from qlora_fsdp.training.evaluate import Evaluation, EvaluationResult
@@ -26,7 +28,7 @@ class TrainResult:
     Attributes:
         num_steps: optimizer steps done, including skipped ones and those of earlier starts.
         losses: mean loss per target token of the steps of this start, without the steps whose gradient was not used.
-        last_loss: the same of the last step whose gradient was used, even if an earlier start ran it.
+        last_losses: the same of the last NUM_FINAL steps whose gradient was used, even if an earlier start ran them.
         eval_losses: (step, loss) of each evaluation, including those of earlier starts.
         eval_metrics: the task's other figures in the last evaluation.
         first_step_seconds: duration of the first step after this start, with compilation and allocation.
@@ -36,7 +38,7 @@ class TrainResult:
 
     num_steps: int = 0
     losses: list[float] = field(default_factory=list)
-    last_loss: float | None = None
+    last_losses: list[float] = field(default_factory=list)
     eval_losses: list[tuple[int, float]] = field(default_factory=list)
     eval_metrics: dict[str, float] = field(default_factory=dict)
     first_step_seconds: float | None = None
@@ -48,7 +50,7 @@ class TrainResult:
         self.num_steps += 1
         if is_good:
             self.losses.append(loss)
-            self.last_loss = loss
+            self.last_losses = [*self.last_losses, loss][-NUM_FINAL:]
 
     def add_evaluation(self, step: int, evaluation: EvaluationResult | None) -> None:
         """Add the evaluation after `step` steps. Without held-out rows it is None, and nothing is added."""
@@ -66,7 +68,7 @@ class TrainResult:
         """Figures for summary.json."""
         return {
             "steps": self.num_steps,
-            "final_loss": self.last_loss,
+            "final_loss": fmean(self.last_losses) if self.last_losses else None,
             "initial_eval_loss": self.eval_losses[0][1] if self.eval_losses else None,
             "eval_loss": self.eval_losses[-1][1] if self.eval_losses else None,
             **({"eval_metrics": self.eval_metrics} if self.eval_metrics else {}),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -15,20 +15,27 @@ import peft
 import torch
 from torch import Tensor
 
+from qlora_fsdp.common.errors import HubError
 from qlora_fsdp.common.text import show_bytes
 from qlora_fsdp.config.commands import saved_settings
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.config.world import World
+from qlora_fsdp.data.form import find_form
 from qlora_fsdp.memory.capture import why_not_captured
 from qlora_fsdp.memory.show import as_json
 from qlora_fsdp.model.activations import has_dropout
 from qlora_fsdp.model.adapters import initialize_adapters
 from qlora_fsdp.model.materialize import materialize
+from qlora_fsdp.model.model_card import CardFacts
 from qlora_fsdp.model.save_adapter import adapter_keys, save_adapter, write_adapter
 from qlora_fsdp.records.check_run_folder import check
+from qlora_fsdp.records.ending import describe_end
+from qlora_fsdp.records.hub import prepare_repo, push_result
 from qlora_fsdp.records.journal import Journal
 from qlora_fsdp.records.run_folder import check_room, close_run_folder, log, open_run_folder, writing
+from qlora_fsdp.records.run_state import NUM_FINAL
 from qlora_fsdp.records.run_summary import RunSummary
+from qlora_fsdp.records.trackers import note_missing_key
 from qlora_fsdp.report.page import write_report
 from qlora_fsdp.runtime.hardware import host_rss_gib, host_rss_now_gib, is_shortage
 from qlora_fsdp.runtime.processes import Processes, start_processes, stop_processes
@@ -37,6 +44,7 @@ from qlora_fsdp.training.bad_steps import NUM_NORMS, BadSteps
 from qlora_fsdp.training.batches import GlobalBatches
 from qlora_fsdp.training.captured import CapturedPasses
 from qlora_fsdp.training.checkpoint import Checkpoint, load_checkpoint, verify_files
+from qlora_fsdp.training.describe_adapter import describe_adapter
 from qlora_fsdp.training.evaluate import Evaluation
 from qlora_fsdp.training.generations import Generations
 from qlora_fsdp.training.loop import TrainResult, train
@@ -77,10 +85,12 @@ def run(config: Config, world: World) -> dict[str, Any]:
         # First: can the settings be used on this hardware, and is there a checkpoint to resume from? Then the folder is
         # opened.
         check(config, _complete(world, processes))
+        _check_hub(config, processes)
         checkpoint = processes.share(find_checkpoint(config) if processes.is_main else None)
         changes = check_changes(checkpoint, config, processes.num_ranks) if checkpoint is not None else []
         folder = open_run_folder(config, processes, keep_records=is_own(checkpoint, config))
         summary.open(folder)
+        note_missing_key(config)
         if checkpoint is not None:
             log.info(f"Going on from step {checkpoint.step}, {checkpoint.folder}; changed: {', '.join(changes) or '-'}")
             with summary.resuming():
@@ -107,7 +117,8 @@ def run(config: Config, world: World) -> dict[str, Any]:
         if processes.is_main:
             summary.write()
             _write_report(folder)
-        log.info(f"Finished in {seconds:.1f} s. The adapter is in {folder / 'adapter'}")
+            log.info(describe_end(config, folder, summary.figures))
+            push_result(config.hub, folder / "adapter")
     return summary.figures
 
 
@@ -209,11 +220,11 @@ def _train(
         with writing(folder):
             begin_attempt(checkpoint, folder)
 
-    card, settings = _describe_adapter(prepared, config)
+    describe, settings = _describe_adapter(prepared, config, result, folder, processes)
     keys = adapter_keys(model.model)
 
     def write_adapter_to(target: Path, state: dict[str, Tensor]) -> None:
-        write_adapter(model.model, state, keys, target, prepared.tokenizer, card, settings)
+        write_adapter(model.model, state, keys, target, prepared.tokenizer, describe(is_final=False), settings)
 
     def decode(tokens: Sequence[int]) -> str:
         return str(prepared.tokenizer.decode(list(tokens)))
@@ -223,7 +234,7 @@ def _train(
     saver = Saver(config.checkpoint, content, model.model, optimizer, write_adapter_to, processes, watch, journal)
     # Lines of metrics.jsonl that earlier starts wrote. Only rank 0 reads the file.
     before = processes.share(journal.good_steps(NUM_NORMS) if processes.is_main else None)
-    result.last_loss = before[-1]["loss"] if before else None
+    result.last_losses = [line["loss"] for line in before[-NUM_FINAL:]]
     norms = [line["grad_norm"] for line in before]
     bad_steps = BadSteps(config.training, folder, data.train, split, decode, norms, saver, processes)
     generations = Generations(config.tracking, data.eval, prepared.tokenizer, processes)
@@ -243,7 +254,7 @@ def _train(
         with saver:
             result = train(runner, batches, evaluation, recorder, saver, bad_steps, config, result)
         watch.be_patient("all steps are done, and the run finishes; another Ctrl-C stops it at once")
-        save_adapter(model.model, folder / "adapter", prepared.tokenizer, card, settings, processes)
+        save_adapter(model.model, folder / "adapter", prepared.tokenizer, describe(), settings, processes)
         figures |= {"status": "finished"} | result.describe()
     finally:
         summary.trained(saver.describe())
@@ -283,11 +294,14 @@ def _resume(
     return TrainResult(checkpoint.step, eval_losses=checkpoint.eval_losses)
 
 
-def _describe_adapter(prepared: Prepared, config: Config) -> tuple[str, str]:
-    """The line that describes the adapter in its model card, and the settings that are saved with the adapter."""
-    card = f"LoRA r={config.lora.r} on {prepared.assembled.meta.kind} weights, {prepared.split.num_steps} steps"
+def _describe_adapter(
+    prepared: Prepared, config: Config, result: TrainResult, folder: Path, processes: Processes
+) -> tuple[Callable[..., CardFacts], str]:
+    """What gives the facts for the model card whenever an adapter is written, and the settings saved with it."""
+    form = find_form(config) if processes.is_main else None
     weights = getattr(prepared.model, "class_weights", None)
-    return card, saved_settings(config, None if weights is None else weights.tolist())
+    settings = saved_settings(config, None if weights is None else weights.tolist(), form)
+    return partial(describe_adapter, prepared, config, result, folder, form, result.num_steps == 0), settings
 
 
 def _checkpoint_content(
@@ -306,6 +320,23 @@ def _checkpoint_content(
         prepared.base,
         result.eval_losses,
     )
+
+
+def _check_hub(config: Config, processes: Processes) -> None:
+    """Find out now whether the adapter can be uploaded at the end.
+
+    Raises:
+        HubError: it can't; raised on every rank.
+    """
+    error = None
+    if config.hub.push and config.hub.repo is not None and processes.is_main:
+        try:
+            prepare_repo(config.hub.repo, config.hub.private)
+        except HubError as found:
+            error = f"hub.push=true: {found} Or set hub.push=false."
+    error = processes.first_error(error)
+    if error is not None:
+        raise HubError(error)
 
 
 def _write_report(folder: Path) -> None:

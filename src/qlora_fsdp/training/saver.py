@@ -32,9 +32,23 @@ from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.watch import Watch
 from qlora_fsdp.training.checkpoint import Checkpoint, load_checkpoint, read_manifest, remove_checkpoints
 from qlora_fsdp.training.checkpoint_write import HostCopy, Snapshot, WriteAdapter, write_checkpoint
+from qlora_fsdp.training.rescue import save_adapter_elsewhere, save_checkpoint_elsewhere
 
 ERROR_SECONDS = 10.0  # how long a run that ends in an error waits for a checkpoint to be finished
 POLL_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What became of a checkpoint that was written because the run ends.
+
+    Attributes:
+        in_run_folder: whether the same command resumes from it.
+        text: what to say about it: where it is, or why it is not there.
+    """
+
+    in_run_folder: bool
+    text: str
 
 
 @dataclass
@@ -98,10 +112,10 @@ class Saver:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if error is None:
-            self._wait()
+            self._wait(goes_on=False)
         elif not isinstance(error, Interrupted):
             with suppress(Exception):  # what ends the run is `error`
-                self._wait(ERROR_SECONDS)
+                self._wait(ERROR_SECONDS, goes_on=False)
 
     def wants_checkpoint(self) -> bool:
         """Whether this rank wants a checkpoint after the current step: it got a signal, or every_minutes have passed.
@@ -132,7 +146,7 @@ class Saver:
         """
         if asked and self.is_signalled():
             self.stop(step)
-        self._start(step)
+        self._start(step, _step_folder(self.content.folder, step))
 
     def is_signalled(self) -> bool:
         """Whether any rank got a signal to stop. Collective."""
@@ -146,24 +160,43 @@ class Saver:
         """
         asked = self.processes.gather(self.watch.asked)
         number = next(number for number in asked if number is not None)
-        if self.save(step):
-            raise Interrupted(number)  # the watch says what is kept
-        reason = f"Step {step} could not be saved." if step > 0 else "Before the first step there is nothing to save."
-        raise Interrupted(number, reason)
+        saved = self.save(step)
+        raise Interrupted(number, "" if saved.in_run_folder else saved.text)  # the watch says what is kept
 
-    def save(self, step: int) -> bool:
-        """Save now, after `step` steps, and wait until the files are written. Collective.
+    def save(self, step: int) -> Saved:
+        """Save the state after `step` steps, because the run ends, and wait until the files are written. Collective.
 
-        Returns:
-            Whether there is a checkpoint of this step. It may have been written before, and step 0 has none.
+        Where the run folder does not take a checkpoint, another folder does. It may also have been written before.
         """
-        self._wait()
+        self._wait(goes_on=False)
+        if step == 0:
+            return Saved(False, "Before the first step there is nothing to save.")
         folder = _step_folder(self.content.folder, step)
-        is_there = self.processes.share(folder.is_dir() if self.processes.is_main else None)
-        if step > 0 and not is_there:
-            self._start(step)
-            is_there = self._wait() is None
-        return step > 0 and is_there
+        if self.processes.share(folder.is_dir() if self.processes.is_main else None):
+            return Saved(True, f"Step {step} is saved.")
+        self._start(step, folder)
+        reason = self._wait(goes_on=False)
+        return Saved(True, f"Step {step} is saved.") if reason is None else self._save_elsewhere(step, reason)
+
+    def _save_elsewhere(self, step: int, reason: str) -> Saved:
+        """Save to another folder than the run's, which can't be written for this reason. Collective."""
+        own, processes = self.content.folder, self.processes
+
+        def write(folder: Path) -> str | None:
+            self._start(step, folder)
+            return self._wait(goes_on=False)
+
+        num_bytes = int(processes.sum([self.host_copy.num_bytes])[0])
+        saved = save_checkpoint_elsewhere(_step_folder(own, step).name, own, num_bytes, write, processes)
+        if saved is not None:
+            return Saved(False, f"Step {step} can't be saved in {own}: {reason}. {saved}")
+        adapter = save_adapter_elsewhere(own, self.model, self.write_adapter, processes) or ""
+        text = f"Step {step} can't be saved in {own}: {reason}. No other folder takes it. {self._kept()} {adapter}"
+        return Saved(False, processes.share(text.strip()))
+
+    def _kept(self) -> str:
+        folders = checkpoint_folders(self.content.folder)
+        return f"Step {step_of(folders[-1])} is the last that is saved." if folders else "No earlier step is saved."
 
     def restore(self) -> int | None:
         """Load the newest checkpoint of this run into model and optimizer. Collective.
@@ -190,8 +223,8 @@ class Saver:
             "max_write_seconds": round(max(self.write_seconds, default=0.0), 3),
         }
 
-    def _start(self, step: int) -> None:
-        """Wait for the checkpoint before, copy the state, and start a thread that writes the copy."""
+    def _start(self, step: int, folder: Path) -> None:
+        """Wait for the checkpoint before, copy the state, and start a thread that writes the copy to `folder`."""
         started = time.monotonic()
         self._wait()
         waited = time.monotonic() - started
@@ -202,7 +235,7 @@ class Saver:
             )
         content = replace(
             self.content,
-            folder=_step_folder(self.content.folder, step),
+            folder=folder,
             step=step,
             # A run that resumes from this checkpoint evaluates at this step again, so its loss is left out.
             eval_losses=[(at, loss) for at, loss in self.content.eval_losses if at < step],
@@ -218,7 +251,7 @@ class Saver:
         """What the thread does: write the checkpoint, and remove those that are not kept."""
         try:
             error = write_checkpoint(content, snapshot, self.write_adapter, self.thread_processes)
-            if error is None and self.processes.is_main:
+            if error is None and self.processes.is_main and content.folder.parent == self.content.folder:
                 self._remove_old(content)
             # The threads end together. Otherwise the other ranks' main threads would wait for rank 0, which is still
             # removing folders, in a collective with a time limit.
@@ -229,8 +262,12 @@ class Saver:
             write.seconds = time.monotonic() - write.started
             write.result.set_result(error)
 
-    def _wait(self, at_most_seconds: float | None = None) -> str | None:
+    def _wait(self, at_most_seconds: float | None = None, goes_on: bool = True) -> str | None:
         """Wait for the thread, if there is one, and record the outcome in the journal and the log.
+
+        Args:
+            at_most_seconds: None for however long it takes.
+            goes_on: whether training goes on afterwards.
 
         Returns:
             What went wrong, the same on every rank. None if nothing did, if there is no thread, or if time ran out.
@@ -250,10 +287,12 @@ class Saver:
             self.journal.checkpoint(write.step, write.folder, write.stall_seconds, write.seconds)
         else:
             self.num_failed += 1
-            log.error(
-                f"No checkpoint of step {write.step}: {write.folder.parent} can't be written: {error}. Earlier ones "
-                "are whole. Training goes on, and the next checkpoint is tried when it is due."
-            )
+            if self.processes.is_main:
+                rest = " Training goes on, and the next checkpoint is tried when it is due." if goes_on else ""
+                log.error(
+                    f"No checkpoint of step {write.step}: {write.folder.parent} can't be written: {error}. "
+                    f"{self._kept()}{rest}"
+                )
         return error
 
     def _remove_old(self, content: Checkpoint) -> None:

@@ -6,11 +6,9 @@ Everything that is missing, left over or of another shape is reported at once.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -22,6 +20,7 @@ from qlora_fsdp.config.schema import QuantConfig
 from qlora_fsdp.layers import Format, QuantizedLayer, parse_storage
 from qlora_fsdp.weights.assignment import Assignment
 from qlora_fsdp.weights.safetensors_files import StoredTensor, list_some, same_bytes
+from qlora_fsdp.weights.stored_quantization import is_row_major, parts_problem, read_quant_state
 
 PART_OF_SUFFIX = {"absmax": "scales", "nested_absmax": "nested_scales"}
 QUANT_STATE = re.compile(r"^(.+\.weight)\.(?:(?:nested_)?absmax|(?:nested_)?quant_map|quant_state\.bitsandbytes__\w+)$")
@@ -65,26 +64,21 @@ def map_keys(model: PreTrainedModel, tensors: dict[str, StoredTensor]) -> dict[s
 
 
 def stored_formats(keys: dict[str, StoredTensor], quant: QuantConfig) -> dict[str, Format]:
-    """Format of every layer that is quantized in the files, by module name."""
+    """Format of every layer that is quantized in the files, by module name.
+
+    Raises:
+        CheckpointError: bitsandbytes' description of a weight is damaged.
+    """
     storage = parse_storage(quant.bnb_4bit_quant_storage.value)
     formats = {}
     for key, stored in keys.items():
         if key.endswith(".SCB"):
             formats[key.removesuffix(".SCB")] = Format("int8", storage=storage)
         elif ".quant_state.bitsandbytes__" in key:
-            weight = key.split(".quant_state.")[0]
-            state = read_quant_state(stored)
-            formats[weight.removesuffix(".weight")] = Format(
-                state["quant_type"], "nested_offset" in state, state["blocksize"], storage
-            )
+            weight, state = key.split(".quant_state.")[0], read_quant_state(stored)
+            double_quant = state.nested_offset is not None
+            formats[weight.removesuffix(".weight")] = Format(state.quant_type, double_quant, state.blocksize, storage)
     return formats
-
-
-def read_quant_state(stored: StoredTensor) -> dict[str, Any]:
-    """Read bitsandbytes' description of a quantized weight: quant_type, blocksize, shape, dtype, nested_offset, ..."""
-    with stored.file.open("rb") as stream:
-        stream.seek(stored.offset)
-        return json.loads(stream.read(stored.num_bytes))  # type: ignore[no-any-return]
 
 
 def assign(
@@ -200,19 +194,19 @@ def match_quantized(name: str, layer: QuantizedLayer, keys: dict[str, StoredTens
     scales_key = name.removesuffix("weight") + "SCB"
     state_key = f"{name}.quant_state.bitsandbytes__{layer.format.quant_type}"
     if scales_key in keys:
-        assignment = Assignment(name, layer, "weight", stored, {"scales": keys[scales_key]})
-        used = [name, scales_key, scales_key.replace("SCB", "weight_format")]
-        return Match(assignment, used, problem=_shape_problem(name, stored.shape, shape))
+        parts, format_key = {"scales": keys[scales_key]}, scales_key.replace("SCB", "weight_format")
+        problem = parts_problem(layer, stored, parts)
+        if format_key in keys and not is_row_major(keys[format_key]):
+            problem = f"{format_key}: the codes do not lie row by row"
+        return Match(Assignment(name, layer, "weight", stored, parts), [name, scales_key, format_key], problem=problem)
     if state_key in keys:
         used = [name, *(key for key in keys if key.startswith(f"{name}."))]
         suffixes = ("absmax", "nested_absmax") if layer.format.double_quant else ("absmax",)
         missing = [f"{name}.{suffix}" for suffix in suffixes if f"{name}.{suffix}" not in keys]
         parts = {PART_OF_SUFFIX[s]: keys[f"{name}.{s}"] for s in suffixes if f"{name}.{s}" in keys}
         state = read_quant_state(keys[state_key])
-        assignment = Assignment(name, layer, "weight", stored, parts, state.get("nested_offset"))
-        problem = _shape_problem(name, tuple(state["shape"]), shape)
-        if layer.format.double_quant and state.get("nested_blocksize", 256) != 256:
-            problem = f"{name}: nested block size is not 256"
+        assignment = Assignment(name, layer, "weight", stored, parts, state.nested_offset)
+        problem = _shape_problem(name, state.shape, shape) or parts_problem(layer, stored, parts)
         return Match(assignment, used, missing, problem)
     problem = _shape_problem(name, stored.shape, shape) or _codes_problem(name, stored)
     return Match(Assignment(name, layer, "weight", stored), [name], problem=problem)

@@ -23,6 +23,7 @@ from torch import Tensor
 from qlora_fsdp.layers import Format, QuantizedLayer
 from qlora_fsdp.runtime.rows import gather_rows, local_rows, local_tensor, shard_group
 from qlora_fsdp.weights.assignment import Assignment
+from qlora_fsdp.weights.finite import FiniteCheck
 from qlora_fsdp.weights.row_reader import Request, Sink, run_requests
 
 # Rows that share a seed. A rank can begin at any of these blocks, so that values don't depend on the number of ranks.
@@ -64,14 +65,19 @@ def fill_from_files(
         dtype: the model's dtype, to which full-precision weights are cast before they are quantized, as
             `from_pretrained(dtype=...)` does.
         on_progress: called with the bytes read.
+
+    Raises:
+        CheckpointError: a file can't be read, or this rank's rows have NaN or infinite values.
     """
     requests: list[Request] = []
+    finite = FiniteCheck()
     for assignment in assignments:
         if assignment.stored_parts:
-            requests.extend(_prequantized_requests(assignment))
+            requests.extend(_prequantized_requests(assignment, finite))
         else:
-            requests.append(_full_precision_request(assignment, device, dtype))
+            requests.append(_full_precision_request(assignment, device, dtype, finite))
     run_requests(requests, device, on_progress)
+    finite.finish()
 
 
 def fill_randomly(
@@ -111,10 +117,13 @@ def _random_rows(
         yield begin, rows[begin - block * RANDOM_ROWS : end - block * RANDOM_ROWS]
 
 
-def _full_precision_request(assignment: Assignment, device: torch.device, dtype: torch.dtype) -> Request:
+def _full_precision_request(
+    assignment: Assignment, device: torch.device, dtype: torch.dtype, finite: FiniteCheck
+) -> Request:
     stored, param = assignment.stored, assignment.parameter
     assert stored is not None
-    sink = _make_sink(assignment, device, stored.dtype, dtype)
+    cast_to = assignment.layer.format.source_dtype(dtype) if assignment.is_quantized else param.dtype
+    sink = finite.watch(_make_sink(assignment, device, stored.dtype, dtype), stored, cast_to)
     if param.ndim == 0:
         return Request(stored, stored.num_bytes, 0, 1, sink)
     row_elements = assignment.num_elements // max(1, param.shape[0])
@@ -128,11 +137,15 @@ def _make_sink(assignment: Assignment, device: torch.device, source_dtype: torch
     return _Copy(local_tensor(assignment.parameter), source_dtype)
 
 
-def _prequantized_requests(assignment: Assignment) -> list[Request]:
+def _prequantized_requests(assignment: Assignment, finite: FiniteCheck) -> list[Request]:
     """Requests for codes and scales made by bitsandbytes.
 
     The files store them as flat tensors; here they are read as rows.
     """
+
+    def copy(name: str, target: Tensor) -> Sink:
+        return finite.watch(_Copy(target, torch.float32), stored_parts[name], torch.float32)
+
     layer, format, stored_parts = assignment.layer, assignment.layer.format, assignment.stored_parts
     assert assignment.stored is not None
     num_blocks = layer.in_features // format.blocksize
@@ -141,7 +154,7 @@ def _prequantized_requests(assignment: Assignment) -> list[Request]:
     requests = [Request(assignment.stored, code_bytes, *row_range, _Pack(local_tensor(layer.codes), format))]
     if not format.double_quant:
         row_bytes = 4 * (num_blocks if format.is_4bit else 1)
-        return [*requests, Request(stored_parts["scales"], row_bytes, *row_range, _Copy(scales, torch.float32))]
+        return [*requests, Request(stored_parts["scales"], row_bytes, *row_range, copy("scales", scales))]
     requests.append(Request(stored_parts["scales"], num_blocks, *row_range, _Pack(scales, format)))
     # Our nested_scales have one element more than the tensor in the files: the mean of the scales, which bitsandbytes
     # stores apart (`nested_offset`), comes last.
@@ -152,7 +165,7 @@ def _prequantized_requests(assignment: Assignment) -> list[Request]:
         assert assignment.nested_offset is not None
         nested[-1] = assignment.nested_offset
     last = max(first, min(last, num_groups))
-    requests.append(Request(stored_parts["nested_scales"], 4, first, last, _Copy(nested, torch.float32)))
+    requests.append(Request(stored_parts["nested_scales"], 4, first, last, copy("nested_scales", nested)))
     return requests
 
 

@@ -14,7 +14,6 @@ import os
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -22,6 +21,7 @@ import torch
 
 from qlora_fsdp.common.errors import CheckpointError
 from qlora_fsdp.common.sizes import PIECE_BYTES
+from qlora_fsdp.common.text import shorten
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -34,6 +34,8 @@ DTYPES = {
     "I64": torch.int64,
 }
 MAX_LISTED = 8
+MAX_SHOWN = 400  # characters of an item in a list
+MAX_DIMS = 64  # of a tensor, as torch has it
 MAX_HEADER_BYTES = 100_000_000  # as the format's own library has it
 SAMPLE_BYTES = 64  # of each tensor, which a fingerprint looks at
 
@@ -55,7 +57,7 @@ class StoredTensor:
 
 def list_some(items: list[str]) -> str:
     """The items, one per line; the tail of a long list is given as a count."""
-    lines = [f"  - {item}" for item in items[:MAX_LISTED]]
+    lines = [f"  - {shorten(item, MAX_SHOWN)}" for item in items[:MAX_LISTED]]
     if len(items) > MAX_LISTED:
         lines.append(f"  - and {len(items) - MAX_LISTED} more")
     return "\n".join(lines)
@@ -68,15 +70,10 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
         CheckpointError: there are no safetensors files, a file of the index is missing, or files are cut short or
             damaged; all of them are listed.
     """
+    weight_map: dict[str, str] = {}
     if (folder / INDEX_NAME).is_file():
-        try:
-            weight_map = json.loads((folder / INDEX_NAME).read_text())["weight_map"]
-        except (ValueError, KeyError) as error:
-            raise CheckpointError(f"{folder / INDEX_NAME} is damaged ({error}). Copy or download it again.") from error
-        names = sorted(set(weight_map.values()))
-    elif (folder / SINGLE_NAME).is_file():
-        names = [SINGLE_NAME]
-    else:
+        weight_map = _read_index(folder / INDEX_NAME)
+    elif not (folder / SINGLE_NAME).is_file():
         others = sorted(p.name for p in folder.glob("*.bin")) + sorted(p.name for p in folder.glob("*.pth"))
         hint = f" It has {', '.join(others[:3])}: convert these to safetensors." if others else ""
         raise CheckpointError(
@@ -85,16 +82,42 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
         )
     tensors: dict[str, StoredTensor] = {}
     problems = []
-    for name in names:
+    for name in sorted(set(weight_map.values())) or [SINGLE_NAME]:
         try:
-            tensors.update(read_header(folder / name))
-        except (OSError, ValueError, KeyError) as error:
+            header = read_header(folder / name)
+            # Where two files have a tensor, the index says which of them is meant.
+            tensors |= {key: stored for key, stored in header.items() if weight_map.get(key, name) == name}
+        except (OSError, ValueError) as error:
             problems.append(f"{name}: {error}")
     if problems:
         raise CheckpointError(
             f"model.path={folder} has files that can't be read. Copy or download these again:\n{list_some(problems)}"
         )
     return tensors
+
+
+def _read_index(file: Path) -> dict[str, str]:
+    """The name of the file that has a tensor, by the tensor's key. Every file lies in the index's own folder.
+
+    Raises:
+        CheckpointError: the index is damaged, or names files elsewhere.
+    """
+    try:
+        with file.open("rb") as stream:
+            content = stream.read(MAX_HEADER_BYTES + 1)
+        if len(content) > MAX_HEADER_BYTES:
+            raise ValueError(f"it has more than {MAX_HEADER_BYTES:,} bytes")
+        index = json.loads(content)
+        if not isinstance(index, dict) or not isinstance(index.get("weight_map"), dict) or not index["weight_map"]:
+            raise ValueError("it has no weight_map, which is to name the file of each tensor")
+        weight_map: dict[str, str] = index["weight_map"]
+        for key, name in weight_map.items():
+            if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+                what = f"{shorten(key)} is to be in {shorten(str(name))}"
+                raise ValueError(f"{what}, which is no safetensors file of this folder")
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} is damaged: {error}. Copy or download it again.") from error
+    return weight_map
 
 
 def fingerprint(tensors: Iterable[StoredTensor]) -> str:
@@ -157,31 +180,51 @@ def parse_header(file: Path, stream: BinaryIO) -> dict[str, StoredTensor]:
     if length > MAX_HEADER_BYTES:
         raise ValueError(f"damaged inside its header ({length:,} bytes long)")
     try:
-        header = json.loads(stream.read(length))
+        header = json.loads(stream.read(length), object_pairs_hook=_without_doubles)
+        if not isinstance(header, dict):
+            raise ValueError("damaged inside its header, which is to name tensors")
         header.pop("__metadata__", None)
         return _place_tensors(file, header, 8 + length, size)
     except (LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"damaged inside its header ({error!r})") from error
+        raise ValueError(f"damaged inside its header ({shorten(repr(error))})") from error
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON. Of a name that is there twice, the parser would take the last."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{shorten(twice)} is there twice")
+    return found
 
 
 def _place_tensors(file: Path, header: dict[str, Any], data_start: int, size: int) -> dict[str, StoredTensor]:
-    """The tensors that a header describes, once they are known to lie in the file, none over another."""
-    for key, entry in header.items():
-        if not all(type(number) is int and 0 <= number < 2**63 for number in entry["shape"] + entry["data_offsets"]):
-            raise ValueError(f"{key} has a shape or offsets that are no whole numbers of 63 bits")
-    last = data_start + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    if size < last:
-        raise ValueError(f"cut short: {size:,} bytes of {last:,}")
+    """The tensors that a header describes, once they are known to fill the file: no gap, and none over another."""
     tensors = {}
     for key, entry in header.items():
+        name, (first, end), shape = shorten(key), entry["data_offsets"], entry["shape"]
+        if not isinstance(shape, list) or len(shape) > MAX_DIMS or not all(map(_is_size, [*shape, first, end])):
+            raise ValueError(f"{name} has a shape or offsets that are no whole numbers of 63 bits")
         if entry["dtype"] not in DTYPES:
-            raise ValueError(f"{key} has dtype {entry['dtype']}, which is not one of {', '.join(DTYPES)}")
-        first, end = entry["data_offsets"]
-        tensor = StoredTensor(key, file, data_start + first, tuple(entry["shape"]), DTYPES[entry["dtype"]])
-        if end - first != tensor.num_bytes:
-            raise ValueError(f"{key} has bytes {first} to {end}, which its shape and dtype do not take")
-        tensors[key] = tensor
-    for one, other in pairwise(sorted(tensors.values(), key=lambda tensor: (tensor.offset, tensor.num_bytes))):
-        if one.offset + one.num_bytes > other.offset:
-            raise ValueError(f"{one.key} and {other.key} overlap")
+            dtype = shorten(str(entry["dtype"]))
+            raise ValueError(f"{name} has dtype {dtype}, which is not one of {', '.join(DTYPES)}")
+        tensors[key] = StoredTensor(key, file, data_start + first, tuple(shape), DTYPES[entry["dtype"]])
+        if end - first != tensors[key].num_bytes:
+            raise ValueError(f"{name} has bytes {first} to {end}, which its shape and dtype do not take")
+    last = max((tensor.offset + tensor.num_bytes for tensor in tensors.values()), default=data_start)
+    if size < last:
+        raise ValueError(f"cut short: {size:,} bytes of {last:,}")
+    if size > last:
+        raise ValueError(f"too long: {size:,} bytes, of which its header describes {last:,}")
+    end = data_start
+    for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.offset, tensor.num_bytes)):
+        if tensor.offset != end:
+            others = "overlap" if tensor.offset < end else "have a gap between them"
+            raise ValueError(f"{shorten(tensor.key)} and the tensor before it {others}")
+        end += tensor.num_bytes
     return tensors
+
+
+def _is_size(number: Any) -> bool:
+    return type(number) is int and 0 <= number < 2**63

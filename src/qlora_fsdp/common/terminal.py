@@ -1,0 +1,24 @@
+"""What a terminal can show. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+from typing import TextIO
+
+COLORS = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
+CLEAR_LINE = "\r\033[K"
+
+
+def can_redraw(stream: TextIO) -> bool:
+    """Whether a line on it can be written over: it is a terminal, and not one that knows no escape sequences."""
+    return stream.isatty() and os.environ.get("TERM") not in ("dumb", "")
+
+
+def uses_color(stream: TextIO) -> bool:
+    """Whether text on it is coloured: it is such a terminal, and its user has not set NO_COLOR (no-color.org)."""
+    return can_redraw(stream) and not os.environ.get("NO_COLOR")
+
+
+def colored(text: str, color: str) -> str:
+    """Returns text in one of COLORS, whatever it is shown on."""
+    return f"\033[{COLORS[color]}m{text}\033[0m"

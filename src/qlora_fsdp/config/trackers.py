@@ -1,0 +1,92 @@
+"""Which trackers a run reports to, and whether they can be used here. Imports no torch."""
+
+from __future__ import annotations
+
+import netrc
+import os
+from collections.abc import Iterator
+from configparser import ConfigParser, Error
+from importlib.util import find_spec
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from qlora_fsdp.common.errors import Problem
+from qlora_fsdp.config.schema import Config, TrackerName, WandbMode
+from qlora_fsdp.config.settings import problem_with
+
+HOW_TO_LOG_IN = "Run `wandb login`, or set WANDB_API_KEY"
+WANDB_HOST = "https://api.wandb.ai"
+
+
+def trackers_of(config: Config) -> list[TrackerName]:
+    """Returns the trackers that get figures, in the order of `TrackerName`, whichever setting names them."""
+    tracking = config.tracking
+    asked = {*_named(config), *([TrackerName.tensorboard] if tracking.tensorboard else [])}
+    asked = asked | {TrackerName.wandb} if wandb_mode(config) is not WandbMode.disabled else asked - {TrackerName.wandb}
+    return [name for name in TrackerName if name in asked]
+
+
+def asked_wandb_mode(config: Config) -> WandbMode:
+    """Returns `tracking.wandb`, which is `auto` where `tracking.report_to` alone names W&B."""
+    is_named = TrackerName.wandb in _named(config)
+    return WandbMode.auto if is_named and config.tracking.wandb is WandbMode.disabled else config.tracking.wandb
+
+
+def wandb_mode(config: Config) -> WandbMode:
+    """Returns the mode, where `auto` is what WANDB_MODE says, or else online if W&B has a key, and disabled if not."""
+    mode = asked_wandb_mode(config)
+    if mode is not WandbMode.auto:
+        return mode
+    if (told := os.environ.get("WANDB_MODE")) in ("online", "offline", "disabled"):
+        return WandbMode(told)
+    return WandbMode.online if has_wandb_key() else WandbMode.disabled
+
+
+def has_wandb_key() -> bool:
+    """Whether W&B finds a key to log in with: in the environment, or in the netrc file under the name of its host."""
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    host = urlsplit(os.environ.get("WANDB_BASE_URL") or _saved_host()).hostname or ""
+    names = (os.environ.get("NETRC"), "~/.netrc", "~/_netrc")
+    for file in (Path(name).expanduser() for name in names if name):
+        try:
+            if netrc.netrc(str(file)).authenticators(host) is not None:
+                return True
+        except (OSError, netrc.NetrcParseError):
+            continue
+    return False
+
+
+def check_trackers(config: Config) -> Iterator[Problem]:
+    """Yields why a tracker that is asked for can't be used."""
+    unknown = sorted(set(config.tracking.report_to) - {name.value for name in TrackerName})
+    if unknown:
+        known = ",".join(name.value for name in TrackerName)
+        reason = f"names {', '.join(unknown)}, which is no tracker here."
+        yield problem_with(config, "tracking.report_to", reason, f"Set some of tracking.report_to=[{known}].")
+    for name in trackers_of(config):
+        setting = {TrackerName.wandb: "wandb", TrackerName.tensorboard: "tensorboard"}.get(name, "report_to")
+        setting = "report_to" if name in _named(config) else setting
+        if find_spec(name.value) is None:
+            reason = f"needs the package {name.value}, which is not installed."
+            fix = f"Run pip install {name.value}, or set tracking=none."
+            yield problem_with(config, f"tracking.{setting}", reason, fix)
+    if asked_wandb_mode(config) is WandbMode.online and not has_wandb_key():
+        reason = "needs a key, and W&B has none here."
+        fix = f"{HOW_TO_LOG_IN}; or set tracking.wandb=offline, which keeps W&B's files in the run folder."
+        yield problem_with(config, "tracking.wandb", reason, fix)
+
+
+def _named(config: Config) -> list[TrackerName]:
+    return [name for name in TrackerName if name.value in config.tracking.report_to]
+
+
+def _saved_host() -> str:
+    """The address that `wandb login --host` has saved."""
+    folder = os.environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb"
+    parser = ConfigParser(interpolation=None)
+    try:
+        parser.read(Path(folder).expanduser() / "settings")
+    except (OSError, Error):
+        return WANDB_HOST
+    return parser.get("default", "base_url", fallback=WANDB_HOST)

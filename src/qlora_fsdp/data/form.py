@@ -1,0 +1,31 @@
+"""The form of the rows that a run trains on, by which prompts for its adapter are written later."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+from qlora_fsdp.common.errors import DataError
+from qlora_fsdp.config.schema import Config, DataFormat, TaskName
+from qlora_fsdp.data.read import find_source, iterate_rows, training_paths
+from qlora_fsdp.data.row import BadRow, check_row
+
+ROWS_LOOKED_AT = 100  # the first of them may be bad
+
+
+def find_form(config: Config) -> DataFormat | None:
+    """The form of the first usable training row, never `auto` or `sharegpt`.
+
+    None for random tokens, for a classifier's rows, and where no row can be read.
+    """
+    paths, form = training_paths(config.data), config.data.format
+    if not paths or form is DataFormat.random or config.task.name is not TaskName.causal_lm:
+        return None
+    try:
+        for _, raw in islice(iterate_rows(find_source(paths[0], config.data)), ROWS_LOOKED_AT):
+            try:
+                return check_row(raw, form)[0]
+            except BadRow:
+                continue
+    except DataError:  # the rows were tokenized before, and are not there any more
+        pass
+    return None

@@ -1,0 +1,104 @@
+"""Python code that loads a saved adapter with stock libraries, for its model card."""
+
+from __future__ import annotations
+
+import json
+from typing import cast
+
+import peft
+from transformers import PreTrainedModel
+
+from qlora_fsdp.layers import QuantizedLinear
+from qlora_fsdp.model.adapters import ADAPTER, base_linears
+from qlora_fsdp.model.new_tokens import count_tokens
+
+CLASSIFIERS = {"SEQ_CLS": "AutoModelForSequenceClassification", "TOKEN_CLS": "AutoModelForTokenClassification"}
+
+USAGE = """\
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+folder = "path/to/this/folder"
+tokenizer = AutoTokenizer.from_pretrained(folder)
+model = AutoModelForCausalLM.from_pretrained({base}){resize}
+model = PeftModel.from_pretrained(model, folder)"""
+
+CLASSIFIER_USAGE = """\
+from peft import PeftModel
+from transformers import AutoConfig, {auto_class}
+
+folder = "path/to/this/folder"
+config = AutoConfig.from_pretrained(folder)  # has the labels; the head is in the adapter
+model = {auto_class}.from_pretrained({base}, config=config){resize}
+model = PeftModel.from_pretrained(model, folder)"""
+
+# bitsandbytes would quantize layers that were trained in full, and PEFT could not put the trained weights there.
+QUANTIZED = """\
+import torch
+from transformers import BitsAndBytesConfig
+{imports}
+
+quantization = BitsAndBytesConfig(
+    {options},
+    llm_int8_skip_modules={skip},
+)
+{lines}"""
+OPTIONS_4BIT = """\
+load_in_4bit=True,
+    bnb_4bit_quant_type="{quant_type}",
+    bnb_4bit_use_double_quant={double_quant},
+    bnb_4bit_compute_dtype={dtype}"""
+
+RESIZE = "\nmodel.resize_token_embeddings({num_tokens})  # as many as the tokenizer in this folder has"
+
+
+def is_classifier(model: peft.PeftModel) -> bool:
+    """Whether the adapter's model gives labels instead of text."""
+    return str(model.peft_config[ADAPTER].task_type) in CLASSIFIERS
+
+
+def describe_usage(model: peft.PeftModel, base: str) -> tuple[str, str]:
+    """The code that loads the adapter onto its base, and onto its quantized base.
+
+    Args:
+        model: PEFT's model.
+        base: the hub name or the folder of the base model, as text that the code quotes.
+
+    Returns:
+        Both codes. The second is empty if the base's usual BitsAndBytesConfig is enough.
+    """
+    auto_class, base_model = CLASSIFIERS.get(str(model.peft_config[ADAPTER].task_type)), _base(model)
+    num_tokens, num_rows = count_tokens(base_model)
+    resize = RESIZE.format(num_tokens=num_tokens) if num_tokens > num_rows else ""
+    usage = (CLASSIFIER_USAGE if auto_class else USAGE).format(
+        base=json.dumps(base), resize=resize, auto_class=auto_class
+    )
+    return usage, _quantized_usage(model, usage, json.dumps(base))
+
+
+def _quantized_usage(model: peft.PeftModel, usage: str, base: str) -> str:
+    base_model = _base(model)
+    head = base_model.get_output_embeddings()
+    heads = {
+        name for name, module in base_model.named_modules() if module is head
+    }  # which transformers does not quantize
+    formats = {name: m.format if isinstance(m, QuantizedLinear) else None for name, m in base_linears(base_model)}
+    format = next((format for name, format in formats.items() if format is not None and name not in heads), None)
+    plain = {name for name, own in formats.items() if own != format}
+    if format is None or plain <= heads:
+        return ""
+    options = "load_in_8bit=True"
+    if format.is_4bit:
+        dtype, double_quant = base_model.dtype, format.double_quant
+        options = OPTIONS_4BIT.format(quant_type=format.quant_type, double_quant=double_quant, dtype=dtype)
+    start_of_base = f"from_pretrained({base}"
+    usage = usage.replace(start_of_base, f"{start_of_base}, quantization_config=quantization")
+    imports, lines = usage.split("\n\n", 1)
+    quantized_ends = {name.rpartition(".")[2] for name in formats.keys() - plain}
+    ends = {name: name.rpartition(".")[2] for name in plain}
+    skip = sorted({name if end in quantized_ends else end for name, end in ends.items()})
+    return QUANTIZED.format(imports=imports, options=options, skip=json.dumps(skip), lines=lines)
+
+
+def _base(model: peft.PeftModel) -> PreTrainedModel:
+    return cast(PreTrainedModel, model.get_base_model())

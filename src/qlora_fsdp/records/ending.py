@@ -1,0 +1,49 @@
+"""What a run that has finished says last: its losses, its files, and what to type next. Imports no torch."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from qlora_fsdp.common.text import show_duration
+from qlora_fsdp.config.schema import Config, TaskName, Weights
+from qlora_fsdp.records.run_state import read_metrics
+
+
+def describe_end(config: Config, folder: Path, summary: Mapping[str, Any]) -> str:
+    """Returns the last lines of a run's log.
+
+    Args:
+        config: of the run.
+        folder: the run folder, with the adapter.
+        summary: what summary.json holds.
+    """
+    lines = [f"Finished: {summary['steps']:,} steps in {show_duration(summary['seconds'])}."]
+    first = next((line["loss"] for line in read_metrics(folder) if line.get("loss") is not None), None)
+    lines += _before_and_after("training loss", first, summary.get("final_loss"))
+    lines += _before_and_after("evaluation loss", summary.get("initial_eval_loss"), summary.get("eval_loss"))
+    named = {"adapter": folder / "adapter", "report": folder / "report.html"}
+    lines += [f"  {name:<16} {path}" for name, path in named.items() if path.exists()]
+    return "\n".join([*lines, "Next:", *(f"  {command}" for command in next_commands(config, folder / "adapter"))])
+
+
+def next_commands(config: Config, adapter: Path) -> list[str]:
+    """Returns the commands that use an adapter, as one types them; only those that can use this one."""
+    given = f"adapter={shlex.quote(str(adapter))}"
+    if config.task.name is TaskName.causal_lm:
+        commands = [f"qlora-fsdp chat {given}"]
+    else:
+        commands = [f"qlora-fsdp evaluate {given} data.path=FILE"]
+    if config.model.weights is Weights.checkpoint:  # random ones are in no files
+        merged = shlex.quote(str(adapter.with_name("merged")))
+        commands.append(f"qlora-fsdp merge {given} out={merged}")
+        commands.append(f"qlora-fsdp push {given} repo=ORG/NAME")
+    return commands
+
+
+def _before_and_after(name: str, before: float | None, after: float | None) -> list[str]:
+    if before is None or after is None:
+        return []
+    return [f"  {name:<16} {before:.4f} -> {after:.4f}"]

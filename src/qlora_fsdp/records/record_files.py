@@ -1,0 +1,132 @@
+"""Records of a run that grow while it trains. A disk that takes no more must not end the run, nor lose a line.
+
+Each piece of text is appended by opening the file anew: so it is on its way to the disk when the call returns, other
+hosts see it, and writing goes on by itself once it is possible again.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import platform
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+from qlora_fsdp.common.disk import is_write_error, reason_of
+from qlora_fsdp.records.run_state import LOCK
+
+log = logging.getLogger("qlora_fsdp")
+
+
+class RecordFiles:
+    """The records in a run folder. What can't be written is kept in memory until it can.
+
+    Of a failure one warning tells, whichever files it concerns, and one line of its end.
+
+    Attributes:
+        folder: the run folder.
+        reason: why nothing can be written at present; None: it can.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.reason: str | None = None
+        self._waiting: dict[str, str] = {}  # text by the name of its file
+        self._lost: set[str] = set()  # records that were written as a whole, which are not tried again
+        self._lock = threading.RLock()  # a thread writes checkpoints, and logs that
+
+    def append(self, name: str, text: str) -> None:
+        """Append text to a file in the folder, now or as soon as that is possible."""
+        with self._lock:
+            self._waiting[name] = self._waiting.get(name, "") + text
+            self._write_waiting([name])
+
+    def write(self, name: str, write: Callable[[Path], None]) -> None:
+        """Let `write` write another record to the file that it is given. If that fails, it is not tried again."""
+        with self._lock:
+            try:
+                check_own(self.folder)
+                write(self.folder / name)
+            except Exception as error:
+                if not is_write_error(error):
+                    raise
+                self._lost.add(name)
+                self._fail(name, error)
+
+    def write_rest(self, folder: Path) -> None:
+        """Write to another folder what could not be written to this one."""
+        with self._lock:
+            for name, text in self._waiting.items():
+                _append(folder / name, text)
+
+    def _write_waiting(self, names: list[str]) -> None:
+        for name in names:
+            try:
+                check_own(self.folder)
+                _append(self.folder / name, self._waiting[name])
+            except OSError as error:
+                self._fail(name, error)
+                return
+            del self._waiting[name]
+        if self.reason is None:
+            return
+        if self._waiting:
+            self._write_waiting(list(self._waiting))
+        else:
+            missing = f"missing: {', '.join(sorted(self._lost))}" if self._lost else "nothing is missing"
+            self.reason, self._lost = None, set()
+            log.warning(f"{self.folder} can be written again: {missing}.")
+
+    def _fail(self, name: str, error: Exception) -> None:
+        if self.reason is None:
+            self.reason = reason_of(error)  # first: the warning is a line of train.log, which fails as well
+            log.warning(
+                f"{self.folder / name} can't be written: {self.reason}. Training goes on. What is missing there is "
+                "kept in memory, and written once that is possible."
+            )
+
+
+@cache
+def records_in(folder: Path) -> RecordFiles:
+    """The records of the run folder `folder`: one object for all of this process."""
+    return RecordFiles(folder)
+
+
+def holder(pid: int, host: str) -> str:
+    """What the lock of a run folder says of the run that holds it."""
+    return f"process {pid} on {host}"
+
+
+def check_own(folder: Path) -> None:
+    """Check that the run folder is there, and that no other run has it by now.
+
+    Raises:
+        OSError: somebody has removed it, and perhaps another run is in its place.
+    """
+    if not folder.is_dir():
+        raise FileNotFoundError(errno.ENOENT, "the folder was removed")
+    with suppress(FileNotFoundError):
+        owner = (folder / LOCK).read_text(encoding="utf-8").strip()
+        if owner.startswith("process ") and owner != holder(os.getpid(), platform.node()):
+            raise FileExistsError(errno.EEXIST, f"the folder was removed, and now {owner} has one of that name")
+
+
+def _append(file: Path, text: str) -> None:
+    """Append text wholly or not at all; a reader may meet the beginning of it meanwhile."""
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open(file, flags, 0o666)
+    try:
+        size, rest = os.fstat(descriptor).st_size, text.encode("utf-8", "replace")
+        try:
+            while rest:
+                rest = rest[os.write(descriptor, rest) :]
+        except OSError:
+            with suppress(OSError):
+                os.ftruncate(descriptor, size)
+            raise
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,154 @@
+"""What a report needs to know of a run, from the files of its folder. Imports no torch."""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from qlora_fsdp.common.text import plural, show_duration
+from qlora_fsdp.config.identity import read_settings
+from qlora_fsdp.records.run_state import GENERATIONS_FILE, RunState, read_json, read_metrics, read_run
+from qlora_fsdp.report.charts import running_mean
+
+SMOOTHED_SHARE = 50  # the smoothed loss is the mean over a 50th of the run's steps
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a report needs to know of a run.
+
+    Attributes:
+        name: what the report calls it.
+        state: its state.
+        steps: the lines of metrics.jsonl about steps.
+        evaluations: those about evaluations.
+        settings: every setting by its key, as JSON has it.
+        summary: summary.json, or nothing while it runs.
+        environment: environment.json.
+        generations: the lines of generations.jsonl.
+        swept: the settings that a sweep gave it, as typed.
+    """
+
+    name: str
+    state: RunState
+    steps: list[dict[str, Any]]
+    evaluations: list[dict[str, Any]]
+    settings: dict[str, Any]
+    summary: dict[str, Any]
+    environment: dict[str, Any]
+    generations: list[dict[str, Any]]
+    swept: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def span(self) -> int:
+        """Steps over which the loss is smoothed; 1 in a run too short for it."""
+        return max(1, round(len(self.steps) / SMOOTHED_SHARE))
+
+    @property
+    def smoothed_loss(self) -> list[float | None]:
+        """For each step the mean loss of the last `span` steps."""
+        return running_mean([line["loss"] for line in self.steps], self.span)
+
+    @property
+    def training_loss(self) -> float | None:
+        """The mean loss of the last `span` steps: where the smoothed line ends."""
+        return next((loss for loss in reversed(self.smoothed_loss) if loss is not None), None)
+
+    @property
+    def initial_eval_loss(self) -> float | None:
+        """The loss of the held-out rows before training; None where that was not evaluated."""
+        first = self.evaluations[0] if self.evaluations else {}
+        return first.get("eval_loss") if first.get("step") == 0 else None
+
+
+def read_run_files(folder: Path, name: str, swept: Mapping[str, str] | None = None) -> Run:
+    """Reads everything in a run folder that a report shows."""
+    lines = [line for line in read_metrics(folder) if _is_number(line["step"])]
+    return Run(
+        name,
+        read_run(folder),
+        steps=[line for line in lines if "loss" in line and (line["loss"] is None or _is_number(line["loss"]))],
+        evaluations=[line for line in lines if _is_number(line.get("eval_loss"))],
+        settings=read_settings(folder / "config.yaml"),
+        summary=read_json(folder / "summary.json"),
+        environment=read_json(folder / "environment.json"),
+        generations=[row for row in read_metrics(folder, file=GENERATIONS_FILE) if _is_number(row["step"])],
+        swept=swept or {},
+    )
+
+
+def describe_duration(run: Run) -> str:
+    """When its last start began, how long that took, and how long all steps took, those of earlier starts too."""
+    seconds, is_resumed = run.summary.get("seconds"), run.summary.get("resume_seconds") is not None
+    parts = []
+    if started := str(run.environment.get("time") or "")[:16].replace("T", " "):
+        parts.append(f"{'resumed' if is_resumed else 'started'} {started}")
+    if seconds is not None:
+        parts.append(f"{show_duration(seconds)} from then on" if is_resumed else show_duration(seconds))
+    if run.steps:
+        in_steps = sum(line.get("seconds") or 0.0 for line in run.steps)
+        parts.append(f"{show_duration(in_steps)} in all {plural(len(run.steps), 'step')}")
+    if run.state.eta_seconds is not None:
+        parts.append(f"{show_duration(run.state.eta_seconds)} to go")
+    return ", ".join(parts)
+
+
+def describe_model(run: Run) -> str:
+    """The base model, and how its weights are stored."""
+    settings = run.settings
+    path, name = settings.get("model.path"), settings.get("model.name")
+    named = f"{path} ({name})" if path and name != "custom" else str(path or name or "")
+    kind = "full precision"
+    if settings.get("quant.load_in_4bit"):
+        kind = str(settings.get("quant.bnb_4bit_quant_type", "4 bits"))
+    elif settings.get("quant.load_in_8bit"):
+        kind = "int8"
+    return f"{named}, {kind}" if named else ""
+
+
+def describe_data(run: Run) -> str:
+    """What it trains on."""
+    settings = run.settings
+    if settings.get("data.format") == "random":
+        return "random tokens"
+    mix = settings.get("data.mix")
+    path = settings.get("data.path")
+    named = ", ".join(map(str, mix)) if mix else ", ".join(map(str, path)) if isinstance(path, list) else path
+    return str(named or "")
+
+
+def describe_hardware(run: Run) -> str:
+    """The GPUs and the number of ranks."""
+    environment = run.environment
+    ranks, a_node = environment.get("num_ranks"), environment.get("num_ranks_a_node")
+    gpus = Counter(map(str, environment.get("gpus") or ()))
+    devices = ", ".join(f"{number} x {name}" for name, number in gpus.items()) or ("CPU" if environment else "")
+    parts = [devices] if devices else []
+    if isinstance(ranks, int):
+        parts.append(plural(ranks, "rank"))
+        if isinstance(a_node, int) and 0 < a_node < ranks:
+            parts.append(f"{plural(ranks // a_node, 'node')}, of which this is one")
+    return ", ".join([*parts, *([f"on {environment['host']}"] if environment.get("host") else [])])
+
+
+def next_commands(run: Run) -> list[str]:
+    """What a user may type next: to use the adapter of a finished run, or to go on with one that ended early."""
+    adapter = run.state.adapter
+    if adapter is None:
+        command = run.environment.get("command")
+        return [str(command)] if command and run.state.status in ("failed", "interrupted", "stopped") else []
+    shown = shlex.quote(str(adapter))
+    is_causal = run.settings.get("task.name", "causal_lm") == "causal_lm"
+    return [
+        f"qlora-fsdp chat adapter={shown}" if is_causal else f"qlora-fsdp evaluate adapter={shown} data.path=FILE",
+        f"qlora-fsdp merge adapter={shown} out=merged",
+        f"qlora-fsdp push adapter={shown} repo=ORG/NAME",
+    ]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -1,0 +1,250 @@
+"""The sections of a report as HTML: facts, figures, charts, memory, generations, details."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from html import escape
+from typing import Any
+
+from qlora_fsdp.common.text import plural, show_number
+from qlora_fsdp.config.identity import plain_default
+from qlora_fsdp.config.settings import all_settings
+from qlora_fsdp.report.charts import Series, chart
+from qlora_fsdp.report.run_files import (
+    Run,
+    describe_data,
+    describe_duration,
+    describe_hardware,
+    describe_model,
+    next_commands,
+)
+
+NOT_COMPARED = ("run", "launch", "slurm", "tracking", "hub")  # sections that say nothing about how a run trains
+
+
+def facts(run: Run) -> str:
+    """The top of a run's own report: what it is, how it went, what there is now, and what to type next."""
+    state = run.state
+    of_all = f" of {state.num_steps:,}" if state.num_steps else ""
+    adapter, commands = state.adapter, next_commands(run)
+    rows = {
+        "Status": f"{state.status}, {state.step:,}{of_all} steps" if state.step is not None else state.status,
+        "Time": describe_duration(run),
+        "Model": describe_model(run),
+        "Data": describe_data(run),
+        "Hardware": describe_hardware(run),
+        "Evaluation loss": _before_and_after(run),
+        "Training loss": _training_loss(run),
+        "Speed": f"{speed:,.0f} tokens/s/GPU" if (speed := state.tokens_per_second_per_gpu) else "",
+        "Memory": f"at most {state.gpu_peak_gib:.1f} GiB a GPU in a step" if state.gpu_peak_gib else "",
+        "Adapter": str(adapter) if adapter else "",
+        "Checkpoint": str(state.checkpoint) if state.checkpoint and not adapter else "",
+    }
+    lines = [f"<tr><th>{name}</th><td>{escape(text)}</td></tr>" for name, text in rows.items() if text]
+    if commands:
+        what = "Next" if adapter else "To go on" if state.checkpoint else "To start again"
+        lines.append(f"<tr><th>{what}</th><td><pre>{escape(chr(10).join(commands))}</pre></td></tr>")
+    error = f'<p class="bad">{escape(state.error)}</p>' if state.error else ""
+    return f'{error}<table class="facts">{"".join(lines)}</table>'
+
+
+def figures(runs: Sequence[Run]) -> str:
+    """One row per run: the settings that differ, and the results. The lowest loss of several runs is marked."""
+    keys = differing(runs)
+    has_eval = all(run.state.eval_loss is not None for run in runs)
+    ended = ("failed", "interrupted", "stopped")  # whose losses are not compared
+    measured = [
+        None if run.state.status in ended else run.state.eval_loss if has_eval else run.training_loss for run in runs
+    ]
+    best = min((loss for loss in measured if loss is not None), default=None) if len(runs) > 1 else None
+    rows = []
+    for run, loss in zip(runs, measured, strict=True):
+        state = run.state
+        is_best = " (lowest)" if best is not None and loss == best else ""
+        cells = {"run": run.name} | {key: value(run.settings.get(key)) for key in keys}
+        cells |= {
+            "status": state.status,
+            "steps": show_number(state.step, ",") + (f" of {state.num_steps:,}" if state.num_steps else ""),
+            "evaluation loss": show_number(state.eval_loss, ".4f") + (is_best if has_eval else ""),
+            "training loss": show_number(run.training_loss, ".4f") + ("" if has_eval else is_best),
+            "tokens/s/GPU": show_number(state.tokens_per_second_per_gpu, ",.0f"),
+            "peak GiB a GPU": show_number(state.gpu_peak_gib, ".1f"),
+            "ranks": show_number(run.environment.get("num_ranks"), ""),
+            "load s": show_number(run.summary.get("load_seconds"), ".1f"),
+        }
+        rows.append(cells)
+    names = [name for name in rows[0] if any(cells[name] for cells in rows)]
+    head = "".join(f"<th>{escape(name)}</th>" for name in names)
+    body = ""
+    for index, cells in enumerate(rows):
+        texts = [escape(cells[name]) for name in names]
+        texts[0] = _key(index) + texts[0]
+        body += "<tr>" + "".join(f"<td>{text}</td>" for text in texts) + "</tr>"
+    errors = [f'<p class="bad">{escape(f"{run.name}: {run.state.error}")}</p>' for run in runs if run.state.error]
+    note = "<p>The training loss is the mean over the last 50th of a run's steps.</p>"
+    return f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>{note}{"".join(errors)}'
+
+
+def charts(runs: Sequence[Run]) -> str:
+    """The curves of all runs, one chart for each figure. Training and evaluation loss have a chart each."""
+    drawn = [_loss_of_one(runs[0]) if len(runs) == 1 else _loss_of_several(runs)]
+    evaluations = [
+        Series(run.name, [e["step"] for e in run.evaluations], [e["eval_loss"] for e in run.evaluations], index, style)
+        for index, run in enumerate(runs)
+        for style in ("line", "dots")
+    ]
+    drawn.append(chart("Evaluation loss", evaluations))
+    for title, key in (
+        ("Learning rate", "learning_rate"),
+        ("Gradient norm, before clipping", "grad_norm"),
+        ("Tokens a second a GPU", "tokens_per_second_per_gpu"),
+        ("Peak memory of the GPU, GiB", "gpu_peak_gib"),
+        ("Memory of the host process, GiB", "host_rss_gib"),
+    ):
+        series = [
+            Series(run.name, [s["step"] for s in run.steps], [s.get(key) for s in run.steps], index)
+            for index, run in enumerate(runs)
+        ]
+        drawn.append(chart(title, series))
+    return f'<div class="charts">{"".join(drawn)}</div>'
+
+
+def swept(runs: Sequence[Run]) -> str:
+    """Of a sweep: the loss by each setting that it varied, with one dot per run."""
+    has_eval = all(run.state.eval_loss is not None for run in runs if run.state.status == "finished")
+    drawn = []
+    for key in dict.fromkeys(key for run in runs for key in run.swept):
+        names = sorted({run.swept[key] for run in runs if key in run.swept}, key=_order)
+        dots = [
+            Series(
+                run.name,
+                [names.index(run.swept[key])],
+                [run.state.eval_loss if has_eval else run.training_loss],
+                index,
+                "dots",
+            )
+            for index, run in enumerate(runs)
+            if key in run.swept and run.state.status == "finished"
+        ]
+        if len(names) > 1:
+            title = f"{'Evaluation' if has_eval else 'Training'} loss by {key}"
+            drawn.append(chart(title, dots, x_label=key, x_names=names))
+    together = "".join(drawn)
+    return f'<div class="charts">{together}</div>' if together else ""
+
+
+def memory(run: Run) -> str:
+    """The planned memory beside the measured one, phase by phase."""
+    found = run.summary.get("memory") or {}
+    planned, measured = (found.get(key) or {} for key in ("predicted", "measured"))
+    columns = {
+        "planned": planned.get("tensors_gib") or {},
+        "tensors": measured.get("tensors_gib") or {},
+        "reserved by torch": measured.get("reserved_gib") or {},
+    }
+    if not columns["tensors"]:  # nothing was measured, on a CPU or while the run is not over
+        return ""
+    phases = list(dict.fromkeys(phase for values in columns.values() for phase in values))
+    rows = [[phase, *(show_number(values.get(phase), ".2f") for values in columns.values())] for phase in phases]
+    libraries, outside = planned.get("libraries_gib"), measured.get("outside_gib")
+    rows.append(["outside torch", show_number(libraries, ".2f"), "", show_number(outside, ".2f")])
+    rows.append(["needed in all", show_number(planned.get("needed_gib"), ".2f"), "", ""])
+    return "<h2>Memory of a GPU by phase, GiB</h2>" + _table(["", *columns], rows)
+
+
+def generations(run: Run) -> str:
+    """What the model wrote at the first evaluation and at the last one, beside what is in the data."""
+    steps = sorted({row["step"] for row in run.generations})
+    if not steps:
+        return ""
+    first, last = ([row for row in run.generations if row["step"] == step] for step in (steps[0], steps[-1]))
+    before = ["completion"] if len(steps) > 1 else []
+    head = ["prompt", *([f"step {steps[0]}"] if before else []), f"step {steps[-1]}", "in the data"]
+    rows = [
+        [str(row.get("prompt", "")), *([str(old.get("completion", ""))] if before else [])]
+        + [str(row.get(key, "")) for key in ("completion", "reference")]
+        for old, row in zip(first, last, strict=False)
+    ]
+    return "<h2>What the model wrote</h2>" + _table(head, rows, "text")
+
+
+def details(run: Run) -> str:
+    """Settings, environment and summary, as the run folder has them."""
+    parts: list[str] = []
+    changed = {k: v for k, v in run.settings.items() if k not in all_settings() or v != plain_default(k)}
+    for title, text in (
+        ("Settings that are not the defaults", "\n".join(f"{key}={value(v)}" for key, v in changed.items())),
+        ("All settings", "\n".join(f"{key}={value(v)}" for key, v in run.settings.items())),
+        ("Environment", json.dumps(run.environment, indent=2)),
+        ("Summary", json.dumps(run.summary, indent=2)),
+    ):
+        is_open = " open" if not parts else ""
+        parts.append(f"<details{is_open}><summary>{title}</summary><pre>{escape(text)}</pre></details>")
+    return "<h2>Details</h2>" + "".join(parts)
+
+
+def differing(runs: Sequence[Run]) -> list[str]:
+    """The settings that are not the same in all runs."""
+    keys = dict.fromkeys(key for run in runs for key in run.settings if key.partition(".")[0] not in NOT_COMPARED)
+    return [key for key in keys if len({value(run.settings.get(key)) for run in runs}) > 1]
+
+
+def value(found: Any) -> str:
+    """A setting's value as text."""
+    return found if isinstance(found, str) else json.dumps(found)
+
+
+def _before_and_after(run: Run) -> str:
+    before, after = run.initial_eval_loss, run.state.eval_loss
+    if after is None or not run.evaluations:
+        return show_number(after, ".4f")
+    last = run.evaluations[-1]["step"]
+    at_last = f"{after:.4f} {'before training' if last == 0 else f'at step {last:,}'}"
+    return at_last if before is None or last == 0 else f"{before:.4f} before training, {at_last}"
+
+
+def _training_loss(run: Run) -> str:
+    loss = run.training_loss
+    if loss is None:
+        return ""
+    return f"{loss:.4f}, {_span(run)}" if run.span > 1 else f"{loss:.4f} in the last step"
+
+
+def _span(run: Run) -> str:
+    return f"mean of {plural(run.span, 'step')}"
+
+
+def _loss_of_one(run: Run) -> str:
+    xs, ys = [line["step"] for line in run.steps], [line["loss"] for line in run.steps]
+    if run.span == 1:
+        return chart("Training loss of each step", [Series("loss", xs, ys)])
+    series = [Series("each step", xs, ys, style="faint"), Series(_span(run), xs, run.smoothed_loss, 1)]
+    return chart("Training loss", series, has_legend=True)
+
+
+def _loss_of_several(runs: Sequence[Run]) -> str:
+    series = [
+        Series(f"{run.name}, {_span(run)}", [line["step"] for line in run.steps], run.smoothed_loss, index)
+        for index, run in enumerate(runs)
+    ]
+    return chart("Training loss, mean over a 50th of the run's steps", series)
+
+
+def _key(index: int) -> str:
+    return f'<span class="key k{index % 8}"></span>'
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "") -> str:
+    lines = ["".join(f"<th>{escape(text)}</th>" for text in head)]
+    lines += ["".join(f"<td>{escape(text)}</td>" for text in row) for row in rows]
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
+    return f'<div class="scroll"><table class="{kind}">{body}</table></div>'
+
+
+def _order(text: str) -> tuple[int, float, str]:
+    """A key that sorts numbers by size, and words after them."""
+    try:
+        return 0, float(text), text
+    except ValueError:
+        return 1, 0.0, text

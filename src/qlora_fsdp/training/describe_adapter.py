@@ -1,0 +1,150 @@
+"""What the model card of a run's adapter tells: the base, the data, the losses, the settings, an example."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from qlora_fsdp.common.hub_names import hub_name
+from qlora_fsdp.config.schema import Config, DataFormat, ModelConfig
+from qlora_fsdp.config.written import public_value
+from qlora_fsdp.data.format import ALPACA
+from qlora_fsdp.data.read import training_paths
+from qlora_fsdp.model.model_card import CardData, CardFacts, fence, read_license
+from qlora_fsdp.records.run_state import GENERATIONS_FILE, read_metrics
+from qlora_fsdp.training.loop import TrainResult
+from qlora_fsdp.training.prepare import Prepared
+
+STEPS_AVERAGED = 10  # the loss of a single step is that of a few rows
+SHOWN = (  # settings, where they are not off
+    "lora.r",
+    "lora.lora_alpha",
+    "lora.lora_dropout",
+    "lora.target_modules",
+    "lora.modules_to_save",
+    "lora.use_rslora",
+    "lora.use_dora",
+    "training.learning_rate",
+    "optim.lr_scheduler_type",
+    "training.max_length",
+    "training.seed",
+)
+QUESTION = "What is the capital of France?"
+
+
+def describe_adapter(
+    prepared: Prepared,
+    config: Config,
+    result: TrainResult,
+    folder: Path,
+    form: DataFormat | None,
+    is_whole: bool = True,
+    is_final: bool = True,
+) -> CardFacts:
+    """The facts for the model card as they are now.
+
+    Args:
+        prepared: the run.
+        config: its settings.
+        result: what it has done so far.
+        folder: the run folder.
+        form: the form of the rows; None if it is unknown.
+        is_whole: whether `result` began with the first step; else an earlier start did.
+        is_final: whether training is over; else the adapter is part of a checkpoint.
+    """
+    losses, train_losses = list(result.losses), None
+    if losses:
+        num = max(1, min(STEPS_AVERAGED, len(losses) // 2))
+        has_both = is_whole and len(losses) > 1
+        train_losses = (statistics.fmean(losses[:num]) if has_both else None), statistics.fmean(losses[-num:])
+    return CardFacts(
+        base=hub_name(public_value(config, "model.path")),
+        base_name=_base_name(config),
+        license=read_license(prepared.assembled.files.folder),
+        data=_data(prepared, config),
+        settings=_settings(prepared, config),
+        num_steps=prepared.split.num_steps,
+        is_final=is_final,
+        eval_losses=tuple(result.eval_losses),
+        train_losses=train_losses,
+        rank=max(config.lora.r, *config.lora.rank_pattern.values(), 1),
+        needs_merge=_why_merge(prepared, config),
+        prompt=_describe_prompt(form, prepared.tokenizer),
+        example=_example(folder),
+    )
+
+
+def _base_name(config: Config) -> str:
+    name, path = public_value(config, "model.name"), public_value(config, "model.path")
+    return str(name) if name != ModelConfig.name or path is None else Path(path).expanduser().resolve().name
+
+
+def _data(prepared: Prepared, config: Config) -> tuple[CardData, ...]:
+    """Names and rows of the training data. Of a local file the card has the name alone: it may be published."""
+    report = prepared.data.report
+    if config.data.format is DataFormat.random:
+        return ()
+    parts = {str(part.path): part.num_rows for part in report.mix}
+    public = public_value(config, "data.mix" if config.data.mix else "data.path")
+    shown = list(public) if config.data.mix else [public]
+    found = []
+    for path, written in zip(training_paths(config.data), shown, strict=True):
+        paths = [written] if isinstance(written, str) else list(written)
+        names = [name if _is_on_hub(name) else Path(name).expanduser().name for name in paths]
+        on_hub = len(paths) == 1 and _is_on_hub(paths[0])
+        num_rows = parts.get(str(path)) if config.data.mix else report.num_rows
+        found.append(CardData(", ".join(names), on_hub, None if config.data.streaming else num_rows))
+    return tuple(found)
+
+
+def _is_on_hub(path: str) -> bool:
+    return hub_name(path) is not None and not Path(path).expanduser().exists()
+
+
+def _settings(prepared: Prepared, config: Config) -> tuple[tuple[str, str], ...]:
+    found = [("base weights", prepared.assembled.meta.kind)]
+    for key in SHOWN:
+        value = public_value(config, key)
+        if value not in (None, False, []):
+            shown = f"{value:g}" if isinstance(value, float) else getattr(value, "value", value)
+            found.append((key, ", ".join(map(str, shown)) if isinstance(shown, list) else str(shown)))
+    return (*found, ("sequences per step", str(prepared.split.global_batch_size)))
+
+
+def _why_merge(prepared: Prepared, config: Config) -> str | None:
+    if config.lora.use_dora:
+        return "it is a DoRA adapter"
+    if config.lora.modules_to_save:
+        return "it holds whole layers (lora.modules_to_save)"
+    return "it has rows for new tokens" if prepared.assembled.tokens.ids else None
+
+
+def _describe_prompt(form: DataFormat | None, tokenizer: PreTrainedTokenizerBase) -> str:
+    match form:
+        case DataFormat.messages:
+            by_template = "Conversations are written by the chat template in this folder."
+            turns = [{"role": "user", "content": QUESTION}]
+            try:
+                text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+            except Exception:  # a template is a program, and its sandbox lets any error through
+                return by_template
+            return f"{by_template} A question becomes\n\n{fence(str(text))}"
+        case DataFormat.instruction:
+            return f"Instructions are written as in Alpaca:\n\n{fence(ALPACA.format(instruction=QUESTION))}"
+        case DataFormat.prompt_completion:
+            return "Prompts are given as they are, without a chat template."
+        case DataFormat.text:
+            return "The adapter was trained on plain text, and goes on with the text that it is given."
+        case _:
+            return ""
+
+
+def _example(folder: Path) -> tuple[str, str] | None:
+    """The first prompt of the last evaluation, and what the model wrote."""
+    rows = list(read_metrics(folder, last=True, file=GENERATIONS_FILE))
+    first = next((row for row in rows if row["step"] == rows[-1]["step"]), None)
+    if first is None:
+        return None
+    return str(first.get("prompt", "")), str(first.get("completion", ""))

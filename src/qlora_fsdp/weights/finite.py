@@ -1,0 +1,103 @@
+"""Find NaN and infinite values in the model files while their rows are read.
+
+Each piece of rows leaves its smallest and its largest value on the device, where one NaN makes both NaN. Nobody waits
+for them before all weights are read. One pass over 32 MiB takes a fiftieth of the time that quantizing it takes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qlora_fsdp.common.errors import CheckpointError
+from qlora_fsdp.common.sizes import PIECE_BYTES
+from qlora_fsdp.common.text import plural
+from qlora_fsdp.weights.row_reader import Sink
+from qlora_fsdp.weights.safetensors_files import StoredTensor
+
+
+class FiniteCheck:
+    """Whether all values of some stored tensors are finite, as far as this rank reads them."""
+
+    def __init__(self) -> None:
+        self._found: list[tuple[StoredTensor, torch.dtype, tuple[Tensor, Tensor]]] = []
+
+    def watch(self, sink: Sink, stored: StoredTensor, dtype: torch.dtype) -> Sink:
+        """A sink that looks at rows before it hands them to another.
+
+        Args:
+            sink: takes the rows.
+            stored: the tensor whose rows they are.
+            dtype: what the values are cast to. One that is infinite only there counts as infinite.
+        """
+        return _Watching(self, sink, stored, dtype) if stored.dtype.is_floating_point else sink
+
+    def note(self, stored: StoredTensor, dtype: torch.dtype, values: Tensor) -> None:
+        """Look at some values of a tensor, without waiting for the device."""
+        if values.numel():
+            self._found.append((stored, dtype, torch.aminmax(values)))
+
+    def finish(self) -> None:
+        """Ask the device what it found.
+
+        Raises:
+            CheckpointError: a tensor has values that are not finite. It is named, with its file and their number.
+        """
+        found, self._found = self._found, []
+        if not found:
+            return
+        ends = torch.stack([end.float() for *_, ends in found for end in ends]).abs().view(-1, 2).amax(1).tolist()
+        bad = {
+            stored.key: (stored, dtype)
+            for (stored, dtype, _), largest in zip(found, ends, strict=True)
+            if not largest <= torch.finfo(dtype).max  # NaN is not
+        }
+        if bad:
+            raise _not_finite(*next(iter(bad.values())), len(bad) - 1)
+
+
+class _Watching(Sink):
+    def __init__(self, check: FiniteCheck, sink: Sink, stored: StoredTensor, dtype: torch.dtype) -> None:
+        self.check, self.sink, self.stored, self.dtype = check, sink, stored, dtype
+
+    def put(self, rows: Tensor, first_row: int) -> None:
+        self.check.note(self.stored, self.dtype, rows.view(self.stored.dtype))
+        self.sink.put(rows, first_row)
+
+    def finish(self) -> None:
+        self.sink.finish()
+
+
+def check_finite(stored: StoredTensor, values: Tensor) -> None:
+    """Look at all values of a tensor that has been read as a whole.
+
+    Raises:
+        CheckpointError: some are NaN or infinite.
+    """
+    if stored.dtype.is_floating_point:
+        check = FiniteCheck()
+        check.note(stored, stored.dtype, values)
+        check.finish()
+
+
+def _not_finite(stored: StoredTensor, dtype: torch.dtype, num_others: int) -> CheckpointError:
+    """The error about a tensor, which is read once more to count its values."""
+    num_bad, cast = _count(stored, stored.dtype), ""
+    if num_bad == 0:
+        num_bad, cast = _count(stored, dtype), f" in {str(dtype).removeprefix('torch.')}"
+    others = f" So have {plural(num_others, 'other tensor')}." if num_others else ""
+    return CheckpointError(
+        f"{stored.file}: {stored.key} has {plural(num_bad, 'NaN or infinite value')}{cast}, with which nothing can be "
+        f"computed.{others} Copy or download the file again, or set model.path to an intact model."
+    )
+
+
+def _count(stored: StoredTensor, dtype: torch.dtype) -> int:
+    """How many values of a tensor are not finite in a dtype."""
+    num_bad = 0
+    with stored.file.open("rb") as stream:
+        stream.seek(stored.offset)
+        for start in range(0, stored.num_bytes, PIECE_BYTES):
+            block = bytearray(stream.read(min(PIECE_BYTES, stored.num_bytes - start)))
+            num_bad += int((~torch.frombuffer(block, dtype=stored.dtype).to(dtype).isfinite()).sum())
+    return num_bad

@@ -1,0 +1,115 @@
+"""What bitsandbytes writes beside a quantized weight, compared with what the layer expects.
+
+The files may come from anywhere, and codes are bytes of any meaning: whatever is not compared here would load without
+a word, and compute something else. Whether the scales are finite is seen while they are read (finite.py).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from qlora_fsdp.common.errors import CheckpointError
+from qlora_fsdp.common.quantized_shapes import QuantType
+from qlora_fsdp.common.sizes import NESTED_BLOCKSIZE
+from qlora_fsdp.common.text import shorten
+from qlora_fsdp.layers import QuantizedLayer
+from qlora_fsdp.layers.quantized_format import STORAGE_DTYPES
+from qlora_fsdp.weights.safetensors_files import StoredTensor
+
+MAX_STATE_BYTES = 2**16  # of JSON; honest ones have some 200
+BLOCKSIZES = tuple(2**power for power in range(5, 13))  # those of bitsandbytes' kernels
+ROW_MAJOR = b"\0"  # the `weight_format` of int8 codes that lie row by row
+
+
+@dataclass(frozen=True)
+class QuantState:
+    """bitsandbytes' description of a 4-bit weight.
+
+    Attributes:
+        quant_type: code book of the codes.
+        blocksize: weights that share a scale.
+        shape: of the weight.
+        nested_offset: with double quantization, the mean that was subtracted from all scales; else None.
+    """
+
+    quant_type: QuantType
+    blocksize: int
+    shape: tuple[int, ...]
+    nested_offset: float | None
+
+
+def read_quant_state(stored: StoredTensor) -> QuantState:
+    """Read the JSON text that bitsandbytes stores as a tensor of bytes.
+
+    Raises:
+        CheckpointError: it is damaged, or describes a weight that is quantized in another way than any here.
+    """
+    try:
+        state: Any = json.loads(_read_bytes(stored, MAX_STATE_BYTES))
+        kind, blocksize, shape, offset = state["quant_type"], state["blocksize"], state["shape"], None
+        if kind not in ("nf4", "fp4") or not stored.key.endswith(f"__{kind}"):
+            raise ValueError(f"its quant_type is {shorten(str(kind))}")
+        if type(blocksize) is not int or blocksize not in BLOCKSIZES:
+            raise ValueError(f"its blocksize is {shorten(str(blocksize))}, which bitsandbytes does not have")
+        if not isinstance(shape, list) or len(shape) != 2 or not all(type(size) is int for size in shape):
+            raise ValueError(f"its shape is {shorten(str(shape))}")
+        if "nested_offset" in state:
+            offset = float(state["nested_offset"])
+            if state.get("nested_blocksize", NESTED_BLOCKSIZE) != NESTED_BLOCKSIZE:
+                raise ValueError(f"its nested_blocksize is not {NESTED_BLOCKSIZE}")
+            if not math.isfinite(offset):
+                raise ValueError(f"its nested_offset is {offset}")
+        return QuantState(kind, blocksize, tuple(shape), offset)
+    except (OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
+        raise CheckpointError(
+            f"{stored.file} has a damaged {shorten(stored.key)}: {shorten(str(error) or repr(error))}. Copy or "
+            "download it again into model.path."
+        ) from error
+
+
+def parts_problem(layer: QuantizedLayer, codes: StoredTensor, parts: Mapping[str, StoredTensor]) -> str | None:
+    """Why codes and scales of a file are not those of a layer: they have another number of values, or another dtype.
+
+    Args:
+        layer: has its format from the file.
+        codes: bitsandbytes' 4-bit codes, a column of any storage dtype; or int8 codes of the weight's own shape.
+        parts: the scales, flat: `scales` and, with double quantization, `nested_scales`.
+    """
+    format = replace(layer.format, storage=torch.uint8)  # so that rows have no padding
+    expected = format.parts(layer.out_features, layer.in_features)
+    num_bytes = math.prod(expected["codes"][0])
+    if format.is_4bit:
+        if codes.dtype not in STORAGE_DTYPES.values() or codes.num_bytes != num_bytes:
+            return f"{codes.key}: {_describe(codes)}, which is not {num_bytes:,} bytes of 4-bit codes"
+    elif codes.dtype != torch.int8 or codes.shape != (layer.out_features, layer.in_features):
+        return f"{codes.key}: {_describe(codes)}, which is not int8 {[layer.out_features, layer.in_features]}"
+    for name, stored in parts.items():
+        shape, dtype = expected[name]
+        # The last of our nested scales is the mean, which bitsandbytes keeps in its description.
+        wanted = math.prod(shape) - (name == "nested_scales")
+        if stored.dtype != dtype or math.prod(stored.shape) != wanted:
+            return f"{stored.key}: {_describe(stored)}, which is not {wanted:,} scales of {dtype}"
+    return None
+
+
+def is_row_major(weight_format: StoredTensor) -> bool:
+    """Whether int8 codes lie row by row, by the byte that bitsandbytes stores beside them."""
+    return weight_format.num_bytes == 1 and _read_bytes(weight_format, 1) == ROW_MAJOR
+
+
+def _describe(stored: StoredTensor) -> str:
+    return f"{str(stored.dtype).removeprefix('torch.')} {list(stored.shape)} in the file"
+
+
+def _read_bytes(stored: StoredTensor, limit: int) -> bytes:
+    if stored.num_bytes > limit:
+        raise ValueError(f"it has {stored.num_bytes:,} bytes")
+    with stored.file.open("rb") as stream:
+        stream.seek(stored.offset)
+        return stream.read(stored.num_bytes)

@@ -1,0 +1,346 @@
+"""Damage files at random, and read them: each reading ends in success or in one error for the user.
+
+`python -m tests.security.mutate --count 1000` mutates each kind of file so often and prints what ended otherwise, with
+the seed that repeats it. test_mutations.py runs a few of them. Nothing outside the mutated folder may change.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import sys
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+from unittest import mock
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from peft import LoraConfig
+from safetensors.torch import save_file
+
+from qlora_fsdp import status
+from qlora_fsdp.common.errors import UserError
+from qlora_fsdp.common.files import digest_file
+from qlora_fsdp.config import compose
+from qlora_fsdp.config.check_settings import Needs, check_settings
+from qlora_fsdp.config.commands import load_command
+from qlora_fsdp.config.schema import BadRows, DataConfig, DataFormat, LossOn, ModelConfig, QuantConfig
+from qlora_fsdp.data.read import find_source, iterate_rows
+from qlora_fsdp.data.tokenize import RowTokenizer
+from qlora_fsdp.data.tokenizer import byte_tokenizer, load_tokenizer
+from qlora_fsdp.generate import GenerateSettings
+from qlora_fsdp.inference.saved_adapter import WEIGHTS_FILE, read_lora, read_tokens
+from qlora_fsdp.model.build import BuildSettings, build_model
+from qlora_fsdp.model.find import find_model
+from qlora_fsdp.training.checkpoint import MANIFEST, digest_manifest, read_manifest
+from qlora_fsdp.weights.fill import fill_from_files
+from tests.helpers import quick_config
+from tests.helpers.checkpoints import make_checkpoint, quantize_checkpoint
+
+DEEP = 100_000
+ODD: list[Any] = [
+    None, True, False, 0, -1, 1, 2.5, 1e6, 1e308, float("nan"), float("inf"), 2**31, 2**63, 10**30, 10**400, -(2**63),
+    "", "x", "0", "64", "../x", "/etc/passwd", "\0", "\x1b]0;owned\x07", "\ud800", "${oc.env:HOME}", "(.+)+#",
+    "a" * 10_000, [], [None], [[]], ["x"], [1, 2], {}, {"x": 1}, {"": None}, [{}], {"_target_": "os.system"},
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of file.
+
+    Attributes:
+        make: writes a folder with an honest file of the kind.
+        name: the file that is mutated, in this folder.
+        read: what a command does with the folder.
+        is_text: whether it is JSON or YAML, so that its values can be mutated too.
+    """
+
+    make: Callable[[Path], None]
+    name: str
+    read: Callable[[Path], None]
+    is_text: bool = True
+
+
+@dataclass
+class Outcome:
+    """How the readings of one kind of file ended: in success, in an error for the user, or otherwise."""
+
+    succeeded: int = 0
+    refused: int = 0
+    failures: list[str] = field(default_factory=list)
+
+
+def mutate(content: bytes, is_text: bool, rng: random.Random) -> bytes:
+    """The content of a file, damaged in some way."""
+    if is_text and rng.random() < 0.75:
+        try:
+            return _mutate_json(json.loads(content), rng)
+        except ValueError:  # a file of JSON lines
+            lines = content.splitlines(keepends=True)
+            number = rng.randrange(len(lines))
+            lines[number] = _mutate_json(json.loads(lines[number]), rng) + b"\n"
+            return b"".join(lines)
+    return _mutate_bytes(content, rng)
+
+
+def _mutate_json(value: Any, rng: random.Random) -> bytes:
+    for _ in range(rng.choice((1, 1, 1, 2, 5))):
+        places = list(_places(value))
+        if not places:
+            return json.dumps(rng.choice(ODD)).encode()
+        holder, key = rng.choice(places)
+        match rng.randrange(6):
+            case 0:
+                del holder[key]
+            case 1:
+                holder[key] = "DEEP"
+            case 2 if isinstance(holder, dict):
+                holder[str(rng.choice(ODD))] = holder.pop(key)
+            case 3:
+                holder[key] = [holder[key]]
+            case _:
+                holder[key] = deepcopy(rng.choice(ODD))
+    text = json.dumps(value)
+    return text.replace('"DEEP"', "[" * DEEP + "]" * (DEEP * rng.randrange(2)), 1).encode()
+
+
+def _places(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Every value inside a value, as what holds it and the key."""
+    for key, item in list(value.items()) if isinstance(value, dict) else enumerate(value):
+        yield value, key
+        if isinstance(item, (dict, list)):
+            yield from _places(item)
+
+
+def _mutate_bytes(content: bytes, rng: random.Random) -> bytes:
+    changed = bytearray(content)
+    at = rng.randrange(len(changed))
+    match rng.randrange(6):
+        case 0:
+            for _ in range(rng.choice((1, 3, 30))):
+                changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
+        case 1:
+            del changed[at:]
+        case 2:
+            del changed[at : at + rng.choice((1, 8, 1000))]
+        case 3:
+            changed[at:at] = rng.randbytes(rng.choice((1, 8, 1000)))
+        case 4:
+            changed[at:at] = changed[max(0, at - 100) : at] * 50
+        case _:
+            changed[at : at + 8] = b"\xff" * 8
+    return bytes(changed)
+
+
+def run_mutations(name: str, folder: Path, count: int, seed: int) -> Outcome:
+    """Mutate one kind of file `count` times inside `folder`, and read it each time."""
+    kind, outcome, honest = KINDS[name], Outcome(), folder / "honest"
+    honest.mkdir(parents=True)
+    kind.make(honest)
+    sentinel = folder / "x"  # where `../x` leads
+    sentinel.write_text("untouched")
+    content = (honest / kind.name).read_bytes()
+    kind.read(honest)
+    before = _digests(folder)
+    for number in range(count):
+        rng = random.Random(f"{name} {seed} {number}")
+        copy = folder / "copy"
+        shutil.copytree(honest, copy)
+        (copy / kind.name).write_bytes(mutate(content, kind.is_text, rng))
+        try:
+            kind.read(copy)
+            outcome.succeeded += 1
+        except UserError as error:
+            outcome.refused += 1
+            if "\x1b" in str(error) and kind.name.endswith(".yaml"):
+                outcome.failures.append(f"{name} {seed} {number}: an escape sequence in {error!r}")
+        except BaseException as error:
+            if isinstance(error, (KeyboardInterrupt, SystemExit)):
+                raise
+            last = traceback.format_exc(limit=-4).strip()
+            outcome.failures.append(f"{name} seed={seed} number={number}: {type(error).__name__}: {last[-1500:]}")
+        shutil.rmtree(copy)
+        if _digests(folder) != before:
+            raise AssertionError(f"{name} seed={seed} number={number} changed files outside its folder")
+    return outcome
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    return {str(file): digest_file(file) for file in sorted(folder.rglob("*")) if file.is_file()}
+
+
+def _make_model(folder: Path, shard: str = "1GB") -> None:
+    make_checkpoint("llama", folder, torch.float32, max_shard_size=shard)
+    byte_tokenizer().save_pretrained(folder)
+
+
+def _make_quantized(folder: Path) -> None:
+    _make_model(folder / "source")
+    options = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+    quantize_checkpoint(folder / "source", folder, **options)
+    shutil.rmtree(folder / "source")
+
+
+def _load_model(folder: Path) -> None:
+    files = find_model(ModelConfig(path=str(folder)), True, lambda error: error)
+    built = build_model(files, BuildSettings(QuantConfig(), torch.float32, "eager"))
+    if sum(parameter.numel() for parameter in built.model.parameters()) > 10**7:  # the plan says that it does not fit
+        return
+    built.model.to_empty(device="cpu")
+    fill_from_files(built.assignments, torch.device("cpu"), torch.float32)
+
+
+def _make_adapter(folder: Path) -> None:
+    config = LoraConfig(r=4, target_modules=["q_proj"], rank_pattern={"q_proj": 8}, modules_to_save=["lm_head"])
+    config.base_model_name_or_path = "org/name"
+    config.trainable_token_indices = [1]
+    config.save_pretrained(str(folder))
+    rows = {"base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta": torch.zeros(1, 64)}
+    save_file(rows, folder / WEIGHTS_FILE)
+    settings = {
+        "model": {"path": "org/name", "name": "x", "revision": "main", "config": {"hidden_size": 64}},
+        "tokenizer": {"add_tokens": ["a"]},
+        "quant": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "llm_int8_skip_modules": ["lm_head"]},
+        "task": {"name": "causal_lm", "labels": []},
+        "training": {"packing": True},
+    }
+    (folder / "qlora_fsdp.yaml").write_text(json.dumps(settings))  # JSON is YAML
+
+
+def _read_adapter(folder: Path) -> None:
+    with mock.patch.object(compose, "_compose", quick_config._compose):
+        _, config = load_command([f"adapter={folder}", "prompt=x"], GenerateSettings, "")
+    check_settings(config, Needs(optional=("data.path",)))
+    read_lora(folder)
+    read_tokens(folder)
+
+
+def _make_run(folder: Path) -> None:
+    (folder / "config.yaml").write_text("{}")
+    (folder / "environment.json").write_text("{}")
+    line = {"step": 1, "num_steps": 9, "loss": 1.5, "seconds": 0.1, "tokens_per_second_per_gpu": 9.0, "gpu_peak_gib": 1}
+    (folder / "metrics.jsonl").write_text((json.dumps(line) + "\n") * 3 + '{"step": 3, "eval_loss": 1.0}\n')
+    summary = {
+        "status": "finished",
+        "steps": 3,
+        "final_loss": 1.5,
+        "eval_loss": 1.0,
+        "error": "none",
+        "load_seconds": 1,
+    }
+    (folder / "summary.json").write_text(json.dumps(summary))
+    (folder / "sweep.json").write_text(json.dumps({"jobs": [{"folder": str(folder), "overrides": {"lora.r": "8"}}]}))
+
+
+def _read_run(folder: Path) -> None:
+    with mock.patch.object(status, "slurm_queue", dict):
+        status.show_status([folder])
+
+
+def _make_checkpoint_folder(folder: Path) -> None:
+    (folder / "a").write_text("x")
+    values = {
+        "step": 2,
+        "num_ranks": 1,
+        "settings": {"lora.r": 8},
+        "data": {"num_tokens": 5},
+        "files": {"a": [1, digest_file(folder / "a")]},
+        "eval_losses": [[1, 0.5]],
+    }
+    (folder / MANIFEST).write_text(json.dumps(values))
+
+
+def _read_checkpoint(folder: Path) -> None:
+    """Whoever forges a manifest writes its checksum too."""
+    with suppress(ValueError, RecursionError, AttributeError, TypeError):
+        values = json.loads((folder / MANIFEST).read_bytes())
+        values.pop("sha256", None)
+        (folder / MANIFEST).write_text(json.dumps(values | {"sha256": digest_manifest(values)}))
+    read_manifest(folder)
+
+
+def _make_rows(folder: Path) -> None:
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    rows = [
+        {"messages": messages},
+        {"prompt": "a", "completion": "b"},
+        {"text": "c"},
+        {"instruction": "d", "output": "e"},
+    ]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pq.write_table(pa.table({"prompt": ["a", "b"] * 50, "completion": ["c", None] * 50}), folder / "rows.parquet")
+
+
+def _row_reader(name: str) -> Callable[[Path], None]:
+    def read(folder: Path) -> None:
+        source = find_source(str(folder / name), DataConfig(path=str(folder / name)))
+        tokenizer = RowTokenizer(byte_tokenizer(), DataFormat.auto, LossOn.completion, 64, BadRows.skip)
+        places, rows = zip(*iterate_rows(source), strict=True)
+        tokenizer({"place": list(places), "row": list(rows)})
+
+    return read
+
+
+def _read_tokenizer(folder: Path) -> None:
+    tokenizer = load_tokenizer(ModelConfig(path=str(folder)), DataConfig())
+    tokenizer("Hi")
+    tokenizer.save_pretrained(folder / "saved")
+
+
+KINDS = {
+    "config.json": Kind(_make_model, "config.json", _load_model),
+    "index": Kind(lambda folder: _make_model(folder, "100KB"), "model.safetensors.index.json", _load_model),
+    "safetensors": Kind(_make_model, "model.safetensors", _load_model, is_text=False),
+    "quantized safetensors": Kind(_make_quantized, "model.safetensors", _load_model, is_text=False),
+    "adapter_config.json": Kind(_make_adapter, "adapter_config.json", _read_adapter),
+    "qlora_fsdp.yaml": Kind(_make_adapter, "qlora_fsdp.yaml", _read_adapter),
+    "adapter_model.safetensors": Kind(_make_adapter, WEIGHTS_FILE, _read_adapter, is_text=False),
+    "tokenizer_config.json": Kind(_make_model, "tokenizer_config.json", _read_tokenizer),
+    "tokenizer.json": Kind(_make_model, "tokenizer.json", _read_tokenizer),
+    "summary.json": Kind(_make_run, "summary.json", _read_run),
+    "metrics.jsonl": Kind(_make_run, "metrics.jsonl", _read_run),
+    "sweep.json": Kind(_make_run, "sweep.json", _read_run),
+    "manifest.json": Kind(_make_checkpoint_folder, MANIFEST, _read_checkpoint),
+    "JSONL": Kind(_make_rows, "rows.jsonl", _row_reader("rows.jsonl")),
+    "Parquet": Kind(_make_rows, "rows.parquet", _row_reader("rows.parquet"), is_text=False),
+}
+
+
+def main() -> int:
+    """Run mutations of the kinds that the command line names, and print what ended otherwise."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kind", action="append", choices=KINDS)
+    parser.add_argument("--count", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    num_failures = 0
+    for name in arguments.kind or KINDS:
+        with TemporaryDirectory() as folder:
+            outcome = run_mutations(name, Path(folder), arguments.count, arguments.seed)
+        num_failures += len(outcome.failures)
+        print(
+            f"{name}: {outcome.succeeded} read, {outcome.refused} refused, {len(outcome.failures)} failed", flush=True
+        )
+        alike = Counter(text.rpartition("\n")[2] for text in outcome.failures)
+        for text in outcome.failures:
+            last = text.rpartition("\n")[2]
+            if alike.pop(last, 0):
+                print(text, flush=True)
+    return 1 if num_failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,183 @@
+"""Files that are made to hang a command, to fill memory, or to end it in a traceback: each has a limit."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qlora_fsdp import preview, status
+from qlora_fsdp.common import limits
+from qlora_fsdp.common.errors import CheckpointError, DataError
+from qlora_fsdp.common.limits import limited_memory
+from qlora_fsdp.config.schema import DataConfig, LossOn, ModelConfig
+from qlora_fsdp.data import chat_template
+from qlora_fsdp.data.conversation import format_messages
+from qlora_fsdp.data.tokenizer import byte_tokenizer, load_tokenizer
+from qlora_fsdp.generate import GenerateSettings, _read_rows
+from qlora_fsdp.inference.prompts import chat_tokens
+from qlora_fsdp.records.run_state import read_jobs, read_json, read_metrics, read_run
+from qlora_fsdp.training import dcp_pickle
+
+CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+SLOW = "{% for a in range(99999) %}{% for b in range(99999) %}{% set c = a * b %}{% endfor %}{% endfor %}"
+DOUBLING = (
+    "{% set ns = namespace(x='0123456789') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}"
+)
+DEEP = "[" * 100_000
+
+
+def render(template: str) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    format_messages(CHAT, None, LossOn.completion, tokenizer)
+
+
+def ask(template: str) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    chat_tokens(tokenizer, CHAT[:1], None, "prompt")
+
+
+@pytest.mark.parametrize("use", [render, ask])
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (SLOW, "takes more than 1 s for one conversation"),
+        ("{{ 'a' * 50000000000 }}", "takes more than 1 GiB for one conversation"),  # computed while it is compiled
+        ("{{ messages[0].content * 5000000000 }}", "takes more than 1 GiB"),
+        ("{{ '%5000000000d' % messages|length }}", "takes more than 1 GiB"),
+        ("{{ messages[0].content.ljust(5000000000) }}", "takes more than 1 GiB"),
+        (DOUBLING, "takes more than 1 GiB"),
+        ("{{ 'a' * 200000 }}", r"makes a text of 200,000 characters"),
+    ],
+)
+def test_a_chat_template(
+    use: Callable[[str], None], template: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_template, "RENDER_SECONDS", 1.0)
+    monkeypatch.setattr(chat_template, "RENDER_BYTES", 2**30)
+    monkeypatch.setattr(chat_template, "MAX_CHARACTERS", 100_000)
+    with pytest.raises(DataError, match=rf"^The chat template {message}.* Set data\.chat_template to another\.$"):
+        use(template)
+
+
+def test_memory_is_as_before_once_a_limit_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MEASURE_SECONDS", 0.0)
+    with pytest.raises(MemoryError), limited_memory(2**26):
+        bytearray(2**28)
+    assert len(bytearray(2**28)) == 2**28
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ([{"name": "../x", "template": "{{ messages }}"}], "names a chat template ../x, which can't be the name of"),
+        ([{"name": "/x", "template": "{{ messages }}"}], "names a chat template /x"),
+        ([{"name": ".", "template": "{{ messages }}"}], "names a chat template ."),
+        ([{"name": "a\x1b", "template": "{{ messages }}"}], "names a chat template a?,"),
+        (5, "has a chat template that is no text"),
+        ({"a": 3}, "has a chat template that is no text"),
+        ("x" * 2**21, "has chat templates of more than 1,048,576 characters"),
+    ],
+)
+def test_a_template_that_could_not_be_saved_is_refused_at_the_start(tmp_path: Path, template: Any, message: str):
+    byte_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
+    file = tmp_path / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": template}))
+    with pytest.raises(CheckpointError) as caught:
+        load_tokenizer(ModelConfig(path=str(tmp_path)), DataConfig())
+    assert message in str(caught.value)
+
+
+def test_templates_with_names_that_honest_people_give(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}", "rag-2.1": "{{ documents }}"}
+    tokenizer.save_pretrained(tmp_path)
+    assert load_tokenizer(ModelConfig(path=str(tmp_path)), DataConfig()).chat_template == tokenizer.chat_template
+
+
+def make_run(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "config.yaml").write_text("{}")
+    (folder / "environment.json").write_text("{}")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def no_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status, "slurm_queue", dict)
+
+
+def shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    assert status.main([str(folder)]) == 0
+    out, err = capsys.readouterr()
+    assert "Traceback" not in err
+    return out
+
+
+@pytest.mark.parametrize("name", ["summary.json", "metrics.jsonl", "slurm.json", "sweep.json"])
+@pytest.mark.parametrize("kind", ["a pipe", "a device", "a link"])
+def test_status_waits_for_no_pipe(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, kind: str) -> None:
+    run = make_run(tmp_path / "run")
+    (tmp_path / "secret").write_text('{"status": "secret", "step": 1, "loss": 9.9, "job_id": "secret"}\n')
+    if kind == "a pipe":
+        os.mkfifo(run / name)
+    else:
+        (run / name).symlink_to("/dev/zero" if kind == "a device" else tmp_path / "secret")
+    assert "secret" not in shown(tmp_path, capsys) and list(read_metrics(run)) == [] and read_json(run / name) == {}
+
+
+ODD: list[Any] = [None, True, "x", "\x1b]0;owned\x07", [1], {"a": 1}, 10**400, 10**30, -1, float("nan"), float("inf")]
+
+
+@pytest.mark.parametrize("value", ODD)
+def test_status_of_a_run_with_odd_records(tmp_path: Path, capsys: pytest.CaptureFixture[str], value: Any) -> None:
+    run, keys = make_run(tmp_path / "run"), ("step", "num_steps", "loss", "seconds", "tokens_per_second_per_gpu")
+    (run / "metrics.jsonl").write_text(json.dumps(dict.fromkeys((*keys, "gpu_peak_gib", "eval_loss"), value)) + "\n")
+    assert "running" in shown(tmp_path, capsys)
+    (run / "sweep.json").write_text(json.dumps({"jobs": [value, {"folder": value, "overrides": value}]}))
+    summary = ("status", "steps", "final_loss", "eval_loss", "tokens_per_second_per_gpu", "step_gpu_peak_gib", "error")
+    (run / "summary.json").write_text(json.dumps(dict.fromkeys(summary, value)))
+    assert "\x1b" not in shown(tmp_path, capsys)
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", '{"jobs": 3}', '{"jobs": {"a": 1}}', '{"jobs": [{}]}', "{", DEEP, '{"a": ' + DEEP]
+)
+def test_a_damaged_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
+    run = make_run(tmp_path / "run")
+    for name in ("sweep.json", "summary.json", "slurm.json", "metrics.jsonl"):
+        (run / name).write_text(text)
+    assert "run" in shown(tmp_path, capsys)
+    assert read_jobs(run / "sweep.json") == [] and read_run(run).loss is None
+
+
+def test_prompts_that_are_nested_deeply(tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text(DEEP)
+    with pytest.raises(DataError, match="line 1 is not JSON: maximum recursion depth exceeded"):
+        _read_rows(GenerateSettings(prompts=str(tmp_path / "prompts.jsonl")))
+
+
+def test_a_preview_shows_what_a_terminal_would_obey(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "rows\x1b.jsonl"
+    rows = [{"prompt": "a\x1b]0;owned\x07\tb", "completion": "c\n\x9b2J"}, {"\x1bkey": 1}]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    argv = ["model=tiny", "model.tokenizer_path=bytes", f"data.path={file}", f"data.cache_folder={tmp_path}"]
+    assert preview.main([*argv, "color=never"]) == 0
+    out = capsys.readouterr().out
+    assert not {"\x1b", "\x07", "\x9b"} & set(out)
+    assert r"a\x1b]0;owned\x07" in out and "\tb" in out
+
+
+@pytest.mark.parametrize("opcodes", [b"]", b"}", b"]\x94"])
+def test_a_pickle_of_many_opcodes(opcodes: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dcp_pickle, "MAX_BYTES", 2**24)
+    monkeypatch.setattr(limits, "MEASURE_SECONDS", 0.0)
+    with pytest.raises(Exception, match=r"it takes more than 0 GiB of memory"):
+        dcp_pickle.unpickle(b"\x80\x04" + opcodes * 2**21 + b"N.")

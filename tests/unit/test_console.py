@@ -1,0 +1,136 @@
+"""What one sees of a run while it trains: the table, the live line below it, and train.log."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.helpers.quick_config import load_config
+
+from qlora_fsdp.records.console import Console, start_log, stop_log
+from qlora_fsdp.records.ending import describe_end, next_commands
+from qlora_fsdp.records.journal import Journal
+from qlora_fsdp.records.progress import ROWS_BETWEEN_HEADERS, ProgressTable
+from qlora_fsdp.records.run_folder import log
+
+
+def figures(step: int, **more: Any) -> dict[str, Any]:
+    return {
+        **{"step": step, "loss": 2.5, "grad_norm": 0.125, "learning_rate": 2e-4, "tokens_per_second_per_gpu": 16139.4},
+        **{"mfu": None, "gpu_peak_gib": None, **more},
+    }
+
+
+def test_columns_line_up_below_their_names():
+    table = ProgressTable(900)
+    lines = table.with_header(table.row({"step": 0, "eval_loss": 2.125}, note="accuracy 0.5000, 3.0 s"))
+    lines += table.with_header(table.row(figures(1), 3905.0))
+    lines += table.with_header(table.row(figures(2, mfu=0.412, gpu_peak_gib=61.25), 12 * 86400 + 3.0))
+    lines += table.with_header(table.row(figures(3, mfu=0.4, gpu_peak_gib=61.25, loss=None, skipped=True), 3.0))
+    first, evaluation, step, second, measured, skipped = lines
+    assert first.split("  ")[0] == "step" and "MFU" not in first and "GiB" not in first
+    assert second.split() == ["step", "loss", "eval", "loss", "grad", "norm", "lr", "tokens/s/GPU", "MFU", "GiB", "ETA"]
+    for line, header, name, value in (
+        (evaluation, first, "eval loss", "2.1250"),
+        (step, first, "loss", "2.5000"),
+        (step, first, "tokens/s/GPU", "16,139"),
+        (step, first, "ETA", "1:05:05"),
+        (measured, second, "MFU", "41%"),
+        (measured, second, "GiB", "61.2"),
+        (measured, second, "grad norm", "0.1250"),
+        (skipped, second, "loss", "skipped"),
+    ):
+        assert line.index(value) + len(value) == header.index(name) + len(name), (line, header)
+    assert evaluation.endswith("  accuracy 0.5000, 3.0 s") and "12 days" in measured
+    table.with_header("")
+    headers = [len(table.with_header("")) - 1 for _ in range(2 * ROWS_BETWEEN_HEADERS)]
+    assert sum(headers) == 2, "a header now and then"
+
+
+class Terminal(io.StringIO):
+    """A terminal 60 columns wide, and what it shows in the end."""
+
+    def isatty(self) -> bool:
+        return True
+
+    @property
+    def shown(self) -> list[str]:
+        lines = [line.rpartition("\033[K")[2] for line in self.getvalue().split("\n")]
+        return [re.sub(r"\033\[[0-9;]*m", "", line) for line in lines]
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
+    found = Terminal()
+    for name in ("NO_COLOR", "TERM"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("COLUMNS", "60")
+    yield found
+    stop_log()
+
+
+def record(folder: Path, terminal: Terminal) -> None:
+    """A short run with a line of others in it."""
+    with contextlib.redirect_stdout(terminal):
+        start_log(folder)
+    journal = Journal(folder, load_config(["model=tiny", "data=random"]), 4, is_main=True)
+    for step in (1, 2, 3):
+        journal.step(figures(step, loss=float(step)))
+    log.warning("\033]0;title\007 of others")
+    journal.evaluation(3, 2.125, {}, 0.5)
+
+
+def test_the_live_line_stays_below_the_log(terminal: Terminal, tmp_path: Path):
+    record(tmp_path, terminal)
+    shown = terminal.shown
+    assert [line.split()[0] for line in shown[:3]] == ["step", "1/4", "?]0;title?"]
+    assert [line.split()[0] for line in shown[-2:]] == ["3/4", "3/4"], "the evaluation's row and the live line"
+    assert all(len(line) < 60 for line in shown[-1:]), "one that is broken in two can't be replaced"
+    assert "\033[33m?]0;title? of others\033[0m" in terminal.getvalue(), "a warning is yellow"
+    lines = (tmp_path / "train.log").read_text().splitlines()
+    assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  \S", line) for line in lines)
+    assert "\033" not in "".join(lines) and [line.split()[2] for line in lines] == [
+        *("step", "1/4", "?]0;title?", "step", "3/4")
+    ]
+
+
+@pytest.mark.parametrize(("name", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])
+def test_a_terminal_without_colors(terminal: Terminal, tmp_path: Path, monkeypatch: Any, name: str, value: str):
+    monkeypatch.setenv(name, value)
+    record(tmp_path, terminal)
+    assert "\033[3" not in terminal.getvalue() and "\033[2m" not in terminal.getvalue()
+    assert ("\033" in terminal.getvalue()) is (name == "NO_COLOR"), "a dumb terminal has no live line either"
+
+
+def test_a_file_has_no_live_line(tmp_path: Path):
+    console = Console(io.StringIO())
+    console.live("1/4")
+    assert console.stream.getvalue() == ""  # type: ignore[attr-defined]
+
+
+def test_the_end_says_what_there_is_and_what_to_type(tmp_path: Path):
+    folder = tmp_path / "my run"
+    (folder / "adapter").mkdir(parents=True)
+    lines = [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0}]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    summary = {"steps": 1200, "seconds": 3905.0, "final_loss": 2.0, "initial_eval_loss": 3.5, "eval_loss": 2.5}
+    config = load_config(["model.path=some/model", "data=random"])
+    given = f"adapter='{folder}/adapter'"
+    assert describe_end(config, folder, summary).splitlines() == [
+        "Finished: 1,200 steps in 1:05:05.",
+        "  training loss    3.0000 -> 2.0000",
+        "  evaluation loss  3.5000 -> 2.5000",
+        f"  adapter          {folder}/adapter",
+        "Next:",
+        f"  qlora-fsdp chat {given}",
+        f"  qlora-fsdp merge {given} out='{folder}/merged'",
+        f"  qlora-fsdp push {given} repo=ORG/NAME",
+    ]
+    tagger = load_config(["model=tiny", "data=random", "task=token_classification", "task.labels=[a,b]"])
+    assert next_commands(tagger, Path("a")) == ["qlora-fsdp evaluate adapter=a data.path=FILE"]

@@ -1,0 +1,115 @@
+"""The model card of an adapter: what it tells, and that nothing in it can become more than text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from qlora_fsdp.common.hub_names import hub_name
+from qlora_fsdp.common.text import printable
+from qlora_fsdp.model.model_card import CardData, CardFacts, code, fence, make_card, read_license
+
+FACTS = CardFacts(
+    base="org/base-1b",
+    license="apache-2.0",
+    data=(CardData("org/chats", True, 1234), CardData("my chats.jsonl", False, 20)),
+    settings=(("lora.r", "24"),),
+    num_steps=300,
+    eval_losses=((0, 2.5), (150, 2.0), (300, 1.75)),
+    train_losses=(2.6, 1.5),
+    rank=24,
+    prompt="Prompts are given as they are.",
+    example=("What is dedent?", "It removes spaces."),
+)
+
+
+def front_matter(card: str) -> dict:
+    return yaml.safe_load(card.split("---\n")[1])
+
+
+def test_a_card_tells_what_a_user_of_the_adapter_asks():
+    card = make_card(FACTS, "code()")
+    assert front_matter(card) == {
+        "base_model": "org/base-1b",
+        "license": "apache-2.0",
+        "library_name": "peft",
+        "pipeline_tag": "text-generation",
+        "datasets": ["org/chats"],
+        "tags": ["lora", "qlora", "qlora-fsdp"],
+    }
+    for part in (
+        "| [org/chats](https://huggingface.co/datasets/org/chats) | 1,234 |\n| `my chats.jsonl` | 20 |",
+        "| held-out rows | 2.5000 before training | 1.7500 after 300 steps |",
+        "| training rows | 2.6000 in the first steps | 1.5000 in the last steps |",
+        "vllm serve org/base-1b --enable-lora --max-lora-rank 32",
+        "What the model wrote:\n\n```\nIt removes spaces.\n```",
+        "trained with qlora-fsdp",
+        ": 300 steps.",
+    ):
+        assert part in card, part
+
+
+def test_a_card_is_honest_about_what_is_not_known():
+    facts = CardFacts(None, num_steps=9, is_final=False, train_losses=(None, 1.5), needs_merge="it is a DoRA adapter")
+    card = make_card(facts, "code()")
+    assert "base_model" not in front_matter(card) and "a checkpoint of a run of 9 steps" in card
+    assert "No held-out rows were evaluated." in card and "| training rows |  | 1.5000 in the last steps |" in card
+    assert "because it is a DoRA adapter" in card and "--enable-lora" not in card and "Random tokens" in card
+    assert "vllm" not in make_card(facts, "code()", is_classifier=True)
+
+
+@pytest.mark.parametrize(
+    "name", ["a\n---\nlicense: mit", "a: [b", "]}\nbase_model: evil/model", "| x | ` <script>", "\x1b]0;title\x07"]
+)
+def test_names_of_others_add_nothing_to_a_card(name: str):
+    facts = CardFacts(name, name, name, (CardData(name, True, 1), CardData(name, False, 1)))
+    found = front_matter(make_card(facts, "code()"))
+    assert set(found) == {"base_model", "license", "library_name", "pipeline_tag", "datasets", "tags"}
+    assert (found["base_model"], found["datasets"]) == (printable(name), [printable(name)])
+    local = CardFacts(None, name, data=(CardData(name, False, 1),), example=("```\n# A heading", f"{name}\n~~~"))
+    card = make_card(local, "code()")
+    assert "\x1b" not in card and "`````" not in card and "````\n```\n# A heading\n````" in card
+    assert set(front_matter(card)) == {"library_name", "pipeline_tag", "tags"}
+
+
+def test_code_and_fences_hold_any_text():
+    assert code("a|b`c\nd") == "`a\\|b'c?d`"
+    assert fence("```` four") == "`````\n```` four\n`````"
+
+
+def test_names_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org" / "here").mkdir(parents=True)
+    assert hub_name("org/model-1.5") == "org/model-1.5"
+    assert hub_name("/cache/models--org--model/snapshots/0123abc") == "org/model"
+    for local in (
+        None,
+        "org/here",
+        "/models/llama",
+        "llama",
+        "../a/b",
+        "~/models",
+        "a/b/c",
+        "../b",
+        "org/a b",
+        "org/a\n",
+    ):
+        assert hub_name(local) is None, local
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("---\nlicense: apache-2.0\ntags: [a]\n---\n# A", "apache-2.0"),
+        ("---\ntags:\n- a\nlicense: mit\n---\n", "mit"),
+        ("---\nlicense: 'x: y'\n---\n", None),
+        ("# A\nlicense: mit\n", None),
+        ("", None),
+    ],
+)
+def test_the_license_of_a_base(tmp_path: Path, text: str, found: str | None):
+    assert read_license(tmp_path) is read_license(None) is None
+    (tmp_path / "README.md").write_text(text)
+    assert read_license(tmp_path) == found

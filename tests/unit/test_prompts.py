@@ -1,0 +1,81 @@
+"""How prompts are written for an adapter: as in its training, unless the user says otherwise."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.helpers.quick_config import load_config
+
+from qlora_fsdp.common import text
+from qlora_fsdp.config.commands import SETTINGS_FILE, read_trained_on, saved_settings
+from qlora_fsdp.config.schema import DataFormat
+from qlora_fsdp.data.form import find_form
+from qlora_fsdp.data.tokenizer import byte_tokenizer, template_name
+from qlora_fsdp.inference.prompts import PromptStyle, choose_style, style_tokens
+
+
+@pytest.mark.parametrize(
+    ("form", "written"),
+    [
+        (DataFormat.messages, "<bos><|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"),
+        (None, "<bos><|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"),
+        (DataFormat.prompt_completion, "<bos>hi"),
+        (DataFormat.text, "<bos>hi"),
+        (DataFormat.instruction, "### Instruction:\nhi\n\n### Response:\n"),
+    ],
+)
+def test_a_prompt_is_written_as_in_training(form: DataFormat | None, written: str):
+    tokenizer = byte_tokenizer()
+    style, _ = choose_style(tokenizer, form, raw=False)
+    assert tokenizer.decode(style_tokens(style, tokenizer, "hi", "row 1")).endswith(written)
+    assert choose_style(tokenizer, form, raw=True) == (PromptStyle.plain, "raw=true")
+
+
+def test_without_a_template_a_prompt_is_as_it_is():
+    tokenizer = byte_tokenizer()
+    assert template_name(tokenizer) == "chatml"
+    tokenizer.chat_template = "{{ messages }}"
+    assert template_name(tokenizer) == "the tokenizer's own"
+    tokenizer.chat_template = None
+    assert template_name(tokenizer) == "none"
+    assert choose_style(tokenizer, None, raw=False) == (PromptStyle.plain, "the tokenizer has no chat template")
+
+
+CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+SHAREGPT = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "form"),
+    [
+        ({"messages": CHAT}, DataFormat.messages),
+        ({"conversations": SHAREGPT}, DataFormat.messages),
+        ({"prompt": "a", "completion": "b"}, DataFormat.prompt_completion),
+        ({"instruction": "a", "output": "b"}, DataFormat.instruction),
+        ({"text": "a"}, DataFormat.text),
+        ({"label": "a"}, None),
+    ],
+)
+def test_the_form_of_the_rows_is_saved_with_the_adapter(tmp_path: Path, row: dict, form: DataFormat | None):
+    (tmp_path / "rows.jsonl").write_text("no JSON\n" + json.dumps(row) + "\n")
+    config = load_config(["model=tiny", f"data.path={tmp_path}/rows.jsonl", "data.bad_rows=skip"])
+    assert find_form(config) == form
+    (tmp_path / SETTINGS_FILE).write_text(saved_settings(config, trained_on=form))
+    assert read_trained_on(str(tmp_path)) == form
+    assert find_form(load_config(["model=tiny", "data=random"])) is None
+
+
+def test_the_note_of_an_adapter_of_others(tmp_path: Path):
+    assert read_trained_on(None) is read_trained_on(str(tmp_path)) is None
+    for note in ("evil: thing", "trained_on: [1]", "trained_on: ${oc.env:HOME}", "[1]"):
+        (tmp_path / SETTINGS_FILE).write_text(note)
+        assert read_trained_on(str(tmp_path)) is None
+
+
+def test_only_a_terminal_is_spared_control_characters(monkeypatch: pytest.MonkeyPatch):
+    said = "a\x1b]0;title\x07\n\tb\x9b"
+    assert text.for_stdout(said) == said
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert text.for_stdout(said) == "a?]0;title?\n        b?"
