@@ -4,12 +4,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+AUDIT := .audit
 # Test files at a time, three even on two cores: many wait. On GPUs one, as their tests use all that there are.
 WORKERS ?= $(if $(wildcard /dev/nvidiactl),0,3)
 PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 25
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-chat test test-all versions lint types format clean
+.PHONY: help setup demo demo-chat test test-all versions pins propose audit lint types format clean
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -42,7 +43,18 @@ test-all: test  ## Run the slowest tests too
 versions: $(STAMP)  ## Test the oldest and newest supported versions, in environments of their own (gigabytes)
 	@$(BIN)/python scripts/check_versions.py
 
-lint: $(STAMP)  ## Check style
+pins: $(STAMP)  ## Check that constraints.txt pins every package that is installed
+	@$(BIN)/python scripts/check_constraints.py
+
+propose: $(STAMP)  ## Show newer versions of the pinned packages (scripts/propose_versions.py --write takes them)
+	@$(BIN)/python scripts/propose_versions.py
+
+audit:  ## Ask pypi.org for known vulnerabilities of the pinned packages (no part of CI, which may have no network)
+	@$(PYTHON) -m venv $(AUDIT)
+	@$(AUDIT)/bin/python -m pip install --quiet --disable-pip-version-check pip-audit==2.10.1
+	@$(AUDIT)/bin/pip-audit --strict --requirement constraints.txt --no-deps --disable-pip
+
+lint: $(STAMP)  ## Check style, and for what is unsafe
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 
@@ -54,4 +66,4 @@ format: $(STAMP)  ## Fix style
 	@$(BIN)/ruff format .
 
 clean:  ## Delete .venv, caches and build output; keeps outputs/, the runs
-	@rm -rf $(VENV) dist .pytest_cache .mypy_cache .ruff_cache
+	@rm -rf $(VENV) $(AUDIT) dist .pytest_cache .mypy_cache .ruff_cache

@@ -10,12 +10,11 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.util import find_spec
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 from qlora_fsdp import __version__
 from qlora_fsdp.common.errors import ConfigError, Problem, print_error
-from qlora_fsdp.common.startup import NO_RUN, begin, end_with_the_reader
+from qlora_fsdp.common.startup import NO_RUN, begin, end_process, end_with_the_reader
 
 # Name: module, what it does
 COMMANDS = {
@@ -62,12 +61,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     name, *rest = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     begin(NO_RUN if name == "train" else "")
     if name in ("-h", "--help", "help"):
-        print(USAGE.format(commands="\n".join(f"  {key:<12}{COMMANDS[key][1]}" for key in commands())))
+        print(USAGE.format(commands="\n".join(f"  {key:<12}{COMMANDS[key][1]}" for key in COMMANDS)))
         return 0
     if name == "--version":
         print(f"qlora-fsdp {__version__}")
         return 0
-    if name not in commands():
+    if name not in COMMANDS:
         error = ConfigError([_no_command(name)])
         print_error(error)
         return error.exit_code
@@ -76,9 +75,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return _run(name, rest)
 
 
-def commands() -> list[str]:
-    """Returns the names of the commands that are there."""
-    return [name for name, (module, _) in COMMANDS.items() if find_spec(module) is not None]
+def command() -> NoReturn:
+    """Does what `main` says, and ends the process with its exit code."""
+    end_process(main())
 
 
 def _run(name: str, argv: list[str]) -> int:
@@ -91,17 +90,17 @@ def _run(name: str, argv: list[str]) -> int:
     if name == "train":
         more = {"starts_ranks": not is_rank}
     elif name == "completion":
-        more = {"commands": commands()}
+        more = {"commands": list(COMMANDS)}
     return cast(int, import_module(module).main(argv, **more))
 
 
 def _no_command(name: str) -> Problem:
     if "=" in name or name.startswith("-"):
         return Problem(name, "is no command.", f"Name one first: qlora-fsdp train {name} ...")
-    near = difflib.get_close_matches(name, commands(), n=1)
-    fix = f"Did you mean qlora-fsdp {near[0]}?" if near else f"The commands are {', '.join(commands())}."
+    near = difflib.get_close_matches(name, COMMANDS, n=1)
+    fix = f"Did you mean qlora-fsdp {near[0]}?" if near else f"The commands are {', '.join(COMMANDS)}."
     return Problem(name, "is no command.", fix)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command()

@@ -17,7 +17,7 @@ if __name__ == "__main__":
     begin()
 
 from qlora_fsdp.common.errors import DataError, Problem, UserError
-from qlora_fsdp.common.startup import quick_imports
+from qlora_fsdp.common.startup import end_process, quick_imports
 from qlora_fsdp.common.text import for_stdout
 from qlora_fsdp.config.commands import read_trained_on
 from qlora_fsdp.config.schema import Config, DataFormat
@@ -231,4 +231,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

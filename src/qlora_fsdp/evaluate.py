@@ -17,7 +17,7 @@ if __name__ == "__main__":
     begin()
 
 from qlora_fsdp.common.errors import ConfigError, Problem
-from qlora_fsdp.common.startup import quick_imports
+from qlora_fsdp.common.startup import end_process, quick_imports
 from qlora_fsdp.config.commands import AdapterSettings
 from qlora_fsdp.config.schema import Config, TaskName
 from qlora_fsdp.runtime.run_command import check_out, log, run_command, write_out
@@ -171,4 +171,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ if __name__ == "__main__":
     begin()
 
 from qlora_fsdp.common.errors import ConfigError, DataError, Problem
-from qlora_fsdp.common.startup import quick_imports
+from qlora_fsdp.common.startup import end_process, quick_imports
 from qlora_fsdp.common.text import for_stdout
 from qlora_fsdp.config.commands import AdapterSettings, read_trained_on
 from qlora_fsdp.config.schema import Config, TaskName
@@ -255,4 +254,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +16,7 @@ if __name__ == "__main__":
 
 from qlora_fsdp.common.errors import ConfigError, Problem
 from qlora_fsdp.common.files import write_json
-from qlora_fsdp.common.startup import quick_imports
+from qlora_fsdp.common.startup import end_process, quick_imports
 from qlora_fsdp.common.text import plural, show_bytes
 from qlora_fsdp.config.commands import AdapterSettings
 from qlora_fsdp.config.schema import Config, EmbeddingStorage, QuantType4bit, TaskName, TokenizerConfig, Weights
@@ -194,4 +193,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

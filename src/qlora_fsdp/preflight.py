@@ -25,6 +25,7 @@ from qlora_fsdp.common.text import plural, show_duration, show_size
 from qlora_fsdp.config.check_model import int8_embeddings_problem, is_local_path
 from qlora_fsdp.config.check_settings import TRAINING, Needs, check_settings, check_world
 from qlora_fsdp.config.compose import load_config
+from qlora_fsdp.config.data_paths import all_paths, match
 from qlora_fsdp.config.model_config import describes_itself, read_config_json, text_part
 from qlora_fsdp.config.schema import Config, Dtype, EmbeddingStorage, Kernel, ModelConfig
 from qlora_fsdp.config.settings import problem_about
@@ -232,13 +233,13 @@ def count_tokens(config: Config, work: Workload) -> tuple[float, str]:
     if training.max_steps is not None:
         a_step = work.num_micro_batches * work.num_tokens * work.num_ranks
         return training.max_steps * a_step, f"training.max_steps={training.max_steps}"
-    names = [path for path in (config.data.path, *config.data.mix) if path is not None]
-    paths = [Path(path).expanduser() for path in names]
-    if paths and all(path.exists() for path in paths):
+    names = all_paths(config.data)
+    missing = [name for name in names if not match(name)]
+    if names and not missing:
+        paths = [path for name in names for path in match(name)]
         files = [file for path in paths for file in ([path] if path.is_file() else path.rglob("*")) if file.is_file()]
         num_bytes = sum(file.stat().st_size for file in files)
         return training.num_epochs * num_bytes / BYTES_A_TOKEN, f"{num_bytes / 1e6:,.1f} MB of data, 4 bytes a token"
-    missing = [name for name, path in zip(names, paths, strict=True) if not path.exists()]
     if missing and config.data.is_default:
         return 1e8, f"an example: the run would train on {missing[0]}, the default; data.path= names your own data"
     if missing:

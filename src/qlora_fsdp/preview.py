@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,7 +17,8 @@ if __name__ == "__main__":
 
     begin()
 
-from qlora_fsdp.common.errors import ConfigError, Problem
+from qlora_fsdp.common.errors import CheckpointError, ConfigError, Problem
+from qlora_fsdp.common.startup import end_process
 from qlora_fsdp.common.text import printable
 from qlora_fsdp.config.commands import AdapterSettings
 from qlora_fsdp.config.schema import Config
@@ -72,6 +74,8 @@ def preview(settings: PreviewSettings, config: Config, processes: Processes) -> 
     from qlora_fsdp.data.split import BatchSplit
     from qlora_fsdp.data.stream import open_stream
     from qlora_fsdp.data.tokenizer import add_tokens, load_tokenizer
+    from qlora_fsdp.model.chat_rows import check_chat_rows
+    from qlora_fsdp.weights.safetensors_files import read_headers
 
     tokenizer = load_tokenizer(config.model, config.data)
     add_tokens(tokenizer, config.tokenizer)
@@ -84,6 +88,10 @@ def preview(settings: PreviewSettings, config: Config, processes: Processes) -> 
         data = prepare_data(config, tokenizer, processes, len(tokenizer))
     if not processes.is_main:
         return
+    model_folder = Path(config.model.path or "").expanduser()
+    with suppress(CheckpointError):  # a tokenizer is enough here
+        notes = check_chat_rows(read_headers(model_folder), tokenizer, config) if config.model.path else []
+        data = replace(data, report=replace(data.report, notes=(*data.report.notes, *notes)))
     colored = settings.color == "always" or (settings.color == "auto" and sys.stdout.isatty())
     for line in (*_rows(data.train, tokenizer, settings, config, colored), *_figures(data, config)):
         print(line)
@@ -153,4 +161,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

@@ -15,6 +15,7 @@ if __name__ == "__main__":
 
 from qlora_fsdp.common.errors import ConfigError, Problem, UserError, print_error
 from qlora_fsdp.common.hub_names import is_repo_name
+from qlora_fsdp.common.startup import end_process
 from qlora_fsdp.config.commands import AdapterSettings, read_own_settings
 from qlora_fsdp.config.settings import show
 from qlora_fsdp.records.hub import push_adapter
@@ -75,4 +76,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

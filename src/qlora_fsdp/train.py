@@ -17,7 +17,7 @@ if __name__ == "__main__":
     begin(NO_RUN)
 
 from qlora_fsdp.common.errors import ConfigError, UserError
-from qlora_fsdp.common.startup import announce, quick_imports
+from qlora_fsdp.common.startup import announce, end_process, quick_imports
 from qlora_fsdp.config.check_settings import check_split
 from qlora_fsdp.config.command_line import parse_arguments
 from qlora_fsdp.config.compose import load_config
@@ -69,4 +69,4 @@ def main(argv: Sequence[str] | None = None, starts_ranks: bool = False) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

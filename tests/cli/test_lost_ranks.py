@@ -273,4 +273,4 @@ def test_full_disk_is_named_and_leaves_no_half_adapter(ended: dict[str, Future[E
     assert run.command.summary["status"] == "failed"
     files = {file.name for file in run.command.run_folder.iterdir()}
     records = {"config.yaml", "environment.json", "metrics.jsonl", "summary.json", "train.log"}
-    assert files == {".attempt", ".lock"} | records
+    assert files == {".attempt", ".qlora_fsdp", ".lock"} | records

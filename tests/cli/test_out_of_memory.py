@@ -28,6 +28,7 @@ PHASES = ["load", "forward", "backward", "step", "evaluation"]
 ERRORS = [  # of torch's allocator; of a copy to pinned memory; of NCCL
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ..."),
     RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"),
     RuntimeError("NCCL error ... ncclUnhandledCudaError: Cuda failure 2 'out of memory'"),
 ]
 
@@ -103,7 +104,7 @@ def test_all_ranks_end_with_one_report(ended: dict[str, ForkedLaunch], phase: st
     command = ended[phase]
     assert [process.exitcode for process in command.ranks.processes] == [3, 3]
     assert len(command.errors) == 1, command.output
-    assert command.errors[0].startswith("rank 1: The GPU is out of memory: ")
+    assert re.match("rank 1: The (GPU|host) is out of memory", command.errors[0])
     assert f", in {phase}." in command.errors[0] and "What would help most, by the plan:" in command.output
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+import secrets
 import time
 from pathlib import Path
 from typing import Any
@@ -26,23 +26,23 @@ def write_adapter(folder: Path, state: dict[str, Tensor]) -> None:
 
 
 def write_late(folder: Path) -> str | None:
-    """A checkpoint for which rank 0 makes the folder a while after it has cleaned up."""
+    """A checkpoint for which rank 0 makes the folder a while after the others are ready to write to it."""
     Meeting.new_port()
     processes = start_processes(60, use_cpu=True)
-    remove = shutil.rmtree
+    token = secrets.token_hex
 
-    def remove_slowly(*args: Any, **kwargs: Any) -> None:
-        remove(*args, **kwargs)
-        time.sleep(0.5)
+    def token_slowly(num_bytes: int) -> str:
+        time.sleep(0.5 if processes.is_main else 0)
+        return token(num_bytes)
 
-    shutil.rmtree = remove_slowly  # type: ignore[assignment]
+    secrets.token_hex = token_slowly  # type: ignore[assignment]
     try:
         model = nn.Linear(4, 2, bias=False)
         content = Checkpoint(folder / "step-00000001", 1, processes.num_ranks, {}, {})
         snapshot = HostCopy().take(model, torch.optim.AdamW(model.parameters()))
         return write_checkpoint(content, snapshot, write_adapter, processes)
     finally:
-        shutil.rmtree = remove
+        secrets.token_hex = token  # type: ignore[assignment]
         stop_processes()
 
 
@@ -53,7 +53,7 @@ def save_slowly(folder: Path) -> bool:
 
     def write(*args: Any) -> None:
         time.sleep(4)
-        (folder / ".adapter.tmp").mkdir()
+        args[3].mkdir()
 
     before = save_adapter.gather_trainable, save_adapter.adapter_keys, save_adapter.write_adapter
     save_adapter.gather_trainable, save_adapter.adapter_keys, save_adapter.write_adapter = (

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
-from dataclasses import asdict
 
 import pytest
 
 from qlora_fsdp.common.errors import Interrupted
+from qlora_fsdp.runtime.messages import seal
 from qlora_fsdp.runtime.processes import start_processes, stop_processes
 from qlora_fsdp.runtime.watch import Failure, Watch
 from tests.helpers.ranks import Meeting, run_ranks
@@ -41,7 +40,7 @@ def read_another_ranks_failure(text: str) -> tuple[str, int]:
     """What a signal is explained by, and the exit code, if another rank has told of a failure with this text."""
     Meeting.new_port()
     watch = Watch(start_processes(60))
-    watch.store.set("failure", json.dumps(asdict(Failure(1, text, 3))))
+    watch.store.set("failure", seal(Failure(1, text, 3), ""))
     reason = watch.explain(Interrupted(signal.SIGTERM))
     watch.stop()
     stop_processes()

@@ -156,7 +156,7 @@ def test_unfinished_ones_are_ignored_and_removed(tmp_path: Path, processes: Proc
     for step in (2, 4, 10):
         save(tmp_path / "checkpoints", step, processes)
     folder = tmp_path / "checkpoints"
-    (folder / "step-00000010").rename(folder / ".step-00000010.tmp")
+    (folder / "step-00000010").rename(folder / ".step-00000010.0123456789abcdef.tmp")
     found = find_checkpoint(config(f"run.folder={tmp_path}"))
     assert found is not None and found.step == 4
     assert find_checkpoint(config(f"run.folder={tmp_path}", "checkpoint.resume=none")) is None

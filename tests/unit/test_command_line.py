@@ -32,7 +32,7 @@ def own_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="has no tomllib")
 def test_the_command_is_declared() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert project["scripts"] == {"qlora-fsdp": "qlora_fsdp.__main__:main"} and project["version"] == __version__
+    assert project["scripts"] == {"qlora-fsdp": "qlora_fsdp.__main__:command"} and project["version"] == __version__
 
 
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:

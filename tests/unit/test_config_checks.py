@@ -20,6 +20,7 @@ from qlora_fsdp.config.settings import all_settings
 from qlora_fsdp.config.world import World
 from qlora_fsdp.data.row_files import COMPRESSIONS, READERS, TEXT_SUFFIXES
 from qlora_fsdp.records.check_run_folder import check, check_run
+from qlora_fsdp.records.ownership import mark
 
 CLASSIFY = "task=sequence_classification data=default data.path=org/name"
 DRY_RUN = ["model=tiny", "data=random", "training.max_steps=10"]
@@ -72,8 +73,15 @@ def test_wandb_is_missed_before_the_run_where_a_key_turns_it_on(
         ("data.path=/no/chats", "data.path=/no/chats does not exist"),
         ("data.path=chats.jsonl", "data.path=chats.jsonl does not exist, seen from"),
         ("data.eval_path=./held_out.csv", "data.eval_path=./held_out.csv does not exist"),
+        ("data.path=gone/*.jsonl", "data.path=gone/*.jsonl matches no file, seen from"),
+        ("data.path=gone/*.jsonl", "to a folder, whose files are all read, or to a list of files. For several data"),
+        ("data.path=[org/a,gone.jsonl]", "data.path=[org/a,gone.jsonl] names gone.jsonl, which does not exist"),
+        ("data.path=[/no(1).jsonl,b]", "names /no(1).jsonl, which does not exist"),
+        ("data.path=[]", "data.path=[] must be text or a list such as [a,b] or null. Set data.path to a file"),
+        ("data.eval_path=3", "data.eval_path=3 must be text or a list"),
+        ("data.columns={question:prompt}", "Did you mean data.columns={prompt: question}?"),
+        ("data.columns={promt:a}", "renames promt, which no form of rows has. The names to set are messages, role"),
         ("data=default data.path=null", "data.path=null names no data."),
-        ("data.path=*.jsonl", "Set data.path to the folder, all of whose files are read, or data.mix={a.jsonl: 1,"),
         ("tokenizer.add_tokens=[a,b,a]", "names a token twice, or one that tokenizer.add_special_tokens names too: a."),
         ("tokenizer.add_tokens=['']", "has a token that is empty."),
         ("lora.target_modules='(['", "has ([, which is no regular expression: unterminated character set"),
@@ -157,6 +165,7 @@ def test_refused(overrides: str, expected: str) -> None:
         (["data.mix={org/a:1,org/b:0}"], "has a weight that is not positive: org/b."),
         (["data.path=org/a", "data.streaming=true", "training.max_steps=null"], "data.streaming=true needs an end"),
         (["data.path=org/a", "data.streaming=true", "data.eval_fraction=0.1"], "can't be held out of data that is"),
+        (["data.path=org/a", "data.streaming=true", "data.deduplicate=true"], "data.deduplicate=true needs all rows"),
         (["data.path=org/a", "data.streaming=true", "data.max_rows=9"], "data.max_rows=9 is drawn from all rows"),
         (["data.mix={a.jsonl:1}"], "names a.jsonl, which does not exist, seen from"),
     ],
@@ -229,6 +238,7 @@ def test_a_command_hears_of_what_it_needs_alone() -> None:
 
 class TestRunFolder:
     def test_finished_run_is_kept_unless_told(self, tmp_path: Path) -> None:
+        mark(tmp_path)
         (tmp_path / "adapter").mkdir()
         summary = {"status": "finished", "steps": 5, "final_loss": 2.5}
         for more, told in (({}, "loss 2.5000"), ({"eval_loss": 3.5}, "evaluation loss 3.5000")):
@@ -240,17 +250,18 @@ class TestRunFolder:
 
     @pytest.mark.parametrize("summary", ['{"status": "stopped"}', "", "[]"])
     def test_unfinished_run_may_go_on(self, tmp_path: Path, summary: str) -> None:
+        mark(tmp_path)
         (tmp_path / "summary.json").write_text(summary)
         assert complaints(configure(f"run.folder={tmp_path}")) == []
 
-    def test_what_no_run_wrote_is_kept_unless_told(self, tmp_path: Path) -> None:
+    def test_what_no_run_wrote_is_kept(self, tmp_path: Path) -> None:
         """An adapter that was copied there, or a folder of something else: a run would replace it at its end."""
         (tmp_path / "adapter").mkdir()
         (tmp_path / "config.yaml").write_text("mine")
-        (message,) = complaints(configure(f"run.folder={tmp_path}"))
-        assert f"run.folder={tmp_path} holds adapter, config.yaml, of no run. Set another run.name=" in message
-        assert complaints(configure(f"run.folder={tmp_path}", "run.overwrite=true")) == []
-        (tmp_path / ".lock").touch()  # a run has begun here
+        for more in ([], ["run.overwrite=true"]):
+            (message,) = complaints(configure(f"run.folder={tmp_path}", *more))
+            assert f"run.folder={tmp_path} holds adapter, config.yaml, of no run. Set another run.name=" in message
+        mark(tmp_path)  # a run has begun here
         assert complaints(configure(f"run.folder={tmp_path}")) == []
 
     def test_file_in_the_way(self, tmp_path: Path) -> None:

@@ -76,6 +76,15 @@ def test_paths_need_no_quotes(path: str) -> None:
     assert load_config([f"data.path={path}"]).data.path == path
 
 
+def test_lists_and_mappings_of_paths() -> None:
+    for path in ("rows/**/*.jsonl", "part-[0-3].jsonl", "https://host/a.jsonl?x=1&y=2"):
+        assert load_config([f"data.path={path}"]).data.path == path
+    assert load_config(["data.path=[a (1).jsonl,s3://b/*.jsonl]"]).data.path == ["a (1).jsonl", "s3://b/*.jsonl"]
+    mix = load_config(['data.mix={"s3://b/a (1).jsonl": 1, "*.jsonl": 2.5, code/: 3}']).data.mix
+    assert mix == {"s3://b/a (1).jsonl": 1.0, "*.jsonl": 2.5, "code/": 3.0}
+    assert load_config(['data.columns={prompt: "my, question"}']).data.columns == {"prompt": "my, question"}
+
+
 @pytest.mark.parametrize("text", ["[<|im_start|>, <|im_end|>]", "['<|im_start|>','<|im_end|>']"])
 def test_new_tokens_need_no_quotes(text: str) -> None:
     config = load_config([*DRY_RUN, f"tokenizer.add_tokens={text}"])
@@ -136,10 +145,7 @@ def test_plus_before_a_group_is_accepted() -> None:
         ("lora.r=8,16", "gives several values to one run. For a sweep add -m."),
         ("quant.llm_int8_skip_modules=a,b", "add -m, for a list write quant.llm_int8_skip_modules=[a,b]."),
         ("data.path=a.jsonl,b.jsonl", "data.path='\"a.jsonl,b.jsonl\"'. For several data sets set data.mix={"),
-        (
-            "data.path=[a.jsonl,b.jsonl]",
-            "must be text or null. Set such a value, or leave data.path out. For several data sets set data.mix={",
-        ),
+        ("data.path=a.jsonl,b.jsonl", "for a list write data.path=[a.jsonl,b.jsonl]"),
         ("run.name=${model.nme}", "can't be resolved"),
         ("run.name=${now:%H}", "reads the clock on every rank"),
         ("lora@x=default", "can't be composed"),

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import io
 import json
 import lzma
 import os
+import re
 import threading
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import datasets
+import fsspec
 import numpy as np
 import pyarrow as pa
+import pyarrow.feather
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -24,7 +30,15 @@ from torch.distributed import HashStore
 
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.schema import BadRows, Config, DataConfig, DataFormat, ModelConfig, TrainingConfig
-from qlora_fsdp.data import PreparedData, Sequences, load_tokenizer, prepare_data, tokenize_source
+from qlora_fsdp.data import (
+    PreparedData,
+    Sequences,
+    json_list,
+    load_tokenizer,
+    prepare_data,
+    row_files,
+    tokenize_source,
+)
 
 TOKENIZER = load_tokenizer(ModelConfig(tokenizer_path="bytes"), DataConfig())
 
@@ -33,9 +47,12 @@ TOKENIZER = load_tokenizer(ModelConfig(tokenizer_path="bytes"), DataConfig())
 def run(tmp_path: Path) -> Callable[..., PreparedData]:
     """Prepares data in one process; keywords are settings of `data` and `training`."""
 
-    def run(path: Path | None, *, is_main: bool = True, vocab_size: int = 259, **settings: Any) -> PreparedData:
+    def run(
+        path: Path | str | list[str] | None, *, is_main: bool = True, vocab_size: int = 259, **settings: Any
+    ) -> PreparedData:
         training_keys = {key: settings.pop(key) for key in ("max_length", "seed", "packing") if key in settings}
-        data = DataConfig(path=str(path) if path else None, cache_folder=str(tmp_path / "cache"), **settings)
+        path = str(path) if isinstance(path, Path) else path
+        data = DataConfig(path=path, cache_folder=str(tmp_path / "cache"), **settings)
         config = Config(data=data, training=TrainingConfig(**{"max_length": 64, **training_keys}))
         return prepare_data(config, TOKENIZER, one_process(0 if is_main else 1), vocab_size)
 
@@ -78,9 +95,9 @@ def test_bad_rows_are_counted_with_their_lines(tmp_path, run):
         "not JSON": ["chats.jsonl:2"],
         "empty": ["chats.jsonl:3", "chats.jsonl:7"],
         "not UTF-8": ["chats.jsonl:4"],
-        "wrong keys": ["chats.jsonl:5", "chats.jsonl:9", "chats.jsonl:10"],
+        "wrong keys": ["chats.jsonl:5", "chats.jsonl:10"],
         "wrong types": ["chats.jsonl:6"],
-        "no target token": ["chats.jsonl:8"],
+        "no target token": ["chats.jsonl:8,"],  # and 9, for the same reason
         "longer than training.max_length": ["chats.jsonl:11"],
     }
     assert texts(prepared.train) == ["ab", "good"]
@@ -90,7 +107,7 @@ def test_bad_rows_are_counted_with_their_lines(tmp_path, run):
 def test_truncate_keeps_long_rows_and_says_so(tmp_path, run):
     prepared = run(write_lines(tmp_path / "a.jsonl", {"text": "x" * 100}, {"prompt": "p", "completion": "y" * 99}))
     assert texts(prepared.train) == ["p" + "y" * 62, "x" * 37, "x" * 63]
-    assert "2 rows cut (longer than training.max_length): a.jsonl:1 (102 tokens)" in str(prepared.report)
+    assert "2 rows cut (longer than training.max_length): a.jsonl:1, a.jsonl:2 (102 tokens)" in str(prepared.report)
 
 
 def test_error_policy_lists_the_rows_and_caches_nothing(tmp_path, run):
@@ -105,7 +122,8 @@ def test_only_five_examples_of_a_kind(tmp_path, run):
     prepared = run(write_lines(tmp_path / "a.jsonl", {"text": "a"}, *[b"{"] * 3000, {"text": "b"}), num_proc=2)
     [problem] = prepared.report.sources[0].problems
     assert problem.num_rows == 3000
-    assert [example.split(" ")[0] for example in problem.examples] == [f"a.jsonl:{line}" for line in range(2, 7)]
+    examples, more = problem.examples
+    assert examples.partition(" (")[0] == ", ".join(f"a.jsonl:{line}" for line in range(2, 7)) and more == "..."
     assert texts(prepared.train) == ["a", "b"]
 
 
@@ -135,7 +153,7 @@ def test_csv_lines(tmp_path, run):
     prepared = run(path)
     assert texts(prepared.train) == ["12", "one\ntwoNA"]
     places = {p.kind: [example.split(" ")[0] for example in p.examples] for p in prepared.report.sources[0].problems}
-    assert places == {"empty": ["a.csv:4"], "wrong keys": ["a.csv:5", "a.csv:8"], "not UTF-8": ["a.csv:7"]}
+    assert places == {"empty": ["a.csv:4"], "wrong keys": ["a.csv:5,"], "not UTF-8": ["a.csv:7"]}
 
 
 @pytest.mark.parametrize("rows", ['text\nfine\n"open\nfine\n', 'text\nfine\n"it ""is"" open', '"text\nfine\n'])
@@ -449,3 +467,197 @@ def test_what_a_mix_holds_out_is_not_repeated(tmp_path, run):
     assert len(held_out) == 10 and sum(text.startswith("few") for text in held_out) == 2
     assert not set(train) & set(held_out) and len(set(train)) == 40
     assert len(train) == 32 + 64
+
+
+def test_columns_have_the_names_that_the_data_gives_them(tmp_path, run):
+    rows = [{"question": f"q{n}", "answer": f"a{n}", "output": 7} for n in range(3)]
+    path = write_lines(tmp_path / "a.jsonl", *rows)
+    columns = {"prompt": "question", "completion": "answer"}
+    with pytest.raises(DataError) as caught:
+        run(path)
+    message = str(caught.value)
+    assert message.count("keys are") == 1 and "a.jsonl:1, a.jsonl:2, a.jsonl:3 (keys are question, answer" in message
+    assert "set data.columns={prompt: question, completion: answer}" in message and len(message) < 400
+    assert texts(run(path, columns=columns).train) == ["q0a0", "q1a1", "q2a2"]
+    assert texts(run(path, columns={"text": "answer"}).train) == ["a0", "a1", "a2"]  # another entry of the cache
+    with pytest.raises(
+        DataError, match=r"no reply, which data\.columns names for completion; keys are question, answer"
+    ):
+        run(path, columns={"prompt": "question", "completion": "reply"})
+    other = write_lines(tmp_path / "b.jsonl", {"a": 1, "b": 2})
+    with pytest.raises(DataError, match=r"keys are a, b, and not messages; .*data\.columns=\{prompt: NAME"):
+        run(other)
+
+
+CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]
+TURNS = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yo"}]
+
+
+def test_conversations_by_any_name_are_the_same(tmp_path, run):
+    spoken = [{"by": turn["from"], "said": turn["value"]} for turn in TURNS]
+    same: list[tuple[dict[str, Any], dict[str, str]]] = [
+        ({"messages": CHAT}, {}),
+        ({"conversations": TURNS}, {}),
+        ({"messages": TURNS}, {}),
+        ({"conversations": TURNS}, {"messages": "conversations", "role": "from", "content": "value"}),
+        ({"dialog": spoken}, {"messages": "dialog", "role": "by", "content": "said"}),
+        ({"conversations": spoken}, {"role": "by", "content": "said"}),
+    ]
+    found: list[Any] = []
+    for number, (row, columns) in enumerate(same):
+        train = run(write_lines(tmp_path / f"{number}.jsonl", row), columns=columns, max_length=128).train
+        [(tokens, is_target)] = train.rows_of(0)
+        found.append((tokens.tolist(), is_target.tolist()))
+        assert found[-1] == found[0], (row, columns)
+    with pytest.raises(DataError, match=r"message 1 has no role \(keys: by, said; data\.columns=\{role: NAME"):
+        run(write_lines(tmp_path / "c.jsonl", {"messages": spoken}))
+    with pytest.raises(DataError, match=r"set data\.columns=\{messages: dialog\}"):
+        run(write_lines(tmp_path / "d.jsonl", {"dialog": spoken}))
+
+
+def test_of_tables_only_the_columns_that_rows_need_are_read(tmp_path, run, monkeypatch):
+    rows = [{"question": f"q{n}", "answer": f"a{n}", **{f"extra{k}": k for k in range(5)}} for n in range(2500)]
+    table = pa.Table.from_pylist(rows)
+    pq.write_table(table, tmp_path / "a.parquet")
+    datasets.Dataset(table).save_to_disk(str(tmp_path / "saved"), num_shards=2)
+    datasets.DatasetDict({"train": datasets.Dataset(table)}).save_to_disk(str(tmp_path / "splits"))
+    pa.feather.write_feather(table, str(tmp_path / "feather.arrow"))
+    (tmp_path / "saved" / "cache-1.arrow").write_bytes(b"what map left there")
+    dumped: list[dict[str, Any]] = []
+    dump_row = row_files.dump_row
+    monkeypatch.setattr(row_files, "dump_row", lambda row: dumped.append(row) or dump_row(row))
+    columns = {"prompt": "question", "completion": "answer"}
+    for name in ("a.parquet", "saved", "splits", "feather.arrow"):
+        dumped.clear()
+        assert len(texts(run(tmp_path / name, columns=columns).train)) == 2500
+        assert dumped[0] == {"question": "q0", "answer": "a0"} and dumped[2400]["answer"] == "a2400"
+        with pytest.raises(DataError, match="keys are question, answer, extra0"):  # for the message all are read
+            run(tmp_path / name)
+    with pytest.raises(DataError, match=r"has no split test: it has train\. Set data\.split"):
+        run(tmp_path / "splits", columns=columns, split="test")
+
+
+def test_patterns_and_lists_of_paths(tmp_path, run, monkeypatch):
+    (tmp_path / "part").mkdir()
+    for name in ("a.jsonl", "b.jsonl", "part/c.jsonl", "part/d[1].jsonl"):
+        write_lines(tmp_path / name, {"text": name})
+    (tmp_path / "part" / "e.log").touch()
+    monkeypatch.chdir(tmp_path)
+    assert texts(run("*.jsonl").train) == ["a.jsonl", "b.jsonl"]
+    assert texts(run("[ab].jsonl", eval_path="part/*").eval) == ["part/c.jsonl", "part/d[1].jsonl"]
+    assert texts(run("part/d[1].jsonl").train) == ["part/d[1].jsonl"]
+    assert texts(run(tmp_path / "**" / "*.jsonl").train) == ["a.jsonl", "b.jsonl", "part/c.jsonl", "part/d[1].jsonl"]
+    assert "1 file left out (of no known kind): e.log" in str(run("part/*").report)
+    several = run(["b.jsonl", "part", "?.jsonl"], eval_path=["a.jsonl"])
+    assert texts(several.train) == ["a.jsonl", "b.jsonl", "part/c.jsonl", "part/d[1].jsonl"]  # each file once
+    assert texts(several.eval) == ["a.jsonl"] and "b.jsonl, part, ?.jsonl: 4 rows read" in str(several.report)
+    assert texts(run(None, mix={"[ab].jsonl": 1.0, "part/c*": 2.0}).train).count("part/c.jsonl") == 4
+    with pytest.raises(DataError, match=r"data\.path=\*\.log matches no file of \.jsonl"):
+        (tmp_path / "x.log").touch()
+        run("*.log")
+    with pytest.raises(DataError, match=r"data\.path=\[a\.jsonl,gone\.jsonl\] names gone\.jsonl, which does not exist"):
+        run(["a.jsonl", "gone.jsonl"])
+
+
+def test_a_json_list_is_read_in_pieces(tmp_path, monkeypatch):
+    """Wherever a block ends: the rows, and the message for a damaged list, are those of the whole."""
+    rows = [
+        {"text": 'é"[]{},\\ \U0001f600', "more": [1.5e10, -3, True, None, {"a": []}]},
+        {},
+        [1],
+        "x",
+        12345,
+        None,
+        -0.5,
+    ]
+    whole = json.dumps(rows, indent=1, ensure_ascii=False).encode()
+    damaged = [
+        whole[:-1],
+        whole + b" x",
+        whole.replace(b"null", b"nul", 1),
+        whole.replace(b"},\n", b"}\n", 1),
+        whole[:26],
+    ]
+    for block in (1, 2, 3, 7, 64, 2**20):
+        monkeypatch.setattr(json_list, "BLOCK_BYTES", block)
+        for data in (whole, b"\xef\xbb\xbf" + json.dumps(rows).encode(), b" [ ] \n"):
+            found = [json.loads(row) for row in json_list.read_list(io.BytesIO(data))]
+            assert found == json.loads(data.decode("utf-8-sig"))
+        for data in damaged:
+            with pytest.raises(ValueError) as expected:
+                json.loads(data)
+            with pytest.raises(json_list.NotAList, match=re.escape(str(expected.value))):
+                list(json_list.read_list(io.BytesIO(data)))
+        with pytest.raises(json_list.NotAList, match="byte 9 of the file is 0xe9, not UTF-8"):
+            list(json_list.read_list(io.BytesIO(b'["abcdef\xe9"]')))
+
+
+def test_files_at_urls(tmp_path, run):
+    memory = fsspec.filesystem("memory")
+    memory.pipe("/bucket/a.jsonl", b'{"text": "a"}\n')
+    memory.pipe("/bucket/part/b.jsonl.gz", gzip.compress(b'{"text": "b"}\n'))
+    memory.pipe("/bucket/list.json", b'[{"text": "c"}]')
+    memory.pipe("/bucket/notes.docx", b"no row")
+    sink = io.BytesIO()
+    pq.write_table(pa.table({"text": ["d"], "more": [1]}), sink)
+    memory.pipe("/bucket/d.parquet", sink.getvalue())
+    try:
+        assert texts(run("memory://bucket/a.jsonl").train) == ["a"]
+        whole = run("memory://bucket")
+        assert texts(whole.train) == ["a", "b", "c", "d"] and "1 file left out (of no known kind): notes.docx" in str(
+            whole.report
+        )
+        assert texts(run(["memory://bucket/*.json*", "memory://bucket/part/*.gz"]).train) == ["a", "b", "c"]
+        memory.pipe("/bucket/a.jsonl", b'{"text": "A"}\n')  # of the same size
+        assert texts(run("memory://bucket/a.jsonl").train) == ["A"]
+        memory.pipe("/bucket/cut.jsonl.gz", gzip.compress(b'{"text": "b"}\n' * 99)[:-20])
+        with pytest.raises(DataError, match=r"memory:///bucket/cut\.jsonl\.gz can't be read"):
+            run("memory://bucket/cut.jsonl.gz")
+        with pytest.raises(DataError, match="memory://bucket/none does not exist"):
+            run("memory://bucket/none")
+        with pytest.raises(DataError, match=r"nothing://a can't be read: .*Protocol not known"):
+            run("nothing://a")
+    finally:
+        memory.rm("/bucket", recursive=True)
+
+
+def test_rows_that_attention_can_learn_nothing_from_are_refused(tmp_path, run):
+    """Training ended with gradients of zeros."""
+    path = write_lines(tmp_path / "a.jsonl", {"text": "ab"}, {"prompt": "", "completion": "c"})
+    for packing in (True, False):
+        with pytest.raises(DataError, match=r"a\.jsonl: the only target of every row is its second token"):
+            run(path, max_length=2, packing=packing)
+    assert run(path, max_length=3).report.num_target_tokens == 2 + 2
+    assert run(write_lines(tmp_path / "b.jsonl", {"prompt": "ab", "completion": "c"}), max_length=4).train
+
+
+def test_files_on_the_web(tmp_path, run):
+    pytest.importorskip("aiohttp")
+    write_lines(tmp_path / "a.jsonl", {"text": "a"})
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b'{"text": "b"}\n'))
+    handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        place = f"http://127.0.0.1:{server.server_port}"
+        assert texts(run([f"{place}/a.jsonl?raw=1", f"{place}/b.jsonl.gz"]).train) == ["a", "b"]
+        write_lines(tmp_path / "a.jsonl", {"text": "A"})
+        os.utime(tmp_path / "a.jsonl", (0, 0))
+        assert texts(run(f"{place}/a.jsonl").train) == ["A"]
+        with pytest.raises(DataError, match=r"none\.jsonl can't be read: FileNotFoundError: .*Check the URL"):
+            run(f"{place}/none.jsonl")
+        server.shutdown()
+    with pytest.raises(DataError, match=r"a\.jsonl can't be read: .*Check the URL"):
+        run(f"{place}/a.jsonl")
+
+
+def test_repeated_rows_are_told_and_left_out_on_demand(tmp_path, run):
+    path = write_lines(tmp_path / "a.jsonl", *[{"text": "a"}, b"", {"text": "b"}, {"text": "a"}, b"", {"text": "a"}])
+    for _ in range(2):  # from the cache too
+        told = run(path)
+        assert texts(told.train) == ["a", "a", "a", "b"]
+        assert "2 rows letter by letter like an earlier one: used; data.deduplicate=true leaves" in str(told.report)
+    left_out = run(path, deduplicate=True)
+    assert texts(left_out.train) == ["a", "b"] and "4 rows read, 2 used" in str(left_out.report)
+    assert "2 rows letter by letter like an earlier one: left out" in str(left_out.report)
+    other = write_lines(tmp_path / "b.jsonl", {"text": "a"}, {"text": "b"})
+    assert "like an earlier one" not in str(run(other, deduplicate=True).report)

@@ -8,6 +8,7 @@ import os
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -23,8 +24,10 @@ from qlora_fsdp.inference.merge_weights import Merge
 from qlora_fsdp.model.adapters import apply_adapters
 from qlora_fsdp.model.build import BuildSettings, MetaModel, build_model
 from qlora_fsdp.model.find import find_model
+from qlora_fsdp.runtime.hardware import is_shortage, quote_shortage
 from qlora_fsdp.runtime.processes import start_processes
 from qlora_fsdp.training.gradient_check import check_gradients
+from qlora_fsdp.training.memory_use import explain_early_shortage, explain_shortage
 from qlora_fsdp.weights.row_reader import Request, Sink, run_requests
 from qlora_fsdp.weights.safetensors_files import StoredTensor, read_headers
 
@@ -186,3 +189,17 @@ def test_tasks_that_can_not_be_evaluated(monkeypatch: pytest.MonkeyPatch, capsys
     assert evaluate.main(["model=tiny", "tasks=arc_easy", "limit=0"]) == 2
     message = capsys.readouterr().err
     assert "tasks=arc_easy needs lm-eval, which is not installed" in message and "limit=0 must be at least 1" in message
+
+
+def test_a_host_that_is_out_of_memory():
+    """What torch says of it was a traceback."""
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**60, dtype=torch.uint8)
+    error = caught.value
+    assert isinstance(error, RuntimeError) and is_shortage(error)
+    assert quote_shortage(error) == "The host is out of memory: 1073741824.00 GiB could not be allocated"
+    assert "nvidia-smi" not in str(explain_early_shortage(error, writes_cache=False))
+    for device, advice in (("cuda", "free -g"), ("cpu", "training.max_length lower")):
+        peaks: Any = SimpleNamespace(record=lambda: None, now="forward", device=torch.device(device))
+        assert advice in str(explain_shortage(error, None, None, peaks, None))
+    assert quote_shortage(RuntimeError("CUDA out of memory. Tried")) == "The GPU is out of memory: CUDA out of memory"

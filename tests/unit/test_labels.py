@@ -83,7 +83,7 @@ def test_rows_that_can_not_be_used_are_named(tmp_path: Path):
     for part in (
         "9 rows read, 2 used",
         "3 rows left out (wrong label): rows.jsonl:3 ('Yes' is neither one of task.labels (no, yes) nor an index",
-        "rows.jsonl:6 (no label (keys: text))",
+        "rows.jsonl:6 (no label (keys: text; data.columns={label: NAME} says which it is))",
         "1 row cut (longer than training.max_length): rows.jsonl:2 (41 tokens)",
         "labels: no 1, yes 1",
     ):
@@ -153,8 +153,8 @@ def test_words_give_their_first_token_a_label(tmp_path: Path):
         "1 row left out (no target token): rows.jsonl:6 (no word has a label)",
         "1 row left out (empty): rows.jsonl:7 (tokens is empty)",
         "1 row left out (wrong types): rows.jsonl:8 (tokens is not a list of words)",
-        "rows.jsonl:9 (no tokens (keys: text, labels))",
-        "rows.jsonl:10 (no labels or ner_tags or tags (keys: tokens, label))",
+        "rows.jsonl:9 (no tokens (keys: text, labels; data.columns={tokens: NAME}",
+        "rows.jsonl:10 (no labels (keys: tokens, label; data.columns={labels: NAME}",
         "labels: O 5, B-x 1, I-x 1",
     ):
         assert part in report

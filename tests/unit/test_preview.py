@@ -6,8 +6,15 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from qlora_fsdp import preview
+from qlora_fsdp.common.errors import DataError
+from qlora_fsdp.config.schema import Config, DataConfig, DataFormat
+from qlora_fsdp.data.chat_markers import check_markers, instruct_name
 from qlora_fsdp.data.tokenizer import byte_tokenizer
 
 ROWS = [
@@ -84,3 +91,72 @@ def test_a_tokenizer_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert preview.main(data) == 2
     error = capsys.readouterr().err
     assert "model.path=null names no model. Set model to a preset" in error and "adapter" not in error
+
+
+def chat(folder: Path, **more: str) -> Path:
+    """A folder with a tokenizer of bytes, conversations, and embeddings as long as the tokenizer with `more` tokens."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = None
+    tokenizer.add_tokens(list(more), special_tokens=True)
+    tokenizer.save_pretrained(folder)
+    rows = torch.randn(len(tokenizer), 8)
+    rows[259:] = torch.tensor([float(value) for value in more.values()])[:, None]
+    save_file({"model.embed_tokens.weight": rows}, folder / "model.safetensors")
+    (folder / "chats.jsonl").write_text(json.dumps(ROWS[0]) + "\n")
+    return folder
+
+
+def test_chats_for_a_model_that_can_not_chat(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    def show(folder: Path, *more: str) -> str:
+        code = preview.main(
+            [f"model.path={folder}", f"data.path={folder}/chats.jsonl", f"data.cache_folder={tmp_path}", *more]
+        )
+        out = capsys.readouterr()
+        return out.err if code else " ".join(out.out.split())
+
+    template, added = "data.chat_template=chatml", 'tokenizer.add_special_tokens=["<|im_start|>","<|im_end|>"]'
+    base = chat(tmp_path / "Qwen2.5-7B")
+    error = show(base)
+    assert "has no chat template" in error and f"(model.path={base}-Instruct)" in error
+    assert f"set {template} '{added}', whose rows are then trained" in error.splitlines()[-1]
+    split = show(base, template)
+    assert "<|im_start|> (12 tokens), <|im_end|> (10 tokens)" in split and f"Set '{added}', which makes tokens" in split
+    assert "warning" not in show(base, template, added) + show(base, "data.chat_template=alpaca")
+    assert "<|im_start|> (12 tokens)" in show(base, template, "data.streaming=true", "training.max_steps=1")
+
+    untrained = show(chat(tmp_path / "zeros", **{"<|im_start|>": "0", "<|im_end|>": "0"}), template)
+    assert "never learned" in untrained and f"<|im_start|>, <|im_end|>. Set '{added}', which trains" in untrained
+    assert "never learned" in show(chat(tmp_path / "alike", **{"<|im_start|>": "1", "<|im_end|>": "1"}), template)
+    trained = chat(tmp_path / "trained", **{"<|im_start|>": "1", "<|im_end|>": "2"})
+    assert "warning" not in show(trained, template)
+    llama = chat(tmp_path / "l", **dict.fromkeys(("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"), "0"))
+    assert 'set data.chat_template=llama3 \'tokenizer.add_special_tokens=["<|start_header_id|>",' in show(llama)
+
+
+@pytest.mark.parametrize(
+    ("base", "instruct"),
+    [
+        ("meta-llama/Meta-Llama-3-8B", "meta-llama/Meta-Llama-3-8B-Instruct"),
+        ("meta-llama/Llama-3.1-70B/", "meta-llama/Llama-3.1-70B-Instruct"),
+        ("Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-0.5B-Instruct"),
+        ("Qwen/Qwen3-30B-A3B-Base", "Qwen/Qwen3-30B-A3B"),
+        ("google/gemma-3-4b-pt", "google/gemma-3-4b-it"),
+        ("google/gemma-2-9b", "google/gemma-2-9b-it"),
+        ("mistralai/Mistral-7B-v0.3", "mistralai/Mistral-7B-Instruct-v0.3"),
+        ("mistralai/Mistral-Nemo-Base-2407", "mistralai/Mistral-Nemo-Instruct-2407"),
+        ("SmolLM2-135M", "SmolLM2-135M-Instruct"),
+        ("Qwen/Qwen2.5-7B-Instruct", None),
+        ("my/model", None),
+    ],
+)
+def test_the_instruct_model_of_a_base_model(base: str, instruct: str | None):
+    assert instruct_name(base) == instruct
+
+
+def test_a_tokenizer_that_can_not_write_a_marker(tmp_path: Path):
+    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "hi": 1}, unk_token="<unk>"))
+    words = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
+    config = Config(data=DataConfig(chat_template="chatml"))
+    with pytest.raises(DataError, match=r"markers that this tokenizer can't write: <\|im_start\|>, <\|im_end\|>"):
+        check_markers(words, config)
+    assert not check_markers(words, Config(data=DataConfig(chat_template="chatml", format=DataFormat.text)))

@@ -18,6 +18,7 @@ from qlora_fsdp.common.files import write_atomically
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.model import save_adapter
 from qlora_fsdp.records.journal import Journal
+from qlora_fsdp.records.ownership import mark
 from qlora_fsdp.records.record_files import records_in
 from qlora_fsdp.records.run_folder import check_room, close_run_folder, log, open_run_folder
 from qlora_fsdp.runtime.processes import Processes, start_processes, stop_processes
@@ -41,6 +42,7 @@ def test_a_host_without_git_has_no_commit(tmp_path: Path, processes: Processes, 
 
 
 def test_a_run_that_starts_anew_has_no_records_of_the_last(tmp_path: Path, processes: Processes):
+    mark(tmp_path)
     (tmp_path / "adapter").mkdir()
     for name in ("bad_steps/step-00000003.json", "tensorboard/events", "metrics.jsonl", "adapter/kept-until-replaced"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -144,7 +146,7 @@ def test_an_adapter_for_a_full_disk_is_saved_elsewhere(
 ):
     def write(model: Any, state: Any, keys: Any, folder: Path, *others: Any) -> None:
         folder.mkdir(parents=True)
-        if folder.parent == tmp_path / "run" or not has_room:
+        if folder.is_relative_to(tmp_path / "run") or not has_room:
             raise error  # as libraries in C and in Rust say it
         (folder / "adapter_model.safetensors").touch()
 

@@ -37,7 +37,7 @@ def find_room(folder: Path, num_bytes: int) -> Iterator[Path]:
         folder: the one that can't be written.
         num_bytes: places with less room are left out.
     """
-    temporary = (os.environ.get("TMPDIR", "/tmp"), "/var/tmp")
+    temporary = (os.environ.get("TMPDIR", "/tmp"), "/var/tmp")  # noqa: S108  # in a new folder of this user's alone
     places = (str(folder.parent), *temporary, os.environ.get("HOME", "."), ".")
     for place in dict.fromkeys(places):
         with suppress(OSError):

@@ -1,14 +1,25 @@
-"""Files that a reader never sees half written, and their digests. Imports no torch."""
+"""Writes and removes files so that nobody else decides where to, and digests them. Imports no torch.
+
+All that this program writes or removes goes through here, because a folder may be one that somebody else has made: a
+downloaded run, or a folder that several users share. There, a link with the name of a file of ours may lead to any
+file of the user's. So no link is followed at the end of a path, temporary names can't be guessed, and readers never see
+half a file. Links further up in a path are followed: people keep their folders on other disks.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
+import shutil
+import stat
+import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TextIO
+
+MAX_PREFIX = 100  # characters of a name in its temporary name, which must not become too long for the file system
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -17,20 +28,107 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Writes text so that a reader never sees half a file."""
-    with replacing(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+    """Writes text so that a reader never sees half a file. A file that it replaces keeps its permissions.
+
+    Raises:
+        OSError: it can't be written, or something other than a file has the name.
+    """
+    with replacing(path) as temporary, create(temporary) as file:
+        file.write(text.encode())
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Gives a temporary name in the same folder. What the caller writes there takes the path's place at the end."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
+    """Gives a temporary name; the file or folder that the caller makes there takes the place of `path` at the end.
+
+    The name is in a fresh folder beside `path` that no other user can enter, so libraries that open files by their
+    names may write there. A file that is replaced keeps its permissions; a link that is replaced is itself replaced.
+
+    Raises:
+        OSError: the folder can't be made, or `path` is neither a file nor a folder, for example a device or a pipe.
+    """
+    with fresh_folder(path) as own:
+        temporary = own / path.name
         yield temporary
-        temporary.replace(path)
+        before = _lstat(path)
+        if before is not None and stat.S_ISREG(before.st_mode) and before.st_uid == os.geteuid():
+            temporary.chmod(stat.S_IMODE(before.st_mode) & 0o777)
+        if before is not None and stat.S_ISDIR(before.st_mode) and temporary.is_dir():
+            aside = own / f"{path.name}.replaced"
+            path.rename(aside)
+            try:
+                temporary.rename(path)
+            except OSError:
+                aside.rename(path)
+                raise
+        elif before is None or stat.S_ISREG(before.st_mode) or stat.S_ISLNK(before.st_mode):
+            temporary.replace(path)
+        else:
+            raise OSError(f"{path} is there and is no file")
+
+
+@contextmanager
+def fresh_folder(path: Path) -> Iterator[Path]:
+    """Gives an empty folder beside `path`, for this user alone and with a name that can't be guessed; then removes it.
+
+    Those that killed processes have left behind for the same `path` are not touched: `remove_leftovers` does that.
+
+    Raises:
+        OSError: it can't be made.
+    """
+    own = Path(tempfile.mkdtemp(prefix=f".{path.name[:MAX_PREFIX]}.", suffix=".tmp", dir=path.parent))
+    try:
+        yield own
     finally:
-        temporary.unlink(missing_ok=True)  # half a file, if the disk is full
+        shutil.rmtree(own, ignore_errors=True)  # with half a file, if the disk is full
+
+
+def remove_leftovers(path: Path) -> None:
+    """Removes what killed processes have left of `fresh_folder(path)`; nobody else may be writing `path` now."""
+    with suppress(OSError):
+        for own in path.parent.iterdir():
+            if own.name.startswith(f".{path.name[:MAX_PREFIX]}.") and own.name.endswith(".tmp"):
+                remove(own)
+
+
+def create(path: Path) -> BinaryIO:
+    """Makes a file and opens it for writing; a file or link of the same name is removed first.
+
+    Raises:
+        OSError: it can't be made.
+    """
+    with suppress(FileNotFoundError):
+        path.unlink()
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666), "wb")
+
+
+def open_to_append(path: Path) -> TextIO:
+    """Opens a regular file to append text, and to read it; makes it if it is not there. Every line is written at once.
+
+    Raises:
+        OSError: it can't be opened, or it is a link, a pipe or a device.
+    """
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    if path.is_symlink():
+        raise OSError(f"{path} is a link, and a link is not written to")
+    descriptor = os.open(path, flags, 0o666)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(f"{path} is not a regular file")
+    return os.fdopen(descriptor, "a+", buffering=1, encoding="utf-8")
+
+
+def remove(path: Path) -> None:
+    """Removes a file, a link itself, or a folder with what is in it; nothing that a link in it leads to.
+
+    Raises:
+        OSError: it can't be removed.
+    """
+    found = _lstat(path)
+    if found is not None and stat.S_ISDIR(found.st_mode):
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def digest_file(file: Path) -> str:
@@ -45,3 +143,10 @@ def digest_stream(stream: BinaryIO) -> str:
     while block := stream.read(2**22):
         digest.update(block)
     return digest.hexdigest()
+
+
+def _lstat(path: Path) -> os.stat_result | None:
+    try:
+        return path.lstat()
+    except FileNotFoundError:
+        return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 from qlora_fsdp.common.errors import CheckpointError
@@ -26,10 +27,8 @@ def fetch_config_json(name: str, revision: str | None) -> Path:
         return Path(hf_hub_download(name, "config.json", revision=revision, etag_timeout=SECONDS))
     except Exception as error:  # of the hub, or of the libraries that it reaches it with
         failure = error
-    try:
+    with suppress(Exception):  # there is no copy here either, and `failure` says more
         return Path(hf_hub_download(name, "config.json", revision=revision, local_files_only=True))
-    except Exception:
-        pass
     match failure:
         case GatedRepoError():
             reason = "is gated, and you have no access."

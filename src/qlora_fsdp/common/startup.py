@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 from qlora_fsdp import __version__
 
@@ -111,6 +112,20 @@ def note_ending(exit_code: int) -> None:
     if file := os.environ.get(ENDING_FILE):
         with suppress(OSError):
             Path(file).write_text(str(exit_code))
+
+
+def end_process(exit_code: int) -> NoReturn:
+    """Ends this process at once, when a command is done and has closed what it opened.
+
+    Python would first take itself apart. A thread of a library that is inside C++ then can abort the process, whose
+    exit code is lost: two of seven runs on an H200 ended with "terminate called without an active exception" after
+    they had finished.
+    """
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # nobody reads on, or the disk is full
+            stream.flush()
+    os._exit(exit_code)
 
 
 def end_at_once(detail: str = "") -> None:

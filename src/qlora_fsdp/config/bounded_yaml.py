@@ -75,7 +75,7 @@ def parse_yaml(text: str, *, allows_aliases: bool = True) -> Any:
     """
     try:
         _check_size(text, allows_aliases)
-        return yaml.load(text, Loader=_Loader)
+        return yaml.load(text, Loader=_Loader)  # noqa: S506  # a SafeLoader that refuses still more
     except yaml.MarkedYAMLError as error:
         line = "" if error.problem_mark is None else f"line {error.problem_mark.line + 1}: "
         raise ValueError(f"{line}{error.problem}") from None

@@ -8,17 +8,21 @@ from pathlib import Path
 from typing import Any
 
 from qlora_fsdp.common.errors import Problem
+from qlora_fsdp.config.data_paths import as_paths, is_missing, is_pattern
 from qlora_fsdp.config.schema import Config, DataFormat, ProblemType, TaskName
-from qlora_fsdp.config.settings import all_settings, problem_with, show, value_of
+from qlora_fsdp.config.settings import SEVERAL_DATA_SETS, all_settings, problem_with, show, value_of
 
 _CHAT_TEMPLATES = Path(__file__).parents[1] / "data" / "templates"
-# Suffixes of the files that data/row_files.py reads.
-_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".txt", ".md", ".gz", ".bz2", ".xz", ".zst")
+# What data.columns can rename: the keys that data/row.py and data/labels.py look for.
+_COLUMNS = (
+    *("messages", "role", "content", "tools", "system", "prompt", "completion", "instruction", "input", "output"),
+    *("text", "label", "labels", "tokens"),
+)
 
 
 def check_data(config: Config) -> Iterator[Problem]:
     """Yields what is wrong with `data` and `task`, and with the evaluation that they are to feed."""
-    for find_problems in (_data, _evaluation, _mix, _streaming, _task):
+    for find_problems in (_data, _columns, _evaluation, _mix, _streaming, _task):
         yield from find_problems(config)
 
 
@@ -32,14 +36,7 @@ def _data(config: Config) -> Iterator[Problem]:
         reason = f"is the default and has no labels, which {show('task.name', config.task.name)} needs."
         yield problem_with(config, "data.path", reason, "Set data.path to a file, a folder or a hub name.")
     for key in ("data.path", "data.eval_path"):
-        path = value_of(config, key)
-        if path is not None and _is_missing(path):
-            fix = f"Set {key} to a file or folder that does."
-            if any(letter in path for letter in "*?["):
-                fix = f"Set {key} to the folder, all of whose files are read" + (
-                    ", or data.mix={a.jsonl: 1, b.jsonl: 1}." if key == "data.path" else "."
-                )
-            yield problem_with(config, key, f"does not exist, seen from {Path.cwd()}.", fix)
+        yield from _paths(config, key)
     template, shipped = data.chat_template, sorted(path.stem for path in _CHAT_TEMPLATES.glob("*.jinja"))
     if template is not None and template not in shipped and not _is_file(template):
         reason = f"is neither a file nor one of {', '.join(shipped)}."
@@ -49,6 +46,40 @@ def _data(config: Config) -> Iterator[Problem]:
             reason,
             "Set data.chat_template to one of these, or null for the tokenizer's own.",
         )
+
+
+def _paths(config: Config, key: str) -> Iterator[Problem]:
+    value = value_of(config, key)
+    texts = value if isinstance(value, list) else [value]
+    if value is not None and not (texts and all(isinstance(text, str) and text for text in texts)):
+        fix = f"Set {key} to a file, a folder, a pattern, a hub name, or a list such as [a.jsonl,b.jsonl]."
+        yield problem_with(config, key, f"must be {all_settings()[key].expected}.", fix)
+        return
+    for path in as_paths(value):
+        named = "" if value == path else f"names {path}, which "
+        here = f"seen from {Path.cwd()}"
+        if is_missing(path) and is_pattern(path):
+            fix = f"Set {key} to a pattern that does, to a folder, whose files are all read,"
+            fix += " or to a list of files." + (SEVERAL_DATA_SETS if key == "data.path" else "")
+            yield problem_with(config, key, f"{named}matches no file, {here}.", fix)
+        elif is_missing(path):
+            yield problem_with(
+                config, key, f"{named}does not exist, {here}.", f"Set {key} to a file or folder that does."
+            )
+
+
+def _columns(config: Config) -> Iterator[Problem]:
+    columns = config.data.columns
+    unknown = [name for name in columns if name not in _COLUMNS]
+    if unknown:
+        swapped = {theirs: ours for ours, theirs in columns.items()}
+        reason = f"renames {', '.join(unknown)}, which no form of rows has. The names to set are {', '.join(_COLUMNS)}."
+        fix = "Write {name here: name in the data}, such as {prompt: question, completion: answer}."
+        if all(name in _COLUMNS for name in swapped):
+            fix = f"Did you mean {show('data.columns', swapped)}?"
+        yield problem_with(config, "data.columns", reason, fix)
+    elif columns and config.data.format is DataFormat.random:
+        yield problem_with(config, "data.columns", "has no effect with data.format=random.", "Leave it out.")
 
 
 def _evaluation(config: Config) -> Iterator[Problem]:
@@ -71,12 +102,6 @@ def _is_file(path: str) -> bool:
         return False
 
 
-def _is_missing(path: str) -> bool:
-    """Whether a path to data does not exist. What looks like a path or a file is never the name of a hub data set."""
-    is_local = path.startswith(("/", "./", "../", "~")) or path.endswith(_SUFFIXES)
-    return is_local and not Path(path).expanduser().exists()
-
-
 def _mix(config: Config) -> Iterator[Problem]:
     data = config.data
     if not data.mix:
@@ -91,7 +116,7 @@ def _mix(config: Config) -> Iterator[Problem]:
         fix = "Give each path a weight above 0, or leave it out."
         yield problem_with(config, "data.mix", f"has a weight that is not positive: {', '.join(bad)}.", fix)
     for path in data.mix:
-        if _is_missing(path):
+        if is_missing(path):
             fix = "Set data.mix={path: weight, ...} with files or folders that do."
             yield problem_with(config, "data.mix", f"names {path}, which does not exist, seen from {Path.cwd()}.", fix)
 
@@ -109,6 +134,9 @@ def _streaming(config: Config) -> Iterator[Problem]:
     if data.max_rows is not None:
         reason = "is drawn from all rows, and with data.streaming=true these are not there."
         yield problem_with(config, "data.max_rows", reason, "Leave it out: training.max_steps tells the end.")
+    if data.deduplicate:
+        reason = "needs all rows, and with data.streaming=true these are not there."
+        yield problem_with(config, "data.deduplicate", reason, "Leave it out, or remove repeated rows beforehand.")
     if data.format is DataFormat.random:
         yield problem_with(config, "data.streaming", "has no effect with data.format=random.", "Leave it out.")
     if config.task.name is not TaskName.causal_lm:

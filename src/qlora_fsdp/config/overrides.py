@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, get_origin
 
+import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override
 from hydra.errors import HydraException
@@ -17,6 +20,7 @@ from qlora_fsdp.config.settings import SEVERAL_DATA_SETS, all_settings, nearest_
 
 MAX_LISTED = 20  # options of a group that a message names; of more, the nearest
 OTHER_NAMES = {"quant": {"4bit": "nf4", "int4": "nf4", "bnb-4bit": "nf4", "8bit": "int8", "bnb-8bit": "int8"}}
+SPECIAL, BACKSLASHED = r"([\\()\[\]{}:=, ])", r"\\\1"  # letters of keys that Hydra reads behind a backslash only
 
 
 def prepare_overrides(
@@ -129,13 +133,32 @@ def _parse(text: str, sweep: bool = False) -> Override | Problem:
         pass
     # Hydra's grammar has no unquoted ~, =, (, < or letters outside ASCII, which are common in paths and new tokens.
     setting = all_settings().get(key.lstrip("+"))
-    if setting is not None and setting.type is str:
+    takes_list = setting is not None and (setting.type == list[str] or setting.text_or_list)
+    items = value.removeprefix("[").removesuffix("]")
+    if takes_list and value == f"[{items}]" and not set("[]'\"") & set(items):
+        return parser.parse_overrides([f"{key}=[{','.join(quote(item.strip()) for item in items.split(','))}]"])[0]
+    if setting is not None and get_origin(setting.type) is dict and (mapping := _escape_keys(value)):
+        with suppress(HydraException):
+            return parser.parse_overrides([f"{key}={mapping}"])[0]
+    if setting is not None and (setting.type is str or setting.text_or_list):
         values = value.split(",") if sweep else [value]
         return parser.parse_overrides([f"{key}={','.join(quote(value) for value in values)}"])[0]
-    items = value.removeprefix("[").removesuffix("]")
-    if setting is not None and setting.type == list[str] and value == f"[{items}]" and not set("[]'\"") & set(items):
-        return parser.parse_overrides([f"{key}=[{','.join(quote(item.strip()) for item in items.split(','))}]"])[0]
     return Problem(text, "can't be read.", f"Put quotes around special characters: {key}='\"...\"'.")
+
+
+def _escape_keys(text: str) -> str | None:
+    """A mapping in YAML's form, whose keys may be quoted paths or URLs, as Hydra reads it; None: it is no such."""
+    try:
+        mapping = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return None
+    if not isinstance(mapping, dict) or any(isinstance(value, (dict, list)) for value in mapping.values()):
+        return None
+    items = (
+        f"{re.sub(SPECIAL, BACKSLASHED, str(key))}: {quote(value) if isinstance(value, str) else value}"
+        for key, value in mapping.items()
+    )
+    return f"{{{', '.join(items)}}}"
 
 
 def _meant(word: str) -> str:

@@ -38,6 +38,10 @@ def bounds(*, at_least: float | None = None, above: float | None = None, below: 
     return {"bounds": Bounds(low, at_least is not None, below)}
 
 
+# The metadata of a field that takes text or a list of texts.
+TEXT_OR_LIST = {"text_or_list": True}
+
+
 class TaskName(Enum):
     causal_lm = "causal_lm"
     sequence_classification = "sequence_classification"
@@ -377,10 +381,12 @@ DEFAULT_DATA = "timdettmers/openassistant-guanaco"
 
 @dataclass
 class DataConfig:
-    # A .jsonl, .json, .csv or .parquet file; a folder of .txt or .md files or of any of these; or a hub data set's
-    # name. The default is what the QLoRA paper trained on. It counts for training and preview, where neither a mix nor
-    # random tokens are asked for; other commands want data named.
-    path: str | None = DEFAULT_DATA
+    # A .jsonl, .json, .csv, .parquet or .arrow file; a folder of .txt or .md files or of any of these; a pattern such
+    # as rows/*.jsonl; a URL such as s3://bucket/rows.jsonl; or a hub data set's name. Several files, folders, patterns
+    # or URLs are a list, [a.jsonl,b.jsonl], whose rows follow one another. The default is what the QLoRA paper trained
+    # on. It counts for training and preview, where neither a mix nor random tokens are asked for; other commands want
+    # data named.
+    path: Any = field(default=DEFAULT_DATA, metadata=TEXT_OR_LIST)
     # Several of these with their weights, in place of path: {chats.jsonl: 3, code.jsonl: 1} takes three of four rows
     # from chats. An epoch has every row at least once. A data set that is small for its weight is repeated.
     mix: dict[str, float] = field(default_factory=dict)
@@ -389,7 +395,7 @@ class DataConfig:
     # Split of a hub data set.
     split: str = "train"
     # Held-out data of the same form. null: eval_fraction of the rows.
-    eval_path: str | None = None
+    eval_path: Any = field(default=None, metadata=TEXT_OR_LIST)
     # Part of the rows that is held out for evaluation when there is no eval_path. 0: no evaluation.
     eval_fraction: float = field(default=0.0, metadata=bounds(at_least=0, below=1))
     # Use at most this many rows, after shuffling by training.seed. For a mix this holds for each of its data sets.
@@ -397,6 +403,9 @@ class DataConfig:
     max_rows: int | None = field(default=None, metadata=bounds(at_least=1))
     # Form of the rows. `auto` looks at their keys. `random` makes random tokens, for dry runs.
     format: DataFormat = DataFormat.auto
+    # The names that the data has for prompt, completion, messages, role, content, text, label and so on, where these
+    # differ: {prompt: question, completion: answer}.
+    columns: dict[str, str] = field(default_factory=dict)
     # Whether to train on the completion, which is the assistant's turns, or on every token.
     loss_on: LossOn = LossOn.completion
     # A Jinja file, or the name of a template that ships here (chatml, llama3, alpaca). null: the tokenizer's own.
@@ -404,6 +413,9 @@ class DataConfig:
     # What to do with an unusable row. error: stop and list all of them. skip: leave it out. truncate: cut it if it is
     # longer than training.max_length, and leave it out if it is unusable for another reason.
     bad_rows: BadRows = BadRows.truncate
+    # Leave out rows that are letter by letter like an earlier one of the same data set. Without it they are only
+    # counted.
+    deduplicate: bool = False
     # Read the rows while training, in the order of the files. This is for data that is larger than the disk. It needs
     # training.max_steps to know the end, and data.eval_path to evaluate. Every rank reads and tokenizes all rows.
     streaming: bool = False
@@ -417,7 +429,7 @@ class DataConfig:
     @property
     def is_default(self) -> bool:
         """Whether a run takes the data of those who name none."""
-        return self.path == DEFAULT_DATA
+        return bool(self.path == DEFAULT_DATA)
 
 
 @dataclass

@@ -28,6 +28,7 @@ class Setting:
         default: the default, before interpolation.
         comment: the comment above the field.
         bounds: the numbers that it takes, if these are bounded.
+        text_or_list: whether it takes text or a list of texts; its type is Any then.
     """
 
     key: str
@@ -36,6 +37,7 @@ class Setting:
     default: Any
     comment: str
     bounds: schema.Bounds | None = None
+    text_or_list: bool = False
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -46,6 +48,7 @@ class Setting:
     def expected(self) -> str:
         """What a value must be, as the end of a sentence that starts with 'must be'."""
         text = f"one of {', '.join(self.choices)}" if self.choices else _NOUNS[self.type]
+        text = "text or a list such as [a,b]" if self.text_or_list else text
         return text + (" or null" if self.is_optional else "")
 
 
@@ -58,6 +61,7 @@ _NOUNS = {
     list[int]: "a list of whole numbers such as [0,1]",
     list[float]: "a list of numbers such as [0.9,0.999]",
     dict[str, Any]: "a mapping {key: value}",
+    dict[str, str]: "a mapping {name: name}",
     dict[str, int]: "a mapping {name: whole number}",
     dict[str, float]: "a mapping {name: number}",
     Any: "true, false, text or a list",
@@ -194,7 +198,9 @@ def _walk(config_class: type, prefix: str) -> Iterator[Setting]:
         if is_optional:
             (hint,) = (part for part in get_args(hint) if part is not type(None))
         default = field.default if field.default_factory is MISSING else field.default_factory()
-        yield Setting(key, hint, is_optional, default, comments.get(field.name, ""), field.metadata.get("bounds"))
+        comment, metadata = comments.get(field.name, ""), field.metadata
+        is_optional = is_optional or "text_or_list" in metadata
+        yield Setting(key, hint, is_optional, default, comment, metadata.get("bounds"), "text_or_list" in metadata)
 
 
 def _comments(config_class: type) -> dict[str, str]:

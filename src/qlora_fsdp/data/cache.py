@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,8 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from qlora_fsdp.data.counts import NUM_EXAMPLES, ReadReport, RowProblem
+from qlora_fsdp.common.errors import DataError
+from qlora_fsdp.data.counts import ProblemCounter, ReadReport
 from qlora_fsdp.data.tokenize import Mask, Tokens
 
 CACHE_VERSION = 9  # to be raised when the same input gives other tokens
@@ -54,6 +54,29 @@ class TokenizedRows:
         return self.tokens[span], self.is_target[span]
 
 
+def check_targets(rows: TokenizedRows, path: str) -> None:
+    """Refuses rows that attention can learn nothing from.
+
+    A row's second token is predicted from its first alone, which attends to nothing but itself. Where this is all that
+    is trained on, queries and keys have gradients of zeros.
+
+    Args:
+        rows: tokens to predict.
+        path: of their source, for the message.
+
+    Raises:
+        DataError: no row has another target.
+    """
+    if not len(rows.num_targets) or rows.num_targets.max() > 1:
+        return
+    if all(rows.is_target[start + 1] for start in rows.starts[:-1]):
+        raise DataError(
+            f"{path}: the only target of every row is its second token. It is predicted from the first token alone, so"
+            " that attention has nothing to learn. Set training.max_length higher, data.loss_on=all, or give rows with"
+            " longer answers."
+        )
+
+
 def fingerprint(tokenizer: PreTrainedTokenizerBase, *parts: Any) -> str:
     """A hash of the tokenizer (vocabulary, rules, special tokens, template) and of JSON values."""
     rules = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -72,25 +95,22 @@ def fingerprint(tokenizer: PreTrainedTokenizerBase, *parts: Any) -> str:
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def write_entry(
-    folder: Path, path: str, num_rows: int, tokenized: datasets.Dataset, label_width: int = 0
-) -> ReadReport:
+def write_entry(folder: Path, read: ReadReport, tokenized: datasets.Dataset) -> ReadReport:
     """Writes tokenized rows (columns as in tokenize.FEATURES) to `folder`, which exists and is empty.
 
     Args:
         folder: where the files go.
-        path: path of the source, as the user gave it.
-        num_rows: number of raw rows that were read.
+        read: what is known of the rows before they are counted. With a label_width, a row without target tokens has
+            its label as a whole.
         tokenized: the rows.
-        label_width: numbers per label. A row without target tokens has its label as a whole. 0: tokens are predicted.
     """
-    counter = _Counter()
+    counter, label_width = ProblemCounter(), read.label_width
     num_tokens, max_token_id = 0, -1
     lengths, num_targets = [np.zeros(0, np.int64)], [np.zeros(0, np.int32)]
     labels = [np.zeros(0, np.float32)]
     with (folder / "tokens.bin").open("wb") as tokens_file, (folder / "is_target.bin").open("wb") as is_target_file:
         for table in tokenized.with_format("arrow").iter(batch_size=1000):
-            counter.add(table.select(["place", "problem", "detail"]), table["tokens"])
+            _count(counter, table)
             tokens, is_target = _flat(table["tokens"], np.int32), _flat(table["is_target"], np.bool_)
             row_lengths = table["tokens"].combine_chunks().value_lengths().to_numpy(zero_copy_only=False)
             row_lengths = row_lengths[row_lengths > 0]
@@ -109,7 +129,13 @@ def write_entry(
     starts.tofile(folder / "starts.bin")
     np.concatenate(num_targets).tofile(folder / "num_targets.bin")
     np.concatenate(labels).tofile(folder / "labels.bin")
-    report = ReadReport(path, num_rows, len(starts) - 1, num_tokens, max_token_id, counter.problems(), label_width)
+    report = replace(
+        read,
+        num_used_rows=len(starts) - 1,
+        num_tokens=num_tokens,
+        max_token_id=max_token_id,
+        problems=counter.problems(),
+    )
     (folder / REPORT).write_text(json.dumps(report.to_json(), indent=1), encoding="utf-8")
     return report
 
@@ -142,29 +168,12 @@ def load_entry(folder: Path) -> tuple[TokenizedRows, ReadReport]:
     return rows, report
 
 
-class _Counter:
-    """Counts rows with problems by kind, and keeps the first examples of each."""
-
-    def __init__(self) -> None:
-        self._num_rows: dict[str, int] = {}
-        self._num_kept: dict[str, int] = {}
-        self._examples: dict[str, list[str]] = {}
-
-    def add(self, table: pa.Table, tokens: pa.ChunkedArray) -> None:
-        is_kept = tokens.combine_chunks().value_lengths().to_numpy(zero_copy_only=False) > 0
-        kinds = table["problem"].to_pylist()
-        for index in (i for i, kind in enumerate(kinds) if kind):
-            kind = kinds[index]
-            self._num_rows[kind] = self._num_rows.get(kind, 0) + 1
-            self._num_kept[kind] = self._num_kept.get(kind, 0) + int(is_kept[index])
-            examples = self._examples.setdefault(kind, [])
-            if len(examples) < NUM_EXAMPLES:
-                place, detail = table["place"][index].as_py(), table["detail"][index].as_py()
-                examples.append(f"{place} ({detail})" if detail else place)
-
-    def problems(self) -> tuple[RowProblem, ...]:
-        kinds: Iterable[str] = sorted(self._num_rows, key=lambda kind: -self._num_rows[kind])
-        return tuple(RowProblem(k, self._num_rows[k], self._num_kept[k], tuple(self._examples[k])) for k in kinds)
+def _count(counter: ProblemCounter, table: pa.Table) -> None:
+    """Counts the rows of a table that have a problem."""
+    is_kept = table["tokens"].combine_chunks().value_lengths().to_numpy(zero_copy_only=False) > 0
+    for index in (number for number, kind in enumerate(table["problem"].to_pylist()) if kind):
+        place, kind, detail = (table[column][index].as_py() for column in ("place", "problem", "detail"))
+        counter.add(place, kind, detail, bool(is_kept[index]))
 
 
 def _flat(column: pa.ChunkedArray, dtype: type[np.generic]) -> NDArray[Any]:

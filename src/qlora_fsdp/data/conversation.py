@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.schema import LossOn
+from qlora_fsdp.data.chat_markers import explain_no_template
 from qlora_fsdp.data.chat_template import Conversation, Span
 from qlora_fsdp.data.row import EMPTY, NO_TARGET, REFUSED, TRAIN_KEYS, BadRow, is_trained
 from qlora_fsdp.data.turns import find_turns
@@ -28,10 +29,7 @@ def format_messages(
     try:
         template = tokenizer.get_chat_template(tools=tools)
     except ValueError as error:
-        raise DataError(
-            "The rows are messages, but the tokenizer has no chat template. Set data.chat_template=chatml (or llama3,"
-            " alpaca, or a Jinja file)."
-        ) from error
+        raise DataError(explain_no_template(tokenizer)) from error
     # Parquet fills missing fields with null; templates test whether a field is there.
     messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
     trained = [message["role"] == "assistant" and is_trained(message) for message in messages]

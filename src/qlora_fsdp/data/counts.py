@@ -18,7 +18,7 @@ class RowProblem:
         kind: one of the kinds of data.row.
         num_rows: how many rows have the problem.
         num_kept: how many of these rows are cut and used all the same.
-        examples: the first few of them, with file and line.
+        examples: the first few of them, with file and line; those of which the same is to be said together.
     """
 
     kind: str
@@ -28,8 +28,42 @@ class RowProblem:
 
     def __str__(self) -> str:
         done = "cut" if self.num_kept == self.num_rows else "left out"
-        more = ", ..." if self.num_rows > len(self.examples) else ""
-        return f"{plural(self.num_rows, 'row')} {done} ({self.kind}): {', '.join(self.examples)}{more}"
+        return f"{plural(self.num_rows, 'row')} {done} ({self.kind}): {'; '.join(self.examples)}"
+
+
+class ProblemCounter:
+    """Counts rows with problems by kind, and keeps the places of the first of each."""
+
+    def __init__(self) -> None:
+        self._num_rows: dict[str, int] = {}
+        self._num_kept: dict[str, int] = {}
+        self._places: dict[str, dict[str, list[str]]] = {}  # by kind and detail
+
+    def add(self, place: str, kind: str, detail: str, is_kept: bool) -> None:
+        """Counts a row.
+
+        Args:
+            place: its file and line.
+            kind: one of the kinds of data.row.
+            detail: what else there is to say.
+            is_kept: whether it is cut and used all the same.
+        """
+        self._num_rows[kind] = self._num_rows.get(kind, 0) + 1
+        self._num_kept[kind] = self._num_kept.get(kind, 0) + int(is_kept)
+        if self._num_rows[kind] <= NUM_EXAMPLES:
+            self._places.setdefault(kind, {}).setdefault(detail, []).append(place)
+
+    def problems(self) -> tuple[RowProblem, ...]:
+        """What has been counted, the most frequent kind first."""
+        kinds = sorted(self._num_rows, key=lambda kind: -self._num_rows[kind])
+        return tuple(RowProblem(k, self._num_rows[k], self._num_kept[k], self._examples(k)) for k in kinds)
+
+    def _examples(self, kind: str) -> tuple[str, ...]:
+        shown = [
+            f"{', '.join(places)} ({detail})" if detail else ", ".join(places)
+            for detail, places in self._places[kind].items()
+        ]
+        return (*shown, *(["..."] if self._num_rows[kind] > NUM_EXAMPLES else []))
 
 
 @dataclass(frozen=True)
@@ -46,6 +80,8 @@ class ReadReport:
         label_width: numbers per label; 0 without labels.
         skipped: which files of a folder are left out, and why. It is not stored, as such files do not change the
             tokens.
+        num_repeated: rows that are letter by letter like an earlier one, of all rows there are.
+        leaves_out_repeated: whether these are left out, and not counted among num_rows.
     """
 
     path: str
@@ -56,9 +92,14 @@ class ReadReport:
     problems: tuple[RowProblem, ...]
     label_width: int = 0
     skipped: tuple[str, ...] = ()
+    num_repeated: int = 0
+    leaves_out_repeated: bool = False
 
     def __str__(self) -> str:
         lines = [f"{self.path}: {plural(self.num_rows, 'row')} read, {self.num_used_rows:,} used"]
+        if self.num_repeated:
+            done = "left out" if self.leaves_out_repeated else "used; data.deduplicate=true leaves such rows out"
+            lines.append(f"  {plural(self.num_repeated, 'row')} letter by letter like an earlier one: {done}")
         return "\n".join([*lines, *(f"  {line}" for line in (*self.skipped, *self.problems))])
 
     def to_json(self) -> dict[str, Any]:
@@ -114,6 +155,7 @@ class DataReport:
         mix: the data sets of a mix; empty without a mix.
         streamed_rows: rows that a stream reads at a time. All counts are of the first of these. 0: no stream.
         purpose: what the training data is used for, if it is not for training.
+        notes: what is likely to be a mistake, though the run can go on.
     """
 
     sources: tuple[ReadReport, ...]
@@ -128,6 +170,7 @@ class DataReport:
     mix: tuple[MixPart, ...] = ()
     streamed_rows: int = 0
     purpose: str = "training"
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines = [
@@ -144,4 +187,5 @@ class DataReport:
             )
         if self.label_counts:
             lines.append(f"labels: {', '.join(f'{name} {number:,}' for name, number in self.label_counts.items())}")
+        lines += [f"warning: {note}" for note in self.notes]
         return "\n".join(lines)

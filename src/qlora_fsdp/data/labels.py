@@ -8,8 +8,8 @@ what it saw in training.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,19 @@ from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.schema import BadRows, ProblemType, TaskConfig, TaskName
-from qlora_fsdp.data.row import EMPTY, NO_TARGET, TOO_LONG, WRONG_KEYS, WRONG_LABEL, WRONG_TYPES, BadRow, parse_row
+from qlora_fsdp.data.row import (
+    EMPTY,
+    NO_COLUMNS,
+    NO_TARGET,
+    TOO_LONG,
+    WRONG_KEYS,
+    WRONG_LABEL,
+    WRONG_TYPES,
+    BadRow,
+    parse_row,
+    rename,
+    show_keys,
+)
 from qlora_fsdp.data.tokenize import FEATURES, first_text, show_length
 
 LABEL_KEYS = ("label", "labels")
@@ -35,6 +47,7 @@ class LabelledRowTokenizer:
     task: TaskConfig
     max_length: int
     bad_rows: BadRows
+    columns: Mapping[str, str] = field(default_factory=dict)
 
     def __call__(self, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
         """Maps columns `place` and `row` to those of FEATURES. Each row gives one; a bad one stays, empty."""
@@ -49,7 +62,7 @@ class LabelledRowTokenizer:
         return out
 
     def _encode(self, raw: bytes) -> tuple[str, str, list[int], list[bool], list[float]]:
-        row = parse_row(raw)
+        row = rename(parse_row(raw), label_columns(self.columns, self.task))
         if self.task.name is TaskName.sequence_classification:
             text = _read_text(row)
             labels = read_labels(row, self.task)
@@ -76,10 +89,26 @@ class LabelledRowTokenizer:
         return problem, encoded["input_ids"], encoded["offset_mapping"]
 
 
+def label_columns(columns: Mapping[str, str], task: TaskConfig) -> dict[str, str]:
+    """data.columns for rows with labels, in which `label` and `labels` mean the same."""
+    key, other = ("labels", "label") if task.name is TaskName.token_classification else ("label", "labels")
+    return {key if ours == other else ours: theirs for ours, theirs in columns.items()}
+
+
+def used_label_columns(names: Sequence[str], columns: Mapping[str, str], task: TaskConfig) -> list[str]:
+    """Of the columns of a table, those that rows with labels need; all of them if there is no label among them."""
+    columns = label_columns(columns, task)
+    is_words = task.name is TaskName.token_classification
+    given, labels = ("tokens", WORD_LABEL_KEYS) if is_words else ("text", LABEL_KEYS)
+    wanted = {columns.get(key, key) for key in (given, *labels)}
+    found = [name for name in names if name in wanted]
+    return found if columns.get(given, given) in found and len(found) > 1 else list(names)
+
+
 def _read_text(row: dict[str, Any]) -> str:
     text = row.get("text")
     if text is None:
-        raise BadRow(WRONG_KEYS, f"no text (keys: {', '.join(row)})")
+        raise BadRow(WRONG_KEYS, _no_key("text", row))
     if not isinstance(text, str):
         raise BadRow(WRONG_TYPES, f"text is {type(text).__name__}, not text")
     if not text.strip():
@@ -98,7 +127,7 @@ def read_labels(row: dict[str, Any], task: TaskConfig) -> list[float]:
     """
     key = _label_key(row)
     if key is None:
-        raise BadRow(WRONG_KEYS, f"no label (keys: {', '.join(row)})")
+        raise BadRow(WRONG_KEYS, _no_key("label", row))
     value, names = row[key], task.labels or []
     if task.problem_type is ProblemType.single_label_classification:
         return [float(_index(value, names))]
@@ -120,7 +149,7 @@ def read_labels(row: dict[str, Any], task: TaskConfig) -> list[float]:
     return finite
 
 
-def check_lists(rows: Iterable[tuple[str, bytes]], task: TaskConfig) -> None:
+def check_lists(rows: Iterable[tuple[str, bytes]], task: TaskConfig, columns: Mapping[str, str] = NO_COLUMNS) -> None:
     """Refuses lists of labels of which nobody can tell whether they are indices or a 0 or 1 for each label.
 
     With two labels, [0, 1] may be either. It is taken for a 0 or 1 for each label if the lists of all rows may be that.
@@ -128,6 +157,7 @@ def check_lists(rows: Iterable[tuple[str, bytes]], task: TaskConfig) -> None:
     Args:
         rows: places and rows.
         task: the task of the run.
+        columns: data.columns.
 
     Raises:
         DataError: there is such a list, and the list of another row can only be indices or names.
@@ -139,7 +169,7 @@ def check_lists(rows: Iterable[tuple[str, bytes]], task: TaskConfig) -> None:
     other: tuple[str, list[Any]] | None = None
     for place, raw in rows:
         try:
-            row = parse_row(raw)
+            row = rename(parse_row(raw), label_columns(columns, task))
         except BadRow:
             continue
         value = row.get(_label_key(row) or "")
@@ -167,8 +197,7 @@ def read_words(row: dict[str, Any], task: TaskConfig) -> tuple[list[str], list[i
     """
     key = next((key for key in WORD_LABEL_KEYS if key in row), None)
     if "tokens" not in row or key is None:
-        missing = "tokens" if "tokens" not in row else " or ".join(WORD_LABEL_KEYS)
-        raise BadRow(WRONG_KEYS, f"no {missing} (keys: {', '.join(row)})")
+        raise BadRow(WRONG_KEYS, _no_key("tokens" if "tokens" not in row else "labels", row))
     words, labels = row["tokens"], row[key]
     if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
         raise BadRow(WRONG_TYPES, "tokens is not a list of words")
@@ -238,6 +267,10 @@ def name_labels(labels: NDArray[np.float32], task: TaskConfig) -> str:
     if task.problem_type is ProblemType.multi_label_classification:
         return " ".join(names[index] for index in np.flatnonzero(labels[0])) or "none"
     return " ".join(f"{number:g}" for number in labels[0])
+
+
+def _no_key(key: str, row: dict[str, Any]) -> str:
+    return f"no {key} (keys: {show_keys(row)}; data.columns={{{key}: NAME}} says which it is)"
 
 
 def _label_key(row: dict[str, Any]) -> str | None:

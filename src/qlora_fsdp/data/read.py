@@ -6,116 +6,97 @@ JSONL pass through in constant memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
-from qlora_fsdp.common.errors import DataError
-from qlora_fsdp.common.text import plural
-from qlora_fsdp.config.schema import DataConfig
+from qlora_fsdp.common.errors import DataError, UserError
+from qlora_fsdp.config.data_paths import SUFFIXES, as_paths
+from qlora_fsdp.config.schema import DataConfig, TaskConfig, TaskName
 from qlora_fsdp.config.settings import show
-from qlora_fsdp.data.row_files import (
-    BROKEN,
-    COMPRESSIONS,
-    READERS,
-    TEXT_SUFFIXES,
-    RawRow,
-    dump_row,
-    find_reader,
-    known_suffixes,
-    read_text,
-)
+from qlora_fsdp.data.find_files import find_files
+from qlora_fsdp.data.labels import used_label_columns
+from qlora_fsdp.data.row import used_columns
+from qlora_fsdp.data.row_file import RowFile
+from qlora_fsdp.data.row_files import BROKEN, ChooseColumns, RawRow, dump_row, find_reader, known_suffixes, read_text
 
 ROWS_A_BATCH = 1000
-MAX_NAMES = 20  # of files that are left out for one reason
+Paths = str | list[str]  # of one data set, as a setting has them
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where rows come from: local files, or else a hub data set.
+    """Where rows come from: files, or else a hub data set.
 
     Attributes:
-        path: the path or name, as the user gave it.
-        files: local files, sorted; empty for a hub data set.
+        path: the path, the paths or the name, as the user gave it.
+        files: in the order in which they are read; empty for a hub data set.
         identity: a JSON value that changes when the contents may have changed.
         hub: the hub data set.
         skipped: which files of a folder are left out, and why; one line per reason.
+        choose: of the columns that a table has, those to read.
     """
 
     path: str
-    files: tuple[Path, ...]
+    files: tuple[RowFile, ...]
     identity: list[Any]
     hub: datasets.Dataset | datasets.IterableDataset | None = None
     skipped: tuple[str, ...] = ()
+    choose: ChooseColumns = list
 
 
-def find_source(path: str, data: DataConfig) -> Source:
-    """Resolves `path` (of `data.path`, `data.mix` or `data.eval_path`) without reading rows. Downloads a hub data set.
+def find_source(path: Paths, data: DataConfig, task: TaskConfig | None = None) -> Source:
+    """Resolves a path (of `data.path`, `data.mix` or `data.eval_path`) without reading rows. Downloads a hub data set.
+
+    Args:
+        path: one path, or several whose rows follow one another.
+        data: the settings of the data.
+        task: the task of the run, which says which columns rows need; None: a language model's.
 
     Raises:
         DataError: there is no such file, folder or hub data set, or it is of no known kind.
     """
-    root, setting = Path(path).expanduser(), name_setting(path, data)
-    skipped: tuple[str, ...] = ()
-    if root.is_file():
-        if find_reader(root) is None and root.suffix not in TEXT_SUFFIXES:
-            raise DataError(f"{setting}={path} is of no known kind. Use one of {known_suffixes()}.")
-        found = [root]
-    elif root.is_dir():
-        found, skipped = _search(root)
-        if not found:
-            raise DataError(f"{setting}={path} is a folder with no file of {known_suffixes()}.")
-    else:
-        return _find_on_hub(path, data)
-    stats = [file.stat() for file in found]
-    identity = [[str(f.resolve()), s.st_size, s.st_mtime_ns] for f, s in zip(found, stats, strict=True)]
-    return Source(path, tuple(found), identity, skipped=skipped)
+    setting, choose = name_setting(path, data), partial(_choose, data=data, task=task or TaskConfig())
+    files: dict[RowFile, None] = {}  # a file that several patterns name is read once
+    skipped: list[str] = []
+    for one in as_paths(path):
+        found = find_files(one, data.split, setting)
+        if found is None and isinstance(path, str):
+            return replace(_find_on_hub(path, data), choose=choose)
+        if found is None:
+            raise DataError(
+                f"{show(setting, path)} names {one}, which does not exist. Give files or folders that do. A hub data"
+                " set can be a part of data.mix={...}, but not of a list."
+            )
+        files |= dict.fromkeys(found[0])
+        skipped += found[1]
+    identity = [file.identity for file in files]
+    return Source(", ".join(as_paths(path)), tuple(files), identity, skipped=tuple(skipped), choose=choose)
 
 
-def _search(folder: Path) -> tuple[list[Path], tuple[str, ...]]:
-    """The files of a folder that have rows, sorted, and one line for each reason for which others are left out."""
-    found: list[Path] = []
-    texts: list[Path] = []
-    others: dict[str, list[str]] = {}  # by reason
-    for file in sorted(folder.rglob("*")):
-        name = file.relative_to(folder)
-        # Notebooks, downloads and macOS leave copies and notes there: .ipynb_checkpoints/, .cache/, ._chats.jsonl.
-        is_hidden = any(part.startswith(".") for part in name.parts)
-        if file.is_dir():
-            if file.is_symlink() and not is_hidden:
-                others.setdefault("links to folders, which are not followed", []).append(str(name))
-        elif is_hidden:
-            others.setdefault("names that begin with a dot", []).append(str(name))
-        elif not file.is_file():
-            others.setdefault("neither files nor folders", []).append(str(name))
-        elif find_reader(file) is not None:
-            found.append(file)
-        elif file.suffix in TEXT_SUFFIXES:
-            texts.append(file)
-        else:
-            others.setdefault("of no known kind", []).append(str(name))
-    if found and texts:  # their README and license
-        others["text beside files of rows"] = [str(file.relative_to(folder)) for file in texts]
-    lines = []
-    for reason, names in others.items():
-        more = f" and {len(names) - MAX_NAMES:,} more" if len(names) > MAX_NAMES else ""
-        lines.append(f"{plural(len(names), 'file')} left out ({reason}): {', '.join(names[:MAX_NAMES])}{more}")
-    return found or texts, tuple(lines)
+def _choose(names: Sequence[str], data: DataConfig, task: TaskConfig) -> list[str]:
+    if task.name is not TaskName.causal_lm:
+        return used_label_columns(names, data.columns, task)
+    return used_columns(names, data.format, data.columns)
 
 
-def training_paths(data: DataConfig) -> list[str]:
-    """Where the training data is."""
+def training_paths(data: DataConfig) -> list[Paths]:
+    """Where the training data is: one entry for each data set."""
     return list(data.mix) or ([] if data.path is None else [data.path])
 
 
-def name_setting(path: str, data: DataConfig) -> str:
+def name_setting(path: Paths, data: DataConfig) -> str:
     """The setting that names `path`: `data.path`, `data.mix` or `data.eval_path`."""
-    if path in data.mix:
+    if isinstance(path, str) and path in data.mix:
         return "data.mix"
     return "data.eval_path" if path == data.eval_path and path != data.path else "data.path"
 
@@ -138,11 +119,25 @@ def read_rows(source: Source, file: Path) -> datasets.Dataset:
     return datasets.Dataset.from_file(str(file))
 
 
+def first_of_each(raw: datasets.Dataset) -> NDArray[np.int64]:
+    """The rows that are not letter by letter like an earlier one, by a hash of 64 bits: int64 [num_rows], sorted.
+
+    Blank rows all stay: each is told with its place.
+    """
+    hashes = np.empty(len(raw), dtype=np.uint64)
+    start = 0
+    for table in raw.with_format("arrow").iter(batch_size=ROWS_A_BATCH):
+        for number, row in enumerate(table["row"].to_pylist(), start=start):
+            hashes[number] = int.from_bytes(blake2b(row or str(number).encode(), digest_size=8).digest(), "little")
+        start += len(table)
+    return np.sort(np.unique(hashes, return_index=True)[1])
+
+
 def _find_on_hub(path: str, data: DataConfig) -> Source:
     setting = name_setting(path, data)
     if Path(path).expanduser().exists():  # a pipe, a device
         raise DataError(f"{setting}={path} is neither a file nor a folder. Write the rows to a file first.")
-    looks_local = path.startswith(("/", ".", "~")) or Path(path).suffix in (*READERS, *COMPRESSIONS, *TEXT_SUFFIXES)
+    looks_local = path.startswith(("/", ".", "~")) or path.endswith(SUFFIXES)
     if looks_local or path.count("/") > 1:
         raise DataError(f"{setting}={path} does not exist. Set {setting} to {known_suffixes()} or a folder of these.")
     try:
@@ -167,10 +162,15 @@ def iterate_rows(source: Source) -> Iterator[RawRow]:
         DataError: a file can't be read at all.
     """
     if source.hub is not None:
-        for number, row in enumerate(source.hub, start=1):
+        names = source.hub.column_names  # None of some streams
+        hub = source.hub if names is None else source.hub.select_columns(source.choose(names))
+        for number, row in enumerate(hub, start=1):
             yield f"{source.path} row {number}", dump_row(row)
     for file in source.files:
         try:
-            yield from (find_reader(file) or read_text)(file)
-        except BROKEN as error:
+            yield from (find_reader(file) or read_text)(file, source.choose)
+        except Exception as error:
+            if isinstance(error, UserError) or not (file.remote or isinstance(error, BROKEN)):
+                raise
+            # Remote file systems raise types of their own.
             raise DataError(f"{file} can't be read: {error}. Repair it, or leave it out.") from error

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from qlora_fsdp.config.schema import DataFormat
@@ -24,7 +26,15 @@ REQUIRED_KEYS = {
     DataFormat.instruction: ("instruction", "output"),
     DataFormat.text: ("text",),
 }
-
+# Keys that a row of the form may have besides.
+MORE_KEYS = {
+    DataFormat.messages: ("tools",),
+    DataFormat.sharegpt: ("system", "tools"),
+    DataFormat.instruction: ("input",),
+}
+TURN_KEYS = ("role", "content")  # of the messages in a row, which data.columns renames too
+TURN_HINT = "; data.columns={role: NAME, content: NAME} says which these are"
+MAX_KEYS = 12  # of a row, that are shown
 
 TRAIN_KEYS = ("train", "weight")  # keys of a message that say whether it is trained on
 
@@ -35,6 +45,19 @@ SHAREGPT_ROLES = {
     "system": "system",
     **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
 }
+
+
+# What data sets call a prompt and so on, the commonest first.
+COMMON_NAMES = {
+    "messages": ("messages", "conversations", "conversation", "dialog", "dialogue", "chat", "turns"),
+    "prompt": ("prompt", "question", "instruction", "query", "input", "problem", "source", "user", "article"),
+    "completion": (
+        *("completion", "answer", "response", "output", "solution", "target", "assistant", "reply", "summary"),
+        *("abstract", "highlights"),
+    ),
+    "text": ("text", "content", "body", "sentence", "raw_content", "code"),
+}
+NO_COLUMNS: Mapping[str, str] = MappingProxyType({})
 
 
 class BadRow(Exception):
@@ -51,8 +74,15 @@ class BadRow(Exception):
         self.detail = detail
 
 
-def check_row(raw: bytes, data_format: DataFormat) -> tuple[DataFormat, dict[str, Any]]:
+def check_row(
+    raw: bytes, data_format: DataFormat, columns: Mapping[str, str] = NO_COLUMNS
+) -> tuple[DataFormat, dict[str, Any]]:
     """Parses a row and checks the keys and types that its form needs. Other keys are ignored.
+
+    Args:
+        raw: the row, as JSON.
+        data_format: the form of the rows; `auto`: it is told by their keys.
+        columns: the names that the data has for the keys of the form, where they differ (data.columns).
 
     Returns:
         The form and the row. ShareGPT's rows become messages, so the form is never `sharegpt`, and never `auto`.
@@ -60,13 +90,17 @@ def check_row(raw: bytes, data_format: DataFormat) -> tuple[DataFormat, dict[str
     Raises:
         BadRow: the row can't be used.
     """
-    row = parse_row(raw)
-    form = _detect(row) if data_format is DataFormat.auto else data_format
+    found = parse_row(raw)
+    row = rename(found, columns)
+    form = _detect(row, found, columns) if data_format is DataFormat.auto else data_format
     missing = [key for key in REQUIRED_KEYS[form] if key not in row]
     if missing:
-        raise BadRow(WRONG_KEYS, f"no {' and no '.join(missing)} (keys: {', '.join(row)})")
+        raise BadRow(WRONG_KEYS, explain_keys(found, missing, columns))
     if form is DataFormat.sharegpt:
-        form, row = DataFormat.messages, {**row, "messages": _from_sharegpt(row["conversations"], row.get("system"))}
+        turns = _from_sharegpt(_rename_keys(row["conversations"], columns), row.get("system"))
+        form, row = DataFormat.messages, {**row, "messages": turns}
+    elif form is DataFormat.messages:
+        row = {**row, "messages": _rename_turns(row["messages"], columns)}
     if form is DataFormat.messages:
         _check_messages(row["messages"])
         messages = [{**message, "content": join_parts(message.get("content"))} for message in row["messages"]]
@@ -118,12 +152,90 @@ def check_unicode(raw: bytes, row: Any) -> None:
             raise BadRow(NOT_UTF8, f"{half} is half of a character, without its other half") from error
 
 
-def _detect(row: dict[str, Any]) -> DataFormat:
+def rename(row: dict[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
+    """The row with the names of this project for the columns that data.columns names. Others keep their name."""
+    if not columns:
+        return row
+    kept = {key: value for key, value in row.items() if key not in columns and key not in columns.values()}
+    return kept | {ours: row[theirs] for ours, theirs in columns.items() if theirs in row}
+
+
+def used_columns(names: Sequence[str], data_format: DataFormat, columns: Mapping[str, str]) -> list[str]:
+    """Of the columns of a table, those that rows need; all of them if the table has no form's columns."""
+    forms = list(REQUIRED_KEYS) if data_format is DataFormat.auto else [data_format]
+    forms = [form for form in forms if all(columns.get(key, key) in names for key in REQUIRED_KEYS.get(form, ()))]
+    wanted = {columns.get(key, key) for form in forms for key in (*REQUIRED_KEYS[form], *MORE_KEYS.get(form, ()))}
+    return [name for name in names if name in wanted or not wanted]
+
+
+def explain_keys(row: Mapping[str, Any], missing: Sequence[str], columns: Mapping[str, str]) -> str:
+    """What is wrong with a row that lacks keys, with the setting that says how they are called.
+
+    Args:
+        row: the row as it is in the data.
+        missing: the keys of its form that it lacks; none if its form is unknown.
+        columns: data.columns, as it is set.
+    """
+    keys = show_keys(row)
+    absent = [ours for ours, theirs in columns.items() if theirs not in row and ours not in TURN_KEYS]
+    if absent:
+        lacks = " and ".join(f"no {columns[ours]}, which data.columns names for {ours}" for ours in absent)
+        return f"{lacks}; keys are {keys}"
+    lacks = f"no {' and no '.join(missing)}; " if missing else ""
+    guess = {} if columns else guess_columns(row)
+    if guess:
+        return f"{lacks}keys are {keys}; set data.columns={{{', '.join(f'{k}: {v}' for k, v in guess.items())}}}"
+    if missing:
+        return f"{lacks}keys are {keys}; data.columns={{{missing[0]}: NAME}} says which it is"
+    forms = "messages; prompt, completion; instruction, output; or text"
+    return f"keys are {keys}, and not {forms}; data.columns={{prompt: NAME, completion: NAME}} says which these are"
+
+
+def show_keys(row: Mapping[str, Any]) -> str:
+    """The keys of a row, for messages."""
+    return ", ".join([*list(row)[:MAX_KEYS], *(["..."] if len(row) > MAX_KEYS else [])]) or "none"
+
+
+def guess_columns(row: Mapping[str, Any]) -> dict[str, str]:
+    """What data.columns may have to be for a row of unknown form, by names that are common; empty: nobody can tell."""
+    lower = {key.lower(): key for key in row}
+    found = {ours: lower[name] for ours, names in COMMON_NAMES.items() for name in reversed(names) if name in lower}
+    for form in (("messages",), ("prompt", "completion"), ("text",)):
+        if all(key in found for key in form):
+            return {key: found[key] for key in form if key != found[key]}
+    return {}
+
+
+def _detect(row: dict[str, Any], found: dict[str, Any], columns: Mapping[str, str]) -> DataFormat:
+    """The form of a row, of which `found` is as it is in the data."""
     for form, keys in REQUIRED_KEYS.items():
         if all(key in row for key in keys):
             return form
-    forms = "messages; conversations; prompt, completion; instruction, output; or text"
-    raise BadRow(WRONG_KEYS, f"keys are {', '.join(row) or 'none'}; needed are {forms}")
+    raise BadRow(WRONG_KEYS, explain_keys(found, (), columns))
+
+
+def _rename_keys(turns: Any, columns: Mapping[str, str]) -> Any:
+    """The turns of a row with the keys of messages, where data.columns says how these are called."""
+    names = {key: columns[key] for key in TURN_KEYS if key in columns}
+    if not isinstance(turns, list) or not names:
+        return turns
+    return [rename(turn, names) if isinstance(turn, dict) else turn for turn in turns]
+
+
+def _rename_turns(turns: Any, columns: Mapping[str, str]) -> Any:
+    """The turns of a row with the keys and the roles of messages, if the data has others."""
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+        return turns
+    if not any(key in columns for key in TURN_KEYS):
+        has_other_names = any("from" in turn for turn in turns) and not any("role" in turn for turn in turns)
+        return _from_sharegpt(turns, None) if has_other_names else turns
+    messages = []
+    for number, turn in enumerate(_rename_keys(turns, columns), start=1):
+        name = turn.get("role")
+        if name == "function_call" and "tool_calls" not in turn:
+            turn = {**turn, "tool_calls": _read_calls(turn.get("content"), number), "content": None}
+        messages.append({**turn, "role": SHAREGPT_ROLES.get(name, name)} if isinstance(name, str) else turn)
+    return messages
 
 
 def _from_sharegpt(turns: Any, system: Any) -> list[dict[str, Any]]:
@@ -169,10 +281,11 @@ def _check_messages(messages: Any) -> None:
         if not isinstance(message, dict):
             raise BadRow(WRONG_TYPES, f"message {number} is {_type_name(message)}, not an object with role and content")
         if not isinstance(message.get("role"), str):
-            raise BadRow(WRONG_KEYS, f"message {number} has no role (keys: {', '.join(message)})")
+            raise BadRow(WRONG_KEYS, f"message {number} has no role (keys: {show_keys(message)}{TURN_HINT})")
         content = message.get("content")
         if content is None and not message.get("tool_calls"):
-            raise BadRow(WRONG_KEYS, f"message {number} has no content (keys: {', '.join(message)})")
+            hint = "" if "content" in message else TURN_HINT
+            raise BadRow(WRONG_KEYS, f"message {number} has no content (keys: {show_keys(message)}{hint})")
         if not isinstance(content, (str, list, type(None))):
             raise BadRow(WRONG_TYPES, f"the content of message {number} is {_type_name(content)}, not text")
         for key in TRAIN_KEYS:

@@ -1,8 +1,8 @@
 """Files of rows: how each kind is read, one raw row after another, also from inside a compressed file.
 
 A raw row is the bytes of a JSON object, not yet parsed, with its place (file and line). A broken line can't stop the
-reading, rows may differ in their keys, and parsing runs in parallel with tokenizing. Lines are read one at a time, so
-memory stays bounded, except for a JSON list, which is parsed as a whole.
+reading, rows may differ in their keys, and parsing runs in parallel with tokenizing. Rows are read one at a time, or in
+batches, so memory stays bounded. Of files that store columns, only those columns are read that rows need.
 """
 
 from __future__ import annotations
@@ -14,26 +14,31 @@ import io
 import json
 import lzma
 import zlib
-from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import PurePosixPath
 from typing import IO, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from qlora_fsdp.common.errors import DataError
+from qlora_fsdp.data.json_list import NotAList, read_list
+from qlora_fsdp.data.row_file import RowFile
 
 RawRow = tuple[str, bytes]  # place, JSON
+ChooseColumns = Callable[[Sequence[str]], list[str]]  # of the columns that a file has, those to read
+Reader = Callable[[RowFile, ChooseColumns], Iterator[RawRow]]
 
 TEXT_SUFFIXES = (".txt", ".md")
-BATCH_ROWS = 1000  # of Parquet files
+BATCH_ROWS = 1000  # of Parquet and Arrow files
 BROKEN = (OSError, EOFError, zlib.error, lzma.LZMAError, pa.ArrowException, csv.Error)  # of files that can't be read
 
 
-def find_reader(file: Path) -> Callable[[Path], Iterator[RawRow]] | None:
+def find_reader(file: RowFile) -> Reader | None:
     """The function that reads the rows of a file, by its name; None: it is no file of rows."""
     if file.suffix in COMPRESSIONS:
-        inside = Path(file.stem).suffix
+        inside = PurePosixPath(file.stem).suffix
         return READERS[inside] if inside in COMPRESSIBLE else None
     return READERS.get(file.suffix)
 
@@ -44,9 +49,10 @@ def known_suffixes() -> str:
     return f"{', '.join((*READERS, *TEXT_SUFFIXES))} ({packed})"
 
 
-def read_text(file: Path) -> Iterator[RawRow]:
+def read_text(file: RowFile, choose: ChooseColumns) -> Iterator[RawRow]:
     """The one row of a file of plain text."""
-    text = file.read_bytes().decode("utf-8-sig", errors="surrogateescape")
+    with file.open() as stream:
+        text = stream.read().decode("utf-8-sig", errors="surrogateescape")
     yield file.name, dump_row({"text": text})
 
 
@@ -64,18 +70,21 @@ def _as_text(value: Any) -> str:
     return value.decode("utf-8", errors="surrogateescape") if isinstance(value, bytes) else str(value)
 
 
-def _open(file: Path) -> IO[bytes]:
+@contextmanager
+def _open(file: RowFile) -> Iterator[IO[bytes]]:
     """The contents of a file, decompressed as they are read."""
-    opened: IO[bytes] = COMPRESSIONS.get(file.suffix, open)(file, "rb")
-    return opened
+    decompress = COMPRESSIONS.get(file.suffix)
+    with ExitStack() as stack:
+        stream = stack.enter_context(file.open())
+        yield stream if decompress is None else stack.enter_context(decompress(stream))
 
 
-def _open_zstd(file: Path, mode: str) -> IO[bytes]:
-    stream: Any = pa.input_stream(str(file), compression="zstd")
-    return io.BufferedReader(stream)
+def _open_zstd(stream: IO[bytes]) -> IO[bytes]:
+    decompressed: Any = pa.input_stream(stream, compression="zstd")
+    return io.BufferedReader(decompressed)
 
 
-def _read_jsonl(file: Path) -> Iterator[RawRow]:
+def _read_jsonl(file: RowFile, choose: ChooseColumns) -> Iterator[RawRow]:
     with _open(file) as lines:
         last = 0  # the last line that is a row
         for number, line in enumerate(lines, start=1):
@@ -89,25 +98,26 @@ def _read_jsonl(file: Path) -> Iterator[RawRow]:
             yield f"{file.name}:{number}", line.rstrip(b"\r\n")
 
 
-def _read_json(file: Path) -> Iterator[RawRow]:
+def _read_json(file: RowFile, choose: ChooseColumns) -> Iterator[RawRow]:
     with _open(file) as stream:
         is_list = stream.read(1024).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
     if not is_list:  # one row per line, under the name .json
-        yield from _read_jsonl(file)
+        yield from _read_jsonl(file, choose)
         return
     with _open(file) as stream:
-        contents = stream.read()
-    try:
-        rows = json.loads(contents.decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{file} can't be read as a JSON list: {error}. Repair it, or write a row a line.") from error
-    for number, row in enumerate(rows, start=1):
-        yield f"{file.name} row {number}", dump_row(row)
+        try:
+            for number, row in enumerate(read_list(stream), start=1):
+                yield f"{file.name} row {number}", row
+        except NotAList as error:
+            raise DataError(
+                f"{file} can't be read as a JSON list: {error}. Repair it, or write a row a line."
+            ) from error
 
 
-def _read_csv(file: Path) -> Iterator[RawRow]:
+def _read_csv(file: RowFile, choose: ChooseColumns) -> Iterator[RawRow]:
     csv.field_size_limit(2**31 - 1)  # the default refuses cells over 128 KiB
-    with io.TextIOWrapper(_open(file), encoding="utf-8-sig", errors="surrogateescape", newline="") as stream:
+    with _open(file) as contents:
+        stream = io.TextIOWrapper(contents, encoding="utf-8-sig", errors="surrogateescape", newline="")
         read: list[str] = []  # the lines of a row
         lines = csv.reader(_keep(stream, read))
         header, last = next(lines, []), _take(read)
@@ -144,23 +154,44 @@ def _take(kept: list[str]) -> list[str]:
     return taken
 
 
-def _read_parquet(file: Path) -> Iterator[RawRow]:
+def _read_parquet(file: RowFile, choose: ChooseColumns) -> Iterator[RawRow]:
+    with file.open() as stream, pq.ParquetFile(stream) as table:
+        batches = table.iter_batches(batch_size=BATCH_ROWS, columns=choose(table.schema_arrow.names))
+        yield from _read_batches(file, batches)
+
+
+def _read_arrow(file: RowFile, choose: ChooseColumns) -> Iterator[RawRow]:
+    """Rows of an Arrow file, in the form of a stream, as `datasets` writes it, or of a file with an index (Feather)."""
+    with file.open() as stream:
+        is_indexed = stream.read(len(ARROW_FILE)) == ARROW_FILE
+        stream.seek(0)
+        if is_indexed:
+            table = pa.ipc.open_file(stream)
+            batches = (table.get_batch(number) for number in range(table.num_record_batches))
+        else:
+            batches = iter(pa.ipc.open_stream(stream))
+        pieces = (batch.slice(start, BATCH_ROWS) for batch in batches for start in range(0, len(batch), BATCH_ROWS))
+        yield from _read_batches(file, (piece.select(choose(piece.schema.names)) for piece in pieces))
+
+
+def _read_batches(file: RowFile, batches: Iterable[pa.RecordBatch]) -> Iterator[RawRow]:
     number = 0
-    with pq.ParquetFile(file) as table:
-        for batch in table.iter_batches(batch_size=BATCH_ROWS):
-            for row in batch.to_pylist():
-                number += 1
-                yield f"{file.name} row {number}", dump_row(row)
+    for batch in batches:
+        for row in batch.to_pylist():
+            number += 1
+            yield f"{file.name} row {number}", dump_row(row)
 
 
-READERS: dict[str, Callable[[Path], Iterator[RawRow]]] = {
+READERS: dict[str, Reader] = {
     ".jsonl": _read_jsonl,
     ".json": _read_json,
     ".csv": _read_csv,
     ".parquet": _read_parquet,
+    ".arrow": _read_arrow,
 }
+ARROW_FILE = b"ARROW1"  # begins an Arrow file with an index
 COMPRESSIBLE = (".jsonl", ".json", ".csv")  # Parquet files are compressed inside
-COMPRESSIONS: dict[str, Callable[..., Any]] = {
+COMPRESSIONS: dict[str, Callable[[Any], Any]] = {
     ".gz": gzip.open,
     ".bz2": bz2.open,
     ".xz": lzma.open,

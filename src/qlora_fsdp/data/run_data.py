@@ -18,10 +18,11 @@ from transformers import PreTrainedTokenizerBase
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.schema import Config, DataFormat
 from qlora_fsdp.data.cache import TokenizedRows
+from qlora_fsdp.data.chat_markers import check_markers
 from qlora_fsdp.data.counts import DataReport, MixPart, ReadReport
 from qlora_fsdp.data.labels import count_labels
 from qlora_fsdp.data.mix import MixedRows, count_rows, repeat_rows
-from qlora_fsdp.data.read import training_paths
+from qlora_fsdp.data.read import Paths, training_paths
 from qlora_fsdp.data.sequences import (
     Indices,
     RandomRows,
@@ -71,9 +72,11 @@ def prepare_data(
     Raises:
         DataError: the data can't be used; raised on every rank.
     """
+    notes = check_markers(tokenizer, config)
     if config.data.format is not DataFormat.random:
         _tokenize_sources(_paths(config), config, tokenizer, processes)
-    return _open(config, tokenizer, vocab_size)
+    prepared = _open(config, tokenizer, vocab_size)
+    return replace(prepared, report=replace(prepared.report, notes=tuple(notes)))
 
 
 def prepare_held_out(
@@ -120,7 +123,7 @@ def count_data(sources: Iterable[ReadReport], train: Sequences, held_out: Sequen
     )
 
 
-def _paths(config: Config) -> list[str]:
+def _paths(config: Config) -> list[Paths]:
     """The paths of all sources: those of the training data, then `data.eval_path` if it is set."""
     paths = training_paths(config.data)
     if not paths:
@@ -131,7 +134,7 @@ def _paths(config: Config) -> list[str]:
 
 
 def _tokenize_sources(
-    paths: Iterable[str], config: Config, tokenizer: PreTrainedTokenizerBase, processes: Processes
+    paths: Iterable[Paths], config: Config, tokenizer: PreTrainedTokenizerBase, processes: Processes
 ) -> None:
     """Tokenizes sources into the cache, on one rank per node, and waits for all ranks."""
     failure: Exception | None = None

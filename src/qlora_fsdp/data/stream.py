@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.config.schema import BadRows, Config
 from qlora_fsdp.data.cache import fingerprint
+from qlora_fsdp.data.chat_markers import check_markers
 from qlora_fsdp.data.read import find_source, training_paths
 from qlora_fsdp.data.run_data import PreparedData, count_data, prepare_held_out, raise_on_all
 from qlora_fsdp.data.sequences import Indices, Sequences, SequenceSettings
@@ -27,9 +28,9 @@ from qlora_fsdp.data.split import BatchSplit
 from qlora_fsdp.data.tokenize import Mask, Tokens
 from qlora_fsdp.data.tokenize_source import row_tokenizer
 from qlora_fsdp.data.windows import Place, Window, WindowMaker, find_place, note_place
+from qlora_fsdp.records.run_state import STREAM_FILE
 from qlora_fsdp.runtime.processes import Processes
 
-STREAM_FILE = "stream.jsonl"
 BATCHES_KEPT = 8  # behind the newest one: batches are made ahead, and a bad step asks for its own again
 
 
@@ -155,6 +156,7 @@ def open_stream(
     Raises:
         DataError: the data can't be used; raised on every rank.
     """
+    notes = check_markers(tokenizer, config)
     stream: StreamedSequences | None = None
     failure: Exception | None = None
     try:
@@ -179,13 +181,13 @@ def open_stream(
         held_out = prepare_held_out(whole, tokenizer, processes, vocab_size)
     window = stream.first_window
     report = count_data([window.report], window.sequences, held_out)
-    return PreparedData(stream, held_out, replace(report, streamed_rows=config.data.buffer_rows))
+    return PreparedData(stream, held_out, replace(report, streamed_rows=config.data.buffer_rows, notes=tuple(notes)))
 
 
 def _window_maker(config: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> WindowMaker:
     data = config.data
     return WindowMaker(
-        sources=[find_source(path, data) for path in training_paths(data)],
+        sources=[find_source(path, data, config.task) for path in training_paths(data)],
         weights=list(data.mix.values()) or [1.0],
         tokenize=row_tokenizer(config, tokenizer),
         settings=SequenceSettings.of(config.training, tokenizer),
@@ -203,6 +205,7 @@ def _key(config: Config, tokenizer: PreTrainedTokenizerBase, maker: WindowMaker)
         tokenizer,
         [identities, maker.weights, data.format.value, data.loss_on.value, data.bad_rows.value],
         [training.max_length, training.packing, training.seed, data.buffer_rows],
+        *([data.columns] if data.columns else []),
     )
 
 

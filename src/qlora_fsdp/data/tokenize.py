@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import datasets
@@ -48,6 +48,7 @@ class RowTokenizer:
     loss_on: LossOn
     max_length: int
     bad_rows: BadRows
+    columns: Mapping[str, str] = field(default_factory=dict)
 
     def __call__(self, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
         """Maps columns `place` and `row` to those of FEATURES. A row may become several; a bad one stays, empty."""
@@ -60,7 +61,7 @@ class RowTokenizer:
         formatted: list[tuple[str, FormattedRow]] = []
         for place, raw in zip(batch["place"], batch["row"], strict=True):
             try:
-                form, fields = check_row(raw, self.data_format)
+                form, fields = check_row(raw, self.data_format, self.columns)
                 formatted.append((place, format_row(form, fields, self.loss_on, self.tokenizer)))
             except BadRow as bad:
                 add(place, bad.kind, bad.detail, *_NOTHING)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import datasets
@@ -15,12 +13,14 @@ import numpy as np
 from filelock import FileLock
 from transformers import PreTrainedTokenizerBase
 
+from qlora_fsdp.common.cache_folder import check_owner, close_to_others, find_cache, lock_mode, open_cache
 from qlora_fsdp.common.errors import DataError
+from qlora_fsdp.common.files import fresh_folder, remove, remove_leftovers
 from qlora_fsdp.config.schema import BadRows, Config, TaskName
-from qlora_fsdp.data.cache import TokenizedRows, fingerprint, load_entry, write_entry
+from qlora_fsdp.data.cache import TokenizedRows, check_targets, fingerprint, load_entry, write_entry
 from qlora_fsdp.data.counts import ReadReport
 from qlora_fsdp.data.labels import LabelledRowTokenizer, check_lists, label_width
-from qlora_fsdp.data.read import Source, find_source, name_setting, read_rows, training_paths
+from qlora_fsdp.data.read import Paths, Source, find_source, first_of_each, name_setting, read_rows, training_paths
 from qlora_fsdp.data.row import TOO_LONG
 from qlora_fsdp.data.tokenize import FEATURES, RowTokenizer
 
@@ -32,19 +32,22 @@ MAX_PROCESSES = 8
 ROWS_A_BATCH = 100  # rows may be whole books, and a batch is in memory together with its offsets
 
 
-def tokenize_source(path: str, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
+def tokenize_source(path: Paths, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
     """Writes the cache entry of a source, unless it is there already.
 
     Raises:
         DataError: the source can't be read, has no usable row, or the cache folder can't be written.
     """
-    source = find_source(path, config.data)
-    entry = _entry_folder(source, config, tokenizer)
+    source = find_source(path, config.data, config.task)
+    entry = _entry_folder(path, source, config, tokenizer)
     try:
-        entry.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(entry.with_suffix(".lock")):  # other runs, and nodes that share the folder, wait for the first
-            if not _is_whole(entry):
-                _tokenize_into(entry, source, config, tokenizer)
+        if _is_whole(entry, config):  # also where the folder may only be read
+            return
+        folder = open_cache(config.data.cache_folder, DEFAULT_CACHE_FOLDER)
+        lock = FileLock(entry.with_suffix(".lock"), mode=lock_mode(folder))
+        with lock:  # other runs, and nodes that share the folder, wait for the first
+            if not _is_whole(entry, config):
+                _tokenize_into(entry, path, source, config, tokenizer)
     except OSError as error:
         raise DataError(
             f"data.cache_folder={entry.parent} can't be used: {error}. Set data.cache_folder to a folder that can be"
@@ -53,16 +56,18 @@ def tokenize_source(path: str, config: Config, tokenizer: PreTrainedTokenizerBas
 
 
 def load_source(
-    path: str, config: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: int
+    path: Paths, config: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: int
 ) -> tuple[TokenizedRows, ReadReport]:
     """The rows of a source that `tokenize_source` has tokenized, mapped into memory.
 
     Raises:
-        DataError: the cache entry can't be read, or has tokens that the model does not know.
+        DataError: the cache entry can't be read, has tokens that the model does not know, or targets that nothing can
+            be learned from.
     """
-    source = find_source(path, config.data)
-    entry = _entry_folder(source, config, tokenizer)
+    source = find_source(path, config.data, config.task)
+    entry = _entry_folder(path, source, config, tokenizer)
     try:
+        check_owner(entry, config.data.cache_folder)
         rows, report = load_entry(entry)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(
@@ -74,7 +79,9 @@ def load_source(
             f"{path} has token {report.max_token_id}, but the model has only {vocab_size}: the tokenizer is not this"
             " model's. Set model.tokenizer_path to the tokenizer the model was trained with."
         )
-    return rows, replace(report, skipped=source.skipped)
+    if not _has_labels(config):
+        check_targets(rows, source.path)
+    return rows, replace(report, path=source.path, skipped=source.skipped)
 
 
 def row_tokenizer(
@@ -83,23 +90,29 @@ def row_tokenizer(
     """The function that makes token rows of raw rows, for `datasets.map`."""
     data, max_length = config.data, config.training.max_length
     if _has_labels(config):
-        return LabelledRowTokenizer(tokenizer, config.task, max_length, data.bad_rows)
-    return RowTokenizer(tokenizer, data.format, data.loss_on, max_length, data.bad_rows)
+        return LabelledRowTokenizer(tokenizer, config.task, max_length, data.bad_rows, data.columns)
+    return RowTokenizer(tokenizer, data.format, data.loss_on, max_length, data.bad_rows, data.columns)
 
 
-def _tokenize_into(entry: Path, source: Source, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
+def _tokenize_into(
+    entry: Path, path: Paths, source: Source, config: Config, tokenizer: PreTrainedTokenizerBase
+) -> None:
     data = config.data
-    temporary = Path(mkdtemp(prefix=f"{entry.name}.tmp-", dir=entry.parent))
-    try:
+    remove_leftovers(entry)
+    with fresh_folder(entry) as temporary:
         raw = read_rows(source, temporary / "raw.arrow")
         num_bytes = raw.data.nbytes
-        is_training_data = source.path in training_paths(data)
+        firsts = first_of_each(raw)
+        num_repeated = len(raw) - len(firsts)
+        if data.deduplicate and num_repeated:
+            raw = raw.select(firsts)
+        is_training_data = path in training_paths(data)
         if is_training_data and data.max_rows is not None and data.max_rows < len(raw):
             chosen = np.random.default_rng(config.training.seed).permutation(len(raw))[: data.max_rows]
             num_bytes = num_bytes * data.max_rows // len(raw)
             raw = raw.select(np.sort(chosen))
         if _has_labels(config):
-            check_lists(((row["place"], row["row"]) for row in raw), config.task)
+            check_lists(((row["place"], row["row"]) for row in raw), config.task, data.columns)
         tokenized = raw.map(
             row_tokenizer(config, tokenizer),
             batched=True,
@@ -114,11 +127,11 @@ def _tokenize_into(entry: Path, source: Source, config: Config, tokenizer: PreTr
         finished = temporary / "finished"
         finished.mkdir()
         width = label_width(config.task) if _has_labels(config) else 0
-        _check(write_entry(finished, source.path, len(raw), tokenized, width), config)
-        shutil.rmtree(entry, ignore_errors=True)  # it exists only if it is not whole
+        read = ReadReport(source.path, len(raw), 0, 0, -1, (), width, (), num_repeated, data.deduplicate)
+        _check(write_entry(finished, read, tokenized), path, config)
+        close_to_others(finished, data.cache_folder, [Path(file.path) for file in source.files if file.remote is None])
+        remove(entry)  # it exists only if it is not whole
         finished.rename(entry)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _num_processes(raw: datasets.Dataset, num_bytes: int, wanted: int | None) -> int | None:
@@ -132,7 +145,7 @@ def _has_labels(config: Config) -> bool:
     return config.task.name is not TaskName.causal_lm
 
 
-def _check(report: ReadReport, config: Config) -> None:
+def _check(report: ReadReport, path: Paths, config: Config) -> None:
     """Refuses a source that has bad rows where data.bad_rows=error, or that has no usable row."""
     if report.problems and config.data.bad_rows is BadRows.error:
         raise DataError(
@@ -141,25 +154,31 @@ def _check(report: ReadReport, config: Config) -> None:
         )
     if report.num_used_rows == 0:
         what = f"{report}" if report.num_rows else f"{report.path} has no rows"
-        where = name_setting(report.path, config.data)
+        where = name_setting(path, config.data)
         raise DataError(
-            f"There is no usable row. {what}\nRepair the rows, or set "
-            + (f"{where} or task.labels." if _has_labels(config) else f"{where}, data.format or data.loss_on.")
+            f"There is no usable row. {what}\nRepair the rows, or set {where}, data.columns"
+            + (" or task.labels." if _has_labels(config) else ", data.format or data.loss_on.")
         )
 
 
-def _is_whole(entry: Path) -> bool:
+def _is_whole(entry: Path, config: Config) -> bool:
+    """Whether an entry is there and can be read.
+
+    Raises:
+        OSError: it is another user's.
+    """
     try:
         load_entry(entry)
     except (OSError, ValueError, KeyError, TypeError):
         return False
+    check_owner(entry, config.data.cache_folder)
     return True
 
 
-def _entry_folder(source: Source, config: Config, tokenizer: PreTrainedTokenizerBase) -> Path:
+def _entry_folder(path: Paths, source: Source, config: Config, tokenizer: PreTrainedTokenizerBase) -> Path:
     """The folder of the source's cache entry, named by everything that its tokens depend on."""
     data = config.data
-    max_rows = data.max_rows if source.path in training_paths(data) else None
+    max_rows = data.max_rows if path in training_paths(data) else None
     form = (config.task.name.value, config.task.problem_type.value, config.task.labels)
     key = fingerprint(
         tokenizer,
@@ -171,5 +190,7 @@ def _entry_folder(source: Source, config: Config, tokenizer: PreTrainedTokenizer
         max_rows,
         config.training.seed if max_rows is not None else None,
         form if _has_labels(config) else None,
+        *([data.columns] if data.columns else []),  # without them a key is what it was before they existed
+        *(["deduplicate"] if data.deduplicate else []),
     )
-    return Path(data.cache_folder or DEFAULT_CACHE_FOLDER).expanduser() / key
+    return find_cache(data.cache_folder, DEFAULT_CACHE_FOLDER) / key

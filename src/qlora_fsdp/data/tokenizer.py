@@ -66,7 +66,7 @@ def load_tokenizer(model: ModelConfig, data: DataConfig) -> PreTrainedTokenizerB
             " to tell the tokens of a completion. Set model.tokenizer_path to a folder with a tokenizer.json."
         )
     if data.chat_template is not None:
-        tokenizer.chat_template = _read_template(data.chat_template)
+        tokenizer.chat_template = read_template(data.chat_template)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
     return tokenizer
@@ -76,7 +76,7 @@ def template_name(tokenizer: PreTrainedTokenizerBase) -> str:
     """Names the chat template: one that ships here, the tokenizer's own, or none."""
     if tokenizer.chat_template is None:
         return "none"
-    return next((name for name in TEMPLATES if tokenizer.chat_template == _read_template(name)), "the tokenizer's own")
+    return next((name for name in TEMPLATES if tokenizer.chat_template == read_template(name)), "the tokenizer's own")
 
 
 def add_tokens(tokenizer: PreTrainedTokenizerBase, config: TokenizerConfig) -> AddedTokens:
@@ -110,7 +110,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
         bos_token="<bos>",
         eos_token="<eos>",
         pad_token="<pad>",
-        chat_template=_read_template("chatml"),
+        chat_template=read_template("chatml"),
         clean_up_tokenization_spaces=False,
     )
 
@@ -197,7 +197,12 @@ def _is_path(key: str, value: Any) -> bool:
             return is_used and value is not None and Path(str(value)).is_file()  # transformers asks the same
 
 
-def _read_template(name: str) -> str:
+def read_template(name: str) -> str:
+    """The source of the template that data.chat_template names.
+
+    Raises:
+        DataError: it is neither a file nor the name of a template that ships here.
+    """
     if name in TEMPLATES:
         return (files("qlora_fsdp.data") / "templates" / f"{name}.jinja").read_text(encoding="utf-8")
     path = Path(name).expanduser()

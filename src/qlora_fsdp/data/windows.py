@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 
 from qlora_fsdp.common.errors import DataError
-from qlora_fsdp.data.cache import TokenizedRows
-from qlora_fsdp.data.counts import NUM_EXAMPLES, ReadReport, RowProblem
+from qlora_fsdp.common.foreign_files import open_regular
+from qlora_fsdp.data.cache import TokenizedRows, check_targets
+from qlora_fsdp.data.counts import ProblemCounter, ReadReport
 from qlora_fsdp.data.read import Source, iterate_rows
 from qlora_fsdp.data.row_files import RawRow
 from qlora_fsdp.data.sequences import Indices, Sequences, SequenceSettings, make_sequences
@@ -138,24 +139,20 @@ class WindowMaker:
     def _tokenize(self, raw: list[RawRow]) -> tuple[TokenizedRows, ReadReport]:
         tokens: list[Tokens] = []
         masks: list[Mask] = []
-        bad: dict[str, list[tuple[str, bool]]] = {}  # by kind: where, and whether the row is used all the same
+        counter = ProblemCounter()
         for start in range(0, len(raw), ROWS_A_BATCH):
             places, rows = zip(*raw[start : start + ROWS_A_BATCH], strict=True)
             out = self.tokenize({"place": list(places), "row": list(rows)})
             columns = ("place", "problem", "detail", "tokens", "is_target")
             for name, problem, detail, row, mask in zip(*(out[column] for column in columns), strict=True):
                 if problem:
-                    bad.setdefault(problem, []).append((f"{name} ({detail})" if detail else name, len(row) > 0))
+                    counter.add(name, problem, detail, is_kept=len(row) > 0)
                 if len(row):
                     tokens.append(row)
                     masks.append(mask)
-        problems = tuple(
-            RowProblem(kind, len(rows), sum(kept for _, kept in rows), tuple(text for text, _ in rows[:NUM_EXAMPLES]))
-            for kind, rows in bad.items()
-        )
         path = ", ".join(source.path for source in self.sources)
         skipped = tuple(line for source in self.sources for line in source.skipped)
-        report = ReadReport(path, len(raw), len(tokens), 0, -1, problems, skipped=skipped)
+        report = ReadReport(path, len(raw), len(tokens), 0, -1, counter.problems(), skipped=skipped)
         self._check(report, tokens)
         token_rows = TokenizedRows(
             tokens=np.concatenate(tokens).astype(np.int32),
@@ -164,13 +161,16 @@ class WindowMaker:
             num_targets=np.array([int(np.sum(mask)) for mask in masks], dtype=np.int32),
             labels=np.zeros((len(tokens), 0), np.float32),
         )
+        check_targets(token_rows, path)
         return token_rows, report
 
     def _check(self, report: ReadReport, tokens: list[Tokens]) -> None:
         if report.problems and self.strict:
             raise DataError(f"data.bad_rows=error, and {report}\nRepair these rows, or set data.bad_rows=skip.")
         if not tokens:
-            raise DataError(f"There is no usable row. {report}\nSet data.path, data.format or data.loss_on.")
+            raise DataError(
+                f"There is no usable row. {report}\nSet data.path, data.columns, data.format or data.loss_on."
+            )
         largest = max(int(max(row)) for row in tokens)
         if largest >= self.vocab_size:
             raise DataError(
@@ -190,7 +190,12 @@ def find_place(files: Sequence[Path], key: str, sequence: int) -> Place | None:
     """The last window in the lists that has the same key and begins at or before `sequence`; None: there is none."""
     found = None
     for file in files:
-        for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else ():
+        try:
+            with open_regular(file.parent, file.name) as stream:
+                lines = stream.read().splitlines()
+        except OSError:
+            continue
+        for line in lines:
             try:
                 entry = json.loads(line)
             except ValueError:  # the last line of a run that was killed

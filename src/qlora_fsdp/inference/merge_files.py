@@ -21,7 +21,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from qlora_fsdp.common.errors import CheckpointError, RunFolderError
-from qlora_fsdp.common.files import digest_file, write_json
+from qlora_fsdp.common.files import digest_file, remove_leftovers, replacing, write_json
 from qlora_fsdp.inference.merge_weights import (
     Merge,
     find_changes,
@@ -123,7 +123,7 @@ def _write_weights(merge: Merge, changes: dict[str, dict[str, Tensor]]) -> bool:
     if set(weight_map.values()) != {SINGLE_NAME}:
         size = sum((merge.out / name).stat().st_size for name in set(weight_map.values()))
         index = {"metadata": {"total_size": size}, "weight_map": weight_map}
-        (merge.out / INDEX_NAME).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+        write_json(merge.out / INDEX_NAME, index)
     return any(a.stored is not None for a in extra.values())
 
 
@@ -152,10 +152,10 @@ def _write_config(merge: Merge, folder: Path, untied: bool) -> None:
     for file in sorted(folder.iterdir()):
         is_small = file.suffix in (".json", ".txt", ".jinja", ".model") and "safetensors" not in file.name
         if file.is_file() and is_small and file.name != "config.json":
-            shutil.copyfile(file, merge.out / file.name)
+            _copy(file, merge.out / file.name)
     for file in sorted(merge.adapter.iterdir()):
         if (file.is_file() and "token" in file.name) or file.suffix == ".jinja":
-            shutil.copyfile(file, merge.out / file.name)
+            _copy(file, merge.out / file.name)
     config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config.pop("quantization_config", None)
     if merge.meta.head:
@@ -177,7 +177,7 @@ def _write_config(merge: Merge, folder: Path, untied: bool) -> None:
             "bnb_4bit_compute_dtype": str(merge.dtype).removeprefix("torch."),
             "llm_int8_skip_modules": sorted(plain) or None,
         }
-    (merge.out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_json(merge.out / "config.json", config)
 
 
 def _is_state(key: str) -> bool:
@@ -191,10 +191,14 @@ def _keys(file: Path) -> Iterator[str]:
 
 
 def _save(tensors: dict[str, Tensor], target: Path) -> None:
-    temporary = target.with_name(f".{target.name}.tmp")
+    remove_leftovers(target)
     try:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, {"format": "pt"})
+        with replacing(target) as temporary:
+            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, {"format": "pt"})
     except SafetensorError as error:  # for example when the disk is full
-        temporary.unlink(missing_ok=True)
         raise OSError(str(error)) from error
-    temporary.rename(target)
+
+
+def _copy(file: Path, target: Path) -> None:
+    with replacing(target) as temporary:
+        shutil.copyfile(file, temporary)

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from qlora_fsdp.common.errors import Interrupted
+from qlora_fsdp.common.files import create
 from qlora_fsdp.common.startup import PARENT_PID
 from qlora_fsdp.common.text import show_duration
 from qlora_fsdp.launch.command import Slot, launch_command, share_gpus
@@ -79,7 +80,7 @@ def _start(job: Job, number: int, num_jobs: int, slot: Slot) -> _Running:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(slot[: job.config.launch.num_processes])
     job.folder.mkdir(parents=True, exist_ok=True)
     console = job.folder / CONSOLE
-    with console.open("wb") as output:
+    with create(console) as output:
         process = subprocess.Popen(
             launch_command(job.config, slot, job.arguments),
             env=environment,

@@ -18,6 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from qlora_fsdp.common.errors import Interrupted, LaunchError, RankError, UserError, print_error
+from qlora_fsdp.common.run_key import NODE_KEY, make_key
 from qlora_fsdp.common.startup import ENDING_FILE, NO_RUN, PARENT_PID, end_with_parent, leave_working_folder_out
 from qlora_fsdp.launch.ranks import SIGNALS
 
@@ -33,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     with TemporaryDirectory(prefix="qlora-fsdp-") as folder:
         ending = Path(folder) / "ending"
-        os.environ |= {PARENT_PID: str(os.getpid()), ENDING_FILE: str(ending)}  # for the ranks
+        os.environ |= {PARENT_PID: str(os.getpid()), ENDING_FILE: str(ending), NODE_KEY: make_key()}  # for the ranks
         try:
             _launch(argv)
         except RankFailed as failed:

@@ -10,10 +10,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from qlora_fsdp.common.errors import ConfigError, LaunchError, Problem
 from qlora_fsdp.common.files import write_atomically
+from qlora_fsdp.common.run_key import RUN_KEY
+from qlora_fsdp.common.text import printable
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.launch.command import accelerate_config
 from qlora_fsdp.launch.jobs import Job
@@ -22,6 +25,7 @@ from qlora_fsdp.records.run_state import SLURM_FILE, read_json, slurm_queue
 
 POLL_SECONDS = 5.0  # between two looks at the queue, where a sweeper waits for results
 SCRIPT = "job.sbatch"
+CONTROL_CHARACTER = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 
 def submit_jobs(jobs: list[Job], sweep: Sweep) -> None:
@@ -32,6 +36,7 @@ def submit_jobs(jobs: list[Job], sweep: Sweep) -> None:
         LaunchError: SLURM is not there, does not answer, or refuses the script.
     """
     _refuse_differences(jobs)
+    _refuse_control_characters(jobs, sweep.folder, Path.cwd())
     if jobs and jobs[0].config.launch.dry_run:
         print(render_script(jobs, sweep.folder, Path.cwd()))
         return
@@ -114,21 +119,25 @@ def _step(config: Config) -> str:
     options = f"--config_file {shlex.quote(str(config_file))} --num_processes {num_local * slurm.nodes}"
     if slurm.nodes > 1:
         meeting = 'MAIN_NODE=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)\n'
-        meeting += "export MAIN_NODE MAIN_PORT=$((20000 + SLURM_JOB_ID % 20000))\n"
-        options += f" --num_machines {slurm.nodes} --machine_rank $SLURM_NODEID"
-        options += " --main_process_ip $MAIN_NODE --main_process_port $MAIN_PORT"
+        meeting += "MAIN_PORT=$((20000 + SLURM_JOB_ID % 20000))\n"
+        options += f' --num_machines {slurm.nodes} --main_process_ip "$MAIN_NODE" --main_process_port "$MAIN_PORT"'
+        node = ' --machine_rank "$SLURM_NODEID"'
     else:
-        meeting, options = "", options + " --main_process_port 0"
+        meeting, options, node = "", options + " --main_process_port 0", ""
     return (
-        f"{meeting}# USR1 is for the ranks, which save; the launchers above them ignore it.\n"
+        f"{_SECRET}\n{meeting}# USR1 is for the ranks, which save; the launchers above them ignore it.\n"
+        f"launcher=({shlex.quote(python)} {options})\n"
         f"srun --ntasks-per-node=1{cpus}{container} --kill-on-bad-exit=1 \\\n"
         f'  --output="$run_folder/console.log" --open-mode=append bash -c \'trap "" USR1\n'
-        f"  exec {shlex.quote(python)} -m accelerate.commands.launch {options} \\\n"
-        '    -m qlora_fsdp.train "$@"\' bash "${arguments[@]}" &\n'
+        f'  exec "$1" -m accelerate.commands.launch{node} "${{@:2}}"\' \\\n'
+        '  bash "${launcher[@]}" -m qlora_fsdp.train "${arguments[@]}" &\n'
         "step=$!"
     )
 
 
+_SECRET = f"""\
+# By this the ranks know one another's messages (docs/security.md).
+export {RUN_KEY}=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')"""
 _ENDING = """\
 # USR1 comes before the time limit: pass it on until the run has saved, then queue again. TERM reaches the ranks too.
 told_to_save=no
@@ -177,6 +186,23 @@ def _refuse_differences(jobs: Sequence[Job]) -> None:
         raise ConfigError([Problem("slurm.* and launch.*", reason, "Start a sweep for each value.")])
 
 
+def _refuse_control_characters(jobs: Sequence[Job], folder: Path, working_folder: Path) -> None:
+    """A line break in a value would begin a line of its own in the script, which SLURM or the shell might obey."""
+    slurm, launch = jobs[0].config.slurm, jobs[0].config.launch
+    texts = {f"slurm.{key}": value for key, value in asdict(slurm).items() if key != "setup"}
+    texts |= {"launch.config_file": launch.config_file, "run.folder": [str(folder), *(str(j.folder) for j in jobs)]}
+    texts |= {"The working folder": str(working_folder), "The path of Python": sys.executable}
+    problems = []
+    for name, values in texts.items():
+        for value in values if isinstance(values, list) else [values]:
+            if isinstance(value, str) and CONTROL_CHARACTER.search(value):
+                what = f"{name}={printable(value)}" if "." in name else f"{name}, {printable(value)},"
+                reason = "has a line break or another control character, which no job script may have."
+                problems.append(Problem(what, reason, "Name it without.", name if "." in name else ""))
+    if problems:
+        raise ConfigError(problems)
+
+
 def _are_queued(jobs: Sequence[Job]) -> bool:
     """Whether SLURM has any of the jobs. If it does not answer, they count as queued, and not as failed."""
     try:
@@ -191,4 +217,5 @@ def _job_id(folder: Path) -> str:
 
 
 def _word(option: str) -> str:
-    return option if re.search(r"[\s\"']", option) is None else shlex.quote(option)
+    """An option as sbatch reads it: in quotes if it has spaces, quotes, or a `#`, which begins a comment."""
+    return option if re.search(r"[\s\"'#\\]", option) is None else shlex.quote(option)

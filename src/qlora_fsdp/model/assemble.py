@@ -25,6 +25,7 @@ from qlora_fsdp.layers.rewire import Rewired, rewire
 from qlora_fsdp.model.adapters import NO_TOKENS, apply_adapters
 from qlora_fsdp.model.build import BuildSettings, MetaModel, build_model
 from qlora_fsdp.model.causal_lm import CausalLM
+from qlora_fsdp.model.chat_rows import check_chat_rows
 from qlora_fsdp.model.classifier import Classifier
 from qlora_fsdp.model.find import ModelFiles, find_model
 from qlora_fsdp.model.new_tokens import count_tokens
@@ -129,7 +130,11 @@ def assemble(
         loss_kernel,
         rewired.num_fp8,
         rewired.num_groups,
-        notes=[*([slower] if slower else []), *meta.notes],
+        notes=[
+            *([slower] if slower else []),
+            *meta.notes,
+            *(check_chat_rows(files.tensors, tokenizer, config) if trains else []),
+        ],
     )
 
 

@@ -5,7 +5,6 @@ The trained parameters are gathered on rank 0, which writes the folder under a t
 
 from __future__ import annotations
 
-import shutil
 import socket
 import stat
 from copy import copy
@@ -20,6 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qlora_fsdp.common.disk import write_elsewhere
 from qlora_fsdp.common.errors import RunFolderError
+from qlora_fsdp.common.files import remove_leftovers, replacing
 from qlora_fsdp.common.hub_names import LOCAL_BASE
 from qlora_fsdp.config.commands import SETTINGS_FILE
 from qlora_fsdp.model.adapter_usage import describe_usage, is_classifier
@@ -70,8 +70,7 @@ def save_adapter(
     """
     state = gather_trainable(model, processes)
     if processes.is_main:
-        temporary = folder.with_name(f".{folder.name}.tmp")
-        shutil.rmtree(temporary, ignore_errors=True)
+        remove_leftovers(folder)
         keys, run_folder = adapter_keys(model), folder.parent
 
         def write_to(place: Path) -> None:
@@ -81,8 +80,8 @@ def save_adapter(
         try:
             with writing(run_folder):
                 check_own(run_folder)
-                write_adapter(model, state, keys, temporary, tokenizer, card, settings)
-                replace_folder(temporary, folder)
+                with replacing(folder) as temporary:
+                    write_adapter(model, state, keys, temporary, tokenizer, card, settings)
         except RunFolderError as error:
             place = write_elsewhere(run_folder, sum(value.nbytes for value in state.values()), write_to)
             if place is None:
@@ -91,8 +90,6 @@ def save_adapter(
                 f"{error} All steps are done, and the adapter is in {place / folder.name} on {socket.gethostname()}: "
                 "copy it from there."
             ) from error
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
     processes.wait(patiently=True)  # the disk may be slow, and the adapter large
 
 
@@ -156,13 +153,3 @@ def _share_as_usual(folder: Path) -> None:
     for file in folder.iterdir():
         if file.is_file():
             file.chmod(stat.S_IMODE(mode))
-
-
-def replace_folder(new: Path, target: Path) -> None:
-    """Rename `new` to `target`; a folder already there is moved aside first and removed last."""
-    old = target.with_name(f".{target.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if target.exists():
-        target.rename(old)
-    new.rename(target)
-    shutil.rmtree(old, ignore_errors=True)

@@ -5,7 +5,6 @@ The checks under config/ know nothing of what a run leaves behind, so this one i
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,8 @@ from qlora_fsdp.config.check_settings import check_settings, check_world
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.config.settings import problem_with
 from qlora_fsdp.config.world import World
-from qlora_fsdp.records.run_state import LOCK, RECORDS, is_run_folder, read_run
+from qlora_fsdp.records.ownership import find_obstacle
+from qlora_fsdp.records.run_state import read_json, read_run
 
 
 def check(config: Config, world: World) -> None:
@@ -54,20 +54,11 @@ def check_run_folder(config: Config) -> Iterator[Problem]:
     elif not os.access(nearest, os.W_OK | os.X_OK):
         fix = "Set run.folder to a folder that you may write to."
         yield problem_with(config, "run.folder", f"can't be written: no permission in {nearest}.", fix)
-    elif not config.run.overwrite:
-        fix = "Set another run.name= or run.folder=, or run.overwrite=true to replace"
-        others = _others_files(folder)
-        if _is_finished(folder):
-            yield problem_with(config, "run.folder", f"already holds a finished run{_describe(folder)}.", f"{fix} it.")
-        elif others:
-            yield problem_with(config, "run.folder", f"holds {', '.join(others)}, of no run.", f"{fix} these.")
-
-
-def _others_files(folder: Path) -> list[str]:
-    """What a run would replace in a folder in which none has been started."""
-    if (folder / LOCK).exists() or is_run_folder(folder):
-        return []
-    return [name for name in ("adapter", "config.yaml", "environment.json", *RECORDS) if (folder / name).exists()]
+    elif obstacle := find_obstacle(folder):
+        yield problem_with(config, "run.folder", *obstacle)
+    elif not config.run.overwrite and _is_finished(folder):
+        fix = "Set another run.name= or run.folder=, or run.overwrite=true to replace it."
+        yield problem_with(config, "run.folder", f"already holds a finished run{_describe(folder)}.", fix)
 
 
 def _describe(folder: Path) -> str:
@@ -80,8 +71,4 @@ def _describe(folder: Path) -> str:
 
 
 def _is_finished(folder: Path) -> bool:
-    try:
-        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(summary, dict) and summary.get("status") == "finished"
+    return read_json(folder / "summary.json").get("status") == "finished"

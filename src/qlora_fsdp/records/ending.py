@@ -24,19 +24,24 @@ def describe_end(config: Config, folder: Path, summary: Mapping[str, Any]) -> st
     first = next((line["loss"] for line in read_metrics(folder) if line.get("loss") is not None), None)
     lines += _before_and_after("training loss", first, summary.get("final_loss"))
     lines += _before_and_after("evaluation loss", summary.get("initial_eval_loss"), summary.get("eval_loss"))
+    is_causal, is_random = config.task.name is TaskName.causal_lm, config.model.weights is Weights.random
+    commands = commands_for(folder / "adapter", is_causal, is_random)
     named = {"adapter": folder / "adapter", "report": folder / "report.html"}
     lines += [f"  {name:<16} {path}" for name, path in named.items() if path.exists()]
-    return "\n".join([*lines, "Next:", *(f"  {command}" for command in next_commands(config, folder / "adapter"))])
+    return "\n".join([*lines, "Next:", *(f"  {command}" for command in commands)])
 
 
-def next_commands(config: Config, adapter: Path) -> list[str]:
-    """Returns the commands that use an adapter, as one types them; only those that can use this one."""
+def commands_for(adapter: Path, is_causal: bool, is_random: bool) -> list[str]:
+    """Returns the commands that can use an adapter, as one types them.
+
+    Args:
+        adapter: its folder.
+        is_causal: whether its model writes text.
+        is_random: whether its base has random weights, which are in no files.
+    """
     given = f"adapter={shlex.quote(str(adapter))}"
-    if config.task.name is TaskName.causal_lm:
-        commands = [f"qlora-fsdp chat {given}"]
-    else:
-        commands = [f"qlora-fsdp evaluate {given} data.path=FILE"]
-    if config.model.weights is Weights.checkpoint:  # random ones are in no files
+    commands = [f"qlora-fsdp chat {given}" if is_causal else f"qlora-fsdp evaluate {given} data.path=FILE"]
+    if not is_random:
         merged = shlex.quote(str(adapter.with_name("merged")))
         commands.append(f"qlora-fsdp merge {given} out={merged}")
         commands.append(f"qlora-fsdp push {given} repo=ORG/NAME")

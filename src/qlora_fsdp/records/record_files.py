@@ -17,6 +17,7 @@ from functools import cache
 from pathlib import Path
 
 from qlora_fsdp.common.disk import is_write_error, reason_of
+from qlora_fsdp.common.files import open_to_append
 from qlora_fsdp.records.run_state import LOCK
 
 log = logging.getLogger("qlora_fsdp")
@@ -117,9 +118,8 @@ def check_own(folder: Path) -> None:
 
 def _append(file: Path, text: str) -> None:
     """Append text wholly or not at all; a reader may meet the beginning of it meanwhile."""
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    descriptor = os.open(file, flags, 0o666)
-    try:
+    with open_to_append(file) as stream:
+        descriptor = stream.fileno()
         size, rest = os.fstat(descriptor).st_size, text.encode("utf-8", "replace")
         try:
             while rest:
@@ -128,5 +128,3 @@ def _append(file: Path, text: str) -> None:
             with suppress(OSError):
                 os.ftruncate(descriptor, size)
             raise
-    finally:
-        os.close(descriptor)

@@ -15,6 +15,7 @@ wandb.json         the id that W&B knows the run by, if tracking.wandb is on
 stream.jsonl       where the windows of the data begin, if data.streaming is set
 memory-RANK.pickle torch's record of allocations after a shortage, if memory.snapshot is set
 adapter/           the result
+.qlora_fsdp        says that the folder is a run's (ownership.py)
 .lock              held by the run that is writing here
 .attempt           which start of which launch that is, so that a restart knows to resume
 checkpoints/       what an interrupted run resumes from
@@ -41,10 +42,11 @@ import torch
 
 from qlora_fsdp.common.disk import is_write_error, reason_of
 from qlora_fsdp.common.errors import RunFolderError
-from qlora_fsdp.common.files import write_atomically, write_json
+from qlora_fsdp.common.files import open_to_append, remove, write_atomically, write_json
 from qlora_fsdp.config.compose import to_yaml
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.records.console import start_log, stop_log
+from qlora_fsdp.records.ownership import find_obstacle, mark
 from qlora_fsdp.records.record_files import holder
 from qlora_fsdp.records.run_state import LOCK, RECORDS
 from qlora_fsdp.runtime.processes import Processes
@@ -87,12 +89,12 @@ def open_run_folder(config: Config, processes: Processes, keep_records: bool = F
     if processes.is_main:
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
+            if obstacle := find_obstacle(folder):  # looked for again: it may have come since the settings were checked
+                raise RunFolderError(f"run.folder={folder} {' '.join(obstacle)}")
+            mark(folder)
             _lock(folder)
             for stale in ("summary.json", *(() if keep_records else RECORDS)):
-                if (folder / stale).is_dir():
-                    shutil.rmtree(folder / stale)
-                else:
-                    (folder / stale).unlink(missing_ok=True)
+                remove(folder / stale)
             write_atomically(folder / "config.yaml", to_yaml(config, as_written=True))
             write_json(folder / "environment.json", describe_environment(processes))
     start_log(folder if processes.is_main else None)
@@ -163,7 +165,7 @@ def writing(folder: Path) -> Iterator[None]:
 
 def _lock(folder: Path) -> None:
     """Keep other runs out of the folder until `close_run_folder` or the end of this process. Only rank 0 calls this."""
-    file = (folder / LOCK).open("a+")
+    file = open_to_append(folder / LOCK)
     deadline = time.monotonic() + LOCK_SECONDS
     while True:
         try:

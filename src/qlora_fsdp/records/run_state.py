@@ -28,6 +28,7 @@ METRICS_FILE = "metrics.jsonl"
 LOG_FILE = "train.log"
 SUMMARY_FILE = "summary.json"
 GENERATIONS_FILE = "generations.jsonl"
+STREAM_FILE = "stream.jsonl"  # where the windows of streamed data begin
 BAD_STEPS_FOLDER = "bad_steps"
 TENSORBOARD_FOLDER = "tensorboard"
 # A new run in the folder removes these, which would otherwise have the records of two runs.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from typing import Any
 
 from qlora_fsdp.common.text import plural, show_duration
 from qlora_fsdp.config.identity import read_settings
+from qlora_fsdp.records.ending import commands_for
 from qlora_fsdp.records.run_state import GENERATIONS_FILE, RunState, read_json, read_metrics, read_run
 from qlora_fsdp.report.charts import running_mean
 
@@ -141,13 +141,8 @@ def next_commands(run: Run) -> list[str]:
     if adapter is None:
         command = run.environment.get("command")
         return [str(command)] if command and run.state.status in ("failed", "interrupted", "stopped") else []
-    shown = shlex.quote(str(adapter))
     is_causal = run.settings.get("task.name", "causal_lm") == "causal_lm"
-    return [
-        f"qlora-fsdp chat adapter={shown}" if is_causal else f"qlora-fsdp evaluate adapter={shown} data.path=FILE",
-        f"qlora-fsdp merge adapter={shown} out=merged",
-        f"qlora-fsdp push adapter={shown} repo=ORG/NAME",
-    ]
+    return commands_for(adapter, is_causal, is_random=run.settings.get("model.weights") == "random")
 
 
 def _is_number(value: Any) -> bool:

@@ -42,8 +42,22 @@ def write_results(folder: Path, jobs: list[dict[str, Any]]) -> None:
     text = io.StringIO()
     writer = csv.DictWriter(text, names, lineterminator="\n")
     writer.writeheader()
-    writer.writerows(rows)
+    writer.writerows({name: _defuse(value) for name, value in row.items()} for row in rows)
     write_atomically(folder / "sweep.csv", text.getvalue())
+
+
+def _defuse(value: Any) -> Any:
+    """A text as a spreadsheet shows it: one that begins like a formula would be computed, and may run a command.
+
+    Such a text gets an apostrophe in front, as OWASP recommends. Numbers stay as they are.
+    """
+    if not isinstance(value, str) or not value.startswith(("=", "+", "-", "@", "\t", "\r", "\n")):
+        return value
+    try:
+        float(value)
+        return value
+    except ValueError:
+        return "'" + value.replace("\r", " ")  # Python's csv leaves a lone one as it is
 
 
 def read_results(folder: Path) -> list[dict[str, Any]]:
@@ -53,11 +67,8 @@ def read_results(folder: Path) -> list[dict[str, Any]]:
 
 def read_swept(folder: Path) -> dict[Path, dict[str, str]]:
     """Returns the settings that the sweep in `folder` gave each of its run folders; empty if there is no sweep."""
-    found = {}
-    for job in read_json(folder / SWEEP_FILE).get("jobs", []):
-        name = Path(job["folder"]).name  # the sweep may have been copied from another machine
-        found[folder.resolve() / name] = {key: str(value) for key, value in job["overrides"].items()}
-    return found
+    here = folder.resolve()  # the sweep may have been copied from another machine, where its folder had another name
+    return {here / job.name: swept for job, swept in read_jobs(folder / SWEEP_FILE)}
 
 
 def show_results(folder: Path, jobs: Sequence[dict[str, Any]]) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import resource
 from pathlib import Path
 
 import torch
 
 from qlora_fsdp.common.errors import ConfigError, DeviceError, Problem
+from qlora_fsdp.common.text import show_bytes
 from qlora_fsdp.config.schema import Dtype
 from qlora_fsdp.memory.choose import MARGIN
 from qlora_fsdp.memory.gpus import find_gpu, gpu_of_size
@@ -79,7 +81,21 @@ def hold_to(target: float, libraries: int, device: torch.device) -> None:
 
 def is_shortage(error: RuntimeError) -> bool:
     """Whether memory ran out: torch's allocator raises a class of its own, CUDA's calls and NCCL say so in the text."""
-    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error) or is_host_shortage(error)
+
+
+def is_host_shortage(error: BaseException) -> bool:
+    """Whether it is the host's memory that ran out, by what torch's allocator for the CPU says."""
+    return "DefaultCPUAllocator" in str(error)
+
+
+def quote_shortage(error: BaseException, device: str = "The GPU") -> str:
+    """What ran out of memory, and how much was asked for, in half a sentence without its full stop."""
+    if is_host_shortage(error):
+        asked = re.search(r"allocate (\d+) bytes", str(error))
+        return f"The host is out of memory{f': {show_bytes(int(asked[1]))} could not be allocated' if asked else ''}"
+    first_sentence = str(error).partition("\n")[0].partition(". ")[0]
+    return f"{device} is out of memory: {first_sentence}"
 
 
 def host_rss_gib() -> float:

@@ -21,13 +21,12 @@ suspended as a whole (Ctrl-Z) and continued therefore loses no rank.
 
 from __future__ import annotations
 
-import json
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +34,7 @@ import torch
 from torch.distributed.distributed_c10d import Store, _world
 
 from qlora_fsdp.common.text import printable
+from qlora_fsdp.runtime.messages import seal, unseal
 
 PACKAGE = Path(__file__).parents[1]
 LONGEST_INTERVAL_SECONDS = 5.0
@@ -58,6 +58,9 @@ class Beat:
     place: str
     position: int
     num_collectives: int
+
+
+UNKNOWN = Beat(0, "at a place that is not known", 0, 0)
 
 
 class Unchanged:
@@ -134,10 +137,13 @@ class Heartbeats:
         device: where this rank computes.
         store: for the beats alone.
         timeout_seconds: `distributed.timeout_seconds`.
+        key: the run's secret, with which beats are signed.
     """
 
-    def __init__(self, rank: int, num_ranks: int, device: torch.device, store: Store, timeout_seconds: float) -> None:
-        self.device, self.store = device, store
+    def __init__(
+        self, rank: int, num_ranks: int, device: torch.device, store: Store, timeout_seconds: float, key: str = ""
+    ) -> None:
+        self.device, self.store, self.key = device, store, key
         self.interval = beat_interval(num_ranks, timeout_seconds)
         self._keys = [f"beat/{rank}" for rank in range(num_ranks)]
         self._own_key = self._keys[rank]
@@ -157,15 +163,15 @@ class Heartbeats:
         return self._judge.find_lost(self.read(), cpu_seconds(), time.monotonic())
 
     def read(self) -> list[Beat]:
-        """The last beat of every rank."""
-        beats = [Beat(**json.loads(text)) for text in self.store.multi_get(self._keys)]
+        """The last beat of every rank. What others than the ranks have written there counts as no sign of life."""
+        beats = [unseal(Beat, stored, self.key) or UNKNOWN for stored in self.store.multi_get(self._keys)]
         return [replace(beat, place=printable(beat.place)) for beat in beats]
 
     def _write(self) -> None:
         self._number += 1
         place, position = _find_main_thread()
         beat = Beat(self._number, place, position, _count_collectives(self.device))
-        self.store.set(self._own_key, json.dumps(asdict(beat)))
+        self.store.set(self._own_key, seal(beat, self.key))
         self._is_due_at = time.monotonic() + self.interval
 
 

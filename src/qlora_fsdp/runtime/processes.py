@@ -7,18 +7,21 @@ that are offloaded to the CPU and Python objects travel over gloo.
 
 from __future__ import annotations
 
+import hashlib
 import os
-from dataclasses import dataclass, replace
+import socket
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore  # type: ignore[attr-defined]  # documented there, not exported
+from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]  # documented there, not exported
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from qlora_fsdp.common.errors import DeviceError, RankError
+from qlora_fsdp.common.run_key import find_key
 from qlora_fsdp.config.world import World
 
 PATIENCE = timedelta(days=7)
@@ -41,6 +44,7 @@ class Processes:
         group: for all other waits; None stands for the default group. It times out before NCCL does.
         timeout_seconds: a rank that does not answer for so long is given up (`distributed.timeout_seconds`).
         rank_0_holds_store: whether rank 0's process serves the store; otherwise a process of the launcher does.
+        key: the run's secret (common/run_key.py); empty where the launcher gave none.
     """
 
     rank: int
@@ -53,6 +57,7 @@ class Processes:
     group: dist.ProcessGroup | None = None
     timeout_seconds: float = 600
     rank_0_holds_store: bool = False
+    key: str = field(default="", repr=False)
 
     @property
     def is_main(self) -> bool:
@@ -134,10 +139,13 @@ def start_processes(timeout_seconds: int, use_cpu: bool | None = None) -> Proces
         _let_segments_grow()
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     timeout = timedelta(seconds=timeout_seconds)
+    key = find_key(os.environ, is_one_node=num_ranks == local_num_ranks)
     try:
-        store = next(rendezvous("env://", timeout=timeout))[0] if "RANK" in os.environ else HashStore()
-        # torchrun's store outlives a restart of the ranks (--max_restarts), so each attempt gets keys of its own.
-        store = PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        store = _open_store(world, timeout) if "RANK" in os.environ else HashStore()
+        # torchrun's store outlives a restart of the ranks (--max_restarts), so each attempt gets keys of its own. With
+        # a secret nobody else can tell which these will be.
+        attempt = f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        store = PrefixStore(hashlib.sha256(key.encode()).hexdigest()[:32] + attempt if key else attempt, store)
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
         # NCCL's watchdog aborts a process without saying which rank is missing. So it gets a longer timeout than gloo
         # and the heartbeats, which do say so.
@@ -145,7 +153,7 @@ def start_processes(timeout_seconds: int, use_cpu: bool | None = None) -> Proces
         dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=longest)
         group = dist.new_group(backend="gloo", timeout=timeout) if cuda else None
         patient_group = dist.new_group(backend="gloo", timeout=PATIENCE)
-    except (dist.DistError, RuntimeError) as error:
+    except (dist.DistError, RuntimeError, OSError) as error:
         raise RankError(
             f"Rank {rank}: the {num_ranks} processes did not meet at MASTER_ADDR={os.environ.get('MASTER_ADDR')}, "
             f"MASTER_PORT={os.environ.get('MASTER_PORT')} within distributed.timeout_seconds={timeout_seconds}: "
@@ -162,8 +170,30 @@ def start_processes(timeout_seconds: int, use_cpu: bool | None = None) -> Proces
         patient_group,
         group,
         timeout_seconds,
-        rank_0_holds_store=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",  # as torch's rendezvous asks
+        rank_0_holds_store=_rank_0_holds_store(),
+        key=key,
     )
+
+
+def _rank_0_holds_store() -> bool:
+    """Whether rank 0 serves the store, as torch's rendezvous asks; under torchrun a process of its own does."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+
+def _open_store(world: World, timeout: timedelta) -> Store:
+    """The store at MASTER_ADDR and MASTER_PORT.
+
+    torch serves it at every address of the host. Where rank 0 serves it and all ranks are on this node, it is served at
+    MASTER_ADDR alone if that leads to no other host.
+    """
+    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    is_local = world.num_ranks == world.local_num_ranks and address in ("localhost", "127.0.0.1")
+    if not (is_local and _rank_0_holds_store() and port.isdecimal() and port != "0"):
+        return cast(Store, next(rendezvous("env://", timeout=timeout))[0])
+    descriptor = None
+    if world.rank == 0:
+        descriptor = socket.create_server(("127.0.0.1", int(port))).detach()
+    return TCPStore("127.0.0.1", int(port), world.num_ranks, world.rank == 0, timeout, master_listen_fd=descriptor)
 
 
 def _let_segments_grow() -> None:

@@ -127,7 +127,7 @@ def _run_together(body: Callable[[Processes], None], timeout_seconds: int) -> No
     """Meets the other processes, runs `body`, and ends all of them with the error of the first that fails."""
     announce(World.from_environment(os.environ).num_ranks)
     with quick_imports():  # torch only from here on
-        from qlora_fsdp.runtime.hardware import is_shortage
+        from qlora_fsdp.runtime.hardware import is_shortage, quote_shortage
         from qlora_fsdp.runtime.processes import start_processes, stop_processes
         from qlora_fsdp.runtime.watch import Watch
 
@@ -142,7 +142,7 @@ def _run_together(body: Callable[[Processes], None], timeout_seconds: int) -> No
             if not is_shortage(error):
                 raise
             raise MemoryShortage(
-                f"{processes.device} is out of memory: {str(error).partition('. ')[0]}. Start more processes "
+                f"{quote_shortage(error, str(processes.device))}. Start more processes "
                 "(launch.num_processes=2), which share the model, or set a smaller batch or length."
             ) from error
     except BaseException as error:

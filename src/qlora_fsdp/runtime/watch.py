@@ -16,7 +16,6 @@ A healthy run is never ended: the reason is always a signal, another rank's fail
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -27,7 +26,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
@@ -35,6 +34,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from qlora_fsdp.common.errors import Interrupted, RankError, UserError, print_error
 from qlora_fsdp.common.text import printable_lines
 from qlora_fsdp.runtime.heartbeats import Heartbeats, Unchanged
+from qlora_fsdp.runtime.messages import seal, unseal
 from qlora_fsdp.runtime.neighbours import Neighbours
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.signals import StopSignals
@@ -86,7 +86,10 @@ class Watch:
         self._rank_0_holds_store = processes.rank_0_holds_store
         # The watch has a connection of its own: calls on one connection wait for one another.
         self.store = PrefixStore("watch", processes.store.clone())  # type: ignore[attr-defined]  # not in the stubs
-        self.heartbeats = Heartbeats(self.rank, self.num_ranks, processes.device, self.store, self.timeout_seconds)
+        self._key = processes.key
+        self.heartbeats = Heartbeats(
+            self.rank, self.num_ranks, processes.device, self.store, self.timeout_seconds, self._key
+        )
         self.neighbours = Neighbours(processes)  # all ranks meet here, so each has written a beat
         self._unwinding, self._explained, self._stopped = threading.Event(), threading.Event(), threading.Event()
         self._exit_code = 1
@@ -181,11 +184,22 @@ class Watch:
 
     def _tell(self, text: str, exit_code: int, is_of_others: bool = False, lost: list[int] | None = None) -> Failure:
         """Tell all ranks of a failure; returns the failure that was told first."""
-        mine = json.dumps(asdict(Failure(self.rank, text, exit_code, is_of_others, lost or [])))
-        return _read_failure(self.store.compare_set("failure", "", mine))
+        mine = Failure(self.rank, text, exit_code, is_of_others, lost or [])
+        sealed = seal(mine, self._key)
+        told = self._read_failure(self.store.compare_set("failure", "", sealed))
+        if told is None:  # somebody else has written there
+            self.store.set("failure", sealed)
+        return told or mine
 
     def _told(self) -> Failure | None:
-        return _read_failure(self.store.get("failure")) if self.store.check(["failure"]) else None
+        return self._read_failure(self.store.get("failure")) if self.store.check(["failure"]) else None
+
+    def _read_failure(self, stored: bytes) -> Failure | None:
+        failure = unseal(Failure, stored, self._key)
+        if failure is None:
+            return None
+        exit_code = failure.exit_code if 0 < failure.exit_code < 256 else 1
+        return replace(failure, text=printable_lines(failure.text), exit_code=exit_code)
 
     def _find_cause(self, error: BaseException) -> Failure:
         """Find the failure or the end of another rank that is behind a signal or a lost connection."""
@@ -285,11 +299,6 @@ def _in_time(call: Callable[[], Failure], seconds: float) -> Failure:
 
     threading.Thread(target=work, daemon=True).start()
     return result.result(seconds)
-
-
-def _read_failure(stored: bytes) -> Failure:
-    failure = json.loads(stored)
-    return Failure(**failure | {"text": printable_lines(failure["text"])})
 
 
 def _find_interrupted(error: BaseException | None) -> Interrupted | None:

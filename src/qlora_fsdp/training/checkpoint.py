@@ -33,7 +33,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
+import re
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -43,9 +44,10 @@ import torch
 from torch import Tensor, nn
 
 from qlora_fsdp.common.errors import ResumeError, UserError
-from qlora_fsdp.common.files import digest_stream
+from qlora_fsdp.common.files import digest_stream, remove
 from qlora_fsdp.common.foreign_files import open_regular, read_small
 from qlora_fsdp.common.text import printable
+from qlora_fsdp.records.ownership import is_checkpoint
 from qlora_fsdp.records.run_state import checkpoint_folders
 from qlora_fsdp.runtime.hardware import is_shortage
 from qlora_fsdp.runtime.processes import Processes
@@ -68,6 +70,7 @@ from qlora_fsdp.weights.safetensors_files import StoredTensor
 MANIFEST = "manifest.json"
 MAX_COUNT = 2**31 - 1  # steps or ranks
 MAX_DEPTH = 32  # of the lists and dicts in a manifest
+TEMPORARY_NAME = re.compile(r"\.step-\d{8,}(\.[0-9a-f]+)?\.tmp")  # earlier versions' have no token
 ANEW = "checkpoint.resume=none to start anew, which removes the checkpoints in run.folder."
 
 
@@ -254,10 +257,11 @@ def _load_own_state(optimizer: LocalAdamW8bit, file: Path, saved: Mapping[str, S
 def remove_checkpoints(folder: Path, keep: list[Path]) -> None:
     """Remove every checkpoint in `folder` except `keep`, and what an interrupted save or removal has left there."""
     for path in checkpoint_folders(folder):
-        if path not in keep:
-            path.rename(temporary_name(path))
+        if path not in keep and is_checkpoint(path):  # others may have put other things there
+            path.rename(temporary_name(path, secrets.token_hex(8)))
     for path in folder.glob(".step-*.tmp"):
-        shutil.rmtree(path)
+        if TEMPORARY_NAME.fullmatch(path.name):
+            remove(path)
 
 
 def trained_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -285,9 +289,9 @@ def _allocate_state(optimizer: torch.optim.Optimizer) -> None:
             }
 
 
-def temporary_name(folder: Path) -> Path:
-    """The name of a checkpoint's folder while it is being written or removed."""
-    return folder.with_name(f".{folder.name}.tmp")
+def temporary_name(folder: Path, token: str) -> Path:
+    """The name of a checkpoint's folder while it is being written or removed, which nobody can guess beforehand."""
+    return folder.with_name(f".{folder.name}.{token}.tmp")
 
 
 def digest_manifest(manifest: dict[str, Any]) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -111,15 +112,14 @@ def write_checkpoint(
     Raises:
         RuntimeError: contact to another rank is lost; the temporary folder stays.
     """
-    temporary = temporary_name(content.folder)
     errors: list[str] = []
+    temporary = temporary_name(content.folder, secrets.token_hex(8))
     if processes.is_main:
         with _noting(errors):
             check_own(content.folder.parent.parent)
-            shutil.rmtree(temporary, ignore_errors=True)
             temporary.parent.mkdir(exist_ok=True)
             temporary.mkdir()
-    is_made = processes.share(not errors)  # a rank that is ahead would have its file removed
+    temporary, is_made = processes.share((temporary, not errors))
     facts: FileFacts = {}
     with _noting(errors):
         if is_made:
@@ -129,7 +129,7 @@ def write_checkpoint(
     if processes.is_main:
         if error is None:
             with _noting(errors):
-                _complete(content, snapshot, write_adapter, [(rows, facts) for rows, facts, _ in everyone])
+                _complete(content, temporary, snapshot, write_adapter, [(rows, facts) for rows, facts, _ in everyone])
             error = next(iter(errors), None)
         if error is not None:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -147,6 +147,7 @@ def _write_own_file(temporary: Path, snapshot: Snapshot, rank: int) -> FileFacts
 
 def _complete(
     content: Checkpoint,
+    temporary: Path,
     snapshot: Snapshot,
     write_adapter: WriteAdapter,
     everyone: list[tuple[dict[str, tuple[int, int]], FileFacts]],
@@ -155,7 +156,6 @@ def _complete(
 
     Everything is on the disk before the folder has its name, so it is also whole if the host stops at any moment.
     """
-    temporary = temporary_name(content.folder)
     files = {name: facts for _, own_files in everyone for name, facts in own_files.items()}
     for name, (size, _) in files.items():
         file = temporary / name

@@ -15,9 +15,13 @@ from qlora_fsdp.common.files import replacing
 from qlora_fsdp.memory.gpus import Gpu
 from qlora_fsdp.memory.plan import GIB, PHASES, MemoryPlan
 from qlora_fsdp.memory.suggest import largest_savings
+from qlora_fsdp.runtime.hardware import is_host_shortage, quote_shortage
 
 SNAPSHOT_ENTRIES = 200_000  # a snapshot has so many of the last allocations
 SHORT_IN_A_ROW = 3  # so many micro-batches in a row must be short of memory before less is kept
+HOST_ADVICE = (
+    "See in `free -g` what else holds the host's memory, ask the batch system for more of it, or start fewer processes"
+)
 log = logging.getLogger("qlora_fsdp")
 
 
@@ -94,7 +98,8 @@ def explain_early_shortage(error: BaseException, writes_cache: bool) -> MemorySh
         error: torch's own.
         writes_cache: one rank per node may be quantizing weights for model.cache_quantized.
     """
-    text = f"{_quote(error)}, before the model is loaded. See in nvidia-smi what else holds its memory"
+    text = f"{quote_shortage(error)}, before the model is loaded. "
+    text += HOST_ADVICE if is_host_shortage(error) else "See in nvidia-smi what else holds its memory"
     text += ", or set model.cache_quantized=false, which takes some GiB less here." if writes_cache else "."
     return MemoryShortage(f"{text}\nCheckpoints are as they were.")
 
@@ -112,8 +117,10 @@ def explain_shortage(
         snapshot: the file to write torch's record of allocations to; None: it is not written.
     """
     peaks.record()
-    lines = [f"{_quote(error)}, in {peaks.now}."]
-    if plan is not None:
+    lines = [f"{quote_shortage(error)}, in {peaks.now}."]
+    if is_host_shortage(error) and peaks.device.type == "cuda":  # the plan is of the GPU's memory
+        lines.append(f"{HOST_ADVICE}.")
+    elif plan is not None:
         lines += _phases(plan, peaks)
         lines.append("What would help most, by the plan:")
         for change in largest_savings(plan, gpu)[:3] if gpu is not None else []:
@@ -126,11 +133,6 @@ def explain_shortage(
         lines.append(_write_snapshot(snapshot))
     lines.append("Checkpoints are as they were.")
     return MemoryShortage("\n".join(lines))
-
-
-def _quote(error: BaseException) -> str:
-    first_sentence = str(error).partition("\n")[0].partition(". ")[0]
-    return f"The GPU is out of memory: {first_sentence}"
 
 
 def _phases(plan: MemoryPlan, peaks: PhasePeaks) -> list[str]:

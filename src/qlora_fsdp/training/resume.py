@@ -119,8 +119,8 @@ def check_data(checkpoint: Checkpoint, data: TrainingData, config: Config) -> No
             f"{name} is {found[name]}, was {printable(str(checkpoint.data.get(name)))}" for name in found
         )
         raise ResumeError(
-            f"data.path={config.data.path} is not the data that {checkpoint.folder} was trained on: {counts}. Bring "
-            f"the data back, or set checkpoint.allow_changes=[data.path]. Or set {ANEW}"
+            f"{show('data.path', config.data.path)} is not the data that {checkpoint.folder} was trained on: {counts}. "
+            f"Bring the data back, or set checkpoint.allow_changes=[data.path]. Or set {ANEW}"
         )
 
 

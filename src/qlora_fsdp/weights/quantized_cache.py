@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -23,7 +22,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from qlora_fsdp.common.cache_folder import check_owner, close_to_others, find_cache, lock_mode, open_cache
 from qlora_fsdp.common.errors import CheckpointError
+from qlora_fsdp.common.files import remove, remove_leftovers, replacing
 from qlora_fsdp.common.sizes import NESTED_BLOCKSIZE
 from qlora_fsdp.layers import Format, QuantizedLinear
 from qlora_fsdp.layers.quantized_format import code_book, dynamic_map
@@ -71,18 +72,21 @@ def use_cache(
     device = processes.device
     layers = [[a.name, a.layer.out_features, a.layer.in_features, _describe(a.layer.format)] for a in chosen]
     identity = json.dumps([CACHE_VERSION, base, str(dtype), device.type, layers])
-    entry = Path(folder or DEFAULT_FOLDER).expanduser() / hashlib.sha256(identity.encode()).hexdigest()[:32]
+    entry = find_cache(folder, DEFAULT_FOLDER) / hashlib.sha256(identity.encode()).hexdigest()[:32]
     error = None
     if processes.is_local_main:
         try:
             if writes:
-                entry.parent.mkdir(parents=True, exist_ok=True)
-                with _alone(entry):
-                    _make(entry, chosen, dtype, device)
+                if not entry.is_dir() or _find_damage(entry) is not None:  # else the folder may be one to read alone
+                    open_cache(folder, DEFAULT_FOLDER)
+                    with _alone(entry):
+                        _make(entry, folder, chosen, dtype, device)
             elif entry.is_dir():
                 error = _find_damage(entry)
             else:
                 error = f"training with these settings has not written {entry.name} there"
+            if error is None:
+                check_owner(entry, folder)
         except (OSError, SafetensorError) as failure:
             error = str(failure)
     error = processes.first_error(error)
@@ -105,7 +109,7 @@ def use_cache(
 @contextmanager
 def _alone(entry: Path) -> Iterator[None]:
     """Hold the entry's lock: other runs, and other nodes that share the folder, wait for the first."""
-    lock = FileLock(entry.with_suffix(".lock"))
+    lock = FileLock(entry.with_suffix(".lock"), mode=lock_mode(entry.parent))
     with suppress(Timeout):
         lock.acquire(timeout=0)
     if not lock.is_locked:
@@ -117,23 +121,22 @@ def _alone(entry: Path) -> Iterator[None]:
         lock.release()
 
 
-def _make(entry: Path, chosen: Sequence[Assignment], dtype: torch.dtype, device: torch.device) -> None:
+def _make(
+    entry: Path, typed: str | None, chosen: Sequence[Assignment], dtype: torch.dtype, device: torch.device
+) -> None:
     """Write the entry where it is missing or damaged."""
     if entry.is_dir():
         problem = _find_damage(entry)
         if problem is None:
             return
         log.warning(f"The cache of quantized weights is damaged and made anew: {problem}")
-        shutil.rmtree(entry)
-    temporary = entry.with_name(f".{entry.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
-    try:
+        remove(entry)
+    remove_leftovers(entry)
+    with replacing(entry) as temporary:
+        temporary.mkdir()
         log.info(f"Writing the quantized weights of {len(chosen)} layers to {entry}, for this run and later ones")
         _write(temporary, chosen, dtype, device)
-        temporary.rename(entry)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        close_to_others(temporary, typed, {a.stored.file for a in chosen if a.stored is not None})
 
 
 def _find_damage(entry: Path) -> str | None:

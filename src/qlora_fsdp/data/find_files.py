@@ -1,0 +1,118 @@
+"""Which files a path to data names: a file, a folder, a pattern, a data set that `save_to_disk` wrote, or a URL."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from qlora_fsdp.common.errors import DataError
+from qlora_fsdp.common.text import plural, printable
+from qlora_fsdp.config.data_paths import is_pattern, match
+from qlora_fsdp.data.remote import find_remote, is_remote
+from qlora_fsdp.data.row_file import RowFile
+from qlora_fsdp.data.row_files import TEXT_SUFFIXES, find_reader, known_suffixes
+
+MAX_NAMES = 20  # of files that are left out for one reason
+# datasets' `save_to_disk` writes these beside a data set's Arrow files, and beside the folders of its splits.
+SAVED_STATE, SAVED_INFO, SAVED_SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
+
+
+def find_files(path: str, split: str, setting: str) -> tuple[list[RowFile], list[str]] | None:
+    """The files that `path` names. None: it names nothing that is here.
+
+    Args:
+        path: as the user gave it.
+        split: the split of a data set that has splits.
+        setting: the setting that names the path, for messages.
+
+    Returns:
+        The files in the order in which they are read, and one line for each reason why others are left out.
+
+    Raises:
+        DataError: what the path names has no rows.
+    """
+    if is_remote(path):
+        named = find_remote(path, setting)
+    else:
+        local = Path(path).expanduser()
+        if not (local.is_file() or local.is_dir() or is_pattern(path)):
+            return None
+        listed = [each for found in match(path) for each in _list(found, path, split, setting)]
+        named = [(name, RowFile(str(file))) for name, file in listed]
+    files, skipped = _sort_out(named)
+    if files:
+        return files, skipped
+    if is_pattern(path):
+        raise DataError(
+            f"{setting}={path} matches no file of {known_suffixes()}. Set {setting} to a pattern that does, or to a"
+            " folder, whose files are all read."
+        )
+    if len(named) == 1 and not Path(path).expanduser().is_dir():
+        raise DataError(f"{setting}={path} is of no known kind. Use one of {known_suffixes()}.")
+    raise DataError(f"{setting}={path} is a folder with no file of {known_suffixes()}.")
+
+
+def _list(found: Path, path: str, split: str, setting: str) -> Iterable[tuple[str, Path]]:
+    """The files of what a path has led to, with the names by which they are told. Links to folders are among them."""
+    if not found.is_dir():
+        return [(found.name, found)]
+    folder = found
+    if (found / SAVED_SPLITS).is_file():
+        folder = found / split
+        if not (folder / SAVED_STATE).is_file():
+            splits = ", ".join(sorted(file.parent.name for file in found.glob(f"*/{SAVED_STATE}"))) or "none"
+            raise DataError(f"{setting}={path} has no split {split}: it has {printable(splits)}. Set data.split.")
+    if (folder / SAVED_STATE).is_file() and (folder / SAVED_INFO).is_file():
+        return [(file.name, file) for file in _saved_files(folder)]
+    listed = sorted(folder.rglob("*"))
+    return [(str(file.relative_to(folder)), file) for file in listed if not file.is_dir() or file.is_symlink()]
+
+
+def _saved_files(folder: Path) -> list[Path]:
+    """The Arrow files of a data set that `save_to_disk` wrote, in its order. Others are what `map` left there.
+
+    Raises:
+        DataError: its state.json can't be read.
+    """
+    try:
+        entries = json.loads((folder / SAVED_STATE).read_text(encoding="utf-8"))["_data_files"]
+        names = [entry["filename"] for entry in entries]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise DataError(f"{folder / SAVED_STATE} can't be read: {reason}. Save the data set again.") from error
+    own = {file.name: file for file in folder.iterdir()}
+    missing = [str(name) for name in names if name not in own]
+    if missing:
+        raise DataError(f"{folder} has no file {printable(missing[0])}, which its {SAVED_STATE} names. Copy it again.")
+    return [own[name] for name in names]
+
+
+def _sort_out(named: Iterable[tuple[str, RowFile]]) -> tuple[list[RowFile], list[str]]:
+    """The files that have rows, each once, and one line for each reason for which others are left out."""
+    found: dict[RowFile, None] = {}
+    texts: dict[RowFile, str] = {}
+    others: dict[str, list[str]] = {}  # by reason
+    for name, file in named:
+        # Notebooks, downloads and macOS leave copies and notes there: .ipynb_checkpoints/, .cache/, ._chats.jsonl.
+        is_hidden = any(part.startswith(".") for part in name.split("/"))
+        if file.is_folder:
+            if not is_hidden:
+                others.setdefault("links to folders, which are not followed", []).append(name)
+        elif is_hidden:
+            others.setdefault("names that begin with a dot", []).append(name)
+        elif not file.is_file:
+            others.setdefault("neither files nor folders", []).append(name)
+        elif find_reader(file) is not None:
+            found[file] = None
+        elif file.suffix in TEXT_SUFFIXES:
+            texts[file] = name
+        else:
+            others.setdefault("of no known kind", []).append(name)
+    if found and texts:  # their README and license
+        others["text beside files of rows"] = list(texts.values())
+    lines = []
+    for reason, names in others.items():
+        more = f" and {len(names) - MAX_NAMES:,} more" if len(names) > MAX_NAMES else ""
+        lines.append(f"{plural(len(names), 'file')} left out ({reason}): {', '.join(names[:MAX_NAMES])}{more}")
+    return list(found or texts), lines

@@ -1,0 +1,52 @@
+"""Whether a model has learned the markers of a chat template: its rows of the embeddings tell, before it is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from qlora_fsdp.common.module_names import is_target
+from qlora_fsdp.config.schema import Config
+from qlora_fsdp.data.chat_markers import chosen_markers, explain_untrained
+from qlora_fsdp.weights.safetensors_files import StoredTensor
+
+# The names by which models store their input embeddings.
+EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
+
+
+def check_chat_rows(
+    tensors: Mapping[str, StoredTensor], tokenizer: PreTrainedTokenizerBase, config: Config
+) -> list[str]:
+    """A note if the markers of data.chat_template are tokens that the model has never learned; else none.
+
+    Base models reserve tokens that they were not trained on. Their rows are zeros, or all alike, so that the model
+    can't tell one marker from another. Of the embeddings only these rows are read.
+
+    Args:
+        tensors: the model's stored tensors; maybe none.
+        tokenizer: with new tokens added.
+        config: `data`, `task`, `tokenizer` and `lora.modules_to_save` are used.
+    """
+    tables = [tensor for key, tensor in tensors.items() if key.endswith(EMBEDDINGS) and len(tensor.shape) == 2]
+    trained = {*config.tokenizer.add_tokens, *config.tokenizer.add_special_tokens}
+    markers = [marker for marker in chosen_markers(config) if marker not in trained]
+    if len(tables) != 1 or is_target(tables[0].key.removesuffix(".weight"), config.lora.modules_to_save or []):
+        return []
+    vocabulary = tokenizer.get_vocab()
+    ids = {marker: vocabulary.get(marker, -1) for marker in markers}
+    rows = {marker: _read_row(tables[0], row) for marker, row in ids.items() if 0 <= row < tables[0].shape[0]}
+    untrained = [
+        marker
+        for marker, row in rows.items()
+        if not row.any() or any(torch.equal(row, other) for name, other in rows.items() if name != marker)
+    ]
+    return [explain_untrained(untrained, config)] if untrained else []
+
+
+def _read_row(table: StoredTensor, row: int) -> torch.Tensor:
+    num_bytes = table.shape[1] * table.dtype.itemsize
+    with table.file.open("rb") as file:
+        file.seek(table.offset + row * num_bytes)
+        return torch.frombuffer(bytearray(file.read(num_bytes)), dtype=table.dtype)

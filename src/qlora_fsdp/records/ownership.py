@@ -1,0 +1,73 @@
+"""What a run may replace and remove in a folder: what a run has written there, and nothing else. Imports no torch.
+
+A run that opens its folder leaves a marker in it. Earlier versions left none; their runs are known by environment.json,
+which names this program among its versions. A folder that happens to have files of the same names, such as a
+repository with a `config.yaml` and an `adapter/`, is no run's.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from qlora_fsdp.common.files import write_json
+from qlora_fsdp.records.run_state import ATTEMPT, LOCK, RECORDS, STREAM_FILE, checkpoint_folders, read_json
+
+MARKER = ".qlora_fsdp"
+MADE_BY = "qlora-fsdp"
+CHECKPOINTS = "checkpoints"
+# What a run writes under names of its own, which others may use as well. `checkpoints` is not among them, because every
+# checkpoint is known by its own manifest.
+OWN_NAMES = (
+    "adapter",
+    "config.yaml",
+    "environment.json",
+    "summary.json",
+    "wandb.json",
+    STREAM_FILE,
+    *RECORDS,
+    ATTEMPT,
+    LOCK,
+)
+
+FOLLOWED = (*OWN_NAMES, MARKER, CHECKPOINTS, "wandb")  # what a link must not be, because a run writes there
+
+
+def is_own(folder: Path) -> bool:
+    """Whether a run has made this folder its own."""
+    if read_json(folder / MARKER).get("made_by") == MADE_BY:
+        return True
+    versions = read_json(folder / "environment.json").get("versions")
+    return isinstance(versions, dict) and MADE_BY in versions and (folder / "config.yaml").is_file()
+
+
+def mark(folder: Path) -> None:
+    """Makes a folder a run's, which it stays wherever it is moved.
+
+    Raises:
+        OSError: it can't be written.
+    """
+    if read_json(folder / MARKER).get("made_by") != MADE_BY:
+        about = "This folder is a run's. What the run has written in it may be replaced by run.overwrite=true."
+        write_json(folder / MARKER, {"made_by": MADE_BY, "about": about})
+
+
+def find_obstacle(folder: Path) -> tuple[str, str] | None:
+    """Why a run must not use a folder, whatever its settings allow: as the end of a sentence, and what to do."""
+    names = [name for name in FOLLOWED if (folder / name).is_symlink()]
+    steps = checkpoint_folders(folder / CHECKPOINTS) if not names else []
+    names += [f"{CHECKPOINTS}/{path.name}" for path in steps if path.is_symlink()]
+    if names:
+        fix = "Remove the link. For a run on another disk, set run.folder to a folder there, which may be a link."
+        return f"holds the link {', '.join(names)}, and a run follows no links in its folder.", fix
+    others = [] if is_own(folder) else [name for name in OWN_NAMES if (folder / name).exists()]
+    others += [f"{CHECKPOINTS}/{path.name}" for path in steps if not is_checkpoint(path)]
+    if others:
+        fix = "Set another run.name= or run.folder=, or move these away. Only what a run has written is replaced."
+        return f"holds {', '.join(others)}, of no run.", fix
+    return None
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a folder has a manifest such as a run writes, so that it is a checkpoint, be it a damaged one."""
+    manifest = read_json(folder / "manifest.json")
+    return not folder.is_symlink() and {"sha256", "step", "files"} <= manifest.keys()

@@ -1,0 +1,114 @@
+"""Caches tell nobody what is private, and what another user puts into one's own is not trained on."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+
+import pytest
+import torch
+
+from qlora_fsdp.common.cache_folder import check_owner, close_to_others
+from qlora_fsdp.common.errors import DataError
+from qlora_fsdp.config.schema import Config, DataConfig
+from qlora_fsdp.data.run_data import prepare_data
+from qlora_fsdp.data.sequences import Sequences
+from qlora_fsdp.data.tokenizer import byte_tokenizer
+from qlora_fsdp.weights import quantized_cache
+from tests.helpers.one_process import one_process
+
+TOKENIZER = byte_tokenizer()
+
+
+@pytest.fixture
+def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"text": "secret"}) + "\n")
+    return file
+
+
+def prepare(rows: Path, folder: Path | None = None) -> Sequences:
+    config = Config(data=DataConfig(path=str(rows), cache_folder=None if folder is None else str(folder)))
+    train = prepare_data(config, TOKENIZER, one_process(), 259).train
+    assert isinstance(train, Sequences)
+    return train
+
+
+def entry_in(folder: Path) -> Path:
+    (entry,) = (path for path in folder.iterdir() if path.is_dir())
+    return entry
+
+
+def modes(folder: Path) -> set[int]:
+    return {stat.S_IMODE(path.stat().st_mode) & 0o077 for path in (folder, *folder.iterdir())}
+
+
+def test_the_default_folder_is_closed_to_others(rows: Path):
+    before = os.umask(0o022)
+    try:
+        prepare(rows)
+    finally:
+        os.umask(before)
+    folder = rows.parent / "home/.cache/qlora_fsdp/data"
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700 and modes(entry_in(folder)) == {0}
+
+
+def test_what_is_made_of_a_private_file_is_private_in_a_shared_folder_too(rows: Path):
+    """Where everybody may read the data, everybody may read what was made of it: the folder is there to be shared."""
+    before = os.umask(0o022)
+    try:
+        for mode, folder in ((0o600, "a"), (0o640, "b"), (0o644, "c")):
+            rows.chmod(mode)
+            prepare(rows, rows.parent / folder)
+    finally:
+        os.umask(before)
+    assert modes(entry_in(rows.parent / "a")) == {0}
+    assert modes(entry_in(rows.parent / "b")) == {0o040, 0o050}
+    assert modes(entry_in(rows.parent / "c")) == {0o044, 0o055}
+
+
+def test_a_shared_folder_that_one_may_only_read_is_used(rows: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = rows.parent / "shared"
+    prepare(rows, folder)
+    for file in folder.glob("*.lock"):
+        file.unlink()
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise PermissionError("only to read")
+
+    monkeypatch.setattr("qlora_fsdp.data.tokenize_source.FileLock", refuse)  # root may write to any folder
+    assert len(prepare(rows, folder)) == 1
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a file to another user")
+def test_an_entry_of_another_users_is_refused_by_name_unless_the_folder_was_typed(rows: Path):
+    prepare(rows)
+    folder = rows.parent / "home/.cache/qlora_fsdp/data"
+    entry = entry_in(folder)
+    os.chown(entry, 12345, -1)
+    with pytest.raises(DataError, match=rf"{entry} belongs to another user \(number 12345\)") as caught:
+        prepare(rows)
+    assert "set the folder by name if you trust them" in str(caught.value)
+    assert len(prepare(rows, folder)) == 1
+    with pytest.raises(PermissionError):
+        check_owner(entry, None)
+    check_owner(entry, str(folder))
+
+
+def test_quantized_weights_are_kept_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def write(folder: Path, *others: object) -> None:
+        (folder / "quantized-00001.safetensors").touch(0o644)
+
+    monkeypatch.setattr(quantized_cache, "_write", write)
+    (tmp_path / ".entry.killed.tmp").mkdir()
+    quantized_cache._make(tmp_path / "entry", None, [], torch.bfloat16, torch.device("cpu"))
+    assert [path.name for path in tmp_path.iterdir()] == ["entry"] and modes(tmp_path / "entry") == {0}
+    shared = tmp_path / "shared"
+    quantized_cache._make(shared, str(tmp_path), [], torch.bfloat16, torch.device("cpu"))
+    assert modes(shared) != {0}
+    (tmp_path / "model.safetensors").touch(0o600)
+    close_to_others(shared, str(tmp_path), [tmp_path / "model.safetensors"])
+    assert modes(shared) == {0}
