@@ -32,7 +32,8 @@ TYPED: list[tuple[list[str], list[str]]] = [
     ([*TRAIN, "model.dtype=bfloat16"], ["model.dtype=bfloat16 is not a setting", "model has: "]),
     # Data
     (["train", "model=tiny", "data=chat.jsonl"], ["data.path=chat.jsonl does not exist, seen from", "Set data.path"]),
-    (["train", "model=tiny", "data=https://example.com/a.jsonl"], ["a.jsonl does not exist", "Set data.path"]),
+    ([*CHATS, "data.columns={prompts: question}"], ["data.columns", "prompts", "prompt"]),
+    ([*CHATS, "data.chat_template=chat-ml"], ["data.chat_template=chat-ml is neither a file nor one of", "chatml"]),
     (["train", "model=tiny", "chats.jsonl"], ["chats.jsonl is not of the form key=value", "data=chats.jsonl?"]),
     ([*CHATS, "data.eval_fraction=5"], ["data.eval_fraction=5.0 must be", "less than 1", "Set data.eval_fraction="]),
     ([*CHATS, "data.loss_on=assistant"], ["data.loss_on=assistant must be one of completion, all"]),
@@ -137,7 +138,12 @@ FOUND: dict[str, tuple[list[str], int, int, list[str]]] = {
     "only pickled weights": (["model.path={folder}/pickled"], 1, 2, ["/pickled", "safetensors"]),
     "a file of the model is missing": (["model.path={folder}/partial"], 2, 2, ["model-00002-of-", "model.path="]),
     "held-out rows of no use": (["data.eval_path={folder}/indented.jsonl"], 2, 2, ["no usable row", "data.eval_path"]),
-    "nothing to adapt": (["lora.target_modules=[norm]"], 2, 2, ["lora.target_modules=[norm] fits a layer that is not linear", "Set lora.target_modules=all-linear"]),
+    "nothing to adapt": (
+        ["lora.target_modules=[norm]"],
+        2,
+        2,
+        ["lora.target_modules=[norm] fits a layer that is not linear", "Set lora.target_modules=all-linear"],
+    ),
     "a learning rate of 1e30": (
         ["training.learning_rate=1e30", "training.max_steps=4", "optim.warmup_ratio=0"],
         2,
