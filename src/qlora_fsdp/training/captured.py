@@ -24,6 +24,7 @@ order whether a micro-batch is replayed or not.
 from __future__ import annotations
 
 import logging
+import math
 import time
 import warnings
 from collections.abc import Sequence
@@ -35,19 +36,23 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from qlora_fsdp.config.schema import Config
 from qlora_fsdp.data.batch import Batch
-from qlora_fsdp.memory.capture import SPARE_BYTES
+from qlora_fsdp.memory.capture import SPARE_BYTES, why_not_captured
 from qlora_fsdp.memory.plan import GIB
+from qlora_fsdp.model.activations import has_dropout
 from qlora_fsdp.model.shard import set_gradient_sync
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.rows import local_tensor
 from qlora_fsdp.training.memory_use import PhasePeaks
-from qlora_fsdp.training.passes import EagerPasses
+from qlora_fsdp.training.passes import EagerPasses, Passes
+from qlora_fsdp.training.prepare import Prepared
 
 WARM_UP = 2  # steps that run kernel by kernel; in these, the host also checks the gradients
 MAX_GRAPHS = 8
 MIN_ROWS, MIN_LONGEST, STEP = 16, 128, 4  # rows and lengths are rounded up to these times a power of STEP
 SYNCHRONIZES = "called a synchronizing CUDA operation"  # torch's warning, under its sync debug mode
+NOT_RECORDED = "not recorded as a CUDA graph, its kernels are launched one by one"
 log = logging.getLogger("qlora_fsdp")
 
 
@@ -167,7 +172,7 @@ class CapturedPasses:
             self.reason = f"it would hold {missing / GIB:.1f} GiB too much beside what else a step needs"
         self.reason = self.processes.first_error(self.reason)
         if self.reason is not None:
-            log.info(f"Step: not recorded as a CUDA graph, its kernels are launched one by one: {self.reason}")
+            log.info(f"Step: {NOT_RECORDED}: {self.reason}")
 
     def _run_watched(self, batch: Batch, is_last: bool) -> Tensor:
         """Run a micro-batch kernel by kernel, and note whether the host waits for the device in it."""
@@ -197,11 +202,12 @@ class CapturedPasses:
         before = torch.cuda.memory_reserved(self.device)
         graph = torch.cuda.CUDAGraph()
         set_gradient_sync(self.eager.model, enabled=True)
-        self.peaks.enter("backward")
+        self.peaks.enter("forward")
         try:
             # Other threads prepare batches and write checkpoints meanwhile: what they ask of CUDA is not recorded.
             with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
                 loss = self.eager.model(static) * self.scale
+                self.peaks.enter("backward")
                 loss.backward()
         except RuntimeError as error:
             if isinstance(self.eager.model, FSDPModule):
@@ -226,6 +232,20 @@ class CapturedPasses:
         beside = max(peaks.get("evaluation", 0) - now, SPARE_BYTES)
         free = torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_reserved(self.device)
         return graph + beside - (min(self.limit, free) - now)
+
+
+def make_passes(prepared: Prepared, config: Config, trainable: Sequence[nn.Parameter], processes: Processes) -> Passes:
+    """What runs forward and backward: CUDA graphs where that is asked for and possible, else kernel after kernel."""
+    eager, plan = EagerPasses(prepared.model, processes.device, prepared.peaks), prepared.run_plan.plan
+    if processes.device.type != "cuda":
+        return eager
+    reason = why_not_captured(config, prepared.run_plan.policies, has_dropout(prepared.model))
+    if reason is not None:
+        log.info(f"Step: {NOT_RECORDED}: {reason}")
+        return eager
+    outside = 0 if plan is None else plan.library_bytes
+    limit = math.inf if config.memory.target_gib is None else prepared.machine.target - outside
+    return CapturedPasses(eager, trainable, processes, prepared.peaks, limit)
 
 
 def _fill_starts(starts: Tensor, batch: Batch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -21,9 +20,7 @@ from qlora_fsdp.config.commands import saved_settings
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.config.world import World
 from qlora_fsdp.data.form import find_form
-from qlora_fsdp.memory.capture import why_not_captured
 from qlora_fsdp.memory.show import as_json
-from qlora_fsdp.model.activations import has_dropout
 from qlora_fsdp.model.adapters import initialize_adapters
 from qlora_fsdp.model.materialize import materialize
 from qlora_fsdp.model.model_card import CardFacts
@@ -42,7 +39,7 @@ from qlora_fsdp.runtime.processes import Processes, start_processes, stop_proces
 from qlora_fsdp.runtime.watch import Watch
 from qlora_fsdp.training.bad_steps import NUM_NORMS, BadSteps
 from qlora_fsdp.training.batches import GlobalBatches
-from qlora_fsdp.training.captured import CapturedPasses
+from qlora_fsdp.training.captured import make_passes
 from qlora_fsdp.training.checkpoint import Checkpoint, load_checkpoint, verify_files
 from qlora_fsdp.training.describe_adapter import describe_adapter
 from qlora_fsdp.training.evaluate import Evaluation
@@ -50,7 +47,6 @@ from qlora_fsdp.training.generations import Generations
 from qlora_fsdp.training.loop import TrainResult, train
 from qlora_fsdp.training.memory_use import explain_shortage
 from qlora_fsdp.training.optim import LocalOptimizer, make_optimizer
-from qlora_fsdp.training.passes import EagerPasses, Passes
 from qlora_fsdp.training.prepare import Prepared, prepare
 from qlora_fsdp.training.resume import (
     begin_attempt,
@@ -240,7 +236,7 @@ def _train(
     generations = Generations(config.tracking, data.eval, prepared.tokenizer, processes)
     every_steps = config.training.eval_every_steps
     evaluation = Evaluation(data.eval, every_steps, split, generations, processes, peaks, journal, saver)
-    passes = _make_passes(prepared, config, trainable, processes)
+    passes = make_passes(prepared, config, trainable, processes)
     runner = StepRunner(model, passes, optimizer, config.optim.max_grad_norm, prepared.flops, peaks, processes)
     batches = GlobalBatches(data.train, split, config.training.seed, processes.rank)
     recorder = StepRecorder(journal, peaks, processes)
@@ -260,23 +256,6 @@ def _train(
         summary.trained(saver.describe())
         journal.close(figures)
     return result
-
-
-def _make_passes(
-    prepared: Prepared, config: Config, trainable: Sequence[torch.nn.Parameter], processes: Processes
-) -> Passes:
-    """What runs forward and backward: CUDA graphs where that is possible and asked for, or one kernel after another."""
-    model, peaks, run_plan = prepared.model, prepared.peaks, prepared.run_plan
-    eager = EagerPasses(model, processes.device, peaks)
-    if processes.device.type != "cuda":
-        return eager
-    reason = why_not_captured(config, run_plan.policies, has_dropout(model))
-    if reason is not None:
-        log.info(f"Step: not recorded as a CUDA graph, its kernels are launched one by one: {reason}")
-        return eager
-    outside = 0 if run_plan.plan is None else run_plan.plan.library_bytes
-    limit = math.inf if config.memory.target_gib is None else prepared.machine.target - outside
-    return CapturedPasses(eager, trainable, processes, peaks, limit)
 
 
 def _resume(
