@@ -21,7 +21,7 @@ INTRODUCTION = """\
 Every setting has a dotted name. Set it on the command line with `name=value`, or choose a prepared set of values with
 `group=option`:
 
-    accelerate launch -m qlora_fsdp.train model=llama3-8b quant=int8 data=chats.jsonl lora.r=32
+    qlora-fsdp train model=llama3-8b quant=int8 data=chats.jsonl lora.r=32
 
 `model=ORG/NAME` or `model=FOLDER` is short for `model.path=...`, and `data=FILE` for `data.path=...`. Later wins: the
 schema's defaults, the options of the groups, the experiment, the file of `--config`, the single settings. `--cfg job`
@@ -50,7 +50,7 @@ other settings (`${model.name}`), but it does not read the environment and does 
 ([security](security.md#files-of-settings)).
 
 Editors complete and check such a file by a JSON schema: write it with
-`python -m qlora_fsdp.config.json_schema > schema.json`, and begin the file with
+`qlora-fsdp schema > schema.json`, and begin the file with
 `# yaml-language-server: $schema=schema.json`.
 
 ## A folder of your own options

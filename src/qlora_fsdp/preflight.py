@@ -9,6 +9,7 @@ A preset needs no download. Of another model on the hub, config.json is download
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -108,6 +109,9 @@ def preflight(argv: Sequence[str], file: Path) -> int:
             {"change": change.text, "needed_gib": change.plan.needed / GIB, "tokens_per_second": change.speed}
             for change in cheapest
         ]
+    else:
+        typed = shlex.join(overrides)
+        lines += [f"Next, see what is trained on: qlora-fsdp preview {typed}", f"Then: qlora-fsdp train {typed}"]
     print("\n".join(lines))
     try:
         write_json(file, figures)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -157,7 +159,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     # Only the tokenizer of a model is used, so that where it is named the model need not be.
     optional = ["model.path"] if any(text.startswith("model.tokenizer_path=") for text in arguments) else []
-    return run_command(arguments, PreviewSettings, USAGE, preview, optional, takes_adapter=False)
+    exit_code = run_command(arguments, PreviewSettings, USAGE, preview, optional, takes_adapter=False)
+    if exit_code == 0 and os.environ.get("RANK", "0") == "0":
+        own = tuple(f"{field.name}=" for field in fields(PreviewSettings))
+        print(f"Next: qlora-fsdp train {shlex.join(text for text in arguments if not text.startswith(own))}")
+    return exit_code
 
 
 if __name__ == "__main__":

@@ -52,11 +52,11 @@ def test_command_line(tmp_path: Path):
 def test_the_example_of_the_readme_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """The verdict is the first line, and it is said whose the speed is and where it comes from."""
     readme = (Path(__file__).parents[2] / "README.md").read_text()
-    example = re.search(r"\bpreflight (model=\S+ hardware=.*)", readme)
+    example = re.search(r"^qlora-fsdp preflight (model=\S+ hardware=\S+)", readme, re.MULTILINE)
     assert example is not None
     assert run_preflight(tmp_path, *example[1].split())[0] == 0
     out = capsys.readouterr().out
-    assert out.startswith("Fits: llama3-8b (8.03 B parameters) on 1 x 24 GiB needs ")
+    assert out.startswith("Fits: qwen2.5-0.5b-instruct (0.49 B parameters) on 1 x 24 GiB needs ")
     assert "predicted from the GPU's datasheet, by what H200s reached" in out
     run_preflight(tmp_path, "model=llama3-8b", "hardware=2x24gib")
     total, each = re.search(r"([\d,]+) tokens/s in all \(([\d,]+) per GPU\)", capsys.readouterr().out).groups()

@@ -10,7 +10,7 @@ import pytest
 from tests.cli.launch import ROOT
 
 from qlora_fsdp import __version__
-from qlora_fsdp.__main__ import COMMANDS, commands, main
+from qlora_fsdp.__main__ import COMMANDS, main
 from qlora_fsdp.launch import run_accelerate
 
 if sys.version_info >= (3, 11):
@@ -38,12 +38,12 @@ def test_the_command_is_declared() -> None:
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == main(["--help"]) == 0
     page = capsys.readouterr().out
-    assert all(f"\n  {name} " in page for name in commands())
+    assert all(f"\n  {name} " in page for name in COMMANDS)
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"qlora-fsdp {__version__}\n"
 
 
-@pytest.mark.parametrize("name", [name for name in commands() if name != "doctor"])
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "doctor"])
 def test_every_command_has_a_help_page(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     try:
         assert main([name, "--help"]) == 0

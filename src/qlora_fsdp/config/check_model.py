@@ -56,7 +56,10 @@ def _model(config: Config) -> Iterator[Problem]:
 
 def _missing(config: Config, key: str, fix: str) -> Iterator[Problem]:
     path = value_of(config, key)
-    if is_local_path(path) and not Path(path).expanduser().exists():
+    if re.match(r"https?://", path):
+        name = "/".join(path.split("/")[3:5])
+        yield problem_with(config, key, "is an address.", f"Set {key}={name}, the name on the hub, or a folder.")
+    elif is_local_path(path) and not Path(path).expanduser().exists():
         yield problem_with(config, key, "does not exist.", fix)
 
 

@@ -18,6 +18,8 @@ from qlora_fsdp.common.errors import Problem
 from qlora_fsdp.config.command_line import conf_folder, default_options, group_options
 from qlora_fsdp.config.settings import SEVERAL_DATA_SETS, all_settings, nearest_settings, show, wrong_type
 
+MAX_LISTED = 20  # options of a group that a message names; of more, the nearest
+OTHER_NAMES = {"quant": {"4bit": "nf4", "int4": "nf4", "bnb-4bit": "nf4", "8bit": "int8", "bnb-8bit": "int8"}}
 SPECIAL, BACKSLASHED = r"([\\()\[\]{}:=, ])", r"\\\1"  # letters of keys that Hydra reads behind a backslash only
 
 
@@ -87,7 +89,9 @@ def escape(text: str) -> str:
 
 def did_you_mean(group: str, option: Any, options: Sequence[str]) -> str:
     """Returns the fix for an option that a group does not have."""
-    nearest = difflib.get_close_matches(str(option), options, n=1, cutoff=0.5)
+    typed = str(option).lower()
+    meant = OTHER_NAMES.get(group, {}).get(typed)
+    nearest = [meant] if meant else difflib.get_close_matches(typed, options, n=1, cutoff=0.5)
     return f"Did you mean {group}={nearest[0]}?" if nearest else f"Set {group} to one of these."
 
 
@@ -162,6 +166,8 @@ def _meant(word: str) -> str:
     folders = [conf_folder()]
     groups = [group for group in group_options("", folders) if word in group_options(group, folders)]
     meant = [f"{group}={word}" for group in groups] or [f"{key}=VALUE" for key in nearest_settings(word)]
+    if not groups and is_path("data", word, folders):
+        meant = [f"data={word}"]
     return f"Did you mean {' or '.join(meant[:2])}?" if meant else "See --help for examples."
 
 
@@ -184,4 +190,8 @@ def _check_option(group: str, option: Any, options: Sequence[str]) -> Problem | 
     fix = did_you_mean(group, option, options)
     if group in ("model", "data"):
         fix += f" For a path or a hub name set {group}.path={option}."
-    return Problem(show(group, option), f"is no option of {group}: it has {', '.join(options)}.", fix)
+    listed = f"it has {', '.join(options)}"
+    if len(options) > MAX_LISTED:
+        near = difflib.get_close_matches(str(option).lower(), options, n=6, cutoff=0.4)
+        listed = f"it has {', '.join(near)} and others (docs/configuration.md)" if near else "see docs/configuration.md"
+    return Problem(show(group, option), f"is no option of {group}: {listed}.", fix)

@@ -157,7 +157,7 @@ def _check(report: ReadReport, path: Paths, config: Config) -> None:
         where = name_setting(path, config.data)
         raise DataError(
             f"There is no usable row. {what}\nRepair the rows, or set {where}, data.columns"
-            + (" or task.labels." if _has_labels(config) else ", data.format or data.loss_on.")
+            + (" or task.labels." if _has_labels(config) else ", data.format, data.loss_on or training.max_length.")
         )
 
 

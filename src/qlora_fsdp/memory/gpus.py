@@ -131,7 +131,7 @@ def _nearest(text: str) -> list[str]:
     if size is not None:
         gib = float(size.group(1)) * {"m": 2**-10, "t": 2**10}.get(size.group(2)[0], 1)
         is_size = size.group(2)[0] in "gmt" and 1 <= gib <= MAX_GIB
-        return [f"{count}x{gib:g}gib"] if is_size else []
+        return [f"{max(1, int(count))}x{gib:g}gib"] if is_size else []
     known = [gpu for gpu in known_gpus() if name and (name in gpu or gpu in name)]
     known = known or difflib.get_close_matches(name, known_gpus(), n=3, cutoff=0.4)
     return [f"{max(1, int(count))}x{gpu}" for gpu in sorted(known, key=lambda gpu: gpu != name)[:3]]

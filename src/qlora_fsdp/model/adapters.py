@@ -29,6 +29,7 @@ from transformers import PreTrainedModel
 from qlora_fsdp.common.errors import AdapterError
 from qlora_fsdp.common.module_names import fits_pattern, is_target, limited_matching
 from qlora_fsdp.config.schema import LoraConfig, TaskName
+from qlora_fsdp.config.settings import show
 from qlora_fsdp.data.tokenizer import AddedTokens
 from qlora_fsdp.layers import QuantizedLayer, QuantizedLinear
 from qlora_fsdp.layers.lora import LoraLinear
@@ -93,6 +94,12 @@ def apply_adapters(
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
             wrapped = peft.get_peft_model(model, settings, autocast_adapter_dtype=False, low_cpu_mem_usage=True)
     except ValueError as error:
+        if str(error).startswith("Target module "):
+            asked = show("lora.target_modules", config.target_modules)
+            raise AdapterError(
+                f"{asked} fits a layer that is not linear: {str(error).partition(' is not supported')[0]}. "
+                f"Set lora.target_modules=all-linear, or some of {_linear_endings(model)}."
+            ) from error
         raise AdapterError(f"lora: PEFT refuses these settings: {error}") from error
     for name, module in wrapped.named_modules():
         name = name.removeprefix("base_model.model.")

