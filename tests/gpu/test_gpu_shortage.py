@@ -58,7 +58,7 @@ def test_snapshot_shows_what_was_asked_for_and_by_whom(starved: ForkedLaunch) ->
     assert f"Allocations are in {file}: open it at pytorch.org/memory_viz." in starved.output
     snapshot = pickle.loads(file.read_bytes())
     entries = [entry for trace in snapshot["device_traces"] for entry in trace]
-    (shortage,) = [entry for entry in entries if entry["action"] == "oom"]
+    *_, shortage = [entry for entry in entries if entry["action"] == "oom"]  # recording the step may have failed before
     files = {Path(frame["filename"]).name for frame in shortage["frames"]}
     assert "causal_lm.py" in files, files
     assert {"alloc", "free_completed"} <= {entry["action"] for entry in entries}
