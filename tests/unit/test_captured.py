@@ -52,6 +52,7 @@ def test_the_rest_of_the_starts_are_rows_without_tokens():
         ([], Policy.offload, "host memory"),
         (["task=sequence_classification", "task.labels=[a,b]"], Policy.none, "labels"),
         (["kernels.cross_entropy=liger"], Policy.none, "liger"),
+        (["training=padded"], Policy.none, "lengths differ"),
         (["lora.lora_dropout=0.1"], Policy.full, "random numbers"),
     ],
 )

@@ -28,6 +28,8 @@ def why_not_captured(config: Config, policies: Sequence[Policy], has_dropout: bo
         return "what comes from host memory can't be part of it"
     if config.task.name is not TaskName.causal_lm:
         return "numbers of labels differ between micro-batches"
+    if not config.training.packing:  # a graph for each length, the longest of which comes when memory is full
+        return "lengths differ between micro-batches (training.packing=false)"
     if config.kernels.cross_entropy is Kernel.liger:
         return "kernels.cross_entropy=liger asks the device"
     if has_dropout and any(policy.recomputes for policy in policies):

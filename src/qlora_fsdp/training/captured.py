@@ -4,9 +4,9 @@ A short step waits for Python: the host needs 0.2 s to queue the kernels of an 8
 in 0.07 s. A CUDA graph is recorded once and replayed with the same tensors at the same places, so Python is gone from
 the step. What this asks of a micro-batch:
 
-- Its tensors are copied into those that the graph was recorded with. Sequences have one shape. Packed rows are many or
-  few, so the starts of rows fill a tensor of fixed size, and the rest of it are rows of no tokens. Lengths and numbers
-  are rounded up, so that a few graphs do for all micro-batches (`Key`).
+- Its tensors are copied into those that the graph was recorded with. Packed sequences have one length, but many rows or
+  few. So the starts of rows fill a tensor of fixed size, and the rest of it are rows of no tokens. Numbers and lengths
+  of rows are rounded up, so that a few graphs do for all micro-batches (`Key`).
 - Gradients have their places before the first micro-batch, and every backward adds to them.
 - The divisor of the loss is a tensor, as it differs from step to step.
 - The forward must not ask the device anything. A model that does, or that gets no memory for its graph, is computed
@@ -49,7 +49,6 @@ from qlora_fsdp.training.passes import EagerPasses, Passes
 from qlora_fsdp.training.prepare import Prepared
 
 WARM_UP = 2  # steps that run kernel by kernel; in these, the host also checks the gradients
-MAX_GRAPHS = 8
 MIN_ROWS, MIN_LONGEST, STEP = 16, 128, 4  # rows and lengths are rounded up to these times a power of STEP
 SYNCHRONIZES = "called a synchronizing CUDA operation"  # torch's warning, under its sync debug mode
 NOT_RECORDED = "not recorded as a CUDA graph, its kernels are launched one by one"
@@ -159,7 +158,7 @@ class CapturedPasses:
             return self.eager.run(batch, is_last)
         if self.num_steps == WARM_UP:
             return self._run_watched(batch, is_last)
-        if self.reason is None and key not in self.graphs and len(self.graphs) < MAX_GRAPHS:
+        if self.reason is None and key not in self.graphs:
             graph = self._record(key, batch)
         if graph is not None:
             return graph.run(batch)
@@ -168,6 +167,8 @@ class CapturedPasses:
     def _agree(self) -> None:
         """Find out whether graphs can be recorded. If a rank can't, none does, so that all sum gradients alike."""
         missing = self._missing_bytes()
+        if self.reason is None and self.peaks.num_retries:
+            self.reason = "memory is short"
         if self.reason is None and missing > 0:
             self.reason = f"it would hold {missing / GIB:.1f} GiB too much beside what else a step needs"
         self.reason = self.processes.first_error(self.reason)
@@ -190,7 +191,7 @@ class CapturedPasses:
         return loss
 
     def _record(self, key: Key, batch: Batch) -> _Graph | None:
-        """Record the graph of a key; None if it can't be, and then no others are tried."""
+        """Record the graph of a key. If it can't be, give up the graphs that there are, and return None."""
         started = time.perf_counter()
         static = replace(batch.to(self.device), max_row_length=key.longest)
         if key.num_rows:
@@ -213,6 +214,8 @@ class CapturedPasses:
             if isinstance(self.eager.model, FSDPModule):
                 raise  # FSDP's hooks are in the middle of a layer, and can't begin anew
             torch.cuda.synchronize(self.device)
+            self.graphs.clear()  # kernels that are launched need the memory
+            torch.cuda.empty_cache()
             self.reason = str(error).partition("\n")[0]
             log.warning(f"Step: no CUDA graph could be recorded, its kernels are launched one by one: {self.reason}")
             return None

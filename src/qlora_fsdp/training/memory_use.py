@@ -68,6 +68,11 @@ class PhasePeaks:
             for peaks, key in ((self.allocated, "allocated_bytes"), (self.reserved, "reserved_bytes")):
                 peaks[self.now] = max(peaks.get(self.now, 0), int(stats[key]["all"]["peak"]))
 
+    @property
+    def num_retries(self) -> int:
+        """How often the allocator found room only after it had given back what it keeps."""
+        return self._num_retries
+
     def peak_gib(self, *phases: str) -> float | None:
         """The highest of these phases' peaks of `allocated`; None on a CPU."""
         found = [self.allocated[phase] for phase in phases if phase in self.allocated]
