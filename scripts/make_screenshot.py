@@ -11,7 +11,8 @@ from pathlib import Path
 
 WIDTH, LINE, LEFT, TOP = 7.8, 18, 16, 44  # of a letter, of a line, and the margins, in pixels
 COLORS = {"$ ": "#7ee787", "Fin": "#79c0ff", "Nex": "#79c0ff"}
-STYLE = "font: 13px ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; white-space: pre"
+STYLE = "font: 13px ui-monospace, SFMono-Regular, Menlo, Consolas, monospace"
+HARD_SPACE = "\N{NO-BREAK SPACE}"  # browsers draw several ordinary ones as one
 
 
 def draw(lines: list[str]) -> str:
@@ -23,14 +24,15 @@ def draw(lines: list[str]) -> str:
         for place, color in enumerate(("#ff5f56", "#ffbd2e", "#27c93f"))
     )
     texts = "\n".join(
-        f'<text x="{LEFT}" y="{TOP + 12 + LINE * row}" fill="{_color(line)}">{escape(line)}</text>'
+        f'<text x="{LEFT}" y="{TOP + 12 + LINE * row}" fill="{_color(line)}">'
+        f"{escape(line).replace(' ', HARD_SPACE)}</text>"
         for row, line in enumerate(lines)
         if line
     )
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">\n'
         f'<rect width="100%" height="100%" rx="8" fill="#0d1117"/>{buttons}\n'
-        f'<g style="{STYLE}" xml:space="preserve">\n{texts}\n</g>\n</svg>\n'
+        f'<g style="{STYLE}">\n{texts}\n</g>\n</svg>\n'
     )
 
 
