@@ -162,7 +162,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     exit_code = run_command(arguments, PreviewSettings, USAGE, preview, optional, takes_adapter=False)
     if exit_code == 0 and os.environ.get("RANK", "0") == "0":
         own = tuple(f"{field.name}=" for field in fields(PreviewSettings))
-        print(f"Next: qlora-fsdp train {shlex.join(text for text in arguments if not text.startswith(own))}")
+        typed = shlex.join(text for text in arguments if not text.startswith(own))
+        print(f"Next: qlora-fsdp train {printable(typed)}")
     return exit_code
 
 
