@@ -35,9 +35,11 @@ def submit_jobs(jobs: list[Job], sweep: Sweep) -> None:
         ConfigError: jobs of one script ask SLURM for different things.
         LaunchError: SLURM is not there, does not answer, or refuses the script.
     """
+    if not jobs:  # all have finished before
+        return
     _refuse_differences(jobs)
     _refuse_control_characters(jobs, sweep.folder, Path.cwd())
-    if jobs and jobs[0].config.launch.dry_run:
+    if jobs[0].config.launch.dry_run:
         print(render_script(jobs, sweep.folder, Path.cwd()))
         return
     queue = slurm_queue()
