@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
 
@@ -166,6 +166,34 @@ class Format:
             dtype,
         )
         return weight
+
+    def dequantize_rows(self, parts: Mapping[str, Tensor], out: Tensor, first_row: int) -> None:
+        """Write consecutive rows of a weight into `out`.
+
+        Args:
+            parts: the whole (gathered) parts of the weight.
+            out: [groups, rows, in_features], in the dtype wanted. Groups and rows may be strided, as when adapters have
+                columns or rows of their own between them.
+            first_row: the weight's row that becomes `out[0, 0]`.
+        """
+        if out.is_meta:
+            return
+        num_rows, in_features = out.shape[0] * out.shape[1], out.shape[2]
+        rows = slice(first_row, first_row + num_rows)
+        if self.is_4bit and out.is_cuda and _has_triton():
+            from qlora_fsdp.layers.kernels import triton_dequantize
+
+            books = code_book(self.quant_type, out.device), dynamic_map(out.device)
+            codes, scales = parts["codes"][rows], parts["scales"][rows]
+            nested = parts.get("nested_scales")
+            triton_dequantize.dequantize(codes, scales, nested, books, self.blocksize, out, first_row=first_row)
+            return
+        slices = {"codes": parts["codes"][rows], "scales": parts["scales"][rows]}
+        format = self
+        if self.double_quant:
+            absmax = self.dequantize_scales(parts, parts["codes"].shape[0], in_features)
+            slices["scales"], format = absmax[rows], replace(self, double_quant=False)
+        out.copy_(format.dequantize(slices, num_rows, in_features, out.dtype).view(out.shape))
 
     def dequantize_scales(self, parts: Mapping[str, Tensor], out_features: int, in_features: int) -> Tensor:
         """The scales of a 4-bit weight: float32 [out_features, in_features / blocksize]."""

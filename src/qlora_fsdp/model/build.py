@@ -36,6 +36,7 @@ from qlora_fsdp.model.swap_layers import (
     note_experts,
     swap_chosen_linears,
     swap_ends,
+    swap_experts,
     swap_stored_linears,
 )
 from qlora_fsdp.weights.assign import assign, map_keys, stored_formats
@@ -243,6 +244,7 @@ def _swap_layers(
         format = choose_format(quant)
         if format is not None:
             notes += swap_chosen_linears(model, format, quant, dtype, [*settings.keep, *head])
+            swap_experts(model, format, quant, dtype)
     if format is not None:
         notes += note_experts(model, format)
     if quant.embeddings is EmbeddingStorage.int8:

@@ -17,7 +17,8 @@ from qlora_fsdp.common.module_names import limited_matching
 from qlora_fsdp.common.text import plural, show_bytes, show_size
 from qlora_fsdp.config.check_model import int8_embeddings_problem
 from qlora_fsdp.config.schema import QuantConfig
-from qlora_fsdp.layers import Format, QuantizedEmbedding, QuantizedLinear, parse_storage
+from qlora_fsdp.layers import Format, QuantizedEmbedding, QuantizedExpertWeight, QuantizedLinear, parse_storage
+from qlora_fsdp.layers.experts import expert_weight_names
 from qlora_fsdp.model.count import dtype_name
 from qlora_fsdp.weights.safetensors_files import list_some
 
@@ -105,16 +106,42 @@ def swap_chosen_linears(
 
     _swap_linears(model, choose, dtype)
     if problems:
-        raise ConfigError(
-            [
-                Problem(
-                    f"quant.bnb_4bit_quant_type={format.quant_type}",
-                    f"can't quantize {len(problems)} layers, whose blocks would cross rows:\n{list_some(problems)}\n",
-                    "Set quant=int8, or add them to quant.llm_int8_skip_modules.",
-                )
-            ]
-        )
+        raise _cannot_quantize(format, problems)
     return notes
+
+
+def _cannot_quantize(format: Format, problems: Sequence[str]) -> ConfigError:
+    reason = f"can't quantize {len(problems)} layers, whose blocks would cross rows:\n{list_some(problems)}\n"
+    fix = "Set quant=int8, or add them to quant.llm_int8_skip_modules."
+    return ConfigError([Problem(f"quant.bnb_4bit_quant_type={format.quant_type}", reason, fix)])
+
+
+def swap_experts(model: PreTrainedModel, format: Format, quant: QuantConfig, dtype: torch.dtype) -> None:
+    """Swap the weights of fused experts, each of which is one tensor of three dimensions.
+
+    Args:
+        model: changed in place.
+        format: format of the swapped weights.
+        quant: names the modules that are left out.
+        dtype: dtype to which the weights are dequantized.
+
+    Raises:
+        ConfigError: weights can't be quantized because blocks would cross their rows; all are listed.
+    """
+    problems = []
+    for name, module in model.named_modules():
+        if not should_convert_module(name, list(quant.llm_int8_skip_modules or [])):
+            continue
+        for key in expert_weight_names(module):
+            weight = getattr(module, key)
+            reason = format.why_not(weight.shape[2])
+            if reason is not None:
+                problems.append(f"{name}.{key} {reason}")
+                continue
+            delattr(module, key)
+            setattr(module, key, QuantizedExpertWeight(tuple(weight.shape), format, dtype))
+    if problems:
+        raise _cannot_quantize(format, problems)
 
 
 def swap_ends(model: PreTrainedModel, storage: torch.dtype, dtype: torch.dtype, has_new_head: bool) -> None:

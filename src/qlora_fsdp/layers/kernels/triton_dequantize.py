@@ -32,6 +32,9 @@ def _dequantize_kernel(
     code_stride,
     scale_stride,
     out_stride,
+    first_row,
+    group_rows,
+    group_stride,
     BLOCKSIZE: tl.constexpr,
     NESTED: tl.constexpr,
     FACTOR: tl.constexpr,
@@ -41,7 +44,9 @@ def _dequantize_kernel(
     """Dequantize a tile of ROWS x BLOCKS blocks.
 
     `factors` multiply the values: one factor per row (FACTOR "row"), or one per block of columns (FACTOR "column"), in
-    which case the tile is stored transposed. With FACTOR "" there are none.
+    which case the tile is stored transposed. With FACTOR "" there are none. Scales that are quantized themselves are
+    counted from the weight's first row, and codes begin at its row `first_row`. Rows are stored in groups of
+    `group_rows`, whose distance is `group_stride`.
     """
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     blocks = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
@@ -49,7 +54,7 @@ def _dequantize_kernel(
     is_both = is_row[:, None] & is_block[None, :]
     if NESTED:
         code = tl.load(scales + rows[:, None] * scale_stride + blocks[None, :], mask=is_both, other=0).to(tl.int32)
-        flat = rows[:, None] * num_blocks + blocks[None, :]
+        flat = (rows[:, None] + first_row) * num_blocks + blocks[None, :]
         absmax = tl.load(scale_book + code) * tl.load(nested + flat // 256, mask=is_both, other=0.0)
         absmax += tl.load(nested + num_groups)
     else:
@@ -69,8 +74,8 @@ def _dequantize_kernel(
         targets = out + columns[:, None].to(tl.int64) * out_stride + rows[None, :]
         tl.store(targets, tl.trans(values), mask=is_column[:, None] & is_row[None, :])
     else:
-        targets = out + rows[:, None] * out_stride + columns[None, :]
-        tl.store(targets, values, mask=is_row[:, None] & is_column[None, :])
+        offsets_of_rows = (rows // group_rows) * group_stride + (rows % group_rows) * out_stride
+        tl.store(out + offsets_of_rows[:, None] + columns[None, :], values, mask=is_row[:, None] & is_column[None, :])
 
 
 @triton.jit
@@ -99,22 +104,25 @@ def dequantize(
     out: Tensor,
     factors: Tensor | None = None,
     axis: Literal["", "row", "column"] = "",
+    first_row: int = 0,
 ) -> Tensor:
-    """Fill `out` with a 4-bit weight, or with the weight times `factors`. Returns `out`.
+    """Fill `out` with rows of a 4-bit weight, or with the rows times `factors`. Returns `out`.
 
     Args:
-        codes: two codes per byte, in any dtype [out_features, units].
-        scales: float32 [out_features, blocks], or quantized to bytes, in any dtype, if there is `nested`.
+        codes: two codes per byte, in any dtype [rows, units].
+        scales: float32 [rows, blocks], or quantized to bytes, in any dtype, if there is `nested`.
         nested: scales of the second quantization and its mean, float32 [groups + 1]; None without double quantization.
         books: the values of codes, float32 [16], and of quantized scales, float32 [256].
         blocksize: consecutive weights of a row that share a scale.
-        out: in the dtype wanted, [out_features, in_features], or for axis "column" transposed. Rows may be strided.
-        factors: float32 [out_features] for axis "row", [blocks] for axis "column"; None for axis "".
+        out: in the dtype wanted, [rows, in_features], or for axis "column" transposed, or [groups, rows of a group,
+            in_features]. Rows and groups may be strided.
+        factors: float32 [rows] for axis "row", [blocks] for axis "column"; None for axis "".
         axis: what there is one factor for.
+        first_row: the row of the whole weight that comes first in `codes`, because `nested` is counted from its start.
     """
     assert NESTED_BLOCKSIZE == 256
     book, scale_book = books
-    num_rows, num_columns = out.shape[::-1] if axis == "column" else out.shape
+    num_rows, num_columns = out.shape[::-1] if axis == "column" else (out.shape[:-1].numel(), out.shape[-1])
     num_blocks = num_columns // blocksize
     code_bytes = codes.view(torch.uint8)
     scale_units = scales if nested is None else scales.view(torch.uint8)
@@ -133,7 +141,10 @@ def dequantize(
         0 if nested is None else nested.shape[0] - 1,
         code_bytes.stride(0),
         scale_units.stride(0),
-        out.stride(0),
+        out.stride(-2),
+        first_row,
+        out.shape[-2] if out.ndim == 3 else num_rows,
+        out.stride(0) if out.ndim == 3 else 0,
         BLOCKSIZE=blocksize,
         NESTED=nested is not None,
         FACTOR=axis,
