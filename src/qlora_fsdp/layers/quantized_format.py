@@ -150,7 +150,7 @@ class Format:
             rows = self.unpack(codes, in_features).view(torch.int8)
             out = torch.empty(rows.shape, dtype=dtype, device=rows.device)
             return torch.mul(rows, (scales * INT8_DEQUANT_FACTOR).unsqueeze(1), out=out)  # in fp32, rounded once
-        if codes.is_cuda and _has_triton():
+        if codes.is_cuda and has_triton():
             from qlora_fsdp.layers.kernels import triton_dequantize
 
             out = torch.empty(out_features, in_features, dtype=dtype, device=codes.device)
@@ -180,7 +180,7 @@ class Format:
             return
         num_rows, in_features = out.shape[0] * out.shape[1], out.shape[2]
         rows = slice(first_row, first_row + num_rows)
-        if self.is_4bit and out.is_cuda and _has_triton():
+        if self.is_4bit and out.is_cuda and has_triton():
             from qlora_fsdp.layers.kernels import triton_dequantize
 
             books = code_book(self.quant_type, out.device), dynamic_map(out.device)
@@ -211,7 +211,8 @@ class Format:
 
 
 @cache
-def _has_triton() -> bool:
+def has_triton() -> bool:
+    """Whether Triton is installed, so that a GPU's kernels are ours."""
     return find_spec("triton") is not None
 
 

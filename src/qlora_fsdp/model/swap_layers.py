@@ -110,7 +110,7 @@ def swap_chosen_linears(
     return notes
 
 
-def _cannot_quantize(format: Format, problems: Sequence[str]) -> ConfigError:
+def _cannot_quantize(format: Format, problems: list[str]) -> ConfigError:
     reason = f"can't quantize {len(problems)} layers, whose blocks would cross rows:\n{list_some(problems)}\n"
     fix = "Set quant=int8, or add them to quant.llm_int8_skip_modules."
     return ConfigError([Problem(f"quant.bnb_4bit_quant_type={format.quant_type}", reason, fix)])
