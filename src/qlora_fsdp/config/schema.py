@@ -272,6 +272,8 @@ class LoraConfig:
     lora_dropout: float = field(default=0.0, metadata=bounds(at_least=0, below=1))
     # The linear layers to adapt: a list of names or of ends of names; a regular expression; or `all-linear`.
     target_modules: Any = "all-linear"
+    # Whether target_modules mean the experts of a mixture of experts too, each of which then gets its own adapter.
+    experts: bool = True
     # Names, or ends of names, of layers that target_modules should not match.
     exclude_modules: list[str] | None = None
     # Modules that are trained in full and saved with the adapter, e.g. a classification head.

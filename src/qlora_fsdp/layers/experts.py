@@ -70,7 +70,8 @@ class ExpertAdapter(NamedTuple):
         """Both matrices in `dtype`, their rank filled up with zeros to a multiple of 8."""
         a, b = self.lora_a.weight, self.lora_b.weight
         a_ERI = a.view(num_experts, -1, a.shape[1]).to(dtype)
-        b_EOR = (b.view(b.shape[0], -1, num_experts).permute(2, 0, 1) * self.scaling).to(dtype)
+        b_EOR = b.new_empty(num_experts, b.shape[0], a_ERI.shape[1], dtype=dtype)
+        torch.mul(b.view(b.shape[0], -1, num_experts).permute(2, 0, 1), self.scaling, out=b_EOR)
         padding = -a_ERI.shape[1] % RANK_MULTIPLE
         if padding:
             a_ERI, b_EOR = F.pad(a_ERI, (0, 0, 0, padding)), F.pad(b_EOR, (0, padding))

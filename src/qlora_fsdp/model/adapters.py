@@ -7,35 +7,36 @@ small matrix from the same seed and keeps its own rows, so that the values do no
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 import warnings
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, cast
 
 import peft
 import torch
+from accelerate import init_empty_weights
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.dora import DoraLinearLayer
 from peft.utils import ModulesToSaveWrapper
-from peft.utils.constants import DUMMY_TARGET_MODULES
 from peft.utils.other import TrainableTokensWrapper
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from qlora_fsdp.common.errors import AdapterError
-from qlora_fsdp.common.module_names import fits_pattern, is_target, limited_matching
+from qlora_fsdp.common.module_names import fits_pattern
 from qlora_fsdp.config.schema import LoraConfig, TaskName
 from qlora_fsdp.config.settings import show
 from qlora_fsdp.data.tokenizer import AddedTokens
 from qlora_fsdp.layers import QuantizedLayer, QuantizedLinear
+from qlora_fsdp.layers.expert_lora import ExpertLora
 from qlora_fsdp.layers.lora import LoraLinear
 from qlora_fsdp.layers.token_rows import ADAPTER as ADAPTER
+from qlora_fsdp.model.experts import has_experts
 from qlora_fsdp.model.new_tokens import fill_copy, grow_copy, initialize_rows, token_rows, use_token_rows
-from qlora_fsdp.model.parts import find_decoder
+from qlora_fsdp.model.targets import Targets, find_targets, linear_endings
 from qlora_fsdp.runtime.rows import gather_rows, local_rows, local_tensor, shard_group
 
 _WRAPPERS = re.compile(
@@ -67,15 +68,16 @@ def apply_adapters(
         AdapterError: a name in target_modules, exclude_modules, modules_to_save or a pattern fits no layer (similar
             names are listed), or PEFT refuses the settings.
     """
-    _check_names(model, config)
+    targets = find_targets(model, config)
+    _check_by_parameter(config, targets)
     settings = peft.LoraConfig(
         r=config.r,
         lora_alpha=config.lora_alpha,  # type: ignore[arg-type]  # PEFT takes fractions too
         lora_dropout=config.lora_dropout,
         use_rslora=config.use_rslora,
         use_dora=config.use_dora,
-        target_modules=_targets(model, config),
-        exclude_modules=config.exclude_modules,
+        target_modules=targets.target_modules,
+        exclude_modules=None if has_experts(model) else config.exclude_modules,
         modules_to_save=config.modules_to_save,
         rank_pattern=dict(config.rank_pattern),
         alpha_pattern=dict(config.alpha_pattern),
@@ -86,7 +88,7 @@ def apply_adapters(
     settings._register_custom_module({nn.Linear: LoraLinear})
     fix = "Take it out, or train it in full with lora.modules_to_save."
     if config.target_modules == "all-linear":  # for PEFT these include experts, routers and GPT-2's Conv1D
-        fix = f"Set lora.target_modules to a list of linear layers; here are {_linear_endings(model)}."
+        fix = f"Set lora.target_modules to a list of linear layers; here are {linear_endings(model)}."
     tables = [model.get_input_embeddings(), model.get_output_embeddings()]  # before PEFT wraps them
     try:
         with warnings.catch_warnings():
@@ -98,12 +100,13 @@ def apply_adapters(
             asked = show("lora.target_modules", config.target_modules)
             raise AdapterError(
                 f"{asked} fits a layer that is not linear: {str(error).partition(' is not supported')[0]}. "
-                f"Set lora.target_modules=all-linear, or some of {_linear_endings(model)}."
+                f"Set lora.target_modules=all-linear, or some of {linear_endings(model)}."
             ) from error
         raise AdapterError(f"lora: PEFT refuses these settings: {error}") from error
+    _adapt_by_parameter(model, targets, settings)
     for name, module in wrapped.named_modules():
         name = name.removeprefix("base_model.model.")
-        if isinstance(module, LoraLayer) and not isinstance(module, LoraLinear):
+        if isinstance(module, LoraLayer) and not isinstance(module, (LoraLinear, ExpertLora)):
             raise AdapterError(
                 f"lora.target_modules: {name} is no linear layer ({type(module.get_base_layer()).__name__}). {fix}"
             )
@@ -114,9 +117,69 @@ def apply_adapters(
             _train_in_fp32(module.modules_to_save[ADAPTER], model.dtype)
         if isinstance(module, TrainableTokensWrapper):
             use_token_rows(module)
-        if isinstance(module, (LoraLinear, DoraLinearLayer)):
+        if isinstance(module, (LoraLinear, ExpertLora, DoraLinearLayer)):
             _to_fp32(module)
     return wrapped
+
+
+def _check_by_parameter(config: LoraConfig, targets: Targets) -> None:
+    """Refuse what PEFT can't load for adapters that it finds by `target_parameters`.
+
+    Raises:
+        AdapterError: dropout, DoRA or an orthogonal start are asked for.
+    """
+    if not targets.by_parameter:
+        return
+    where = targets.experts[0].name if targets.experts else targets.linears[0]
+    for key, plain in (("lora_dropout", 0.0), ("use_dora", False)):
+        value = getattr(config, key)
+        if value != plain:
+            raise AdapterError(
+                f"{show(f'lora.{key}', value)}: PEFT has none for {where}, whose adapter it finds by its parameter. "
+                f"Set {show(f'lora.{key}', plain)}, or lora.target_modules to other layers, such as [q_proj,v_proj]."
+            )
+    if targets.experts and config.init_lora_weights == "orthogonal":
+        raise AdapterError(
+            f"lora.init_lora_weights=orthogonal is for one matrix, and {where} has one for each expert. Set "
+            "lora.init_lora_weights=true, or lora.experts=false."
+        )
+
+
+def _adapt_by_parameter(model: PreTrainedModel, targets: Targets, settings: peft.LoraConfig) -> None:
+    """Put adapters on the layers that PEFT is not to find by their modules' names.
+
+    Args:
+        model: with the adapters that PEFT has found; changed in place.
+        targets: what gets an adapter.
+        settings: PEFT's settings, which will be saved with the adapter; changed in place, so that PEFT finds the rest.
+    """
+    if not targets.by_parameter:
+        return
+    with init_empty_weights():
+        for name in targets.linears:
+            rank, alpha = _rank_and_alpha(settings, name)
+            layer = LoraLinear(model.get_submodule(name), ADAPTER, settings, r=rank, lora_alpha=alpha)
+            model.set_submodule(name, layer)
+        for place in targets.experts:
+            rank, alpha = _rank_and_alpha(settings, place.name)
+            experts = model.get_submodule(place.module)
+            wrapper = ExpertLora(experts, ADAPTER, place.key, settings, r=rank, lora_alpha=alpha)
+            model.set_submodule(place.module, wrapper)
+    settings.target_parameters = targets.target_parameters
+    # PEFT will look for a layer's rank under the name of its parameter.
+    for patterns in (_patterns(settings, "rank_pattern"), _patterns(settings, "alpha_pattern")):
+        patterns.update({rf"{pattern}\.weight": value for pattern, value in patterns.items() if targets.linears})
+
+
+def _rank_and_alpha(settings: peft.LoraConfig, name: str) -> tuple[int, int]:
+    """The rank and alpha that PEFT's patterns give a layer."""
+    ranks, alphas = _patterns(settings, "rank_pattern"), _patterns(settings, "alpha_pattern")
+    rank = next((rank for pattern, rank in ranks.items() if fits_pattern(name, pattern)), settings.r)
+    return rank, next((alpha for pattern, alpha in alphas.items() if fits_pattern(name, pattern)), settings.lora_alpha)
+
+
+def _patterns(settings: peft.LoraConfig, name: str) -> dict[str, int]:
+    return cast(dict[str, int], getattr(settings, name))
 
 
 def _check_can_be_trained(name: str, module: ModulesToSaveWrapper) -> None:
@@ -125,19 +188,6 @@ def _check_can_be_trained(name: str, module: ModulesToSaveWrapper) -> None:
             f"lora.modules_to_save: {name} is quantized in the checkpoint, and codes can't be trained. "
             "Take it out, or set model.path to the model in full precision."
         )
-
-
-def _targets(model: PreTrainedModel, config: LoraConfig) -> Any:
-    """`target_modules` as PEFT is to see it.
-
-    For a multimodal model "all-linear" is limited to the text decoder: the towers have layers of the same names.
-    """
-    found = find_decoder(model)
-    if found is None or config.target_modules != "all-linear":
-        return config.target_modules
-    name, decoder = found
-    endings = sorted({n.rsplit(".", 1)[-1] for n, module in decoder.named_modules() if isinstance(module, nn.Linear)})
-    return rf"{re.escape(name)}\..*\.({'|'.join(endings)})"
 
 
 def base_linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
@@ -153,47 +203,6 @@ def base_linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
 def trainable_names(model: nn.Module) -> list[str]:
     """Names of the parameters that require gradients."""
     return [name for name, param in model.named_parameters() if param.requires_grad]
-
-
-def _check_names(model: nn.Module, config: LoraConfig) -> None:
-    names = [name for name, module in model.named_modules() if name]
-    for key in ("target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"):
-        with limited_matching(f"lora.{key}"):  # every name once, because PEFT matches every name
-            wanted = getattr(config, key)
-            for name in names if isinstance(wanted, str) else ():
-                is_target(name, wanted)
-            for pattern in wanted if isinstance(wanted, Mapping) else ():
-                for name in names:
-                    fits_pattern(name, pattern)
-    endings = {name.rsplit(".", 1)[-1] for name in names}
-    problems = []
-    for key in ("target_modules", "exclude_modules", "modules_to_save"):
-        wanted = getattr(config, key)
-        if wanted in (None, "all-linear", DUMMY_TARGET_MODULES):
-            continue
-        if isinstance(wanted, str):
-            if not any(is_target(name, wanted) for name in names):
-                problems.append(
-                    f"lora.{key}={wanted} is a regular expression that fits no module of {type(model).__name__}. "
-                    "Set a list of names, or correct it: it must match a module's whole name."
-                )
-            continue
-        for target in wanted:
-            if not any(is_target(name, [target]) for name in names):
-                close = difflib.get_close_matches(target, sorted(endings), n=3, cutoff=0.5)
-                hint = f"Close: {', '.join(close)}." if close else f"Its linear layers: {_linear_endings(model)}."
-                problems.append(f"lora.{key}: {target} fits no module of {type(model).__name__}. {hint}")
-    for key in ("rank_pattern", "alpha_pattern"):  # PEFT would warn, and use r and lora_alpha
-        for pattern in getattr(config, key):
-            if not any(fits_pattern(name, pattern) for name in names):
-                fix = "Correct it, or leave it out."
-                problems.append(f"lora.{key}: {pattern} fits no module of {type(model).__name__}. {fix}")
-    if problems:
-        raise AdapterError("\n".join(problems))
-
-
-def _linear_endings(model: nn.Module) -> str:
-    return ", ".join(sorted({n.rsplit(".", 1)[-1] for n, m in model.named_modules() if isinstance(m, nn.Linear)}))
 
 
 def _to_fp32(module: nn.Module) -> None:
@@ -257,7 +266,7 @@ def initialize_adapters(
             lora_a = cast(nn.Linear, module.lora_A[ADAPTER]).weight
             lora_b = cast(nn.Linear, module.lora_B[ADAPTER]).weight
             generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
-            values_a, values_b = _draw(init_lora_weights, lora_a.shape, lora_b.shape, generator)
+            values_a, values_b = _draw(init_lora_weights, lora_a.shape, lora_b.shape, module.r[ADAPTER], generator)
             for weight, values in ((lora_a, values_a), (lora_b, values_b)):
                 first, last = local_rows(weight)
                 local_tensor(weight).copy_(values[first:last])
@@ -268,10 +277,13 @@ def initialize_adapters(
 
 
 def _draw(
-    init: bool | str, shape_a: torch.Size, shape_b: torch.Size, generator: torch.Generator
+    init: bool | str, shape_a: torch.Size, shape_b: torch.Size, rank: int, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """A [r, in] and B [out, r] in float32, drawn as PEFT draws them for the same `init_lora_weights`."""
-    rank, in_features = shape_a
+    """A [r, in] and B [out, r] in float32, drawn as PEFT draws them for the same `init_lora_weights`.
+
+    Adapters of fused experts have their matrices in one: A [E r, in] and B [out, r E].
+    """
+    in_features = shape_a[1]
     values_a, values_b = torch.empty(shape_a), torch.zeros(shape_b)
     if init is True:
         bound = math.sqrt(1 / in_features)  # kaiming_uniform_(a=sqrt(5))

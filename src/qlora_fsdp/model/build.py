@@ -29,6 +29,7 @@ from qlora_fsdp.common.errors import CheckpointError
 from qlora_fsdp.common.families import MULTIMODAL_FAMILIES
 from qlora_fsdp.config.schema import EmbeddingStorage, QuantConfig, TaskConfig, TaskName
 from qlora_fsdp.layers import Format, parse_storage
+from qlora_fsdp.layers.experts import EXPERTS_IMPLEMENTATION
 from qlora_fsdp.model.find import ModelFiles
 from qlora_fsdp.model.parts import describe_task, find_decoder, find_head, find_new, is_outside_backbone
 from qlora_fsdp.model.swap_layers import (
@@ -172,6 +173,7 @@ def _make_on_meta(config: PretrainedConfig, files: ModelFiles, settings: BuildSe
                 config,
                 dtype=settings.dtype,
                 attn_implementation=settings.attn_implementation,
+                experts_implementation=EXPERTS_IMPLEMENTATION,
                 trust_remote_code=settings.trust_remote_code,
             )
     except Exception as error:  # no such class or attention; or a config whose values contradict the class's code

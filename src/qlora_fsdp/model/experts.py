@@ -1,0 +1,57 @@
+"""Find the experts of a model and the routers that choose among them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from torch import nn
+
+from qlora_fsdp.layers.experts import expert_weight_names
+
+# Names that a weight of fused experts had in earlier versions of the models, as linear layers of each expert. Model
+# files and settings still use them.
+FORMER_NAMES = {"gate_up_proj": ("gate_proj", "up_proj", "w1", "w3"), "down_proj": ("w2",), "up_proj": ("w1",)}
+
+
+class ExpertWeightPlace(NamedTuple):
+    """Where a weight of fused experts is: the name of its module, and its own name there."""
+
+    module: str
+    key: str
+
+    @property
+    def name(self) -> str:
+        """The weight's full name."""
+        return f"{self.module}.{self.key}"
+
+    def former_names(self) -> list[str]:
+        """Full names that the weight's parts had as linear layers."""
+        return [f"{self.module}.{name}" for name in FORMER_NAMES[self.key]]
+
+
+def expert_weights(model: nn.Module) -> Iterator[ExpertWeightPlace]:
+    """All weights of fused experts, in the order of the model's modules."""
+    for name, module in model.named_modules():
+        for key in expert_weight_names(module):
+            yield ExpertWeightPlace(name, key)
+
+
+def has_experts(model: nn.Module) -> bool:
+    """Whether the model has fused experts."""
+    return next(expert_weights(model), None) is not None
+
+
+def find_routers(model: nn.Module) -> set[str]:
+    """Names of the modules that score experts: beside fused experts, with a matrix of one row for each of them."""
+    modules = dict(model.named_modules())
+    routers = set()
+    for place in expert_weights(model):
+        num_experts = getattr(modules[place.module], place.key).shape[0]
+        block = place.module.rpartition(".")[0]
+        for name, module in modules[block].named_modules(prefix=block):
+            weight = module._parameters.get("weight")
+            is_inside = name == place.module or name.startswith(f"{place.module}.")
+            if weight is not None and weight.ndim == 2 and weight.shape[0] == num_experts and not is_inside:
+                routers.add(name)
+    return routers

@@ -1,0 +1,204 @@
+"""Find what gets an adapter: linear layers, and the weights of fused experts.
+
+A model without experts is left to PEFT, which finds the layers that `lora.target_modules` name. With experts this
+module finds them. PEFT takes names such as `gate_proj` for what experts were called before transformers fused them, and
+replaces them in the settings (`_convert_peft_config_moe`), even where a model has other layers of these names; and it
+would adapt the router. So PEFT gets such layers by the names of their parameters, in `target_parameters`, which it
+leaves alone.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from peft.tuners.tuners_utils import _find_minimal_target_modules
+from peft.utils import transformers_weight_conversion as peft_conversion
+from peft.utils.constants import DUMMY_TARGET_MODULES
+from torch import nn
+from transformers import PreTrainedModel
+
+from qlora_fsdp.common.errors import AdapterError
+from qlora_fsdp.common.module_names import fits_pattern, is_target, limited_matching
+from qlora_fsdp.config.schema import LoraConfig
+from qlora_fsdp.model.experts import ExpertWeightPlace, expert_weights, find_routers
+from qlora_fsdp.model.parts import find_decoder
+
+WITHOUT_EXPERTS = "or set lora.experts=false"
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What gets an adapter.
+
+    Attributes:
+        target_modules: the linear layers that PEFT finds by their names: PEFT's setting of this name.
+        linears: full names of linear layers that PEFT would take for experts.
+        experts: weights of fused experts.
+        target_parameters: `linears` and `experts` as PEFT names them when it loads the adapter.
+    """
+
+    target_modules: Any
+    linears: list[str] = field(default_factory=list)
+    experts: list[ExpertWeightPlace] = field(default_factory=list)
+    target_parameters: list[str] = field(default_factory=list)
+
+    @property
+    def by_parameter(self) -> bool:
+        """Whether PEFT loads some of the adapters through `target_parameters`."""
+        return bool(self.linears or self.experts)
+
+
+def find_targets(model: PreTrainedModel, config: LoraConfig) -> Targets:
+    """What the settings adapt in a model without adapters.
+
+    Raises:
+        AdapterError: a name in the settings fits nothing (similar names are listed), or fits a router or another
+            module that can't have an adapter.
+    """
+    places = list(expert_weights(model))
+    _check_names(model, config, places)
+    if not places or config.target_modules == DUMMY_TARGET_MODULES:
+        return Targets(_targets_of_peft(model, config))
+    modules = dict(model.named_modules())
+    decoder = find_decoder(model)
+    prefix = "" if decoder is None else f"{decoder[0]}."
+    routers = find_routers(model)
+    is_named = _named_by(model, config, prefix)
+    refused = sorted(name for name in routers if config.target_modules != "all-linear" and is_named(name))
+    if refused:
+        raise AdapterError(
+            f"lora.target_modules: {refused[0]} is a router ({type(modules[refused[0]]).__name__}). Routers stay as "
+            "they are, in full precision. Take it out."
+        )
+    experts = [place for place in places if config.experts and _is_expert_named(place, is_named)]
+    inside = tuple(f"{place.module}." for place in places)
+    named = [n for n in modules if is_named(n) and n not in routers and not f"{n}.".startswith(inside)]
+    linears = [name for name in named if isinstance(modules[name], nn.Linear)]
+    others = [name for name in named if not isinstance(modules[name], nn.Linear)]
+    if others:
+        raise AdapterError(
+            f"lora.target_modules: {others[0]} is no linear layer ({type(modules[others[0]]).__name__}). "
+            f"Set lora.target_modules=all-linear, or some of {linear_endings(model)}."
+        )
+    former = _remapped_names(model)
+    taken = [name for name in linears if name.rpartition(".")[2] in former]
+    rest = [name for name in linears if name not in set(taken)]
+    return Targets(
+        _shortest(rest, modules) if rest else DUMMY_TARGET_MODULES,
+        taken,
+        experts,
+        [f"{name}.weight" for name in _shortest(taken, modules)]
+        + _shortest([place.name for place in experts], [place.name for place in places]),
+    )
+
+
+def linear_endings(model: nn.Module) -> str:
+    """The last parts of the names of all linear layers, for messages."""
+    return ", ".join(sorted({n.rsplit(".", 1)[-1] for n, m in model.named_modules() if isinstance(m, nn.Linear)}))
+
+
+def _named_by(model: PreTrainedModel, config: LoraConfig, prefix: str) -> Callable[[str], bool]:
+    """Whether the settings name a module or weight, by its full name."""
+    head = model.get_output_embeddings()
+    heads = {name for name, module in model.named_modules() if module is head}
+    linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)} - heads
+    weights = {name for place in expert_weights(model) for name in (place.name, *place.former_names())}
+
+    def is_named(name: str) -> bool:
+        if config.exclude_modules is not None and is_target(name, config.exclude_modules):
+            return False
+        if config.target_modules == "all-linear":
+            return name.startswith(prefix) and (name in linears or name in weights)
+        return is_target(name, config.target_modules)
+
+    return is_named
+
+
+def _is_expert_named(place: ExpertWeightPlace, is_named: Callable[[str], bool]) -> bool:
+    """Whether the settings name a weight of fused experts: by its name, its module's, or those of its former parts.
+
+    Raises:
+        AdapterError: they name the gate's part of a weight but not the other, or the other way round.
+    """
+    if is_named(place.name) or is_named(place.module):
+        return True
+    parts = [name for name in place.former_names() if is_named(name)]
+    if len(parts) == 1 and place.key == "gate_up_proj":
+        found = parts[0].rpartition(".")[2]
+        other = {"gate_proj": "up_proj", "up_proj": "gate_proj", "w1": "w3", "w3": "w1"}[found]
+        raise AdapterError(
+            f"lora.target_modules: {found} without {other} fits experts whose two are one weight, {place.name}. "
+            f"Name both, {WITHOUT_EXPERTS}."
+        )
+    return bool(parts)
+
+
+def _remapped_names(model: PreTrainedModel) -> set[str]:
+    """Names of layers that PEFT replaces by those of fused experts, for this model."""
+    patterns: dict[str, str] = vars(peft_conversion)["_MODEL_TO_CONVERSION_PATTERN"]
+    return set(peft_conversion._MOE_TARGET_MODULE_MAPPING.get(patterns.get(str(model.config.model_type), ""), {}))
+
+
+def _shortest(names: Sequence[str], all_names: Iterable[str]) -> list[str]:
+    """The fewest ends of names that name these and no others."""
+    if not names:
+        return []
+    others = [name for name in all_names if name not in set(names) and name]
+    return sorted(_find_minimal_target_modules(list(names), others))
+
+
+def _targets_of_peft(model: PreTrainedModel, config: LoraConfig) -> Any:
+    """`target_modules` as PEFT is to see it.
+
+    For a multimodal model "all-linear" is limited to the text decoder: the towers have layers of the same names.
+    """
+    found = find_decoder(model)
+    if found is None or config.target_modules != "all-linear":
+        return config.target_modules
+    name, decoder = found
+    endings = sorted({n.rsplit(".", 1)[-1] for n, module in decoder.named_modules() if isinstance(module, nn.Linear)})
+    return rf"{re.escape(name)}\..*\.({'|'.join(endings)})"
+
+
+def _check_names(model: nn.Module, config: LoraConfig, places: Sequence[ExpertWeightPlace]) -> None:
+    names = [name for name, module in model.named_modules() if name]
+    names += [name for place in places for name in (place.name, *place.former_names())]
+    for key in ("target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"):
+        with limited_matching(f"lora.{key}"):  # every name once, because PEFT matches every name
+            wanted = getattr(config, key)
+            for name in names if isinstance(wanted, str) else ():
+                is_target(name, wanted)
+            for pattern in wanted if isinstance(wanted, Mapping) else ():
+                for name in names:
+                    fits_pattern(name, pattern)
+    problems = list(_names_that_fit_nothing(model, config, names))
+    if problems:
+        raise AdapterError("\n".join(problems))
+
+
+def _names_that_fit_nothing(model: nn.Module, config: LoraConfig, names: Sequence[str]) -> Iterator[str]:
+    endings = {name.rsplit(".", 1)[-1] for name in names}
+    for key in ("target_modules", "exclude_modules", "modules_to_save"):
+        wanted = getattr(config, key)
+        if wanted in (None, "all-linear", DUMMY_TARGET_MODULES):
+            continue
+        if isinstance(wanted, str):
+            if not any(is_target(name, wanted) for name in names):
+                yield (
+                    f"lora.{key}={wanted} is a regular expression that fits no module of {type(model).__name__}. "
+                    "Set a list of names, or correct it: it must match a module's whole name."
+                )
+            continue
+        for target in wanted:
+            if not any(is_target(name, [target]) for name in names):
+                close = difflib.get_close_matches(target, sorted(endings), n=3, cutoff=0.5)
+                hint = f"Close: {', '.join(close)}." if close else f"Its linear layers: {linear_endings(model)}."
+                yield f"lora.{key}: {target} fits no module of {type(model).__name__}. {hint}"
+    for key in ("rank_pattern", "alpha_pattern"):  # PEFT would warn, and use r and lora_alpha
+        for pattern in getattr(config, key):
+            if not any(fits_pattern(name, pattern) for name in names):
+                yield f"lora.{key}: {pattern} fits no module of {type(model).__name__}. Correct it, or leave it out."
