@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from bitsandbytes import cextension
+from transformers import LlamaConfig
 
 from qlora_fsdp.common.errors import ConfigError, DeviceError
 from qlora_fsdp.config.compose import load_config
@@ -104,5 +105,5 @@ def test_liger_needs_triton(monkeypatch):
     monkeypatch.setattr(liger, "find_spec", lambda name: None if name == "triton" else object())
     config = settings("kernels.rms_norm=liger").kernels
     with pytest.raises(ConfigError, match=r"kernels\.rms_norm=liger can't be used: Triton is not installed"):
-        liger.use_fused_kernels(config, "llama", GPU)
-    assert liger.use_fused_kernels(settings().kernels, "llama", GPU) == []
+        liger.use_fused_kernels(config, LlamaConfig(), GPU)
+    assert liger.use_fused_kernels(settings().kernels, LlamaConfig(), GPU) == []

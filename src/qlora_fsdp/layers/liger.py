@@ -7,6 +7,7 @@ import logging
 from importlib.util import find_spec
 
 import torch
+from transformers import PretrainedConfig
 
 from qlora_fsdp.common.errors import ConfigError, Problem
 from qlora_fsdp.config.schema import Kernel, KernelsConfig
@@ -21,14 +22,14 @@ LIGER_NAMES = {
 OURS = {"cross_entropy", "fused_linear_cross_entropy"}  # `head_loss.py` calls the loss, so no model is patched for it
 
 
-def use_fused_kernels(config: KernelsConfig, model_type: str, device: torch.device) -> list[str]:
+def use_fused_kernels(config: KernelsConfig, model: PretrainedConfig, device: torch.device) -> list[str]:
     """Patch transformers' classes of a family with Liger's kernels, by Liger's own function for the family.
 
     This changes models that are built afterwards.
 
     Args:
         config: a choice for each kernel; `auto` takes Liger's where it is available, but for the loss.
-        model_type: of the model's config.
+        model: the model's config.
         device: where the model runs.
 
     Returns:
@@ -37,11 +38,15 @@ def use_fused_kernels(config: KernelsConfig, model_type: str, device: torch.devi
     Raises:
         ConfigError: `liger` was asked for and is not available here.
     """
+    model_type = model.get_text_config().model_type
     reason, options = _liger_options(model_type, device)
+    has_experts = any("expert" in key for key in model.get_text_config().to_dict())
     chosen, problems = [], []
     for setting, names in LIGER_NAMES.items():
         choice = getattr(config, setting)
         missing = reason or (None if any(name in options for name in names) else f"Liger has none for {model_type}")
+        if setting == "glu" and has_experts:
+            missing = missing or "Liger's also replaces the experts, by a kernel that takes no quantized weights"
         if choice is Kernel.liger and missing is not None:
             fix = f"Set kernels.{setting}=auto."
             problems.append(Problem(f"kernels.{setting}=liger", f"can't be used: {missing}.", fix))

@@ -106,8 +106,7 @@ def assemble(
     is_causal = config.task.name is TaskName.causal_lm and not generates
     wanted = config.model.attn_implementation.value
     attention, slower = choose_attention(wanted, files.config, device, dtype, is_causal)
-    model_type = files.config.get_text_config().model_type
-    liger_kernels = use_fused_kernels(config.kernels, model_type, device) if trains else []
+    liger_kernels = use_fused_kernels(config.kernels, files.config, device) if trains else []
     loss_kernel = choose_loss_kernel(config.kernels.cross_entropy, device) if trains else "torch"
     meta = _build(config, lora, files, tokenizer, dtype, attention)
     num_rows = count_tokens(meta.model)[1] if tokens.ids else 0
