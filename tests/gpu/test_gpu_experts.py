@@ -91,7 +91,7 @@ def gradients(
 def test_experts_equal_float32(kind: str, quant_type: str, slices: str, monkeypatch: pytest.MonkeyPatch):
     torch.manual_seed(0)
     module = make(kind).cuda().bfloat16()
-    quantize(module, Format(quant_type.split()[0], quant_type.endswith("double")))  # type: ignore[arg-type]
+    quantize(module, Format(quant_type.split()[0], quant_type.endswith("double")))
     if slices == "slices":
         monkeypatch.setattr(experts, "SLICE_BYTES", 3 * HIDDEN * INNER * 2 * 2)
     adapters = make_adapters(module)
