@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.core_model_loading import Interleave, WeightConverter
 
 from qlora_fsdp import evaluate, train
 from qlora_fsdp.common.errors import AdapterError, CheckpointError, ConfigError, RankError, TrainingError
@@ -28,7 +29,8 @@ from qlora_fsdp.runtime.hardware import is_shortage, quote_shortage
 from qlora_fsdp.runtime.processes import start_processes
 from qlora_fsdp.training.gradient_check import check_gradients
 from qlora_fsdp.training.memory_use import explain_early_shortage, explain_shortage
-from qlora_fsdp.weights.row_reader import Request, Sink, run_requests
+from qlora_fsdp.weights import map_keys
+from qlora_fsdp.weights.row_reader import Request, Sink, Span, run_requests
 from qlora_fsdp.weights.safetensors_files import StoredTensor, read_headers
 
 ROOT = Path(__file__).parents[2]
@@ -94,6 +96,23 @@ def test_an_error_is_shown_though_torchrun_gets_no_report(
     assert "Did you mean lora.r?" in capsys.readouterr().err
 
 
+def test_an_experts_tensor_that_is_lost(tmp_path: Path):
+    sizes = {**SIZES, "hidden_size": 64, "num_key_value_heads": 2, "moe_intermediate_size": 64, "head_dim": 32}
+    config = AutoConfig.for_model("qwen3_moe", num_experts=12, **sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    experts = "model.layers.0.mlp.experts"
+    for lost in (
+        [f"{experts}.2.up_proj.weight"],
+        [f"{experts}.11.gate_proj.weight", f"{experts}.11.up_proj.weight", f"{experts}.11.down_proj.weight"],
+    ):
+        kept = {key: tensor for key, tensor in tensors.items() if key not in lost}
+        save_file(kept, tmp_path / "model.safetensors", {"format": "pt"})
+        with pytest.raises(CheckpointError, match=rf"Tensors {len(lost)} missing from the files") as caught:
+            build(tmp_path, QuantConfig())
+        assert all(f"  - {key}" in str(caught.value) for key in lost)
+
+
 def test_processes_that_do_not_meet(monkeypatch: pytest.MonkeyPatch):
     ranks = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     for name, value in ranks.items():
@@ -107,11 +126,15 @@ def build(folder: Path, quant: QuantConfig) -> MetaModel:
     return build_model(files, BuildSettings(quant, torch.float32, "sdpa"))
 
 
-def test_a_layout_that_is_split_or_merged(tmp_path: Path):
+def test_a_layout_that_is_split_or_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     config = AutoConfig.for_model("mixtral", hidden_size=64, num_local_experts=2, num_key_value_heads=2, **SIZES)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    with pytest.raises(CheckpointError, match="transformers would split or merge these tensors") as caught:
+    # By columns, which no layout that transformers converts today is.
+    rules, columns = map_keys.get_model_conversion_mapping, WeightConverter("o_proj", "o_proj", [Interleave(dim=1)])
+    with monkeypatch.context() as patched, pytest.raises(CheckpointError, match="transformers would split") as caught:
+        patched.setattr(map_keys, "get_model_conversion_mapping", lambda model: [*rules(model), columns])
         build(tmp_path, QuantConfig())
+    assert "model.layers.0.self_attn.o_proj.weight: it cuts rows apart" in str(caught.value)
     # What it says to do helps; save_pretrained alone writes the old layout again.
     assert "save_pretrained(FOLDER, save_original_format=False)" in str(caught.value)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -135,7 +158,7 @@ def test_files_that_are_missing_or_end_early(tmp_path: Path):
         read_headers(tmp_path)
     tensor = StoredTensor("w", file, file.stat().st_size - weight.nbytes, (4, 8), torch.float32)
     os.truncate(file, file.stat().st_size - 1)
-    request = Request(tensor, 32, 0, 4, Ignore())
+    request = Request([Span(tensor, 0, 4)], 32, Ignore())
     with pytest.raises(CheckpointError, match="can't be read at w: it ends early"):
         run_requests([request], torch.device("cpu"), on_progress=lambda count: None)
 

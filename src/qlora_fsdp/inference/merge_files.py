@@ -33,6 +33,7 @@ from qlora_fsdp.inference.merge_weights import (
 from qlora_fsdp.model.adapters import base_linears
 from qlora_fsdp.model.new_tokens import count_tokens
 from qlora_fsdp.weights.assignment import Assignment
+from qlora_fsdp.weights.composed import ComposedTensor
 from qlora_fsdp.weights.safetensors_files import INDEX_NAME, SINGLE_NAME, StoredTensor
 
 EXTRA_NAME = "model-adapter.safetensors"
@@ -94,7 +95,8 @@ def _open_folder(merge: Merge) -> None:
 
 def _write_weights(merge: Merge, changes: dict[str, dict[str, Tensor]]) -> bool:
     """Write every file that is not there yet, and the index. Returns whether tied weights are two weights now."""
-    assignments = {a.stored.key: a for a in merge.meta.assignments if a.stored is not None}
+    assignments = {a.stored.key: a for a in merge.meta.assignments if isinstance(a.stored, StoredTensor)}
+    _refuse_composed(merge, changes)
     parts = {part.key for a in assignments.values() for part in a.stored_parts.values()}
     parts |= {key for a in assignments.values() for key in a.copies}  # copies of a tied table, which is written once
     by_file: dict[str, list[StoredTensor]] = {}
@@ -127,6 +129,22 @@ def _write_weights(merge: Merge, changes: dict[str, dict[str, Tensor]]) -> bool:
     return any(a.stored is not None for a in extra.values())
 
 
+def _refuse_composed(merge: Merge, changes: dict[str, dict[str, Tensor]]) -> None:
+    """Tensors of the files that the model splits or merges are written as they are, so none of them may change.
+
+    Raises:
+        CheckpointError: some would.
+    """
+    composed = [a for a in merge.meta.assignments if isinstance(a.stored, ComposedTensor)]
+    names = [a.name for a in composed if a.name in changes or (merge.dequantized and a.is_quantized)]
+    if names:
+        raise CheckpointError(
+            f"{merge.trained.files.folder} has {len(names)} weights in other tensors than the model, such as "
+            f"{names[0]}, into which nothing can be merged. Load it with the installed transformers, save it with "
+            "save_pretrained(FOLDER, save_original_format=False), and set model.path to that."
+        )
+
+
 def _find_extra(merge: Merge, changes: dict[str, dict[str, Tensor]]) -> dict[str, Assignment]:
     """What the base's files lack.
 
@@ -142,7 +160,7 @@ def _find_extra(merge: Merge, changes: dict[str, dict[str, Tensor]]) -> dict[str
         if changes.get(target) is changes.get(source):  # neither is changed, or both are in the same way
             continue
         stored_under = by_name.get(source) or by_name.get(target)
-        assert stored_under is not None and stored_under.stored is not None
+        assert stored_under is not None and isinstance(stored_under.stored, StoredTensor)
         extra[source if stored_under.name == target else target] = stored_under
     return extra
 

@@ -24,6 +24,7 @@ from qlora_fsdp.weights.assignment import Assignment
 from qlora_fsdp.weights.fill import fill_from_files
 from qlora_fsdp.weights.finite import check_finite
 from qlora_fsdp.weights.safetensors_files import StoredTensor
+from qlora_fsdp.weights.stored_quantization import weight_shape
 
 VALUES_A_TIME = 2**22  # of a weight, in float32: 16 MiB, which the allocator reuses; larger blocks need new pages
 
@@ -119,7 +120,7 @@ def merged_weight(assignment: Assignment, changes: dict[str, dict[str, Tensor]],
 
 
 def _base_weight(assignment: Assignment, merge: Merge) -> Tensor:
-    assert assignment.stored is not None, assignment.name
+    assert isinstance(assignment.stored, StoredTensor), assignment.name
     module = assignment.module
     if not merge.dequantized or not assignment.is_quantized:
         return read_tensor(assignment.stored)
@@ -128,7 +129,7 @@ def _base_weight(assignment: Assignment, merge: Merge) -> Tensor:
         module.in_features, module.out_features, False, module.format, module.compute_dtype, merge.device
     )
     fill_from_files([replace(assignment, module=layer)], merge.device, merge.dtype)
-    return layer.weight.detach().cpu()
+    return layer.weight.detach().view(weight_shape(module)).cpu()
 
 
 def quantized_if_wanted(key: str, value: Tensor, assignment: Assignment | None, merge: Merge) -> dict[str, Tensor]:

@@ -215,7 +215,7 @@ def describe_base(assignments: Sequence[Assignment], processes: Processes) -> st
     """
     result = None
     if processes.is_main:
-        stored = [tensor for a in assignments for tensor in (a.stored, *a.stored_parts.values()) if tensor is not None]
-        result = fingerprint(stored) if stored else None
+        stored = {tensor.key: tensor for a in assignments for tensor in a.stored_tensors}  # one may fill several
+        result = fingerprint(stored.values()) if stored else None
     shared: str | None = processes.share(result)
     return shared

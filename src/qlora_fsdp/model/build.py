@@ -38,11 +38,12 @@ from qlora_fsdp.model.swap_layers import (
     swap_chosen_linears,
     swap_ends,
     swap_experts,
-    swap_stored_linears,
+    swap_stored_layers,
 )
-from qlora_fsdp.weights.assign import assign, map_keys, stored_formats
+from qlora_fsdp.weights.assign import assign, stored_formats
 from qlora_fsdp.weights.assignment import Assignment
-from qlora_fsdp.weights.safetensors_files import StoredTensor
+from qlora_fsdp.weights.composed import Stored
+from qlora_fsdp.weights.map_keys import map_keys
 
 AUTO_CLASSES: dict[TaskName, Any] = {
     TaskName.causal_lm: AutoModelForCausalLM,
@@ -208,7 +209,7 @@ def _drop_towers(model: PreTrainedModel) -> list[str]:
     return names
 
 
-def _tensors_of(model: PreTrainedModel, files: ModelFiles, dropped: Sequence[str]) -> dict[str, StoredTensor]:
+def _tensors_of(model: PreTrainedModel, files: ModelFiles, dropped: Sequence[str]) -> dict[str, Stored]:
     """The stored tensors by the names that the model gives them, without those of modules that were taken out."""
     prefixes = tuple(f"{name}." for name in dropped)
     return {key: stored for key, stored in map_keys(model, files.tensors).items() if not key.startswith(prefixes)}
@@ -216,7 +217,7 @@ def _tensors_of(model: PreTrainedModel, files: ModelFiles, dropped: Sequence[str
 
 def _swap_layers(
     model: PreTrainedModel,
-    quantized_tensors: dict[str, StoredTensor] | None,
+    quantized_tensors: dict[str, Stored] | None,
     settings: BuildSettings,
     head: Sequence[str],
 ) -> tuple[Format | None, list[str]]:
@@ -240,7 +241,7 @@ def _swap_layers(
             f"the checkpoint is already quantized ({', '.join(sorted(found))}): its bytes are taken as they are, and "
             "quant.* is not used"
         )
-        swap_stored_linears(model, formats, dtype)
+        swap_stored_layers(model, formats, dtype)
         format = next(iter(formats.values()), None)
     else:
         format = choose_format(quant)

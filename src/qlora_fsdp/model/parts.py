@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from qlora_fsdp.config.schema import TaskConfig, TaskName
 from qlora_fsdp.data.labels import num_outputs
-from qlora_fsdp.weights.safetensors_files import StoredTensor
+from qlora_fsdp.weights.composed import Stored
 
 POOLER = ".pooler"
 
@@ -38,7 +40,7 @@ def is_outside_backbone(name: str, model: PreTrainedModel) -> bool:
     return not name.startswith(f"{model.base_model_prefix}.") or f"{POOLER}." in f".{name}"
 
 
-def find_new(model: PreTrainedModel, keys: dict[str, StoredTensor]) -> set[str]:
+def find_new(model: PreTrainedModel, keys: Mapping[str, Stored]) -> set[str]:
     """Parameters of the head that the model files do not have, or have for other labels.
 
     Args:

@@ -43,7 +43,7 @@ def quant_settings(format: Format | None, quant: QuantConfig) -> QuantConfig:
     )
 
 
-def swap_stored_linears(model: nn.Module, formats: Mapping[str, Format], dtype: torch.dtype) -> None:
+def swap_stored_layers(model: nn.Module, formats: Mapping[str, Format], dtype: torch.dtype) -> None:
     """Swap exactly the layers whose codes are in the model files.
 
     Args:
@@ -55,7 +55,15 @@ def swap_stored_linears(model: nn.Module, formats: Mapping[str, Format], dtype: 
         CheckpointError: blocks cross rows, so that the codes can't be split between ranks; all such layers are listed.
     """
     layers = {name: layer for name, layer in model.named_modules() if name in formats and isinstance(layer, nn.Linear)}
-    reasons = {name: formats[name].why_not(layer.in_features) for name, layer in layers.items()}
+    experts = {
+        f"{name}.{key}": (module, key)
+        for name, module in model.named_modules()
+        for key in expert_weight_names(module)
+        if f"{name}.{key}" in formats
+    }
+    row_lengths = {name: layer.in_features for name, layer in layers.items()}
+    row_lengths |= {name: getattr(module, key).shape[2] for name, (module, key) in experts.items()}
+    reasons = {name: formats[name].why_not(length) for name, length in row_lengths.items()}
     problems = [f"{name} {reason}" for name, reason in reasons.items() if reason is not None]
     if problems:
         raise CheckpointError(
@@ -63,6 +71,8 @@ def swap_stored_linears(model: nn.Module, formats: Mapping[str, Format], dtype: 
             f"Set model.path to the model in full precision, and quant=int8:\n{list_some(problems)}"
         )
     _swap_linears(model, lambda name, layer: formats.get(name), dtype)
+    for name, (module, key) in experts.items():
+        _swap_expert_weight(module, key, formats[name], dtype)
 
 
 def swap_chosen_linears(
@@ -138,10 +148,15 @@ def swap_experts(model: PreTrainedModel, format: Format, quant: QuantConfig, dty
             if reason is not None:
                 problems.append(f"{name}.{key} {reason}")
                 continue
-            delattr(module, key)
-            setattr(module, key, QuantizedExpertWeight(tuple(weight.shape), format, dtype))
+            _swap_expert_weight(module, key, format, dtype)
     if problems:
         raise _cannot_quantize(format, problems)
+
+
+def _swap_expert_weight(module: nn.Module, key: str, format: Format, dtype: torch.dtype) -> None:
+    shape = tuple(getattr(module, key).shape)
+    delattr(module, key)
+    setattr(module, key, QuantizedExpertWeight(shape, format, dtype))
 
 
 def swap_ends(model: PreTrainedModel, storage: torch.dtype, dtype: torch.dtype, has_new_head: bool) -> None:

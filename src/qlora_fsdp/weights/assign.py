@@ -1,69 +1,38 @@
 """Find which tensor of the model files fills which parameter of the model.
 
-Names in the files go through transformers' own renaming rules, and a tied weight is found under any of its names.
-Everything that is missing, left over or of another shape is reported at once.
+The tensors come under the model's names (map_keys.py), and a tied weight is found under any of its names. Everything
+that is missing, left over or of another shape is reported at once.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from qlora_fsdp.common.errors import CheckpointError
 from qlora_fsdp.config.schema import QuantConfig
 from qlora_fsdp.layers import Format, QuantizedLayer, parse_storage
 from qlora_fsdp.weights.assignment import Assignment
+from qlora_fsdp.weights.composed import ComposedTensor, Stored, stored_tensors
 from qlora_fsdp.weights.safetensors_files import StoredTensor, list_some, same_bytes
-from qlora_fsdp.weights.stored_quantization import is_row_major, parts_problem, read_quant_state
+from qlora_fsdp.weights.stored_quantization import (
+    int8_state_names,
+    is_row_major,
+    parts_problem,
+    read_quant_state,
+    weight_name,
+    weight_shape,
+)
 
 PART_OF_SUFFIX = {"absmax": "scales", "nested_absmax": "nested_scales"}
-QUANT_STATE = re.compile(r"^(.+\.weight)\.(?:(?:nested_)?absmax|(?:nested_)?quant_map|quant_state\.bitsandbytes__\w+)$")
-INT8_STATE = re.compile(r"^(.+)\.(?:SCB|weight_format)$")
 NON_PERSISTENT = re.compile(r"rotary_emb\.inv_freq$|\.masked_bias$|\.attn\.bias$|\.position_ids$")
 
 
-def map_keys(model: PreTrainedModel, tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """The tensors in the files under the model's names: transformers' own rules rename them.
-
-    Raises:
-        CheckpointError: transformers would split, merge or transpose a tensor, which can't be done by rows.
-    """
-    transforms = get_model_conversion_mapping(model)
-    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
-    converters = [t for t in transforms if isinstance(t, WeightConverter)]
-    state = model.state_dict()
-    renamed: dict[str, StoredTensor] = {}
-    unsupported = []
-    for key, stored in tensors.items():
-        # The scales of quantized weights follow the weight's name.
-        match = QUANT_STATE.match(key) or INT8_STATE.match(key)
-        suffix = ""
-        if match is not None:
-            suffix = key[match.end(1) :]
-            key = match.group(1)
-        probe = key + ".weight" if match is not None and match.re is INT8_STATE else key
-        name, pattern = rename_source_key(probe, renamings, converters, model.base_model_prefix, state)
-        if probe != key:
-            name = name.removesuffix(".weight")
-        if pattern is not None:
-            unsupported.append(f"{key} (rule {pattern})")
-        renamed[name + suffix] = stored
-    if unsupported:
-        raise CheckpointError(
-            "transformers would split or merge these tensors while loading, which row-wise loading can't do. Load the "
-            "model with the installed transformers, save it with save_pretrained(FOLDER, save_original_format=False), "
-            f"and set model.path to that:\n{list_some(unsupported)}"
-        )
-    return renamed
-
-
-def stored_formats(keys: dict[str, StoredTensor], quant: QuantConfig) -> dict[str, Format]:
+def stored_formats(keys: Mapping[str, Stored], quant: QuantConfig) -> dict[str, Format]:
     """Format of every layer that is quantized in the files, by module name.
 
     Raises:
@@ -75,6 +44,7 @@ def stored_formats(keys: dict[str, StoredTensor], quant: QuantConfig) -> dict[st
         if key.endswith(".SCB"):
             formats[key.removesuffix(".SCB")] = Format("int8", storage=storage)
         elif ".quant_state.bitsandbytes__" in key:
+            assert isinstance(stored, StoredTensor)
             weight, state = key.split(".quant_state.")[0], read_quant_state(stored)
             double_quant = state.nested_offset is not None
             formats[weight.removesuffix(".weight")] = Format(state.quant_type, double_quant, state.blocksize, storage)
@@ -83,7 +53,7 @@ def stored_formats(keys: dict[str, StoredTensor], quant: QuantConfig) -> dict[st
 
 def assign(
     model: PreTrainedModel,
-    keys: dict[str, StoredTensor],
+    keys: Mapping[str, Stored],
     random: bool,
     new: Collection[str] = (),
     is_optional: Callable[[str], bool] = lambda name: False,
@@ -148,7 +118,7 @@ def _find_weights(model: PreTrainedModel) -> list[Names]:
     for module_name, module in model.named_modules():
         prefix = f"{module_name}." if module_name else ""
         if isinstance(module, QuantizedLayer):
-            weights[id(module)] = {f"{prefix}weight": (module, "weight")}
+            weights[id(module)] = {weight_name(module_name, module): (module, "weight")}
             if module.bias is not None:
                 weights[id(module.bias)] = {f"{prefix}bias": (module, "bias")}
             continue
@@ -164,7 +134,7 @@ def _random_assignment(names: Names) -> Assignment:
     return Assignment(name, module, attribute)
 
 
-def _match(names: Names, keys: dict[str, StoredTensor], is_new: bool) -> Match:
+def _match(names: Names, keys: Mapping[str, Stored], is_new: bool) -> Match:
     """What fills a weight.
 
     Raises:
@@ -176,53 +146,68 @@ def _match(names: Names, keys: dict[str, StoredTensor], is_new: bool) -> Match:
     if not found:
         return Match(None, missing=[" or ".join(names)])
     name = found[0]
-    module, attribute = names[name]
+    stored, (module, attribute) = keys[name], names[name]
+    if isinstance(stored, ComposedTensor) and stored.missing:
+        return Match(None, found, stored.missing)
     if isinstance(module, QuantizedLayer) and attribute == "weight":
         return match_quantized(name, module, keys)
     copies = {other: keys[other] for other in found[1:]}
-    _check_tied(name, keys[name], copies)
-    assignment = Assignment(name, module, attribute, keys[name], copies=tuple(c.key for c in copies.values()))
-    problem = _shape_problem(name, keys[name].shape, tuple(assignment.parameter.shape))
+    _check_tied(name, stored, copies)
+    assignment = Assignment(name, module, attribute, stored, copies=tuple(c.key for c in copies.values()))
+    problem = _shape_problem(name, stored.shape, tuple(assignment.parameter.shape)) or _dtypes_problem(name, stored)
     if assignment.parameter.is_floating_point():
-        problem = problem or _codes_problem(name, keys[name])
+        problem = problem or _codes_problem(name, stored)
     return Match(assignment, found, problem=problem)
 
 
-def match_quantized(name: str, layer: QuantizedLayer, keys: dict[str, StoredTensor]) -> Match:
+def match_quantized(name: str, layer: QuantizedLayer, keys: Mapping[str, Stored]) -> Match:
     """What fills the weight of a quantized layer: its values, or codes and scales that bitsandbytes has made."""
-    stored, shape = keys[name], (layer.out_features, layer.in_features)
-    scales_key = name.removesuffix("weight") + "SCB"
+    stored, shape = keys[name], weight_shape(layer)
+    scales_key, format_key = int8_state_names(name)
     state_key = f"{name}.quant_state.bitsandbytes__{layer.format.quant_type}"
-    if scales_key in keys:
-        parts, format_key = {"scales": keys[scales_key]}, scales_key.replace("SCB", "weight_format")
-        problem = parts_problem(layer, stored, parts)
-        if format_key in keys and not is_row_major(keys[format_key]):
+    if scales_key not in keys and state_key not in keys:
+        problem = _shape_problem(name, stored.shape, shape) or _dtypes_problem(name, stored)
+        return Match(Assignment(name, layer, "weight", stored), [name], problem=problem or _codes_problem(name, stored))
+    whole = {key: value for key, value in keys.items() if isinstance(value, StoredTensor)}
+    if name not in whole:
+        return Match(None, [name], problem=f"{name}: codes of more than one tensor")
+    codes = whole[name]
+    if scales_key in whole:
+        parts = {"scales": whole[scales_key]}
+        problem = parts_problem(layer, codes, parts)
+        if format_key in whole and not is_row_major(whole[format_key]):
             problem = f"{format_key}: the codes do not lie row by row"
-        return Match(Assignment(name, layer, "weight", stored, parts), [name, scales_key, format_key], problem=problem)
-    if state_key in keys:
-        used = [name, *(key for key in keys if key.startswith(f"{name}."))]
-        suffixes = ("absmax", "nested_absmax") if layer.format.double_quant else ("absmax",)
-        missing = [f"{name}.{suffix}" for suffix in suffixes if f"{name}.{suffix}" not in keys]
-        parts = {PART_OF_SUFFIX[s]: keys[f"{name}.{s}"] for s in suffixes if f"{name}.{s}" in keys}
-        state = read_quant_state(keys[state_key])
-        assignment = Assignment(name, layer, "weight", stored, parts, state.nested_offset)
-        problem = _shape_problem(name, state.shape, shape) or parts_problem(layer, stored, parts)
-        return Match(assignment, used, missing, problem)
-    problem = _shape_problem(name, stored.shape, shape) or _codes_problem(name, stored)
-    return Match(Assignment(name, layer, "weight", stored), [name], problem=problem)
+        return Match(Assignment(name, layer, "weight", codes, parts), [name, scales_key, format_key], problem=problem)
+    used = [name, *(key for key in keys if key.startswith(f"{name}."))]
+    suffixes = ("absmax", "nested_absmax") if layer.format.double_quant else ("absmax",)
+    missing = [f"{name}.{suffix}" for suffix in suffixes if f"{name}.{suffix}" not in whole]
+    parts = {PART_OF_SUFFIX[s]: whole[f"{name}.{s}"] for s in suffixes if f"{name}.{s}" in whole}
+    state = read_quant_state(whole[state_key])
+    assignment = Assignment(name, layer, "weight", codes, parts, state.nested_offset)
+    problem = _shape_problem(name, state.shape, shape) or parts_problem(layer, codes, parts)
+    return Match(assignment, used, missing, problem)
 
 
-def _check_tied(name: str, stored: StoredTensor, copies: dict[str, StoredTensor]) -> None:
+def _check_tied(name: str, stored: Stored, copies: dict[str, Stored]) -> None:
     for other, copy in copies.items():
-        if not same_bytes(stored, copy):
+        is_same = isinstance(stored, StoredTensor) and isinstance(copy, StoredTensor) and same_bytes(stored, copy)
+        if not is_same:
+            config = stored_tensors(stored)[0].file.parent / "config.json"
             raise CheckpointError(
                 f"config.json ties {other} to {name}, but the files hold different values for the two. Set "
-                f'"tie_word_embeddings": false in {stored.file.parent / "config.json"} to use both, as transformers '
-                "does, or remove one of them from the files."
+                f'"tie_word_embeddings": false in {config} to use both, as transformers does, or remove one of them '
+                "from the files."
             )
 
 
-def _codes_problem(name: str, stored: StoredTensor) -> str | None:
+def _dtypes_problem(name: str, stored: Stored) -> str | None:
+    """Tensors of different dtypes that are to be one: the rows of one tensor are read with one dtype."""
+    if not isinstance(stored, ComposedTensor) or len(stored.dtypes) == 1:
+        return None
+    return f"{name}: of tensors in {' and '.join(sorted(str(dtype).removeprefix('torch.') for dtype in stored.dtypes))}"
+
+
+def _codes_problem(name: str, stored: Stored) -> str | None:
     """Codes without the scales that belong to them: these would load as if they were weights."""
     if stored.dtype.is_floating_point:
         return None

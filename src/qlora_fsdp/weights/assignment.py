@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from qlora_fsdp.layers import QuantizedLayer
+from qlora_fsdp.weights.composed import Stored, stored_tensors
 from qlora_fsdp.weights.safetensors_files import StoredTensor
 
 
@@ -19,7 +20,8 @@ class Assignment:
         name: its name in the model, e.g. `model.layers.0.self_attn.q_proj.weight`.
         module: the module that holds it. The `weight` of a `QuantizedLayer` stands for the layer's codes and scales.
         attribute: the parameter's (or buffer's) name in the module.
-        stored: the tensor in the files, in full precision or as int8 or packed codes; None for a random weight.
+        stored: the tensor in the files, in full precision or as int8 or packed codes, or what it is composed of there;
+            None for a random weight.
         stored_parts: for a weight that is quantized in the files, the tensors of its other parts (`scales`,
             `nested_scales`).
         nested_offset: for a weight that is double-quantized in the files, the mean that was subtracted from its scales.
@@ -29,7 +31,7 @@ class Assignment:
     name: str
     module: nn.Module
     attribute: str
-    stored: StoredTensor | None = None
+    stored: Stored | None = None
     stored_parts: dict[str, StoredTensor] = field(default_factory=dict)
     nested_offset: float | None = None
     copies: tuple[str, ...] = ()
@@ -56,6 +58,11 @@ class Assignment:
     @property
     def num_elements(self) -> int:
         return self.layer.out_features * self.layer.in_features if self.is_quantized else self.parameter.numel()
+
+    @property
+    def stored_tensors(self) -> list[StoredTensor]:
+        """All tensors in the files that are read for it."""
+        return [] if self.stored is None else [*stored_tensors(self.stored), *self.stored_parts.values()]
 
     def num_bytes(self, dtype: torch.dtype) -> int:
         """Bytes to read for the whole weight; for a random one, what it would take in `dtype`."""

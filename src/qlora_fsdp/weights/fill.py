@@ -23,8 +23,10 @@ from torch import Tensor
 from qlora_fsdp.layers import Format, QuantizedLayer
 from qlora_fsdp.runtime.rows import gather_rows, local_rows, local_tensor, shard_group
 from qlora_fsdp.weights.assignment import Assignment
+from qlora_fsdp.weights.composed import Piece, as_composed
 from qlora_fsdp.weights.finite import FiniteCheck
-from qlora_fsdp.weights.row_reader import Request, Sink, run_requests
+from qlora_fsdp.weights.row_reader import Request, Sink, Span, run_requests
+from qlora_fsdp.weights.safetensors_files import StoredTensor
 
 # Rows that share a seed. A rank can begin at any of these blocks, so that values don't depend on the number of ranks.
 RANDOM_ROWS = 256
@@ -93,17 +95,18 @@ def fill_randomly(
     Matrices are normal with the standard deviation `std`; vectors are ones (norms) or, for biases, zeros.
     """
     for assignment in assignments:
-        first, last = local_rows(assignment.parameter)
         # Counted from the weight, because a quantized parameter has rows of packed codes.
-        row_elements = assignment.num_elements // max(1, assignment.parameter.shape[0])
-        if assignment.parameter.ndim < 2:
+        is_matrix = assignment.parameter.ndim > 1
+        width = assignment.layer.in_features if assignment.is_quantized else assignment.parameter.shape[-1]
+        first, last = _local_rows_of(assignment.parameter, width if is_matrix else 1, assignment.num_elements)
+        if not is_matrix:
             local_tensor(assignment.parameter).fill_(0.0 if assignment.attribute == "bias" else 1.0)
         else:
-            sink = _make_sink(assignment, device, dtype, dtype)
-            for start, rows in _random_rows(assignment.name, first, last, row_elements, std, seed, device, dtype):
+            sink = _make_sink(assignment, device, dtype, dtype, width)
+            for start, rows in _random_rows(assignment.name, first, last, width, std, seed, device, dtype):
                 sink.put(rows, start - first)
             sink.finish()
-        on_progress((last - first) * row_elements * dtype.itemsize)
+        on_progress((last - first) * (width if is_matrix else 1) * dtype.itemsize)
 
 
 def _random_rows(
@@ -117,24 +120,56 @@ def _random_rows(
         yield begin, rows[begin - block * RANDOM_ROWS : end - block * RANDOM_ROWS]
 
 
+def _local_rows_of(param: Tensor, row_elements: int, num_elements: int) -> tuple[int, int]:
+    """[first, last) of the rows of `row_elements` elements that this rank holds of a weight of `num_elements`."""
+    if param.ndim == 0:
+        return 0, 1
+    per_index = num_elements // row_elements // max(1, param.shape[0])  # rows that lie at one index of dim 0
+    first, last = local_rows(param)
+    return first * per_index, last * per_index
+
+
 def _full_precision_request(
     assignment: Assignment, device: torch.device, dtype: torch.dtype, finite: FiniteCheck
 ) -> Request:
-    stored, param = assignment.stored, assignment.parameter
-    assert stored is not None
+    assert assignment.stored is not None
+    stored, param = as_composed(assignment.stored), assignment.parameter
     cast_to = assignment.layer.format.source_dtype(dtype) if assignment.is_quantized else param.dtype
-    sink = finite.watch(_make_sink(assignment, device, stored.dtype, dtype), stored, cast_to)
-    if param.ndim == 0:
-        return Request(stored, stored.num_bytes, 0, 1, sink)
-    row_elements = assignment.num_elements // max(1, param.shape[0])
-    return Request(stored, row_elements * stored.dtype.itemsize, *local_rows(param), sink)
+    row_elements = stored.shape[-1] if stored.is_transposed else stored.row_elements
+    first, last = _local_rows_of(param, row_elements, assignment.num_elements)
+    sink = _make_sink(assignment, device, stored.dtype, dtype, row_elements)
+    row_bytes = stored.row_elements * stored.dtype.itemsize
+    if stored.is_transposed:
+        # Each matrix of which this rank has a row is read whole, as one row of bytes.
+        height, width = stored.shape[-1], stored.row_elements
+        begin, end = first // width, max(first // width, -(last // -width))
+        matrices = [Piece(p.stored, p.first_row // height, p.num_rows // height) for p in stored.pieces]
+        spans, row_bytes = find_spans(matrices, begin, end), row_bytes * height
+        sink = _Transpose(sink, stored.dtype, (height, width), first - begin * width, last - first)
+    else:
+        spans = find_spans(stored.pieces, first, last)
+    return Request(spans, row_bytes, finite.watch(sink, spans, cast_to))
 
 
-def _make_sink(assignment: Assignment, device: torch.device, source_dtype: torch.dtype, dtype: torch.dtype) -> Sink:
-    """Make the sink for a weight whose rows arrive in `source_dtype`."""
+def find_spans(pieces: Sequence[Piece], first: int, last: int) -> list[Span]:
+    """Where the rows [first, last) of a tensor that is composed of pieces lie."""
+    spans, start = [], 0
+    for piece in pieces:
+        begin, end = max(first, start), min(last, start + piece.num_rows)
+        if begin < end:
+            shift = piece.first_row - start
+            spans.append(Span(piece.stored, begin + shift, end + shift))
+        start += piece.num_rows
+    return spans
+
+
+def _make_sink(
+    assignment: Assignment, device: torch.device, source_dtype: torch.dtype, dtype: torch.dtype, row_elements: int
+) -> Sink:
+    """Make the sink for a weight whose rows of `row_elements` elements arrive in `source_dtype`."""
     if assignment.is_quantized:
         return _Quantize(assignment.layer, device, source_dtype, dtype)
-    return _Copy(local_tensor(assignment.parameter), source_dtype)
+    return _Copy(local_tensor(assignment.parameter).view(-1, row_elements), source_dtype)
 
 
 def _prequantized_requests(assignment: Assignment, finite: FiniteCheck) -> list[Request]:
@@ -143,19 +178,22 @@ def _prequantized_requests(assignment: Assignment, finite: FiniteCheck) -> list[
     The files store them as flat tensors; here they are read as rows.
     """
 
-    def copy(name: str, target: Tensor) -> Sink:
-        return finite.watch(_Copy(target, torch.float32), stored_parts[name], torch.float32)
+    def copy(name: str, row_bytes: int, row_range: tuple[int, int], target: Tensor) -> Request:
+        spans = [Span(stored_parts[name], *row_range)]
+        return Request(spans, row_bytes, finite.watch(_Copy(target, torch.float32), spans, torch.float32))
 
     layer, format, stored_parts = assignment.layer, assignment.layer.format, assignment.stored_parts
-    assert assignment.stored is not None
+    assert isinstance(assignment.stored, StoredTensor)
     num_blocks = layer.in_features // format.blocksize
     code_bytes = layer.in_features // 2 if format.is_4bit else layer.in_features
     row_range, scales = local_rows(assignment.parameter), local_tensor(layer.scales)
-    requests = [Request(assignment.stored, code_bytes, *row_range, _Pack(local_tensor(layer.codes), format))]
+    codes = [Span(assignment.stored, *row_range)]
+    requests = [Request(codes, code_bytes, _Pack(local_tensor(layer.codes), format))]
     if not format.double_quant:
         row_bytes = 4 * (num_blocks if format.is_4bit else 1)
-        return [*requests, Request(stored_parts["scales"], row_bytes, *row_range, copy("scales", scales))]
-    requests.append(Request(stored_parts["scales"], num_blocks, *row_range, _Pack(scales, format)))
+        return [*requests, copy("scales", row_bytes, row_range, scales)]
+    quantized_scales = [Span(stored_parts["scales"], *row_range)]
+    requests.append(Request(quantized_scales, num_blocks, _Pack(scales, format)))
     # Our nested_scales have one element more than the tensor in the files: the mean of the scales, which bitsandbytes
     # stores apart (`nested_offset`), comes last.
     first, last = local_rows(layer.nested_scales)
@@ -165,8 +203,7 @@ def _prequantized_requests(assignment: Assignment, finite: FiniteCheck) -> list[
         assert assignment.nested_offset is not None
         nested[-1] = assignment.nested_offset
     last = max(first, min(last, num_groups))
-    requests.append(Request(stored_parts["nested_scales"], 4, first, last, copy("nested_scales", nested)))
-    return requests
+    return [*requests, copy("nested_scales", 4, (first, last), nested)]
 
 
 class _Copy(Sink):
@@ -176,12 +213,37 @@ class _Copy(Sink):
     """
 
     def __init__(self, target: Tensor, source_dtype: torch.dtype) -> None:
-        self.target = target if target.ndim else target.view(1)
-        self.source_dtype = source_dtype
+        self.target, self.source_dtype = target, source_dtype
 
     def put(self, rows: Tensor, first_row: int) -> None:
         values = rows.view(self.source_dtype).view(-1, *self.target.shape[1:])
         self.target[first_row : first_row + len(values)].copy_(values)
+
+
+class _Transpose(Sink):
+    """Takes whole matrices, a matrix a row, and hands on the rows of their transposes that this rank holds.
+
+    Args:
+        sink: takes the rows.
+        dtype: of the matrices.
+        shape: of a matrix as it comes: [height, width]. Its transpose has `width` rows.
+        first_row: the first row wanted, counted from the first matrix of the request.
+        num_rows: how many are wanted.
+    """
+
+    def __init__(self, sink: Sink, dtype: torch.dtype, shape: tuple[int, int], first_row: int, num_rows: int) -> None:
+        self.sink, self.dtype, self.shape, self.first_row, self.num_rows = sink, dtype, shape, first_row, num_rows
+
+    def put(self, rows: Tensor, first_row: int) -> None:
+        height, width = self.shape
+        turned = rows.view(self.dtype).view(-1, height, width).mT.reshape(-1, height)
+        start = first_row * width - self.first_row  # of what came, counted from the first row wanted
+        begin, end = max(0, -start), min(len(turned), self.num_rows - start)
+        if begin < end:
+            self.sink.put(turned[begin:end].view(torch.uint8), start + begin)
+
+    def finish(self) -> None:
+        self.sink.finish()
 
 
 class _Pack(Sink):

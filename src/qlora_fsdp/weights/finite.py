@@ -6,13 +6,17 @@ for them before all weights are read. One pass over 32 MiB takes a fiftieth of t
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+
 import torch
 from torch import Tensor
 
 from qlora_fsdp.common.errors import CheckpointError
 from qlora_fsdp.common.sizes import PIECE_BYTES
 from qlora_fsdp.common.text import plural
-from qlora_fsdp.weights.row_reader import Sink
+from qlora_fsdp.weights.row_reader import Sink, Span
 from qlora_fsdp.weights.safetensors_files import StoredTensor
 
 
@@ -20,20 +24,21 @@ class FiniteCheck:
     """Whether all values of some stored tensors are finite, as far as this rank reads them."""
 
     def __init__(self) -> None:
-        self._found: list[tuple[StoredTensor, torch.dtype, tuple[Tensor, Tensor]]] = []
+        self._found: list[tuple[Sequence[StoredTensor], torch.dtype, tuple[Tensor, Tensor]]] = []
 
-    def watch(self, sink: Sink, stored: StoredTensor, dtype: torch.dtype) -> Sink:
+    def watch(self, sink: Sink, spans: Sequence[Span], dtype: torch.dtype) -> Sink:
         """A sink that looks at rows before it hands them to another.
 
         Args:
             sink: takes the rows.
-            stored: the tensor whose rows they are.
+            spans: where the rows lie; all in tensors of one dtype.
             dtype: what the values are cast to. One that is infinite only there counts as infinite.
         """
-        return _Watching(self, sink, stored, dtype) if stored.dtype.is_floating_point else sink
+        is_watched = bool(spans) and spans[0].stored.dtype.is_floating_point
+        return _Watching(self, sink, spans, dtype) if is_watched else sink
 
-    def note(self, stored: StoredTensor, dtype: torch.dtype, values: Tensor) -> None:
-        """Look at some values of a tensor, without waiting for the device."""
+    def note(self, stored: Sequence[StoredTensor], dtype: torch.dtype, values: Tensor) -> None:
+        """Look at some values of one or more tensors, without waiting for the device."""
         if values.numel():
             self._found.append((stored, dtype, torch.aminmax(values)))
 
@@ -49,19 +54,24 @@ class FiniteCheck:
         ends = torch.stack([end.float() for *_, ends in found for end in ends]).abs().view(-1, 2).amax(1).tolist()
         bad = {
             stored.key: (stored, dtype)
-            for (stored, dtype, _), largest in zip(found, ends, strict=True)
+            for (tensors, dtype, _), largest in zip(found, ends, strict=True)
             if not largest <= torch.finfo(dtype).max  # NaN is not
+            for stored in tensors
+            if len(tensors) == 1 or _count_bad(stored, dtype)[0]
         }
         if bad:
             raise _not_finite(*next(iter(bad.values())), len(bad) - 1)
 
 
 class _Watching(Sink):
-    def __init__(self, check: FiniteCheck, sink: Sink, stored: StoredTensor, dtype: torch.dtype) -> None:
-        self.check, self.sink, self.stored, self.dtype = check, sink, stored, dtype
+    def __init__(self, check: FiniteCheck, sink: Sink, spans: Sequence[Span], dtype: torch.dtype) -> None:
+        self.check, self.sink, self.spans, self.dtype = check, sink, spans, dtype
+        self.ends = list(accumulate(span.last_row - span.first_row for span in spans))
 
     def put(self, rows: Tensor, first_row: int) -> None:
-        self.check.note(self.stored, self.dtype, rows.view(self.stored.dtype))
+        begin, end = bisect_right(self.ends, first_row), bisect_left(self.ends, first_row + len(rows))
+        tensors = [span.stored for span in self.spans[begin : end + 1]]
+        self.check.note(tensors, self.dtype, rows.view(tensors[0].dtype))
         self.sink.put(rows, first_row)
 
     def finish(self) -> None:
@@ -76,20 +86,24 @@ def check_finite(stored: StoredTensor, values: Tensor) -> None:
     """
     if stored.dtype.is_floating_point:
         check = FiniteCheck()
-        check.note(stored, stored.dtype, values)
+        check.note([stored], stored.dtype, values)
         check.finish()
 
 
 def _not_finite(stored: StoredTensor, dtype: torch.dtype, num_others: int) -> CheckpointError:
     """The error about a tensor, which is read once more to count its values."""
-    num_bad, cast = _count(stored, stored.dtype), ""
-    if num_bad == 0:
-        num_bad, cast = _count(stored, dtype), f" in {str(dtype).removeprefix('torch.')}"
+    num_bad, cast = _count_bad(stored, dtype)
     others = f" So have {plural(num_others, 'other tensor')}." if num_others else ""
     return CheckpointError(
         f"{stored.file}: {stored.key} has {plural(num_bad, 'NaN or infinite value')}{cast}, with which nothing can be "
         f"computed.{others} Copy or download the file again, or set model.path to an intact model."
     )
+
+
+def _count_bad(stored: StoredTensor, dtype: torch.dtype) -> tuple[int, str]:
+    """How many values are not finite, and words for it where they become so in `dtype` only."""
+    num_bad = _count(stored, stored.dtype)
+    return (num_bad, "") if num_bad else (_count(stored, dtype), f" in {str(dtype).removeprefix('torch.')}")
 
 
 def _count(stored: StoredTensor, dtype: torch.dtype) -> int:

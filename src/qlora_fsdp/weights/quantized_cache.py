@@ -1,7 +1,7 @@
 """A cache of quantized weights in files, so that later runs and the jobs of a sweep read a quarter of the bytes.
 
-An entry of the cache is a folder of safetensors files in bitsandbytes' format. It holds the linear layers that are
-quantized, and nothing else. Its name is a digest of everything that its bytes depend on: the base model's fingerprint,
+An entry of the cache is a folder of safetensors files in bitsandbytes' format. It holds the layers that are quantized,
+and nothing else. Its name is a digest of everything that its bytes depend on: the base model's fingerprint,
 the layers, and how and where they are quantized. An entry is written under a temporary name and renamed. Only one
 process per node looks at it at a time.
 """
@@ -34,6 +34,7 @@ from qlora_fsdp.weights.assign import match_quantized
 from qlora_fsdp.weights.assignment import Assignment
 from qlora_fsdp.weights.fill import fill_from_files
 from qlora_fsdp.weights.safetensors_files import INDEX_NAME, fingerprint, read_headers
+from qlora_fsdp.weights.stored_quantization import int8_state_names, weight_shape
 
 DEFAULT_FOLDER = "~/.cache/qlora_fsdp/quantized"
 CACHE_VERSION = 1  # to be raised when the same settings give other bytes
@@ -136,7 +137,7 @@ def _make(
         temporary.mkdir()
         log.info(f"Writing the quantized weights of {len(chosen)} layers to {entry}, for this run and later ones")
         _write(temporary, chosen, dtype, device)
-        close_to_others(temporary, typed, {a.stored.file for a in chosen if a.stored is not None})
+        close_to_others(temporary, typed, {tensor.file for a in chosen for tensor in a.stored_tensors})
 
 
 def _find_damage(entry: Path) -> str | None:
@@ -159,7 +160,7 @@ def _write(folder: Path, chosen: Sequence[Assignment], dtype: torch.dtype, devic
         fill_from_files(parts, device, dtype)
         tensors: dict[str, Tensor] = {}
         for a, layer in zip(group, layers, strict=True):
-            tensors |= _as_bitsandbytes(a.name, layer, dtype)
+            tensors |= _as_bitsandbytes(a.name, layer, weight_shape(a.layer), dtype)
         name = f"quantized-{number:05}.safetensors"
         save_file(tensors, folder / name, {"format": "pt"})
         weight_map |= dict.fromkeys(tensors, name)
@@ -169,15 +170,16 @@ def _write(folder: Path, chosen: Sequence[Assignment], dtype: torch.dtype, devic
     (folder / MANIFEST).write_text(json.dumps({"fingerprint": fingerprint(read_headers(folder).values())}))
 
 
-def _as_bitsandbytes(name: str, layer: QuantizedLinear, dtype: torch.dtype) -> dict[str, Tensor]:
+def _as_bitsandbytes(
+    name: str, layer: QuantizedLinear, shape: tuple[int, ...], dtype: torch.dtype
+) -> dict[str, Tensor]:
     """A weight's tensors under the names and in the shapes in which bitsandbytes saves them; on the CPU."""
-    format, shape = layer.format, (layer.out_features, layer.in_features)
+    format = layer.format
     scales = layer.scales.detach()
     if not format.is_4bit:
-        codes = format.unpack(layer.codes.detach(), layer.in_features).view(torch.int8)
-        prefix = name.removesuffix("weight")
-        row_major = torch.zeros((), dtype=torch.uint8)
-        return {name: codes.cpu(), f"{prefix}SCB": scales.cpu(), f"{prefix}weight_format": row_major}
+        codes = format.unpack(layer.codes.detach(), layer.in_features).view(torch.int8).view(shape)
+        scales_name, format_name = int8_state_names(name)
+        return {name: codes.cpu(), scales_name: scales.cpu(), format_name: torch.zeros((), dtype=torch.uint8)}
     codes = format.unpack(layer.codes.detach(), layer.in_features // 2)
     nested, offset = None, None
     if format.double_quant:

@@ -2,7 +2,8 @@
 
 A few threads read pieces of at most `PIECE_BYTES` into a ring of (pinned) buffers. The caller's thread copies each
 piece to the device and hands it to the sink of the tensor that it belongs to. The ring is all the host memory that this
-takes, whatever the model's size.
+takes, whatever the model's size. Rows of several stored tensors that make up one tensor share a piece, so that a sink
+has large pieces to work on even where each expert is a small tensor of its own.
 """
 
 from __future__ import annotations
@@ -47,13 +48,20 @@ class Sink(ABC):
 
 
 @dataclass(frozen=True)
-class Request:
-    """Rows [first_row, last_row) of a stored tensor, seen as rows of `row_bytes` bytes, and who takes them."""
+class Span:
+    """Rows [first_row, last_row) of a stored tensor."""
 
     stored: StoredTensor
-    row_bytes: int
     first_row: int
     last_row: int
+
+
+@dataclass(frozen=True)
+class Request:
+    """Consecutive rows of `row_bytes` bytes, which lie in one or more stored tensors, and who takes them."""
+
+    spans: Sequence[Span]
+    row_bytes: int
     sink: Sink
 
 
@@ -84,8 +92,9 @@ def run_requests(
                 item.sink.finish()
                 continue
             assert isinstance(item, _Piece)
-            size = item.num_rows * item.request.row_bytes
-            rows = buffer.host[:size].to(device, non_blocking=True).view(item.num_rows, item.request.row_bytes)
+            row_bytes = item.request.row_bytes
+            size = sum(span.last_row - span.first_row for span in item.spans) * row_bytes
+            rows = buffer.host[:size].to(device, non_blocking=True).view(-1, row_bytes)
             if cuda:
                 buffer.copied = torch.cuda.Event()
                 buffer.copied.record()
@@ -103,8 +112,8 @@ class _Buffer:
 @dataclass(frozen=True)
 class _Piece:
     request: Request
-    row: int  # relative to the request's first row
-    num_rows: int
+    row: int  # counted from the request's first row
+    spans: Sequence[Span]  # a part of the request's
 
 
 class _ReadAhead:
@@ -152,31 +161,39 @@ class _ReadAhead:
             if isinstance(item, Request):
                 self.pending.append((item, None))
                 continue
-            stored = item.request.stored
-            if stored.file not in self.files:
-                try:
-                    self.files[stored.file] = os.open(stored.file, os.O_RDONLY)
-                except OSError as error:
-                    raise _unreadable(stored, str(error)) from error
-            self.pending.append((item, self.pool.submit(self._read, item, self.files[stored.file])))
+            for stored in (span.stored for span in item.spans):
+                if stored.file not in self.files:
+                    try:
+                        self.files[stored.file] = os.open(stored.file, os.O_RDONLY)
+                    except OSError as error:
+                        raise _unreadable(stored, str(error)) from error
+            self.pending.append((item, self.pool.submit(self._read, item)))
             return
 
-    def _read(self, piece: _Piece, file: int) -> _Buffer:
+    def _read(self, piece: _Piece) -> _Buffer:
         """Read a piece into the next buffer that is free; runs in a thread of the pool."""
-        buffer, request = self.free.get(), piece.request
+        buffer, row_bytes = self.free.get(), piece.request.row_bytes
         if buffer.copied is not None:
             buffer.copied.synchronize()
-        start = request.stored.offset + (request.first_row + piece.row) * request.row_bytes
-        target = buffer.host.numpy().data[: piece.num_rows * request.row_bytes]
-        while target:
-            try:
-                count = os.preadv(file, [target], start)
-            except OSError as error:
-                raise _unreadable(request.stored, str(error)) from error
-            if count == 0:
-                raise _unreadable(request.stored, "it ends early")
-            target, start = target[count:], start + count
+        room = buffer.host.numpy().data
+        for span in piece.spans:
+            size = (span.last_row - span.first_row) * row_bytes
+            _read_into(room[:size], self.files[span.stored.file], span.stored, span.first_row * row_bytes)
+            room = room[size:]
         return buffer
+
+
+def _read_into(target: memoryview, file: int, stored: StoredTensor, start: int) -> None:
+    """Fill `target` with the tensor's bytes from `start` on."""
+    start += stored.offset
+    while target:
+        try:
+            count = os.preadv(file, [target], start)
+        except OSError as error:
+            raise _unreadable(stored, str(error)) from error
+        if count == 0:
+            raise _unreadable(stored, "it ends early")
+        target, start = target[count:], start + count
 
 
 def _unreadable(stored: StoredTensor, reason: str) -> CheckpointError:
@@ -188,8 +205,18 @@ def _unreadable(stored: StoredTensor, reason: str) -> CheckpointError:
 def _split(requests: Sequence[Request], buffer_bytes: int) -> Iterator[_Piece | Request]:
     """The pieces of each request, then the request itself, as the sign to finish it."""
     for request in requests:
-        num_rows = request.last_row - request.first_row
         rows_per_piece = max(1, buffer_bytes // request.row_bytes)
-        for row in range(0, num_rows, rows_per_piece):
-            yield _Piece(request, row, min(rows_per_piece, num_rows - row))
+        spans: list[Span] = []
+        row, num_rows = 0, 0  # of the piece that is being filled
+        for span in request.spans:
+            first = span.first_row
+            while first < span.last_row:
+                last = min(span.last_row, first + rows_per_piece - num_rows)
+                spans.append(Span(span.stored, first, last))
+                num_rows, first = num_rows + last - first, last
+                if num_rows == rows_per_piece:
+                    yield _Piece(request, row, spans)
+                    spans, row, num_rows = [], row + num_rows, 0
+        if spans:
+            yield _Piece(request, row, spans)
         yield request

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,10 +19,13 @@ from qlora_fsdp.common.errors import CheckpointError
 from qlora_fsdp.common.quantized_shapes import QuantType
 from qlora_fsdp.common.sizes import NESTED_BLOCKSIZE
 from qlora_fsdp.common.text import shorten
-from qlora_fsdp.layers import QuantizedLayer
+from qlora_fsdp.layers import QuantizedExpertWeight, QuantizedLayer
 from qlora_fsdp.layers.quantized_format import STORAGE_DTYPES
 from qlora_fsdp.weights.safetensors_files import StoredTensor
 
+# Names of what lies beside a quantized weight; the group is the weight's name, or for int8 the module's.
+QUANT_STATE = re.compile(r"^(.+)\.(?:(?:nested_)?absmax|(?:nested_)?quant_map|quant_state\.bitsandbytes__\w+)$")
+INT8_STATE = re.compile(r"^(.+)\.(?:SCB|weight_format)$")
 MAX_STATE_BYTES = 2**16  # of JSON; honest ones have some 200
 BLOCKSIZES = tuple(2**power for power in range(5, 13))  # those of bitsandbytes' kernels
 ROW_MAJOR = b"\0"  # the `weight_format` of int8 codes that lie row by row
@@ -44,6 +48,24 @@ class QuantState:
     nested_offset: float | None
 
 
+def weight_name(module_name: str, layer: QuantizedLayer) -> str:
+    """The name of a layer's weight in the files. Experts' weights are named like the module's own parameters."""
+    return module_name if isinstance(layer, QuantizedExpertWeight) else f"{module_name}.weight".removeprefix(".")
+
+
+def weight_shape(layer: QuantizedLayer) -> tuple[int, ...]:
+    """The shape that the files have for a layer's weight: that of a matrix, or [E, rows, columns] of E experts."""
+    if isinstance(layer, QuantizedExpertWeight):
+        return tuple(layer.shape)
+    return layer.out_features, layer.in_features
+
+
+def int8_state_names(name: str) -> tuple[str, str]:
+    """The names of the scales and of the format of int8 codes that have this name: bitsandbytes names the module."""
+    module = name.removesuffix(".weight")
+    return f"{module}.SCB", f"{module}.weight_format"
+
+
 def read_quant_state(stored: StoredTensor) -> QuantState:
     """Read the JSON text that bitsandbytes stores as a tensor of bytes.
 
@@ -57,7 +79,7 @@ def read_quant_state(stored: StoredTensor) -> QuantState:
             raise ValueError(f"its quant_type is {shorten(str(kind))}")
         if type(blocksize) is not int or blocksize not in BLOCKSIZES:
             raise ValueError(f"its blocksize is {shorten(str(blocksize))}, which bitsandbytes does not have")
-        if not isinstance(shape, list) or len(shape) != 2 or not all(type(size) is int for size in shape):
+        if not isinstance(shape, list) or len(shape) not in (2, 3) or not all(type(size) is int for size in shape):
             raise ValueError(f"its shape is {shorten(str(shape))}")
         if "nested_offset" in state:
             offset = float(state["nested_offset"])
@@ -87,8 +109,8 @@ def parts_problem(layer: QuantizedLayer, codes: StoredTensor, parts: Mapping[str
     if format.is_4bit:
         if codes.dtype not in STORAGE_DTYPES.values() or codes.num_bytes != num_bytes:
             return f"{codes.key}: {_describe(codes)}, which is not {num_bytes:,} bytes of 4-bit codes"
-    elif codes.dtype != torch.int8 or codes.shape != (layer.out_features, layer.in_features):
-        return f"{codes.key}: {_describe(codes)}, which is not int8 {[layer.out_features, layer.in_features]}"
+    elif codes.dtype != torch.int8 or codes.shape != weight_shape(layer):
+        return f"{codes.key}: {_describe(codes)}, which is not int8 {list(weight_shape(layer))}"
     for name, stored in parts.items():
         shape, dtype = expected[name]
         # The last of our nested scales is the mean, which bitsandbytes keeps in its description.
