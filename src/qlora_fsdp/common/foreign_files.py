@@ -61,7 +61,16 @@ def read_small(folder: Path, name: str) -> bytes:
             parsed from it takes many times its size of memory.
     """
     with open_regular(folder, name) as stream:
-        content = stream.read(MAX_SMALL_BYTES + 1)
-    if len(content) > MAX_SMALL_BYTES:
-        raise ValueError(f"it has more than {MAX_SMALL_BYTES:,} bytes")
+        return read_at_most(stream, MAX_SMALL_BYTES)
+
+
+def read_at_most(stream: io.BufferedReader, num_bytes: int) -> bytes:
+    """Reads a file to its end, if that is so near.
+
+    Raises:
+        ValueError: it is not.
+    """
+    content = stream.read(num_bytes + 1)
+    if len(content) > num_bytes:
+        raise ValueError(f"it has more than {num_bytes:,} bytes")
     return content

@@ -16,6 +16,7 @@ from typing import NoReturn
 import yaml
 
 from qlora_fsdp.common.errors import ConfigError, Problem
+from qlora_fsdp.common.shipped import shipped_file
 from qlora_fsdp.config.mistyped import find_mistyped
 from qlora_fsdp.config.settings import all_settings, show
 
@@ -116,12 +117,8 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
 
 
 def conf_folder() -> Path:
-    """Returns conf/: inside the package when installed from a wheel, at the root of the repository otherwise."""
-    package = Path(__file__).parents[1]
-    for folder in (package / "conf", package.parents[1] / "conf"):
-        if (folder / "config.yaml").is_file():
-            return folder
-    raise AssertionError(f"conf/ is neither in {package} nor in {package.parents[1]}: the installation is broken")
+    """Returns conf/, the project's own groups of options."""
+    return shipped_file("conf/config.yaml").parent
 
 
 def group_options(group: str, folders: Sequence[Path]) -> list[str]:

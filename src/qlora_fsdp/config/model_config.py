@@ -16,6 +16,8 @@ from typing import Any
 import yaml
 
 from qlora_fsdp.common.errors import CheckpointError, ConfigError
+from qlora_fsdp.common.foreign_files import read_at_most
+from qlora_fsdp.common.model_figures import MAX_CONFIG_BYTES
 from qlora_fsdp.config.command_line import conf_folder, group_options
 from qlora_fsdp.config.schema import ModelConfig, Weights
 from qlora_fsdp.config.settings import problem_about
@@ -28,7 +30,6 @@ FIGURES = (
 )
 MAX_SHOWN = 3  # figures in a message
 MAX_WIDTH = 40  # letters of one of them
-MAX_BYTES = 2**22  # of a config.json
 
 
 def describes_itself(model: ModelConfig) -> bool:
@@ -85,10 +86,7 @@ def read_config_json(file: Path, model: ModelConfig) -> dict[str, Any]:
     """
     try:
         with file.open("rb") as stream:
-            content = stream.read(MAX_BYTES + 1)
-        if len(content) > MAX_BYTES:
-            raise ValueError(f"it has more than {MAX_BYTES:,} bytes")
-        values = json.loads(content)
+            values = json.loads(read_at_most(stream, MAX_CONFIG_BYTES))
         if not isinstance(values, dict):
             raise ValueError(f"it holds a {type(values).__name__}, and not an object")
     except RecursionError:

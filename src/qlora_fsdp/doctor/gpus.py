@@ -8,13 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qlora_fsdp.common.text import first_line
 from qlora_fsdp.doctor.finding import Finding
 from qlora_fsdp.doctor.timing import seconds_of
+from qlora_fsdp.memory.plan import GIB
 
 if TYPE_CHECKING:
     import torch
 
-GIB = 2**30
 PINNED_BYTES = 256 * 2**20
 
 
@@ -135,7 +136,7 @@ def check_pinned() -> Iterator[Finding]:
         host = torch.zeros(PINNED_BYTES, dtype=torch.uint8, pin_memory=True)
     except RuntimeError as error:
         advice = "Weights are loaded through it: allow this container more memory, or more of it locked (ulimit -l)."
-        yield Finding("red", "pinned memory", f"can't be had: {str(error).partition(chr(10))[0]}", advice)
+        yield Finding("red", "pinned memory", f"can't be had: {first_line(error)}", advice)
         return
     device = torch.device("cuda")
     rate = len(host) / seconds_of(lambda: host.to(device, non_blocking=True), device) / 1e9

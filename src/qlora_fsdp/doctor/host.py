@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from qlora_fsdp.doctor.finding import Finding
+from qlora_fsdp.memory.plan import GIB
 
-GIB = 2**30
 DISK_BYTES = 256 * 2**20
 MIN_FREE_GIB = 20
 
