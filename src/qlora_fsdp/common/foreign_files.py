@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
 MAX_SMALL_BYTES = 2**25
 
@@ -53,6 +55,26 @@ def find_outside(folder: Path) -> list[Path]:
     return found
 
 
+def read_json_object(file: Path, max_bytes: int) -> dict[str, Any]:
+    """Reads a file that holds an object of JSON, such as a config.json. It may be a link, as in the hub's cache.
+
+    Raises:
+        OSError: the file can't be opened.
+        ValueError: it has more than `max_bytes` bytes, is no JSON in UTF-8, is nested too deeply, or is no object.
+    """
+    with file.open("rb") as stream:
+        content = stream.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise ValueError(f"it has more than {max_bytes:,} bytes")
+    try:
+        values = json.loads(content)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"it holds a {type(values).__name__}, and not an object")
+    return values
+
+
 def read_small(folder: Path, name: str) -> bytes:
     """Reads a file that describes others, such as a manifest, opened as by `open_regular`.
 
@@ -61,16 +83,7 @@ def read_small(folder: Path, name: str) -> bytes:
             parsed from it takes many times its size of memory.
     """
     with open_regular(folder, name) as stream:
-        return read_at_most(stream, MAX_SMALL_BYTES)
-
-
-def read_at_most(stream: io.BufferedReader, num_bytes: int) -> bytes:
-    """Reads a file to its end, if that is so near.
-
-    Raises:
-        ValueError: it is not.
-    """
-    content = stream.read(num_bytes + 1)
-    if len(content) > num_bytes:
-        raise ValueError(f"it has more than {num_bytes:,} bytes")
+        content = stream.read(MAX_SMALL_BYTES + 1)
+    if len(content) > MAX_SMALL_BYTES:
+        raise ValueError(f"it has more than {MAX_SMALL_BYTES:,} bytes")
     return content

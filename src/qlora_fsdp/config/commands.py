@@ -107,9 +107,7 @@ def load_command(
             reason = "can't be used with adapter=, whose saved settings are in its place."
             problems.append(Problem("experiment", reason, "Type the settings that are to be others."))
     refuse(problems)
-    beneath, wants_code = [WITHOUT_TRAINING], False
-    if not uses_default_data:
-        beneath.append(WITHOUT_DATA)
+    beneath, wants_code = [WITHOUT_TRAINING, *([] if uses_default_data else [WITHOUT_DATA])], False
     if settings.adapter is not None:
         adapter = Path(settings.adapter).expanduser()
         if (adapter / SETTINGS_FILE).is_file():

@@ -7,7 +7,6 @@ of its own, that one counts, and a preset that states other figures is refused: 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from textwrap import shorten
@@ -16,8 +15,7 @@ from typing import Any
 import yaml
 
 from qlora_fsdp.common.errors import CheckpointError, ConfigError
-from qlora_fsdp.common.foreign_files import read_at_most
-from qlora_fsdp.common.model_figures import MAX_CONFIG_BYTES
+from qlora_fsdp.common.foreign_files import read_json_object
 from qlora_fsdp.config.command_line import conf_folder, group_options
 from qlora_fsdp.config.schema import ModelConfig, Weights
 from qlora_fsdp.config.settings import problem_about
@@ -30,6 +28,7 @@ FIGURES = (
 )
 MAX_SHOWN = 3  # figures in a message
 MAX_WIDTH = 40  # letters of one of them
+MAX_BYTES = 2**22  # of a config.json
 
 
 def describes_itself(model: ModelConfig) -> bool:
@@ -85,12 +84,7 @@ def read_config_json(file: Path, model: ModelConfig) -> dict[str, Any]:
         ConfigError: as `check_same_model`.
     """
     try:
-        with file.open("rb") as stream:
-            values = json.loads(read_at_most(stream, MAX_CONFIG_BYTES))
-        if not isinstance(values, dict):
-            raise ValueError(f"it holds a {type(values).__name__}, and not an object")
-    except RecursionError:
-        raise CheckpointError(f"{file} is damaged (it is nested too deeply). Copy or download it again.") from None
+        values = read_json_object(file, MAX_BYTES)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file} is damaged ({error}). Copy or download it again.") from error
     check_same_model(model, values)

@@ -31,14 +31,8 @@ PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")
 
 # Settings of PEFT's LoraConfig that make the forward pass another one than base + B A.
 OTHER_PASSES = (
-    "alora_invocation_tokens",
-    "arrow_config",
-    "kasa_config",
-    "layer_replication",
-    "lora_bias",
-    "monteclora_config",
-    "target_parameters",
-    "use_bdlora",
+    *("alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication", "lora_bias", "monteclora_config"),
+    *("target_parameters", "use_bdlora"),
 )
 
 

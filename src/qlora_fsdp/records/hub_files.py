@@ -17,18 +17,8 @@ from qlora_fsdp.config.settings import show
 
 # An adapter's config, a classifier's labels, and what tokenizers of transformers save. Nothing else is uploaded.
 TEXT_FILES = (
-    "README.md",
-    ADAPTER_CONFIG,
-    SETTINGS_FILE,
-    "config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "vocab.txt",
-    "chat_template.jinja",
+    *("README.md", ADAPTER_CONFIG, SETTINGS_FILE, "config.json", "tokenizer.json", "tokenizer_config.json"),
+    *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt", "chat_template.jinja"),
 )
 BINARY_FILES = (ADAPTER_WEIGHTS, "tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 

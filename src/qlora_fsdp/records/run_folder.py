@@ -52,14 +52,7 @@ from qlora_fsdp.records.run_state import LOCK, RECORDS, SUMMARY_FILE
 from qlora_fsdp.runtime.processes import Processes
 
 PACKAGES = (
-    "qlora-fsdp",
-    "torch",
-    "transformers",
-    "accelerate",
-    "peft",
-    "bitsandbytes",
-    "datasets",
-    "hydra-core",
+    *("qlora-fsdp", "torch", "transformers", "accelerate", "peft", "bitsandbytes", "datasets", "hydra-core"),
     "safetensors",
 )
 
