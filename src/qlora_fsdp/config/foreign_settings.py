@@ -25,14 +25,8 @@ from qlora_fsdp.config.settings import show
 
 ALLOWED = {
     "model": (
-        "name",
-        "path",
-        "revision",
-        "tokenizer_path",
-        "weights",
-        "attn_implementation",
-        "cache_quantized",
-        "config",
+        *("name", "path", "revision", "tokenizer_path", "weights", "config"),
+        *("attn_implementation", "cache_quantized"),
     ),
     "tokenizer": ("add_tokens", "add_special_tokens"),
     "quant": (
