@@ -37,8 +37,8 @@ demo-chat: $(STAMP)  ## Fine-tune a real chat model of 135 M parameters on the C
 test: $(STAMP)  ## Run the tests but the slowest (some of them: make test ARGS="-k config"; one file at a time: make test WORKERS=0)
 	@$(PYTEST) -m "not slow" $(ARGS)
 
-test-all: test  ## Run the slowest tests too
-	@$(PYTEST) -m slow $(ARGS)
+test-all: $(STAMP)  ## Run all tests, the slowest too: in one session, where these use again what others have made
+	@$(PYTEST) $(ARGS)
 
 versions: $(STAMP)  ## Test the oldest and newest supported versions, in environments of their own (gigabytes)
 	@$(BIN)/python scripts/check_versions.py

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: without a GPU its kernels run in Python
@@ -21,6 +22,7 @@ with quick_imports():  # most of what the modules of tests import, once in each 
     from tests.helpers.blocks import CHECKPOINTS, write_blocks
     from tests.helpers.checkpoints import make_checkpoint
     from tests.helpers.runs import write_rows
+    from tests.helpers.smollm2 import make_model
 
 gc.freeze()  # the garbage collector need not look through any of this
 
@@ -36,6 +38,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_unconfigure() -> None:
     gc.unfreeze()  # else Triton's bindings complain of leaks at the end
+
+
+@pytest.fixture
+def own_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What `qlora-fsdp` does to its process stays in the test, which has a folder of its own and no GPU."""
+    monkeypatch.setattr("qlora_fsdp.__main__.begin", lambda detail: None)
+    monkeypatch.setattr("qlora_fsdp.__main__.end_with_the_reader", lambda: None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture(scope="session")
@@ -57,6 +69,15 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return made[key]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a real chat model, which all workers share: to make it takes half a minute."""
+    folder = tmp_path_factory.getbasetemp()
+    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+    with FileLock(folder / "smollm2.lock"):
+        return make_model(folder / "smollm2")
 
 
 @pytest.fixture(scope="session")

@@ -27,7 +27,7 @@ class _SweepLauncher(Launcher):
         picked: the groups of which that file picks an option.
     """
 
-    def __init__(self, config_file: str | None = None, picked: Sequence[str] = ()) -> None:
+    def __init__(self, config_file: str | None, picked: Sequence[str]) -> None:
         self._config_file, self._picked = config_file, picked
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
@@ -36,7 +36,7 @@ class _SweepLauncher(Launcher):
         self._sweep = Sweep(hydra_context.config_loader, config, self._config_file, self._picked)
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        return self._sweep.launch(job_overrides, initial_job_idx, self._start)
+        return self._sweep.launch(job_overrides, self._start)
 
     @abstractmethod
     def _start(self, jobs: list[Job], sweep: Sweep) -> None: ...

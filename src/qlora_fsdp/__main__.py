@@ -14,7 +14,7 @@ from typing import Any, NoReturn, cast
 
 from qlora_fsdp import __version__
 from qlora_fsdp.common.errors import ConfigError, Problem, print_error
-from qlora_fsdp.common.startup import NO_RUN, begin, end_process, end_with_the_reader
+from qlora_fsdp.common.startup import NO_RUN, begin, end_process, end_with_the_reader, is_rank
 
 # Name: module, what it does
 COMMANDS = {
@@ -81,14 +81,14 @@ def command() -> NoReturn:
 
 
 def _run(name: str, argv: list[str]) -> int:
-    module, is_rank = COMMANDS[name][0], "RANK" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
-    if name in TAKE_RANKS and not is_rank and any(text.lstrip("+").startswith("launch.") for text in argv):
+    module, may_start_ranks = COMMANDS[name][0], not is_rank(os.environ)
+    if name in TAKE_RANKS and may_start_ranks and any(text.lstrip("+").startswith("launch.") for text in argv):
         from qlora_fsdp.launch.ranks import start_command
 
         return start_command(module.removesuffix(".__main__"), argv)
     more: dict[str, Any] = {}
     if name == "train":
-        more = {"starts_ranks": not is_rank}
+        more = {"starts_ranks": may_start_ranks}
     elif name == "completion":
         more = {"commands": list(COMMANDS)}
     return cast(int, import_module(module).main(argv, **more))

@@ -16,7 +16,7 @@ if __name__ == "__main__":
 
     begin()
 
-from qlora_fsdp.common.errors import ConfigError, Problem
+from qlora_fsdp.common.errors import Problem, refuse
 from qlora_fsdp.common.startup import end_process, quick_imports
 from qlora_fsdp.config.commands import AdapterSettings
 from qlora_fsdp.config.schema import Config, TaskName
@@ -66,8 +66,8 @@ class EvaluateSettings(AdapterSettings):
 
 def evaluate_model(settings: EvaluateSettings, config: Config, processes: Processes) -> None:
     """Load the model, evaluate it, and print one line of JSON."""
-    if processes.is_main and (problems := check_out(settings.out)):
-        raise ConfigError(problems)
+    if processes.is_main:
+        refuse(check_out(settings.out))
     by = evaluate_on_data if settings.tasks is None else evaluate_on_tasks
     figures = {"adapter": settings.adapter, **by(settings, config, processes)}
     if not processes.is_main:
@@ -159,8 +159,7 @@ def check_tasks(settings: EvaluateSettings, config: Config, names: Sequence[str]
     if settings.num_fewshot is not None and settings.num_fewshot < 0:
         fix = "Set num_fewshot=0 or higher."
         problems.append(Problem(f"num_fewshot={settings.num_fewshot}", "is below 0.", fix))
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -13,7 +13,7 @@ if __name__ == "__main__":
 
     begin()
 
-from qlora_fsdp.common.errors import ConfigError, DataError, Problem
+from qlora_fsdp.common.errors import DataError, Problem, refuse
 from qlora_fsdp.common.startup import end_process, quick_imports
 from qlora_fsdp.common.text import for_stdout
 from qlora_fsdp.config.commands import AdapterSettings, read_trained_on
@@ -185,8 +185,7 @@ def check_generation(settings: GenerateSettings, config: Config, others: Sequenc
         problems.append(Problem("prompt", "has bytes that are no UTF-8.", IN_UTF8))
     elif settings.prompts is not None and not Path(settings.prompts).expanduser().is_file():
         problems.append(Problem(f"prompts={settings.prompts}", "is no file.", "Set prompts to a file of JSON lines."))
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
 
 
 def is_unicode(text: str) -> bool:

@@ -14,8 +14,9 @@ if __name__ == "__main__":
 
     begin()
 
-from qlora_fsdp.common.errors import ConfigError, Problem
+from qlora_fsdp.common.errors import Problem, refuse
 from qlora_fsdp.common.files import write_json
+from qlora_fsdp.common.hub_names import path_exists
 from qlora_fsdp.common.startup import end_process, quick_imports
 from qlora_fsdp.common.text import plural, show_bytes
 from qlora_fsdp.config.commands import AdapterSettings
@@ -171,7 +172,7 @@ def _check(settings: MergeSettings, config: Config, processes: Processes) -> Non
     if settings.report_rows < 1:
         problems.append(Problem(f"report_rows={settings.report_rows}", "must be at least 1.", "Set report_rows=8."))
     rows = settings.report_data
-    if rows is not None and not Path(rows).expanduser().exists():
+    if rows is not None and not path_exists(rows):
         problems.append(Problem(f"report_data={rows}", "does not exist.", "Set report_data to a file of rows."))
     if rows is not None and config.task.name is not TaskName.causal_lm:
         reason = "compares next-token predictions, which a classifier has none of."
@@ -183,8 +184,7 @@ def _check(settings: MergeSettings, config: Config, processes: Processes) -> Non
         problems.append(Problem(show("model.weights", config.model.weights), "has no files to merge into.", fix))
     if processes.num_ranks > 1:
         problems.append(Problem("--num_processes", "must be 1: a merge reads and writes files.", "Start one process."))
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -17,7 +17,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-from qlora_fsdp.common.errors import CheckpointError, ConfigError, Problem, UserError, print_error
+from qlora_fsdp.common.errors import CheckpointError, ConfigError, Problem, UserError, print_error, refuse
 from qlora_fsdp.common.families import MULTIMODAL_FAMILIES, PLANNED_FAMILIES
 from qlora_fsdp.common.files import write_json
 from qlora_fsdp.common.hub import fetch_config_json
@@ -177,8 +177,7 @@ def _check(config: Config, hardware: Hardware) -> None:
     if config.memory.target_gib is not None and config.memory.target_gib > hardware.gpu.gib:
         reason = f"is more than a GPU of hardware= has: {hardware.gpu.gib:g} GiB."
         problems.append(Problem(f"memory.target_gib={config.memory.target_gib:g}", reason, "Set it to null, or lower."))
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
 
 
 def _fused(config: Config) -> frozenset[str]:

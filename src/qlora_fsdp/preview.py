@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import sys
@@ -19,8 +18,9 @@ if __name__ == "__main__":
 
     begin()
 
-from qlora_fsdp.common.errors import CheckpointError, ConfigError, Problem
-from qlora_fsdp.common.startup import end_process
+from qlora_fsdp.common.errors import CheckpointError, Problem, refuse
+from qlora_fsdp.common.startup import end_process, is_first_rank
+from qlora_fsdp.common.terminal import colored as colored_text
 from qlora_fsdp.common.text import printable
 from qlora_fsdp.config.commands import AdapterSettings
 from qlora_fsdp.config.schema import Config
@@ -49,7 +49,6 @@ examples:
 """
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # what a terminal obeys, but for tabs and line breaks
-GREEN, DIM, RESET = "\033[32m", "\033[2m", "\033[0m"
 NUM_BINS = 12
 BAR_WIDTH = 40
 
@@ -70,8 +69,7 @@ def preview(settings: PreviewSettings, config: Config, processes: Processes) -> 
         problems.append(Problem("rows and first", "must be at least 0 and 1.", "Set rows=3 first=1."))
     if settings.color not in ("auto", "always", "never"):
         problems.append(Problem(f"color={settings.color}", "is none of auto, always, never.", "Set color=auto."))
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
     from qlora_fsdp.data.run_data import PreparedData, prepare_data
     from qlora_fsdp.data.split import BatchSplit
     from qlora_fsdp.data.stream import open_stream
@@ -105,7 +103,7 @@ def _rows(
     """The rows in the order of the file, each below a line about it; of a mix, some of each data set."""
     import numpy as np
 
-    from qlora_fsdp.data.labels import name_labels
+    from qlora_fsdp.data.label_counts import name_labels
     from qlora_fsdp.data.mix import MixedRows
 
     starts = data.rows.starts.tolist() if isinstance(data.rows, MixedRows) else [0, len(data.rows.num_targets)]
@@ -133,7 +131,7 @@ def _mark(text: str, is_target: bool, colored: bool) -> str:
     text = CONTROL.sub(lambda match: repr(match.group())[1:-1], text)
     if not colored:
         return f"[[{text}]]" if is_target else text
-    return f"{GREEN if is_target else DIM}{text}{RESET}"
+    return colored_text(text, "green" if is_target else "dim")
 
 
 def _figures(data: PreparedData[Sequences], config: Config) -> Iterator[str]:
@@ -160,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Only the tokenizer of a model is used, so that where it is named the model need not be.
     optional = ["model.path"] if any(text.startswith("model.tokenizer_path=") for text in arguments) else []
     exit_code = run_command(arguments, PreviewSettings, USAGE, preview, optional, takes_adapter=False)
-    if exit_code == 0 and os.environ.get("RANK", "0") == "0":
+    if exit_code == 0 and is_first_rank():
         own = tuple(f"{field.name}=" for field in fields(PreviewSettings))
         typed = shlex.join(text for text in arguments if not text.startswith(own))
         print(f"Next: qlora-fsdp train {printable(typed)}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from qlora_fsdp.common.startup import end_process
 from qlora_fsdp.config.commands import AdapterSettings, read_own_settings
 from qlora_fsdp.config.settings import show
 from qlora_fsdp.records.hub import push_adapter
+from qlora_fsdp.runtime.run_command import log_to_stderr
 
 USAGE = """
 Upload an adapter to the Hugging Face hub, in one commit.
@@ -62,10 +62,7 @@ def push(settings: PushSettings) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code."""
-    log = logging.getLogger("qlora_fsdp")
-    log.handlers[:] = [logging.StreamHandler(sys.stderr)]
-    log.setLevel(logging.INFO)
-    log.propagate = False
+    log_to_stderr()
     try:
         settings = read_own_settings(sys.argv[1:] if argv is None else argv, PushSettings, USAGE)
         print(push(settings))

@@ -16,7 +16,7 @@ if __name__ == "__main__":
 
     begin(NO_RUN)
 
-from qlora_fsdp.common.errors import ConfigError, UserError
+from qlora_fsdp.common.errors import UserError, refuse
 from qlora_fsdp.common.startup import announce, end_process, quick_imports
 from qlora_fsdp.config.check_settings import check_split
 from qlora_fsdp.config.command_line import parse_arguments
@@ -51,8 +51,7 @@ def main(argv: Sequence[str] | None = None, starts_ranks: bool = False) -> int:
         problems = [*check_run(config), *check_launch_environment(config, os.environ)]
         if plan is not None and plan.number is not None:
             problems += check_split(config, world)
-        if problems:
-            raise ConfigError(problems)
+        refuse(problems)
         if plan is not None and (plan.number != 1 or config.launch.dry_run):
             return start_ranks("qlora_fsdp.train", argv, config, plan)
         if plan is not None:

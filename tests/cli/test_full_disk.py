@@ -6,7 +6,6 @@ import errno
 import re
 import shutil
 import signal
-import subprocess
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,7 @@ import pytest
 
 from qlora_fsdp.training.checkpoint import read_manifest
 from tests.cli.launch import Command, ForkedLaunch
-from tests.helpers.full_disk import fill_disk
+from tests.helpers.full_disk import fill_disk, small_disk
 
 pytestmark = pytest.mark.distributed
 
@@ -87,30 +86,24 @@ def test_a_folder_that_is_removed_while_the_run_writes_to_it(tmp_path: Path) -> 
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of one MiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
-    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True, check=False).returncode != 0:
-        pytest.skip("mounting takes root")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)  # a run of a failed test may still be in it
+def disk(tmp_path: Path) -> Iterator[Path]:
+    with small_disk(tmp_path / "disk", "1m") as folder:
+        yield folder
 
 
-def test_a_disk_that_is_really_full(tmp_path: Path, small_disk: Path) -> None:
-    run = small_disk / "run"
+def test_a_disk_that_is_really_full(tmp_path: Path, disk: Path) -> None:
+    run = disk / "run"
     command = ForkedLaunch(tmp_path, 1, *LONG_RUN, f"run.folder={run}", "tracking.tensorboard=true")
     command.run_folder = run
     command.wait_for_steps()
     for times in (1, 2):
-        with pytest.raises(OSError, match="No space left"), (small_disk / "filler").open("wb", buffering=0) as filler:
+        with pytest.raises(OSError, match="No space left"), (disk / "filler").open("wb", buffering=0) as filler:
             while True:
                 filler.write(bytes(1000))
         full = "can't be written: No space left on device. Training goes on"
         command.wait_for(partial(_says, command, full, times), "a warning")
         if times == 1:
-            (small_disk / "filler").unlink()
+            (disk / "filler").unlink()
             command.wait_for(partial(_says, command, "can be written again: nothing is missing", 1), "the end of it")
     message = end(command)
     assert f"can't be saved in {run / 'checkpoints'}: No space left on device. It is saved in " in message

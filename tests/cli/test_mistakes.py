@@ -88,14 +88,9 @@ TYPED: list[tuple[list[str], list[str]]] = [
 
 
 @pytest.fixture
-def own_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A folder with what people have; what `main` does to its process stays in the test."""
-    monkeypatch.setattr("qlora_fsdp.__main__.begin", lambda detail: None)
-    monkeypatch.setattr("qlora_fsdp.__main__.end_with_the_reader", lambda: None)
+def peoples_folder(own_process: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The working folder has what people have."""
     monkeypatch.setattr("qlora_fsdp.preflight.visible_hardware", lambda: None)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.chdir(tmp_path)
     Path("chats.jsonl").write_text(json.dumps(CHAT) + "\n")
     Path("tab.yaml").write_text("model: tiny\n\tdata: random\n")
     Path("list.yaml").write_text("- model: tiny\n")
@@ -106,7 +101,7 @@ def own_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     Path("run/adapter/adapter_model.safetensors").touch()
 
 
-@pytest.mark.usefixtures("own_process")
+@pytest.mark.usefixtures("peoples_folder")
 @pytest.mark.parametrize(("argv", "parts"), TYPED, ids=lambda value: " ".join(value[-2:]))
 def test_a_mistake_is_answered(argv: list[str], parts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(argv) == 2

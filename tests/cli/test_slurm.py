@@ -18,6 +18,7 @@ import qlora_fsdp
 from qlora_fsdp.records.run_state import read_json, slurm_queue
 from qlora_fsdp.status import show_status
 from tests.cli.launch import ROOT
+from tests.helpers.lines import read_lines
 
 NUM_NODES = 2
 
@@ -30,6 +31,10 @@ def has_slurm() -> bool:
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 BASE = ["model=tiny", "data=random", "training.max_length=64"]
+SWEEP = [
+    *("-m", "hydra/launcher=slurm", "run.folder=sweep", "lora.r=2,4", "training.seed=0,1"),
+    "training.max_steps=2",
+]
 
 
 def run(folder: Path, *command: str) -> str:
@@ -55,8 +60,7 @@ def wait_for(condition: Callable[[], Any], what: str, folder: Path, seconds: flo
 
 
 def lines_of(job: Path) -> list[dict[str, Any]]:
-    file = job / "metrics.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return read_lines(job / "metrics.jsonl")
 
 
 @pytest.fixture(scope="module")
@@ -69,8 +73,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         (folder / name).symlink_to(ROOT / name)
     preempted = ["hydra/launcher=slurm", "run.folder=preempted", f"slurm.nodes={NUM_NODES}", "run.overwrite=true"]
     train(folder, *preempted, "training.max_steps=100000", "checkpoint.allow_changes=[training.max_steps]")
-    sweep = ["-m", "hydra/launcher=slurm", "run.folder=sweep", "lora.r=2,4", "training.seed=0,1", "launch.parallel=2"]
-    train(folder, *sweep, "training.max_steps=2")
+    train(folder, *SWEEP, "launch.parallel=2")
     run(folder, "sbatch", "scripts/train_one_node.sbatch", *BASE, "training.max_steps=1", "run.folder=one")
     nodes = f"--nodes={NUM_NODES}"
     run(folder, "sbatch", nodes, "scripts/train_many_nodes.sbatch", *BASE, "training.max_steps=1", "run.folder=many")
@@ -103,15 +106,7 @@ def test_sweep_is_one_array_job(folder: Path) -> None:
     wait_for(lambda: all((job / "adapter").exists() for job in jobs), "4 adapters", folder)
     wait_for(lambda: not set(numbers) & set(slurm_queue()), "an empty queue", folder)
     assert show_status([folder / "sweep"]).count(" finished ") == 4
-    again = [
-        "-m",
-        "hydra/launcher=slurm",
-        "run.folder=sweep",
-        "lora.r=2,4",
-        "training.seed=0,1",
-        "training.max_steps=2",
-    ]
-    assert "4 of 4 jobs have finished before." in train(folder, *again)
+    assert "4 of 4 jobs have finished before." in train(folder, *SWEEP)
 
 
 @pytest.mark.parametrize("name", ["one", "many"])

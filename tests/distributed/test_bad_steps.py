@@ -14,6 +14,7 @@ import torch
 import qlora_fsdp.training.step as step
 from qlora_fsdp.common.errors import TrainingError
 from qlora_fsdp.records.run_state import checkpoint_folders
+from tests.helpers.lines import read_lines
 from tests.helpers.ranks import once, run_ranks
 from tests.helpers.runs import settings, train_here
 
@@ -69,7 +70,7 @@ def world(checkpoint: Callable[..., Path], rows: Path, tmp_path_factory: pytest.
 
 
 def lines_of(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return read_lines(folder / "metrics.jsonl")
 
 
 def test_skipped_step_leaves_the_weights_and_its_rows_behind(world):

@@ -32,6 +32,7 @@ from tests.helpers.classification import (
     write_labelled_rows,
     write_labelled_words,
 )
+from tests.helpers.lines import read_lines
 from tests.helpers.quick_config import load_config
 from tests.helpers.ranks import once, run_ranks
 from tests.helpers.runs import settings, train_all
@@ -196,7 +197,7 @@ def test_figures_of_evaluation_do_not_depend_on_the_ranks(runs, argv, case: str,
     def read(num_ranks: int) -> dict[str, float]:
         folder = Path(load_config(argv(case, num_ranks)).run.folder)
         summary = json.loads((folder / "summary.json").read_text())
-        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        lines = read_lines(folder / "metrics.jsonl")
         assert lines[-1]["eval_accuracy"] == summary["eval_metrics"]["accuracy"]
         assert summary["eval_loss"] < summary["initial_eval_loss"]
         return dict(summary["eval_metrics"])

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModel, AutoTokenizer
 
+from tests.helpers.lines import read_lines
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import Trained, train_all
 
@@ -93,7 +94,7 @@ def test_adapters_beat_a_head_on_the_frozen_encoder(trained, quant: str):
     encoder, folder, _ = trained
     summary = json.loads((folder / quant / "summary.json").read_text())
     files = (folder / "train.jsonl", folder / "eval.jsonl")
-    train, held_out = ([json.loads(line) for line in file.read_text().splitlines()] for file in files)
+    train, held_out = (read_lines(file) for file in files)
     accuracy, loss = frozen_head(encoder, train, held_out)
     assert summary["eval_metrics"]["accuracy"] > accuracy
     assert summary["eval_loss"] < loss

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.helpers.lines import read_lines
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import settings, train_all
 
@@ -24,7 +25,7 @@ def test_completions_are_those_of_stock_generate(checkpoint: Callable[..., Path]
     argv += ["data.eval_fraction=0.1", "training.eval_every_steps=3", "training.learning_rate=0.02"]
     argv += ["tracking.num_generations=3", f"tracking.generation_tokens={NUM_TOKENS}", f"run.folder={folder}"]
     run_ranks(2, train_all, {"run": argv})
-    lines = [json.loads(line) for line in (folder / "generations.jsonl").read_text().splitlines()]
+    lines = read_lines(folder / "generations.jsonl")
     assert [line["step"] for line in lines] == [0] * 3 + [3] * 3 + [6] * 3
     expected = {tuple(json.loads(row).values()) for row in rows.read_text().splitlines()}
     assert all((line["prompt"], line["reference"]) in expected for line in lines)

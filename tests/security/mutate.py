@@ -40,7 +40,7 @@ from qlora_fsdp.data.read import find_source, iterate_rows
 from qlora_fsdp.data.tokenize import RowTokenizer
 from qlora_fsdp.data.tokenizer import byte_tokenizer, load_tokenizer
 from qlora_fsdp.generate import GenerateSettings
-from qlora_fsdp.inference.saved_adapter import WEIGHTS_FILE, read_lora, read_tokens
+from qlora_fsdp.inference.saved_adapter import ADAPTER_WEIGHTS, read_lora, read_tokens
 from qlora_fsdp.model.build import BuildSettings, build_model
 from qlora_fsdp.model.find import find_model
 from qlora_fsdp.training.checkpoint import MANIFEST, digest_manifest, read_manifest
@@ -208,7 +208,7 @@ def _make_adapter(folder: Path) -> None:
     config.trainable_token_indices = [1]
     config.save_pretrained(str(folder))
     rows = {"base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta": torch.zeros(1, 64)}
-    save_file(rows, folder / WEIGHTS_FILE)
+    save_file(rows, folder / ADAPTER_WEIGHTS)
     settings = {
         "model": {"path": "org/name", "name": "x", "revision": "main", "config": {"hidden_size": 64}},
         "tokenizer": {"add_tokens": ["a"]},
@@ -306,7 +306,7 @@ KINDS = {
     "quantized safetensors": Kind(_make_quantized, "model.safetensors", _load_model, is_text=False),
     "adapter_config.json": Kind(_make_adapter, "adapter_config.json", _read_adapter),
     "qlora_fsdp.yaml": Kind(_make_adapter, "qlora_fsdp.yaml", _read_adapter),
-    "adapter_model.safetensors": Kind(_make_adapter, WEIGHTS_FILE, _read_adapter, is_text=False),
+    "adapter_model.safetensors": Kind(_make_adapter, ADAPTER_WEIGHTS, _read_adapter, is_text=False),
     "tokenizer_config.json": Kind(_make_model, "tokenizer_config.json", _read_tokenizer),
     "tokenizer.json": Kind(_make_model, "tokenizer.json", _read_tokenizer),
     "summary.json": Kind(_make_run, "summary.json", _read_run),

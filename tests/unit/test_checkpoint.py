@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save as save_tensors
 from safetensors.torch import save_file
+from tests.helpers.lines import read_lines
 from tests.helpers.quick_config import load_config
 from torch import Tensor, nn
 
@@ -297,4 +298,4 @@ def test_metrics_end_where_the_checkpoint_was_written(tmp_path: Path):
     file = tmp_path / "metrics.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines + later) + '{"step": 4, "lo')
     Journal(tmp_path, config(), num_steps=9, is_main=True, first_step=2).close({})
-    assert [json.loads(line) for line in file.read_text().splitlines()] == lines
+    assert read_lines(file) == lines

@@ -19,14 +19,7 @@ if sys.version_info >= (3, 11):
 BASE = ["train", "model=tiny", "data=random", "training.max_steps=1", "launch.dry_run=true"]
 
 
-@pytest.fixture(autouse=True)
-def own_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What `main` does to its process stays in the test."""
-    monkeypatch.setattr("qlora_fsdp.__main__.begin", lambda detail: None)
-    monkeypatch.setattr("qlora_fsdp.__main__.end_with_the_reader", lambda: None)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("own_process")
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="has no tomllib")

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from qlora_fsdp.data import Batch, collate, epoch_order, micro_batch_indices, prefetch
+from qlora_fsdp.data.batch import Batch, collate, micro_batch_indices
 from qlora_fsdp.data.cache import TokenizedRows
 from qlora_fsdp.data.pack import pack
-from qlora_fsdp.data.sequences import Sequences, SequenceSettings, make_sequences
+from qlora_fsdp.data.prefetch import prefetch
+from qlora_fsdp.data.sequences import Sequences, SequenceSettings, epoch_order, make_sequences
 
 
 def make_rows(*rows: tuple[list[int], str]) -> TokenizedRows:

@@ -30,15 +30,10 @@ from torch.distributed import HashStore
 
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.schema import BadRows, Config, DataConfig, DataFormat, ModelConfig, TrainingConfig
-from qlora_fsdp.data import (
-    PreparedData,
-    Sequences,
-    json_list,
-    load_tokenizer,
-    prepare_data,
-    row_files,
-    tokenize_source,
-)
+from qlora_fsdp.data import json_list, row_files, tokenize_source
+from qlora_fsdp.data.run_data import PreparedData, prepare_data
+from qlora_fsdp.data.sequences import Sequences
+from qlora_fsdp.data.tokenizer import load_tokenizer
 
 TOKENIZER = load_tokenizer(ModelConfig(tokenizer_path="bytes"), DataConfig())
 

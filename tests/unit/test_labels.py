@@ -11,9 +11,10 @@ from tests.helpers.one_process import one_process
 
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.schema import BadRows, Config, DataConfig, ProblemType, TaskConfig, TaskName, TrainingConfig
-from qlora_fsdp.data import PreparedData, collate, prepare_data
+from qlora_fsdp.data.batch import collate
 from qlora_fsdp.data.labels import label_first_tokens, read_labels
 from qlora_fsdp.data.row import BadRow
+from qlora_fsdp.data.run_data import PreparedData, prepare_data
 from qlora_fsdp.data.tokenizer import byte_tokenizer
 from qlora_fsdp.model.classifier_metrics import (
     classification_metrics,

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.helpers.lines import read_lines
 
 from qlora_fsdp.common.errors import ConfigError
 from qlora_fsdp.config.compose import load_config
@@ -52,7 +53,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def starts(folder: Path) -> list[Any]:
-    return [json.loads(line) for line in (folder / "starts.jsonl").read_text().splitlines()]
+    return read_lines(folder / "starts.jsonl")
 
 
 def test_a_failed_job_stops_no_other_and_only_it_is_started_again(

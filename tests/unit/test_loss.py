@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from qlora_fsdp.common import sizes
 from qlora_fsdp.common.errors import ConfigError
 from qlora_fsdp.common.families import PACKED_FAMILIES
-from qlora_fsdp.data import collate
+from qlora_fsdp.data.batch import collate
 from qlora_fsdp.data.cache import TokenizedRows
 from qlora_fsdp.data.sequences import SequenceSettings, make_sequences
 from qlora_fsdp.layers.attention import check_packing

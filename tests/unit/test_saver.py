@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import signal
 import subprocess
@@ -15,6 +14,8 @@ from typing import Any, cast
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.helpers.full_disk import small_disk
+from tests.helpers.lines import read_lines
 from tests.helpers.quick_config import load_config
 from torch import Tensor, nn
 
@@ -82,7 +83,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(training: Any):
     assert saved(training) == {"step-00000001": 1.0}
     figures = training.saver.describe()
     assert figures["written"] == 1 and figures["max_stall_seconds"] < figures["max_write_seconds"]
-    lines = [json.loads(line) for line in (training.folder.parent / "metrics.jsonl").read_text().splitlines()]
+    lines = read_lines(training.folder.parent / "metrics.jsonl")
     assert lines[0]["step"] == 1 and lines[0]["checkpoint_seconds"] > 0
 
 
@@ -187,33 +188,28 @@ def test_what_nobody_expected_is_raised_where_training_sees_it(training: Any):
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of half a MiB, where the test's run has its checkpoints."""
-    folder = tmp_path / "checkpoints"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(folder)]
-    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True, check=False).returncode != 0:
-        pytest.skip("mounting takes root")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """Where the test's run has its checkpoints."""
+    with small_disk(tmp_path / "checkpoints", "512k") as folder:
+        yield folder
 
 
-def test_full_and_read_only_disks(small_disk: Path, training: Any, processes: Processes, caplog: Any):
+def test_full_and_read_only_disks(disk: Path, training: Any, processes: Processes, caplog: Any):
     log.propagate = True
     training.writes.go.set()
     assert training.saver.save(1).in_run_folder
-    filler = small_disk / "filler"
+    filler = disk / "filler"
     with pytest.raises(OSError, match="No space left"):
         filler.write_bytes(bytes(2**20))
     assert not training.saver.save(2).in_run_folder
     filler.unlink()
-    remount = ["mount", "-o", "remount,ro", str(small_disk)]
+    remount = ["mount", "-o", "remount,ro", str(disk)]
     subprocess.run(remount, check=True)
     assert not training.saver.save(3).in_run_folder
     for step_number, reason in ((2, "No space left on device"), (3, "Read-only file system")):
         (text,) = [text for text in caplog.messages if f"No checkpoint of step {step_number}: " in text]
-        assert reason in text and str(small_disk) in text and "Step 1 is the last that is saved" in text
-    verify_files(read_manifest(small_disk / "step-00000001"), processes)
+        assert reason in text and str(disk) in text and "Step 1 is the last that is saved" in text
+    verify_files(read_manifest(disk / "step-00000001"), processes)
     subprocess.run([*remount[:2], "remount,rw", remount[3]], check=True)
     assert training.saver.save(4).in_run_folder
-    assert [path.name for path in small_disk.iterdir()] == ["step-00000004"]
+    assert [path.name for path in disk.iterdir()] == ["step-00000004"]

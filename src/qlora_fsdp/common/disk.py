@@ -12,6 +12,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+from qlora_fsdp.common.text import first_line
+
 
 def is_write_error(error: BaseException) -> bool:
     """Whether an error says that a file can't be written. Libraries in Rust have classes of their own, or none."""
@@ -25,7 +27,7 @@ def reason_of(error: BaseException) -> str:
     number = _system_error(error)
     if number is not None:
         return os.strerror(number)
-    return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+    return first_line(error).rstrip(".")
 
 
 def find_room(folder: Path, num_bytes: int) -> Iterator[Path]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -54,6 +54,12 @@ class ConfigError(UserError):
         else:
             lines = "\n".join(f"  - {problem}" for problem in self.problems)
             super().__init__(f"{len(self.problems)} settings can't be used:\n{lines}")
+
+
+def refuse(problems: Iterable[Problem]) -> None:
+    """Raises one ConfigError about all problems that were found, if there are any."""
+    if found := list(problems):
+        raise ConfigError(found)
 
 
 class CheckpointError(UserError):

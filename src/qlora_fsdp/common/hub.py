@@ -6,6 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from qlora_fsdp.common.errors import CheckpointError
+from qlora_fsdp.common.text import first_line
 
 SECONDS = 5.0  # to answer; HF_HUB_ETAG_TIMEOUT does not make it longer
 
@@ -40,8 +41,8 @@ def fetch_config_json(name: str, revision: str | None) -> Path:
             reason = "has no config.json on the hub."
             fix = "Set model.path to a model in transformers' format."
         case _:
-            first_line = str(failure).strip().partition("\n")[0]
-            reason = f"is no folder here, and its config.json can't be had ({type(failure).__name__}: {first_line})."
+            told = f"{type(failure).__name__}: {first_line(failure)}"
+            reason = f"is no folder here, and its config.json can't be had ({told})."
             fix = (
                 f"Where there is a network, `hf download {name} config.json --local-dir FOLDER` gets it; then set "
                 "model.path=FOLDER. Or set model to a preset, which needs no download (docs/models.md)."

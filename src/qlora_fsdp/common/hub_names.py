@@ -1,4 +1,4 @@
-"""Names of models and data sets on the Hugging Face hub. Imports no torch."""
+"""Names of models and data sets: on the Hugging Face hub, or paths of this machine. Imports no torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,15 @@ def hub_name(path: str | None) -> str | None:
         return None
     if found := _SNAPSHOT.search(path):
         return f"{found[1]}/{found[2]}"
-    return path if _NAME.fullmatch(path) and not Path(path).expanduser().exists() else None
+    return path if _NAME.fullmatch(path) and not path_exists(path) else None
+
+
+def path_exists(path: str) -> bool:
+    """Whether a text names a file or folder of this machine. A text too long for one does not."""
+    try:
+        return Path(path).expanduser().exists()
+    except (OSError, RuntimeError, ValueError):
+        return False
 
 
 def is_repo_name(name: str) -> bool:

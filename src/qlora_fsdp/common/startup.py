@@ -11,7 +11,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -53,6 +53,16 @@ def quick_imports() -> Iterator[None]:
         gc.enable()
         if is_ours:
             os.environ.pop(NO_COMPILER, None)
+
+
+def is_rank(environ: Mapping[str, str]) -> bool:
+    """Whether accelerate or torchrun has started this process as one of a run's."""
+    return "RANK" in environ or "ACCELERATE_MIXED_PRECISION" in environ
+
+
+def is_first_rank() -> bool:
+    """Whether this process prints what a run says once: it is rank 0, or no rank at all."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def begin(detail: str = "") -> None:
@@ -99,7 +109,7 @@ def announce(num_ranks: int | None = None) -> None:
     Args:
         num_ranks: processes of the run, if known.
     """
-    if IS_ANNOUNCED in os.environ or "torch" in sys.modules or os.environ.get("RANK", "0") != "0":
+    if IS_ANNOUNCED in os.environ or "torch" in sys.modules or not is_first_rank():
         return
     os.environ[IS_ANNOUNCED] = "1"
     ranks = f", {num_ranks} ranks" if num_ranks is not None and num_ranks > 1 else ""
@@ -146,7 +156,7 @@ def end_with_the_reader() -> None:
 
 
 def _end(main_pid: int, text: str, number: int, frame: FrameType | None) -> None:
-    if os.environ.get("RANK", "0") == "0" and os.getpid() == main_pid:  # worker processes say nothing
+    if is_first_rank() and os.getpid() == main_pid:  # worker processes say nothing
         with suppress(OSError, RuntimeError):  # the signal may come while stdout is being written
             sys.stdout.flush()
         os.write(2, f"\n{text}\n".encode())

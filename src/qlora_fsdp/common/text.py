@@ -37,6 +37,11 @@ def shorten(text: str, length: int = 80) -> str:
     return text if len(text) <= length else f"{text[:length]}..."
 
 
+def first_line(error: BaseException) -> str:
+    """Returns the first line of what an error says, or the name of its class if it says nothing."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
 def show_number(value: float | None, spec: str) -> str:
     """Returns a number in a format of Python's, and an empty text for None."""
     return "" if value is None else format(value, spec)

@@ -40,12 +40,8 @@ def _data(config: Config) -> Iterator[Problem]:
     template, shipped = data.chat_template, sorted(path.stem for path in _CHAT_TEMPLATES.glob("*.jinja"))
     if template is not None and template not in shipped and not _is_file(template):
         reason = f"is neither a file nor one of {', '.join(shipped)}."
-        yield problem_with(
-            config,
-            "data.chat_template",
-            reason,
-            "Set data.chat_template to one of these, or null for the tokenizer's own.",
-        )
+        fix = "Set data.chat_template to one of these, or null for the tokenizer's own."
+        yield problem_with(config, "data.chat_template", reason, fix)
 
 
 def _paths(config: Config, key: str) -> Iterator[Problem]:
@@ -63,9 +59,8 @@ def _paths(config: Config, key: str) -> Iterator[Problem]:
             fix += " or to a list of files." + (SEVERAL_DATA_SETS if key == "data.path" else "")
             yield problem_with(config, key, f"{named}matches no file, {here}.", fix)
         elif is_missing(path):
-            yield problem_with(
-                config, key, f"{named}does not exist, {here}.", f"Set {key} to a file or folder that does."
-            )
+            fix = f"Set {key} to a file or folder that does."
+            yield problem_with(config, key, f"{named}does not exist, {here}.", fix)
 
 
 def _columns(config: Config) -> Iterator[Problem]:
@@ -84,12 +79,12 @@ def _columns(config: Config) -> Iterator[Problem]:
 
 def _evaluation(config: Config) -> Iterator[Problem]:
     data = config.data
-    if config.training.eval_every_steps is not None and data.eval_path is None and data.eval_fraction == 0:
+    if data.eval_path is None and data.eval_fraction == 0:
         fix = "Set data.eval_path, or data.eval_fraction=0.05."
-        yield problem_with(config, "training.eval_every_steps", "has no data to evaluate on.", fix)
-    if config.tracking.num_generations > 0 and data.eval_path is None and data.eval_fraction == 0:
-        fix = "Set data.eval_path, or data.eval_fraction=0.05."
-        yield problem_with(config, "tracking.num_generations", "has no held-out rows to complete.", fix)
+        if config.training.eval_every_steps is not None:
+            yield problem_with(config, "training.eval_every_steps", "has no data to evaluate on.", fix)
+        if config.tracking.num_generations > 0:
+            yield problem_with(config, "tracking.num_generations", "has no held-out rows to complete.", fix)
     if config.tracking.num_generations > 0 and config.task.name is not TaskName.causal_lm:
         reason = f"needs a model that writes, and task.name is {config.task.name.value}."
         yield problem_with(config, "tracking.num_generations", reason, "Set it to 0.")

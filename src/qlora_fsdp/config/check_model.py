@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 from qlora_fsdp.common.errors import Problem
+from qlora_fsdp.common.hub_names import path_exists
 from qlora_fsdp.config.schema import Config, DataFormat, Dtype, EmbeddingStorage, MatmulKind, QuantStorage, Weights
 from qlora_fsdp.config.settings import problem_about, problem_with, show, value_of
 
@@ -22,7 +22,7 @@ def check_model(config: Config) -> Iterator[Problem]:
 
 def is_local_path(text: str) -> bool:
     """Whether the text means a path and not a hub name: it exists, or is written as a path (/, ./, ../ or ~ first)."""
-    return text.startswith(("/", "./", "../", "~")) or text in (".", "..") or Path(text).exists()
+    return text.startswith(("/", "./", "../", "~")) or text in (".", "..") or path_exists(text)
 
 
 def int8_embeddings_problem(is_tied: bool, kind: str = "Embedding") -> Problem:
@@ -37,14 +37,13 @@ def _model(config: Config) -> Iterator[Problem]:
     model = config.model
     preset = "Set model to a preset, such as llama3.1-8b-instruct or qwen3-8b (docs/models.md lists all)"
     if model.path is None and model.weights is Weights.checkpoint:
-        yield problem_with(
-            config, "model.path", "names no model.", f"{preset}, or model.path to a folder or a hub name."
-        )
+        fix = f"{preset}, or model.path to a folder or a hub name."
+        yield problem_with(config, "model.path", "names no model.", fix)
     if model.weights is Weights.random and not model.config and model.path is None:
         fix = f"{preset}, model.config, or model.path to a folder with a config.json or a hub name."
         yield problem_with(config, "model.weights", "has no config to make up weights from.", fix)
     is_dry_run = config.data.format is DataFormat.random
-    is_there = model.path is not None and Path(model.path).expanduser().exists()
+    is_there = model.path is not None and path_exists(model.path)
     if model.name == "tiny" and is_there and model.weights is Weights.random and not is_dry_run:
         reason = "is not read: model=tiny makes its weights up."
         yield problem_with(config, "model.path", reason, "Leave model=tiny out, or set model.weights=checkpoint too.")
@@ -59,7 +58,7 @@ def _missing(config: Config, key: str, fix: str) -> Iterator[Problem]:
     if re.match(r"https?://", path):
         name = "/".join(path.split("/")[3:5])
         yield problem_with(config, key, "is an address.", f"Set {key}={name}, the name on the hub, or a folder.")
-    elif is_local_path(path) and not Path(path).expanduser().exists():
+    elif is_local_path(path) and not path_exists(path):
         yield problem_with(config, key, "does not exist.", fix)
 
 
@@ -101,10 +100,8 @@ def _quant(config: Config) -> Iterator[Problem]:
         fix = "Set only training.precision, which quant.bnb_4bit_compute_dtype=auto follows."
         yield problem_with(config, "quant.bnb_4bit_compute_dtype", reason, fix)
     elif storage is QuantStorage.float16:
-        reason = (
-            "does not fit the compute dtype: codes are stored as bytes or in a dtype that is computed in, as PEFT and "
-        )
-        reason += "transformers ask, and that is bfloat16 or float32 here."
+        reason = "does not fit the compute dtype: codes are stored as bytes or in a dtype that is computed in, as PEFT"
+        reason += " and transformers ask, and that is bfloat16 or float32 here."
         fix = "Set quant.bnb_4bit_quant_storage=auto."
         yield problem_with(config, "quant.bnb_4bit_quant_storage", reason, fix)
 
@@ -152,6 +149,5 @@ def _lora(config: Config) -> Iterator[Problem]:
                 yield problem_with(config, key, reason, "Set names, or an expression such as .*[.]q_proj.")
     for key in ("lora.rank_pattern", "lora.alpha_pattern"):
         if any(not value > 0 for value in value_of(config, key).values()):
-            yield problem_with(
-                config, key, "has a value that is not positive.", f"Give each name in {key} a value above 0."
-            )
+            fix = f"Give each name in {key} a value above 0."
+            yield problem_with(config, key, "has a value that is not positive.", fix)

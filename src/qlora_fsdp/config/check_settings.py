@@ -79,14 +79,11 @@ def _check_bounds(config: Config) -> Iterator[Problem]:
 
 
 def _check_packages(config: Config) -> Iterator[Problem]:
-    if (
-        config.model.attn_implementation is AttnImplementation.flash_attention_2
-        and find_spec("flash_attn_2_cuda") is None
-    ):
+    wants_flash = config.model.attn_implementation is AttnImplementation.flash_attention_2
+    if wants_flash and find_spec("flash_attn_2_cuda") is None:
+        fix = "Run pip install flash-attn, or set it to auto."
         reason = "needs the package flash-attn, which is not installed."
-        yield problem_with(
-            config, "model.attn_implementation", reason, "Run pip install flash-attn, or set it to auto."
-        )
+        yield problem_with(config, "model.attn_implementation", reason, fix)
 
 
 def _check_hub(config: Config) -> Iterator[Problem]:
@@ -136,6 +133,5 @@ def _check_device(config: Config, world: World) -> Iterator[Problem]:
     kernels = AttnImplementation
     gpu_kernels = (kernels.flash_attention_2, kernels.flash_attention_4, kernels.varlen)
     if config.model.attn_implementation in gpu_kernels and world.device_type == "cpu":
-        yield problem_with(
-            config, "model.attn_implementation", "runs on GPUs only.", "Set model.attn_implementation=auto."
-        )
+        fix = "Set model.attn_implementation=auto."
+        yield problem_with(config, "model.attn_implementation", "runs on GPUs only.", fix)

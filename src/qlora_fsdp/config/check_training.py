@@ -36,14 +36,12 @@ def _fsdp(config: Config) -> Iterator[Problem]:
         yield problem_with(config, "optim.name", reason, "Set optim=adamw, or fsdp.cpu_offload=false.")
     if fsdp.reshard_after_forward and not fsdp.reshards:
         reason = f"contradicts {show('fsdp.sharding_strategy', fsdp.sharding_strategy)}, with which no layer is freed."
-        yield problem_with(
-            config, "fsdp.reshard_after_forward", reason, "Set fsdp=full_shard, or fsdp.reshard_after_forward=null."
-        )
+        fix = "Set fsdp=full_shard, or fsdp.reshard_after_forward=null."
+        yield problem_with(config, "fsdp.reshard_after_forward", reason, fix)
     if fsdp.hybrid_shard_size is not None and fsdp.sharding_strategy is not ShardingStrategy.HYBRID_SHARD:
         reason = f"has no effect with {show('fsdp.sharding_strategy', fsdp.sharding_strategy)}."
-        yield problem_with(
-            config, "fsdp.hybrid_shard_size", reason, "Set fsdp=hybrid_shard, or fsdp.hybrid_shard_size=null."
-        )
+        fix = "Set fsdp=hybrid_shard, or fsdp.hybrid_shard_size=null."
+        yield problem_with(config, "fsdp.hybrid_shard_size", reason, fix)
 
 
 def _memory(config: Config) -> Iterator[Problem]:
@@ -59,9 +57,8 @@ def _memory(config: Config) -> Iterator[Problem]:
 def _optim(config: Config) -> Iterator[Problem]:
     optim, max_steps = config.optim, config.training.max_steps
     if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
-        yield problem_with(
-            config, "optim.betas", "must be two numbers from 0 to below 1.", "Set optim.betas=[0.9,0.999], the default."
-        )
+        fix = "Set optim.betas=[0.9,0.999], the default."
+        yield problem_with(config, "optim.betas", "must be two numbers from 0 to below 1.", fix)
     if optim.warmup_steps is not None and max_steps is not None and optim.warmup_steps >= max_steps:
         reason = f"leaves no step after the warmup: training.max_steps={max_steps}."
         yield problem_with(config, "optim.warmup_steps", reason, "Set it below training.max_steps.")
@@ -77,12 +74,7 @@ def _training(config: Config) -> Iterator[Problem]:
         reason = "needs a global batch to divide, and training.global_batch_size=null follows from the micro-batch."
         yield problem_with(config, "training.micro_batch_size", reason, "Set training.global_batch_size=16.")
     if training.precision is Dtype.float16:
-        yield problem_with(
-            config,
-            "training.precision",
-            NO_FLOAT16,
-            "Set training.precision=auto.",
-        )
+        yield problem_with(config, "training.precision", NO_FLOAT16, "Set training.precision=auto.")
     if config.data.format is DataFormat.random and training.max_steps is None and config.data.max_rows is None:
         reason = "sets no end, and random data (data.format=random) has none."
         yield problem_with(config, "training.max_steps", reason, "Set training.max_steps=10.")
@@ -102,11 +94,8 @@ def _checkpoint(config: Config) -> Iterator[Problem]:
             reason = "needs an evaluation at the step of every checkpoint."
             fix = "Set training.eval_every_steps and checkpoint.every_steps, this a multiple of that."
             yield problem_with(config, "checkpoint.keep_best", reason, fix)
-    if (
-        training.on_bad_step is OnBadStep.rollback
-        and checkpoint.every_steps is None
-        and checkpoint.every_minutes is None
-    ):
+    has_none = checkpoint.every_steps is None and checkpoint.every_minutes is None
+    if training.on_bad_step is OnBadStep.rollback and has_none:
         fix = "Set checkpoint.every_steps=100, or training.on_bad_step=skip."
         yield problem_with(config, "training.on_bad_step", "has no checkpoints to go back to.", fix)
 
@@ -117,6 +106,5 @@ def _launch(config: Config) -> Iterator[Problem]:
         yield problem_with(config, "launch.config_file", f"is no file, seen from {Path.cwd()}.", fix)
     time = config.slurm.time
     if time is not None and not re.fullmatch(r"(\d+-)?\d+(:\d\d){0,2}", time):
-        yield problem_with(
-            config, "slurm.time", "is no time limit.", "Set slurm.time=24:00:00, or 2-00:00:00 for days."
-        )
+        fix = "Set slurm.time=24:00:00, or 2-00:00:00 for days."
+        yield problem_with(config, "slurm.time", "is no time limit.", fix)

@@ -15,7 +15,8 @@ from typing import NoReturn
 
 import yaml
 
-from qlora_fsdp.common.errors import ConfigError, Problem
+from qlora_fsdp.common.errors import ConfigError, Problem, refuse
+from qlora_fsdp.common.shipped import shipped_file
 from qlora_fsdp.config.mistyped import find_mistyped
 from qlora_fsdp.config.settings import all_settings, show
 
@@ -82,12 +83,8 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
     Raises:
         ConfigError: an unknown option, a --config-dir that is no folder, or more than one --config.
     """
-    if (
-        "--help" not in argv
-        and "-h" not in argv
-        and (mistyped := find_mistyped(argv, group_options("", [conf_folder()])))
-    ):
-        raise ConfigError(mistyped)
+    if "--help" not in argv and "-h" not in argv:
+        refuse(find_mistyped(argv, group_options("", [conf_folder()])))
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("-h", "--help", action="store_true")
@@ -116,22 +113,16 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
 
 
 def conf_folder() -> Path:
-    """Returns conf/: inside the package when installed from a wheel, at the root of the repository otherwise."""
-    package = Path(__file__).parents[1]
-    for folder in (package / "conf", package.parents[1] / "conf"):
-        if (folder / "config.yaml").is_file():
-            return folder
-    raise AssertionError(f"conf/ is neither in {package} nor in {package.parents[1]}: the installation is broken")
+    """Returns conf/, the project's own groups of options."""
+    return shipped_file("conf/config.yaml").parent
 
 
 def group_options(group: str, folders: Sequence[Path]) -> list[str]:
     """Returns the options of a group, sorted; empty if there is no such group. The group "" holds all groups' names."""
     found = [path for folder in folders if (folder / group).is_dir() for path in (folder / group).iterdir()]
-    return sorted(
-        {path.stem for path in found if path.suffix == ".yaml"}
-        if group
-        else {path.name for path in found if path.is_dir()}
-    )
+    if not group:
+        return sorted({path.name for path in found if path.is_dir()})
+    return sorted({path.stem for path in found if path.suffix == ".yaml"})
 
 
 def default_options() -> dict[str, str | None]:

@@ -9,7 +9,6 @@ These apply first, and what is typed wins over them. Imports no torch.
 from __future__ import annotations
 
 import difflib
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -19,10 +18,10 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from omegaconf import OmegaConf
 
-from qlora_fsdp.common.errors import ConfigError, Problem
+from qlora_fsdp.common.errors import ConfigError, Problem, refuse
 from qlora_fsdp.common.foreign_files import find_outside, read_small
 from qlora_fsdp.config.command_line import conf_folder
-from qlora_fsdp.config.compose import load_config
+from qlora_fsdp.config.compose import load_config, print_and_exit
 from qlora_fsdp.config.config_file import Sections
 from qlora_fsdp.config.foreign_settings import (
     ALLOWED,
@@ -38,6 +37,7 @@ from qlora_fsdp.config.settings import show, value_of
 from qlora_fsdp.config.written import is_hidden
 
 SETTINGS_FILE = "qlora_fsdp.yaml"
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # the files of PEFT's
 
 # Training on random or streamed data needs an end, which these commands do not.
 WITHOUT_TRAINING: Sections = {"training": {"max_steps": 1}}
@@ -74,16 +74,13 @@ def read_own_settings(argv: Sequence[str], kind: type[Settings], usage: str) -> 
     values, rest, problems = _split(argv, kind)
     fix = f"Settings are {', '.join(f'{field.name}=...' for field in fields(kind))}."
     problems += [Problem(text, "is not a setting of this command.", fix) for text in rest]
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
     return kind(**values)
 
 
 def _show_help(argv: Sequence[str], usage: str) -> None:
     if "--help" in argv or "-h" in argv:
-        if os.environ.get("RANK", "0") == "0":
-            print(usage.strip())
-        raise SystemExit(0)
+        print_and_exit(usage.strip())
 
 
 def load_command(
@@ -105,15 +102,12 @@ def load_command(
     settings = kind(**values)
     typed = chosen_groups(rest)
     if settings.adapter is not None:
-        problems += _adapter_problems(settings.adapter)
+        problems += adapter_problems(settings.adapter)
         if "experiment" in typed:
             reason = "can't be used with adapter=, whose saved settings are in its place."
             problems.append(Problem("experiment", reason, "Type the settings that are to be others."))
-    if problems:
-        raise ConfigError(problems)
-    beneath, wants_code = [WITHOUT_TRAINING], False
-    if not uses_default_data:
-        beneath.append(WITHOUT_DATA)
+    refuse(problems)
+    beneath, wants_code = [WITHOUT_TRAINING, *([] if uses_default_data else [WITHOUT_DATA])], False
     if settings.adapter is not None:
         adapter = Path(settings.adapter).expanduser()
         if (adapter / SETTINGS_FILE).is_file():
@@ -207,14 +201,14 @@ def _convert(text: str, hint: Any) -> Any:
     return text
 
 
-def _adapter_problems(adapter: str) -> list[Problem]:
+def adapter_problems(adapter: str) -> list[Problem]:
+    """Returns why a folder can't be used as an adapter's: its files are not there, or one leads out of it."""
     folder = Path(adapter).expanduser()
-    missing = [n for n in ("adapter_config.json", "adapter_model.safetensors") if not (folder / n).is_file()]
+    missing = [name for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS) if not (folder / name).is_file()]
     if not missing:
         reason, fix = "leads to a file outside the adapter's folder.", "Remove it, or copy that file there yourself."
         return [Problem(str(file), reason, fix) for file in find_outside(folder)]
-    inside = next((sub for sub in ("adapter",) if (folder / sub / "adapter_config.json").is_file()), None)
-    fix = (
-        f"Set adapter={adapter}/{inside}." if inside else "Set adapter to the folder that training wrote, run/adapter."
-    )
+    fix = "Set adapter to the folder that training wrote, run/adapter."
+    if (folder / "adapter" / ADAPTER_CONFIG).is_file():
+        fix = f"Set adapter={adapter}/adapter."
     return [Problem(show("adapter", adapter), f"holds no adapter: no {' and no '.join(missing)}.", fix)]

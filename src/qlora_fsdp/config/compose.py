@@ -9,7 +9,6 @@ behind a plus sign.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -23,7 +22,9 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from qlora_fsdp.common.errors import ConfigError, Problem
+from qlora_fsdp.common.errors import ConfigError, Problem, refuse
+from qlora_fsdp.common.startup import is_first_rank
+from qlora_fsdp.common.text import first_line
 from qlora_fsdp.config.check_settings import check_settings
 from qlora_fsdp.config.command_line import Arguments, group_options, help_text, parse_arguments
 from qlora_fsdp.config.config_file import FileSettings, Sections, leave_out, read_config_file
@@ -63,7 +64,7 @@ def load_config(
     """
     arguments = parse_arguments(argv)
     if arguments.help:
-        _print_and_exit(help_text(arguments.folders))
+        print_and_exit(help_text(arguments.folders))
 
     given = read_given(arguments, beneath)
     overrides, unusable = prepare_overrides([*given.options, *arguments.overrides], arguments.folders)
@@ -76,7 +77,7 @@ def load_config(
         mistaken = {problem.setting for problem in mistakes}
         raise ConfigError([*mistakes, *(problem for problem in check(config) if problem.setting not in mistaken)])
     if arguments.cfg:
-        _print_and_exit(to_yaml(config))
+        print_and_exit(to_yaml(config))
     return config
 
 
@@ -139,8 +140,7 @@ def read_config(composed: DictConfig) -> tuple[Config, list[Problem]]:
         ConfigError: an interpolation can't be resolved.
     """
     written = _as_dict(composed, resolve=False)
-    if problems := find_unresolvable(written):
-        raise ConfigError(problems)
+    refuse(find_unresolvable(written))
     try:
         values = _as_dict(composed, resolve=True)
     except OmegaConfBaseException as error:
@@ -149,8 +149,7 @@ def read_config(composed: DictConfig) -> tuple[Config, list[Problem]]:
             [Problem(error.full_key or "${...}", reason, "Name an existing setting in ${...}.")]
         ) from None
 
-    typed = OmegaConf.structured(Config)
-    problems = []
+    typed, problems = OmegaConf.structured(Config), list[Problem]()
     for section, section_values in values.items():
         if not isinstance(section_values, dict):
             problems.append(unknown_setting(section, section_values))
@@ -175,8 +174,9 @@ def read_config(composed: DictConfig) -> tuple[Config, list[Problem]]:
     return config, problems
 
 
-def _print_and_exit(text: str) -> NoReturn:
-    if os.environ.get("RANK", "0") == "0":
+def print_and_exit(text: str) -> NoReturn:
+    """Prints what a command shows in place of its work, on rank 0, and ends."""
+    if is_first_rank():
         print(text.rstrip())
     raise SystemExit(0)
 
@@ -246,4 +246,4 @@ def _explain(error: Exception, folders: Sequence[Path]) -> Problem:
 
 
 def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0] or (str(error.__cause__) if error.__cause__ else type(error).__name__)
+    return first_line(error if str(error).strip() else error.__cause__ or error)

@@ -6,6 +6,7 @@ import glob
 from pathlib import Path
 from typing import Any
 
+from qlora_fsdp.common.hub_names import path_exists
 from qlora_fsdp.config.schema import DataConfig
 
 # Suffixes of the files that data/row_files.py reads.
@@ -26,7 +27,7 @@ def all_paths(data: DataConfig) -> list[str]:
 
 def is_pattern(path: str) -> bool:
     """Whether a path has `*`, `?` or `[...]` that stand for other letters, and is no name of a file as it stands."""
-    return glob.has_magic(path) and "://" not in path and not Path(path).expanduser().exists()
+    return glob.has_magic(path) and "://" not in path and not path_exists(path)
 
 
 def match(path: str) -> list[Path]:
@@ -34,7 +35,7 @@ def match(path: str) -> list[Path]:
     if is_pattern(path):
         found = glob.glob(str(Path(path).expanduser()), recursive=True)  # noqa: PTH207 (Path takes no absolute pattern)
         return sorted(map(Path, found))
-    return [Path(path).expanduser()] if Path(path).expanduser().exists() else []
+    return [Path(path).expanduser()] if path_exists(path) else []
 
 
 def is_missing(path: str) -> bool:

@@ -21,17 +21,9 @@ MAX_LETTERS = 1000  # of a setting that another one names
 # These settings change no number, or only the rounding of sums. Any other setting is part of what the run is.
 _HARMLESS_SECTIONS = ("run", "fsdp", "memory", "kernels", "checkpoint", "tracking", "hub", "distributed")
 _HARMLESS = (
-    "model.name",
-    "model.attn_implementation",
-    "model.cache_quantized",
-    "model.cache_folder",
-    "model.trust_remote_code",
-    "data.num_proc",
-    "data.cache_folder",
-    "training.micro_batch_size",
-    "training.eval_every_steps",
-    "training.on_bad_step",
-    "training.grad_norm_spike",
+    *("model.name", "model.attn_implementation", "model.trust_remote_code"),
+    *("model.cache_quantized", "model.cache_folder", "data.num_proc", "data.cache_folder"),
+    *("training.micro_batch_size", "training.eval_every_steps", "training.on_bad_step", "training.grad_norm_spike"),
 )
 
 

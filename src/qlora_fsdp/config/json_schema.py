@@ -13,7 +13,7 @@ from typing import Any, get_args, get_origin
 
 from qlora_fsdp.common.startup import end_with_the_reader
 from qlora_fsdp.config.command_line import conf_folder, default_options, group_options
-from qlora_fsdp.config.identity import plain_default
+from qlora_fsdp.config.identity import plain_default, sections_of
 from qlora_fsdp.config.schema import Bounds
 from qlora_fsdp.config.settings import Setting, all_settings
 
@@ -29,10 +29,7 @@ def json_schema() -> dict[str, Any]:
     """Returns the schema of a file of `--config`; `definitions` has each section by itself, as in conf/SECTION/."""
     settings = all_settings()
     groups = {group: _options(group) for group in default_options()}
-    sections: dict[str, dict[str, Any]] = {}
-    for key, setting in settings.items():
-        section, _, name = key.partition(".")
-        sections.setdefault(section, {})[name] = _value(setting)
+    sections = sections_of({key: _value(setting) for key, setting in settings.items()})
     definitions = {
         section: {"type": ["object", "null"], "properties": values, "additionalProperties": False}
         for section, values in sections.items()

@@ -15,6 +15,7 @@ from hydra.core.override_parser.types import Glob, Override
 from hydra.errors import HydraException
 
 from qlora_fsdp.common.errors import Problem
+from qlora_fsdp.common.hub_names import path_exists
 from qlora_fsdp.config.command_line import conf_folder, default_options, group_options
 from qlora_fsdp.config.settings import SEVERAL_DATA_SETS, all_settings, nearest_settings, show, wrong_type
 
@@ -101,14 +102,7 @@ def is_path(group: str, value: Any, folders: Sequence[Path]) -> bool:
         return False
     if group == "data" and Path(value).suffix:
         return True
-    return "/" in value or value in (".", "..", "~") or _exists(value)
-
-
-def _exists(path: str) -> bool:
-    try:
-        return Path(path).expanduser().exists()
-    except (OSError, RuntimeError, ValueError):  # no name of a file
-        return False
+    return "/" in value or value in (".", "..", "~") or path_exists(value)
 
 
 def _written_out(text: str, folders: Sequence[Path], sweep: bool) -> list[str]:

@@ -10,10 +10,10 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from qlora_fsdp.common.errors import Problem
+from qlora_fsdp.common.hub_names import path_exists
 from qlora_fsdp.config.schema import Config, Weights
 from qlora_fsdp.config.settings import all_settings, value_of
 
@@ -59,7 +59,8 @@ def public_value(config: Config, key: str) -> Any:
         return value
     written = fill_in(config.written[key], lambda other: public_value(config, other))
     is_model = key == "model.path" and config.model.weights is Weights.checkpoint
-    if "${" not in str(written) or is_model or (isinstance(value, str) and _exists(value)):
+    is_here = isinstance(value, str) and value.startswith(("/", "~")) and path_exists(value)
+    if "${" not in str(written) or is_model or is_here:
         return value
     return written
 
@@ -116,10 +117,3 @@ def _note_hidden(config: Config, key: str) -> None:
     if isinstance(value, str):
         given[value] = written
     _hidden_texts.update({text: shown for text, shown in given.items() if len(text) >= MIN_LETTERS and text != shown})
-
-
-def _exists(path: str) -> bool:
-    try:
-        return Path(path).expanduser().is_absolute() and Path(path).expanduser().exists()
-    except (OSError, RuntimeError, ValueError):  # no name of a file
-        return False

@@ -80,10 +80,7 @@ def check_targets(rows: TokenizedRows, path: str) -> None:
 def fingerprint(tokenizer: PreTrainedTokenizerBase, *parts: Any) -> str:
     """A hash of the tokenizer (vocabulary, rules, special tokens, template) and of JSON values."""
     rules = json.loads(tokenizer.backend_tokenizer.to_str())
-    for state in (
-        "truncation",
-        "padding",
-    ):  # left over from the last call, of this process or of the tokenizer's author
+    for state in ("truncation", "padding"):  # left over from the last call, of this process or of the author
         rules.pop(state, None)
     identity = [
         CACHE_VERSION,

@@ -97,10 +97,8 @@ def check_calls(conversation: Conversation, text: str) -> None:
         except BadRow:  # a template that can't do without them writes them
             is_left_out = False
         if is_left_out:
-            detail = (
-                f"it leaves out the tool_calls of message {number + 1}; set data.chat_template to one that has them"
-            )
-            raise BadRow(REFUSED, detail)
+            fix = "set data.chat_template to one that has them"
+            raise BadRow(REFUSED, f"it leaves out the tool_calls of message {number + 1}; {fix}")
 
 
 def _written_calls(conversation: Conversation, text: str, calling: list[int]) -> set[int]:

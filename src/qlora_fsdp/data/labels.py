@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
+from typing_extensions import assert_never
 
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.schema import BadRows, ProblemType, TaskConfig, TaskName
+from qlora_fsdp.data.label_counts import num_outputs
 from qlora_fsdp.data.row import (
     EMPTY,
     NO_COLUMNS,
@@ -129,18 +130,31 @@ def read_labels(row: dict[str, Any], task: TaskConfig) -> list[float]:
     if key is None:
         raise BadRow(WRONG_KEYS, _no_key("label", row))
     value, names = row[key], task.labels or []
-    if task.problem_type is ProblemType.single_label_classification:
-        return [float(_index(value, names))]
-    if task.problem_type is ProblemType.multi_label_classification:
-        if not isinstance(value, list):
-            raise BadRow(WRONG_LABEL, f"{key} is {value!r}, not a list of labels")
-        if _may_be_flags(value, names):
-            return [float(flag) for flag in value]
-        chosen = [_index(item, names) for item in value]
-        if len(set(chosen)) < len(chosen):
-            raise BadRow(WRONG_LABEL, f"{key} is {value!r}, which names a label twice")
-        return [float(index in chosen) for index in range(len(names))]
-    wanted = num_outputs(task)
+    match task.problem_type:
+        case ProblemType.single_label_classification:
+            return [float(_index(value, names))]
+        case ProblemType.multi_label_classification:
+            return _read_several(key, value, names)
+        case ProblemType.regression:
+            return _read_numbers(key, value, num_outputs(task))
+        case other:
+            assert_never(other)
+
+
+def _read_several(key: str, value: Any, names: list[str]) -> list[float]:
+    """For each label a 0 or 1, of a list of labels."""
+    if not isinstance(value, list):
+        raise BadRow(WRONG_LABEL, f"{key} is {value!r}, not a list of labels")
+    if _may_be_flags(value, names):
+        return [float(flag) for flag in value]
+    chosen = [_index(item, names) for item in value]
+    if len(set(chosen)) < len(chosen):
+        raise BadRow(WRONG_LABEL, f"{key} is {value!r}, which names a label twice")
+    return [float(index in chosen) for index in range(len(names))]
+
+
+def _read_numbers(key: str, value: Any, wanted: int) -> list[float]:
+    """As many numbers as the head has outputs."""
     numbers = [_number(item) for item in (value if isinstance(value, list) else [value])]
     finite = [number for number in numbers if number is not None]
     if not len(numbers) == len(finite) == wanted:
@@ -235,38 +249,6 @@ def label_first_tokens(
             token += 1
         begin += len(word) + 1
     return is_labelled, found
-
-
-def num_outputs(task: TaskConfig) -> int:
-    """Number of outputs of the head."""
-    return len(task.labels) if task.labels else 1
-
-
-def label_width(task: TaskConfig) -> int:
-    """Numbers per label."""
-    return 1 if task.problem_type is ProblemType.single_label_classification else num_outputs(task)
-
-
-def count_labels(labels: NDArray[np.float32], task: TaskConfig) -> dict[str, int]:
-    """How often each label occurs; empty for a regression. `labels` is [num_labels, width], as of `read_labels`."""
-    names = task.labels or []
-    if task.problem_type is ProblemType.single_label_classification:
-        counts = np.bincount(labels[:, 0].astype(np.int64), minlength=len(names))
-    elif task.problem_type is ProblemType.multi_label_classification:
-        counts = labels.sum(0).astype(np.int64)
-    else:
-        return {}
-    return dict(zip(names, counts.tolist(), strict=True))
-
-
-def name_labels(labels: NDArray[np.float32], task: TaskConfig) -> str:
-    """The names of labels, for people to read. `labels` is [num_labels, width], as of `read_labels`."""
-    names = task.labels or []
-    if task.problem_type is ProblemType.single_label_classification:
-        return " ".join(names[int(index)] for index in labels[:, 0])
-    if task.problem_type is ProblemType.multi_label_classification:
-        return " ".join(names[index] for index in np.flatnonzero(labels[0])) or "none"
-    return " ".join(f"{number:g}" for number in labels[0])
 
 
 def _no_key(key: str, row: dict[str, Any]) -> str:

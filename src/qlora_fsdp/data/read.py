@@ -20,6 +20,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from qlora_fsdp.common.errors import DataError, UserError
+from qlora_fsdp.common.hub_names import path_exists
 from qlora_fsdp.config.data_paths import SUFFIXES, as_paths
 from qlora_fsdp.config.schema import DataConfig, TaskConfig, TaskName
 from qlora_fsdp.config.settings import show
@@ -135,7 +136,7 @@ def first_of_each(raw: datasets.Dataset) -> NDArray[np.int64]:
 
 def _find_on_hub(path: str, data: DataConfig) -> Source:
     setting = name_setting(path, data)
-    if Path(path).expanduser().exists():  # a pipe, a device
+    if path_exists(path):  # a pipe, a device
         raise DataError(f"{setting}={path} is neither a file nor a folder. Write the rows to a file first.")
     looks_local = path.startswith(("/", ".", "~")) or path.endswith(SUFFIXES)
     if looks_local or path.count("/") > 1:

@@ -20,7 +20,7 @@ from qlora_fsdp.config.schema import Config, DataFormat
 from qlora_fsdp.data.cache import TokenizedRows
 from qlora_fsdp.data.chat_markers import check_markers
 from qlora_fsdp.data.counts import DataReport, MixPart, ReadReport
-from qlora_fsdp.data.labels import count_labels
+from qlora_fsdp.data.label_counts import count_labels
 from qlora_fsdp.data.mix import MixedRows, count_rows, repeat_rows
 from qlora_fsdp.data.read import Paths, training_paths
 from qlora_fsdp.data.sequences import (

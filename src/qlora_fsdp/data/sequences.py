@@ -172,7 +172,7 @@ class Sequences:
         parts = []
         while first < last:
             epoch, offset = divmod(first, len(self))
-            parts.append(_epoch_order(len(self), seed, epoch)[offset : offset + last - first])
+            parts.append(epoch_order(len(self), seed, epoch)[offset : offset + last - first])
             first += len(parts[-1])
         return np.concatenate(parts)
 
@@ -190,12 +190,10 @@ class Sequences:
         return [self.rows.read(int(row)) for row in row_ids]
 
 
+@lru_cache(maxsize=2)  # every step asks for it
 def epoch_order(num_sequences: int, seed: int, epoch: int) -> Indices:
     """The order of sequences in an epoch, [num_sequences]."""
     return np.random.default_rng([seed, epoch]).permutation(num_sequences)
-
-
-_epoch_order = lru_cache(maxsize=2)(epoch_order)  # every step asks for it
 
 
 def make_sequences(rows: Rows, row_ids: Indices, settings: SequenceSettings) -> Sequences:

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
+from qlora_fsdp.common import threads
 from qlora_fsdp.config.schema import BadRows, Config
 from qlora_fsdp.data.cache import fingerprint
 from qlora_fsdp.data.chat_markers import check_markers
@@ -115,17 +116,7 @@ class StreamedSequences:
         return window.sequences, int(window.order[index - window.place.sequence])
 
     def _make_ahead(self) -> Future[Window]:
-        future: Future[Window] = Future()
-        place = self._windows[-1].next_place
-
-        def work() -> None:
-            try:
-                future.set_result(self._make(place))
-            except BaseException as error:  # raised where the window is asked for
-                future.set_exception(error)
-
-        threading.Thread(target=work, name="stream", daemon=True).start()
-        return future
+        return threads.begin(partial(self._make, self._windows[-1].next_place), "stream")
 
     def _make(self, place: Place) -> Window:
         window = self.maker.make(place, self._rows)

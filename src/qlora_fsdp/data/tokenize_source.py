@@ -19,7 +19,8 @@ from qlora_fsdp.common.files import fresh_folder, remove, remove_leftovers
 from qlora_fsdp.config.schema import BadRows, Config, TaskName
 from qlora_fsdp.data.cache import TokenizedRows, check_targets, fingerprint, load_entry, write_entry
 from qlora_fsdp.data.counts import ReadReport
-from qlora_fsdp.data.labels import LabelledRowTokenizer, check_lists, label_width
+from qlora_fsdp.data.label_counts import label_width
+from qlora_fsdp.data.labels import LabelledRowTokenizer, check_lists
 from qlora_fsdp.data.read import Paths, Source, find_source, first_of_each, name_setting, read_rows, training_paths
 from qlora_fsdp.data.row import TOO_LONG
 from qlora_fsdp.data.tokenize import FEATURES, RowTokenizer

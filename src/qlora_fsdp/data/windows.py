@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from qlora_fsdp.common.errors import DataError
-from qlora_fsdp.common.foreign_files import open_regular
 from qlora_fsdp.data.cache import TokenizedRows, check_targets
 from qlora_fsdp.data.counts import ProblemCounter, ReadReport
 from qlora_fsdp.data.read import Source, iterate_rows
@@ -25,6 +24,7 @@ from qlora_fsdp.data.row_files import RawRow
 from qlora_fsdp.data.sequences import Indices, Sequences, SequenceSettings, make_sequences
 from qlora_fsdp.data.tokenize import Mask, Tokens
 from qlora_fsdp.records.record_files import records_in
+from qlora_fsdp.records.run_state import read_lines
 
 ROWS_A_BATCH = 100
 Tokenize = Callable[[dict[str, list[Any]]], dict[str, list[Any]]]
@@ -190,16 +190,7 @@ def find_place(files: Sequence[Path], key: str, sequence: int) -> Place | None:
     """The last window in the lists that has the same key and begins at or before `sequence`; None: there is none."""
     found = None
     for file in files:
-        try:
-            with open_regular(file.parent, file.name) as stream:
-                lines = stream.read().splitlines()
-        except OSError:
-            continue
-        for line in lines:
-            try:
-                entry = json.loads(line)
-            except ValueError:  # the last line of a run that was killed
-                continue
+        for entry in read_lines(file.parent, file.name):
             is_later = found is None or entry["sequence"] > found.sequence
             if entry["key"] == key and entry["sequence"] <= sequence and is_later:
                 found = Place(entry["window"], entry["sequence"], entry["num_drawn"], entry["num_read"])

@@ -24,7 +24,9 @@ if __name__ == "__main__":
 
 from qlora_fsdp.common.errors import RankError, RunFolderError, UserError, print_error
 from qlora_fsdp.common.files import write_json
-from qlora_fsdp.common.startup import announce, quick_imports
+from qlora_fsdp.common.startup import announce, is_first_rank, quick_imports
+from qlora_fsdp.common.terminal import colored, uses_color
+from qlora_fsdp.common.text import first_line
 from qlora_fsdp.doctor.exchange import check_exchange
 from qlora_fsdp.doctor.finding import Finding
 from qlora_fsdp.doctor.gpus import check_cpu_kernels, check_gpus, check_pinned
@@ -47,8 +49,6 @@ usage: qlora-fsdp doctor [launch.num_processes=N] [--json FILE] [--folder DIR]
 With N processes it also measures all-reduce and all-gather between them. The exit code is 1 if anything is red.
 """
 
-COLORS = {"green": "\033[32m", "yellow": "\033[33m", "red": "\033[31m"}
-
 
 def diagnose(folder: Path) -> list[Finding]:
     """The findings of every check. A check that fails is a red finding itself."""
@@ -70,8 +70,7 @@ def diagnose(folder: Path) -> list[Finding]:
         try:
             findings += check()
         except Exception as error:  # any failure is what this command is there to find
-            first_line = str(error).partition("\n")[0]
-            findings.append(Finding("red", name, f"{type(error).__name__}: {first_line}", "Mend this first."))
+            findings.append(Finding("red", name, f"{type(error).__name__}: {first_line(error)}", "Mend this first."))
     return findings
 
 
@@ -86,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--folder", type=Path, default=Path())
     parser.add_argument("-h", "--help", action="store_true")
     options = parser.parse_args(argv)
-    is_main = os.environ.get("RANK", "0") == "0"
+    is_main = is_first_rank()
     if options.help:
         if is_main:
             print(USAGE.strip())
@@ -100,10 +99,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         findings += [met] if isinstance(met, Finding) else _exchanged(met)
     if not is_main:
         return 0
-    colored = sys.stdout.isatty()
+    has_colors = uses_color(sys.stdout)
     for finding in findings:
-        line = str(finding)
-        print(line.replace(finding.level, f"{COLORS[finding.level]}{finding.level}\033[0m", 1) if colored else line)
+        level = colored(finding.level, finding.level) if has_colors else finding.level
+        print(str(finding).replace(finding.level, level, 1))
     if options.json is not None:
         try:
             write_json(options.json, [asdict(finding) for finding in findings])
@@ -139,7 +138,7 @@ def _exchanged(processes: Processes) -> list[Finding]:
 def _failed(error: Exception) -> Finding:
     """Print an error on the rank that has it, and turn it into a finding."""
     print_error(error if isinstance(error, UserError) else RankError(str(error)))
-    return Finding("red", "processes", str(error).partition("\n")[0], "See docs/errors.md.")
+    return Finding("red", "processes", first_line(error), "See docs/errors.md.")
 
 
 if __name__ == "__main__":

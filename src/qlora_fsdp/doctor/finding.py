@@ -16,6 +16,5 @@ class Finding:
     advice: str = ""
 
     def __str__(self) -> str:
-        return f"{self.level:<6}  {self.what:<14}  {self.found}" + (
-            f"\n{'':<24}-> {self.advice}" if self.advice else ""
-        )
+        advice = f"\n{'':<24}-> {self.advice}" if self.advice else ""
+        return f"{self.level:<6}  {self.what:<14}  {self.found}{advice}"

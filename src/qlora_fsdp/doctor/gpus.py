@@ -8,13 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qlora_fsdp.common.text import first_line
 from qlora_fsdp.doctor.finding import Finding
 from qlora_fsdp.doctor.timing import seconds_of
+from qlora_fsdp.memory.plan import GIB
 
 if TYPE_CHECKING:
     import torch
 
-GIB = 2**30
 PINNED_BYTES = 256 * 2**20
 
 
@@ -33,10 +34,8 @@ def check_gpus() -> Iterator[Finding]:
     for index in range(count):
         free, total = torch.cuda.mem_get_info(index)
         major, minor = torch.cuda.get_device_capability(index)
-        what, busy = f"GPU {index}", free < 0.9 * total
-        found = (
-            f"{torch.cuda.get_device_name(index)}, {free / GIB:.1f} of {total / GIB:.1f} GiB free, sm_{major}{minor}"
-        )
+        name, what, busy = torch.cuda.get_device_name(index), f"GPU {index}", free < 0.9 * total
+        found = f"{name}, {free / GIB:.1f} of {total / GIB:.1f} GiB free, sm_{major}{minor}"
         found += (", bf16" if major >= 8 else "") + (", fp8" if (major, minor) >= (8, 9) else "")
         if major < 8:
             yield Finding("yellow", what, found, "No bf16: training.precision=auto computes in float32, slowly.")
@@ -64,12 +63,10 @@ def _check_driver() -> Finding:
     from bitsandbytes import cextension
 
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    driver = (
-        subprocess.run(query, capture_output=True, text=True, check=False).stdout.split()
-        if shutil.which(query[0])
-        else []
-    )
-    found = f"driver {driver[0] if driver else 'of unknown version'}, CUDA {torch.version.cuda} in torch, "
+    driver = ["of unknown version"]
+    if shutil.which(query[0]):
+        driver = subprocess.run(query, capture_output=True, text=True, check=False).stdout.split() or driver
+    found = f"driver {driver[0]}, CUDA {torch.version.cuda} in torch, "
     if isinstance(cextension.lib, cextension.ErrorHandlerMockBNBNativeLibrary):
         advice = "Install a bitsandbytes that has a library for it, or set BNB_CUDA_VERSION to one that it has."
         return Finding("red", "CUDA", f"{found}bitsandbytes has no library for it", advice)
@@ -98,13 +95,10 @@ def _check_bytes(what: str, device: torch.device | str) -> Finding:
         torch._foreach_copy_([copied.view(view)], [patterns.view(view)])
         changed.append(int((copied.view(torch.uint16) != patterns.view(torch.uint16)).sum()))
     if changed[1]:
-        return Finding(
-            "red", what, f"{changed[1]} bit patterns change in a copy of bytes", "Use another torch or driver."
-        )
-    note = (
-        f"; as bf16, {changed[0]} of 65,536 patterns change, so groups of bf16 alone are not used" if changed[0] else ""
-    )
-    return Finding("green", what, f"copied exactly as bytes{note}")
+        found = f"{changed[1]} bit patterns change in a copy of bytes"
+        return Finding("red", what, found, "Use another torch or driver.")
+    note = f"; as bf16, {changed[0]} of 65,536 patterns change, so groups of bf16 alone are not used"
+    return Finding("green", what, f"copied exactly as bytes{note if changed[0] else ''}")
 
 
 def _check_kernels(what: str, device: torch.device | str) -> Finding:
@@ -135,7 +129,7 @@ def check_pinned() -> Iterator[Finding]:
         host = torch.zeros(PINNED_BYTES, dtype=torch.uint8, pin_memory=True)
     except RuntimeError as error:
         advice = "Weights are loaded through it: allow this container more memory, or more of it locked (ulimit -l)."
-        yield Finding("red", "pinned memory", f"can't be had: {str(error).partition(chr(10))[0]}", advice)
+        yield Finding("red", "pinned memory", f"can't be had: {first_line(error)}", advice)
         return
     device = torch.device("cuda")
     rate = len(host) / seconds_of(lambda: host.to(device, non_blocking=True), device) / 1e9

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from qlora_fsdp.doctor.finding import Finding
+from qlora_fsdp.memory.plan import GIB
 
-GIB = 2**30
 DISK_BYTES = 256 * 2**20
 MIN_FREE_GIB = 20
 
@@ -23,14 +23,12 @@ def check_memory() -> Iterator[Finding]:
 
     memory = psutil.virtual_memory()
     cores = len(os.sched_getaffinity(0))
-    yield Finding(
-        "green", "host memory", f"{memory.available / GIB:.0f} of {memory.total / GIB:.0f} GiB free, {cores} cores"
-    )
+    found = f"{memory.available / GIB:.0f} of {memory.total / GIB:.0f} GiB free, {cores} cores"
+    yield Finding("green", "host memory", found)
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY or soft >= GIB:
-        yield Finding(
-            "green", "locked memory", "unlimited" if soft == resource.RLIM_INFINITY else f"{soft / GIB:.0f} GiB"
-        )
+        found = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft / GIB:.0f} GiB"
+        yield Finding("green", "locked memory", found)
     else:
         found = f"{soft / 2**20:.0f} MiB may be locked (ulimit -l)"
         yield Finding("yellow", "locked memory", found, "NCCL over InfiniBand needs `ulimit -l unlimited`.")

@@ -78,11 +78,10 @@ def check_hub() -> Iterator[Finding]:
         advice = "Set model.path and data.path to local folders."
         yield Finding("yellow", "hub", f"can't be reached ({type(error).__name__})", advice)
         return
-    logged_in = get_token() is not None
-    advice = "" if logged_in else "Gated models need `hf auth login`."
-    yield Finding(
-        "green" if logged_in else "yellow", "hub", "reached, " + ("logged in" if logged_in else "no login"), advice
-    )
+    if get_token() is not None:
+        yield Finding("green", "hub", "reached, logged in")
+    else:
+        yield Finding("yellow", "hub", "reached, no login", "Gated models need `hf auth login`.")
 
 
 def check_slurm() -> Iterator[Finding]:

@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from qlora_fsdp.common.errors import CheckpointError, RunFolderError
 from qlora_fsdp.common.files import digest_file, remove_leftovers, replacing, write_json
+from qlora_fsdp.config.commands import ADAPTER_WEIGHTS
 from qlora_fsdp.inference.merge_weights import (
     Merge,
     find_changes,
@@ -79,7 +80,7 @@ def _open_folder(merge: Merge) -> None:
     """Make the folder, or take one in which the same merge was cut off."""
     record = {
         "base": str(merge.trained.files.folder),
-        "adapter": digest_file(merge.adapter / "adapter_model.safetensors"),
+        "adapter": digest_file(merge.adapter / ADAPTER_WEIGHTS),
         "dequantized": merge.dequantized,
         "quantize": merge.quantize,
     }

@@ -14,6 +14,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from qlora_fsdp.common.sizes import BLOCKSIZE, NESTED_BLOCKSIZE
+from qlora_fsdp.config.commands import ADAPTER_WEIGHTS
 from qlora_fsdp.layers import Format, QuantizedLayer, QuantizedLinear
 from qlora_fsdp.layers.lora import LoraLinear
 from qlora_fsdp.layers.quantized_format import code_book
@@ -69,7 +70,7 @@ def find_changes(merge: Merge) -> dict[str, dict[str, Tensor]]:
     """
     changes: dict[str, dict[str, Tensor]] = {}
     token_rows: dict[nn.Module, dict[str, Tensor]] = {}  # one entry for two tables that are tied
-    with safe_open(merge.adapter / "adapter_model.safetensors", "pt") as file:
+    with safe_open(merge.adapter / ADAPTER_WEIGHTS, "pt") as file:
         stored = {key.removeprefix("base_model.model."): key for key in file.keys()}  # noqa: SIM118
         for name, module in merge.trained.model.base.named_modules():
             if isinstance(module, LoraLinear):

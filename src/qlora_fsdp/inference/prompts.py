@@ -48,9 +48,12 @@ def choose_style(
             return PromptStyle.alpaca, "the adapter was trained on instructions"
         case DataFormat.prompt_completion | DataFormat.text:
             return PromptStyle.plain, f"the adapter was trained on {trained_on.value} rows"
-    if tokenizer.chat_template is None:
-        return PromptStyle.plain, "the tokenizer has no chat template"
-    return PromptStyle.chat, "the tokenizer has one; raw=true leaves it out"
+        case None | DataFormat.auto | DataFormat.sharegpt | DataFormat.random:  # none of these is a form of rows
+            if tokenizer.chat_template is None:
+                return PromptStyle.plain, "the tokenizer has no chat template"
+            return PromptStyle.chat, "the tokenizer has one; raw=true leaves it out"
+        case _:
+            assert_never(trained_on)
 
 
 def style_tokens(style: PromptStyle, tokenizer: PreTrainedTokenizerBase, prompt: str, place: str) -> list[int]:

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from qlora_fsdp.common.errors import AdapterError
 from qlora_fsdp.common.text import plural
+from qlora_fsdp.config.commands import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from qlora_fsdp.config.schema import LoraConfig
 from qlora_fsdp.data.tokenizer import AddedTokens
 from qlora_fsdp.model.adapters import ADAPTER
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.rows import local_rows, local_tensor
 
-WEIGHTS_FILE = "adapter_model.safetensors"
 MAX_RANK, MAX_ALPHA = 2**16, 1e9  # far more than any adapter has
 TOKEN_ROWS = "token_adapter.trainable_tokens_delta"  # how the names of such rows end there
 NO_ADAPTER = LoraConfig(r=1, target_modules=DUMMY_TARGET_MODULES)  # PEFT's wrapper around a model without adapters
@@ -31,14 +31,8 @@ PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")
 
 # Settings of PEFT's LoraConfig that make the forward pass another one than base + B A.
 OTHER_PASSES = (
-    "alora_invocation_tokens",
-    "arrow_config",
-    "kasa_config",
-    "layer_replication",
-    "lora_bias",
-    "monteclora_config",
-    "target_parameters",
-    "use_bdlora",
+    *("alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication", "lora_bias", "monteclora_config"),
+    *("target_parameters", "use_bdlora"),
 )
 
 
@@ -109,7 +103,7 @@ def read_tokens(folder: Path) -> AddedTokens:
     Raises:
         AdapterError: what names the tokens is no list of ids, or the adapter's file has another number of rows.
     """
-    saved = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8")).get("trainable_token_indices")
+    saved = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8")).get("trainable_token_indices")
     if not saved:
         return AddedTokens()
     ids = next(iter(saved.values())) if isinstance(saved, dict) else saved
@@ -152,7 +146,7 @@ def check_values(folder: Path, processes: Processes) -> None:
         AdapterError: there are some. Every rank raises it.
     """
     found = None
-    with safe_open(folder / WEIGHTS_FILE, "pt") as file:
+    with safe_open(folder / ADAPTER_WEIGHTS, "pt") as file:
         for key in sorted(file.keys())[processes.rank :: processes.num_ranks]:
             num_bad = int((~torch.isfinite(file.get_tensor(key))).sum())
             if num_bad > 0:
@@ -168,7 +162,7 @@ def check_values(folder: Path, processes: Processes) -> None:
 @torch.no_grad()
 def load_adapter(model: peft.PeftModel, folder: Path) -> None:
     """Copy an adapter that passed `check_adapter` into the model. If that is sharded, each rank copies its own rows."""
-    with safe_open(folder / WEIGHTS_FILE, "pt") as file:
+    with safe_open(folder / ADAPTER_WEIGHTS, "pt") as file:
         for key, param in _adapter_parameters(model).items():
             first, last = local_rows(param)
             local_tensor(param).copy_(file.get_slice(key)[first:last])
@@ -192,7 +186,7 @@ def _names(modules_to_save: Any, task_type: Any) -> list[str] | None:
 
 def _read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     try:
-        with safe_open(folder / WEIGHTS_FILE, "pt") as file:
+        with safe_open(folder / ADAPTER_WEIGHTS, "pt") as file:
             return {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise AdapterError(f"adapter={folder}: its weights can't be read: {error}. Copy it again.") from error

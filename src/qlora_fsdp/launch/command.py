@@ -11,31 +11,29 @@ from pathlib import Path
 import yaml
 
 from qlora_fsdp.common.errors import ConfigError
+from qlora_fsdp.common.shipped import shipped_file
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.config.settings import problem_with
 
 Slot = list[str] | None  # names of the GPUs that a job may see; None where there are no GPUs
 
 
-def accelerate_config(name: str) -> Path:
-    """Returns a file of accelerate_configs/, which is in the package when that was installed from a wheel."""
-    package = Path(__file__).parents[1]
-    for folder in (package / "accelerate_configs", package.parents[1] / "accelerate_configs"):
-        if (folder / name).is_file():
-            return folder / name
-    raise AssertionError(f"accelerate_configs/{name} is not there: the installation is broken")
-
-
 def launch_command(config: Config, slot: Slot, arguments: Sequence[str], module: str = "qlora_fsdp.train") -> list[str]:
     """Returns the command that starts the ranks of a job on this host: `accelerate launch`, with endings of our own."""
     launch = config.launch
-    own = launch.config_file
-    options = ["--config_file", str(Path(own).expanduser() if own else accelerate_config("one_node.yaml"))]
-    if launch.num_processes is not None or launch.config_file is None:
-        options += ["--num_processes", str(launch.num_processes or len(slot or [""]))]
-    if own is None or not _names_machines(Path(own).expanduser()):
+    own = None if launch.config_file is None else Path(launch.config_file).expanduser()
+    options = ["--config_file", str(own or shipped_file("accelerate_configs/one_node.yaml"))]
+    if (num_ranks := count_ranks(config, slot)) is not None:
+        options += ["--num_processes", str(num_ranks)]
+    if own is None or not _names_machines(own):
         options += ["--main_process_port", "0"]  # any free port, because jobs run side by side
     return [sys.executable, "-m", "qlora_fsdp.launch.run_accelerate", *options, "-m", module, *arguments]
+
+
+def count_ranks(config: Config, slot: Slot) -> int | None:
+    """Returns how many ranks a job has on its GPUs; None if a file of accelerate's says so."""
+    launch = config.launch
+    return launch.num_processes or (None if launch.config_file is not None else len(slot or [""]))
 
 
 def _names_machines(file: Path) -> bool:

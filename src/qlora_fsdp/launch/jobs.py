@@ -121,9 +121,8 @@ def job_name(swept: dict[str, str]) -> str:
 
 def _check(job: Job) -> list[Problem]:
     """What is wrong with a job. If its folder holds a run already, that must be the same run."""
-    if job.is_done or (
-        job.config.checkpoint.resume == "auto" and not job.config.run.overwrite and job.state.checkpoint
-    ):
+    may_resume = job.config.checkpoint.resume == "auto" and not job.config.run.overwrite
+    if job.is_done or (may_resume and job.state.checkpoint):
         changes = _harmful_changes(job)
         if changes or job.is_done:
             return changes

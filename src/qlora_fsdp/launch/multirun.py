@@ -11,7 +11,8 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from qlora_fsdp.common.errors import ConfigError, Interrupted, LaunchError, Problem, RunFolderError
+from qlora_fsdp.common.errors import Interrupted, LaunchError, Problem, RunFolderError, refuse
+from qlora_fsdp.common.startup import is_rank
 from qlora_fsdp.config.command_line import Arguments
 from qlora_fsdp.config.compose import composing, read_given
 from qlora_fsdp.config.overrides import chosen_groups, prepare_overrides, quote
@@ -19,7 +20,7 @@ from qlora_fsdp.records.run_state import read_run
 from qlora_fsdp.report.page import write_report
 from qlora_fsdp.report.sweep_table import read_results, show_results, write_results
 
-LAUNCHERS = ("accelerate", "slurm")
+LAUNCHERS = ("hydra/launcher=accelerate", "hydra/launcher=slurm")
 INSTALLED = ("hydra_plugins.", "hydra._internal.core_plugins.", "optuna.samplers.")  # what Hydra may call
 
 
@@ -34,14 +35,17 @@ def start_jobs(arguments: Arguments, environ: Mapping[str, str]) -> int:
         LaunchError: this process is a rank itself.
         Interrupted: by a signal.
     """
-    _refuse_ranks(environ)
+    if is_rank(environ):
+        raise LaunchError(
+            "-m and hydra/launcher=... start jobs, and this process is already one of a job: accelerate launch or "
+            "torchrun started it. Start it plainly: qlora-fsdp train -m ... launch.num_processes=2. It runs "
+            "accelerate's launcher for every job (docs/sweeps.md)."
+        )
     given = read_given(arguments)
     options, problems = prepare_overrides(given.options, arguments.folders)
     overrides, more = prepare_overrides(arguments.overrides, arguments.folders, sweep=arguments.multirun)
-    problems += more
-    problems += _wrong_launcher(arguments)
-    if problems:
-        raise ConfigError(problems)
+    problems += [*more, *_wrong_launcher(arguments.overrides)]
+    refuse(problems)
     with composing(arguments.folders, given.values) as search_path:
         hydra = GlobalHydra.instance().hydra
         assert hydra is not None
@@ -85,15 +89,6 @@ def _never_called(config: object) -> None:
     raise AssertionError
 
 
-def _refuse_ranks(environ: Mapping[str, str]) -> None:
-    if "RANK" in environ or "ACCELERATE_MIXED_PRECISION" in environ:
-        raise LaunchError(
-            "-m and hydra/launcher=... start jobs, and this process is already one of a job: accelerate launch or "
-            "torchrun started it. Start it plainly: qlora-fsdp train -m ... launch.num_processes=2. It runs "
-            "accelerate's launcher for every job (docs/sweeps.md)."
-        )
-
-
 def _refuse_code(hydra: DictConfig, typed: Sequence[str]) -> None:
     """Refuses to let Hydra call anything but launchers and sweepers that are installed, unless the user types it.
 
@@ -108,8 +103,7 @@ def _refuse_code(hydra: DictConfig, typed: Sequence[str]) -> None:
         for target in called
         if not target.startswith(INSTALLED)
     ]
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
 
 
 def _find_targets(value: Any) -> Iterator[str]:
@@ -122,12 +116,7 @@ def _find_targets(value: Any) -> Iterator[str]:
                 yield from _find_targets(item)
 
 
-def _wrong_launcher(arguments: Arguments) -> list[Problem]:
-    problems = []
-    for text in arguments.overrides:
-        key, _, value = text.partition("=")
-        if key == "hydra/launcher" and value not in LAUNCHERS:
-            problems.append(
-                Problem(text, "can't start this.", "Set hydra/launcher=accelerate or hydra/launcher=slurm.")
-            )
-    return problems
+def _wrong_launcher(overrides: Sequence[str]) -> list[Problem]:
+    launchers = [text for text in overrides if text.startswith("hydra/launcher=")]
+    fix = "Set hydra/launcher=accelerate or hydra/launcher=slurm."
+    return [Problem(text, "can't start this.", fix) for text in launchers if text not in LAUNCHERS]

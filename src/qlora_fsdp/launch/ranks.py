@@ -20,16 +20,16 @@ from types import FrameType
 
 import psutil
 
-from qlora_fsdp.common.errors import ConfigError, Interrupted, Problem, RankError, UserError, print_error
+from qlora_fsdp.common.errors import Interrupted, Problem, RankError, UserError, print_error, refuse
 from qlora_fsdp.common.startup import NO_RUN, PARENT_PID, announce
 from qlora_fsdp.config.check_settings import check_settings
 from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.config.settings import problem_with
 from qlora_fsdp.config.world import World
-from qlora_fsdp.launch.command import Slot, launch_command, share_gpus
+from qlora_fsdp.launch.command import Slot, count_ranks, launch_command, share_gpus
+from qlora_fsdp.runtime.signals import SIGNALS
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 POLL_SECONDS = 0.2
 PASSED_ON = 2  # so many SIGINT reach the ranks: the first lets them save, the second stops them; another kills them
 
@@ -70,10 +70,9 @@ def plan_ranks(config: Config, environ: Mapping[str, str]) -> Plan:
     if launch.config_file is not None and not Path(launch.config_file).expanduser().is_file():
         fix = "Set it to a file that `accelerate config --config_file FILE` wrote, or to null."
         problems.append(problem_with(config, "launch.config_file", "is no file.", fix))
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
     (slot,) = share_gpus(config, environ)
-    return Plan(launch.num_processes or (None if launch.config_file is not None else len(slot or [""])), slot)
+    return Plan(count_ranks(config, slot), slot)
 
 
 def start_command(module: str, argv: Sequence[str]) -> int:
@@ -89,8 +88,7 @@ def start_command(module: str, argv: Sequence[str]) -> int:
     try:
         launch = [text for text in argv if _is_of_launch(text)]
         config = load_config(launch, _check_launch, launches=True)
-        if problems := _check_launch(config):
-            raise ConfigError(problems)
+        refuse(_check_launch(config))
         return start_ranks(module, argv, config, plan_ranks(config, os.environ))
     except UserError as error:
         print_error(error)

@@ -20,7 +20,8 @@ from tempfile import TemporaryDirectory
 from qlora_fsdp.common.errors import Interrupted, LaunchError, RankError, UserError, print_error
 from qlora_fsdp.common.run_key import NODE_KEY, make_key
 from qlora_fsdp.common.startup import ENDING_FILE, NO_RUN, PARENT_PID, end_with_parent, leave_working_folder_out
-from qlora_fsdp.launch.ranks import SIGNALS
+from qlora_fsdp.common.text import first_line
+from qlora_fsdp.runtime.signals import SIGNALS
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -92,7 +93,7 @@ def _launch(argv: Sequence[str] | None) -> None:
     except SignalException as error:
         raise RankFailed(0, -error.sigval, None) from None
     except Exception as error:
-        text = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        text = f"{type(error).__name__}: {first_line(error)}"
         raise LaunchError(f"accelerate can't start the ranks: {text}. Look at launch.config_file.") from None
 
 

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from qlora_fsdp.common.errors import ConfigError, LaunchError, Problem
+from qlora_fsdp.common.errors import ConfigError, LaunchError, Problem, refuse
 from qlora_fsdp.common.files import write_atomically
 from qlora_fsdp.common.run_key import RUN_KEY
+from qlora_fsdp.common.shipped import shipped_file
 from qlora_fsdp.common.text import printable
 from qlora_fsdp.config.schema import Config
-from qlora_fsdp.launch.command import accelerate_config
 from qlora_fsdp.launch.jobs import Job
 from qlora_fsdp.launch.sweep import Sweep
 from qlora_fsdp.records.run_state import SLURM_FILE, read_json, slurm_queue
@@ -113,8 +113,8 @@ def _step(config: Config) -> str:
     """Starts `srun` in the background, so that the shell receives signals."""
     slurm, launch = config.slurm, config.launch
     num_local = launch.num_processes or slurm.gpus_per_node or 1
-    name = "multi_node.yaml" if slurm.nodes > 1 else "one_node.yaml"
-    config_file = Path(launch.config_file).expanduser().resolve() if launch.config_file else accelerate_config(name)
+    own = None if launch.config_file is None else Path(launch.config_file).expanduser().resolve()
+    config_file = own or shipped_file(f"accelerate_configs/{'multi' if slurm.nodes > 1 else 'one'}_node.yaml")
     python = "python" if slurm.container else sys.executable
     container = f" --container-image={shlex.quote(slurm.container)}" if slurm.container else ""
     cpus = f" --cpus-per-task={slurm.cpus_per_task}" if slurm.cpus_per_task else ""
@@ -201,8 +201,7 @@ def _refuse_control_characters(jobs: Sequence[Job], folder: Path, working_folder
                 what = f"{name}={printable(value)}" if "." in name else f"{name}, {printable(value)},"
                 reason = "has a line break or another control character, which no job script may have."
                 problems.append(Problem(what, reason, "Name it without.", name if "." in name else ""))
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
 
 
 def _are_queued(jobs: Sequence[Job]) -> bool:

@@ -51,7 +51,7 @@ class Sweep:
         self._picked = frozenset(picked)
         self._jobs: dict[Path, Job] = {}
 
-    def launch(self, batch: Sequence[Sequence[str]], first_index: int, start: Start) -> list[JobReturn]:
+    def launch(self, batch: Sequence[Sequence[str]], start: Start) -> list[JobReturn]:
         """Starts a batch of jobs.
 
         Returns:

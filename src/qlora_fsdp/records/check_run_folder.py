@@ -9,14 +9,14 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from qlora_fsdp.common.errors import ConfigError, Problem
+from qlora_fsdp.common.errors import Problem, refuse
 from qlora_fsdp.common.text import plural
 from qlora_fsdp.config.check_settings import check_settings, check_world
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.config.settings import problem_with
 from qlora_fsdp.config.world import World
 from qlora_fsdp.records.ownership import find_obstacle
-from qlora_fsdp.records.run_state import read_json, read_run
+from qlora_fsdp.records.run_state import SUMMARY_FILE, read_json, read_run
 
 
 def check(config: Config, world: World) -> None:
@@ -25,9 +25,7 @@ def check(config: Config, world: World) -> None:
     Raises:
         ConfigError: something can't be used. Holds every problem found.
     """
-    problems = [*check_run(config), *check_world(config, world)]
-    if problems:
-        raise ConfigError(problems)
+    refuse([*check_run(config), *check_world(config, world)])
 
 
 def check_run(config: Config) -> list[Problem]:
@@ -48,15 +46,14 @@ def check_run_folder(config: Config) -> Iterator[Problem]:
         yield problem_with(config, "run.folder", f"can't be made: {error.strerror}.", "Set a shorter run.name=.")
         return
     if not nearest.is_dir():
-        yield problem_with(
-            config, "run.folder", f"can't be made: {nearest} is a file.", "Set run.folder to another folder."
-        )
+        fix = "Set run.folder to another folder."
+        yield problem_with(config, "run.folder", f"can't be made: {nearest} is a file.", fix)
     elif not os.access(nearest, os.W_OK | os.X_OK):
         fix = "Set run.folder to a folder that you may write to."
         yield problem_with(config, "run.folder", f"can't be written: no permission in {nearest}.", fix)
     elif obstacle := find_obstacle(folder):
         yield problem_with(config, "run.folder", *obstacle)
-    elif not config.run.overwrite and _is_finished(folder):
+    elif not config.run.overwrite and read_json(folder / SUMMARY_FILE).get("status") == "finished":
         fix = "Set another run.name= or run.folder=, or run.overwrite=true to replace it."
         yield problem_with(config, "run.folder", f"already holds a finished run{_describe(folder)}.", fix)
 
@@ -68,7 +65,3 @@ def _describe(folder: Path) -> str:
     parts += [] if state.compared_loss is None else [f"{state.compared_by} {state.compared_loss:.4f}"]
     parts += [] if state.adapter is None else [f"its adapter in {state.adapter}"]
     return f" ({', '.join(parts)})" if parts else ""
-
-
-def _is_finished(folder: Path) -> bool:
-    return read_json(folder / "summary.json").get("status") == "finished"

@@ -10,31 +10,19 @@ from pathlib import Path
 
 import yaml
 
-from qlora_fsdp.common.errors import ConfigError, Problem
-from qlora_fsdp.common.foreign_files import find_outside
+from qlora_fsdp.common.errors import ConfigError, Problem, refuse
 from qlora_fsdp.common.hub_names import LOCAL_BASE, hub_name
-from qlora_fsdp.config.commands import SETTINGS_FILE
+from qlora_fsdp.config.commands import ADAPTER_CONFIG, ADAPTER_WEIGHTS, SETTINGS_FILE, adapter_problems
 from qlora_fsdp.config.settings import show
 
-WEIGHTS = "adapter_model.safetensors"
 # An adapter's config, a classifier's labels, and what tokenizers of transformers save. Nothing else is uploaded.
 TEXT_FILES = (
-    "README.md",
-    "adapter_config.json",
-    SETTINGS_FILE,
-    "config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "vocab.txt",
-    "chat_template.jinja",
+    *("README.md", ADAPTER_CONFIG, SETTINGS_FILE, "config.json", "tokenizer.json", "tokenizer_config.json"),
+    *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt", "chat_template.jinja"),
 )
-BINARY_FILES = (WEIGHTS, "tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
+BINARY_FILES = (ADAPTER_WEIGHTS, "tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 
-CHECKED = ("README.md", "adapter_config.json", SETTINGS_FILE, "config.json", "tokenizer_config.json")
+CHECKED = ("README.md", ADAPTER_CONFIG, SETTINGS_FILE, "config.json", "tokenizer_config.json")
 SECRET_NAME = re.compile(r"(?:^|_)(?:TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(?:_|$)", re.IGNORECASE)
 MIN_SECRET = 8  # characters; shorter values are words that any file may hold
 THIS_FOLDER = "path/to/this/folder"  # what the model card calls the adapter's own folder
@@ -58,7 +46,7 @@ def read_uploads(folder: Path, repo: str, base: str | None) -> tuple[dict[str, b
     _check_folder(folder)
     try:
         texts = {name: (folder / name).read_text("utf-8") for name in TEXT_FILES if (folder / name).is_file()}
-        texts["adapter_config.json"], named = _publish_base(texts["adapter_config.json"], base)
+        texts[ADAPTER_CONFIG], named = _publish_base(texts[ADAPTER_CONFIG], base)
         if SETTINGS_FILE in texts:
             texts[SETTINGS_FILE] = _publish_settings(texts[SETTINGS_FILE], named)
         if "README.md" in texts:
@@ -68,9 +56,8 @@ def read_uploads(folder: Path, repo: str, base: str | None) -> tuple[dict[str, b
             values.pop("_name_or_path", None)
             texts["config.json"] = json.dumps(values, indent=2) + "\n"
     except (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
-        raise _unusable(folder, f"can't be read: {error}.", "Copy the adapter again.") from error
-    if problems := list(_find_private(texts, folder)):
-        raise ConfigError(problems)
+        raise _unreadable(folder, f"can't be read: {error}.") from error
+    refuse(_find_private(texts, folder))
     notes = []
     if named is None:
         notes.append("The base model is not named, as it has no name on the hub here. base=ORG/NAME names it")
@@ -80,20 +67,14 @@ def read_uploads(folder: Path, repo: str, base: str | None) -> tuple[dict[str, b
 
 
 def _check_folder(folder: Path) -> None:
-    missing = [name for name in ("adapter_config.json", WEIGHTS) if not (folder / name).is_file()]
-    if missing:
-        reason = f"holds no adapter: no {' and no '.join(missing)}."
-        raise _unusable(folder, reason, "Set adapter to the folder that training wrote, run/adapter.")
-    if outside := find_outside(folder):
-        fix = "Remove it, or copy that file there yourself."
-        raise ConfigError([Problem(str(outside[0]), "leads to a file outside the adapter's folder.", fix)])
+    refuse(adapter_problems(str(folder)))
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(folder / WEIGHTS, "np"):  # a link may lead anywhere
+        with safe_open(folder / ADAPTER_WEIGHTS, "np"):  # a link may lead anywhere
             pass
     except (SafetensorError, OSError) as error:
-        raise _unusable(folder, f"has weights that can't be read: {error}.", "Copy the adapter again.") from error
+        raise _unreadable(folder, f"has weights that can't be read: {error}.") from error
 
 
 def _publish_base(text: str, base: str | None) -> tuple[str, str | None]:
@@ -139,5 +120,5 @@ def _find_private(texts: dict[str, str], folder: Path) -> Iterator[Problem]:
                 yield Problem(name, f"holds the value of the environment variable {variable}.", fix)
 
 
-def _unusable(folder: Path, reason: str, fix: str) -> ConfigError:
-    return ConfigError([Problem(show("adapter", folder), reason, fix)])
+def _unreadable(folder: Path, reason: str) -> ConfigError:
+    return ConfigError([Problem(show("adapter", folder), reason, "Copy the adapter again.")])

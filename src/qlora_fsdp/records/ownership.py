@@ -18,15 +18,8 @@ CHECKPOINTS = "checkpoints"
 # What a run writes under names of its own, which others may use as well. `checkpoints` is not among them, because every
 # checkpoint is known by its own manifest.
 OWN_NAMES = (
-    "adapter",
-    "config.yaml",
-    "environment.json",
-    "summary.json",
-    "wandb.json",
-    STREAM_FILE,
-    *RECORDS,
-    ATTEMPT,
-    LOCK,
+    *("adapter", "config.yaml", "environment.json", "summary.json", "wandb.json"),
+    *(STREAM_FILE, *RECORDS, ATTEMPT, LOCK),
 )
 
 FOLLOWED = (*OWN_NAMES, MARKER, CHECKPOINTS, "wandb")  # what a link must not be, because a run writes there

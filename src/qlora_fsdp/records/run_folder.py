@@ -48,18 +48,11 @@ from qlora_fsdp.config.schema import Config
 from qlora_fsdp.records.console import start_log, stop_log
 from qlora_fsdp.records.ownership import find_obstacle, mark
 from qlora_fsdp.records.record_files import holder
-from qlora_fsdp.records.run_state import LOCK, RECORDS
+from qlora_fsdp.records.run_state import LOCK, RECORDS, SUMMARY_FILE
 from qlora_fsdp.runtime.processes import Processes
 
 PACKAGES = (
-    "qlora-fsdp",
-    "torch",
-    "transformers",
-    "accelerate",
-    "peft",
-    "bitsandbytes",
-    "datasets",
-    "hydra-core",
+    *("qlora-fsdp", "torch", "transformers", "accelerate", "peft", "bitsandbytes", "datasets", "hydra-core"),
     "safetensors",
 )
 
@@ -93,7 +86,7 @@ def open_run_folder(config: Config, processes: Processes, keep_records: bool = F
                 raise RunFolderError(f"run.folder={folder} {' '.join(obstacle)}")
             mark(folder)
             _lock(folder)
-            for stale in ("summary.json", *(() if keep_records else RECORDS)):
+            for stale in (SUMMARY_FILE, *(() if keep_records else RECORDS)):
                 remove(folder / stale)
             write_atomically(folder / "config.yaml", to_yaml(config, as_written=True))
             write_json(folder / "environment.json", describe_environment(processes))

@@ -81,11 +81,6 @@ class RunState:
         return folder if self.status == "finished" and folder.is_dir() else None
 
     @property
-    def final_loss(self) -> float | None:
-        """Of training, as in summary.json."""
-        return self.loss
-
-    @property
     def compared_loss(self) -> float | None:
         """What runs of the same data are ranked by: the last evaluation's loss, or where there was none, training's."""
         return self.loss if self.eval_loss is None else self.eval_loss
@@ -195,7 +190,12 @@ def describe_attempt(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def read_metrics(folder: Path, last: bool = False, file: str = METRICS_FILE) -> Iterator[dict[str, Any]]:
-    """The complete lines of metrics.jsonl, or of another `file`; with `last` only those at its end."""
+    """The lines about steps in metrics.jsonl, or in another `file`; with `last` only those at its end."""
+    return (line for line in read_lines(folder, file, last) if "step" in line)
+
+
+def read_lines(folder: Path, file: str, last: bool = False) -> Iterator[dict[str, Any]]:
+    """The complete JSON objects of a file with one a line; with `last` only those at its end."""
     try:
         with open_regular(folder, file) as stream:
             size = stream.seek(0, os.SEEK_END)
@@ -206,7 +206,7 @@ def read_metrics(folder: Path, last: bool = False, file: str = METRICS_FILE) -> 
     for line in content.splitlines():
         with suppress(ValueError, RecursionError):  # the first and the last line may be cut off
             values = json.loads(line)
-            if isinstance(values, dict) and "step" in values:
+            if isinstance(values, dict):
                 yield values
 
 

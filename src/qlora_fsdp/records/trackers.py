@@ -7,9 +7,12 @@ import secrets
 from functools import partial
 from html import escape
 from pathlib import Path
-from typing import Any, Protocol, assert_never, cast
+from typing import Any, Protocol, cast
+
+from typing_extensions import assert_never
 
 from qlora_fsdp.common.files import write_json
+from qlora_fsdp.common.text import first_line
 from qlora_fsdp.config.identity import plain_settings, sections_of
 from qlora_fsdp.config.schema import Config, TrackerName, WandbMode
 from qlora_fsdp.config.trackers import HOW_TO_LOG_IN, asked_wandb_mode, trackers_of, wandb_mode
@@ -86,7 +89,7 @@ class WandbTracker:
         try:
             self.run = start(mode=cast(Any, mode.value))
         except wandb.Error as error:  # no network, or a key that W&B refuses: no reason to lose a run
-            reason, files = str(error).partition("\n")[0], folder / "wandb" / "offline-run-*"
+            reason, files = first_line(error), folder / "wandb" / "offline-run-*"
             log.warning(f"W&B can't be reached: {reason}. It goes on offline; to send it later: wandb sync {files}")
             wandb.teardown(exit_code=1)  # else its service would say that the run's id is in use
             self.run = start(mode="offline")

@@ -10,6 +10,7 @@ from html import escape
 WIDTH, HEIGHT = 520, 240
 LEFT, RIGHT, TOP, BOTTOM = 62, 24, 10, 34  # margins, which hold the labels of the ticks
 MAX_POINTS = 600  # per line; more can't be seen
+MAX_TICKS = 6  # of an axis, about
 NUM_COLOURS = 8  # classes c0 to c7 in the page's style
 
 
@@ -138,11 +139,11 @@ def running_mean(values: Sequence[float | None], span: int) -> list[float | None
     return result
 
 
-def ticks(low: float, high: float, at_most: int = 6) -> list[float]:
+def ticks(low: float, high: float) -> list[float]:
     """Returns round numbers, of which the first is at most `low` and the last at least `high`."""
     if high - low <= 1e-9 * max(abs(low), abs(high)):  # as a constant line and its running mean
         low, high = low - abs(low) * 0.1 - 1e-9, high + abs(high) * 0.1 + 1e-9
-    rough = (high - low) / (at_most - 1)
+    rough = (high - low) / (MAX_TICKS - 1)
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)

@@ -10,7 +10,7 @@ from typing import Any
 from qlora_fsdp.common.text import plural, show_number
 from qlora_fsdp.config.identity import plain_default
 from qlora_fsdp.config.settings import all_settings
-from qlora_fsdp.report.charts import Series, chart
+from qlora_fsdp.report.charts import NUM_COLOURS, Series, chart
 from qlora_fsdp.report.run_files import (
     Run,
     describe_data,
@@ -232,7 +232,7 @@ def _loss_of_several(runs: Sequence[Run]) -> str:
 
 
 def _key(index: int) -> str:
-    return f'<span class="key k{index % 8}"></span>'
+    return f'<span class="key k{index % NUM_COLOURS}"></span>'
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "") -> str:

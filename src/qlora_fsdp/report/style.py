@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from qlora_fsdp.report.charts import NUM_COLOURS
+
 STYLE = """
 :root { color-scheme: light dark; --ink: #1a1a1a; --soft: #6b6b6b; --rule: #dddddd; --paper: #ffffff; --bad: #b3261e;
   --0: #0072b2; --1: #d55e00; --2: #009e73; --3: #cc79a7; --4: #56b4e9; --5: #e69f00; --6: #7a5cc4; --7: #555555; }
@@ -27,5 +29,5 @@ pre { overflow-x: auto; font-size: 13px; margin: .3rem 0; } summary { cursor: po
 .thin { height: .15rem; vertical-align: middle; }
 """ + "".join(
     f".c{i} {{ stroke: var(--{i}); }} circle.c{i} {{ fill: var(--{i}); }} .key.k{i} {{ background: var(--{i}); }}\n"
-    for i in range(8)
+    for i in range(NUM_COLOURS)
 )

@@ -26,20 +26,16 @@ def _cgroup_rooms(root: Path) -> list[int]:
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            base, limit_name, usage_name = root / "sys/fs/cgroup", "memory.max", "memory.current"
+            base, names = root / "sys/fs/cgroup", ("memory.max", "memory.current")
         elif "memory" in controllers.split(","):
-            base, limit_name, usage_name = (
-                root / "sys/fs/cgroup/memory",
-                "memory.limit_in_bytes",
-                "memory.usage_in_bytes",
-            )
+            base, names = root / "sys/fs/cgroup/memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
         else:
             continue
         folder = base / path.lstrip("/")
         for group in (folder, *folder.parents):  # any group above may have a limit
             if not group.is_relative_to(base):
                 break
-            room = _room(group, limit_name, usage_name)
+            room = _room(group, *names)
             rooms += [] if room is None else [room]
     return rooms
 

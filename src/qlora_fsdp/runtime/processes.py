@@ -22,6 +22,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from qlora_fsdp.common.errors import DeviceError, RankError
 from qlora_fsdp.common.run_key import find_key
+from qlora_fsdp.common.text import first_line
 from qlora_fsdp.config.world import World
 
 PATIENCE = timedelta(days=7)
@@ -157,7 +158,7 @@ def start_processes(timeout_seconds: int, use_cpu: bool | None = None) -> Proces
         raise RankError(
             f"Rank {rank}: the {num_ranks} processes did not meet at MASTER_ADDR={os.environ.get('MASTER_ADDR')}, "
             f"MASTER_PORT={os.environ.get('MASTER_PORT')} within distributed.timeout_seconds={timeout_seconds}: "
-            f"{str(error).strip().partition(chr(10))[0]} Check that all were started, and that these are the same "
+            f"{first_line(error)} Check that all were started, and that these are the same "
             "everywhere."
         ) from error
     return Processes(

@@ -13,22 +13,22 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from qlora_fsdp.common.errors import (
-    ConfigError,
     MemoryShortage,
     Problem,
     RankError,
     RunFolderError,
     UserError,
     print_error,
+    refuse,
 )
 from qlora_fsdp.common.files import write_atomically
-from qlora_fsdp.common.startup import announce, quick_imports
-from qlora_fsdp.common.text import printable, printable_lines
+from qlora_fsdp.common.startup import announce, is_first_rank, quick_imports
+from qlora_fsdp.common.text import first_line, printable, printable_lines
 from qlora_fsdp.config.check_settings import Needs, check_settings
-from qlora_fsdp.config.commands import AdapterSettings, load_command
+from qlora_fsdp.config.commands import Settings, load_command
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.config.world import World
 
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from qlora_fsdp.runtime.processes import Processes
 
 log = logging.getLogger("qlora_fsdp")
-Settings = TypeVar("Settings", bound=AdapterSettings)
 
 NO_BASE = "Set adapter to the folder that training wrote; or, without an adapter, model or model.path as for training."
 FIRST_RANK_SECONDS = 3.0  # time for a node's first rank to print what this one would
@@ -97,9 +96,8 @@ def run_command(
         problems = check_settings(config, Needs(optional=tuple(optional)))
         if takes_adapter and settings.adapter is None and config.model.path is None:
             problems = [replace(p, fix=NO_BASE) if p.setting == "model.path" else p for p in problems]
-        if problems:
-            raise ConfigError(problems)
-        _log_to_stderr()
+        refuse(problems)
+        log_to_stderr()
         _run_together(partial(body, settings, config), config.distributed.timeout_seconds)
     except UserError as error:
         show_error(error)
@@ -114,9 +112,9 @@ class _PlainFormatter(logging.Formatter):
         return printable_lines(super().format(record))
 
 
-def _log_to_stderr() -> None:
-    is_first = os.environ.get("RANK", "0") == "0"
-    handler = logging.StreamHandler(sys.stderr) if is_first else logging.NullHandler()
+def log_to_stderr() -> None:
+    """Lets what a command logs go to stderr, because the stdout of some is their result; nowhere but on rank 0."""
+    handler = logging.StreamHandler(sys.stderr) if is_first_rank() else logging.NullHandler()
     handler.setFormatter(_PlainFormatter())
     log.handlers[:] = [handler]
     log.setLevel(logging.INFO)
@@ -167,7 +165,7 @@ def show_error(error: UserError) -> None:
             print_error(RankError(f"rank {os.environ.get('RANK')}: {error}"))
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file is not None:
-        message = f"{type(error).__name__}: {printable(str(error).partition(chr(10))[0])}"
+        message = f"{type(error).__name__}: {printable(first_line(error))}"
         report = {"message": {"message": message, "extraInfo": {"timestamp": int(time.time())}}}
         with suppress(OSError):  # the disk may be full; the error itself has been printed
             Path(file).write_text(json.dumps(report))

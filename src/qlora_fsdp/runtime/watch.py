@@ -23,7 +23,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -31,8 +30,9 @@ from dataclasses import dataclass, field, replace
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
+from qlora_fsdp.common import threads
 from qlora_fsdp.common.errors import Interrupted, RankError, UserError, print_error
-from qlora_fsdp.common.text import printable_lines
+from qlora_fsdp.common.text import first_line, printable_lines
 from qlora_fsdp.runtime.heartbeats import Heartbeats, Unchanged
 from qlora_fsdp.runtime.messages import seal, unseal
 from qlora_fsdp.runtime.neighbours import Neighbours
@@ -143,7 +143,8 @@ class Watch:
             error = interrupted if interrupted.detail else Interrupted(interrupted.number, self.kept())
         has_store = True
         try:
-            first = _in_time(lambda: self._find_first(error), 0 if self._is_rank_0_lost else 2 * ANSWER_SECONDS)
+            asked = threads.begin(lambda: self._find_first(error), "first failure")  # a silent store never answers
+            first = asked.result(0 if self._is_rank_0_lost else 2 * ANSWER_SECONDS)
         except (dist.DistError, RuntimeError, NotYet) as store_error:
             first, has_store = self._without_store(error, store_error), False
         if not first.is_of_others and (first.rank == self.rank or printable_lines(str(error)) == first.text):
@@ -173,11 +174,11 @@ class Watch:
     def _without_store(self, error: BaseException, store_error: BaseException) -> Failure:
         """What can be said of an error when the store can't be asked for the first failure."""
         if not isinstance(store_error, NotYet):  # without an agent of torchrun's, rank 0 holds the store
-            text = f"rank 0 is gone: its store can't be reached ({_first_line(store_error)})."
+            text = f"rank 0 is gone: its store can't be reached ({_reason_of(store_error)})."
         elif self._rank_0_holds_store:
             text = f"rank 0 does not answer: {self.neighbours.describe(0)} holds the store of the run, which is silent."
         elif _is_lost_contact(error):
-            text = f"The ranks lost contact with one another: {_first_line(error)}."
+            text = f"The ranks lost contact with one another: {_reason_of(error)}."
         else:
             return Failure(self.rank, _describe(error), getattr(error, "exit_code", 1))
         return Failure(self.rank, text, RankError.exit_code, is_of_others=True, lost=[] if self.rank == 0 else [0])
@@ -218,9 +219,9 @@ class Watch:
             time.sleep(0.1)
         silent = [rank for rank in range(self.num_ranks) if not self.store.check([f"lost/{rank}"])]
         if silent:
-            beats, what = self.heartbeats.read(), f"was waited for: {_first_line(error)}"
+            beats, what = self.heartbeats.read(), f"was waited for: {_reason_of(error)}"
             return self._tell_of({rank: f"{what}. It is {beats[rank].place}" for rank in silent}, "does not answer")
-        text = f"The ranks lost contact with one another: {_first_line(error)}."
+        text = f"The ranks lost contact with one another: {_reason_of(error)}."
         return self._tell(text, RankError.exit_code, is_of_others=True)
 
     def _tell_of(self, ranks: dict[int, str], verdict: str) -> Failure:
@@ -283,24 +284,6 @@ class Watch:
                     self._tell_of(lost, "does not answer")
 
 
-def _in_time(call: Callable[[], Failure], seconds: float) -> Failure:
-    """What `call` returns or raises. It runs on a thread of its own, since a silent store may never answer it.
-
-    Raises:
-        NotYet: it takes longer than this.
-    """
-    result = Future[Failure]()
-
-    def work() -> None:
-        try:
-            result.set_result(call())
-        except BaseException as error:
-            result.set_exception(error)
-
-    threading.Thread(target=work, daemon=True).start()
-    return result.result(seconds)
-
-
 def _find_interrupted(error: BaseException | None) -> Interrupted | None:
     """The signal behind an error, if any: a library that a signal interrupts may raise an error of its own."""
     while error is not None and not isinstance(error, Interrupted):
@@ -316,9 +299,8 @@ def _is_lost_contact(error: BaseException) -> bool:
 def _describe(error: BaseException) -> str:
     if isinstance(error, UserError):
         return str(error)
-    return f"{type(error).__name__}: {_first_line(error)}. Its traceback is in the output of this rank."
+    return f"{type(error).__name__}: {_reason_of(error)}. Its traceback is in the output of this rank."
 
 
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip().partition("\n")[0]
-    return re.sub(r"^\[[^]]*\.cc:\d+\] ", "", text).rstrip(".")  # gloo says where in its source
+def _reason_of(error: BaseException) -> str:
+    return re.sub(r"^\[[^]]*\.cc:\d+\] ", "", first_line(error)).rstrip(".")  # gloo says where in its source

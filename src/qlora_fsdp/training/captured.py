@@ -36,6 +36,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from qlora_fsdp.common.text import first_line
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.memory.capture import SPARE_BYTES, why_not_captured
@@ -216,7 +217,7 @@ class CapturedPasses:
             torch.cuda.synchronize(self.device)
             self.graphs.clear()  # kernels that are launched need the memory
             torch.cuda.empty_cache()
-            self.reason = str(error).partition("\n")[0]
+            self.reason = first_line(error)
             log.warning(f"Step: no CUDA graph could be recorded, its kernels are launched one by one: {self.reason}")
             return None
         self.graphs[key] = _Graph(static, graph, loss.detach())

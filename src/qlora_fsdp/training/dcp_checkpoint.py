@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from qlora_fsdp.common.foreign_files import MAX_SMALL_BYTES, open_regular, read_small
+from qlora_fsdp.common.text import first_line
 from qlora_fsdp.training.dcp_pickle import MAX_STATE, Values, int_tuple, unpickle
 from qlora_fsdp.training.saved_tensors import BadFile, Piece, SavedTensor, make_saved
 from qlora_fsdp.weights.safetensors_files import StoredTensor
@@ -212,4 +213,4 @@ def _name(value: Any) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0][:MAX_MESSAGE] or type(error).__name__
+    return first_line(error)[:MAX_MESSAGE]
