@@ -59,7 +59,7 @@ def single(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 INDEXES = {
-    "a list": ("[]", "it has no weight_map"),
+    "a list": ("[]", "it holds a list, and not an object"),
     "nothing": ("", "is damaged"),
     "no weight_map": ('{"metadata": {}}', "it has no weight_map"),
     "weight_map is a list": ('{"weight_map": ["a"]}', "it has no weight_map"),
@@ -69,7 +69,7 @@ INDEXES = {
     "a file anywhere": ('{"weight_map": {"a": "/b.safetensors"}}', "no safetensors file of this folder"),
     "another kind": ('{"weight_map": {"a": "pytorch_model.bin"}}', "no safetensors file of this folder"),
     "control characters": ('{"weight_map": {"\\u001b]0;x": "\\ud800/"}}', "?]0;x is to be in ?/, which"),
-    "deep": ('{"weight_map": ' + DEEP, "is damaged: maximum recursion depth"),
+    "deep": ('{"weight_map": ' + DEEP, "is damaged: it is nested too deeply"),
     "no UTF-8": (b"\xff\xfe\xfa", "is damaged"),
 }
 

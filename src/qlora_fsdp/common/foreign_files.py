@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
 MAX_SMALL_BYTES = 2**25
 
@@ -51,6 +53,26 @@ def find_outside(folder: Path) -> list[Path]:
         if not is_inside or not target.is_file():
             found.append(file)
     return found
+
+
+def read_json_object(file: Path, max_bytes: int) -> dict[str, Any]:
+    """Reads a file that holds an object of JSON, such as a config.json. It may be a link, as in the hub's cache.
+
+    Raises:
+        OSError: the file can't be opened.
+        ValueError: it has more than `max_bytes` bytes, is no JSON in UTF-8, is nested too deeply, or is no object.
+    """
+    with file.open("rb") as stream:
+        content = stream.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise ValueError(f"it has more than {max_bytes:,} bytes")
+    try:
+        values = json.loads(content)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"it holds a {type(values).__name__}, and not an object")
+    return values
 
 
 def read_small(folder: Path, name: str) -> bytes:

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from qlora_fsdp.common.errors import ConfigError, Problem
+from qlora_fsdp.common.text import shorten
 from qlora_fsdp.config.bounded_yaml import parse_yaml, read_text, read_yaml
 from qlora_fsdp.config.command_line import default_options, group_options
-from qlora_fsdp.config.foreign_settings import clean, find_forbidden, unplain_problems
+from qlora_fsdp.config.foreign_settings import find_forbidden, unplain_problems
 from qlora_fsdp.config.overrides import is_path
 from qlora_fsdp.config.settings import all_settings, show, unknown_setting
 
@@ -61,7 +62,7 @@ def read_config_file(file: Path, folders: Sequence[Path]) -> FileSettings:
     except (OSError, ValueError) as error:
         reason = str(error.strerror if isinstance(error, OSError) else error)
         problem = Problem(
-            f"--config {file}", f"can't be read: {clean(reason, 400)}.", "Name a YAML file with settings."
+            f"--config {file}", f"can't be read: {shorten(reason, 400)}.", "Name a YAML file with settings."
         )
         raise ConfigError([problem]) from None
     groups = {*default_options(), *group_options("", folders)}
@@ -94,7 +95,7 @@ def _not_here(file: Path, name: str, value: Any) -> Problem:
         fix = (
             "Write `quant: int8` in place of `override /quant: int8`, or use the file as an experiment (--config-dir)."
         )
-    return Problem(f"{file}: {clean(show(name, value))}", "is no setting of a run.", fix)
+    return Problem(f"{file}: {shorten(show(name, value))}", "is no setting of a run.", fix)
 
 
 def leave_out(values: Sections, groups: Collection[str], folders: Sequence[Path]) -> Sections:

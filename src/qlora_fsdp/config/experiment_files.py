@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from qlora_fsdp.common.errors import ConfigError, Problem
+from qlora_fsdp.common.text import shorten
 from qlora_fsdp.config.bounded_yaml import parse_yaml, read_text
-from qlora_fsdp.config.foreign_settings import clean, is_instruction, quote_setting
+from qlora_fsdp.config.foreign_settings import is_instruction, quote_setting
 
 # What a file may tell a sweeper. What else Hydra takes, for example a database or code of one's own, is typed.
 SWEEPER = ("params", "n_trials", "n_jobs", "direction", "study_name", "max_batch_size", "max_failure_rate", "sampler")
@@ -32,7 +33,7 @@ def check_experiment(file: Path) -> None:
         text = read_text(file)
         values = parse_yaml(text)
     except (OSError, ValueError) as error:
-        raise ConfigError([Problem(str(file), f"can't be read: {clean(str(error), 400)}.", "Correct it.")]) from None
+        raise ConfigError([Problem(str(file), f"can't be read: {shorten(str(error), 400)}.", "Correct it.")]) from None
     problems = [
         Problem(quote_setting(file, place, value), "tells Hydra what to run, and is no setting.", "Remove it.")
         for place, value in _find_instructions(values)

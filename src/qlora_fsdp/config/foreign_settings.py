@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from qlora_fsdp.common.errors import ConfigError, Problem
-from qlora_fsdp.common.text import printable
+from qlora_fsdp.common.text import printable, shorten
 from qlora_fsdp.config.bounded_yaml import read_text, read_yaml
 from qlora_fsdp.config.settings import show
 
@@ -56,7 +56,6 @@ IGNORED = ("model.cache_folder", REMOTE_CODE)
 TRAINED_ON = "trained_on"  # a note beside the settings: the form of the rows, by which prompts are written
 
 MAX_DEPTH = 8  # of lists and mappings inside one another, in a value
-MAX_SHOWN = 80  # characters of a value in a message
 _OTHER_SETTING = re.compile(r"\$\{[a-z]\w*(?:\.\w+)+\}")  # plain ${section.name}
 
 
@@ -120,7 +119,7 @@ def find_forbidden(values: Mapping[str, Mapping[str, Any]], file: Path) -> Itera
 
 def remote_code_problem(file: Path, base: str) -> Problem:
     """Returns the problem of a file that asks for `model.trust_remote_code`, which the user has not typed."""
-    reason = f"would let code that comes with {clean(base)} run here, which only you can allow."
+    reason = f"would let code that comes with {shorten(base)} run here, which only you can allow."
     return Problem(quote_setting(file, REMOTE_CODE, True), reason, f"If you trust that code, type {REMOTE_CODE}=true.")
 
 
@@ -134,7 +133,7 @@ def read_base_model(adapter: Path) -> str | None:
     try:
         base = json.loads(read_text(file))["base_model_name_or_path"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        reason = f"has an adapter_config.json that can't be read: {clean(repr(error))}."
+        reason = f"has an adapter_config.json that can't be read: {shorten(repr(error))}."
         raise ConfigError([Problem(show("adapter", adapter), reason, "Copy or download it again.")]) from None
     if base is None:
         return None
@@ -198,16 +197,10 @@ def _not_allowed(file: Path, key: str, value: Any) -> Problem:
 
 
 def _unreadable(file: Path, error: Exception) -> ConfigError:
-    reason = f"can't be read: {clean(' '.join(str(error).split()), 400)}."
+    reason = f"can't be read: {shorten(' '.join(str(error).split()), 400)}."
     return ConfigError([Problem(str(file), reason, "Copy the adapter again, or remove this file.")])
 
 
 def quote_setting(file: Path, key: str, value: Any) -> str:
     """Returns a setting in a file of others for a message."""
-    return f"{file}: {clean(show(key, value))}"
-
-
-def clean(text: str, length: int = MAX_SHOWN) -> str:
-    """Text of others for a message: cut, and without the control characters that a terminal obeys."""
-    text = printable(text[: length + 1])
-    return text if len(text) <= length else f"{text[:length]}..."
+    return f"{file}: {shorten(show(key, value))}"

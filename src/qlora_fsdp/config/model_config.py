@@ -7,7 +7,6 @@ of its own, that one counts, and a preset that states other figures is refused: 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from textwrap import shorten
@@ -16,6 +15,7 @@ from typing import Any
 import yaml
 
 from qlora_fsdp.common.errors import CheckpointError, ConfigError
+from qlora_fsdp.common.foreign_files import read_json_object
 from qlora_fsdp.config.command_line import conf_folder, group_options
 from qlora_fsdp.config.schema import ModelConfig, Weights
 from qlora_fsdp.config.settings import problem_about
@@ -84,15 +84,7 @@ def read_config_json(file: Path, model: ModelConfig) -> dict[str, Any]:
         ConfigError: as `check_same_model`.
     """
     try:
-        with file.open("rb") as stream:
-            content = stream.read(MAX_BYTES + 1)
-        if len(content) > MAX_BYTES:
-            raise ValueError(f"it has more than {MAX_BYTES:,} bytes")
-        values = json.loads(content)
-        if not isinstance(values, dict):
-            raise ValueError(f"it holds a {type(values).__name__}, and not an object")
-    except RecursionError:
-        raise CheckpointError(f"{file} is damaged (it is nested too deeply). Copy or download it again.") from None
+        values = read_json_object(file, MAX_BYTES)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file} is damaged ({error}). Copy or download it again.") from error
     check_same_model(model, values)
