@@ -19,9 +19,10 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stderr, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
+from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -34,7 +35,7 @@ from peft import LoraConfig
 from safetensors.torch import save_file
 
 from qlora_fsdp import status
-from qlora_fsdp.common.errors import UserError
+from qlora_fsdp.common.errors import UserError, print_error
 from qlora_fsdp.common.files import digest_file
 from qlora_fsdp.config import compose
 from qlora_fsdp.config.check_settings import Needs, check_settings
@@ -173,8 +174,10 @@ def run_mutations(name: str, folder: Path, count: int, seed: int) -> Outcome:
             outcome.succeeded += 1
         except UserError as error:
             outcome.refused += 1
-            if "\x1b" in str(error) and kind.name.endswith(".yaml"):
-                outcome.failures.append(f"{name} {seed} {number}: an escape sequence in {error!r}")
+            with redirect_stderr(StringIO()) as shown:
+                print_error(error)
+            if "\x1b" in shown.getvalue():
+                outcome.failures.append(f"{name} seed={seed} number={number}: an escape sequence in {error!r}")
         except BaseException as error:
             if isinstance(error, (KeyboardInterrupt, SystemExit)):
                 raise

@@ -20,9 +20,10 @@ from qlora_fsdp.config.schema import QuantConfig
 from qlora_fsdp.layers import Format, QuantizedLayer, parse_storage
 from qlora_fsdp.weights.assignment import Assignment
 from qlora_fsdp.weights.safetensors_files import StoredTensor, list_some, same_bytes
-from qlora_fsdp.weights.stored_quantization import is_row_major, parts_problem, read_quant_state
+from qlora_fsdp.weights.stored_quantization import books_problem, is_row_major, parts_problem, read_quant_state
 
 PART_OF_SUFFIX = {"absmax": "scales", "nested_absmax": "nested_scales"}
+CODE_BOOKS = ("quant_map", "nested_quant_map")
 QUANT_STATE = re.compile(r"^(.+\.weight)\.(?:(?:nested_)?absmax|(?:nested_)?quant_map|quant_state\.bitsandbytes__\w+)$")
 INT8_STATE = re.compile(r"^(.+)\.(?:SCB|weight_format)$")
 NON_PERSISTENT = re.compile(r"rotary_emb\.inv_freq$|\.masked_bias$|\.attn\.bias$|\.position_ids$")
@@ -207,6 +208,8 @@ def match_quantized(name: str, layer: QuantizedLayer, keys: dict[str, StoredTens
         state = read_quant_state(keys[state_key])
         assignment = Assignment(name, layer, "weight", stored, parts, state.nested_offset)
         problem = _shape_problem(name, state.shape, shape) or parts_problem(layer, stored, parts)
+        books = {book: keys[f"{name}.{book}"] for book in CODE_BOOKS if f"{name}.{book}" in keys}
+        problem = problem or books_problem(state.quant_type, books)
         return Match(assignment, used, missing, problem)
     problem = _shape_problem(name, stored.shape, shape) or _codes_problem(name, stored)
     return Match(Assignment(name, layer, "weight", stored), [name], problem=problem)
