@@ -314,8 +314,8 @@ def _row_reader(name: str) -> Callable[[Path], None]:
     def read(folder: Path) -> None:
         source = find_source(str(folder / name), DataConfig(path=str(folder / name)))
         tokenizer = RowTokenizer(byte_tokenizer(), DataFormat.auto, LossOn.completion, 64, BadRows.skip)
-        places, rows = zip(*iterate_rows(source), strict=True)
-        tokenizer({"place": list(places), "row": list(rows)})
+        rows = list(iterate_rows(source))
+        tokenizer({"place": [place for place, _ in rows], "row": [row for _, row in rows]})
 
     return read
 
