@@ -1,7 +1,8 @@
 """Damage files at random, and read them: each reading ends in success or in one error for the user.
 
 `python -m tests.security.mutate --count 1000` mutates each kind of file so often and prints what ended otherwise, with
-the seed that repeats it. test_mutations.py runs a few of them. Nothing outside the mutated folder may change.
+the seed that repeats it. test_mutations.py runs a few of them. Nothing outside the mutated folder may change, and a
+reading that takes more time or memory than the limits below counts as a failure.
 """
 
 from __future__ import annotations
@@ -9,15 +10,19 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import resource
 import shutil
+import signal
 import sys
+import time
 import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, redirect_stderr, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
+from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -30,7 +35,7 @@ from peft import LoraConfig
 from safetensors.torch import save_file
 
 from qlora_fsdp import status
-from qlora_fsdp.common.errors import UserError
+from qlora_fsdp.common.errors import UserError, print_error
 from qlora_fsdp.common.files import digest_file
 from qlora_fsdp.config import compose
 from qlora_fsdp.config.check_settings import Needs, check_settings
@@ -48,6 +53,8 @@ from qlora_fsdp.weights.fill import fill_from_files
 from tests.helpers import quick_config
 from tests.helpers.checkpoints import make_checkpoint, quantize_checkpoint
 
+MAX_SECONDS = 20  # of one reading
+MAX_BYTES = 4 * 2**30  # of memory that the process takes
 DEEP = 100_000
 ODD: list[Any] = [
     None, True, False, 0, -1, 1, 2.5, 1e6, 1e308, float("nan"), float("inf"), 2**31, 2**63, 10**30, 10**400, -(2**63),
@@ -80,6 +87,7 @@ class Outcome:
     succeeded: int = 0
     refused: int = 0
     failures: list[str] = field(default_factory=list)
+    slowest_seconds: float = 0.0
 
 
 def mutate(content: bytes, is_text: bool, rng: random.Random) -> bytes:
@@ -159,22 +167,41 @@ def run_mutations(name: str, folder: Path, count: int, seed: int) -> Outcome:
         copy = folder / "copy"
         shutil.copytree(honest, copy)
         (copy / kind.name).write_bytes(mutate(content, kind.is_text, rng))
+        start = time.monotonic()
         try:
-            kind.read(copy)
+            with _limited_seconds():
+                kind.read(copy)
             outcome.succeeded += 1
         except UserError as error:
             outcome.refused += 1
-            if "\x1b" in str(error) and kind.name.endswith(".yaml"):
-                outcome.failures.append(f"{name} {seed} {number}: an escape sequence in {error!r}")
+            with redirect_stderr(StringIO()) as shown:
+                print_error(error)
+            if "\x1b" in shown.getvalue():
+                outcome.failures.append(f"{name} seed={seed} number={number}: an escape sequence in {error!r}")
         except BaseException as error:
             if isinstance(error, (KeyboardInterrupt, SystemExit)):
                 raise
             last = traceback.format_exc(limit=-4).strip()
             outcome.failures.append(f"{name} seed={seed} number={number}: {type(error).__name__}: {last[-1500:]}")
+        outcome.slowest_seconds = max(outcome.slowest_seconds, time.monotonic() - start)
         shutil.rmtree(copy)
         if _digests(folder) != before:
             raise AssertionError(f"{name} seed={seed} number={number} changed files outside its folder")
     return outcome
+
+
+@contextmanager
+def _limited_seconds() -> Iterator[None]:
+    def end(number: int, frame: object) -> None:
+        raise TimeoutError(f"a reading took more than {MAX_SECONDS} seconds")
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.alarm(MAX_SECONDS)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _digests(folder: Path) -> dict[str, str]:
@@ -287,8 +314,8 @@ def _row_reader(name: str) -> Callable[[Path], None]:
     def read(folder: Path) -> None:
         source = find_source(str(folder / name), DataConfig(path=str(folder / name)))
         tokenizer = RowTokenizer(byte_tokenizer(), DataFormat.auto, LossOn.completion, 64, BadRows.skip)
-        places, rows = zip(*iterate_rows(source), strict=True)
-        tokenizer({"place": list(places), "row": list(rows)})
+        rows = list(iterate_rows(source))
+        tokenizer({"place": [place for place, _ in rows], "row": [row for _, row in rows]})
 
     return read
 
@@ -326,13 +353,17 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
+    resource.setrlimit(resource.RLIMIT_DATA, (MAX_BYTES, resource.getrlimit(resource.RLIMIT_DATA)[1]))
     num_failures = 0
     for name in arguments.kind or KINDS:
         with TemporaryDirectory() as folder:
             outcome = run_mutations(name, Path(folder), arguments.count, arguments.seed)
         num_failures += len(outcome.failures)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         print(
-            f"{name}: {outcome.succeeded} read, {outcome.refused} refused, {len(outcome.failures)} failed", flush=True
+            f"{name}: {outcome.succeeded} read, {outcome.refused} refused, {len(outcome.failures)} failed; at most "
+            f"{outcome.slowest_seconds:.1f} s, {peak:.1f} GiB",
+            flush=True,
         )
         alike = Counter(text.rpartition("\n")[2] for text in outcome.failures)
         for text in outcome.failures:

@@ -263,15 +263,29 @@ def test_one_row_asks_for_no_millions_before_it(adapter: Adapter) -> None:
     assert "token 30000000 can't get a row" in adapter.refusal()
 
 
-def test_a_token_of_the_tokenizer_asks_for_no_billions_of_rows(adapter: Adapter) -> None:
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [(10**7, "can't get a row"), (2**32 - 1, "has a token with the id 4,294,967,295, and no model knows more than")],
+)
+def test_a_token_of_the_tokenizer_asks_for_no_billions_of_rows(adapter: Adapter, number: int, message: str) -> None:
     byte_tokenizer().save_pretrained(adapter.folder)
     file = adapter.folder / "tokenizer.json"
     values = json.loads(file.read_text())
-    values["added_tokens"].append(values["added_tokens"][-1] | {"id": 3 * 10**7, "content": "<big>"})
-    values["model"]["vocab"]["<big>"] = 3 * 10**7
+    values["added_tokens"].append(values["added_tokens"][-1] | {"id": number, "content": "<big>"})
+    values["model"]["vocab"]["<big>"] = number
     file.write_text(json.dumps(values))
     adapter.write_settings({}, tokenizer={"add_tokens": ["<new>"]})
-    assert "can't get a row" in adapter.refusal()
+    assert message in adapter.refusal()
+
+
+def test_a_tokenizer_at_which_the_library_panics(adapter: Adapter) -> None:
+    """Its panics are no `Exception`."""
+    byte_tokenizer().save_pretrained(adapter.folder)
+    file = adapter.folder / "tokenizer.json"
+    values = json.loads(file.read_text())
+    values["post_processor"]["special_tokens"] = {}
+    file.write_text(json.dumps(values))
+    assert "No tokenizer could be loaded from" in adapter.refusal()
 
 
 def test_a_number_of_thousands_of_digits(adapter: Adapter) -> None:

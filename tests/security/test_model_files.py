@@ -59,7 +59,7 @@ def single(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 INDEXES = {
-    "a list": ("[]", "it has no weight_map"),
+    "a list": ("[]", "it holds a list, and not an object"),
     "nothing": ("", "is damaged"),
     "no weight_map": ('{"metadata": {}}', "it has no weight_map"),
     "weight_map is a list": ('{"weight_map": ["a"]}', "it has no weight_map"),
@@ -69,7 +69,7 @@ INDEXES = {
     "a file anywhere": ('{"weight_map": {"a": "/b.safetensors"}}', "no safetensors file of this folder"),
     "another kind": ('{"weight_map": {"a": "pytorch_model.bin"}}', "no safetensors file of this folder"),
     "control characters": ('{"weight_map": {"\\u001b]0;x": "\\ud800/"}}', "?]0;x is to be in ?/, which"),
-    "deep": ('{"weight_map": ' + DEEP, "is damaged: maximum recursion depth"),
+    "deep": ('{"weight_map": ' + DEEP, "is damaged: it is nested too deeply"),
     "no UTF-8": (b"\xff\xfe\xfa", "is damaged"),
 }
 
@@ -265,6 +265,7 @@ def test_a_description_of_quantization_that_is_none(model: Path, value: Any):
 QUANTIZED: dict[str, dict[str, Any]] = {
     "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
     "double": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
+    "fp4": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
     "int8": {"load_in_8bit": True},
 }
 
@@ -318,6 +319,22 @@ PARTS: list[tuple[str, str, Callable[[Tensor], Tensor], str]] = [
     ("nf4", NF4, lambda t: text("[" * 60_000), f"has a damaged {NF4}"),
     ("nf4", NF4, lambda t: text(" " * 2**17), "it has 131,072 bytes"),
     ("nf4", NF4, lambda t: text("{}"), "'quant_type'"),
+    (
+        "nf4",
+        f"{LAYER}.weight.quant_map",
+        lambda t: t.flip(0),
+        "quant_map: a code book that is not bitsandbytes' for nf4",
+    ),
+    ("nf4", f"{LAYER}.weight.quant_map", with_value(torch.nan), "quant_map: a code book that is not bitsandbytes' for"),
+    (
+        "nf4",
+        f"{LAYER}.weight.quant_map",
+        lambda t: t * 1.0001,
+        "quant_map: a code book that is not bitsandbytes' for nf4",
+    ),
+    ("nf4", f"{LAYER}.weight.quant_map", lambda t: t[:4], "float32 [4] in the file, which is not 16 values of"),
+    ("nf4", f"{LAYER}.weight.quant_map", lambda t: t.half(), "float16 [16] in the file, which is not 16 values of"),
+    ("double", f"{LAYER}.weight.nested_quant_map", lambda t: -t, "a code book that is not bitsandbytes' for quantized"),
     ("double", NF4, state(nested_offset="x"), f"has a damaged {NF4}"),
     ("double", NF4, state(nested_offset=float("nan")), "its nested_offset is nan"),
     ("double", NF4, state(nested_offset=[1]), f"has a damaged {NF4}"),

@@ -415,6 +415,9 @@ class DataConfig:
     # What to do with an unusable row. error: stop and list all of them. skip: leave it out. truncate: cut it if it is
     # longer than training.max_length, and leave it out if it is unusable for another reason.
     bad_rows: BadRows = BadRows.truncate
+    # Times its size that a file of rows may unpack to (.gz, .bz2, .xz, .zst; Parquet and Arrow compress inside). A file
+    # that unpacks to more was probably made to fill memory and disks. Up to 128 MiB any file may unpack to.
+    max_unpack_ratio: int = field(default=200, metadata=bounds(at_least=1))
     # Leave out rows that are letter by letter like an earlier one of the same data set. Without it they are only
     # counted.
     deduplicate: bool = False

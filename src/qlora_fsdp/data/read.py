@@ -29,6 +29,7 @@ from qlora_fsdp.data.labels import used_label_columns
 from qlora_fsdp.data.row import used_columns
 from qlora_fsdp.data.row_file import RowFile
 from qlora_fsdp.data.row_files import BROKEN, ChooseColumns, RawRow, dump_row, find_reader, known_suffixes, read_text
+from qlora_fsdp.data.unpacking import Unpacking
 
 ROWS_A_BATCH = 1000
 Paths = str | list[str]  # of one data set, as a setting has them
@@ -45,6 +46,7 @@ class Source:
         hub: the hub data set.
         skipped: which files of a folder are left out, and why; one line per reason.
         choose: of the columns that a table has, those to read.
+        max_unpack_ratio: times its size that a compressed file may unpack to.
     """
 
     path: str
@@ -53,6 +55,7 @@ class Source:
     hub: datasets.Dataset | datasets.IterableDataset | None = None
     skipped: tuple[str, ...] = ()
     choose: ChooseColumns = list
+    max_unpack_ratio: int = DataConfig.max_unpack_ratio
 
 
 def find_source(path: Paths, data: DataConfig, task: TaskConfig | None = None) -> Source:
@@ -81,7 +84,9 @@ def find_source(path: Paths, data: DataConfig, task: TaskConfig | None = None) -
         files |= dict.fromkeys(found[0])
         skipped += found[1]
     identity = [file.identity for file in files]
-    return Source(", ".join(as_paths(path)), tuple(files), identity, skipped=tuple(skipped), choose=choose)
+    return Source(
+        ", ".join(as_paths(path)), tuple(files), identity, None, tuple(skipped), choose, data.max_unpack_ratio
+    )
 
 
 def _choose(names: Sequence[str], data: DataConfig, task: TaskConfig) -> list[str]:
@@ -169,7 +174,8 @@ def iterate_rows(source: Source) -> Iterator[RawRow]:
             yield f"{source.path} row {number}", dump_row(row)
     for file in source.files:
         try:
-            yield from (find_reader(file) or read_text)(file, source.choose)
+            unpacking = Unpacking(file, source.max_unpack_ratio)
+            yield from unpacking.count((find_reader(file) or read_text)(file, source.choose, unpacking))
         except Exception as error:
             if isinstance(error, UserError) or not (file.remote or isinstance(error, BROKEN)):
                 raise

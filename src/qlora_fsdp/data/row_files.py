@@ -25,14 +25,19 @@ import pyarrow.parquet as pq
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.data.json_list import NotAList, read_list
 from qlora_fsdp.data.row_file import RowFile
+from qlora_fsdp.data.unpacking import Unpacking
 
 RawRow = tuple[str, bytes]  # place, JSON
 ChooseColumns = Callable[[Sequence[str]], list[str]]  # of the columns that a file has, those to read
-Reader = Callable[[RowFile, ChooseColumns], Iterator[RawRow]]
+Reader = Callable[[RowFile, ChooseColumns, Unpacking], Iterator[RawRow]]
 
 TEXT_SUFFIXES = (".txt", ".md")
 BATCH_ROWS = 1000  # of Parquet and Arrow files
-BROKEN = (OSError, EOFError, zlib.error, lzma.LZMAError, pa.ArrowException, csv.Error)  # of files that can't be read
+# Of files that can't be read. ValueError and OverflowError: pyarrow has values that Python has not (the year 20,000).
+BROKEN = (
+    *(OSError, EOFError, zlib.error, lzma.LZMAError, csv.Error),
+    *(pa.ArrowException, ValueError, OverflowError, RecursionError),
+)
 
 
 def find_reader(file: RowFile) -> Reader | None:
@@ -49,7 +54,7 @@ def known_suffixes() -> str:
     return f"{', '.join((*READERS, *TEXT_SUFFIXES))} ({packed})"
 
 
-def read_text(file: RowFile, choose: ChooseColumns) -> Iterator[RawRow]:
+def read_text(file: RowFile, choose: ChooseColumns, unpacking: Unpacking) -> Iterator[RawRow]:
     """The one row of a file of plain text."""
     with file.open() as stream:
         text = stream.read().decode("utf-8-sig", errors="surrogateescape")
@@ -71,12 +76,12 @@ def _as_text(value: Any) -> str:
 
 
 @contextmanager
-def _open(file: RowFile) -> Iterator[IO[bytes]]:
-    """The contents of a file, decompressed as they are read."""
+def _open(file: RowFile, unpacking: Unpacking) -> Iterator[IO[bytes]]:
+    """The contents of a file, decompressed as they are read, up to the limit."""
     decompress = COMPRESSIONS.get(file.suffix)
     with ExitStack() as stack:
         stream = stack.enter_context(file.open())
-        yield stream if decompress is None else stack.enter_context(decompress(stream))
+        yield stack.enter_context(unpacking.open(stream, decompress))
 
 
 def _open_zstd(stream: IO[bytes]) -> IO[bytes]:
@@ -84,8 +89,8 @@ def _open_zstd(stream: IO[bytes]) -> IO[bytes]:
     return io.BufferedReader(decompressed)
 
 
-def _read_jsonl(file: RowFile, choose: ChooseColumns) -> Iterator[RawRow]:
-    with _open(file) as lines:
+def _read_jsonl(file: RowFile, choose: ChooseColumns, unpacking: Unpacking) -> Iterator[RawRow]:
+    with _open(file, unpacking) as lines:
         last = 0  # the last line that is a row
         for number, line in enumerate(lines, start=1):
             if number == 1:
@@ -98,13 +103,13 @@ def _read_jsonl(file: RowFile, choose: ChooseColumns) -> Iterator[RawRow]:
             yield f"{file.name}:{number}", line.rstrip(b"\r\n")
 
 
-def _read_json(file: RowFile, choose: ChooseColumns) -> Iterator[RawRow]:
-    with _open(file) as stream:
+def _read_json(file: RowFile, choose: ChooseColumns, unpacking: Unpacking) -> Iterator[RawRow]:
+    with _open(file, unpacking) as stream:
         is_list = stream.read(1024).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
     if not is_list:  # one row per line, under the name .json
-        yield from _read_jsonl(file, choose)
+        yield from _read_jsonl(file, choose, unpacking)
         return
-    with _open(file) as stream:
+    with _open(file, unpacking) as stream:
         try:
             for number, row in enumerate(read_list(stream), start=1):
                 yield f"{file.name} row {number}", row
@@ -114,9 +119,9 @@ def _read_json(file: RowFile, choose: ChooseColumns) -> Iterator[RawRow]:
             ) from error
 
 
-def _read_csv(file: RowFile, choose: ChooseColumns) -> Iterator[RawRow]:
+def _read_csv(file: RowFile, choose: ChooseColumns, unpacking: Unpacking) -> Iterator[RawRow]:
     csv.field_size_limit(2**31 - 1)  # the default refuses cells over 128 KiB
-    with _open(file) as contents:
+    with _open(file, unpacking) as contents:
         stream = io.TextIOWrapper(contents, encoding="utf-8-sig", errors="surrogateescape", newline="")
         read: list[str] = []  # the lines of a row
         lines = csv.reader(_keep(stream, read))
@@ -154,15 +159,20 @@ def _take(kept: list[str]) -> list[str]:
     return taken
 
 
-def _read_parquet(file: RowFile, choose: ChooseColumns) -> Iterator[RawRow]:
-    with file.open() as stream, pq.ParquetFile(stream) as table:
-        batches = table.iter_batches(batch_size=BATCH_ROWS, columns=choose(table.schema_arrow.names))
-        yield from _read_batches(file, batches)
+def _read_parquet(file: RowFile, choose: ChooseColumns, unpacking: Unpacking) -> Iterator[RawRow]:
+    with file.open() as stream:
+        unpacking.watch(stream)
+        with pq.ParquetFile(stream) as table:
+            names = choose(table.schema_arrow.names)
+            # Where memory has a limit, a thread that can't start would end the process.
+            batches = table.iter_batches(batch_size=BATCH_ROWS, columns=names, use_threads=False)
+            yield from _read_batches(file, batches, unpacking)
 
 
-def _read_arrow(file: RowFile, choose: ChooseColumns) -> Iterator[RawRow]:
+def _read_arrow(file: RowFile, choose: ChooseColumns, unpacking: Unpacking) -> Iterator[RawRow]:
     """Rows of an Arrow file, in the form of a stream, as `datasets` writes it, or of a file with an index (Feather)."""
     with file.open() as stream:
+        unpacking.watch(stream)
         is_indexed = stream.read(len(ARROW_FILE)) == ARROW_FILE
         stream.seek(0)
         if is_indexed:
@@ -171,15 +181,19 @@ def _read_arrow(file: RowFile, choose: ChooseColumns) -> Iterator[RawRow]:
         else:
             batches = iter(pa.ipc.open_stream(stream))
         pieces = (batch.slice(start, BATCH_ROWS) for batch in batches for start in range(0, len(batch), BATCH_ROWS))
-        yield from _read_batches(file, (piece.select(choose(piece.schema.names)) for piece in pieces))
+        yield from _read_batches(file, (piece.select(choose(piece.schema.names)) for piece in pieces), unpacking)
 
 
-def _read_batches(file: RowFile, batches: Iterable[pa.RecordBatch]) -> Iterator[RawRow]:
+def _read_batches(file: RowFile, batches: Iterator[pa.RecordBatch], unpacking: Unpacking) -> Iterator[RawRow]:
     number = 0
-    for batch in batches:
-        for row in batch.to_pylist():
+    while (rows := unpacking.take(batches, _dump_rows)) is not None:
+        for row in rows:
             number += 1
-            yield f"{file.name} row {number}", dump_row(row)
+            yield f"{file.name} row {number}", row
+
+
+def _dump_rows(batch: pa.RecordBatch) -> list[bytes]:
+    return [dump_row(row) for row in batch.to_pylist()]
 
 
 READERS: dict[str, Reader] = {

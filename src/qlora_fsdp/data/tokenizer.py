@@ -16,6 +16,7 @@ from transformers.utils.hub import cached_file
 
 from qlora_fsdp.common.errors import CheckpointError, DataError
 from qlora_fsdp.common.foreign_files import find_outside
+from qlora_fsdp.common.model_figures import LARGEST
 from qlora_fsdp.common.text import shorten
 from qlora_fsdp.config.schema import DataConfig, ModelConfig, TokenizerConfig
 
@@ -131,16 +132,26 @@ def _load(model: ModelConfig) -> PreTrainedTokenizerBase:
             place, revision=revision, trust_remote_code=model.trust_remote_code
         )
         tokenizer("a", verbose=False)  # some settings are looked at only here
-    except Exception as error:  # from_pretrained raises a dozen types for files that are missing or broken
+    except BaseException as error:  # from_pretrained raises a dozen types for files that are missing or broken
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # of `tokenizers`, in Rust
+            raise
         reason = " ".join(str(error).split())
         raise CheckpointError(f"No tokenizer could be loaded from {path}: {reason} {fix}") from error
     # A folder with config.json alone gives a tokenizer that knows its special tokens and no others.
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
         raise CheckpointError(f"{path} has no tokenizer files. {fix}")
-    problem = _template_problem(tokenizer.chat_template)
+    problem = _vocabulary_problem(tokenizer) or _template_problem(tokenizer.chat_template)
     if problem is not None:
         raise CheckpointError(f"The tokenizer of {path} {problem} Repair it, or {fix[:1].lower()}{fix[1:]}")
     return tokenizer
+
+
+def _vocabulary_problem(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Why a tokenizer could not be saved: `tokenizers` then makes a list of all ids up to the largest one."""
+    largest = max(tokenizer.get_vocab().values())
+    if largest >= LARGEST["vocab_size"]:
+        return f"has a token with the id {largest:,}, and no model knows more than {LARGEST['vocab_size']:,} tokens."
+    return None
 
 
 def _template_problem(template: Any) -> str | None:

@@ -18,7 +18,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from transformers import AutoConfig, PretrainedConfig
 
 from qlora_fsdp.common.errors import CheckpointError, ConfigError, UserError
-from qlora_fsdp.common.foreign_files import find_outside
+from qlora_fsdp.common.foreign_files import find_outside, read_json_object
 from qlora_fsdp.common.hub import fetch_config_json
 from qlora_fsdp.common.model_figures import MAX_CONFIG_BYTES, find_bad_size
 from qlora_fsdp.common.text import shorten
@@ -103,15 +103,9 @@ def _read_config(file: Path) -> dict[str, Any]:
     Raises:
         ValueError, OSError: the file is damaged.
     """
-    with file.open("rb") as stream:
-        content = stream.read(MAX_CONFIG_BYTES + 1)
-    if len(content) > MAX_CONFIG_BYTES:
-        raise ValueError(f"config.json has more than {MAX_CONFIG_BYTES:,} bytes")
-    values = json.loads(content)
-    if not isinstance(values, dict):
-        raise ValueError("config.json holds no names with values")
+    values = read_json_object(file, MAX_CONFIG_BYTES)
     if "configuration_files" in values:
-        raise ValueError("config.json leads to other files (configuration_files)")
+        raise ValueError("it leads to other files (configuration_files)")
     return values
 
 

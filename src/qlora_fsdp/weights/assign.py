@@ -20,6 +20,7 @@ from qlora_fsdp.weights.assignment import Assignment
 from qlora_fsdp.weights.composed import ComposedTensor, Stored, stored_tensors
 from qlora_fsdp.weights.safetensors_files import StoredTensor, list_some, same_bytes
 from qlora_fsdp.weights.stored_quantization import (
+    books_problem,
     int8_state_names,
     is_row_major,
     parts_problem,
@@ -29,6 +30,7 @@ from qlora_fsdp.weights.stored_quantization import (
 )
 
 PART_OF_SUFFIX = {"absmax": "scales", "nested_absmax": "nested_scales"}
+CODE_BOOKS = ("quant_map", "nested_quant_map")
 NON_PERSISTENT = re.compile(r"rotary_emb\.inv_freq$|\.masked_bias$|\.attn\.bias$|\.position_ids$")
 
 
@@ -185,7 +187,8 @@ def match_quantized(name: str, layer: QuantizedLayer, keys: Mapping[str, Stored]
     state = read_quant_state(whole[state_key])
     assignment = Assignment(name, layer, "weight", codes, parts, state.nested_offset)
     problem = _shape_problem(name, state.shape, shape) or parts_problem(layer, codes, parts)
-    return Match(assignment, used, missing, problem)
+    books = {book: whole[f"{name}.{book}"] for book in CODE_BOOKS if f"{name}.{book}" in whole}
+    return Match(assignment, used, missing, problem or books_problem(state.quant_type, books))
 
 
 def _check_tied(name: str, stored: Stored, copies: dict[str, Stored]) -> None:

@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 import torch
 
 from qlora_fsdp.common.errors import CheckpointError
+from qlora_fsdp.common.foreign_files import read_json_object
 from qlora_fsdp.common.sizes import PIECE_BYTES
 from qlora_fsdp.common.text import shorten
 
@@ -103,21 +104,16 @@ def _read_index(file: Path) -> dict[str, str]:
         CheckpointError: the index is damaged, or names files elsewhere.
     """
     try:
-        with file.open("rb") as stream:
-            content = stream.read(MAX_HEADER_BYTES + 1)
-        if len(content) > MAX_HEADER_BYTES:
-            raise ValueError(f"it has more than {MAX_HEADER_BYTES:,} bytes")
-        index = json.loads(content)
-        if not isinstance(index, dict) or not isinstance(index.get("weight_map"), dict) or not index["weight_map"]:
+        weight_map: Any = read_json_object(file, MAX_HEADER_BYTES).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
             raise ValueError("it has no weight_map, which is to name the file of each tensor")
-        weight_map: dict[str, str] = index["weight_map"]
         for key, name in weight_map.items():
             if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
                 what = f"{shorten(key)} is to be in {shorten(str(name))}"
                 raise ValueError(f"{what}, which is no safetensors file of this folder")
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{file} is damaged: {error}. Copy or download it again.") from error
-    return weight_map
+    return dict(weight_map)
 
 
 def fingerprint(tensors: Iterable[StoredTensor]) -> str:

@@ -14,13 +14,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from qlora_fsdp.common.errors import CheckpointError
 from qlora_fsdp.common.quantized_shapes import QuantType
 from qlora_fsdp.common.sizes import NESTED_BLOCKSIZE
 from qlora_fsdp.common.text import shorten
 from qlora_fsdp.layers import QuantizedExpertWeight, QuantizedLayer
-from qlora_fsdp.layers.quantized_format import STORAGE_DTYPES
+from qlora_fsdp.layers.quantized_format import STORAGE_DTYPES, code_book, dynamic_map
 from qlora_fsdp.weights.safetensors_files import StoredTensor
 
 # Names of what lies beside a quantized weight; the group is the weight's name, or for int8 the module's.
@@ -28,6 +29,7 @@ QUANT_STATE = re.compile(r"^(.+)\.(?:(?:nested_)?absmax|(?:nested_)?quant_map|qu
 INT8_STATE = re.compile(r"^(.+)\.(?:SCB|weight_format)$")
 MAX_STATE_BYTES = 2**16  # of JSON; honest ones have some 200
 BLOCKSIZES = tuple(2**power for power in range(5, 13))  # those of bitsandbytes' kernels
+BOOK_TOLERANCE = 1e-6  # of a value of a code book, the largest of which is 1; bitsandbytes compares them so too
 ROW_MAJOR = b"\0"  # the `weight_format` of int8 codes that lie row by row
 
 
@@ -117,6 +119,25 @@ def parts_problem(layer: QuantizedLayer, codes: StoredTensor, parts: Mapping[str
         wanted = math.prod(shape) - (name == "nested_scales")
         if stored.dtype != dtype or math.prod(stored.shape) != wanted:
             return f"{stored.key}: {_describe(stored)}, which is not {wanted:,} scales of {dtype}"
+    return None
+
+
+def books_problem(quant_type: str, books: Mapping[str, StoredTensor]) -> str | None:
+    """Why the code books of a file are not those of bitsandbytes: its codes would mean other values than they do here.
+
+    Args:
+        quant_type: which code book the codes are said to have.
+        books: what the file has of `quant_map`, the values of the codes, and `nested_quant_map`, those of the scales.
+    """
+    cpu = torch.device("cpu")
+    for name, stored in books.items():
+        wanted = dynamic_map(cpu) if name == "nested_quant_map" else code_book(quant_type, cpu)
+        if (stored.dtype, stored.shape) != (wanted.dtype, tuple(wanted.shape)):
+            return f"{stored.key}: {_describe(stored)}, which is not {len(wanted)} values of {wanted.dtype}"
+        found: Tensor = torch.frombuffer(bytearray(_read_bytes(stored, stored.num_bytes)), dtype=wanted.dtype)
+        if not torch.allclose(found, wanted, rtol=0, atol=BOOK_TOLERANCE):
+            what = quant_type if name == "quant_map" else "quantized scales"
+            return f"{stored.key}: a code book that is not bitsandbytes' for {what}"
     return None
 
 
