@@ -1,10 +1,11 @@
-"""`python -m qlora_fsdp.preflight`: does a run fit, and how long will it take? Needs no GPU, no weights and no torch.
+"""`python -m qlora_fsdp.preflight`: does a run fit, and how long will it take? Needs no GPU and no weights.
 
 The command line is that of the run, and `hardware=` besides; without it, the GPUs of this host are meant:
 
     python -m qlora_fsdp.preflight model=llama3-70b hardware=2x24gib training.max_length=2048
 
-A preset needs no download. Of another model on the hub, config.json is downloaded.
+A preset needs no download. Of another model on the hub, config.json is downloaded. Whether its rows can be packed is
+tried with a small model, which takes torch; mistakes in the settings are told before torch is imported.
 """
 
 from __future__ import annotations
@@ -21,14 +22,15 @@ from qlora_fsdp.common.errors import CheckpointError, ConfigError, Problem, User
 from qlora_fsdp.common.families import MULTIMODAL_FAMILIES, PLANNED_FAMILIES
 from qlora_fsdp.common.files import write_json
 from qlora_fsdp.common.hub import fetch_config_json
-from qlora_fsdp.common.startup import end_with_the_reader
+from qlora_fsdp.common.model_figures import find_bad_size
+from qlora_fsdp.common.startup import end_with_the_reader, quick_imports
 from qlora_fsdp.common.text import plural, show_duration, show_size
 from qlora_fsdp.config.check_model import int8_embeddings_problem, is_local_path
 from qlora_fsdp.config.check_settings import TRAINING, Needs, check_settings, check_world
 from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.config.data_paths import all_paths, match
 from qlora_fsdp.config.model_config import describes_itself, read_config_json, text_part
-from qlora_fsdp.config.schema import Config, Dtype, EmbeddingStorage, Kernel, ModelConfig
+from qlora_fsdp.config.schema import Config, Dtype, EmbeddingStorage, Kernel, ModelConfig, TaskName
 from qlora_fsdp.config.settings import problem_about
 from qlora_fsdp.config.world import World
 from qlora_fsdp.memory.choose import AUTO, MARGIN, Choice, choose, describe_choice
@@ -86,6 +88,7 @@ def preflight(argv: Sequence[str], file: Path) -> int:
     size, shape = config.training.micro_batch_size, read_shape(config)
     if config.quant.embeddings is EmbeddingStorage.int8 and shape.is_tied:
         raise ConfigError([int8_embeddings_problem(is_tied=True)])
+    config, padded = _settle_packing(config)
     work = Workload(
         shape,
         config,
@@ -98,6 +101,7 @@ def preflight(argv: Sequence[str], file: Path) -> int:
     target = GIB * (config.memory.target_gib or hardware.gpu.gib * (1 - MARGIN))
     choice = choose(work, target, hardware.gpu)
     lines, figures = _describe(choice, hardware, target)
+    lines += padded
     if not choice.fits:
         cheapest = cheapest_changes(work, target, hardware.gpu)
         missing = (choice.plan.needed - target) / GIB
@@ -153,6 +157,32 @@ def _read_config(model: ModelConfig) -> Mapping[str, Any]:
         fix = "Set model to a preset (docs/models.md), or model.path to a folder or a hub name."
         raise ConfigError([problem_about("model.path", None, "names no model.", fix)])
     return read_config_json(fetch_config_json(model.path, model.revision), model)
+
+
+def _settle_packing(config: Config) -> tuple[Config, list[str]]:
+    """Decides `training.packing=auto` as the run will, with the libraries of this host, and tells why rows are padded.
+
+    Raises:
+        ConfigError: the settings ask for packing, and the model's rows can't be packed.
+    """
+    if config.training.packing is False or config.task.name is not TaskName.causal_lm:
+        return config, []
+    with quick_imports():
+        from transformers import AutoConfig
+
+        from qlora_fsdp.model.packing import decide_packing, why_not_packed
+
+    values = _read_config(config.model)
+    try:
+        problem = find_bad_size(values)
+        if problem is not None:
+            raise ValueError(problem)
+        model = AutoConfig.for_model(**values)
+    except Exception as error:  # the file may hold anything
+        reason = shorten(" ".join(str(error).split()), 400)
+        raise CheckpointError(f"{_name(config)}: its config can't be used: {reason}. Check model.path.") from error
+    config, notes = decide_packing(config, model, why_not_packed(config, model, config.model.attn_implementation.value))
+    return config, [f"Note: {note}" for note in notes]
 
 
 def _split(argv: Sequence[str]) -> tuple[Hardware, list[str]]:

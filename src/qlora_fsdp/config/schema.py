@@ -474,8 +474,10 @@ class TrainingConfig:
     learning_rate: float = field(default=2e-4, metadata=bounds(above=0))
     # Seed of the initialisation, of the data's order and of dropout.
     seed: int = field(default=0, metadata=bounds(at_least=0, below=2**31))
-    # Put several rows into one sequence of max_length tokens, without letting them attend to one another.
-    packing: bool = True
+    # Put several rows into one sequence of max_length tokens, without letting them see one another. `auto`: where a
+    # small model of the same kind shows that they do not; otherwise each row is a sequence, and the log says why. true:
+    # the same, but a run whose rows would see one another ends with an error.
+    packing: Any = "auto"
     # dtype of activations and matrix products. `auto`: bfloat16 on GPUs that have it, else float32. float16 is refused,
     # because it needs loss scaling, which is not here.
     precision: Dtype = Dtype.auto

@@ -195,7 +195,7 @@ def _key(config: Config, tokenizer: PreTrainedTokenizerBase, maker: WindowMaker)
     return fingerprint(
         tokenizer,
         [identities, maker.weights, data.format.value, data.loss_on.value, data.bad_rows.value],
-        [training.max_length, training.packing, training.seed, data.buffer_rows],
+        [training.max_length, training.packing is not False, training.seed, data.buffer_rows],
         *([data.columns] if data.columns else []),
     )
 

@@ -18,7 +18,7 @@ from qlora_fsdp.common.errors import AdapterError, CheckpointError
 from qlora_fsdp.config.schema import Config, DataFormat, LoraConfig, TaskConfig, TaskName
 from qlora_fsdp.config.written import public_value
 from qlora_fsdp.data.tokenizer import AddedTokens, add_tokens, byte_tokenizer, load_tokenizer
-from qlora_fsdp.layers.attention import check_packing, choose_attention
+from qlora_fsdp.layers.attention import choose_attention
 from qlora_fsdp.layers.head_loss import LossKernel
 from qlora_fsdp.layers.liger import choose_loss_kernel, use_fused_kernels
 from qlora_fsdp.layers.rewire import Rewired, rewire
@@ -29,6 +29,7 @@ from qlora_fsdp.model.chat_rows import check_chat_rows
 from qlora_fsdp.model.classifier import Classifier
 from qlora_fsdp.model.find import ModelFiles, find_model
 from qlora_fsdp.model.new_tokens import count_tokens
+from qlora_fsdp.model.packing import find_traits
 from qlora_fsdp.model.task_model import TaskModel
 from qlora_fsdp.runtime.hardware import choose_dtype
 from qlora_fsdp.runtime.processes import Processes
@@ -101,11 +102,10 @@ def assemble(
     tokens = add_tokens(tokenizer, config.tokenizer)
     if not tokens.ids:
         tokens = saved_tokens
-    if trains:
-        check_packing(config.training.packing, files.config)
+    traits = find_traits(files.config, config, processes)
     is_causal = config.task.name is TaskName.causal_lm and not generates
     wanted = config.model.attn_implementation.value
-    attention, slower = choose_attention(wanted, files.config, device, dtype, is_causal)
+    attention, slower = choose_attention(wanted, files.config, device, dtype, is_causal, traits.why_not_by_starts)
     liger_kernels = use_fused_kernels(config.kernels, files.config, device) if trains else []
     loss_kernel = choose_loss_kernel(config.kernels.cross_entropy, device) if trains else "torch"
     meta = _build(config, lora, files, tokenizer, dtype, attention)
@@ -115,7 +115,7 @@ def assemble(
             f"token {tokens.vocab_size - 1} can't get a row: {files.folder} has {num_rows} tokens. Correct the "
             "tokenizer, or trainable_token_indices in the adapter's adapter_config.json."
         )
-    model = adapt_model(meta, lora, config.task, tokens, loss_kernel)
+    model = adapt_model(meta, lora, config.task, tokens, loss_kernel, traits.has_plain_head)
     rewired = rewire(model, config.compute, config.kernels) if trains else Rewired(num_fp8=0, num_groups=0)
     return AssembledModel(
         model,
@@ -187,7 +187,12 @@ def _build(
 
 
 def adapt_model(
-    meta: MetaModel, lora: LoraConfig, task: TaskConfig, tokens: AddedTokens, loss_kernel: LossKernel = "torch"
+    meta: MetaModel,
+    lora: LoraConfig,
+    task: TaskConfig,
+    tokens: AddedTokens,
+    loss_kernel: LossKernel = "torch",
+    splits_head: bool = True,
 ) -> TaskModel:
     """Add the adapters to the model, in place, and wrap it in the `TaskModel` of its task.
 
@@ -197,10 +202,11 @@ def adapt_model(
         task: causal language modelling or a kind of classification.
         tokens: the tokens whose rows in embeddings and head are trained.
         loss_kernel: what computes the loss of a frozen head.
+        splits_head: as of `CausalLM`.
     """
     match task.name:
         case TaskName.causal_lm:
-            return CausalLM(apply_adapters(meta.model, lora, tokens=tokens), loss_kernel)
+            return CausalLM(apply_adapters(meta.model, lora, tokens=tokens), loss_kernel, splits_head)
         case TaskName.sequence_classification | TaskName.token_classification:
             lora = replace(lora, modules_to_save=[*(lora.modules_to_save or []), *meta.head])
             return Classifier(apply_adapters(meta.model, lora, task.name, tokens), task)

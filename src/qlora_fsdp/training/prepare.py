@@ -22,6 +22,7 @@ from qlora_fsdp.model.adapters import trainable_names
 from qlora_fsdp.model.assemble import AssembledModel, assemble, describe_base
 from qlora_fsdp.model.classifier import Classifier
 from qlora_fsdp.model.count import FlopCounter, Sizes, count_bytes, count_flops, dtype_name
+from qlora_fsdp.model.packing import settle_packing
 from qlora_fsdp.model.positions import check_positions
 from qlora_fsdp.model.swap_layers import quant_settings
 from qlora_fsdp.model.task_model import TaskModel
@@ -38,6 +39,7 @@ class Prepared:
     """A run whose weights do not exist yet.
 
     Attributes:
+        config: the run's settings, with `training.packing` decided.
         assembled: the model on meta, and what it was assembled from.
         base: fingerprint of the model files; None for random weights.
         sizes: numbers and bytes of the parameters.
@@ -50,6 +52,7 @@ class Prepared:
             is short.
     """
 
+    config: Config
     assembled: AssembledModel
     base: str | None
     sizes: Sizes
@@ -100,6 +103,7 @@ def _prepare(config: Config, processes: Processes, folder: Path, first_step: int
     missing = replace_missing(config, device)
     assembled = assemble(config, config.lora, processes, trains=True)
     model, meta = assembled.model, assembled.meta
+    config, padded = settle_packing(config, meta.config, assembled.attention, processes)
     base = describe_base(meta.assignments, processes)
     if config.model.cache_quantized:
         meta.assignments = use_cache(meta.assignments, base, config.model.cache_folder, dtype, processes)
@@ -107,7 +111,7 @@ def _prepare(config: Config, processes: Processes, folder: Path, first_step: int
     run_plan = _plan_memory(config, assembled, machine, processes)
     num_shards = config.fsdp.num_shards(processes.num_ranks, processes.local_num_ranks)
     sizes = count_bytes(model, processes.rank % num_shards, num_shards)
-    for note in (*missing, *assembled.notes):
+    for note in (*missing, *assembled.notes, *padded):
         log.info(f"Note: {note}")
     _log_model(assembled, sizes)
     for line in run_plan.lines:
@@ -116,7 +120,7 @@ def _prepare(config: Config, processes: Processes, folder: Path, first_step: int
     flops = count_flops(model, meta.config.get_text_config())
     is_auto = config.memory.activations is Activations.auto
     peaks = PhasePeaks(device, MemoryFallback(model.layers, run_plan.policies) if is_auto else None)
-    return Prepared(assembled, base, sizes, flops, data, split, machine, run_plan, peaks)
+    return Prepared(config, assembled, base, sizes, flops, data, split, machine, run_plan, peaks)
 
 
 def _plan_memory(config: Config, assembled: AssembledModel, machine: Machine, processes: Processes) -> RunPlan:
