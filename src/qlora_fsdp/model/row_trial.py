@@ -150,7 +150,8 @@ class RowTrial:
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
         model.to(self.device)  # type: ignore[arg-type]
-        return model.train()
+        trained: PreTrainedModel = model.train()
+        return trained
 
     def _check_size(self) -> None:
         with init_empty_weights(include_buffers=False):
