@@ -483,6 +483,9 @@ class TrainingConfig:
     precision: Dtype = Dtype.auto
     # Evaluate each time this many steps are done, and at the end. null: only before and after training.
     eval_every_steps: int | None = field(default=None, metadata=bounds(at_least=1))
+    # Of a mixture of experts: what its load-balancing loss (arXiv:2101.03961) is multiplied by before it is added. 0
+    # adds none, whatever the model's config says.
+    router_aux_loss_coef: float = field(default=0.0, metadata=bounds(at_least=0))
     # What to do when a step's loss or gradient is NaN or infinite. Its rows are written to run.folder/bad_steps. stop:
     # save and end. skip: continue with the next batch. rollback: the same, from the weights of the newest checkpoint.
     on_bad_step: OnBadStep = OnBadStep.stop

@@ -34,7 +34,7 @@ class Batch:
         labels: float32 [num_labels, numbers per label]; None where tokens are predicted.
         label_positions: int64 [num_labels], what the labels belong to: their index among the B sequences, or among the
             B x L tokens if tokens have labels.
-        num_tokens: int64 [B], tokens of each labelled sequence without padding, and L if it is all padding.
+        num_tokens: int64 [B], tokens of each sequence without padding; of a labelled one L if it is all padding.
     """
 
     input_ids: torch.Tensor
@@ -128,6 +128,7 @@ def lay_out(rows: Sequence[Sequence[tuple[Tokens, Mask]]], length: int, pad_toke
         position_ids=torch.from_numpy(position_ids),
         sequence_starts=torch.tensor(row_starts, dtype=torch.int32),
         max_row_length=int(np.diff(row_starts).max()),
+        num_tokens=torch.tensor([sum(len(tokens) for tokens, _ in sequence) for sequence in rows], dtype=torch.int64),
     )
 
 

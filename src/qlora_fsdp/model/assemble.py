@@ -30,6 +30,7 @@ from qlora_fsdp.model.classifier import Classifier
 from qlora_fsdp.model.find import ModelFiles, find_model
 from qlora_fsdp.model.new_tokens import count_tokens
 from qlora_fsdp.model.packing import find_traits
+from qlora_fsdp.model.router_loss import RouterLoss, describe_router_loss
 from qlora_fsdp.model.task_model import TaskModel
 from qlora_fsdp.runtime.hardware import choose_dtype
 from qlora_fsdp.runtime.processes import Processes
@@ -132,9 +133,17 @@ def assemble(
         notes=[
             *([slower] if slower else []),
             *meta.notes,
+            *(_add_router_loss(model, config.training.router_aux_loss_coef) if trains else []),
             *(check_chat_rows(files.tensors, tokenizer, config) if trains else []),
         ],
     )
+
+
+def _add_router_loss(model: TaskModel, coef: float) -> list[str]:
+    """Let a causal language model add its load-balancing loss; the notes say if it has one that is not added."""
+    if isinstance(model, CausalLM) and coef:
+        model.router_loss = RouterLoss(model.base, coef)
+    return describe_router_loss(model.base, coef)
 
 
 def _find_tokenizer(

@@ -6,6 +6,7 @@ from typing import cast
 
 import peft
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from qlora_fsdp.common.sizes import IGNORE_INDEX
 from qlora_fsdp.data.batch import Batch
@@ -13,6 +14,7 @@ from qlora_fsdp.layers import QuantizedEmbedding
 from qlora_fsdp.layers.head_loss import LossKernel
 from qlora_fsdp.layers.rewire import attach_loss
 from qlora_fsdp.model.inputs import has_recurrent_layers, lay_out_for, row_markers
+from qlora_fsdp.model.router_loss import RouterLoss
 from qlora_fsdp.model.task_model import TaskModel
 from qlora_fsdp.runtime.rows import gather_whole
 
@@ -30,7 +32,12 @@ class CausalLM(TaskModel):
         model: the wrapped model, on meta or not.
         loss_kernel: what computes the loss of a frozen head.
         splits_head: whether the logits are the head's alone (`packing.has_plain_head`).
+
+    Attributes:
+        router_loss: what is added for a mixture of experts; None for nothing.
     """
+
+    router_loss: RouterLoss | None = None
 
     def __init__(self, model: peft.PeftModel, loss_kernel: LossKernel = "torch", splits_head: bool = True) -> None:
         super().__init__(model)
@@ -47,7 +54,10 @@ class CausalLM(TaskModel):
         self.gathered_by_model = own
 
     def forward(self, batch: Batch) -> Tensor:
-        """Sum of the cross-entropy over the batch's targets, not divided by their number: float32 scalar."""
+        """Sum of the cross-entropy over the batch's targets, not divided by their number: float32 scalar.
+
+        The router's loss, if there is one, is added to each target's.
+        """
         batch = lay_out_for(batch, self.is_recurrent)
         inputs = row_markers(batch, self.is_recurrent)
         embeddings, head = self.base.get_input_embeddings(), self.base.get_output_embeddings()
@@ -55,14 +65,17 @@ class CausalLM(TaskModel):
             inputs["inputs_embeds"] = _look_up(embeddings, batch.input_ids)
         else:
             inputs["input_ids"] = batch.input_ids
+        if self.router_loss is not None:
+            inputs["output_router_logits"] = True
         if self.splits_head:
-            hidden = self.base.get_decoder()(**inputs).last_hidden_state
+            outputs = self.base.get_decoder()(**inputs)
             compute = head.forward if self.head in self.gathered_by_model else head  # calling `head` runs FSDP's hooks
-            return compute(hidden, batch.targets)  # type: ignore[no-any-return]
-        logits = self.base(**inputs).logits.float()
-        return nn.functional.cross_entropy(
-            logits.flatten(0, 1), batch.targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
-        )
+            loss: Tensor = compute(outputs.last_hidden_state, batch.targets)
+        else:
+            outputs = self.base(**inputs)
+            logits = outputs.logits.float().flatten(0, 1)
+            loss = F.cross_entropy(logits, batch.targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+        return loss if self.router_loss is None else loss + self.router_loss.of(outputs.router_logits, batch)
 
     def may_get_zero_gradient(self, name: str) -> bool:
         """Rows of new tokens may, because a batch may have none of these tokens."""
@@ -73,4 +86,4 @@ def _look_up(embeddings: nn.Module, ids: Tensor) -> Tensor:
     """Embeddings x_BLD of ids_BL, from the whole table, which is gathered for this call alone."""
     if isinstance(embeddings, QuantizedEmbedding):
         return embeddings.look_up(ids, *(gather_whole(part, ids.device) for part in embeddings.parts()))
-    return nn.functional.embedding(ids, gather_whole(cast(nn.Embedding, embeddings).weight, ids.device))
+    return F.embedding(ids, gather_whole(cast(nn.Embedding, embeddings).weight, ids.device))

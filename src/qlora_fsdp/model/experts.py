@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from torch import nn
 
-from qlora_fsdp.layers.experts import expert_weight_names
+from qlora_fsdp.layers.experts import ExpertWeight, expert_weight_names
 
 # Names that a weight of fused experts had in earlier versions of the models, as linear layers of each expert. Model
 # files and settings still use them.
@@ -24,6 +24,10 @@ class ExpertWeightPlace(NamedTuple):
     def name(self) -> str:
         """The weight's full name."""
         return f"{self.module}.{self.key}"
+
+    def weight_in(self, model: nn.Module) -> ExpertWeight:
+        """The weight [E, rows, columns]."""
+        return cast(ExpertWeight, getattr(model.get_submodule(self.module), self.key))
 
     def former_names(self) -> list[str]:
         """Full names that the weight's parts had as linear layers."""
@@ -44,12 +48,11 @@ def has_experts(model: nn.Module) -> bool:
 
 def find_routers(model: nn.Module) -> set[str]:
     """Names of the modules that score experts: beside fused experts, with a matrix of one row for each of them."""
-    modules = dict(model.named_modules())
     routers = set()
     for place in expert_weights(model):
-        num_experts = getattr(modules[place.module], place.key).shape[0]
+        num_experts = place.weight_in(model).shape[0]
         block = place.module.rpartition(".")[0]
-        for name, module in modules[block].named_modules(prefix=block):
+        for name, module in model.get_submodule(block).named_modules(prefix=block):
             weight = module._parameters.get("weight")
             is_inside = name == place.module or name.startswith(f"{place.module}.")
             if weight is not None and weight.ndim == 2 and weight.shape[0] == num_experts and not is_inside:
