@@ -51,7 +51,7 @@ def test_collate_packs():
 def test_collate_rows_without_packing():
     sequences = make_sequences(ROWS, np.array([0, 1]), SequenceSettings(64, 0, packing=False, seed=0))
     batch = collate(sequences, np.array([1]), micro_batch_size=2)  # a short one: the second is padding
-    assert batch.input_ids.tolist() == [[4, 5, 6, 7, 0, 0, 0, 0], [0] * 8]
+    assert batch.input_ids.tolist() == [[4, 5, 6, 7, 0, 0, 0, 0], [1] * 8]
     assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 5, 6, 7]] * 2
     assert batch.sequence_starts.tolist() == [0, 8, 16]  # no sequence has several rows
     assert num_targets(batch) == 2

@@ -26,7 +26,7 @@ from qlora_fsdp.data.batch import lay_out
 from qlora_fsdp.layers.attention import VARLEN
 from qlora_fsdp.model import miniature as small_configs
 from qlora_fsdp.model import packing
-from qlora_fsdp.model.attention_by_starts import BY_STARTS, BY_STARTS_AND_MORE
+from qlora_fsdp.model.attention_by_starts import BY_STARTS, BY_STARTS_CAPPED
 from qlora_fsdp.model.causal_lm import CausalLM
 from qlora_fsdp.model.miniature import miniature
 from qlora_fsdp.model.row_trial import RowTrial
@@ -64,11 +64,11 @@ def test_the_verdict_is_that_of_a_plain_check(family: str, reason: str | None):
 
 
 @pytest.mark.parametrize(
-    ("family", "by_starts", "and_more"),
+    ("family", "by_starts", "capped"),
     [
         ("mistral", None, None),  # windows are handed to the kernels
-        ("gpt_oss", "packed rows are not what they are alone", None),  # sinks, which varlen would leave out
-        ("gemma2", "packed rows are not what they are alone", None),  # softcaps, likewise
+        ("gpt_oss", "packed rows are not what they are alone", "packed rows are not what they are alone"),  # sinks
+        ("gemma2", "packed rows are not what they are alone", None),  # softcaps, which varlen leaves out
         ("llama4_text", "packed rows are not what they are alone", "packed rows are not what they are alone"),  # chunks
         (
             "stablelm",
@@ -77,11 +77,11 @@ def test_the_verdict_is_that_of_a_plain_check(family: str, reason: str | None):
         ),
     ],
 )
-def test_kernels_without_a_mask_are_stood_in_for(family: str, by_starts: str | None, and_more: str | None):
+def test_kernels_without_a_mask_are_stood_in_for(family: str, by_starts: str | None, capped: str | None):
     config = real_config(family)
     config.attn_logit_softcapping = 2.0 if family == "gemma2" else None  # small enough to tell at the small size
     trial = RowTrial(config, LONG)
-    for attention, reason in ((BY_STARTS, by_starts), (BY_STARTS_AND_MORE, and_more)):
+    for attention, reason in ((BY_STARTS, by_starts), (BY_STARTS_CAPPED, capped)):
         found = trial.why_not_packed(attention)
         assert found is None if reason is None else str(found).startswith(reason), attention
 

@@ -94,9 +94,9 @@ def lay_out(rows: Sequence[Sequence[tuple[Tokens, Mask]]], length: int, pad_toke
     """Lays out the rows of each sequence one behind another, with padding at the end.
 
     Padding belongs to the last row before it, with positions that go on. The row's tokens come first and see nothing of
-    it. As rows of its own, padding would mark every padded sequence as packed, which some models can't compute, and
-    where padding's embedding is zero, a row of nothing else has zero for all its hidden states: Gemma 3n divides by
-    their size in backward.
+    it. As rows of its own, padding would mark every padded sequence as packed, which some models can't compute. And a
+    row of padding alone has hidden states of zeros if its embedding is zero: Gemma 3n divides by their size in
+    backward. So a sequence without rows is filled with another token.
 
     Args:
         rows: for each of B sequences its rows: tokens, and which of them are targets.
@@ -111,6 +111,8 @@ def lay_out(rows: Sequence[Sequence[tuple[Tokens, Mask]]], length: int, pad_toke
     row_starts = []
     for b, sequence in enumerate(rows):
         position_ids[b] = positions
+        if not sequence:
+            input_ids[b] = 1 if pad_token_id == 0 else 0
         begin = 0
         row_starts.append(b * length)
         for tokens, is_target in sequence:

@@ -29,7 +29,7 @@ from qlora_fsdp.model.chat_rows import check_chat_rows
 from qlora_fsdp.model.classifier import Classifier
 from qlora_fsdp.model.find import ModelFiles, find_model
 from qlora_fsdp.model.new_tokens import count_tokens
-from qlora_fsdp.model.packing import find_traits
+from qlora_fsdp.model.packing import find_traits, settle_packing
 from qlora_fsdp.model.router_loss import RouterLoss, describe_router_loss
 from qlora_fsdp.model.task_model import TaskModel
 from qlora_fsdp.runtime.hardware import choose_dtype
@@ -51,6 +51,7 @@ class AssembledModel:
             trained.
         dtype: the compute dtype: of base parameters that are not quantized, and of the matrix products.
         attention: name of the attention implementation.
+        packs_rows: whether several rows share a sequence.
         liger_kernels: the settings (`rms_norm`, `rotary`, `glu`, `cross_entropy`) whose kernels are Liger's.
         loss_kernel: what computes the loss of a frozen head.
         num_fp8_layers: layers that multiply in fp8.
@@ -65,11 +66,16 @@ class AssembledModel:
     tokens: AddedTokens
     dtype: torch.dtype
     attention: str
+    packs_rows: bool
     liger_kernels: list[str]
     loss_kernel: LossKernel
     num_fp8_layers: int
     num_fused_groups: int
     notes: list[str]
+
+    def settle(self, config: Config) -> Config:
+        """The settings, with `training.packing` decided."""
+        return replace(config, training=replace(config.training, packing=self.packs_rows))
 
 
 def assemble(
@@ -107,6 +113,9 @@ def assemble(
     is_causal = config.task.name is TaskName.causal_lm and not generates
     wanted = config.model.attn_implementation.value
     attention, slower = choose_attention(wanted, files.config, device, dtype, is_causal, traits.why_not_by_starts)
+    padded: list[str] = []
+    if not generates:  # before Liger puts kernels for GPUs into transformers' classes, which the small model has too
+        config, padded = settle_packing(config, files.config, attention, processes)
     liger_kernels = use_fused_kernels(config.kernels, files.config, device) if trains else []
     loss_kernel = choose_loss_kernel(config.kernels.cross_entropy, device) if trains else "torch"
     meta = _build(config, lora, files, tokenizer, dtype, attention)
@@ -126,12 +135,14 @@ def assemble(
         tokens,
         dtype,
         attention,
+        config.training.packing is True,
         liger_kernels,
         loss_kernel,
         rewired.num_fp8,
         rewired.num_groups,
         notes=[
             *([slower] if slower else []),
+            *padded,
             *meta.notes,
             *(_add_router_loss(model, config.training.router_aux_loss_coef) if trains else []),
             *(check_chat_rows(files.tensors, tokenizer, config) if trains else []),

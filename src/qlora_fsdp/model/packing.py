@@ -13,14 +13,15 @@ padding at the end, rows longer than a window. It is computed in float32 on the 
 run. What is proven depends on that:
 
 - `sdpa` and `eager` are called as they are: transformers' masks, the model's classes and the call are proven.
-- `varlen`, FlashAttention and other kernels are told where rows start, and get no mask. A function of plain torch
-  stands in for them that knows nothing else: a token sees those before it in its row, as far as its window. That proves
-  that the model hands starts and windows down to its attention, and that it asks for nothing that the kernel leaves out
-  (softcaps and sinks, in the case of varlen). That the kernel computes what the function computes is for its own tests
-  (tests/gpu/test_gpu_attention.py).
+- `varlen` and FlashAttention are told where rows start, and get no mask. A function of plain torch stands in for them
+  that knows nothing else: a token sees those before it in its row, as far as its window. That proves that the model
+  hands starts and windows down to its attention, and asks for nothing that the kernel leaves out (gpt-oss has sinks,
+  and Gemma 2 caps logits, which varlen does not). That the kernel computes what the function computes is for its own
+  tests (tests/gpu/test_gpu_attention.py).
+- Kernels of layers that carry a state run on GPUs alone. Where they are installed, so does the trial of such a model.
 - What begins only after thousands of tokens is not reached, such as the second set of rotary factors of Phi 3.
 
-All ranks compute the same numbers from the same seed. What can't be tried is padded, which is right for any model.
+Rank 0 decides, and all ranks get its verdict. What can't be tried is padded, which is right for any model.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from qlora_fsdp.common.errors import ConfigError
 from qlora_fsdp.config.schema import Config, TaskName
 from qlora_fsdp.config.settings import problem_with
 from qlora_fsdp.layers.attention import FLASH_4, VARLEN
-from qlora_fsdp.model.attention_by_starts import BY_STARTS, BY_STARTS_AND_MORE
+from qlora_fsdp.model.attention_by_starts import BY_STARTS, BY_STARTS_CAPPED
 from qlora_fsdp.model.row_trial import CPU, RowTrial
 from qlora_fsdp.runtime.processes import Processes
 
@@ -163,4 +164,4 @@ def _stand_in(attention: str) -> str:
         return BY_STARTS
     if attention in ("eager", "sdpa"):
         return attention
-    return "sdpa" if attention == "flex_attention" else BY_STARTS_AND_MORE
+    return "sdpa" if attention == "flex_attention" else BY_STARTS_CAPPED

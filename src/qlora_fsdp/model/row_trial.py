@@ -150,8 +150,8 @@ class RowTrial:
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
         model.to(self.device)  # type: ignore[arg-type]
-        trained: PreTrainedModel = model.train()
-        return trained
+        model.train()
+        return model
 
     def _check_size(self) -> None:
         with init_empty_weights(include_buffers=False):

@@ -22,7 +22,6 @@ from qlora_fsdp.model.adapters import trainable_names
 from qlora_fsdp.model.assemble import AssembledModel, assemble, describe_base
 from qlora_fsdp.model.classifier import Classifier
 from qlora_fsdp.model.count import FlopCounter, Sizes, count_bytes, count_flops, dtype_name
-from qlora_fsdp.model.packing import settle_packing
 from qlora_fsdp.model.positions import check_positions
 from qlora_fsdp.model.swap_layers import quant_settings
 from qlora_fsdp.model.task_model import TaskModel
@@ -103,7 +102,7 @@ def _prepare(config: Config, processes: Processes, folder: Path, first_step: int
     missing = replace_missing(config, device)
     assembled = assemble(config, config.lora, processes, trains=True)
     model, meta = assembled.model, assembled.meta
-    config, padded = settle_packing(config, meta.config, assembled.attention, processes)
+    config = assembled.settle(config)
     base = describe_base(meta.assignments, processes)
     if config.model.cache_quantized:
         meta.assignments = use_cache(meta.assignments, base, config.model.cache_folder, dtype, processes)
@@ -111,7 +110,7 @@ def _prepare(config: Config, processes: Processes, folder: Path, first_step: int
     run_plan = _plan_memory(config, assembled, machine, processes)
     num_shards = config.fsdp.num_shards(processes.num_ranks, processes.local_num_ranks)
     sizes = count_bytes(model, processes.rank % num_shards, num_shards)
-    for note in (*missing, *assembled.notes, *padded):
+    for note in (*missing, *assembled.notes):
         log.info(f"Note: {note}")
     _log_model(assembled, sizes)
     for line in run_plan.lines:
