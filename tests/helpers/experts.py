@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from qlora_fsdp.common.sizes import PIECE_BYTES
 from qlora_fsdp.config.schema import FsdpConfig, ModelConfig, QuantConfig, QuantType4bit
 from qlora_fsdp.layers import Format, QuantizedExpertWeight, QuantizedLayer
 from qlora_fsdp.model.build import BuildSettings, MetaModel, build_model
@@ -19,6 +20,7 @@ from qlora_fsdp.model.find import find_model
 from qlora_fsdp.model.prove import prove_shards
 from qlora_fsdp.model.shard import place_model, shard_model
 from qlora_fsdp.runtime.processes import Processes
+from qlora_fsdp.weights import row_reader
 from qlora_fsdp.weights.assignment import Assignment
 from qlora_fsdp.weights.fill import fill_from_files
 from qlora_fsdp.weights.stored_quantization import weight_name
@@ -57,7 +59,7 @@ def make_experts(family: str, folder: Path, dtype: torch.dtype = torch.bfloat16,
     """Write a random model in the original layout of its family, in several files."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **{**SHAPE, **EXPERTS[family]}, initializer_range=0.1)
-    AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder, max_shard_size="100KB", **more)
+    AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder, **{"max_shard_size": "100KB", **more})
     return folder
 
 
@@ -81,12 +83,16 @@ class Whole(nn.Module):
         return next(m.layers for m in self.model.modules() if isinstance(getattr(m, "layers", None), nn.ModuleList))
 
 
-def load(meta: MetaModel, assignments: list[Assignment], processes: Processes) -> Parts:
+def load(meta: MetaModel, assignments: list[Assignment], processes: Processes, piece_bytes: int = PIECE_BYTES) -> Parts:
     """Shard, fill and prove a model as a run does; what FSDP gathers, by name. Codes and scales come as bytes."""
     model = Whole(meta.model)
     units = shard_model(model, FsdpConfig(), processes)
     place_model(model, processes.device, processes.device)
-    fill_from_files(assignments, processes.device, torch.bfloat16)
+    row_reader.PIECE_BYTES = piece_bytes
+    try:
+        fill_from_files(assignments, processes.device, torch.bfloat16)
+    finally:
+        row_reader.PIECE_BYTES = PIECE_BYTES
     prove_shards(model, units, processes, processes.num_ranks)
     for unit in (module for module in model.modules() if isinstance(module, FSDPModule)):
         unit.unshard()
