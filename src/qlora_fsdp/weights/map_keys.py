@@ -21,7 +21,7 @@ from transformers.core_model_loading import (
 )
 
 from qlora_fsdp.common.errors import CheckpointError
-from qlora_fsdp.weights.composed import ComposedTensor, Stored
+from qlora_fsdp.weights.composed import ComposedTensor, Stored, turn_packed
 from qlora_fsdp.weights.convert_rows import convert_rows
 from qlora_fsdp.weights.safetensors_files import StoredTensor, list_some
 from qlora_fsdp.weights.stored_quantization import INT8_STATE, QUANT_STATE
@@ -62,7 +62,7 @@ def map_keys(model: PreTrainedModel, tensors: Mapping[str, StoredTensor]) -> dic
         if probe != weight:
             name = name.removesuffix(".weight")
         if pattern is None:
-            found[name + suffix] = tensors[key]
+            found[name + suffix] = turn_packed(name, tensors[key])
         elif suffix:
             refused.append(f"{key}: it belongs to codes")
         else:
