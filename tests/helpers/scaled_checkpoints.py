@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
 FP8_MAX = 448.0
 
 
-def load_dequantized(folder: Path) -> PreTrainedModel:
-    """What stock transformers makes of such files in bfloat16."""
+def load_dequantized(folder: Path, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
+    """What stock transformers makes of such files in full precision."""
     method = json.loads((folder / "config.json").read_text())["quantization_config"]["quant_method"]
     config = FineGrainedFP8Config(dequantize=True) if method == "fp8" else Mxfp4Config(dequantize=True)
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, quantization_config=config)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, quantization_config=config)
 
 
 def to_fp8(weight: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:

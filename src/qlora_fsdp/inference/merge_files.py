@@ -36,6 +36,7 @@ from qlora_fsdp.model.new_tokens import count_tokens
 from qlora_fsdp.weights.assignment import Assignment
 from qlora_fsdp.weights.composed import ComposedTensor
 from qlora_fsdp.weights.safetensors_files import INDEX_NAME, SINGLE_NAME, StoredTensor
+from qlora_fsdp.weights.scaled import UNUSED, ScaledTensor
 
 EXTRA_NAME = "model-adapter.safetensors"
 BASE_NAME = "model-base.safetensors"
@@ -98,7 +99,9 @@ def _write_weights(merge: Merge, changes: dict[str, dict[str, Tensor]]) -> bool:
     """Write every file that is not there yet, and the index. Returns whether tied weights are two weights now."""
     assignments = {a.stored.key: a for a in merge.meta.assignments if isinstance(a.stored, StoredTensor)}
     _refuse_composed(merge, changes)
-    parts = {part.key for a in assignments.values() for part in a.stored_parts.values()}
+    parts = {tensor.key for a in assignments.values() for tensor in a.stored_tensors if tensor is not a.stored}
+    if any(isinstance(a.stored, ScaledTensor) for a in assignments.values()):
+        parts |= {key for key in merge.trained.files.tensors if key.endswith(UNUSED)}
     parts |= {key for a in assignments.values() for key in a.copies}  # copies of a tied table, which is written once
     by_file: dict[str, list[StoredTensor]] = {}
     for stored in merge.trained.files.tensors.values():
@@ -134,10 +137,18 @@ def _refuse_composed(merge: Merge, changes: dict[str, dict[str, Tensor]]) -> Non
     """Tensors of the files that the model splits or merges are written as they are, so none of them may change.
 
     Raises:
-        CheckpointError: some would.
+        CheckpointError: some would, or are scaled by blocks, as nothing in the result is.
     """
-    composed = [a for a in merge.meta.assignments if isinstance(a.stored, ComposedTensor)]
-    names = [a.name for a in composed if a.name in changes or (merge.dequantized and a.is_quantized)]
+    names = [
+        a.name
+        for a in merge.meta.assignments
+        if isinstance(a.stored, ComposedTensor)
+        and (
+            a.name in changes
+            or (merge.dequantized and a.is_quantized)
+            or any(isinstance(tensor, ScaledTensor) for tensor in a.stored_tensors)
+        )
+    ]
     if names:
         raise CheckpointError(
             f"{merge.trained.files.folder} has {len(names)} weights in other tensors than the model, such as "

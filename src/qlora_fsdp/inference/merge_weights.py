@@ -25,6 +25,7 @@ from qlora_fsdp.weights.assignment import Assignment
 from qlora_fsdp.weights.fill import fill_from_files
 from qlora_fsdp.weights.finite import check_finite
 from qlora_fsdp.weights.safetensors_files import StoredTensor
+from qlora_fsdp.weights.scaled import ScaledTensor, read_dequantized
 from qlora_fsdp.weights.stored_quantization import weight_shape
 
 VALUES_A_TIME = 2**22  # of a weight, in float32: 16 MiB, which the allocator reuses; larger blocks need new pages
@@ -93,6 +94,8 @@ def merged_weight(assignment: Assignment, changes: dict[str, dict[str, Tensor]],
     """A weight of the base with the adapter merged into it, on the CPU."""
     change = changes.get(assignment.name, {})
     stored_dtype = None if assignment.stored is None else assignment.stored.dtype
+    if isinstance(assignment.stored, ScaledTensor):  # written like the layers that are not
+        stored_dtype = merge.dtype
     dtype = stored_dtype if stored_dtype is not None and stored_dtype.is_floating_point else merge.dtype
     if "whole" in change:
         return change["whole"].to(dtype)
@@ -156,12 +159,15 @@ def takes_codes(module: nn.Module, merge: Merge) -> bool:
 
 
 def read_tensor(stored: StoredTensor) -> Tensor:
-    """The whole tensor, on the CPU.
+    """The whole tensor, on the CPU; one that is scaled by blocks in float32.
 
     Raises:
         CheckpointError: it has NaN or infinite values.
     """
-    with safe_open(stored.file, "pt") as file:
-        values = cast(Tensor, file.get_tensor(stored.key))
+    if isinstance(stored, ScaledTensor):
+        values = torch.cat(list(read_dequantized(stored, torch.float32))).view(stored.shape)
+    else:
+        with safe_open(stored.file, "pt") as file:
+            values = cast(Tensor, file.get_tensor(stored.key))
     check_finite(stored, values)
     return values

@@ -87,9 +87,9 @@ def check_finite(stored: StoredTensor, values: Tensor) -> None:
     Raises:
         CheckpointError: some are NaN or infinite.
     """
-    if stored.dtype.is_floating_point:
+    if values.is_floating_point():
         check = FiniteCheck()
-        check.note([stored], stored.dtype, values)
+        check.note([stored], values.dtype, values)
         check.finish()
 
 
