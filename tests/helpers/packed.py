@@ -6,55 +6,9 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from tests.helpers.checkpoints import FAMILIES, SHAPE
+from tests.helpers.checkpoints import FAMILIES, OTHER_FAMILIES, SHAPE
 
-EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
-LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
-DELTA = {
-    **{"linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
-    **{"head_dim": 16, "layer_types": ["linear_attention", "full_attention"]},
-}
-MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16}
-# Small configs by family, on top of SHAPE. What runs meet in files is made at its real size in `real_config`.
-SMALL: dict[str, dict[str, object]] = {
-    **FAMILIES,
-    "qwen3_moe": {**EXPERTS, "num_experts": 4, "head_dim": 16},
-    "qwen2_moe": {**EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 64},
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 16},
-    "deepseek_v3": {
-        **{**EXPERTS, **LATENT, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "head_dim": 8},
-        **{"num_key_value_heads": 4, "first_k_dense_replace": 1},
-    },
-    "glm4": {"head_dim": 16},
-    "glm4_moe": {**EXPERTS, "n_routed_experts": 4, "head_dim": 16},
-    "llama4_text": {"num_local_experts": 4, "head_dim": 16, "intermediate_size_mlp": 128, "attention_chunk_size": 16},
-    "gemma3n_text": {
-        **{"head_dim": 16, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 8, "laurel_rank": 8},
-        **{"vocab_size_per_layer_input": 264, "layer_types": ["sliding_attention", "full_attention"]},
-        **{"activation_sparsity_pattern": [0.95, 0.0], "sliding_window": 16, "intermediate_size": [128, 128]},
-    },
-    "olmo2": {},
-    "olmo3": {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
-    "granite": {"logits_scaling": 2.0},
-    "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "granitemoehybrid": {**MAMBA, "num_local_experts": 4, "layer_types": ["linear_attention", "full_attention"]},
-    "starcoder2": {},
-    "gpt_neox": {},
-    "stablelm": {},
-    "cohere": {},
-    "cohere2": {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"], "head_dim": 16},
-    "falcon": {"multi_query": False},
-    "nemotron": {"head_dim": 16},
-    "qwen3_next": {**DELTA, **EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 64},
-    "qwen3_5_text": DELTA,
-    "bamba": {**MAMBA, "attn_layer_indices": [1]},
-    "lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
-    "jamba": {"num_hidden_layers": 5, "num_experts": 4, "mamba_d_state": 8, "mamba_dt_rank": 8},
-    "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
-    "opt": {"ffn_dim": 128, "word_embed_proj_dim": 64},
-    "bloom": {},
-}
+SMALL = FAMILIES | OTHER_FAMILIES
 # What the defaults of a family leave out of its real configs.
 REAL: dict[str, dict[str, object]] = {
     "nemotron": {"num_key_value_heads": 8},
