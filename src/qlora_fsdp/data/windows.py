@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from qlora_fsdp.common.errors import DataError
+from qlora_fsdp.common.foreign_files import open_regular
 from qlora_fsdp.data.cache import TokenizedRows, check_targets
 from qlora_fsdp.data.counts import ProblemCounter, ReadReport
 from qlora_fsdp.data.read import Source, iterate_rows
