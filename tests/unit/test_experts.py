@@ -26,6 +26,8 @@ from qlora_fsdp.common.errors import AdapterError, ConfigError
 from qlora_fsdp.config.schema import LoraConfig
 from qlora_fsdp.data.batch import lay_out
 from qlora_fsdp.layers import Format, QuantizedExpertWeight, experts
+from qlora_fsdp.layers.expert_gate import Activation, Gate, find_gate
+from qlora_fsdp.layers.expert_rows import ActivationBackward, activate, sort_rows
 from qlora_fsdp.layers.experts import ExpertAdapter, count_loads, expert_weight_names, experts_forward
 from qlora_fsdp.model.adapters import ADAPTER, apply_adapters
 from qlora_fsdp.model.experts import expert_weights, find_routers
@@ -247,3 +249,52 @@ def test_a_model_without_router_loss_is_refused_and_one_with_is_told():
     assert describe_router_loss(model, 0.0) == []
     assert "router_aux_loss_coef=0" in describe_router_loss(model_of("mixtral"), 0.0)[0]
     assert describe_router_loss(model_of("mixtral"), 0.01) == []
+
+
+GATES = {
+    "qwen3_moe": Gate("silu"),
+    "mixtral": Gate("silu"),
+    "gpt_oss": Gate("silu", is_interleaved=True, alpha=1.702, limit=7.0, offset=1.0),
+}
+
+
+@pytest.mark.parametrize("family", GATES)
+def test_gates_are_found_by_what_they_compute(family: str):
+    _, module, _ = stock_experts(family)
+    assert find_gate(module) == GATES[family]
+    module._apply_gate = lambda y: y.chunk(2, -1)[0] - y.chunk(2, -1)[1]
+    assert find_gate(module) is None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for hosts without a GPU")
+class TestKernelsInterpreted:
+    @pytest.fixture
+    def kernels(self) -> Any:
+        pytest.importorskip("triton")
+        return importlib.import_module("qlora_fsdp.layers.kernels.triton_experts")
+
+    def test_rows(self, kernels: Any):
+        torch.manual_seed(0)
+        x, rows = torch.randn(TOKENS, 40), sort_rows(torch.randint(0, NUM_EXPERTS, (TOKENS, TOP_K)), NUM_EXPERTS)
+        strided = torch.zeros(TOKENS * TOP_K, 48)
+        kernels.gather(x, rows.token, strided[:, :40])
+        assert torch.equal(strided[:, :40], x[rows.order.long() // TOP_K]) and not strided[:, 40:].any()
+        torch.testing.assert_close(kernels.combine(strided[:, :40], rows.position), TOP_K * x)
+
+    @pytest.mark.parametrize("block", [16, 2048])
+    @pytest.mark.parametrize("gate", [*GATES.values(), Gate("gelu_tanh")])
+    def test_activation(self, kernels: Any, gate: Gate, block: int, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr(kernels, "MAX_BLOCK", block)
+        torch.manual_seed(0)
+        y, w, grad = 4 * torch.randn(9, 2 * 40), torch.rand(9), torch.randn(9, 40)
+        activation = Activation(gate, True, gate)
+        expected, found = torch.zeros(9, 40), torch.zeros(9, 48)
+        activate(y, w, activation, expected)
+        kernels.activate(y, w, gate, found[:, :40])
+        torch.testing.assert_close(found[:, :40], expected)
+        backward, expected_grad, found_grad = ActivationBackward(y, w, grad, activation), *torch.zeros(2, 9, 88)
+        backward(expected_grad[:, :80])
+        act, grad_w = kernels.activate_backward(y, w, grad, gate, found_grad[:, :80])
+        torch.testing.assert_close(found_grad, expected_grad, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(act, backward.activated_SI)
+        torch.testing.assert_close(grad_w, backward.grad_w_S, rtol=1e-5, atol=1e-4)

@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from qlora_fsdp.layers.expert_rows import Activation, ActivationBackward, Rows, activate, combine, gather, sort_rows
+from qlora_fsdp.layers.expert_gate import Activation
+from qlora_fsdp.layers.expert_rows import ActivationBackward, Rows, activate, combine, gather, sort_rows
 from qlora_fsdp.layers.quantized_experts import QuantizedExpertWeight
 
 EXPERTS_IMPLEMENTATION = "qlora_fsdp"
