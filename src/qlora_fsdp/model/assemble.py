@@ -29,7 +29,7 @@ from qlora_fsdp.model.chat_rows import check_chat_rows
 from qlora_fsdp.model.classifier import Classifier
 from qlora_fsdp.model.find import ModelFiles, find_model
 from qlora_fsdp.model.new_tokens import count_tokens
-from qlora_fsdp.model.packing import find_traits, settle_packing
+from qlora_fsdp.model.packing import Traits, find_traits, settle_packing
 from qlora_fsdp.model.router_loss import RouterLoss, describe_router_loss
 from qlora_fsdp.model.task_model import TaskModel
 from qlora_fsdp.runtime.hardware import choose_dtype
@@ -109,13 +109,8 @@ def assemble(
     tokens = add_tokens(tokenizer, config.tokenizer)
     if not tokens.ids:
         tokens = saved_tokens
-    traits = find_traits(files.config, config, processes)
-    is_causal = config.task.name is TaskName.causal_lm and not generates
-    wanted = config.model.attn_implementation.value
-    attention, slower = choose_attention(wanted, files.config, device, dtype, is_causal, traits.why_not_by_starts)
-    padded: list[str] = []
-    if not generates:  # before Liger puts kernels for GPUs into transformers' classes, which the small model has too
-        config, padded = settle_packing(config, files.config, attention, processes)
+    # Before Liger puts kernels for GPUs into transformers' classes, which small models have too.
+    config, traits, attention, notes = _try_small(config, files, dtype, processes, generates)
     liger_kernels = use_fused_kernels(config.kernels, files.config, device) if trains else []
     loss_kernel = choose_loss_kernel(config.kernels.cross_entropy, device) if trains else "torch"
     meta = _build(config, lora, files, tokenizer, dtype, attention)
@@ -141,8 +136,7 @@ def assemble(
         rewired.num_fp8,
         rewired.num_groups,
         notes=[
-            *([slower] if slower else []),
-            *padded,
+            *notes,
             *meta.notes,
             *(_add_router_loss(model, config.training.router_aux_loss_coef) if trains else []),
             *(check_chat_rows(files.tensors, tokenizer, config) if trains else []),
@@ -155,6 +149,25 @@ def _add_router_loss(model: TaskModel, coef: float) -> list[str]:
     if isinstance(model, CausalLM) and coef:
         model.router_loss = RouterLoss(model.base, coef)
     return describe_router_loss(model.base, coef)
+
+
+def _try_small(
+    config: Config, files: ModelFiles, dtype: torch.dtype, processes: Processes, generates: bool
+) -> tuple[Config, Traits, str, list[str]]:
+    """Choose the attention and decide `training.packing=auto`, from what a small model shows. Collective.
+
+    Returns:
+        The settings with packing decided, what was found, the name of the attention, and notes.
+    """
+    traits = find_traits(files.config, config, processes)
+    is_causal = config.task.name is TaskName.causal_lm and not generates
+    wanted, device = config.model.attn_implementation.value, processes.device
+    attention, slower = choose_attention(wanted, files.config, device, dtype, is_causal, traits.why_not_by_starts)
+    notes = [slower] if slower else []
+    if not generates:
+        config, padded = settle_packing(config, files.config, attention, processes)
+        notes += padded
+    return config, traits, attention, notes
 
 
 def _find_tokenizer(
