@@ -79,7 +79,10 @@ def count_wrong_bytes(folders: dict[str, Path]) -> dict[str, dict[str, int]]:
         stop_processes()
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+SLOW = [pytest.param(num_ranks, marks=pytest.mark.slow) for num_ranks in (1, 2, 4)]
+
+
+@pytest.mark.parametrize("num_ranks", [3, *SLOW])
 def test_no_byte_differs_from_bitsandbytes(folders, num_ranks: int):
     for rank, cases in enumerate(run_ranks(num_ranks, count_wrong_bytes, folders)):
         assert len(cases) == len(folders) * len(FORMATS)

@@ -153,24 +153,21 @@ def _requests(assignment: Assignment, device: torch.device, dtype: torch.dtype, 
     if not isinstance(some, ScaledTensor):
         sink = finite.watch(sink, spans, source, cast_to)
         return [Request(spans, some.row_bytes * height, sink)]
-    scale_spans, index = _find_scales(rows)
-    scales = HoldScales(some.scales.dtype, index)
+    scales = HoldScales(some.scales.dtype, rows)
     values = Dequantize(finite.watch(sink, rows, source, cast_to), some, scales, source)
     scale_bytes = some.scales_per_row * some.scales.dtype.itemsize
-    return [Request(scale_spans, scale_bytes, scales), Request(spans, some.row_bytes * height, values)]
+    return [
+        Request([_scales_of(span) for span in rows], scale_bytes, scales),
+        Request(spans, some.row_bytes * height, values),
+    ]
 
 
-def _find_scales(spans: Sequence[Span]) -> tuple[list[Span], Tensor]:
-    """Where the scales of rows lie, and for each of the rows which row of these scales it has: int64 [rows]."""
-    found, index, start = [], [torch.empty(0, dtype=torch.int64)], 0
-    for span in spans:
-        assert isinstance(span.stored, ScaledTensor)
-        rows = span.stored.scale_rows(span.first_row, span.last_row)
-        begin, end = int(rows[0]), int(rows[-1]) + 1
-        found.append(Span(span.stored.scales, begin, end))
-        index.append(rows - begin + start)
-        start += end - begin
-    return found, torch.cat(index)
+def _scales_of(span: Span) -> Span:
+    """Where the scales of consecutive rows lie."""
+    assert isinstance(span.stored, ScaledTensor)
+    begin = span.stored.scale_rows(span.first_row, span.first_row + 1)
+    end = span.stored.scale_rows(span.last_row - 1, span.last_row)
+    return Span(span.stored.scales, int(begin), int(end) + 1)
 
 
 def find_spans(pieces: Sequence[Piece], first: int, last: int) -> list[Span]:

@@ -7,12 +7,14 @@ that the files have in another form than the model.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import torch
 from torch import Tensor
 
 from qlora_fsdp.layers import Format, QuantizedLayer
 from qlora_fsdp.runtime.rows import gather_rows, local_rows, local_tensor, shard_group
-from qlora_fsdp.weights.row_reader import Sink
+from qlora_fsdp.weights.row_reader import Sink, Span
 from qlora_fsdp.weights.scaled import ScaledTensor, dequantize_rows
 
 
@@ -63,12 +65,13 @@ class HoldScales(Sink):
 
     Args:
         dtype: of the scales.
-        index: for each row of this rank, which row of these scales it has: int64 [rows].
+        rows: where this rank's rows lie, in tensors that are scaled. What comes is the scales of each span, in order.
     """
 
-    def __init__(self, dtype: torch.dtype, index: Tensor) -> None:
-        self.dtype, self.index = dtype, index
+    def __init__(self, dtype: torch.dtype, rows: Sequence[Span]) -> None:
+        self.dtype, self.rows = dtype, rows
         self.held: list[Tensor] = []
+        self.index: Tensor | None = None  # for each row, which row of the scales it has: int64 [rows]
 
     def put(self, rows: Tensor, first_row: int) -> None:
         self.held.append(rows.view(self.dtype).clone())
@@ -78,10 +81,20 @@ class HoldScales(Sink):
         if len(self.held) > 1:
             self.held = [torch.cat(self.held)]
         (held,) = self.held
-        return held[self.index[first_row : first_row + num_rows].to(held.device)]
+        if self.index is None:
+            self.index = torch.cat(list(self._find_index())).to(held.device)
+        return held[self.index[first_row : first_row + num_rows]]
+
+    def _find_index(self) -> Iterator[Tensor]:
+        start = 0
+        for span in self.rows:
+            assert isinstance(span.stored, ScaledTensor)
+            found = span.stored.scale_rows(span.first_row, span.last_row)
+            yield found - found[0] + start
+            start += int(found[-1] - found[0]) + 1
 
     def free(self) -> None:
-        self.held = []
+        self.held, self.index = [], None
 
 
 class Dequantize(Sink):
