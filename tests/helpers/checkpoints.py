@@ -83,7 +83,7 @@ OTHER_FAMILIES: dict[str, dict[str, object]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
     "jamba": {"num_hidden_layers": 5, "num_experts": 4, "mamba_d_state": 8, "mamba_dt_rank": 64},
     "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
-    "opt": {"ffn_dim": 128, "word_embed_proj_dim": 64},
+    "opt": {"ffn_dim": 128, "word_embed_proj_dim": 64, "dropout": 0.0},
     "bloom": {},
 }
 
@@ -99,11 +99,11 @@ def make_checkpoint(
 def write_checkpoint(
     config: PretrainedConfig, folder: Path, dtype: torch.dtype = torch.bfloat16, max_shard_size: str = "100KB"
 ) -> Path:
-    """Write a random checkpoint of a config. Biases are random too; transformers begins with zeros."""
+    """Write a random checkpoint of a config. What transformers begins with zeros, such as biases, is random too."""
     torch.manual_seed(0)
     model = _auto_class(config).from_config(config, dtype=dtype)
-    for name, value in model.state_dict().items():
-        if name.endswith("bias"):
+    for value in model.state_dict().values():
+        if value.is_floating_point() and not value.any():
             value.normal_(std=0.1)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return folder

@@ -124,10 +124,10 @@ def find_experts(model: nn.Module) -> list[tuple[str, str]]:
 
 
 def find_routers(model: nn.Module) -> list[str]:
-    """The linear layers beside fused experts that choose among them."""
-    blocks = {name.rpartition(".")[0] for name, _ in find_experts(model)}
+    """The linear layers that choose among the experts beside them."""
+    blocks = {name.removesuffix(".experts") for name, _ in model.named_modules() if name.endswith(".experts")}
     found = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    return [name for name in found if name.rpartition(".")[0] in blocks and name.endswith(ROUTERS)]
+    return [name for name in found if name.rpartition(".")[0] in blocks and name.rpartition(".")[2] in ROUTERS]
 
 
 def _through_4bit(weight: torch.Tensor, quant: QuantConfig) -> torch.Tensor:
@@ -213,8 +213,8 @@ def find_targets(model: nn.Module, config: Config) -> tuple[list[str] | str | No
 
     PEFT adapts the parameter of a plain layer: those among the targets that are quantized become plain here.
     """
-    wanted, experts = config.lora, find_experts(model)
-    if not experts and model.config.model_type not in MULTIMODAL:
+    wanted, experts, routers = config.lora, find_experts(model), find_routers(model)
+    if not experts and not routers and model.config.model_type not in MULTIMODAL:
         return wanted.target_modules, None
     decoder = "language_model." if model.config.model_type in MULTIMODAL else ""
     heads = [name for name, module in model.named_modules() if module is model.get_output_embeddings()]
@@ -223,7 +223,7 @@ def find_targets(model: nn.Module, config: Config) -> tuple[list[str] | str | No
         ends = tuple(f".{end}" for end in ([] if wanted.target_modules == "all-linear" else wanted.target_modules))
         return decoder in name and (not ends or f".{name}".endswith(ends))
 
-    kept = {*heads, *find_routers(model)}
+    kept = {*heads, *routers}
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name not in kept]
     by_parameter = {name for name in linears if experts and name.rpartition(".")[2] in FORMER_EXPERTS}
     parameters = [f"{name}.{key}" for name, key in experts if wanted.experts and is_named(f"{name}.{key}")]

@@ -47,8 +47,12 @@ def has_experts(model: nn.Module) -> bool:
 
 
 def find_routers(model: nn.Module) -> set[str]:
-    """Names of the modules that score experts: beside fused experts, with a matrix of one row for each of them."""
-    routers = set()
+    """Names of the modules that score experts.
+
+    They lie beside fused experts and have a matrix of one row for each of them; or transformers calls them routers
+    (Llama 4's, whose experts are not computed here, gives more than a product).
+    """
+    routers = {name for name, module in model.named_modules() if _is_called_router(module)}
     for place in expert_weights(model):
         num_experts = place.weight_in(model).shape[0]
         block = place.module.rpartition(".")[0]
@@ -58,3 +62,7 @@ def find_routers(model: nn.Module) -> set[str]:
             if weight is not None and weight.ndim == 2 and weight.shape[0] == num_experts and not is_inside:
                 routers.add(name)
     return routers
+
+
+def _is_called_router(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) and type(module).__name__.endswith("Router")
