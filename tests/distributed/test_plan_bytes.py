@@ -21,7 +21,7 @@ from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.config.schema import Config, TaskName
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.data.tokenizer import add_tokens, byte_tokenizer
-from qlora_fsdp.memory.activation_bytes import Policy
+from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.memory.plan import WORKSPACE, MemoryPlan, make_plan
 from qlora_fsdp.memory.shape import model_shape
 from qlora_fsdp.memory.workload import Workload
