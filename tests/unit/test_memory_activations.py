@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from qlora_fsdp.memory.activation_bytes import fuses_mlp, layer_tensors, saved_bytes
+from qlora_fsdp.memory.shape import model_shape
 from tests.helpers.checkpoints import FAMILIES, SHAPE
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
@@ -16,9 +18,7 @@ from qlora_fsdp.common.fused_mlp import MAX_RANK
 from qlora_fsdp.config.schema import Config, KernelsConfig, LoraConfig
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.layers.rewire import rewire
-from qlora_fsdp.memory.activation_bytes import fuses_mlp, layer_tensors, saved_bytes
 from qlora_fsdp.memory.policy import Policy
-from qlora_fsdp.memory.shape import model_shape
 from qlora_fsdp.memory.workload import Workload
 from qlora_fsdp.model import input_offload
 from qlora_fsdp.model.activations import set_activation_policy

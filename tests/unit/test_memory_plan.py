@@ -16,11 +16,11 @@ from tests.helpers.quick_config import load_config
 from qlora_fsdp.common.errors import ConfigError, MemoryShortage
 from qlora_fsdp.common.sizes import SLAB_BYTES
 from qlora_fsdp.config.schema import Activations
-from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.memory.choose import ROOM, choose, next_smaller
 from qlora_fsdp.memory.gpus import find_gpu, gpu_of_size, known_gpus, parse_hardware
 from qlora_fsdp.memory.plan import GIB, PHASES, MemoryPlan, make_plan
 from qlora_fsdp.memory.plan_run import Machine, plan_run, run_without_plan
+from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.memory.show import faster_lines, waiting_lines
 from qlora_fsdp.memory.speed import load_seconds, tokens_per_second
 from qlora_fsdp.memory.suggest import enough_gpus, largest_savings, smaller_runs

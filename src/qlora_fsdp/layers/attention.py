@@ -74,7 +74,7 @@ def choose_attention(
 def traced_attention(wanted: str, config: PretrainedConfig, dtype: torch.dtype, is_causal: bool) -> str:
     """The implementation of which a plan for GPUs makes meta tensors: `eager`, `sdpa` or varlen.
 
-    FlashAttention keeps what torch's varlen attention keeps. Where neither can compute the model, one of the others does.
+    FlashAttention keeps what torch's varlen attention keeps. Where neither can compute the model, another one does.
 
     Args:
         wanted: `model.attn_implementation`, or the name that `choose_attention` has returned.

@@ -13,9 +13,9 @@ from itertools import groupby, pairwise
 from typing_extensions import assert_never
 
 from qlora_fsdp.config.schema import Activations, Config
-from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.memory.gpus import Gpu
 from qlora_fsdp.memory.plan import MemoryPlan, planner
+from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.memory.speed import tokens_per_second
 from qlora_fsdp.memory.workload import Workload
 

@@ -7,8 +7,8 @@ runs, the loss is computed, and so on. For each moment the plan adds up bytes by
 dequantized weight, activations, gradients. The largest moment is the peak of its phase, and the largest phase decides
 whether a run fits.
 
-How many activations wait for backward depends on each layer's policy (memory/policy.py): a layer may keep all of them, or
-compute some or all of them again. How many bytes that are is read off the model itself, which is traced on meta
+How many activations wait for backward depends on each layer's policy (memory/policy.py): a layer may keep all of them,
+or compute some or all of them again. How many bytes that makes is read off the model itself, which is traced on meta
 (tracing/trace.py). memory/choose.py makes plans for several policies and picks one.
 
 Two more things need GPU memory: what torch's allocator holds beyond the tensors, and what CUDA and NCCL take outside

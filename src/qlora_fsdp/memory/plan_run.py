@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from qlora_fsdp.common.errors import ConfigError, MemoryShortage
 from qlora_fsdp.config.schema import Activations, Config, QuantConfig
 from qlora_fsdp.config.settings import problem_with, show
-from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.memory.choose import AUTO, choose, describe_choice, describe_policies, fixed_policies
 from qlora_fsdp.memory.gpus import Gpu
 from qlora_fsdp.memory.plan import GIB, MemoryPlan
+from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.memory.show import changes_table, faster_lines, host_line, speed_text, table, waiting_lines
 from qlora_fsdp.memory.suggest import MAX_SHOWN, cheapest_changes, enough_gpus, smaller_runs
 from qlora_fsdp.memory.traced import TracedModel

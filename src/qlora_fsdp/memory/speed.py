@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from qlora_fsdp.config.schema import Weights
-from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.memory.capture import why_not_captured
 from qlora_fsdp.memory.gpus import Gpu
 from qlora_fsdp.memory.parameter_bytes import sum_bytes
 from qlora_fsdp.memory.plan import MemoryPlan
+from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.memory.traced import Flops
 from qlora_fsdp.memory.workload import Workload
 

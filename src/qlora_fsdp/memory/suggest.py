@@ -9,10 +9,10 @@ from typing import Any
 
 from qlora_fsdp.config.schema import Activations, Config, EmbeddingStorage, Optimizer, ShardingStrategy
 from qlora_fsdp.config.settings import show
-from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.memory.choose import AUTO, LADDER, choose, fixed_policies
 from qlora_fsdp.memory.gpus import Gpu
 from qlora_fsdp.memory.plan import MemoryPlan, make_plan
+from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.memory.speed import tokens_per_second
 from qlora_fsdp.memory.workload import Workload
 

@@ -113,8 +113,8 @@ def make_config(values: Mapping[str, Any], name: str) -> PretrainedConfig:
     except Exception as error:  # the file may hold anything
         reason = shorten(" ".join(str(error).split()), MAX_REASON)
         raise CheckpointError(
-            f"{name}: its config can't be used: {reason}. Check model.path, or model.config; a model with code of its own "
-            "can only be tried on GPUs, with experiment=dry_run."
+            f"{name}: its config can't be used: {reason}. Check model.path, or model.config; a model with code of its "
+            "own can only be tried on GPUs, with experiment=dry_run."
         ) from error
 
 

@@ -20,8 +20,8 @@ def fused_attention(is_cuda: bool) -> Iterator[None]:
     """While it lasts, attention is one kernel that keeps its inputs, its output and a log-sum per query.
 
     Without a mask that is flash attention, if queries and values are equally wide and in 16 bits; else it is the
-    memory-efficient kernel, which adds a mask as a bias. On a CPU flash attention takes masks too. In no case there is a
-    matrix of all queries and keys.
+    memory-efficient kernel, which adds a mask as a bias. On a CPU flash attention takes masks too. A matrix of all
+    queries and keys never exists.
     """
     # A mode of torch would be off while backward computes a layer again.
     with patch.object(F, "scaled_dot_product_attention", partial(_attention, is_cuda)):

@@ -1,7 +1,8 @@
 """What Liger's kernels keep and allocate, for a trace on meta: the package is installed on few hosts without a GPU.
 
 Each class stands for the autograd function of the same purpose in liger_kernel/ops (0.8): it saves what that one saves,
-and writes in place where that one does. The kernels of this project need no such description (layers/kernels/launch.py).
+and writes in place where that one does. This project's own kernels need no such description
+(layers/kernels/launch.py).
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _flops(operation: Any, args: Any) -> float:
-    """Floating-point operations; 0 of all but matrix products and attention. Causal attention skips half its products."""
+    """Floating-point operations of matrix products and of attention, which is causal; 0 of anything else."""
     if operation in _PRODUCTS:
         a, b = args[_PRODUCTS[operation] :][:2]
         return 2.0 * a.numel() * b.shape[-1]

@@ -217,7 +217,7 @@ def _names_a_layer(config: Config) -> bool:
 
 
 def _find_kinds(model: TaskModel) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """One layer of each kind, as indices of `model.layers`; and the kind of each layer in the order in which they run."""
+    """One layer of each kind, as indices of `model.layers`; and the kind of each layer, in the order of running."""
     places = {layer: index for index, layer in enumerate(model.layers)}
     lists = [m for m in model.base.modules() if isinstance(m, nn.ModuleList) and any(layer in places for layer in m)]
     kinds: dict[Any, int] = {}

@@ -59,8 +59,8 @@ class Trace:
         Args:
             index: of a layer that stands for others of its kind.
             policy: what it keeps of its activations.
-            is_first: whether it is the first layer of the model. If embeddings are frozen, its input needs no gradient, and
-                its first norm keeps nothing.
+            is_first: whether it is the first layer of the model. If embeddings are frozen, its input needs no
+                gradient, and its first norm keeps nothing.
         """
         if policy is Policy.offload:  # its input waits on the host; on meta nothing is copied there
             use, size = self.layer(index, Policy.full, is_first), self.ends.hidden

@@ -43,8 +43,8 @@ except ImportError:
 _plans_gpu: ContextVar[bool] = ContextVar("plans_gpu", default=False)
 
 
-class kernel:  # noqa: N801  # a decorator
-    """Put on top of `@triton.jit`: the kernel is launched as always, and not at all if its first argument is on meta."""
+class kernel:  # a decorator
+    """Put on top of `@triton.jit`: the kernel is launched as always, but not if its first argument is on meta."""
 
     def __init__(self, function: Any) -> None:
         self.function = function
