@@ -25,9 +25,9 @@ SEVENTY_B = ["model=llama3-70b", "hardware=2x24gib", "training.max_length=2048"]
 
 
 def test_command_line(tmp_path: Path):
-    """Without a GPU, a download or torch: the table, preflight.json, and 3 for a run that does not fit."""
+    """Without a GPU or a download: the table, preflight.json, and 3 for a run that does not fit."""
     source = str(Path(qlora_fsdp.__file__).parents[1])
-    code = "import sys; sys.modules['torch'] = sys.modules['transformers'] = None; import runpy; "
+    code = "import runpy, sys; "
     code += f"sys.argv[1:] = {SEVENTY_B!r}; runpy.run_module('qlora_fsdp.preflight', run_name='__main__')"
     environment = os.environ | {"PYTHONPATH": source, "HF_HUB_OFFLINE": "1"}
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
@@ -47,6 +47,16 @@ def test_command_line(tmp_path: Path):
     figures = json.loads((tmp_path / "preflight.json").read_text())
     assert figures["fits"] is False and figures["changes"]
     assert 15 < figures["plan"]["phases"]["load"]["codes"] < 17
+
+
+def test_a_mistake_is_answered_without_torch(tmp_path: Path):
+    """Its import takes seconds."""
+    arguments = ["model=llama3-8b", "hardware=1xh200", "lora.rr=8"]
+    code = "import sys; sys.modules['torch'] = sys.modules['transformers'] = None; import runpy; "
+    code += f"sys.argv[1:] = {arguments!r}; runpy.run_module('qlora_fsdp.preflight', run_name='__main__')"
+    environment = os.environ | {"PYTHONPATH": str(Path(qlora_fsdp.__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2 and "lora.rr=8 is not a setting" in done.stderr
 
 
 def test_the_example_of_the_readme_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -148,8 +158,8 @@ def test_what_is_not_what_it_seems(tmp_path: Path, capsys: pytest.CaptureFixture
         (["hardware=1xh200", "model=llama3-8b", "fsdp=offload", "optim=adamw_8bit"], "optim.name=adamw_8bit keeps"),
         (["hardware=1xh200", "model=gemma3-27b", "quant.embeddings=int8"], "whose head shares its weight"),
         (["hardware=1xa100-80g", "model=llama3-8b", "compute=fp8"], "compute.matmul=fp8 can't be used"),
-        (["hardware=1xh200", "model.weights=random", "model.config={model_type: bert}"], "the memory plan knows"),
-        (["hardware=1xh200", "model.weights=random", "model.config={model_type: llama}"], "has no hidden_size"),
+        (["hardware=1xh200", "model.weights=random", "model.config={model_type: nonsense}"], "config can't be used"),
+        (["hardware=1xh200", "model.weights=random", "model.config={hidden_size: 64}"], "names no model"),
     ],
 )
 def test_bad_input(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]):

@@ -10,6 +10,7 @@ from tests.helpers.checkpoints import FAMILIES, SHAPE
 from tests.helpers.quick_config import load_config
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from qlora_fsdp.common.fused_mlp import MAX_RANK
@@ -30,7 +31,7 @@ from qlora_fsdp.tracing.model_tracer import Computing, ModelTracer, UntraceableM
 from qlora_fsdp.tracing.trace import Trace
 
 TOKENS = 32
-# Families of which the project knows nothing. All but the last three have decoder layers of other shapes.
+# Families of which the project knows nothing. The last three have experts.
 OTHERS: dict[str, dict[str, Any]] = {
     "olmo2": {},
     "glm4": {"head_dim": 16},
@@ -137,9 +138,12 @@ def test_a_recomputed_layer_keeps_its_input_alone(family: str):
     assert kept(Policy.full) < 0.2 * kept(Policy.none)
 
 
-def lora_for(family: str, **more: Any) -> LoraConfig:
+def lora_for(family: str) -> LoraConfig:
+    """On linear layers; of experts, which are single tensors, and their router on none."""
     names = r".*(attn|attention|mlp)\.\w*(proj|dense|dense_h_to_4h|dense_4h_to_h|query_key_value)"
-    return LoraConfig(r=8, target_modules=names if family in OTHERS else "all-linear", **more)
+    if "num_experts_per_tok" in OTHERS.get(family, {}):
+        names = names.replace("|mlp", "")
+    return LoraConfig(r=8, target_modules=names if family in OTHERS else "all-linear")
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "bert"] + list(OTHERS))
@@ -150,7 +154,7 @@ def test_trace_is_what_autograd_saves(family: str, policy: Policy) -> None:
     model, meta = make_model(family, config), on_meta(family, config)
     set_activation_policy(model.layers, [policy] * len(model.layers))
     traced = Trace(meta, batch(), is_cuda=False, liger_kernels=()).layer(1, policy)
-    assert traced.saved == saved_by_layer(model, 1)
+    assert traced.saved == pytest.approx(saved_by_layer(model, 1), abs=64)  # numbers that real code keeps as tensors
 
 
 @pytest.mark.parametrize("rank", [MAX_RANK, MAX_RANK + 1])
@@ -179,16 +183,17 @@ def test_trace_peaks_are_those_of_a_real_layer() -> None:
         set_activation_policy(model.layers, [policy] * 2)
         call, layer = trace.calls[meta.layers[1]], model.layers[1]
         args = {name: real(value) for name, value in call.kwargs.items()}
-        with LiveBytes([*layer.parameters(), *(t for t in args.values() if isinstance(t, Tensor))]) as live:
+        given = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+        with LiveBytes([*layer.parameters(), *given]) as live:
             x = torch.zeros(call.shape).requires_grad_()
             y = layer(x, **args)
             forward, kept = live.peak, live.now - y.nbytes
             live.start_phase()
             y.sum().backward()
         use = trace.layer(1, policy)
-        assert use.saved == pytest.approx(kept, rel=0.02)
-        assert use.forward == pytest.approx(forward - kept, rel=0.05)
-        assert use.backward == pytest.approx(live.peak - kept, rel=0.15)
+        assert use.saved == kept
+        assert use.forward == pytest.approx(forward - kept, rel=0.02)
+        assert use.backward == pytest.approx(live.peak - kept, rel=0.02)
 
 
 def real(value: Any) -> Any:
@@ -205,7 +210,7 @@ def test_bytes_are_linear_in_tokens_where_nothing_is_quadratic() -> None:
     assert two.forward_flops.plain == 2 * one.forward_flops.plain
 
 
-def test_code_that_asks_for_values_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_that_asks_for_values_is_refused_by_name() -> None:
     config = load_config(["model=tiny"])
     computing = Computing(torch.float32, "sdpa", (), "torch", is_cuda=False)
     model = ModelTracer(ModelFiles(None, make_config(config.model.config, "tiny")), computing, NO_TOKENS)

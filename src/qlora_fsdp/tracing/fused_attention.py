@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 aten: Any = torch.ops.aten
+_PLAIN = F.scaled_dot_product_attention
 
 
 @contextmanager
@@ -44,6 +45,8 @@ def _attention(
         bias = torch.empty(bias.shape, dtype=query.dtype, device=bias.device)
     if bias is not None:
         bias = bias.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    if not is_cuda and query.shape[-1] != value.shape[-1]:  # no kernel on a CPU: matrix products
+        return _PLAIN(query, key, value, bias, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if not is_cuda:
         found = aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, dropout_p, is_causal, attn_mask=bias, scale=scale

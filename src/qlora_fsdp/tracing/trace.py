@@ -176,10 +176,12 @@ class _Call:
 
 def _run_layer(live: LiveBytes, layer: nn.Module, call: _Call, needs_gradient: bool) -> LayerUse:
     """Forward and backward of a layer by itself."""
+    with live.paused():
+        anchor = _anchor()
     live.start_phase()
     x = torch.empty(call.shape, dtype=call.dtype, device="meta")
     if needs_gradient:
-        x = _Source.apply(_anchor(), x)  # type: ignore[no-untyped-call]
+        x = _Source.apply(anchor, x)  # type: ignore[no-untyped-call]
     kept_input = weakref.ref(x.untyped_storage())
     y = _first_tensor(call.run(layer, x))
     del x
