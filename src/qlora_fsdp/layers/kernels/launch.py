@@ -40,6 +40,7 @@ except ImportError:
 
     triton = tl = _NoTriton
 
+__all__ = ["as_on_a_gpu", "kernel", "runs_kernels", "tl", "triton"]
 _plans_gpu: ContextVar[bool] = ContextVar("plans_gpu", default=False)
 
 
