@@ -109,7 +109,10 @@ def make_config(values: Mapping[str, Any], name: str) -> PretrainedConfig:
     """
     try:
         _check_sizes(values)
-        return AutoConfig.for_model(**values)
+        config = AutoConfig.for_model(**values)
+        if config.get_text_config() is not config and "tie_word_embeddings" not in values:  # as in `_settle_tie`
+            config.tie_word_embeddings = config.get_text_config().tie_word_embeddings
+        return config
     except Exception as error:  # the file may hold anything
         reason = shorten(" ".join(str(error).split()), MAX_REASON)
         raise CheckpointError(

@@ -31,7 +31,7 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self, known: Iterable[Tensor]) -> None:
         """`known`: tensors that do not count, such as parameters."""
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._storages: dict[int, weakref.ref[Any]] = {}
         self._is_paused = False
         self._plain = self._fp8 = 0.0
@@ -72,8 +72,7 @@ class LiveBytes(TorchDispatchMode):
             if isinstance(leaf, Tensor):
                 self._follow(leaf, leaf.untyped_storage().nbytes())
         operation = func.overloadpacket
-        hidden = 2 * args[0].nbytes if operation is aten.logsumexp else 0  # its exponentials, unseen from here
-        self.peak = max(self.peak, self.now + hidden)
+        self.peak = max(self.peak, self.now + _bytes_inside(operation, args))
         if operation is aten._scaled_mm:
             self._fp8 += _flops(operation, args)
         else:
@@ -94,6 +93,18 @@ class LiveBytes(TorchDispatchMode):
         self.now += size
 
 
+def _bytes_inside(operation: Any, args: Any) -> int:
+    """What a kernel allocates for itself, where no mode sees it."""
+    if operation is aten.logsumexp:  # the exponentials, twice
+        return int(2 * args[0].nbytes)
+    name = operation._qualified_op_name
+    if name in _FLASH_BACKWARD:  # fp32 sums of the queries' gradient; those of keys and values for each head of queries
+        query, key = args[1:3]
+        heads = 1 if query.ndim == 3 else -3
+        return int(query.numel() * 4 + (2 * query.nbytes if query.shape[heads] != key.shape[heads] else 0))
+    return 0
+
+
 def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
     """The shape of a grouped product, which torch gives on meta for bfloat16 alone."""
     if a.ndim == 2 and b.ndim == 2:
@@ -106,13 +117,13 @@ def _flops(operation: Any, args: Any) -> float:
     """Floating-point operations of matrix products and of attention, which is causal; 0 of anything else."""
     if operation in _PRODUCTS:
         a, b = args[_PRODUCTS[operation] :][:2]
-        return 2.0 * a.numel() * b.shape[-1]
+        return float(2 * a.numel() * b.shape[-1])
     name = operation._qualified_op_name
     if name in _ATTENTION:
         is_backward = name.endswith("_backward")
         query, key, value = args[1:4] if is_backward else args[:3]  # the gradient comes before them
         longest = key.shape[-2] if query.ndim == 4 else next(arg for arg in args if type(arg) is int)  # varlen's max_q
-        forward = 2.0 * prod(query.shape[:-1]) * longest * (query.shape[-1] + value.shape[-1]) / 2
+        forward: float = 2.0 * prod(query.shape[:-1]) * longest * (query.shape[-1] + value.shape[-1]) / 2
         return 2.5 * forward if is_backward else forward
     return 0.0
 
@@ -133,4 +144,5 @@ _FORWARD = (
     "aten::_scaled_dot_product_flash_attention_for_cpu",
     "torch_attn::_varlen_attn",
 )
+_FLASH_BACKWARD = {f"{_FORWARD[0]}_backward", f"{_FORWARD[3]}_backward"}
 _ATTENTION = {*_FORWARD, *(f"{name}_backward" for name in _FORWARD)}

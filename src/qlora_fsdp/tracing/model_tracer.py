@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PretrainedConfig
 from typing_extensions import assert_never
 
-from qlora_fsdp.common.errors import CheckpointError
+from qlora_fsdp.common.errors import CheckpointError, UserError
 from qlora_fsdp.common.families import FAMILIES
 from qlora_fsdp.common.text import shorten
 from qlora_fsdp.config.schema import Config, Dtype, Kernel, TaskName
@@ -128,7 +128,8 @@ class ModelTracer:
     def _built(self, config: Config) -> _Built:
         key = _modules_key(config)
         if key not in self._models:
-            self._models[key] = self._build(config)
+            with _explained():
+                self._models[key] = self._build(config)
         return self._models[key]
 
     def _build(self, config: Config) -> _Built:
@@ -147,6 +148,8 @@ class ModelTracer:
         put_in_shapes(meta.model, computing.liger_kernels)
         model = adapt_model(meta, config.lora, config.task, self.tokens, computing.loss_kernel)
         rewire(model, config.compute, config.kernels)
+        if not model.layers:
+            raise ValueError("it has no transformer layers")
         stand_ins, order = _find_kinds(model)
         return _Built(model.train(), stand_ins, _parts(model, stand_ins, order))
 
@@ -197,6 +200,8 @@ def _explained() -> Iterator[None]:
     """Turns whatever a model's code raises on meta into an `UntraceableModel`."""
     try:
         yield
+    except UserError:
+        raise
     except Exception as error:
         reason = shorten(" ".join(str(error).split()), MAX_REASON)
         raise UntraceableModel(
@@ -223,10 +228,11 @@ def _names_a_layer(config: Config) -> bool:
 def _find_kinds(model: TaskModel) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """One layer of each kind, as indices of `model.layers`; and the kind of each layer, in the order of running."""
     places = {layer: index for index, layer in enumerate(model.layers)}
-    lists = [m for m in model.base.modules() if isinstance(m, nn.ModuleList) and any(layer in places for layer in m)]
+    lists = [m for m in model.base.modules() if isinstance(m, nn.ModuleList)]
+    in_order = [layer for modules in lists for layer in modules if layer in places]
     kinds: dict[Any, int] = {}
     stand_ins, order = [], []
-    for layer in (layer for modules in lists for layer in modules):
+    for layer in in_order if set(in_order) == places.keys() else places:
         key = kind_of(layer)
         if key not in kinds:
             kinds[key] = len(kinds)
