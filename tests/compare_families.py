@@ -46,7 +46,7 @@ DOCUMENT = Path(__file__).parents[1] / "docs" / "models.md"
 BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"
 VISION = {"model_type": "pixtral", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
 VISION |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
-# Gemma 3n's matrices of 4 columns can't be split into blocks of 64. It and Jamba compute with the weights of some layers
+# Gemma 3n's matrices of 4 columns have no blocks of 64. It and Jamba compute with the weights of some layers
 # past these layers, so that nothing depends on an adapter there.
 MORE = {
     "gemma3n_text": [

@@ -78,14 +78,40 @@ def choose_attention(
     return wanted, None
 
 
+def traced_attention(wanted: str, config: PretrainedConfig, dtype: torch.dtype, is_causal: bool) -> str:
+    """The implementation of which a plan for GPUs makes meta tensors: `eager`, `sdpa` or varlen.
+
+    FlashAttention keeps what torch's varlen attention keeps. Where neither can compute the model, another one does.
+
+    Args:
+        wanted: `model.attn_implementation`, or the name that `choose_attention` has returned.
+        config: the model's config.
+        dtype: of queries, keys and values.
+        is_causal: whether tokens see only what comes before them.
+    """
+    text = config.get_text_config()
+    needs_mask = not is_causal or _why_not_this_model(text, dtype) is not None
+    if wanted in ("eager", "sdpa"):
+        return wanted
+    if not needs_mask:
+        AttentionInterface.register(VARLEN, varlen_attention)
+        return VARLEN
+    return "eager" if getattr(text, "attn_logit_softcapping", None) or _lacks_sdpa(config, text) else "sdpa"
+
+
 def _why_none_for_rows(config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> str | None:
     """Why neither kernel that is told where rows start can compute this model's attention; None if they can."""
     if device.type != "cuda":
         return "it needs a GPU"
+    if dtype in (torch.bfloat16, torch.float16) and torch.cuda.get_device_capability(device) < (8, 0):
+        return "it needs a GPU of compute capability 8.0 or newer"
+    return _why_not_this_model(config, dtype)
+
+
+def _why_not_this_model(config: PretrainedConfig, dtype: torch.dtype) -> str | None:
+    """The same for any recent GPU."""
     if dtype not in (torch.bfloat16, torch.float16):
         return f"it computes in bfloat16 or float16, not {dtype}"
-    if torch.cuda.get_device_capability(device) < (8, 0):
-        return "it needs a GPU of compute capability 8.0 or newer"
     if getattr(config, "attn_logit_softcapping", None):
         return "it can't cap attention logits, as this model does"
     if getattr(config, "attention_dropout", None):

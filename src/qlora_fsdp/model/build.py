@@ -32,6 +32,7 @@ from qlora_fsdp.config.schema import EmbeddingStorage, QuantConfig, TaskConfig, 
 from qlora_fsdp.layers import Format, parse_storage
 from qlora_fsdp.layers.experts import EXPERTS_IMPLEMENTATION
 from qlora_fsdp.model.find import ModelFiles
+from qlora_fsdp.model.layer_kinds import share_equal_layers
 from qlora_fsdp.model.parts import describe_task, find_decoder, find_head, find_new, is_outside_backbone
 from qlora_fsdp.model.swap_layers import (
     choose_format,
@@ -66,6 +67,7 @@ class BuildSettings:
         keep: modules to leave in full precision besides `quant.llm_int8_skip_modules`: `lora.modules_to_save`.
         pad_token_id: the tokenizer's padding token, which a classifier needs to know.
         trust_remote_code: run model code that comes with the files.
+        shares_equal_layers: make layers that are alike one module, for a plan; such a model can't be trained.
     """
 
     quant: QuantConfig
@@ -75,6 +77,7 @@ class BuildSettings:
     keep: Sequence[str] = ()
     pad_token_id: int | None = None
     trust_remote_code: bool = False
+    shares_equal_layers: bool = False
 
     @property
     def is_classifier(self) -> bool:
@@ -130,6 +133,8 @@ def build_model(files: ModelFiles, settings: BuildSettings) -> MetaModel:
         describe_task(config, settings.task, settings.pad_token_id)
     model = _make_on_meta(config, files, settings)
     dropped = _drop_towers(model)
+    if settings.shares_equal_layers:
+        share_equal_layers(model)
     tensors = _tensors_of(model, files, dropped, stored)
     new = find_new(model, tensors) if settings.is_classifier else set()
     head = find_head(model, new) if settings.is_classifier else []
