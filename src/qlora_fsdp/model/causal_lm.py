@@ -58,7 +58,7 @@ class CausalLM(TaskModel):
 
         The router's loss, if there is one, is added to each target's.
         """
-        batch = lay_out_for(batch, self.is_recurrent)
+        given, batch = batch, lay_out_for(batch, self.is_recurrent)
         inputs = row_markers(batch, self.is_recurrent)
         embeddings, head = self.base.get_input_embeddings(), self.base.get_output_embeddings()
         if embeddings in self.gathered_by_model:
@@ -75,7 +75,7 @@ class CausalLM(TaskModel):
             outputs = self.base(**inputs)
             logits = outputs.logits.float().flatten(0, 1)
             loss = F.cross_entropy(logits, batch.targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
-        return loss if self.router_loss is None else loss + self.router_loss.of(outputs.router_logits, batch)
+        return loss if self.router_loss is None else loss + self.router_loss.of(outputs.router_logits, given)
 
     def may_get_zero_gradient(self, name: str) -> bool:
         """Rows of new tokens may, because a batch may have none of these tokens."""
