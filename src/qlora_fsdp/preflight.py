@@ -48,6 +48,9 @@ from qlora_fsdp.memory.speed import load_seconds, tokens_per_second
 from qlora_fsdp.memory.suggest import cheapest_changes
 from qlora_fsdp.memory.workload import FUSED_KERNELS, Workload
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
 DOES_NOT_FIT = 3  # exit code
 BYTES_A_TOKEN = 4.0  # of text in a file of rows, as an estimate
 # A run also needs data, a tokenizer and a folder to write to. The model may be named by its shape alone, and the end of
@@ -153,10 +156,7 @@ def _settle_packing(config: Config, model: PretrainedConfig) -> tuple[Config, li
     """
     if config.training.packing is False or config.task.name is not TaskName.causal_lm:
         return config, []
-
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from qlora_fsdp.model.packing import decide_packing, why_not_packed
 
     config, notes = decide_packing(config, model, why_not_packed(config, model, config.model.attn_implementation.value))
     return config, [f"Note: {note}" for note in notes]
