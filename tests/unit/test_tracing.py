@@ -154,7 +154,9 @@ def test_trace_is_what_autograd_saves(family: str, policy: Policy) -> None:
     model, meta = make_model(family, config), on_meta(family, config)
     set_activation_policy(model.layers, [policy] * len(model.layers))
     traced = Trace(meta, batch(), is_cuda=False, liger_kernels=()).layer(1, policy)
-    assert traced.saved == pytest.approx(saved_by_layer(model, 1), abs=64)  # numbers that real code keeps as tensors
+    # Falcon keeps numbers as tensors. No kernel of a CPU takes queries and values of different sizes, as DeepSeek's.
+    error = 1024 if family == "deepseek_v3" else 64 if family == "falcon" else 0
+    assert traced.saved == pytest.approx(saved_by_layer(model, 1), abs=error)
 
 
 @pytest.mark.parametrize("rank", [MAX_RANK, MAX_RANK + 1])

@@ -78,7 +78,9 @@ def choose_attention(
     return wanted, None
 
 
-def traced_attention(wanted: str, config: PretrainedConfig, dtype: torch.dtype, is_causal: bool) -> str:
+def traced_attention(
+    wanted: str, config: PretrainedConfig, dtype: torch.dtype, is_causal: bool, why_not_by_starts: str | None = None
+) -> str:
     """The implementation of which a plan for GPUs makes meta tensors: `eager`, `sdpa` or varlen.
 
     FlashAttention keeps what torch's varlen attention keeps. Where neither can compute the model, another one does.
@@ -88,9 +90,10 @@ def traced_attention(wanted: str, config: PretrainedConfig, dtype: torch.dtype, 
         config: the model's config.
         dtype: of queries, keys and values.
         is_causal: whether tokens see only what comes before them.
+        why_not_by_starts: as of `choose_attention`.
     """
     text = config.get_text_config()
-    needs_mask = not is_causal or _why_not_this_model(text, dtype) is not None
+    needs_mask = not is_causal or why_not_by_starts is not None or _why_not_this_model(text, dtype) is not None
     if wanted in ("eager", "sdpa"):
         return wanted
     if not needs_mask:

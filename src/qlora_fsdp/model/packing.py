@@ -69,13 +69,23 @@ def find_traits(model: PretrainedConfig, config: Config, processes: Processes) -
     """
     if config.task.name is not TaskName.causal_lm:
         return Traits(has_plain_head=False, why_not_by_starts=None)
-    traits = None
-    if processes.is_main:
-        trial = _trial(model, config, processes.device)
-        is_gpu = processes.device.type == "cuda"
-        traits = Traits(trial.has_plain_head(), trial.why_not_packed(BY_STARTS) if is_gpu else None)
+    is_gpu = processes.device.type == "cuda"
+    traits = try_small(model, config, processes.device, is_gpu) if processes.is_main else None
     shared: Traits = processes.share(traits)
     return shared
+
+
+def try_small(model: PretrainedConfig, config: Config, device: torch.device = CPU, for_gpu: bool = True) -> Traits:
+    """What a small model of a causal language model's class shows.
+
+    Args:
+        model: the model's config.
+        config: as of `find_traits`.
+        device: where it is tried.
+        for_gpu: whether it will run on a GPU, so that it is asked about kernels that get rows' starts.
+    """
+    trial = _trial(model, config, device)
+    return Traits(trial.has_plain_head(), trial.why_not_packed(BY_STARTS) if for_gpu else None)
 
 
 def settle_packing(

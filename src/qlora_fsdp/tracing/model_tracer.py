@@ -7,13 +7,12 @@ is then traced for each size of a micro-batch that is asked for.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
-from torch import nn
 from transformers import PretrainedConfig
 from typing_extensions import assert_never
 
@@ -24,20 +23,18 @@ from qlora_fsdp.config.schema import Config, Dtype, Kernel, TaskName
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.data.label_counts import label_width
 from qlora_fsdp.data.tokenizer import AddedTokens
-from qlora_fsdp.layers import QuantizedLinear
 from qlora_fsdp.layers.attention import traced_attention
 from qlora_fsdp.layers.head_loss import LossKernel
 from qlora_fsdp.layers.rewire import rewire
 from qlora_fsdp.memory.policy import Policy
-from qlora_fsdp.memory.traced import EndsUse, LayerKind, LayerUse, ModelParts, Tensor
+from qlora_fsdp.memory.traced import EndsUse, LayerUse, ModelParts
 from qlora_fsdp.model.assemble import AssembledModel, adapt_model
 from qlora_fsdp.model.build import BuildSettings, build_model
-from qlora_fsdp.model.count import count_bytes
 from qlora_fsdp.model.find import ModelFiles
-from qlora_fsdp.model.layer_kinds import kind_of
-from qlora_fsdp.model.shard import embedding_and_head_units
+from qlora_fsdp.model.packing import Traits, try_small
 from qlora_fsdp.model.task_model import TaskModel
 from qlora_fsdp.tracing.liger_shapes import put_in_shapes
+from qlora_fsdp.tracing.model_parts import count_parts, find_kinds
 from qlora_fsdp.tracing.trace import Trace
 
 # A setting with such a name in it may be about one layer of many, so that they are not alike.
@@ -55,6 +52,7 @@ class Computing:
         liger_kernels: the settings of `kernels` for which Liger's are used.
         loss_kernel: what computes the loss of a frozen head.
         is_cuda: whether it computes on a GPU.
+        splits_head: whether a causal model's logits are the head's alone, so that the head computes the loss.
     """
 
     dtype: torch.dtype
@@ -62,6 +60,7 @@ class Computing:
     liger_kernels: Collection[str]
     loss_kernel: LossKernel
     is_cuda: bool
+    splits_head: bool = True
 
 
 class UntraceableModel(CheckpointError):
@@ -146,12 +145,13 @@ class ModelTracer:
         )
         meta = build_model(self.files, settings)
         put_in_shapes(meta.model, computing.liger_kernels)
-        model = adapt_model(meta, config.lora, config.task, self.tokens, computing.loss_kernel)
+        loss, splits_head = computing.loss_kernel, computing.splits_head
+        model = adapt_model(meta, config.lora, config.task, self.tokens, loss, splits_head)
         rewire(model, config.compute, config.kernels)
         if not model.layers:
             raise ValueError("it has no transformer layers")
-        stand_ins, order = _find_kinds(model)
-        return _Built(model.train(), stand_ins, _parts(model, stand_ins, order))
+        stand_ins, order = find_kinds(model)
+        return _Built(model.train(), stand_ins, count_parts(model, stand_ins, order))
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,8 @@ def trace_assembled(assembled: AssembledModel, config: Config, is_cuda: bool) ->
     attention = assembled.attention
     if is_cuda:
         attention = traced_attention(attention, assembled.files.config, assembled.dtype, is_causal)
-    computing = Computing(assembled.dtype, attention, assembled.liger_kernels, assembled.loss_kernel, is_cuda)
+    kernels, loss, splits_head = assembled.liger_kernels, assembled.loss_kernel, assembled.model.splits_head
+    computing = Computing(assembled.dtype, attention, kernels, loss, is_cuda, splits_head)
     return ModelTracer(assembled.files, computing, assembled.tokens, config.model.trust_remote_code)
 
 
@@ -182,12 +183,14 @@ def trace_config(model_config: PretrainedConfig, config: Config) -> ModelTracer:
     """The tracer of a model of which only the config is known, for a run on recent GPUs."""
     dtype = torch.float32 if config.training.precision is Dtype.float32 else torch.bfloat16
     is_causal, text = config.task.name is TaskName.causal_lm, model_config.get_text_config()
-    attention = traced_attention(config.model.attn_implementation.value, model_config, dtype, is_causal)
+    traits = try_small(model_config, config) if is_causal else Traits(has_plain_head=False, why_not_by_starts=None)
+    wanted = config.model.attn_implementation.value
+    attention = traced_attention(wanted, model_config, dtype, is_causal, traits.why_not_by_starts)
     chosen = {name: getattr(config.kernels, name) for name in ("rms_norm", "rotary", "glu")}
     # Liger may know more families. What it saves there is not counted on.
     liger = [name for name, choice in chosen.items() if choice is not Kernel.torch and text.model_type in FAMILIES]
     loss = {Kernel.auto: "triton", Kernel.liger: "liger", Kernel.torch: "torch"}[config.kernels.cross_entropy]
-    computing = Computing(dtype, attention, liger, cast(LossKernel, loss), is_cuda=True)
+    computing = Computing(dtype, attention, liger, cast(LossKernel, loss), True, traits.has_plain_head)
     names = {*config.tokenizer.add_tokens, *config.tokenizer.add_special_tokens}
     # The model may have rows for some of these already. Only the tokenizer knows, which is not loaded here.
     ids = frozenset(range(text.vocab_size, text.vocab_size + len(names)))
@@ -223,82 +226,6 @@ def _names_a_layer(config: Config) -> bool:
     return any(
         _ABOUT_A_LAYER.search(text) for some in named for text in ([some] if isinstance(some, str) else some or [])
     )
-
-
-def _find_kinds(model: TaskModel) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """One layer of each kind, as indices of `model.layers`; and the kind of each layer, in the order of running."""
-    places = {layer: index for index, layer in enumerate(model.layers)}
-    lists = [m for m in model.base.modules() if isinstance(m, nn.ModuleList)]
-    in_order = [layer for modules in lists for layer in modules if layer in places]
-    kinds: dict[Any, int] = {}
-    stand_ins, order = [], []
-    for layer in in_order if set(in_order) == places.keys() else places:
-        key = kind_of(layer)
-        if key not in kinds:
-            kinds[key] = len(kinds)
-            stand_ins.append(places[layer])
-        order.append(kinds[key])
-    return tuple(stand_ins), tuple(order)
-
-
-def _parts(model: TaskModel, stand_ins: Sequence[int], order: Sequence[int]) -> ModelParts:
-    layers = [model.layers[index] for index in stand_ins]
-    kinds = tuple(_layer_kind(layer) for layer in layers)
-    tables = [end for end in (model.embeddings, model.head) if end is not None]
-    units = embedding_and_head_units(model)
-    names = {id(model.embeddings): "embeddings", id(model.head): "head"}
-    ends = {"embeddings": (), "head": ()} | {names[id(unit)]: tuple(_tensors([unit], [], tables)) for unit in units}
-    ends["root"] = tuple(_tensors([model], [*model.layers, *units], tables))
-    around = count_bytes(model, 0, 1).num_base - sum(count_bytes(layer, 0, 1).num_base for layer in model.layers)
-    return ModelParts(
-        kinds=kinds,
-        layers=tuple(order),
-        ends=ends,
-        gathered_by_model=frozenset(names[id(unit)] for unit in units if unit in model.gathered_by_model),
-        num_parameters=around + sum(count_bytes(layers[kind], 0, 1).num_base for kind in order),
-        num_quantized=sum(kinds[kind].num_quantized for kind in order),
-    )
-
-
-def _layer_kind(layer: nn.Module) -> LayerKind:
-    quantized = [module for module in layer.modules() if isinstance(module, QuantizedLinear)]
-    matrices = [p for m in layer.modules() if m not in quantized for p in m._parameters.values() if p is not None]
-    plain = sum(p.numel() for p in matrices if p.ndim > 1 and not p.requires_grad)
-    sizes = [module.out_features * module.in_features for module in quantized]
-    return LayerKind(
-        tensors=tuple(_tensors([layer], [], [])),
-        matrix_elements=plain + sum(sizes),
-        largest_weight=max((n * m.compute_dtype.itemsize for n, m in zip(sizes, quantized, strict=True)), default=0),
-        num_quantized=len(quantized),
-    )
-
-
-def _tensors(
-    inside: Iterable[nn.Module], outside: Iterable[nn.Module], tables: Iterable[nn.Module]
-) -> Iterator[Tensor]:
-    """The parameters of some modules but not of others, each once; `tables` are embeddings and head."""
-    left_out = {module for each in outside for module in each.modules()}
-    table_modules = {module for each in tables for module in each.modules()}
-    seen: set[int] = set()
-    for module in (module for each in inside for module in each.modules()):
-        for name, param in module._parameters.items() if module not in left_out else ():
-            if param is None or id(param) in seen:
-                continue
-            seen.add(id(param))
-            rows = param.shape[0] if param.ndim else 1
-            part = _part_of(name, param, module in table_modules)
-            yield Tensor(part, rows, param.numel() // max(1, rows) * param.itemsize)
-
-
-def _part_of(name: str, param: nn.Parameter, is_table: bool) -> str:
-    """What the plan counts a parameter as."""
-    if param.requires_grad:
-        return "adapters"
-    if is_table:
-        return "embeddings"
-    if name.endswith("codes"):
-        return "codes"
-    return "scales" if name.endswith("scales") else "full_precision"
 
 
 def _batch(config: Config, size: int) -> Batch:

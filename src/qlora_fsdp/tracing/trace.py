@@ -9,18 +9,15 @@ kind runs forward and backward by itself, under each activation policy that is a
 from __future__ import annotations
 
 import copy
-import gc
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
-from transformers import PretrainedConfig
 
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.layers.kernels.launch import as_on_a_gpu
@@ -31,6 +28,16 @@ from qlora_fsdp.model.task_model import TaskModel
 from qlora_fsdp.tracing.fused_attention import fused_attention
 from qlora_fsdp.tracing.liger_shapes import shapes_of_functions
 from qlora_fsdp.tracing.live_bytes import LiveBytes
+from qlora_fsdp.tracing.surroundings import (
+    Pass,
+    Sink,
+    Source,
+    buffers_on_meta,
+    gradients_freed,
+    replaced_forwards,
+    shared_configs,
+    without_garbage_collection,
+)
 
 
 class Trace:
@@ -67,7 +74,7 @@ class Trace:
             return replace(use, saved=use.saved - size, host=size)
         original = self.model.layers[index]
         with self._running():
-            layer = copy.deepcopy(original, _shared_configs(original))
+            layer = copy.deepcopy(original, shared_configs(original))
             set_activation_policy([layer], [policy])
             call, needs_gradient = self.calls[original], not is_first or self.input_needs_gradient
             with LiveBytes([*layer.parameters(), *layer.buffers(), *call.tensors()]) as live:
@@ -76,11 +83,11 @@ class Trace:
     @contextmanager
     def _running(self) -> Iterator[None]:
         with ExitStack() as stack:
-            stack.enter_context(_buffers_on_meta(self.model))
+            stack.enter_context(buffers_on_meta(self.model))
             stack.enter_context(shapes_of_functions(self.model, self.liger_kernels))
             stack.enter_context(as_on_a_gpu(self.is_cuda))
             stack.enter_context(fused_attention(self.is_cuda))
-            stack.enter_context(_without_garbage_collection())
+            stack.enter_context(without_garbage_collection())
             yield
 
     def _run_ends(self, live: LiveBytes, batch: Batch) -> EndsUse:
@@ -112,7 +119,7 @@ class Trace:
                 with live.paused(), torch.no_grad():
                     outputs[layer] = forward(*args, **kwargs)
                 self.calls[layer] = call.without_hidden()
-            y = _Pass.apply(anchor, x, pass_gradient)  # type: ignore[no-untyped-call]
+            y = Pass.apply(anchor, x, pass_gradient)  # type: ignore[no-untyped-call]
             # The model's code may still hold the first layer's input, which the plan counts with that layer.
             held = hidden if first_input() is not None and not is_first else 0
             shared = live.now - held - 2 * hidden
@@ -120,7 +127,7 @@ class Trace:
             return _with_first_tensor(outputs[layer], y)
 
         live.start_phase()
-        with _replaced_forwards(self.model.layers, skip), _gradients_freed(self.model.parameters()):
+        with replaced_forwards(self.model.layers, skip), gradients_freed(self.model.parameters()):
             total = self.model(batch)
             loss, flops = max(loss, live.peak - held), live.flops
             live.start_phase()
@@ -181,14 +188,14 @@ def _run_layer(live: LiveBytes, layer: nn.Module, call: _Call, needs_gradient: b
     live.start_phase()
     x = torch.empty(call.shape, dtype=call.dtype, device="meta")
     if needs_gradient:
-        x = _Source.apply(anchor, x)  # type: ignore[no-untyped-call]
+        x = Source.apply(anchor, x)  # type: ignore[no-untyped-call]
     kept_input = weakref.ref(x.untyped_storage())
     y = _first_tensor(call.run(layer, x))
     del x
     saved = live.now - y.untyped_storage().nbytes()
     forward_peak, forward_flops, keeps_input = live.peak, live.flops, kept_input() is not None
     live.start_phase()
-    loss = _Sink.apply(y)  # type: ignore[no-untyped-call]
+    loss = Sink.apply(y)  # type: ignore[no-untyped-call]
     del y
     loss.backward()
     return LayerUse(
@@ -211,46 +218,6 @@ def _anchor() -> Tensor:
     return torch.empty((), device="meta", requires_grad=True)
 
 
-class _Source(torch.autograd.Function):
-    """The same tensor, which needs a gradient now; the gradient itself is forgotten."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, x: Tensor) -> Tensor:
-        ctx.mark_dirty(x)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
-        return None, None
-
-
-class _Sink(torch.autograd.Function):
-    """A loss of a tensor which does not keep it."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor) -> Tensor:
-        ctx.shape, ctx.dtype = y.shape, y.dtype
-        return y.new_empty(())
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return torch.empty(ctx.shape, dtype=ctx.dtype, device="meta")
-
-
-class _Pass(torch.autograd.Function):
-    """A layer that computes nothing: a new tensor like its input, and a new gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, x: Tensor, in_backward: Callable[[], None]) -> Tensor:
-        ctx.in_backward = in_backward
-        return torch.empty_like(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.in_backward()
-        return None, torch.empty_like(grads[0]) if ctx.needs_input_grad[1] else None, None
-
-
 def _first_tensor(output: Any) -> Tensor:
     return next(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
 
@@ -258,70 +225,3 @@ def _first_tensor(output: Any) -> Tensor:
 def _with_first_tensor(output: Any, tensor: Tensor) -> Any:
     """A layer's output with another tensor for the hidden states: the output itself, or the first of a tuple."""
     return (tensor, *output[1:]) if isinstance(output, tuple) else tensor
-
-
-@contextmanager
-def _replaced_forwards(layers: Iterable[nn.Module], function: Callable[..., Any]) -> Iterator[None]:
-    """While it lasts, calling a layer calls `function(layer, forward, *args, **kwargs)`."""
-    own = {layer: layer.__dict__.get("forward") for layer in layers}
-    for layer in own:
-        layer.forward = partial(function, layer, layer.forward)
-    try:
-        yield
-    finally:
-        for layer, forward in own.items():
-            if forward is None:
-                del layer.forward
-            else:
-                layer.forward = forward
-
-
-@contextmanager
-def _gradients_freed(params: Iterable[nn.Parameter]) -> Iterator[None]:
-    """While it lasts, the gradient of a parameter goes as soon as it is complete: the plan counts those by itself."""
-
-    def free(param: Tensor) -> None:
-        param.grad = None
-
-    hooks = [param.register_post_accumulate_grad_hook(free) for param in params if param.requires_grad]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-@contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """While it lasts, tensors in circles of references stay: when they went would otherwise be a matter of chance."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
-@contextmanager
-def _buffers_on_meta(model: nn.Module) -> Iterator[None]:
-    """While it lasts, tensors of the model that are real, such as rotary frequencies, are on meta."""
-    changed: list[tuple[dict[str, Any], str, Tensor]] = []
-    for module in model.modules():
-        for table in (module._buffers, vars(module)):
-            for name, value in table.items():
-                if isinstance(value, Tensor) and not value.is_meta:
-                    changed.append((table, name, value))
-    for table, name, value in changed:
-        table[name] = value.to("meta")
-    try:
-        yield
-    finally:
-        for table, name, value in changed:
-            table[name] = value
-
-
-def _shared_configs(layer: nn.Module) -> dict[int, Any]:
-    """What `deepcopy` need not copy: the model's config, which every module refers to."""
-    found = (value for module in layer.modules() for value in vars(module).values())
-    return {id(value): value for value in found if isinstance(value, PretrainedConfig)}

@@ -1,0 +1,98 @@
+"""A model's parameters as the memory plan counts them, by kind of layer and by FSDP unit (model/shard.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from torch import nn
+
+from qlora_fsdp.layers import QuantizedLinear
+from qlora_fsdp.memory.traced import LayerKind, ModelParts, Tensor
+from qlora_fsdp.model.count import count_bytes
+from qlora_fsdp.model.layer_kinds import kind_of
+from qlora_fsdp.model.shard import embedding_and_head_units
+from qlora_fsdp.model.task_model import TaskModel
+
+
+def find_kinds(model: TaskModel) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """One layer of each kind, as indices of `model.layers`; and the kind of each layer, in the order of running."""
+    places = {layer: index for index, layer in enumerate(model.layers)}
+    lists = [m for m in model.base.modules() if isinstance(m, nn.ModuleList)]
+    in_order = [layer for modules in lists for layer in modules if layer in places]
+    kinds: dict[Any, int] = {}
+    stand_ins, order = [], []
+    for layer in in_order if set(in_order) == places.keys() else places:
+        key = kind_of(layer)
+        if key not in kinds:
+            kinds[key] = len(kinds)
+            stand_ins.append(places[layer])
+        order.append(kinds[key])
+    return tuple(stand_ins), tuple(order)
+
+
+def count_parts(model: TaskModel, stand_ins: Sequence[int], order: Sequence[int]) -> ModelParts:
+    """The parameters of a model.
+
+    Args:
+        model: on meta, with adapters; layers that are alike may be one module.
+        stand_ins: one layer of each kind, as indices of `model.layers`.
+        order: the kind of each layer.
+    """
+    layers = [model.layers[index] for index in stand_ins]
+    kinds = tuple(_layer_kind(layer) for layer in layers)
+    tables = [end for end in (model.embeddings, model.head) if end is not None]
+    units = embedding_and_head_units(model)
+    names = {id(model.embeddings): "embeddings", id(model.head): "head"}
+    ends = {"embeddings": (), "head": ()} | {names[id(unit)]: tuple(_tensors([unit], [], tables)) for unit in units}
+    ends["root"] = tuple(_tensors([model], [*model.layers, *units], tables))
+    around = count_bytes(model, 0, 1).num_base - sum(count_bytes(layer, 0, 1).num_base for layer in model.layers)
+    return ModelParts(
+        kinds=kinds,
+        layers=tuple(order),
+        ends=ends,
+        gathered_by_model=frozenset(names[id(unit)] for unit in units if unit in model.gathered_by_model),
+        num_parameters=around + sum(count_bytes(layers[kind], 0, 1).num_base for kind in order),
+        num_quantized=sum(kinds[kind].num_quantized for kind in order),
+    )
+
+
+def _layer_kind(layer: nn.Module) -> LayerKind:
+    quantized = [module for module in layer.modules() if isinstance(module, QuantizedLinear)]
+    matrices = [p for m in layer.modules() if m not in quantized for p in m._parameters.values() if p is not None]
+    plain = sum(p.numel() for p in matrices if p.ndim > 1 and not p.requires_grad)
+    sizes = [module.out_features * module.in_features for module in quantized]
+    return LayerKind(
+        tensors=tuple(_tensors([layer], [], [])),
+        matrix_elements=plain + sum(sizes),
+        largest_weight=max((n * m.compute_dtype.itemsize for n, m in zip(sizes, quantized, strict=True)), default=0),
+        num_quantized=len(quantized),
+    )
+
+
+def _tensors(
+    inside: Iterable[nn.Module], outside: Iterable[nn.Module], tables: Iterable[nn.Module]
+) -> Iterator[Tensor]:
+    """The parameters of some modules but not of others, each once; `tables` are embeddings and head."""
+    left_out = {module for each in outside for module in each.modules()}
+    table_modules = {module for each in tables for module in each.modules()}
+    seen: set[int] = set()
+    for module in (module for each in inside for module in each.modules()):
+        for name, param in module._parameters.items() if module not in left_out else ():
+            if param is None or id(param) in seen:
+                continue
+            seen.add(id(param))
+            rows = param.shape[0] if param.ndim else 1
+            part = _part_of(name, param, module in table_modules)
+            yield Tensor(part, rows, param.numel() // max(1, rows) * param.itemsize)
+
+
+def _part_of(name: str, param: nn.Parameter, is_table: bool) -> str:
+    """What the plan counts a parameter as."""
+    if param.requires_grad:
+        return "adapters"
+    if is_table:
+        return "embeddings"
+    if name.endswith("codes"):
+        return "codes"
+    return "scales" if name.endswith("scales") else "full_precision"
