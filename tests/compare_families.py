@@ -2,8 +2,9 @@
 
 A tiny random model of each family trains for some steps on 1, 2 and 4 ranks, packed and padded, and stock transformers,
 bitsandbytes and PEFT train the same in one process, a row at a time. Prints a Markdown table of the largest differences
-of a loss, or why a run was refused. `--write` puts it into docs/models.md. `--all` takes every causal language model of
-the installed transformers, at sizes that are derived from its default config, padded on one rank, and ends with counts.
+of a loss, or why a run was refused. `--write` puts its rows into docs/models.md. `--all` takes every causal language
+model of the installed transformers, at sizes that are derived from its default config, padded on one rank, and ends
+with counts.
 
 No part of `make test`, which compares one family of each mechanism (tests/distributed/test_losses.py).
 """
@@ -18,7 +19,7 @@ import re
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -46,8 +47,8 @@ DOCUMENT = Path(__file__).parents[1] / "docs" / "models.md"
 BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"
 VISION = {"model_type": "pixtral", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
 VISION |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
-# Gemma 3n's matrices of 4 columns have no blocks of 64. It and Jamba compute with the weights of some layers
-# past these layers, so that nothing depends on an adapter there.
+# Gemma 3n's matrices of 4 columns can't be split into blocks of 64. It and Jamba take the weights of some layers and
+# compute with them by themselves, so that nothing depends on an adapter there.
 MORE = {
     "gemma3n_text": [
         "quant.llm_int8_skip_modules=[lm_head,correction_coefs,prediction_coefs]",
@@ -57,6 +58,7 @@ MORE = {
 }
 TOLERANCE = 1e-5
 MAX_REASON = 400
+TOO_NARROW = "would cross rows"  # of a refusal
 FAMILIES_A_WORLD = 10  # with --all; else one that fails would end the others
 NOT_PACKED = re.compile(r"refused: training\.packing=true can't be used with \w+: (.*)\. Set training\.packing=auto")
 
@@ -181,6 +183,22 @@ def compare(families: Sequence[str], wanted: Wanted, folder: Path, more: Sequenc
     return found
 
 
+def compare_all(families: Sequence[str], wanted: Wanted, size: int) -> Iterator[Comparison]:
+    """Compare families, `size` at a time.
+
+    Those whose rows are too short for blocks of 64, at tiny sizes, are compared in int8.
+    """
+    for first in range(0, len(families), size):
+        with TemporaryDirectory() as folder:
+            some = compare(families[first : first + size], wanted, Path(folder))
+        narrow = [each.family for each in some if any(TOO_NARROW in str(why) for why in each.differences.values())]
+        if narrow:
+            with TemporaryDirectory() as folder:
+                in_int8 = compare(narrow, wanted, Path(folder), ["quant=int8"])
+            some = [each for each in some if each.family not in narrow] + in_int8
+        yield from some
+
+
 def _difference(ours: Sequence[list[float] | str], argv: Sequence[str]) -> float | str:
     """The largest difference from the reference, or the first reason why there is none."""
     reasons = [losses for losses in ours if isinstance(losses, str)]
@@ -210,20 +228,20 @@ def _last_line(error: Exception) -> str:
     return (lines[-1] if lines else str(error))[:MAX_REASON]
 
 
-def table(found: Iterable[Comparison], packings: Sequence[bool]) -> Iterator[str]:
-    """The lines of the Markdown table, each as soon as it is known."""
-    ways = ["Packed" if packing else "Padded" for packing in packings]
-    yield " | ".join(["| Family", "Experts", *ways]) + " |"
-    yield "|---" * (2 + len(ways)) + "|"
-    for comparison in found:
-        yield comparison.row()
+def header(packings: Sequence[bool]) -> list[str]:
+    """The first two lines of the Markdown table."""
+    columns = ["Family", "Experts", *("Packed" if packing else "Padded" for packing in packings)]
+    return [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
 
 
-def write_table(lines: Sequence[str]) -> None:
-    """Put the table between its markers in the document."""
+def write_table(head: Sequence[str], rows: Sequence[str]) -> None:
+    """Put rows into the table between its markers in the document; rows of other families stay."""
     text = DOCUMENT.read_text(encoding="utf-8")
     before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
+    table, _, after = rest.partition(END)
+    old = table.strip().splitlines()[len(head) :]
+    by_family = {re.match(r"\| (\w+)", row).group(1): row for row in [*old, *rows]}
+    lines = [*head, *(by_family[family] for family in sorted(by_family))]
     DOCUMENT.write_text("\n".join([before + BEGIN, *lines, END]) + after, encoding="utf-8")
 
 
@@ -256,28 +274,14 @@ def main() -> None:
     families = asked.families or (every if asked.all else sorted({*FAMILIES, *OTHER_FAMILIES, "mistral3"}))
     ranks = [int(number) for number in (asked.ranks or ("1" if asked.all else "1,2,4")).split(",")]
     wanted = Wanted(ranks, asked.steps or (2 if asked.all else 20), (False,) if asked.all else (True, False))
-    size, found = FAMILIES_A_WORLD if asked.all else 1, list[Comparison]()
-
-    def compared() -> Iterator[Comparison]:
-        for first in range(0, len(families), size):
-            with TemporaryDirectory() as folder:
-                some = compare(families[first : first + size], wanted, Path(folder))
-            narrow = [
-                each.family for each in some if any("would cross rows" in str(f) for f in each.differences.values())
-            ]
-            with TemporaryDirectory() as folder:  # rows too short for blocks of 64
-                in_int8 = compare(narrow, wanted, Path(folder), ["quant=int8"]) if narrow else []
-            some = [each for each in some if each.family not in narrow] + in_int8
-            found.extend(some)
-            yield from some
-
-    lines = []
-    for line in table(compared(), wanted.packings):
-        print(line, flush=True)
-        lines.append(line)
+    print("\n".join(header(wanted.packings)), flush=True)
+    found = []
+    for comparison in compare_all(families, wanted, FAMILIES_A_WORLD if asked.all else 1):
+        print(comparison.row(), flush=True)
+        found.append(comparison)
     print(count(found), file=sys.stderr)
     if asked.write:
-        write_table(lines)
+        write_table(header(wanted.packings), [comparison.row() for comparison in found])
 
 
 if __name__ == "__main__":

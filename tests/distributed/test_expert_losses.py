@@ -53,7 +53,7 @@ def inspect_logits(model: TaskModel, processes: Processes) -> Tensor:
 
 @pytest.fixture(scope="module")
 def runs(checkpoint: Callable[..., Path], rows: Path, tmp_path_factory: pytest.TempPathFactory):
-    """`runs(num_ranks, case)`: the adapter's folder and what rank 0 saw. Runs on as many ranks share a world."""
+    """`runs(num_ranks, case)`: the adapter's folder and what rank 0 saw. Runs on a number of ranks share a world."""
     folder = tmp_path_factory.mktemp("runs")
 
     def place(num_ranks: int, case: str) -> Path:

@@ -104,9 +104,12 @@ def load_stock(folder: Path, quant: QuantConfig, device: str = "cpu", dtype: tor
         layer.weight.data = _through_int8(layer.weight.data)
     for name, key in find_experts(model):
         weight = getattr(model.get_submodule(name), key)
-        is_quantized = quant.load_in_4bit or quant.load_in_8bit
-        if is_quantized and should_convert_module(name, quant.llm_int8_skip_modules or []):
-            weight.data = _through_int8(weight.data) if quant.load_in_8bit else _through_4bit(weight.data, quant)
+        if not should_convert_module(name, quant.llm_int8_skip_modules or []):
+            continue
+        if quant.load_in_8bit:
+            weight.data = _through_int8(weight.data)
+        elif quant.load_in_4bit:
+            weight.data = _through_4bit(weight.data, quant)
     return model
 
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.helpers.checkpoints import VOCAB, quantize_checkpoint
+from tests.helpers.checkpoints import OTHER_FAMILIES, SHAPE, VOCAB, quantize_checkpoint
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from qlora_fsdp.common.errors import AdapterError
 from qlora_fsdp.config.schema import LoraConfig, ModelConfig, QuantConfig
@@ -55,6 +56,28 @@ def test_what_is_trained_is_in_float32_and_all_else_is_frozen(checkpoint: Callab
 def test_names_that_can_not_be_adapted(checkpoint: Callable[..., Path], config: LoraConfig, message: str):
     with pytest.raises(AdapterError, match=message):
         adapt(checkpoint("llama"), config)
+
+
+def test_a_router_that_gives_more_than_a_product_gets_no_adapter():
+    """Llama 4's is an nn.Linear of a class of its own, which returns scores and logits."""
+
+    def llama4() -> PreTrainedModel:
+        config = AutoConfig.for_model("llama4_text", **SHAPE | OTHER_FAMILIES["llama4_text"])
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config)
+
+    names = trainable_names(apply_adapters(llama4(), LoraConfig()))
+    assert {name.split(".lora_")[0].rpartition(".")[2] for name in names} == {
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    }
+    with pytest.raises(AdapterError, match=r"feed_forward.router is a router \(Llama4Router\)"):
+        apply_adapters(llama4(), LoraConfig(target_modules=["router", "q_proj"]))
 
 
 def test_a_head_that_shares_the_embeddings_weight_is_never_quantized(checkpoint: Callable[..., Path]):

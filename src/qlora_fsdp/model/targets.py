@@ -1,7 +1,7 @@
 """Find what gets an adapter: linear layers, and the weights of fused experts.
 
-A model without experts and routers is left to PEFT, which finds the layers that `lora.target_modules` name. In any
-other this module finds them. PEFT takes names such as `gate_proj` for what experts were called before transformers
+A model without experts is left to PEFT, which finds the layers that `lora.target_modules` name. With experts, or a
+router, this module finds them. PEFT takes names such as `gate_proj` for what experts were called before transformers
 fused them, and replaces them in the settings (`_convert_peft_config_moe`), even where a model has other layers of these
 names; and it would adapt the router. So PEFT gets such layers by the names of their parameters, in `target_parameters`,
 which it leaves alone.
