@@ -32,6 +32,17 @@ FAMILIES: dict[str, dict[str, object]] = {
     "phi3": {"rope_scaling": None},
     "bert": {"is_decoder": True, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
 }
+# Models whose experts are one tensor. In the files each expert is a tensor of its own, except for gpt-oss.
+MOE_FAMILIES: dict[str, dict[str, object]] = {
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 16},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "intermediate_size": 64},
+    "deepseek_v3": {
+        **{"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "n_shared_experts": 1},
+        **{"first_k_dense_replace": 1, "moe_intermediate_size": 64, "num_key_value_heads": 4, "q_lora_rank": 64},
+        **{"kv_lora_rank": 64, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16},
+    },
+}
 
 
 def make_checkpoint(
@@ -39,7 +50,7 @@ def make_checkpoint(
 ) -> Path:
     """Write a random checkpoint of a family; weights are large enough that every layer matters."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **{**SHAPE, **FAMILIES[family]}, initializer_range=0.1)
+    config = AutoConfig.for_model(family, **{**SHAPE, **(FAMILIES | MOE_FAMILIES)[family]}, initializer_range=0.1)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return folder

@@ -30,6 +30,7 @@ from qlora_fsdp.common.families import MULTIMODAL_FAMILIES
 from qlora_fsdp.config.schema import EmbeddingStorage, QuantConfig, TaskConfig, TaskName
 from qlora_fsdp.layers import Format, parse_storage
 from qlora_fsdp.layers.experts import EXPERTS_IMPLEMENTATION
+from qlora_fsdp.model.experts import check_num_chosen
 from qlora_fsdp.model.find import ModelFiles
 from qlora_fsdp.model.parts import describe_task, find_decoder, find_head, find_new, is_outside_backbone
 from qlora_fsdp.model.swap_layers import (
@@ -127,6 +128,7 @@ def build_model(files: ModelFiles, settings: BuildSettings) -> MetaModel:
     if settings.is_classifier:
         describe_task(config, settings.task, settings.pad_token_id)
     model = _make_on_meta(config, files, settings)
+    check_num_chosen(model)
     dropped = _drop_towers(model)
     tensors = _tensors_of(model, files, dropped)
     new = find_new(model, tensors) if settings.is_classifier else set()
