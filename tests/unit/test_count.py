@@ -9,7 +9,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from qlora_fsdp.config.schema import LoraConfig, QuantConfig
-from qlora_fsdp.layers.experts import EXPERTS_IMPLEMENTATION
 from qlora_fsdp.model.adapters import apply_adapters
 from qlora_fsdp.model.build import BuildSettings, build_model
 from qlora_fsdp.model.count import count_bytes, count_flops
@@ -39,9 +38,8 @@ def test_experts_count_by_the_share_that_a_token_meets(family: str):
     assert 2 * flops.frozen_weights * TOKENS == pytest.approx(linear, rel=0.002)  # and rotary embeddings
 
 
-@pytest.mark.parametrize("experts_implementation", [EXPERTS_IMPLEMENTATION])
 @pytest.mark.parametrize("family", MOE_FAMILIES)
-def test_adapters_of_experts_count_by_their_share_too(family: str, experts_implementation: str):
+def test_adapters_of_experts_count_by_their_share_too(family: str):
     config = config_of(family)
     built = build_model(ModelFiles(None, config), BuildSettings(QuantConfig(), torch.float32, "eager"))
     frozen = count_flops(built.model, config).frozen_weights

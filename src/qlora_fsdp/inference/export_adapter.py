@@ -21,6 +21,7 @@ import peft
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.nn import functional as F
 
 from qlora_fsdp.common.errors import AdapterError, RunFolderError
 from qlora_fsdp.common.files import replacing
@@ -66,12 +67,17 @@ def export_adapter(trained: AssembledModel, adapter: Path, out: Path) -> None:
         for key, tensor in unfuse(experts[name], source):
             factor = experts[name].scaling / scaling if key.endswith("lora_B.weight") else 1.0
             tensors[key] = (tensor * factor).contiguous()
-    layers = {key.removesuffix(".lora_A.weight") for key in tensors if key.endswith(".lora_A.weight")}
+    layers = [key.removesuffix(".lora_A.weight") for key in tensors if key.endswith(".lora_A.weight")]
     rank = max(len(tensors[f"{layer}.lora_A.weight"]) for layer in layers)
+    for layer in layers:  # one rank for all, where they differ
+        a, b = f"{layer}.lora_A.weight", f"{layer}.lora_B.weight"
+        padding = rank - len(tensors[a])
+        tensors[a], tensors[b] = F.pad(tensors[a], (0, 0, 0, padding)), F.pad(tensors[b], (0, padding))
     config = replace(
         config,
         r=rank,
-        lora_alpha=scaling * (math.sqrt(rank) if config.use_rslora else rank),  # type: ignore[arg-type]
+        lora_alpha=scaling * rank,  # type: ignore[arg-type]  # PEFT and vLLM take fractions too
+        use_rslora=False,  # by which PEFT would scale fused gate and up otherwise than gate and up
         target_modules=sorted({layer.rpartition(".")[2] for layer in layers}),
         target_parameters=None,
         exclude_modules=None,
