@@ -39,7 +39,6 @@ FAMILIES: dict[str, dict[str, object]] = {
     "phi3": {"rope_scaling": None},
     "bert": {"is_decoder": True, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
 }
-
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
 LATENT = {"q_lora_rank": 64, "kv_lora_rank": 64, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
 DELTA = {
@@ -86,6 +85,9 @@ OTHER_FAMILIES: dict[str, dict[str, object]] = {
     "opt": {"ffn_dim": 128, "word_embed_proj_dim": 64, "dropout": 0.0},
     "bloom": {},
 }
+
+# Models whose experts are one tensor. In the files each expert is a tensor of its own, except for gpt-oss.
+MOE_FAMILIES = {name: OTHER_FAMILIES[name] for name in ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3")}
 
 
 def make_checkpoint(
