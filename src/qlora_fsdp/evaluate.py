@@ -83,13 +83,14 @@ def evaluate_on_data(settings: EvaluateSettings, config: Config, processes: Proc
         from qlora_fsdp.data.run_data import prepare_data
         from qlora_fsdp.data.split import split_batches
         from qlora_fsdp.inference.trained import load_trained
-        from qlora_fsdp.layers.attention import check_packing
         from qlora_fsdp.model.classifier import Classifier
         from qlora_fsdp.model.positions import check_positions
         from qlora_fsdp.training.evaluate import evaluate
 
     trained = load_trained(config, settings.adapter, processes)
-    check_packing(config.training.packing, trained.meta.config)
+    config = trained.settle(config)
+    for note in trained.notes:
+        log.info(f"Note: {note}")
     data = prepare_data(config, trained.tokenizer, processes, trained.model.vocab_size)
     for line in str(replace(data.report, purpose="evaluation")).splitlines():
         log.info(f"Data: {line}")

@@ -1,10 +1,11 @@
-"""`python -m qlora_fsdp.preflight`: does a run fit, and how long will it take? Needs no GPU, no weights and no torch.
+"""`python -m qlora_fsdp.preflight`: does a run fit, and how long will it take? Needs no GPU and no weights.
 
 The command line is that of the run, and `hardware=` besides; without it, the GPUs of this host are meant:
 
     python -m qlora_fsdp.preflight model=llama3-70b hardware=2x24gib training.max_length=2048
 
-A preset needs no download. Of another model on the hub, config.json is downloaded.
+A preset needs no download. Of another model on the hub, config.json is downloaded. Whether its rows can be packed is
+tried with a small model, which takes torch; mistakes in the settings are told before torch is imported.
 """
 
 from __future__ import annotations
@@ -14,27 +15,24 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from textwrap import shorten
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from qlora_fsdp.common.errors import CheckpointError, ConfigError, Problem, UserError, print_error, refuse
-from qlora_fsdp.common.families import MULTIMODAL_FAMILIES, PLANNED_FAMILIES
 from qlora_fsdp.common.files import write_json
 from qlora_fsdp.common.hub import fetch_config_json
-from qlora_fsdp.common.startup import end_with_the_reader
+from qlora_fsdp.common.startup import end_with_the_reader, quick_imports
 from qlora_fsdp.common.text import plural, show_duration, show_size
-from qlora_fsdp.config.check_model import int8_embeddings_problem, is_local_path
+from qlora_fsdp.config.check_model import is_local_path
 from qlora_fsdp.config.check_settings import TRAINING, Needs, check_settings, check_world
 from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.config.data_paths import all_paths, match
-from qlora_fsdp.config.model_config import describes_itself, read_config_json, text_part
-from qlora_fsdp.config.schema import Config, Dtype, EmbeddingStorage, Kernel, ModelConfig
+from qlora_fsdp.config.model_config import describes_itself, read_config_json
+from qlora_fsdp.config.schema import Config, Dtype, Kernel, ModelConfig, TaskName
 from qlora_fsdp.config.settings import problem_about
 from qlora_fsdp.config.world import World
 from qlora_fsdp.memory.choose import AUTO, MARGIN, Choice, choose, describe_choice
 from qlora_fsdp.memory.gpus import Hardware, parse_hardware, visible_hardware
 from qlora_fsdp.memory.plan import GIB
-from qlora_fsdp.memory.shape import ModelShape, model_shape
 from qlora_fsdp.memory.show import (
     as_json,
     changes_table,
@@ -49,6 +47,9 @@ from qlora_fsdp.memory.show import (
 from qlora_fsdp.memory.speed import load_seconds, tokens_per_second
 from qlora_fsdp.memory.suggest import cheapest_changes
 from qlora_fsdp.memory.workload import FUSED_KERNELS, Workload
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 DOES_NOT_FIT = 3  # exit code
 BYTES_A_TOKEN = 4.0  # of text in a file of rows, as an estimate
@@ -83,11 +84,16 @@ def preflight(argv: Sequence[str], file: Path) -> int:
     hardware, overrides = _split(argv)
     config = load_config(overrides, partial(check_settings, needs=NEEDS))
     _check(config, hardware)
-    size, shape = config.training.micro_batch_size, read_shape(config)
-    if config.quant.embeddings is EmbeddingStorage.int8 and shape.is_tied:
-        raise ConfigError([int8_embeddings_problem(is_tied=True)])
+    size, values = config.training.micro_batch_size, _read_config(config.model)
+    # From here on torch is needed, which takes seconds to import: mistakes in the settings were answered before.
+    with quick_imports():
+        from qlora_fsdp.model.find import make_config
+        from qlora_fsdp.tracing.model_tracer import trace_config
+
+    model = make_config(values, _name(config))
+    config, padded = _settle_packing(config, model)
     work = Workload(
-        shape,
+        trace_config(model, config),
         config,
         hardware.count,
         hardware.local_count,
@@ -98,6 +104,7 @@ def preflight(argv: Sequence[str], file: Path) -> int:
     target = GIB * (config.memory.target_gib or hardware.gpu.gib * (1 - MARGIN))
     choice = choose(work, target, hardware.gpu)
     lines, figures = _describe(choice, hardware, target)
+    lines += padded
     if not choice.fits:
         cheapest = cheapest_changes(work, target, hardware.gpu)
         missing = (choice.plan.needed - target) / GIB
@@ -121,27 +128,13 @@ def preflight(argv: Sequence[str], file: Path) -> int:
     return 0 if choice.fits else DOES_NOT_FIT
 
 
-def read_shape(config: Config) -> ModelShape:
-    """Returns the shape of the model that the settings name: of a preset, a local folder, or a model on the hub.
+def _read_config(model: ModelConfig) -> Mapping[str, Any]:
+    """The transformers config of the model. Only what the settings do not describe is looked for.
 
     Raises:
-        UserError: there is no such model, its config.json can't be had or is damaged, it is another model than the
-            preset, or the memory plan does not know the family.
+        UserError: there is no such model, its config.json can't be had or is damaged, or it is another model than the
+            preset.
     """
-    values = _read_config(config.model)
-    shape = model_shape(values)
-    if shape is None:
-        family, text = (shorten(str(part.get("model_type")), 40) for part in (values, text_part(values)))
-        found = family if family == text else f"{family} (its text: {text})"
-        raise CheckpointError(
-            f"{_name(config)} has model_type={found}, and the memory plan knows "
-            f"{', '.join((*PLANNED_FAMILIES, *MULTIMODAL_FAMILIES))}. Try it on GPUs with experiment=dry_run."
-        )
-    return shape
-
-
-def _read_config(model: ModelConfig) -> Mapping[str, Any]:
-    """The transformers config of the model. Only what the settings do not describe is looked for."""
     if model.path is not None and is_local_path(model.path):
         file = Path(model.path).expanduser() / "config.json"
         if not file.is_file():
@@ -153,6 +146,20 @@ def _read_config(model: ModelConfig) -> Mapping[str, Any]:
         fix = "Set model to a preset (docs/models.md), or model.path to a folder or a hub name."
         raise ConfigError([problem_about("model.path", None, "names no model.", fix)])
     return read_config_json(fetch_config_json(model.path, model.revision), model)
+
+
+def _settle_packing(config: Config, model: PretrainedConfig) -> tuple[Config, list[str]]:
+    """Decides `training.packing=auto` as the run will, with the libraries of this host, and tells why rows are padded.
+
+    Raises:
+        ConfigError: the settings ask for packing, and the model's rows can't be packed.
+    """
+    if config.training.packing is False or config.task.name is not TaskName.causal_lm:
+        return config, []
+    from qlora_fsdp.model.packing import decide_packing, why_not_packed
+
+    config, notes = decide_packing(config, model, why_not_packed(config, model, config.model.attn_implementation.value))
+    return config, [f"Note: {note}" for note in notes]
 
 
 def _split(argv: Sequence[str]) -> tuple[Hardware, list[str]]:
@@ -192,7 +199,7 @@ def _describe(choice: Choice, hardware: Hardware, target: float) -> tuple[list[s
     num_tokens, source = count_tokens(config, work)
     hours = num_tokens / speed / 3600
     verdict = "Fits" if choice.fits else "Does not fit"
-    model = f"{_name(config)} ({show_size(work.shape.num_parameters)} parameters)"
+    model = f"{_name(config)} ({show_size(work.parts.num_parameters)} parameters)"
     lines = [
         f"{verdict}: {model} on {hardware.count} x {gpu.name} needs {plan.needed / GIB:.2f} GiB a GPU, and "
         f"{target / GIB:.2f} GiB of {gpu.gib:g} can be had",

@@ -10,7 +10,6 @@ from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 if __name__ == "__main__":
@@ -80,10 +79,8 @@ def preview(settings: PreviewSettings, config: Config, processes: Processes) -> 
     tokenizer = load_tokenizer(config.model, config.data)
     add_tokens(tokenizer, config.tokenizer)
     if config.data.streaming:
-        with TemporaryDirectory() as folder:
-            one = BatchSplit(1, 1, 1, 1, 1)
-            streamed = open_stream(config, tokenizer, one, processes, Path(folder), 0, len(tokenizer))
-            data = PreparedData(streamed.train.first_window.sequences, streamed.eval, streamed.report)
+        streamed = open_stream(config, tokenizer, BatchSplit(1, 1, 1, 1, 1), processes, None, 0, len(tokenizer))
+        data = PreparedData(streamed.train.first_window.sequences, streamed.eval, streamed.report)
     else:
         data = prepare_data(config, tokenizer, processes, len(tokenizer))
     if not processes.is_main:

@@ -42,6 +42,18 @@ LAUNCHERS = {
 }
 
 
+def child_environment(gpus: bool = False) -> dict[str, str]:
+    """The variables of a process that a test starts: it finds this package, and is told nothing of other runs.
+
+    Args:
+        gpus: let it have every GPU that there is; else it sees none.
+    """
+    own = {name: value for name, value in os.environ.items() if not name.startswith(("FSDP_", "ACCELERATE_"))}
+    paths = [str(Path(qlora_fsdp.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    own |= {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    return own if gpus else own | {"CUDA_VISIBLE_DEVICES": ""}
+
+
 class Command:
     """A command that runs; its output goes to a file, so that nobody has to read it for it to go on."""
 
@@ -114,15 +126,10 @@ class Launch(Command):
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.output_file, self.run_folder = folder / "output.txt", folder / "run"
-        source = str(Path(qlora_fsdp.__file__).parents[1])
-        own = {name: value for name, value in os.environ.items() if not name.startswith(("FSDP_", "ACCELERATE_"))}
-        paths = [source, *filter(None, [os.environ.get("PYTHONPATH")])]
-        own |= {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        own |= {} if gpus else {"CUDA_VISIBLE_DEVICES": ""}
         with self.output_file.open("w") as output:
             self.process = subprocess.Popen(
                 [sys.executable, *LAUNCHERS[launcher], f"run.folder={self.run_folder}", *arguments],
-                env=own | (environment or {}),
+                env=child_environment(gpus) | (environment or {}),
                 cwd=folder,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -77,27 +77,23 @@ def test_figures_of_ones_own_go_over_a_folders_config(tmp_path: Path, capsys: py
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (TINY | {"hidden_size": "64"}, "has hidden_size='64', which must be a whole number"),
-        (TINY | {"hidden_size": -64}, "has hidden_size=-64, which must be a whole number"),
-        (TINY | {"vocab_size": True}, "has vocab_size=True, which must be a whole number"),
-        (TINY | {"num_hidden_layers": 1e6}, "has num_hidden_layers=1000000.0, which must be a whole number"),
+        (TINY | {"hidden_size": "64"}, "hidden_size='64' is no whole number from 0"),
+        (TINY | {"hidden_size": -64}, "hidden_size=-64 is no whole number from 0"),
+        (TINY | {"vocab_size": True}, "vocab_size=True is no whole number from 0"),
+        (TINY | {"num_hidden_layers": 1e6}, "num_hidden_layers=1000000.0 is no whole number from 0"),
         (
             TINY | {"num_hidden_layers": 10**6},
-            "num_hidden_layers=1000000, which must be a whole number from 1 to 1,000.",
+            "num_hidden_layers=1000000 is no whole number from 0 to 4,096",
         ),
-        (TINY | {"num_key_value_heads": [1] * 1000}, "has num_key_value_heads=[1, 1, 1, "),
+        (TINY | {"num_key_value_heads": [1] * 1000}, "its config can't be used"),
         ([1, 2], "is damaged (it holds a list, and not an object)"),
         ("[" * 100_000, "is damaged (it is nested too deeply)"),
         ("{", "is damaged (Expecting property name"),
         (f'{{"hidden_size": 1{"0" * 5000}}}', "is damaged (Exceeds the limit"),
-        ({"model_type": "gemma3", "text_config": 5}, "has model_type=gemma3, and the memory plan knows"),
+        ({"model_type": "gemma3", "text_config": 5}, "its config can't be used"),
         (
             {"model_type": "llava", "text_config": TINY},
-            "has model_type=llava (its text: llama), and the memory plan knows",
-        ),
-        (
-            {"model_type": "mistral3", "text_config": {"model_type": "ministral3"}},
-            "model_type=mistral3 (its text: ministral3)",
+            "can't be built as AutoModelForCausalLM",
         ),
     ],
 )
@@ -150,10 +146,10 @@ def hub() -> Iterator[str]:
 
 
 def test_hub_models(hub: str, tmp_path: Path) -> None:
-    """config.json alone is downloaded, later it is read from the cache, and no torch is imported. One process does all
-    that has a network; a second one has none."""
+    """config.json alone is downloaded, and later it is read from the cache. One process does all that has a network; a
+    second one has none."""
     program = (
-        "import sys, json; sys.modules['torch'] = sys.modules['transformers'] = None\n"
+        "import sys, json\n"
         "from qlora_fsdp import preflight\n"
         "for arguments in json.loads(sys.argv[1]): print('=====', preflight.main(arguments), flush=True)"
     )

@@ -14,10 +14,9 @@ from typing import Any
 
 import pytest
 
-import qlora_fsdp
 from qlora_fsdp.records.run_state import read_json, slurm_queue
 from qlora_fsdp.status import show_status
-from tests.cli.launch import ROOT
+from tests.cli.launch import ROOT, child_environment
 from tests.helpers.lines import read_lines
 
 NUM_NODES = 2
@@ -38,10 +37,8 @@ SWEEP = [
 
 
 def run(folder: Path, *command: str) -> str:
-    paths = [str(Path(qlora_fsdp.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    own = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    own["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    done = subprocess.run(command, cwd=folder, env=os.environ | own, capture_output=True, text=True, check=False)
+    own = child_environment() | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(command, cwd=folder, env=own, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

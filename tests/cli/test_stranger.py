@@ -6,14 +6,13 @@ The model is SmolLM2-135M-Instruct, out of a Python package (scripts/make_smollm
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.cli.launch import ROOT, SCRIPT
+from tests.cli.launch import ROOT, SCRIPT, child_environment
 from tests.helpers.lines import read_lines
 from tests.helpers.smollm2 import needs_smollm2
 
@@ -26,12 +25,10 @@ QUESTION = "What does `textwrap.dedent(text)` do?"
 
 def type_in(folder: Path, *command: str, text: str = "") -> str:
     """Runs a command to its end, and returns what it printed."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("FSDP_", "ACCELERATE_"))}
-    environment |= {"PYTHONPATH": str(ROOT / "src"), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
         [sys.executable, str(SCRIPT), *command],
         cwd=folder,
-        env=environment | {"OMP_NUM_THREADS": "1"},
+        env=child_environment(),
         input=text,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from qlora_fsdp.memory.activation_bytes import Policy
+from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.model.activations import MemoryFallback
 from qlora_fsdp.model.task_model import TaskModel
 from qlora_fsdp.training import passes

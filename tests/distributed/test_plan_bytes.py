@@ -21,20 +21,20 @@ from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.config.schema import Config, TaskName
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.data.tokenizer import add_tokens, byte_tokenizer
-from qlora_fsdp.memory.activation_bytes import Policy
 from qlora_fsdp.memory.plan import WORKSPACE, MemoryPlan, make_plan
-from qlora_fsdp.memory.shape import model_shape
+from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.memory.workload import Workload
 from qlora_fsdp.model.activations import set_activation_policy
 from qlora_fsdp.model.assemble import adapt_model
 from qlora_fsdp.model.build import BuildSettings, build_model
-from qlora_fsdp.model.find import ModelFiles
+from qlora_fsdp.model.find import ModelFiles, make_config
 from qlora_fsdp.model.prove import prove_shards
 from qlora_fsdp.model.shard import place_model, shard_model
 from qlora_fsdp.model.task_model import TaskModel
 from qlora_fsdp.runtime import rows as sharded_rows
 from qlora_fsdp.runtime.processes import start_processes
 from qlora_fsdp.runtime.rows import local_tensor
+from qlora_fsdp.tracing.model_tracer import Computing, ModelTracer
 from qlora_fsdp.training.optim import make_optimizer
 from tests.helpers.ranks import Meeting, once, run_ranks
 
@@ -216,10 +216,12 @@ def policy_of(config: Config) -> Policy:
 
 
 def plan_of(config: Config, policy: Policy, compute_bytes: int = 2) -> MemoryPlan:
-    shape = model_shape(config.model.config)
-    assert shape is not None
-    work = Workload(shape, config, NUM_RANKS, NUM_RANKS, 1, compute_bytes, frozenset())
-    return make_plan(work, [policy] * shape.num_layers)
+    dtype = torch.bfloat16 if compute_bytes == 2 else torch.float32
+    files = ModelFiles(None, make_config(config.model.config, "tiny"))
+    tokens = add_tokens(byte_tokenizer(), config.tokenizer)
+    model = ModelTracer(files, Computing(dtype, "sdpa", (), "torch", is_cuda=False), tokens)
+    work = Workload(model, config, NUM_RANKS, NUM_RANKS, 1, compute_bytes, frozenset())
+    return make_plan(work, [policy] * work.num_layers)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    BitsAndBytesConfig,
+    PretrainedConfig,
+)
 
 VOCAB = 264
 SHAPE = {
@@ -32,16 +39,52 @@ FAMILIES: dict[str, dict[str, object]] = {
     "phi3": {"rope_scaling": None},
     "bert": {"is_decoder": True, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
 }
-# Models whose experts are one tensor. In the files each expert is a tensor of its own, except for gpt-oss.
-MOE_FAMILIES: dict[str, dict[str, object]] = {
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 16},
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64},
-    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "intermediate_size": 64},
+
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
+LATENT = {"q_lora_rank": 64, "kv_lora_rank": 64, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
+DELTA = {
+    **{"linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    **{"head_dim": 16, "layer_types": ["linear_attention", "full_attention"]},
+}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16}
+# Families that are not in every list of tests; mechanisms that these have and those above do not.
+OTHER_FAMILIES: dict[str, dict[str, object]] = {
+    "qwen3_moe": {**EXPERTS, "num_experts": 4, "head_dim": 16},
+    "qwen2_moe": {**EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 64},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 16},
     "deepseek_v3": {
-        **{"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "n_shared_experts": 1},
-        **{"first_k_dense_replace": 1, "moe_intermediate_size": 64, "num_key_value_heads": 4, "q_lora_rank": 64},
-        **{"kv_lora_rank": 64, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16},
+        **{**EXPERTS, **LATENT, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "head_dim": 8},
+        **{"num_key_value_heads": 4, "first_k_dense_replace": 1},
     },
+    "glm4": {"head_dim": 16},
+    "glm4_moe": {**EXPERTS, "n_routed_experts": 4, "head_dim": 16},
+    "llama4_text": {"num_local_experts": 4, "head_dim": 16, "intermediate_size_mlp": 128, "attention_chunk_size": 16},
+    "gemma3n_text": {
+        **{"head_dim": 16, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 64, "laurel_rank": 64},
+        **{"vocab_size_per_layer_input": 264, "layer_types": ["sliding_attention", "full_attention"]},
+        **{"activation_sparsity_pattern": [0.95, 0.0], "sliding_window": 16, "intermediate_size": [128, 128]},
+    },
+    "olmo2": {},
+    "olmo3": {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
+    "granite": {"logits_scaling": 2.0},
+    "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "granitemoehybrid": {**MAMBA, "num_local_experts": 4, "layer_types": ["linear_attention", "full_attention"]},
+    "starcoder2": {},
+    "gpt_neox": {},
+    "stablelm": {},
+    "cohere": {},
+    "cohere2": {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"], "head_dim": 16},
+    "falcon": {"multi_query": False},
+    "nemotron": {"head_dim": 16},
+    "qwen3_next": {**DELTA, **EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 64},
+    "qwen3_5_text": DELTA,
+    "bamba": {**MAMBA, "attn_layer_indices": [1]},
+    "lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+    "jamba": {"num_hidden_layers": 5, "num_experts": 4, "mamba_d_state": 8, "mamba_dt_rank": 64},
+    "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "opt": {"ffn_dim": 128, "word_embed_proj_dim": 64, "dropout": 0.0},
+    "bloom": {},
 }
 
 
@@ -49,11 +92,26 @@ def make_checkpoint(
     family: str, folder: Path, dtype: torch.dtype = torch.bfloat16, max_shard_size: str = "100KB"
 ) -> Path:
     """Write a random checkpoint of a family; weights are large enough that every layer matters."""
+    config = AutoConfig.for_model(family, **SHAPE | (FAMILIES | OTHER_FAMILIES)[family], initializer_range=0.1)
+    return write_checkpoint(config, folder, dtype, max_shard_size)
+
+
+def write_checkpoint(
+    config: PretrainedConfig, folder: Path, dtype: torch.dtype = torch.bfloat16, max_shard_size: str = "100KB"
+) -> Path:
+    """Write a random checkpoint of a config. What transformers begins with zeros, such as biases, is random too."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **{**SHAPE, **(FAMILIES | MOE_FAMILIES)[family]}, initializer_range=0.1)
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model = _auto_class(config).from_config(config, dtype=dtype)
+    for value in model.state_dict().values():
+        if value.is_floating_point() and not value.any():
+            value.normal_(std=0.1)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return folder
+
+
+def _auto_class(config: PretrainedConfig) -> Any:
+    is_causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    return AutoModelForCausalLM if is_causal else AutoModelForImageTextToText
 
 
 def quantize_checkpoint(source: Path, folder: Path, **options: Any) -> Path:

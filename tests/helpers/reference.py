@@ -1,6 +1,9 @@
 """The independent reference: stock transformers, bitsandbytes and PEFT in one process, a row at a time.
 
 No padding, no packing. It takes the same settings as our runs, so that a test says what is compared once.
+
+What is quantized and adapted in a mixture of experts is found here by the names that transformers gives its modules,
+and not by the code that is tested.
 """
 
 from __future__ import annotations
@@ -18,7 +21,15 @@ import torch
 from peft.tuners import lora
 from torch import nn
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    BitsAndBytesConfig,
+    PreTrainedTokenizerBase,
+)
+from transformers.quantizers.base import get_keys_to_not_convert
+from transformers.quantizers.quantizers_utils import should_convert_module
 
 from qlora_fsdp.config.schema import Config, EmbeddingStorage, Optimizer, QuantConfig
 from qlora_fsdp.data.run_data import prepare_data
@@ -29,6 +40,10 @@ from tests.helpers.one_process import one_process
 from tests.helpers.quick_config import load_config
 
 Row = tuple[list[int], list[bool]]  # tokens, and which of them are targets
+MULTIMODAL = ("gemma3", "mistral3")  # these have a text decoder, `language_model`, beside towers for images
+EXPERT_WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
+ROUTERS = ("gate", "router")
+FORMER_EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")  # PEFT takes layers of these names for experts
 
 
 def stock_losses(argv: Sequence[str], device: str = "cpu", dtype: torch.dtype = torch.float32) -> list[float]:
@@ -56,8 +71,18 @@ def stock_loss(model: nn.Module, rows: Path, max_length: int = 64) -> tuple[floa
 def load_stock(folder: Path, quant: QuantConfig, device: str = "cpu", dtype: torch.dtype = torch.float32) -> nn.Module:
     """`from_pretrained` with a BitsAndBytesConfig, as PEFT's documentation does it; a quantized checkpoint as it is.
 
-    Stock int8 also quantizes activations, which we do not: for int8 the layers hold the dequantized weights.
+    transformers leaves fused experts as they are, and quantizes routers that are linear layers: here the experts are
+    quantized, and no router is. Stock int8 also quantizes activations, which we do not: for int8 the layers hold the
+    dequantized weights, and so do experts in any format.
     """
+    config = AutoConfig.from_pretrained(folder)
+    auto_class = AutoModelForImageTextToText if config.model_type in MULTIMODAL else AutoModelForCausalLM
+    with torch.device("meta"):
+        on_meta = auto_class.from_config(config)
+    routers = find_routers(on_meta)
+    skip = quant.llm_int8_skip_modules
+    if routers:
+        skip = [*(get_keys_to_not_convert(on_meta) if skip is None else skip), *routers]
     options = {}  # quantization_config=None would make transformers take stored codes for weights
     if quant.load_in_4bit and not _is_quantized(folder):
         options["quantization_config"] = BitsAndBytesConfig(
@@ -65,19 +90,59 @@ def load_stock(folder: Path, quant: QuantConfig, device: str = "cpu", dtype: tor
             bnb_4bit_quant_type=quant.bnb_4bit_quant_type.value,
             bnb_4bit_use_double_quant=quant.bnb_4bit_use_double_quant,
             bnb_4bit_compute_dtype=dtype,
-            llm_int8_skip_modules=quant.llm_int8_skip_modules,
+            llm_int8_skip_modules=skip,
         )
-    model = AutoModelForCausalLM.from_pretrained(
+    model = auto_class.from_pretrained(
         folder, dtype=dtype, attn_implementation="eager", device_map={"": device}, **options
     )
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]
     in_int8 = ends if quant.embeddings is EmbeddingStorage.int8 else []
     if quant.load_in_8bit and not _is_quantized(folder):
-        in_int8 += [layer for layer in model.modules() if type(layer) is nn.Linear and layer not in ends]
+        linears = [(name, layer) for name, layer in model.named_modules() if type(layer) is nn.Linear]
+        in_int8 += [layer for name, layer in linears if layer not in ends and name not in routers]
     for layer in in_int8:
-        codes, scales, _ = bnb.functional.int8_vectorwise_quant(layer.weight.data.half())
-        layer.weight.data = dequantize_int8(codes, scales, dtype)
+        layer.weight.data = _through_int8(layer.weight.data)
+    for name, key in find_experts(model):
+        weight = getattr(model.get_submodule(name), key)
+        is_quantized = quant.load_in_4bit or quant.load_in_8bit
+        if is_quantized and should_convert_module(name, quant.llm_int8_skip_modules or []):
+            weight.data = _through_int8(weight.data) if quant.load_in_8bit else _through_4bit(weight.data, quant)
     return model
+
+
+def find_experts(model: nn.Module) -> list[tuple[str, str]]:
+    """Module and name of each weight of fused experts, where transformers lets others compute them.
+
+    Llama 4 computes its own, in a way of their own. We leave them as they are.
+    """
+    modules = [(name, module) for name, module in model.named_modules() if hasattr(module, "has_gate")]
+    return [
+        (name, key)
+        for name, module in modules
+        for key, weight in module.named_parameters(recurse=False)
+        if key in EXPERT_WEIGHTS and weight.ndim == 3
+    ]
+
+
+def find_routers(model: nn.Module) -> list[str]:
+    """The linear layers that choose among the experts beside them."""
+    blocks = {name.removesuffix(".experts") for name, _ in model.named_modules() if name.endswith(".experts")}
+    found = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    return [name for name in found if name.rpartition(".")[0] in blocks and name.rpartition(".")[2] in ROUTERS]
+
+
+def _through_4bit(weight: torch.Tensor, quant: QuantConfig) -> torch.Tensor:
+    """What `bitsandbytes.nn.parametrize.replace_parameter_4bit` would compute with: quantized, and dequantized."""
+    kind = quant.bnb_4bit_quant_type.value
+    codes, state = bnb.functional.quantize_4bit(
+        weight, compress_statistics=quant.bnb_4bit_use_double_quant, quant_type=kind
+    )
+    return bnb.functional.dequantize_4bit(codes, state)
+
+
+def _through_int8(weight: torch.Tensor) -> torch.Tensor:
+    codes, scales, _ = bnb.functional.int8_vectorwise_quant(weight.flatten(0, -2).half())
+    return dequantize_int8(codes, scales, weight.dtype).view(weight.shape)
 
 
 def dequantize_int8(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -116,6 +181,7 @@ def add_lora(
     `lora.Linear` goes over bitsandbytes' layer too, as PEFT's `Linear4bit` rounds in another order.
     """
     wanted = config.lora
+    target_modules, target_parameters = find_targets(model, config)
     settings = peft.LoraConfig(
         task_type=task_type,
         r=wanted.r,
@@ -123,7 +189,8 @@ def add_lora(
         lora_dropout=wanted.lora_dropout,
         use_rslora=wanted.use_rslora,
         use_dora=wanted.use_dora,
-        target_modules=wanted.target_modules,
+        target_modules=target_modules,
+        target_parameters=target_parameters,
         exclude_modules=wanted.exclude_modules,
         modules_to_save=wanted.modules_to_save,
         rank_pattern=wanted.rank_pattern,
@@ -140,6 +207,36 @@ def add_lora(
             bound = math.sqrt(1 / weight.shape[1])
             weight.data.copy_(torch.empty(weight.shape).uniform_(-bound, bound, generator=generator))
     return wrapped
+
+
+def find_targets(model: nn.Module, config: Config) -> tuple[list[str] | str | None, list[str] | None]:
+    """PEFT's `target_modules` and `target_parameters`; of models without experts the former are those of the settings.
+
+    PEFT adapts the parameter of a plain layer: those among the targets that are quantized become plain here.
+    """
+    wanted, experts, routers = config.lora, find_experts(model), find_routers(model)
+    if not experts and not routers and model.config.model_type not in MULTIMODAL:
+        return wanted.target_modules, None
+    decoder = "language_model." if model.config.model_type in MULTIMODAL else ""
+    heads = [name for name, module in model.named_modules() if module is model.get_output_embeddings()]
+
+    def is_named(name: str) -> bool:
+        ends = tuple(f".{end}" for end in ([] if wanted.target_modules == "all-linear" else wanted.target_modules))
+        return decoder in name and (not ends or f".{name}".endswith(ends))
+
+    kept = {*heads, *routers}
+    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name not in kept]
+    by_parameter = {name for name in linears if experts and name.rpartition(".")[2] in FORMER_EXPERTS}
+    parameters = [f"{name}.{key}" for name, key in experts if wanted.experts and is_named(f"{name}.{key}")]
+    for name in filter(is_named, sorted(by_parameter)):
+        parameters.append(f"{name}.weight")
+        layer = model.get_submodule(name)
+        if isinstance(layer, bnb.nn.Linear4bit):
+            weight = bnb.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+            plain = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
+            plain.weight, plain.bias = nn.Parameter(weight, requires_grad=False), layer.bias
+            model.set_submodule(name, plain)
+    return [name for name in filter(is_named, linears) if name not in by_parameter], parameters or None
 
 
 def global_batches(config: Config, tokenizer: PreTrainedTokenizerBase | None = None) -> list[list[Row]]:

@@ -249,7 +249,9 @@ def test_files_that_are_no_json(adapter: Adapter, name: str, text: str) -> None:
     adapter.refusal()
 
 
-@pytest.mark.parametrize("ids", [[3 * 10**7], [-1], ["a"], [1.5], [True], 7, {"embed_tokens": 3}, [10**30]])
+@pytest.mark.parametrize(
+    "ids", [[3 * 10**7], [-1], ["a"], [1.5], [True], 7, {"embed_tokens": 3}, [4 * 10**12], [10**30]]
+)
 def test_rows_of_new_tokens_are_those_of_the_file(adapter: Adapter, ids: Any) -> None:
     adapter.write_config(trainable_token_indices=ids)
     assert "trainable_token_indices" in adapter.refusal()

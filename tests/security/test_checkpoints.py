@@ -5,6 +5,7 @@ Forged checkpoints have the right checksums, which anybody can compute.
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import os
@@ -12,6 +13,7 @@ import pickle
 import re
 import resource
 import shutil
+import tarfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -435,6 +437,13 @@ def zipped(value: Any, content: bytes | None = None, compression: int = zipfile.
     return blob.getvalue()
 
 
+def archive(num_bytes: int) -> bytes:
+    """A .tgz of some hundred bytes, as old versions of torch saved tensors, with a file that is to be so large."""
+    info = tarfile.TarInfo("storages")
+    info.size = num_bytes
+    return gzip.compress(info.tobuf())
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -448,6 +457,7 @@ def zipped(value: Any, content: bytes | None = None, compression: int = zipfile.
         (lambda: zipped(torch.zeros(4, device="meta")), "it names torch._utils._rebuild_meta"),
         (lambda: zipped(3), "can't be used"),
         (lambda: b"PK", "can't be used"),
+        (lambda: archive(10**10), "can't be used"),
     ],
 )
 def test_an_old_blob_is_read_only_where_it_is_the_tensor(tmp_path: Path, make: Callable[[], bytes], message: str):

@@ -7,8 +7,8 @@ import torch
 
 from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.data.batch import Batch
-from qlora_fsdp.memory.activation_bytes import Policy
 from qlora_fsdp.memory.capture import why_not_captured
+from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.training.captured import Key, _fill_starts
 
 

@@ -25,7 +25,7 @@ from transformers.core_model_loading import (
 
 from qlora_fsdp.weights import map_keys as mapping
 from qlora_fsdp.weights.composed import ComposedTensor
-from qlora_fsdp.weights.convert_rows import convert_rows
+from qlora_fsdp.weights.convert_rows import RowConversions
 from qlora_fsdp.weights.safetensors_files import StoredTensor
 
 CONFIG = SimpleNamespace(num_attention_heads=2)
@@ -91,7 +91,9 @@ def test_values(case: str):
             reference.add_tensor(name, stored.key, pattern, values[stored.key])
     expected = reference.convert(name, model=Shapes(), config=CONFIG)
     parameters = {key: torch.empty(shape, device="meta") for key, shape in SHAPES.items()}
-    found = convert_rows(converter, name, sources, parameters, CONFIG)
+    parameters |= {f"n.{key}": parameter for key, parameter in parameters.items()}
+    conversions = RowConversions(parameters, CONFIG)
+    found = conversions.convert(converter, name, sources)
     assert found.keys() == expected.keys()
     for key, tensor in expected.items():
         tensor = tensor[0] if isinstance(tensor, list) else tensor
@@ -100,6 +102,11 @@ def test_values(case: str):
     assert math.prod(next(iter(shapes.values()))) and sum(c.num_bytes for c in found.values()) == sum(
         tensor.nbytes for tensor in values.values()
     )
+    # A second layer of the same shapes has the rows of its own files.
+    again = make_sources(converter, {f"n.{key}": shape for key, shape in shapes.items()})
+    other = conversions.convert(converter, f"n.{name}", again)
+    other_values = {f"n.{key}": -value for key, value in values.items()}
+    assert all(pick(other[f"n.{key}"], other_values).equal(-pick(found[key], values)) for key in found)
     if case == "experts":  # large pieces: a gate and an up for each expert
         assert len(found["m.experts.gate_up"].pieces) == 6
 
@@ -122,7 +129,7 @@ class Negate(ConversionOps):
 def test_what_can_not_be_done_by_rows(operations: list[ConversionOps], shape: tuple[int, ...], message: str):
     converter = WeightConverter("w", ["u", "v"] if isinstance(operations[0], Chunk) else "w", operations)
     with pytest.raises(ValueError, match=message):
-        convert_rows(converter, "m.w", make_sources(converter, {"m.w": shape}), {}, CONFIG)
+        RowConversions({}, CONFIG).convert(converter, "m.w", make_sources(converter, {"m.w": shape}))
 
 
 def make_model(family: str = "llama") -> nn.Module:

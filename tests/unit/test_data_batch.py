@@ -41,9 +41,9 @@ def test_collate_packs():
         [-100, 6, 7, -100, 9, -100, -100, -100],
         [2, 3, -100, -100, -100, -100, -100, -100],
     ]
-    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 0, 1], [0, 1, 2, 0, 1, 2, 3, 4]]
-    assert batch.sequence_starts.tolist() == [0, 4, 6, 8, 11, 16]
-    assert batch.max_row_length == 5
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5, 6, 7]]
+    assert batch.sequence_starts.tolist() == [0, 4, 8, 16]  # padding belongs to the last row before it
+    assert batch.max_row_length == 8
     assert num_targets(batch) == 5 == PACKED.num_target_tokens(np.array([0, 1]))
     assert (batch.input_ids.dtype, batch.sequence_starts.dtype) == (torch.int64, torch.int32)
 
@@ -51,8 +51,9 @@ def test_collate_packs():
 def test_collate_rows_without_packing():
     sequences = make_sequences(ROWS, np.array([0, 1]), SequenceSettings(64, 0, packing=False, seed=0))
     batch = collate(sequences, np.array([1]), micro_batch_size=2)  # a short one: the second is padding
-    assert batch.input_ids.tolist() == [[4, 5, 6, 7, 0, 0, 0, 0], [0] * 8]
-    assert batch.sequence_starts.tolist() == [0, 4, 8, 16]
+    assert batch.input_ids.tolist() == [[4, 5, 6, 7, 0, 0, 0, 0], [1] * 8]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 5, 6, 7]] * 2
+    assert batch.sequence_starts.tolist() == [0, 8, 16]  # no sequence has several rows
     assert num_targets(batch) == 2
     empty = collate(sequences, np.array([], dtype=np.int64), micro_batch_size=1)
     assert empty.input_ids.shape == (1, 8) and num_targets(empty) == 0

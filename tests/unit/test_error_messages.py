@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import Interleave, WeightConverter
 
 from qlora_fsdp import evaluate, train
-from qlora_fsdp.common.errors import AdapterError, CheckpointError, ConfigError, RankError, TrainingError
+from qlora_fsdp.common.errors import CheckpointError, ConfigError, RankError, TrainingError
 from qlora_fsdp.config.schema import LoraConfig, ModelConfig, QuantConfig
 from qlora_fsdp.inference.merge_files import merge_files
 from qlora_fsdp.inference.merge_weights import Merge
@@ -30,6 +30,7 @@ from qlora_fsdp.runtime.processes import start_processes
 from qlora_fsdp.training.gradient_check import check_gradients
 from qlora_fsdp.training.memory_use import explain_early_shortage, explain_shortage
 from qlora_fsdp.weights import map_keys
+from qlora_fsdp.weights.fill import fill_from_files
 from qlora_fsdp.weights.row_reader import Request, Sink, Span, run_requests
 from qlora_fsdp.weights.safetensors_files import StoredTensor, read_headers
 
@@ -96,12 +97,29 @@ def test_an_error_is_shown_though_torchrun_gets_no_report(
     assert "Did you mean lora.r?" in capsys.readouterr().err
 
 
-def test_an_experts_tensor_that_is_lost(tmp_path: Path):
+def test_an_experts_tensor_that_is_lost_or_broken_or_quantized(tmp_path: Path):
     sizes = {**SIZES, "hidden_size": 64, "num_key_value_heads": 2, "moe_intermediate_size": 64, "head_dim": 32}
     config = AutoConfig.for_model("qwen3_moe", num_experts=12, **sizes)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     experts = "model.layers.0.mlp.experts"
+
+    broken = {key: tensor.clone() for key, tensor in tensors.items()}
+    for key in (f"{experts}.7.up_proj.weight", f"{experts}.9.down_proj.weight"):
+        broken[key][3, 5] = float("nan")
+    save_file(broken, tmp_path / "model.safetensors", {"format": "pt"})
+    meta = build(tmp_path, QuantConfig())
+    meta.model.to_empty(device="cpu")
+    with pytest.raises(CheckpointError, match=r"experts\.7\.up_proj\.weight has 1 NaN or infinite value, .* 1 other t"):
+        fill_from_files(meta.assignments, torch.device("cpu"), torch.float32)
+
+    codes = tensors | {f"{experts}.7.up_proj.weight.absmax": torch.ones(64)}
+    save_file(codes, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(
+        CheckpointError, match=r"transformers would split or merge (.*\n.*)*absmax: it belongs to codes"
+    ):
+        build(tmp_path, QuantConfig())
+
     for lost in (
         [f"{experts}.2.up_proj.weight"],
         [f"{experts}.11.gate_proj.weight", f"{experts}.11.up_proj.weight", f"{experts}.11.down_proj.weight"],
@@ -139,9 +157,7 @@ def test_a_layout_that_is_split_or_merged(tmp_path: Path, monkeypatch: pytest.Mo
     assert "save_pretrained(FOLDER, save_original_format=False)" in str(caught.value)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     model.save_pretrained(tmp_path / "new", save_original_format=False)
-    with pytest.raises(AdapterError, match=r"no linear layer .*a list of linear layers; here are k_proj, lm_head, o_p"):
-        apply_adapters(build(tmp_path / "new", QuantConfig()).model, LoraConfig())
-    apply_adapters(build(tmp_path / "new", QuantConfig()).model, LoraConfig(target_modules=["q_proj", "v_proj"]))
+    apply_adapters(build(tmp_path / "new", QuantConfig()).model, LoraConfig())
 
 
 class Ignore(Sink):

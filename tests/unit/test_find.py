@@ -14,10 +14,10 @@ from qlora_fsdp import train
 from qlora_fsdp.common.errors import CheckpointError, ConfigError
 from qlora_fsdp.common.families import MULTIMODAL_FAMILIES, PLANNED_FAMILIES
 from qlora_fsdp.config.schema import QuantConfig
-from qlora_fsdp.memory.shape import model_shape
 from qlora_fsdp.model import find
 from qlora_fsdp.model.build import BuildSettings, build_model
 from qlora_fsdp.model.find import ModelFiles
+from qlora_fsdp.tracing.model_tracer import trace_config
 
 LLAMA: dict[str, Any] = {"model_type": "llama", **SHAPE}
 DRY_RUN = ["experiment=dry_run", "training.max_steps=1", "training.max_length=32", "data.max_rows=4"]
@@ -125,6 +125,6 @@ def test_what_is_planned_is_built(family: str, tmp_path: Path) -> None:
     config = PLANNED[family] if family in PLANNED else {"model_type": family, **WHOLE[family]}
     files = find_model(f"model.path={write(tmp_path / 'mine', config)}")
     built = build_model(files, BuildSettings(QuantConfig(load_in_4bit=False), files.config.dtype, "eager")).model
-    shape = model_shape(config)
-    assert shape is not None
-    assert sum(param.numel() for param in built.parameters()) == shape.num_parameters
+    settings = load_config(["quant=none"])
+    planned = trace_config(files.config, settings).parts(settings)
+    assert sum(param.numel() for param in built.parameters()) == planned.num_parameters

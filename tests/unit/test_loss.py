@@ -1,25 +1,14 @@
-"""The head's loss against plain cross-entropy in float64, and packed rows that must not see one another."""
+"""The head's loss against plain cross-entropy in float64."""
 
 from __future__ import annotations
 
-import numpy as np
-import peft
 import pytest
 import torch
-from tests.helpers.checkpoints import FAMILIES, SHAPE
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from qlora_fsdp.common import sizes
-from qlora_fsdp.common.errors import ConfigError
-from qlora_fsdp.common.families import PACKED_FAMILIES
-from qlora_fsdp.data.batch import collate
-from qlora_fsdp.data.cache import TokenizedRows
-from qlora_fsdp.data.sequences import SequenceSettings, make_sequences
-from qlora_fsdp.layers.attention import check_packing
 from qlora_fsdp.layers.rewire import attach_loss
-from qlora_fsdp.model.causal_lm import CausalLM
 
 
 def reference(hidden: Tensor, targets: Tensor, head: nn.Linear, softcap: float | None) -> tuple[Tensor, list[Tensor]]:
@@ -68,40 +57,3 @@ def test_no_target_is_no_loss():
     loss = head(hidden, torch.full((1, 8), -100))
     loss.backward()
     assert loss.item() == 0 and not hidden.grad.any()
-
-
-def batch_of(*rows: list[int]):
-    """Rows packed into one sequence of 64 tokens, with a target at every token of the second row alone."""
-    masks = [np.full(len(row), index == 1) for index, row in enumerate(rows)]
-    stored = TokenizedRows(
-        tokens=np.concatenate(rows).astype(np.int32),
-        is_target=np.concatenate(masks),
-        starts=np.cumsum([0, *map(len, rows)]).astype(np.int64),
-        num_targets=np.array([mask[1:].sum() for mask in masks], dtype=np.int32),
-    )
-    sequences = make_sequences(stored, np.arange(len(rows)), SequenceSettings(64, 258, packing=False, seed=0))
-    packed = type(sequences)(stored, sequences.row_ids, np.array([0, len(rows)]), 64, 258, True)
-    return collate(packed, np.array([0]), micro_batch_size=1)
-
-
-@pytest.mark.parametrize("family", sorted(PACKED_FAMILIES))
-def test_packed_rows_do_not_see_one_another(family: str):
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **{**SHAPE, **FAMILIES[family]}, initializer_range=0.1)
-    attention = "eager" if family == "gemma2" else "sdpa"
-    base = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
-    model = CausalLM(peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules="all-linear")))
-    first, second, third = [list(range(start, start + 20)) for start in (10, 50, 90)]
-    with torch.no_grad():
-        packed = model(batch_of(first, second, third)).item()
-        assert model(batch_of(first[::-1], second, third)).item() == packed
-        assert model(batch_of(first, second, third[::-1])).item() == packed
-        alone = model.base(input_ids=torch.tensor([second])).logits[0, :-1]
-    expected = F.cross_entropy(alone.double(), torch.tensor(second[1:]), reduction="sum")
-    assert packed == pytest.approx(expected.item(), abs=1e-4)
-
-
-def test_packing_is_refused_where_it_was_not_tested():
-    with pytest.raises(ConfigError, match=r"training.packing=true .* model_type=bert"):
-        check_packing(True, AutoConfig.for_model("bert"))
-    check_packing(False, AutoConfig.for_model("bert"))

@@ -10,28 +10,28 @@ from typing import Any
 
 import pytest
 import torch
+from tests.helpers.plans import traced
 from tests.helpers.quick_config import load_config
-from transformers import AutoConfig
 
 from qlora_fsdp.common.errors import ConfigError, MemoryShortage
 from qlora_fsdp.common.sizes import SLAB_BYTES
 from qlora_fsdp.config.schema import Activations
-from qlora_fsdp.memory.activation_bytes import Policy
 from qlora_fsdp.memory.choose import ROOM, choose, next_smaller
 from qlora_fsdp.memory.gpus import find_gpu, gpu_of_size, known_gpus, parse_hardware
 from qlora_fsdp.memory.plan import GIB, PHASES, MemoryPlan, make_plan
-from qlora_fsdp.memory.plan_run import Machine, plan_run
-from qlora_fsdp.memory.shape import model_shape
+from qlora_fsdp.memory.plan_run import Machine, plan_run, run_without_plan
+from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.memory.show import faster_lines, waiting_lines
 from qlora_fsdp.memory.speed import load_seconds, tokens_per_second
 from qlora_fsdp.memory.suggest import enough_gpus, largest_savings, smaller_runs
 from qlora_fsdp.memory.workload import FUSED_KERNELS, Workload
-from qlora_fsdp.model.adapters import apply_adapters
+from qlora_fsdp.model.adapters import NO_TOKENS, apply_adapters
 from qlora_fsdp.model.build import BuildSettings, build_model
 from qlora_fsdp.model.causal_lm import CausalLM
 from qlora_fsdp.model.count import count_bytes
-from qlora_fsdp.model.find import ModelFiles
+from qlora_fsdp.model.find import ModelFiles, make_config
 from qlora_fsdp.runtime.host_memory import available_bytes
+from qlora_fsdp.tracing.model_tracer import Computing, ModelTracer
 from qlora_fsdp.training.memory_use import SHORT_IN_A_ROW, PhasePeaks
 
 H200 = known_gpus()["h200"]
@@ -41,13 +41,13 @@ WITHOUT_LIGER_LOSS = FUSED_KERNELS - {"cross_entropy"}
 def workload(*overrides: str, num_ranks: int = 1, fused: frozenset[str] = FUSED_KERNELS) -> Workload:
     """A run as most were when they were measured: kernels launched one by one, with Liger's loss. Overrides win."""
     config = load_config(["compute.cuda_graph=false", "kernels.cross_entropy=liger", *overrides])
-    shape, size = model_shape(config.model.config), config.training.micro_batch_size
-    assert shape is not None
-    return Workload(shape, config, num_ranks, min(8, num_ranks), 1 if size == "auto" else size, fused=fused)
+    size = config.training.micro_batch_size
+    model = traced(config, fused)
+    return Workload(model, config, num_ranks, min(8, num_ranks), 1 if size == "auto" else size, fused=fused)
 
 
 def uniform(work: Workload, policy: Policy = Policy.full) -> MemoryPlan:
-    return make_plan(work, [policy] * work.shape.num_layers)
+    return make_plan(work, [policy] * work.num_layers)
 
 
 @pytest.mark.parametrize("quant", ["nf4", "int8", "none"])
@@ -59,36 +59,15 @@ def test_parameters_are_those_of_the_model(model: str, quant: str):
     config = load_config([f"model={model}", f"quant={quant}", *more])
     values = dict(config.model.config) | {"num_hidden_layers": 2}
     config.model.config = values
-    shape = model_shape(values)
-    assert shape is not None
-    settings = dict(values)
-    hf_config = AutoConfig.for_model(settings.pop("model_type"), **settings)
-    built = build_model(ModelFiles(None, hf_config), BuildSettings(config.quant, torch.bfloat16, "sdpa"))
+    built = build_model(
+        ModelFiles(None, make_config(values, model)), BuildSettings(config.quant, torch.bfloat16, "sdpa")
+    )
     sizes = count_bytes(CausalLM(apply_adapters(built.model, config.lora)), 0, 3)
-    assert shape.num_parameters == sizes.num_base
     for num_ranks, expected in ((1, sizes.total_bytes), (3, sizes.shard_bytes)):
-        plan = uniform(Workload(shape, config, num_ranks, num_ranks, 1))
+        plan = uniform(Workload(traced(config), config, num_ranks, num_ranks, 1))
+        assert plan.work.parts.num_parameters == sizes.num_base
         parts = plan.phases["load"]
         assert sum(parts.values()) - parts["workspace"] == expected
-
-
-HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim")
-LEFT_OUT = {
-    "mistral": ["num_key_value_heads"],
-    "qwen3": ["head_dim"],
-    "smollm3": ["num_key_value_heads", "head_dim"],
-    "gemma3_text": ["vocab_size", *HEADS],
-}
-
-
-@pytest.mark.parametrize("family", LEFT_OUT)
-def test_a_config_that_says_little_means_what_transformers_assumes(family: str):
-    """As those of small Gemma 3 models."""
-    sizes = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "vocab_size": 1000}
-    sizes |= {"num_attention_heads": 32, "num_key_value_heads": 16, "head_dim": 96}
-    values = {name: size for name, size in sizes.items() if name not in LEFT_OUT[family]}
-    whole = AutoConfig.for_model(family, **values).to_dict()
-    assert model_shape({"model_type": family, **values}) == model_shape(whole)
 
 
 # GiB that tensors took in backward on H200s, layers fused (benchmarks/results).
@@ -177,7 +156,7 @@ def test_models_take_on_one_gpu_what_was_measured(model, more, kept, recomputed)
     work = workload(f"model={model}", "training.max_length=4096", *more)
     for policy, peaks in ((Policy.none, kept), (Policy.full, recomputed)):
         if peaks is not None:
-            plan = make_plan(work, (policy,) * work.shape.num_layers)
+            plan = make_plan(work, (policy,) * work.num_layers)
             found = plan.tensor_bytes("forward") / GIB, plan.tensor_bytes("backward") / GIB
             assert found == pytest.approx(peaks, rel=0.01)
 
@@ -247,7 +226,7 @@ def test_plan_is_what_was_measured(num_ranks, model, length, size, policy, more,
     settings = (f"model={model}", f"training.max_length={length}", f"training.micro_batch_size={size}", *more)
     settings += ("kernels.fuse_layers=false",)
     plan = uniform(workload(*settings, num_ranks=num_ranks, fused=fused), policy)
-    head = plan.work.shape.vocab_weights * 2
+    head = 2 * plan.work.config.model.config["vocab_size"] * plan.work.config.model.config["hidden_size"]
     if plan.work.config.fsdp.cpu_offload:  # FSDP brings the rank's own part into the flat buffer
         head -= head // num_ranks
     peak = max(plan.tensor_bytes("forward") + head, plan.tensor_bytes("backward")) / GIB
@@ -522,7 +501,7 @@ def machine(target_gib: float, host_gib: float = 1000, num_ranks: int = 2) -> Ma
 
 def decide_for(target: Machine, *overrides: str):
     config = load_config(["model=llama3-70b", *overrides])
-    return plan_run(config, config.model.config, 80, config.quant, 2, FUSED_KERNELS, target)
+    return plan_run(config, traced(config), config.quant, 2, FUSED_KERNELS, target)
 
 
 def test_target_smaller_than_the_weights():
@@ -551,12 +530,14 @@ def test_host_memory_is_checked():
 def test_on_a_cpu_tensors_are_host_memory():
     """Refused where they can't fit, with changes that do; room that is short by the 5 % left free is not refused."""
     config = load_config(["model=tiny", "data=random", "training.micro_batch_size=1000", "memory=recompute"])
+    computing = Computing(torch.float32, "sdpa", (), "torch", is_cuda=False)
+    model = ModelTracer(ModelFiles(None, make_config(config.model.config, "tiny")), computing, NO_TOKENS)
 
     def decide_on_cpu(host_gib: float, num_ranks: int = 1, **training: Any):
         changed = replace(config, training=replace(config.training, **training))
         room = host_gib * GIB / num_ranks
         host = Machine(num_ranks, num_ranks, 0.95 * room, gpu_of_size(room / GIB), False, int(host_gib * GIB))
-        return plan_run(changed, config.model.config, 4, config.quant, 4, frozenset(), host)
+        return plan_run(changed, model, config.quant, 4, frozenset(), host)
 
     needed = decide_on_cpu(1000).plan.needed / GIB
     assert decide_on_cpu(1.01 * needed).plan.needed / GIB == needed
@@ -600,12 +581,12 @@ def test_a_run_starts_with_the_whole_plan():
 
 
 def test_models_without_a_plan():
-    config = load_config(["model=llama3-8b"])
-    found = plan_run(config, {"model_type": "bert"}, 12, config.quant, 2, FUSED_KERNELS, machine(80))
-    assert found.plan is None and found.policies == (Policy.full,) * 12 and "bert" in found.lines[0]
+    """Code that meta tensors can't run: all layers are recomputed, unless the settings name a policy."""
+    found = run_without_plan(load_config(["model=llama3-8b"]), 12, "a reason")
+    assert found.plan is None and found.policies == (Policy.full,) * 12 and "a reason" in found.lines[0]
     config = load_config(["model=llama3-8b", "training.micro_batch_size=auto", "training.global_batch_size=8"])
     with pytest.raises(ConfigError, match="micro_batch_size=auto needs the memory plan"):
-        plan_run(config, {"model_type": "bert"}, 12, config.quant, 2, FUSED_KERNELS, machine(80))
+        run_without_plan(config, 12, "a reason")
 
 
 @pytest.mark.parametrize("activations", list(Activations))

@@ -58,6 +58,13 @@ def test_rows_beyond_a_table_are_refused() -> None:
             check_positions(model, model.config, data)
 
 
+def test_padding_beyond_a_table_is_refused() -> None:
+    model = AutoModel.from_config(AutoConfig.for_model("bert", **SMALL | {"max_position_embeddings": 42})).eval()
+    assert check_positions(model, model.config, make_data(40)) is None
+    with pytest.raises(DataError, match=r"has 41 tokens, padding makes it longer than 42.*max_length=42\."):
+        check_positions(model, model.config, make_data(41))  # a multiple of 8
+
+
 def test_rows_beyond_rotary_positions_are_told() -> None:
     model = make_model("llama")
     assert num_learned_positions(model) is None

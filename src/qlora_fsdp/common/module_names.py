@@ -1,8 +1,7 @@
 """Which modules a setting names, by the rules of the libraries that the settings come from.
 
-PEFT and transformers apply these rules to a model. The memory plan applies them to names alone, without either library
-(memory/parameter_bytes.py), and `model/adapters.py` looks for names that fit nothing. Unit tests compare every function
-here with the library's own.
+PEFT applies these rules to a model. `model/adapters.py` looks for names that fit nothing. Unit tests compare every
+function here with the library's own.
 """
 
 from __future__ import annotations
@@ -52,19 +51,3 @@ def is_target(name: str, targets: str | Iterable[str]) -> bool:
 def fits_pattern(name: str, pattern: str) -> bool:
     """Whether a key of PEFT's `rank_pattern` or `alpha_pattern` names a module."""
     return re.match(rf"(.*\.)?({pattern})$", name) is not None
-
-
-def is_within(name: str, endings: tuple[str, ...]) -> bool:
-    """Whether PEFT's `modules_to_save` name this module or one around it: by ends of names, not cut at dots."""
-    if not endings:  # the usual case, and the plan asks for every layer
-        return False
-    parts = name.split(".")
-    return any(".".join(parts[:length]).endswith(endings) for length in range(1, len(parts) + 1))
-
-
-def is_skipped(name: str, skips: Iterable[str]) -> bool:
-    """Whether transformers' `llm_int8_skip_modules` name a linear layer.
-
-    Each is the end of a name, or a regular expression of the layer or of a module around it.
-    """
-    return any(name.endswith(skip) or re.match(rf"(?:{skip})(?:(?<=\.)|(?=\.|$))", name) for skip in skips)

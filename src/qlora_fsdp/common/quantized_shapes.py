@@ -1,7 +1,6 @@
 """The tensors that a quantized weight is stored in: their names, shapes and bytes.
 
-The layers allocate these tensors (layers/quantized_format.py). The memory plan counts them before a run starts, without
-torch (memory/parameter_bytes.py). Both ask this module, so the plan counts exactly what the layers allocate.
+The layers allocate these tensors (layers/quantized_format.py).
 """
 
 from __future__ import annotations

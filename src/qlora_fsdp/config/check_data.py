@@ -147,7 +147,7 @@ def _task(config: Config) -> Iterator[Problem]:
                 fix = f"Set task=sequence_classification or token_classification too, or leave {key} out."
                 yield problem_with(config, key, f"has no effect with {show('task.name', task.name)}.", fix)
         return
-    if config.training.packing:
+    if config.training.packing is True:
         reason = f"can't be used with {show('task.name', task.name)}: a labelled row is a sequence of its own."
         yield problem_with(config, "training.packing", reason, f"Set task={task.name.value}, or training=padded.")
     if config.data.format is not DataFormat.auto:

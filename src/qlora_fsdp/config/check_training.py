@@ -73,6 +73,9 @@ def _training(config: Config) -> Iterator[Problem]:
     elif size == "auto" and training.global_batch_size is None:
         reason = "needs a global batch to divide, and training.global_batch_size=null follows from the micro-batch."
         yield problem_with(config, "training.micro_batch_size", reason, "Set training.global_batch_size=16.")
+    if training.packing != "auto" and not isinstance(training.packing, bool):
+        fix = "Set training.packing=auto, the default."
+        yield problem_with(config, "training.packing", "must be true, false or auto.", fix)
     if training.precision is Dtype.float16:
         yield problem_with(config, "training.precision", NO_FLOAT16, "Set training.precision=auto.")
     if config.data.format is DataFormat.random and training.max_steps is None and config.data.max_rows is None:

@@ -142,7 +142,7 @@ def saved_settings(
     path = config.model.path
     if path is not None and Path(path).expanduser().is_dir():
         values["model"]["path"] = str(Path(path).expanduser().resolve())
-    if config.training.packing:  # else it is a classifier, or the model may not be one whose rows are packed
+    if config.training.packing is not False:  # else it is a classifier, or the user's wish
         del values["training"]
     if config.task.name is not TaskName.causal_lm:
         values["task"]["class_weights"] = class_weights

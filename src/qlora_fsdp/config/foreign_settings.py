@@ -25,13 +25,14 @@ from qlora_fsdp.config.settings import show
 
 ALLOWED = {
     "model": (
-        *("name", "path", "revision", "tokenizer_path", "weights", "config"),
-        *("attn_implementation", "cache_quantized"),
+        *("name", "path", "revision", "tokenizer_path", "weights"),
+        *("attn_implementation", "cache_quantized", "config"),
     ),
     "tokenizer": ("add_tokens", "add_special_tokens"),
     "quant": (
-        *("load_in_4bit", "load_in_8bit", "embeddings", "llm_int8_skip_modules"),
+        *("load_in_4bit", "load_in_8bit"),
         *("bnb_4bit_quant_type", "bnb_4bit_use_double_quant", "bnb_4bit_quant_storage", "bnb_4bit_compute_dtype"),
+        *("embeddings", "llm_int8_skip_modules"),
     ),
     "task": ("name", "problem_type", "labels", "class_weights"),
     "training": ("packing",),

@@ -16,6 +16,7 @@ import yaml
 
 from qlora_fsdp.common.errors import CheckpointError, ConfigError
 from qlora_fsdp.common.foreign_files import read_json_object
+from qlora_fsdp.common.model_figures import MAX_CONFIG_BYTES
 from qlora_fsdp.config.command_line import conf_folder, group_options
 from qlora_fsdp.config.schema import ModelConfig, Weights
 from qlora_fsdp.config.settings import problem_about
@@ -28,7 +29,6 @@ FIGURES = (
 )
 MAX_SHOWN = 3  # figures in a message
 MAX_WIDTH = 40  # letters of one of them
-MAX_BYTES = 2**22  # of a config.json
 
 
 def describes_itself(model: ModelConfig) -> bool:
@@ -84,7 +84,7 @@ def read_config_json(file: Path, model: ModelConfig) -> dict[str, Any]:
         ConfigError: as `check_same_model`.
     """
     try:
-        values = read_json_object(file, MAX_BYTES)
+        values = read_json_object(file, MAX_CONFIG_BYTES)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file} is damaged ({error}). Copy or download it again.") from error
     check_same_model(model, values)

@@ -474,13 +474,18 @@ class TrainingConfig:
     learning_rate: float = field(default=2e-4, metadata=bounds(above=0))
     # Seed of the initialisation, of the data's order and of dropout.
     seed: int = field(default=0, metadata=bounds(at_least=0, below=2**31))
-    # Put several rows into one sequence of max_length tokens, without letting them attend to one another.
-    packing: bool = True
+    # Put several rows into one sequence of max_length tokens, without letting them see one another. `auto`: where a
+    # small model of the same kind shows that they do not; otherwise each row is a sequence, and the log says why. true:
+    # the same, but a run whose rows would see one another ends with an error.
+    packing: Any = "auto"
     # dtype of activations and matrix products. `auto`: bfloat16 on GPUs that have it, else float32. float16 is refused,
     # because it needs loss scaling, which is not here.
     precision: Dtype = Dtype.auto
     # Evaluate each time this many steps are done, and at the end. null: only before and after training.
     eval_every_steps: int | None = field(default=None, metadata=bounds(at_least=1))
+    # Of a mixture of experts: what its load-balancing loss (arXiv:2101.03961) is multiplied by before it is added. 0
+    # adds none, whatever the model's config says.
+    router_aux_loss_coef: float = field(default=0.0, metadata=bounds(at_least=0))
     # What to do when a step's loss or gradient is NaN or infinite. Its rows are written to run.folder/bad_steps. stop:
     # save and end. skip: continue with the next batch. rollback: the same, from the weights of the newest checkpoint.
     on_bad_step: OnBadStep = OnBadStep.stop

@@ -6,7 +6,7 @@ same global batches at any number of ranks and any micro-batch size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from qlora_fsdp.common.sizes import IGNORE_INDEX
 from qlora_fsdp.data.sequences import Indices, TrainingData
+from qlora_fsdp.data.tokenize import Mask, Tokens
 
 LENGTH_MULTIPLE = 8  # matrix products run faster on lengths that are multiples of it
 
@@ -27,13 +28,13 @@ class Batch:
     Attributes:
         input_ids: int64 [B, L].
         targets: int64 [B, L], the token that follows in the same row, or -100 where there is no loss.
-        position_ids: int64 [B, L], from 0 in each row.
+        position_ids: int64 [B, L], from 0 in each row. Padding at the end of a sequence belongs to its last row.
         sequence_starts: int32 [num_rows + 1], where rows begin in the flattened B x L tokens, and B x L at the end.
-            Padding at the end of a sequence counts as a row.
-        max_row_length: number of tokens of the longest row.
+        max_row_length: number of tokens of the longest row, with the padding behind it.
         labels: float32 [num_labels, numbers per label]; None where tokens are predicted.
         label_positions: int64 [num_labels], what the labels belong to: their index among the B sequences, or among the
             B x L tokens if tokens have labels.
+        num_tokens: int64 [B], tokens of each sequence without padding; of a labelled one L if it is all padding.
     """
 
     input_ids: torch.Tensor
@@ -43,6 +44,7 @@ class Batch:
     max_row_length: int
     labels: torch.Tensor | None = None
     label_positions: torch.Tensor | None = None
+    num_tokens: torch.Tensor | None = None
 
     def to(self, device: torch.device | str) -> Batch:
         """Copies the tensors to `device`. The host does not wait for the copy if they are pinned."""
@@ -82,42 +84,73 @@ def collate(sequences: TrainingData, indices: Indices, *, micro_batch_size: int)
         micro_batch_size: B.
     """
     assert len(indices) <= micro_batch_size
-    length = _padded_length(sequences, indices)
-    shape = (micro_batch_size, length)
-    input_ids = np.full(shape, sequences.pad_token_id, dtype=np.int64)
+    rows = [sequences.rows_of(int(index)) for index in indices] + [[]] * (micro_batch_size - len(indices))
+    longest = int(sequences.lengths_of(indices).max(initial=1))
+    batch = lay_out(rows, padded_length(sequences, longest), sequences.pad_token_id)
+    return _with_labels(batch, rows, sequences.labels_of(indices)) if sequences.has_labels else batch
+
+
+def lay_out(rows: Sequence[Sequence[tuple[Tokens, Mask]]], length: int, pad_token_id: int) -> Batch:
+    """Lays out the rows of each sequence one behind another, with padding at the end.
+
+    Padding belongs to the last row before it, with positions that go on. The row's tokens come first and see nothing of
+    it. As rows of its own, padding would mark every padded sequence as packed, which some models can't compute. And a
+    row of padding alone has hidden states of zeros if its embedding is zero: Gemma 3n divides by their size in
+    backward. So a sequence without rows is filled with another token.
+
+    Args:
+        rows: for each of B sequences its rows: tokens, and which of them are targets.
+        length: L, at least the tokens of each sequence.
+        pad_token_id: the padding.
+    """
+    shape = (len(rows), length)
+    input_ids = np.full(shape, pad_token_id, dtype=np.int64)
     targets = np.full(shape, IGNORE_INDEX, dtype=np.int64)
     position_ids = np.empty(shape, dtype=np.int64)
     positions = np.arange(length)
-    row_starts = [0]
-    label_positions: list[int] = []
-    for b in range(micro_batch_size):
+    row_starts = []
+    for b, sequence in enumerate(rows):
+        position_ids[b] = positions
+        if not sequence:
+            input_ids[b] = 1 if pad_token_id == 0 else 0
         begin = 0
-        for tokens, is_target in sequences.rows_of(int(indices[b])) if b < len(indices) else ():
+        row_starts.append(b * length)
+        for tokens, is_target in sequence:
             end = begin + len(tokens)
             input_ids[b, begin:end] = tokens
-            position_ids[b, begin:end] = positions[: end - begin]
-            row_starts.append(b * length + end)
-            if sequences.has_labels:
-                label_positions += (b * length + np.flatnonzero(is_target)).tolist() if is_target.any() else [b]
-            else:
-                targets[b, begin : end - 1] = np.where(is_target[1:], tokens[1:], IGNORE_INDEX)
+            targets[b, begin : end - 1] = np.where(is_target[1:], tokens[1:], IGNORE_INDEX)
+            if begin:
+                position_ids[b, begin:] = positions[: length - begin]
+                row_starts.append(b * length + begin)
             begin = end
-        if begin < length:
-            position_ids[b, begin:] = positions[: length - begin]
-            row_starts.append((b + 1) * length)
+    row_starts.append(len(rows) * length)
     return Batch(
         input_ids=torch.from_numpy(input_ids),
         targets=torch.from_numpy(targets),
         position_ids=torch.from_numpy(position_ids),
         sequence_starts=torch.tensor(row_starts, dtype=torch.int32),
         max_row_length=int(np.diff(row_starts).max()),
-        labels=torch.from_numpy(sequences.labels_of(indices)) if sequences.has_labels else None,
-        label_positions=torch.tensor(label_positions, dtype=torch.int64) if sequences.has_labels else None,
+        num_tokens=torch.tensor([sum(len(tokens) for tokens, _ in sequence) for sequence in rows], dtype=torch.int64),
     )
 
 
-def _padded_length(sequences: TrainingData, indices: NDArray[np.int64]) -> int:
+def _with_labels(batch: Batch, rows: Sequence[Sequence[tuple[Tokens, Mask]]], labels: NDArray[np.float32]) -> Batch:
+    """The batch of a classifier: its rows, one a sequence, have labels and no targets."""
+    length = batch.input_ids.shape[1]
+    positions: list[int] = []
+    for b, ((_, is_labelled),) in enumerate(row for row in rows if row):
+        positions += (b * length + np.flatnonzero(is_labelled)).tolist() if is_labelled.any() else [b]
+    return replace(
+        batch,
+        targets=torch.full_like(batch.targets, IGNORE_INDEX),
+        num_tokens=torch.tensor([len(row[0][0]) if row else length for row in rows], dtype=torch.int64),
+        labels=torch.from_numpy(labels),
+        label_positions=torch.tensor(positions, dtype=torch.int64),
+    )
+
+
+def padded_length(sequences: TrainingData, longest: int) -> int:
+    """Tokens of a sequence whose longest row has `longest`, with the padding behind it."""
     if sequences.is_packed:
         return sequences.max_length
-    longest = int(sequences.lengths_of(indices).max(initial=1))
     return min(-(-longest // LENGTH_MULTIPLE) * LENGTH_MULTIPLE, sequences.max_length)

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.schema import Config, DataFormat, TaskName
-from qlora_fsdp.data.tokenizer import read_template
+from qlora_fsdp.data.tokenizer import encode, read_template
 
 # What templates have for tokens. Others, such as [INST] or <tools>, are plain text to many models that know them.
 _MARKER = re.compile(r"<\|[^<>|\s'\"]+\|>|<\uff5c[^<>\uff5c\s]+\uff5c>|<(?:start|end)_of_turn>")
@@ -53,7 +53,7 @@ def check_markers(tokenizer: PreTrainedTokenizerBase, config: Config) -> list[st
     Raises:
         DataError: the tokenizer can't write a marker at all.
     """
-    pieces = {marker: _encode(tokenizer, marker) for marker in chosen_markers(config)}
+    pieces = {marker: encode(tokenizer, marker) for marker in chosen_markers(config)}
     lost = [marker for marker, ids in pieces.items() if not ids or tokenizer.unk_token_id in ids]
     split = [marker for marker, ids in pieces.items() if len(ids) > 1]
     what = f"data.chat_template={config.data.chat_template}"
@@ -114,8 +114,3 @@ def _instruct(path: str | None) -> str:
     name = instruct_name(path) if path else None
     where = f" (model.path={name})" if name else ""
     return f"take the model's instruct version{where}, which has a template of its own"
-
-
-def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    return ids

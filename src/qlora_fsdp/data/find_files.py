@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 
 from qlora_fsdp.common.errors import DataError
+from qlora_fsdp.common.foreign_files import MAX_SMALL_BYTES, read_json_object
 from qlora_fsdp.common.text import plural, printable
 from qlora_fsdp.config.data_paths import is_pattern, match
 from qlora_fsdp.data.remote import find_remote, is_remote
@@ -76,9 +76,9 @@ def _saved_files(folder: Path) -> list[Path]:
         DataError: its state.json can't be read.
     """
     try:
-        entries = json.loads((folder / SAVED_STATE).read_text(encoding="utf-8"))["_data_files"]
+        entries = read_json_object(folder / SAVED_STATE, MAX_SMALL_BYTES)["_data_files"]
         names = [entry["filename"] for entry in entries]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise DataError(f"{folder / SAVED_STATE} can't be read: {reason}. Save the data set again.") from error
     own = {file.name: file for file in folder.iterdir()}

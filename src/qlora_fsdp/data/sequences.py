@@ -37,7 +37,7 @@ class SequenceSettings:
     def of(cls, training: TrainingConfig, tokenizer: PreTrainedTokenizerBase) -> SequenceSettings:
         """The settings of a run; the tokenizer has a pad token."""
         assert isinstance(tokenizer.pad_token_id, int)
-        return cls(training.max_length, tokenizer.pad_token_id, training.packing, training.seed)
+        return cls(training.max_length, tokenizer.pad_token_id, training.packing is not False, training.seed)
 
 
 class Rows(Protocol):

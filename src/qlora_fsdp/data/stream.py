@@ -129,7 +129,7 @@ def open_stream(
     tokenizer: PreTrainedTokenizerBase,
     split: BatchSplit,
     processes: Processes,
-    folder: Path,
+    folder: Path | None,
     first_step: int,
     vocab_size: int,
 ) -> PreparedData[StreamedSequences]:
@@ -140,7 +140,7 @@ def open_stream(
         tokenizer: the result of `load_tokenizer`, with new tokens added.
         split: how many sequences a step has, and the run.
         processes: all ranks take part; rank 0 writes.
-        folder: the run folder, in which the places of windows are noted.
+        folder: the run folder, in which the places of windows are noted; None: nowhere.
         first_step: number of steps that are done.
         vocab_size: number of tokens that the model knows.
 
@@ -153,14 +153,15 @@ def open_stream(
     try:
         maker = _window_maker(config, tokenizer, vocab_size)
         key = _key(config, tokenizer, maker)
-        file = folder / STREAM_FILE
+        file = None if folder is None else folder / STREAM_FILE
+        done = first_step * split.global_batch_size
         stream = StreamedSequences(
             maker,
             num_sequences=split.num_sequences,
             num_kept=BATCHES_KEPT * split.global_batch_size,
             key=key,
-            start=find_place(_place_files(config, file), key, first_step * split.global_batch_size),
-            note=partial(note_place, file, key) if processes.is_main else lambda window: None,
+            start=None if file is None else find_place(_place_files(config, file), key, done),
+            note=partial(note_place, file, key) if file is not None and processes.is_main else lambda window: None,
         )
     except Exception as error:
         failure = error
@@ -195,7 +196,7 @@ def _key(config: Config, tokenizer: PreTrainedTokenizerBase, maker: WindowMaker)
     return fingerprint(
         tokenizer,
         [identities, maker.weights, data.format.value, data.loss_on.value, data.bad_rows.value],
-        [training.max_length, training.packing, training.seed, data.buffer_rows],
+        [training.max_length, training.packing is not False, training.seed, data.buffer_rows],
         *([data.columns] if data.columns else []),
     )
 

@@ -15,6 +15,7 @@ from qlora_fsdp.config.schema import BadRows, DataFormat, LossOn
 from qlora_fsdp.data.chat_template import Span
 from qlora_fsdp.data.format import FormattedRow, format_row
 from qlora_fsdp.data.row import NO_TARGET, TOO_LONG, BadRow, check_row
+from qlora_fsdp.data.tokenizer import encode
 
 Tokens = NDArray[np.int32]
 Mask = NDArray[np.bool_]
@@ -132,7 +133,7 @@ def first_text(tokenizer: PreTrainedTokenizerBase, text: str, num_tokens: int) -
     length = max(LONG_TEXT, LONG_TOKEN * num_tokens)
     before: list[int] | None = None
     while 2 * length < len(text):
-        found = tokenizer(text[:length], add_special_tokens=False, verbose=False)["input_ids"][: num_tokens + 1]
+        found = encode(tokenizer, text[:length])[: num_tokens + 1]
         if len(found) > num_tokens and found == before:
             return text[:length]
         before = found

@@ -80,6 +80,12 @@ def template_name(tokenizer: PreTrainedTokenizerBase) -> str:
     return next((name for name in TEMPLATES if tokenizer.chat_template == read_template(name)), "the tokenizer's own")
 
 
+def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """The ids of a text's own tokens: none are added at its beginning or end."""
+    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return ids
+
+
 def add_tokens(tokenizer: PreTrainedTokenizerBase, config: TokenizerConfig) -> AddedTokens:
     """Adds the tokens of the settings to the tokenizer, in place. Their ids follow the tokenizer's last one."""
     wanted = [*config.add_tokens, *config.add_special_tokens]

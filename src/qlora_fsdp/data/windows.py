@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from qlora_fsdp.common.errors import DataError
+from qlora_fsdp.common.foreign_files import open_regular
 from qlora_fsdp.data.cache import TokenizedRows, check_targets
 from qlora_fsdp.data.counts import ProblemCounter, ReadReport
 from qlora_fsdp.data.read import Source, iterate_rows
@@ -24,10 +25,12 @@ from qlora_fsdp.data.row_files import RawRow
 from qlora_fsdp.data.sequences import Indices, Sequences, SequenceSettings, make_sequences
 from qlora_fsdp.data.tokenize import Mask, Tokens
 from qlora_fsdp.records.record_files import records_in
-from qlora_fsdp.records.run_state import read_lines
 
 ROWS_A_BATCH = 100
 Tokenize = Callable[[dict[str, list[Any]]], dict[str, list[Any]]]
+
+
+MAX_PLACES_BYTES = 2**28  # of a list of windows: millions of them
 
 
 @dataclass(frozen=True)
@@ -190,8 +193,25 @@ def find_place(files: Sequence[Path], key: str, sequence: int) -> Place | None:
     """The last window in the lists that has the same key and begins at or before `sequence`; None: there is none."""
     found = None
     for file in files:
-        for entry in read_lines(file.parent, file.name):
-            is_later = found is None or entry["sequence"] > found.sequence
-            if entry["key"] == key and entry["sequence"] <= sequence and is_later:
-                found = Place(entry["window"], entry["sequence"], entry["num_drawn"], entry["num_read"])
+        try:
+            with open_regular(file.parent, file.name) as stream:
+                lines = stream.read(MAX_PLACES_BYTES).splitlines()
+        except (OSError, ValueError):
+            continue
+        for place in (_read_place(line, key) for line in lines):
+            if place is not None and place.sequence <= sequence and (found is None or place.sequence > found.sequence):
+                found = place
     return found
+
+
+def _read_place(line: bytes, key: str) -> Place | None:
+    """The place in a line of a list of windows; None: it is of other data, or cut off, or nothing that a run writes."""
+    try:
+        entry = json.loads(line)
+        if entry["key"] != key:
+            return None
+        place = Place(entry["window"], entry["sequence"], list(entry["num_drawn"]), list(entry["num_read"]))
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return None
+    numbers = [place.window, place.sequence, *place.num_drawn, *place.num_read]
+    return place if all(type(number) is int and number >= 0 for number in numbers) else None

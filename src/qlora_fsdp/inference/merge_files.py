@@ -37,6 +37,7 @@ from qlora_fsdp.model.new_tokens import count_tokens
 from qlora_fsdp.weights.assignment import Assignment
 from qlora_fsdp.weights.composed import ComposedTensor
 from qlora_fsdp.weights.safetensors_files import INDEX_NAME, SINGLE_NAME, StoredTensor
+from qlora_fsdp.weights.scaled import UNUSED, ScaledTensor
 
 EXTRA_NAME = "model-adapter.safetensors"
 BASE_NAME = "model-base.safetensors"
@@ -101,7 +102,9 @@ def _write_weights(merge: Merge, changes: dict[str, Change]) -> bool:
     assignments = {a.stored.key: a for a in merge.meta.assignments if isinstance(a.stored, StoredTensor)}
     uses, merger = find_uses(merge.meta.assignments), WeightMerger(merge, changes)
     _refuse_composed(merge, changes)
-    parts = {part.key for a in assignments.values() for part in a.stored_parts.values()}
+    parts = {tensor.key for a in assignments.values() for tensor in a.stored_tensors if tensor is not a.stored}
+    if any(isinstance(a.stored, ScaledTensor) for a in assignments.values()):
+        parts |= {key for key in merge.trained.files.tensors if key.endswith(UNUSED)}
     parts |= {key for a in assignments.values() for key in a.copies}  # copies of a tied table, which is written once
     by_file: dict[str, list[StoredTensor]] = {}
     for stored in merge.trained.files.tensors.values():
@@ -141,13 +144,17 @@ def _refuse_composed(merge: Merge, changes: dict[str, Change]) -> None:
     """Tensors of the files that the model splits or joins stay as they are, and so have no codes and no new rows.
 
     Raises:
-        CheckpointError: some would get them.
+        CheckpointError: some would get them; or some are scaled by blocks, as nothing in the result is.
     """
     names = [
         a.name
         for a in merge.meta.assignments
         if isinstance(a.stored, ComposedTensor)
-        and ((merge.quantize and isinstance(a.module, QuantizedLinear)) or changes.get(a.name, NO_CHANGE).token_ids)
+        and (
+            (merge.quantize and isinstance(a.module, QuantizedLinear))
+            or changes.get(a.name, NO_CHANGE).token_ids
+            or any(isinstance(tensor, ScaledTensor) for tensor in a.stored_tensors)
+        )
     ]
     if names:
         raise CheckpointError(

@@ -24,6 +24,7 @@ from qlora_fsdp.weights.composed import ComposedTensor, Piece
 from qlora_fsdp.weights.fill import fill_from_files
 from qlora_fsdp.weights.finite import check_finite
 from qlora_fsdp.weights.safetensors_files import StoredTensor
+from qlora_fsdp.weights.scaled import ScaledTensor, read_dequantized
 from qlora_fsdp.weights.stored_quantization import weight_shape
 
 VALUES_A_TIME = 2**22  # of a weight, in float32: 16 MiB, which the allocator reuses; larger blocks need new pages
@@ -110,6 +111,8 @@ class WeightMerger:
         """A weight for which the files have one tensor, or none, with the adapter merged into it; on the CPU."""
         change, stored = self.changes.get(assignment.name), assignment.stored
         stored_dtype = None if stored is None else stored.dtype
+        if isinstance(stored, ScaledTensor):  # written like the layers that are not
+            stored_dtype = self.merge.dtype
         dtype = stored_dtype if stored_dtype is not None and stored_dtype.is_floating_point else self.merge.dtype
         if change is not None and "whole" in change.keys:
             return change.read("whole").to(dtype)
@@ -119,12 +122,12 @@ class WeightMerger:
         else:
             weight = read_tensor(stored)
             if change is None:
-                return weight
+                return weight if stored_dtype == stored.dtype else weight.to(dtype)
             if "rows" in change.keys:
                 return _with_rows(weight, change, dtype)
         matrix = weight.view(-1, weight.shape[-1])
         self._merge_rows(assignment, 0, matrix)
-        return weight
+        return weight.to(dtype)
 
     def merged_pieces(self, stored: StoredTensor, uses: Sequence[Use]) -> Tensor:
         """A tensor of the files with the changes of all weights of which it is a part; on the CPU."""
@@ -233,12 +236,15 @@ def takes_codes(module: nn.Module, merge: Merge) -> bool:
 
 
 def read_tensor(stored: StoredTensor) -> Tensor:
-    """The whole tensor, on the CPU.
+    """The whole tensor, on the CPU; one that is scaled by blocks in float32.
 
     Raises:
         CheckpointError: it has NaN or infinite values.
     """
-    with safe_open(stored.file, "pt") as file:
-        values = cast(Tensor, file.get_tensor(stored.key))
+    if isinstance(stored, ScaledTensor):
+        values = torch.cat(list(read_dequantized(stored, torch.float32))).view(stored.shape)
+    else:
+        with safe_open(stored.file, "pt") as file:
+            values = cast(Tensor, file.get_tensor(stored.key))
     check_finite(stored, values)
     return values

@@ -16,6 +16,7 @@ from qlora_fsdp.config.schema import DataFormat
 from qlora_fsdp.data.chat_template import check_length, limited_rendering
 from qlora_fsdp.data.format import ALPACA
 from qlora_fsdp.data.row import join_parts
+from qlora_fsdp.data.tokenizer import encode
 
 ANOTHER_TEMPLATE = "set data.chat_template=chatml (or llama3, alpaca, or a Jinja file)"
 
@@ -111,8 +112,7 @@ def chat_tokens(tokenizer: PreTrainedTokenizerBase, messages: Any, tools: Any, p
         raise DataError(
             f"{place}: the chat template can't be applied: {error}. Correct it, or {ANOTHER_TEMPLATE}."
         ) from error
-    tokens: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    return tokens
+    return encode(tokenizer, text)
 
 
 def pad_left(rows: list[list[int]], pad_token_id: int) -> tuple[Tensor, Tensor]:

@@ -134,6 +134,7 @@ def _run_from_the_root(model: TaskModel, device: torch.device) -> None:
     ones = torch.ones((1, 8), dtype=torch.int64)
     starts = torch.tensor([0, 8], dtype=torch.int32)
     labels, label_positions = torch.zeros((0, 1)), torch.zeros(0, dtype=torch.int64)
-    model(Batch(ones, ones, torch.arange(8)[None], starts, 8, labels, label_positions).to(device))
+    num_tokens = torch.tensor([8])
+    model(Batch(ones, ones, torch.arange(8)[None], starts, 8, labels, label_positions, num_tokens).to(device))
     if isinstance(model, Classifier):
         model.forget_outputs()

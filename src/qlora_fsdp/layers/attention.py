@@ -18,7 +18,6 @@ from torch.nn import functional as F
 from transformers import MODEL_MAPPING, AttentionInterface, PretrainedConfig
 
 from qlora_fsdp.common.errors import ConfigError, Problem
-from qlora_fsdp.common.families import PACKED_FAMILIES
 from qlora_fsdp.layers import flash_attention_4 as flash_4
 
 VARLEN = "qlora_fsdp_varlen"
@@ -27,7 +26,12 @@ MAX_HEAD_DIM = 256
 
 
 def choose_attention(
-    wanted: str, config: PretrainedConfig, device: torch.device, dtype: torch.dtype, is_causal: bool = True
+    wanted: str,
+    config: PretrainedConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    is_causal: bool = True,
+    why_not_by_starts: str | None = None,
 ) -> tuple[str, str | None]:
     """Choose the attention implementation to build the model with.
 
@@ -37,6 +41,8 @@ def choose_attention(
         device: where the model runs.
         dtype: of queries, keys and values.
         is_causal: whether tokens see only what comes before them, and so never the padding at the end.
+        why_not_by_starts: why kernels that are told where rows start would not compute what this model defines; None if
+            they would (model/packing.py).
 
     Returns:
         A name in transformers' registry, and a note for the user if a faster implementation is missing, or None.
@@ -46,6 +52,7 @@ def choose_attention(
     """
     whole, config = config, config.get_text_config()
     neither = _why_none_for_rows(config, device, dtype) if is_causal else "padding is masked, which it can't do"
+    neither = neither or why_not_by_starts
     no_varlen, no_flash_4 = neither, neither
     if neither is None and find_spec("torch.nn.attention.varlen") is None:
         no_varlen = "this torch has none"
@@ -65,20 +72,46 @@ def choose_attention(
         return VARLEN, _note(no_flash_4, device) if wanted == "auto" else None
     if wanted == "auto":
         is_plain = getattr(config, "attn_logit_softcapping", None) or _lacks_sdpa(whole, config)
-        is_slower = is_causal and device.type == "cuda" and config.model_type in PACKED_FAMILIES
-        note = f"varlen attention can't be used: {no_varlen}; packed rows are kept apart by a mask (slower)"
+        is_slower = is_causal and device.type == "cuda"
+        note = f"varlen attention can't be used: {no_varlen}; attention with a mask is used (slower)"
         return ("eager" if is_plain else "sdpa"), note if is_slower else None
     return wanted, None
+
+
+def traced_attention(wanted: str, config: PretrainedConfig, dtype: torch.dtype, is_causal: bool) -> str:
+    """The implementation of which a plan for GPUs makes meta tensors: `eager`, `sdpa` or varlen.
+
+    FlashAttention keeps what torch's varlen attention keeps. Where neither can compute the model, another one does.
+
+    Args:
+        wanted: `model.attn_implementation`, or the name that `choose_attention` has returned.
+        config: the model's config.
+        dtype: of queries, keys and values.
+        is_causal: whether tokens see only what comes before them.
+    """
+    text = config.get_text_config()
+    needs_mask = not is_causal or _why_not_this_model(text, dtype) is not None
+    if wanted in ("eager", "sdpa"):
+        return wanted
+    if not needs_mask:
+        AttentionInterface.register(VARLEN, varlen_attention)
+        return VARLEN
+    return "eager" if getattr(text, "attn_logit_softcapping", None) or _lacks_sdpa(config, text) else "sdpa"
 
 
 def _why_none_for_rows(config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> str | None:
     """Why neither kernel that is told where rows start can compute this model's attention; None if they can."""
     if device.type != "cuda":
         return "it needs a GPU"
+    if dtype in (torch.bfloat16, torch.float16) and torch.cuda.get_device_capability(device) < (8, 0):
+        return "it needs a GPU of compute capability 8.0 or newer"
+    return _why_not_this_model(config, dtype)
+
+
+def _why_not_this_model(config: PretrainedConfig, dtype: torch.dtype) -> str | None:
+    """The same for any recent GPU."""
     if dtype not in (torch.bfloat16, torch.float16):
         return f"it computes in bfloat16 or float16, not {dtype}"
-    if torch.cuda.get_device_capability(device) < (8, 0):
-        return "it needs a GPU of compute capability 8.0 or newer"
     if getattr(config, "attn_logit_softcapping", None):
         return "it can't cap attention logits, as this model does"
     if getattr(config, "attention_dropout", None):
@@ -86,8 +119,6 @@ def _why_none_for_rows(config: PretrainedConfig, device: torch.device, dtype: to
     size = head_dim(config)
     if size > MAX_HEAD_DIM or size % 8:
         return f"its head size {size} is not a multiple of 8 up to {MAX_HEAD_DIM}"
-    if getattr(config, "model_type", "") not in PACKED_FAMILIES:
-        return f"it was not tested with model_type={config.model_type}"
     return None
 
 
@@ -111,18 +142,6 @@ def _note(no_flash_4: str | None, device: torch.device) -> str | None:
         return None
     fix = ": pip install qlora-fsdp[flash]" if no_flash_4 == flash_4.NOT_INSTALLED else ""
     return f"{no_flash_4}: torch's attention computes in its place (slower over long rows){fix}"
-
-
-def check_packing(packing: bool, config: PretrainedConfig) -> None:
-    """Allow packing only for families that were tested: their own code must keep packed rows from seeing one another.
-
-    Raises:
-        ConfigError: packing is on, and this model's family was not tested.
-    """
-    model_type = config.get_text_config().model_type
-    if packing and model_type not in PACKED_FAMILIES:
-        reason = f"can't be used with model_type={model_type}: it was not tested to keep packed rows apart."
-        raise ConfigError([Problem("training.packing=true", reason, "Set training.packing=false.")])
 
 
 def varlen_attention(

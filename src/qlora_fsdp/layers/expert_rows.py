@@ -9,16 +9,13 @@ Shapes: T tokens, K experts per token, S = T K rows, E experts, H hidden size, U
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
-from transformers.integrations.moe import _default_apply_gate
+from torch import Tensor
 
+from qlora_fsdp.layers.expert_gate import Activation
 from qlora_fsdp.layers.quantized_format import has_triton
-
-Kernel = Literal["silu", "gelu_tanh"]
 
 
 class Rows(NamedTuple):
@@ -75,49 +72,12 @@ def combine(x_SH: Tensor, rows: Rows) -> Tensor:
     return x_SH.index_select(0, rows.position.flatten()).view(*rows.position.shape, -1).sum(1)
 
 
-class Activation(NamedTuple):
-    """What happens between an expert's two products.
-
-    Attributes:
-        function: y_SU -> [S, I]; the gate is part of it.
-        has_gate: whether U is 2 I.
-        kernel: the Triton kernel that computes it: act(first half) * second half; None if there is none.
-    """
-
-    function: Callable[[Tensor], Tensor]
-    has_gate: bool
-    kernel: Kernel | None
-
-    @classmethod
-    def of(cls, module: Any) -> Activation:
-        """The activation of a module of fused experts."""
-        if not module.has_gate:
-            return cls(module.act_fn, False, None)
-        kernel: Kernel | None = None
-        if type(module)._apply_gate is _default_apply_gate:
-            kernel = _kernel_of(module.act_fn)
-        return cls(module._apply_gate, True, kernel)
-
-    def width(self, num_outputs: int) -> int:
-        """I, from U."""
-        return num_outputs // 2 if self.has_gate else num_outputs
-
-
-def _kernel_of(act_fn: nn.Module) -> Kernel | None:
-    name = type(act_fn).__name__
-    if name in ("SiLU", "SiLUActivation"):
-        return "silu"
-    if name == "GELUTanh" or getattr(act_fn, "approximate", None) == "tanh":
-        return "gelu_tanh"
-    return None
-
-
 def activate(y_SU: Tensor, w_S: Tensor, activation: Activation, out: Tensor) -> None:
     """Write the activated rows times their routing weights into `out` [S, I], whose rows may be strided."""
-    if activation.kernel is not None and _uses_kernels(y_SU):
+    if activation.gate is not None and _uses_kernels(y_SU):
         from qlora_fsdp.layers.kernels import triton_experts
 
-        triton_experts.activate(y_SU, w_S, activation.kernel, out)
+        triton_experts.activate(y_SU, w_S, activation.gate, out)
     else:
         out.copy_(activation.function(y_SU) * w_S.unsqueeze(1))
 
@@ -145,10 +105,10 @@ class ActivationBackward:
     def __call__(self, out: Tensor) -> None:
         """Compute the gradients; `out` [S, U] may have strided rows."""
         y_SU, w_S, grad_SI, activation = self.y_SU, self.w_S, self.grad_SI, self.activation
-        if activation.kernel is not None and _uses_kernels(y_SU):
+        if activation.gate is not None and _uses_kernels(y_SU):
             from qlora_fsdp.layers.kernels import triton_experts
 
-            found = triton_experts.activate_backward(y_SU, w_S, grad_SI, activation.kernel, out)
+            found = triton_experts.activate_backward(y_SU, w_S, grad_SI, activation.gate, out)
             self.activated_SI, self.grad_w_S = found
             return
         with torch.enable_grad():

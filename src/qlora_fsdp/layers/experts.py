@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from qlora_fsdp.layers.expert_rows import Activation, ActivationBackward, Rows, activate, combine, gather, sort_rows
+from qlora_fsdp.layers.expert_gate import Activation
+from qlora_fsdp.layers.expert_rows import ActivationBackward, Rows, activate, combine, gather, sort_rows
 from qlora_fsdp.layers.quantized_experts import QuantizedExpertWeight
 
 EXPERTS_IMPLEMENTATION = "qlora_fsdp"
@@ -132,6 +133,34 @@ def _forward_or_transformers(module: nn.Module, *args: Any, **kwargs: Any) -> Te
 ALL_EXPERTS_FUNCTIONS.register(EXPERTS_IMPLEMENTATION, _forward_or_transformers)
 
 
+class ExpertLoad:
+    """Counts the rows that each expert of a layer gets.
+
+    Attributes:
+        counts: int64 [E]; None before the first forward pass.
+    """
+
+    counts: Tensor | None = None
+
+    def add(self, rows: Rows) -> None:
+        """Count the rows of a forward pass. The host does not wait, so that a step may be recorded with it."""
+        ends = rows.ends.long()
+        counts = torch.diff(ends, prepend=ends.new_zeros(1))
+        if self.counts is None:
+            self.counts = torch.zeros_like(counts)
+        self.counts += counts
+
+
+def count_loads(model: nn.Module) -> list[ExpertLoad]:
+    """Let every module of fused experts count the rows of its experts while it is trained."""
+    loads = []
+    for module in model.modules():
+        if expert_weight_names(module):
+            module.load = ExpertLoad()  # type: ignore[assignment]
+            loads.append(module.load)
+    return loads  # type: ignore[return-value]
+
+
 class Experts:
     """What a computation reads of a module of fused experts: its two weights, biases, adapters and activation.
 
@@ -148,6 +177,7 @@ class Experts:
         self.is_transposed: bool = module.is_transposed
         self.num_experts: int = self.up.shape[0]
         self.activation = Activation.of(module)
+        self.load: ExpertLoad | None = getattr(module, "load", None) if module.training else None
 
     def matrices(self, dtype: torch.dtype) -> list[LowRank | None]:
         """The matrices of both weights' adapters; None for a weight without."""
@@ -160,6 +190,8 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TH: Tensor, w_TK: Tensor, index_TK: Tensor, experts: Experts, *_: Tensor) -> Tensor:
         rows = sort_rows(index_TK, experts.num_experts)
+        if experts.load is not None:
+            experts.load.add(rows)
         up, down = experts.matrices(x_TH.dtype)
         w_S = w_TK.flatten().index_select(0, rows.order)
         input_SH, low_up_SR = _beside_low_rank(x_TH.shape[1], partial(gather, x_TH, rows), up and up.a_t, rows, x_TH)

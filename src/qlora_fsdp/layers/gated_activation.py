@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import assert_never
 
+from qlora_fsdp.layers.kernels.launch import runs_kernels
+
 Activation = Literal["silu", "gelu_tanh"]
 
 
@@ -34,7 +36,7 @@ def gate_forward(
     Returns:
         The activation [N, F], and h_down [N, R].
     """
-    if gate_up_N2F.is_cuda:
+    if runs_kernels(gate_up_N2F):
         from qlora_fsdp.layers.kernels import triton_gate
 
         return triton_gate.forward(gate_up_N2F, h_NR, b_gate, b_up, a_down, activation)
@@ -71,7 +73,7 @@ def gate_backward(
     Returns:
         The gradient of `h_NR`.
     """
-    if gate_up_N2F.is_cuda:
+    if runs_kernels(gate_up_N2F):
         from qlora_fsdp.layers.kernels import triton_gate
 
         return triton_gate.backward(gate_up_N2F, h_NR, b_gate, b_up, a_down, grad_act_NF, grad_h_down_NR, activation)

@@ -129,6 +129,7 @@ class _FusedHeadLoss(torch.autograd.Function):
             cross_entropy(logits, targets_N[rows], losses_N[rows], softcap, wants_grad)
             if grad_ND is not None:
                 torch.mm(logits, weight_VD, out=grad_ND[rows])
+            del logits  # or it would be there while the next chunk is made
         ctx.save_for_backward(grad_ND)
         return losses_N.sum()
 
@@ -188,6 +189,8 @@ class _FrozenHeadLoss(torch.autograd.Function):
                 grad_ND[start : start + chunk] = grad_NV.to(weight_VD.dtype) @ weight_VD
                 if cast_KD is not None:
                     grad_ND[start : start + chunk] += grad_NK.to(cast_KD.dtype) @ cast_KD
+                del grad, grad_NV, slope
+            del logits  # or it would be there while the next chunk is made
         ctx.save_for_backward(grad_ND, grad_KD)
         return loss
 

@@ -22,6 +22,7 @@ from peft.tuners import lora
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from qlora_fsdp.layers.kernels.launch import runs_kernels
 from qlora_fsdp.layers.matmul import Addend
 from qlora_fsdp.layers.norm import LastNorm, Make, made_again
 from qlora_fsdp.layers.quantized_linear import QuantizedLinear, unflatten
@@ -211,6 +212,6 @@ def _split_ranks(h_NR: Tensor, parts: Sequence[LoraPart]) -> tuple[Tensor, ...]:
 
 def mm_fp32(a: Tensor, b: Tensor) -> Tensor:
     """a @ b with an fp32 result: the gradient of an fp32 adapter is not rounded to the compute dtype."""
-    if a.is_cuda and a.dtype != torch.float32:
+    if runs_kernels(a) and a.dtype != torch.float32:
         return torch.mm(a, b, out_dtype=torch.float32)
     return (a @ b).float()

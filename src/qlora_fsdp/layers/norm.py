@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qlora_fsdp.layers.kernels.launch import runs_kernels
+
 Make = Callable[[Tensor], Tensor]
 
 
@@ -92,7 +94,7 @@ class PreNorm(nn.Module):
 
 def norm_and_residual(norm: Any, x: Tensor, last_norm: LastNorm | None) -> tuple[Tensor, Tensor]:
     """norm(x), and x once more. On a GPU, if the norm is frozen, one function that adds both gradients of x."""
-    if not x.is_cuda or norm.weight.requires_grad:
+    if not runs_kernels(x) or norm.weight.requires_grad:
         return norm(x), x
     y, residual = NormAndResidual.apply(x, norm.weight, norm.variance_epsilon)  # type: ignore[no-untyped-call]
     if last_norm is not None:  # the norm's own forward did not run, so it has remembered nothing

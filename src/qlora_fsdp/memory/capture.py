@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from qlora_fsdp.config.schema import Config, Kernel, TaskName
-from qlora_fsdp.memory.activation_bytes import Policy
+from qlora_fsdp.memory.policy import Policy
 
 # Beside a graph, this much stays free for the optimizer's step.
 SPARE_BYTES = 256 * 2**20

@@ -13,9 +13,9 @@ from itertools import groupby, pairwise
 from typing_extensions import assert_never
 
 from qlora_fsdp.config.schema import Activations, Config
-from qlora_fsdp.memory.activation_bytes import Policy
 from qlora_fsdp.memory.gpus import Gpu
 from qlora_fsdp.memory.plan import MemoryPlan, planner
+from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.memory.speed import tokens_per_second
 from qlora_fsdp.memory.workload import Workload
 
@@ -122,10 +122,10 @@ def describe_choice(plan: MemoryPlan) -> str:
 
 def _choose_policies(work: Workload, target: float) -> Choice:
     """The first of ever smaller plans that fits with some room, or else the smallest."""
-    fixed = fixed_policies(work.config, work.shape.num_layers)
+    fixed = fixed_policies(work.config, work.num_layers)
     make_plan = planner(work)
     plan, target_with_room = None, target * (1 - ROOM)
-    small = _from_fast_to_small(work.shape.num_layers, lambda some: make_plan(some).needed <= target_with_room)
+    small = _from_fast_to_small(work.num_layers, lambda some: make_plan(some).needed <= target_with_room)
     for policies in [fixed] if fixed is not None else small:
         plan = make_plan(policies)
         if plan.needed <= target_with_room:

@@ -11,17 +11,9 @@ from __future__ import annotations
 
 from functools import cached_property
 
-from qlora_fsdp.common.quantized_shapes import FLOAT32_BYTES
 from qlora_fsdp.common.sizes import PIECE_BYTES
-from qlora_fsdp.config.schema import EmbeddingStorage, TaskName
-from qlora_fsdp.memory.parameter_bytes import (
-    ParameterBytes,
-    end_parameters,
-    layer_parameters,
-    num_new_tokens,
-    optimizer_bytes,
-    sum_bytes,
-)
+from qlora_fsdp.config.schema import EmbeddingStorage
+from qlora_fsdp.memory.parameter_bytes import ParameterBytes, optimizer_bytes, sum_bytes
 from qlora_fsdp.memory.workload import Workload
 
 BytesByPart = dict[str, int]  # the keys are those of memory/show.PARTS
@@ -46,12 +38,10 @@ class ModelBytes:
     """
 
     def __init__(self, work: Workload) -> None:
-        config, shape, item, shards = work.config, work.shape, work.compute_bytes, work.num_shards
-        self.work = work
-        self.layers = [
-            tuple(layer_parameters(shape, index, config.quant, config.lora, item)) for index in range(shape.num_layers)
-        ]
-        self.ends = end_parameters(shape, config, item)
+        config, shards = work.config, work.num_shards
+        self.work, self.parts = work, work.parts
+        self.layers = [kind.tensors for kind in work.layers]
+        self.ends = self.parts.ends
         self.tensors = [tensor for unit in (*self.layers, *self.ends.values()) for tensor in unit]
         self.shard = sum_bytes(self.tensors, shards)
         self.layer = max((sum_bytes(layer) for layer in self.layers), key=lambda layer: layer.total)
@@ -147,8 +137,8 @@ class ModelBytes:
         """Embeddings or head while forward uses them, beyond `kept`. A frozen end is gathered into a single buffer."""
         if not self.is_gathered_by_model(name):
             return self.flat(self.unit(name)) + (0 if self.stays(name) else self.unit(name))
-        if name == "head" and self.work.config.quant.embeddings is EmbeddingStorage.int8:  # dequantized, in pieces
-            return self.work.shape.vocab_size * self.work.shape.hidden_size * self.work.compute_bytes + 2 * PIECE_BYTES
+        if name == "head" and self.work.config.quant.embeddings is EmbeddingStorage.int8:
+            return 2 * PIECE_BYTES  # it is gathered in pieces; what these are dequantized to counts as loss
         shards = self.work.num_shards
         copied = self.unit(name) // shards if self.is_offloaded else 0  # the rank's own part, from the host
         return copied + (self.unit(name) if shards > 1 else 0)
@@ -168,15 +158,8 @@ class ModelBytes:
 
     def is_gathered_by_model(self, name: str) -> bool:
         """Whether the model gathers an end by itself (model/causal_lm.py), without FSDP."""
-        config = self.work.config
-        has_rows = name == "embeddings" and num_new_tokens(config) > 0
-        return self.is_frozen(name) and config.task.name is TaskName.causal_lm and not has_rows
+        return name in self.parts.gathered_by_model
 
     def trained(self, name: str) -> int:
         """Bytes of the trained parameters of embeddings, head or root, whole."""
         return sum_bytes(self.ends[name]).adapters
-
-    def cast(self, name: str) -> int:
-        """The copy in the compute dtype of an end that is trained in fp32."""
-        size = self.work.compute_bytes
-        return 0 if size == FLOAT32_BYTES else self.trained(name) * size // FLOAT32_BYTES

@@ -7,8 +7,9 @@ runs, the loss is computed, and so on. For each moment the plan adds up bytes by
 dequantized weight, activations, gradients. The largest moment is the peak of its phase, and the largest phase decides
 whether a run fits.
 
-How many activations wait for backward depends on each layer's policy (memory/activation_bytes.py): a layer may keep all
-of them, or compute some or all of them again. memory/choose.py makes plans for several policies and picks one.
+How many activations wait for backward depends on each layer's policy (memory/policy.py): a layer may keep all of them,
+or compute some or all of them again. How many bytes that makes is read off the model itself, which is traced on meta
+(tracing/trace.py). memory/choose.py makes plans for several policies and picks one.
 
 Two more things need GPU memory: what torch's allocator holds beyond the tensors, and what CUDA and NCCL take outside
 the allocator.
@@ -33,19 +34,18 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from qlora_fsdp.common.quantized_shapes import FLOAT32_BYTES
 from qlora_fsdp.common.sizes import NUM_BUFFERS, PIECE_BYTES, SLAB_BYTES
 from qlora_fsdp.config.schema import Weights
-from qlora_fsdp.memory import activation_bytes
-from qlora_fsdp.memory.activation_bytes import OFFLOAD_SLOTS, Policy
 from qlora_fsdp.memory.capture import SPARE_BYTES, why_not_captured
-from qlora_fsdp.memory.loss_bytes import has_chunks, is_trained, loss_backward_bytes, loss_bytes
 from qlora_fsdp.memory.model_bytes import BytesByPart, ModelBytes
-from qlora_fsdp.memory.parameter_bytes import Tensor
+from qlora_fsdp.memory.parameter_bytes import sum_bytes
+from qlora_fsdp.memory.policy import Policy
+from qlora_fsdp.memory.traced import Tensor
 from qlora_fsdp.memory.workload import Workload
 
 GIB, MIB = 2**30, 2**20
 PHASES = ("load", "forward", "backward", "step")
+OFFLOAD_SLOTS = 2  # offloaded inputs that are on the GPU in backward: the layer's own, and the next one on its way
 
 # Measured on H200s with torch 2.11 (docs/plan-validation.md).
 LOAD_STAGING = 80 * MIB  # pieces of weights on their way from the host to the shards
@@ -68,7 +68,7 @@ class MemoryPlan:
     """Predicted bytes of one rank.
 
     Attributes:
-        work: the run that is planned: model shape, settings, ranks.
+        work: the run that is planned: model, settings, ranks.
         policies: the activation policy of each layer.
         phases: GPU bytes by part at the peak of each of PHASES.
         host: host bytes by part, of rank 0, which puts the whole `adapter` together. The other ranks do not have it.
@@ -138,7 +138,6 @@ def planner(work: Workload) -> Callable[[Sequence[Policy]], MemoryPlan]:
 
 
 def _plan(work: Workload, model: ModelBytes, policies: Sequence[Policy]) -> MemoryPlan:
-    assert len(policies) == work.shape.num_layers
     has_graph = work.is_cuda and why_not_captured(work.config, policies, work.config.lora.lora_dropout > 0) is None
     resident = model.resident(with_training=True)
     if has_graph:  # its gradients stay where they are
@@ -164,34 +163,36 @@ def _forward_moments(work: Workload, model: ModelBytes, policies: Sequence[Polic
     Activations grow from layer to layer, so the peak is in one of the last layers. Which one depends on how many layers
     are still gathered ahead.
     """
-    saved, slots = _saved(work, policies), _offload_slots(work, policies)
-    hidden_bytes = work.num_tokens * work.shape.hidden_size * work.compute_bytes
-    dequantized = activation_bytes.dequantized_bytes(work)  # a part of its own, though a layer's bytes include it
+    uses, ends = work.layer_uses(policies), work.ends
+    # The model's code holds the first layer's input all the time, though that layer itself may not keep it.
+    held = 0 if uses[0].keeps_input and policies[0] is not Policy.offload else ends.hidden
+    leaving = ends.hidden if Policy.offload in policies else 0  # an input on its way to the host
+    always = ends.shared + held + leaving
     # The embeddings are looked up.
     yield {
         "gathered": model.unit("root") + model.flat(model.unit("root")) + model.gathered_end("embeddings"),
-        "activations": hidden_bytes,
+        "activations": ends.lookup,
         "workspace": WORKSPACE,
     }
     # The last layer is copied out of its flat buffer.
     yield {
         "gathered": model.running_layer + model.flat(model.gathered_layer),
-        "activations": sum(saved[:-1]) + slots + hidden_bytes,
+        "activations": always + sum(use.saved for use in uses[:-1]) + ends.hidden,
         "workspace": WORKSPACE,
     }
     # One of the last layers runs.
     for num_after in range(min(work.config.fsdp.forward_prefetch + 1, len(policies))):
         index = len(policies) - 1 - num_after
-        forward = activation_bytes.forward_bytes(work, policies[index]) - dequantized
+        dequantized = min(work.layers[index].largest_weight, uses[index].forward)  # a part of its own in the table
         yield {
-            "activations": sum(saved[: index + 1]) + slots + forward,
+            "activations": always + sum(use.saved for use in uses[: index + 1]) + uses[index].forward - dequantized,
             "gathered": model.running_layer + model.ahead_in_forward(num_after),
             "dequantized": dequantized,
             "workspace": WORKSPACE,
         }
     # The head is gathered.
     at_head: BytesByPart = {
-        "activations": sum(saved) + slots + hidden_bytes,
+        "activations": always + sum(use.saved for use in uses) + ends.hidden,
         "gathered": model.kept + model.gathered_end("head") + model.deferred_flat,
         "workspace": WORKSPACE,
     }
@@ -200,8 +201,7 @@ def _forward_moments(work: Workload, model: ModelBytes, policies: Sequence[Polic
     yield {
         **at_head,
         "gathered": at_head["gathered"] - model.freed_flat("head"),
-        "dequantized": model.cast("head"),
-        "loss": loss_bytes(work),
+        "loss": ends.loss,
     }
 
 
@@ -213,46 +213,43 @@ def _backward_moments(work: Workload, model: ModelBytes, policies: Sequence[Poli
     gradients instead: they stay whole until the last micro-batch.
     """
     num_copies = 1 if work.uses_fsdp else 0
-    saved = _saved(work, policies)
-    extra = {policy: activation_bytes.backward_bytes(work, policy) for policy in set(policies)}
-    dequantized, slots = activation_bytes.dequantized_bytes(work), _offload_slots(work, policies)
-    kept = sum(saved)  # activations that backward has not used yet
-    reduced = 0  # gradients that this rank keeps so far
-    leaving = 0  # the copy of the head's gradients that is being sent
+    uses, ends = work.layer_uses(policies), work.ends
+    num_offloaded = sum(policy is Policy.offload for policy in policies)
+    always = ends.shared + min(OFFLOAD_SLOTS, num_offloaded) * ends.hidden
+    kept = sum(use.saved for use in uses)  # activations that backward has not used yet
     accumulates = work.num_micro_batches > 1
-    # A trained head runs backward.
-    if is_trained(work):
-        head_bytes = 0 if model.stays("head") else model.unit("head")
-        made = model.trained("head")
-        yield {
-            "activations": kept + slots,
-            # The loss goes through the head in chunks, and the gradient of the chunks so far is there beside the next.
-            "gradients": made if has_chunks(work) and not accumulates else 0,
-            "gathered": model.kept + head_bytes + model.ahead_in_backward(len(policies)),
-            "dequantized": 2 * model.cast("head"),  # and the gradient of that copy
-            "loss": loss_backward_bytes(work, made),
-            "workspace": WORKSPACE,
-        }
-        reduced, leaving = model.sharded_gradient("head"), made * num_copies
+    # The loss runs backward, and with it a trained head.
+    made = model.trained("head")
+    yield {
+        "activations": always + kept,
+        "gathered": model.kept
+        + (0 if model.is_frozen("head") or model.stays("head") else model.unit("head"))
+        + model.ahead_in_backward(len(policies)),
+        "loss": ends.loss_backward,
+        "workspace": WORKSPACE,
+    }
+    reduced = model.sharded_gradient("head")  # gradients that this rank keeps so far
+    leaving = made * num_copies  # the copy of the head's gradients that is being sent
     # Each layer runs backward, the last one first.
     for index in reversed(range(len(policies))):
+        own = sum_bytes(model.layers[index]).adapters  # its whole gradients; the trace's peak has them
+        beyond = max(0, uses[index].backward - own)
+        dequantized = min(work.layers[index].largest_weight, beyond)
         yield {
-            "activations": kept + slots + extra[policies[index]] - dequantized,
-            "gradients": leaving + (1 + num_copies) * model.layer.adapters + (0 if accumulates else reduced),
+            "activations": always + kept + beyond - dequantized,
+            "gradients": leaving + (1 + num_copies) * own + (0 if accumulates else reduced),
             "gathered": model.running_layer + model.ahead_in_backward(index),
             "dequantized": dequantized,
             "workspace": WORKSPACE,
         }
-        kept -= saved[index]
+        kept -= uses[index].saved
         reduced += model.layer_gradient
         leaving = 0
     # The trained parameters of the embeddings and the root get their gradients.
     tables = model.trained("embeddings") + model.trained("root")
-    hidden_elements = work.num_tokens * work.shape.hidden_size
-    gradient_bytes = FLOAT32_BYTES if tables else 0  # of each element, where a trained table takes its gradient
     embedding_bytes = 0 if model.is_frozen("embeddings") or model.stays("embeddings") else model.unit("embeddings")
     yield {
-        "activations": hidden_elements * (work.compute_bytes + gradient_bytes),
+        "activations": ends.shared + max(ends.hidden, ends.lookup_backward - tables),
         "gradients": (1 + num_copies) * tables + (0 if accumulates else reduced),
         "gathered": model.kept + embedding_bytes,
         "workspace": WORKSPACE,
@@ -265,20 +262,8 @@ def _evaluation_bytes(work: Workload, model: ModelBytes) -> int:
     if data.eval_path is None and data.eval_fraction == 0:
         return 0
     layer = model.running_layer + model.ahead_in_forward(len(model.layers))
-    layer += activation_bytes.forward_bytes(work, Policy.full)
-    return max(layer, model.kept + model.gathered_end("head") + loss_bytes(work)) + WORKSPACE
-
-
-def _saved(work: Workload, policies: Sequence[Policy]) -> list[int]:
-    """Bytes that each layer keeps on the GPU until backward."""
-    sizes = {policy: activation_bytes.saved_bytes(work, policy) for policy in set(policies)}
-    return [sizes[policy] for policy in policies]
-
-
-def _offload_slots(work: Workload, policies: Sequence[Policy]) -> int:
-    """Bytes of offloaded inputs that are on the GPU on their way to the host or back."""
-    num_offloaded = sum(policy is Policy.offload for policy in policies)
-    return min(OFFLOAD_SLOTS, num_offloaded) * work.num_tokens * work.shape.hidden_size * work.compute_bytes
+    layer += max(use.forward for use in work.layer_uses([Policy.full] * work.num_layers))
+    return work.ends.shared + max(layer, model.kept + model.gathered_end("head") + work.ends.loss) + WORKSPACE
 
 
 def _host(work: Workload, model: ModelBytes, policies: Sequence[Policy]) -> tuple[BytesByPart, int]:
@@ -295,10 +280,9 @@ def _host(work: Workload, model: ModelBytes, policies: Sequence[Policy]) -> tupl
         parts["parameters"] = sum(_pinned(tensor, work.num_shards) for tensor in model.tensors)
         parts["training"] = model.shard.adapters + model.optimizer
         pinned += parts["parameters"]
-    offloaded = activation_bytes.host_bytes(work, policies)
+    offloaded = [use.host for use in work.layer_uses(policies) if use.host]
     if offloaded:
-        one = activation_bytes.host_bytes(work, [Policy.offload])
-        parts["activations"] = offloaded // one * _next_power_of_two(one)
+        parts["activations"] = sum(_next_power_of_two(size) for size in offloaded)
         pinned += parts["activations"]
     return parts, pinned
 

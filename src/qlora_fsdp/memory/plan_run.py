@@ -5,20 +5,18 @@ The machine is passed in as an argument, so tests can plan for any machine.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from qlora_fsdp.common.errors import ConfigError, MemoryShortage
 from qlora_fsdp.config.schema import Activations, Config, QuantConfig
 from qlora_fsdp.config.settings import problem_with, show
-from qlora_fsdp.memory.activation_bytes import Policy, host_bytes
 from qlora_fsdp.memory.choose import AUTO, choose, describe_choice, describe_policies, fixed_policies
 from qlora_fsdp.memory.gpus import Gpu
 from qlora_fsdp.memory.plan import GIB, MemoryPlan
-from qlora_fsdp.memory.shape import model_shape
+from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.memory.show import changes_table, faster_lines, host_line, speed_text, table, waiting_lines
 from qlora_fsdp.memory.suggest import MAX_SHOWN, cheapest_changes, enough_gpus, smaller_runs
+from qlora_fsdp.memory.traced import TracedModel
 from qlora_fsdp.memory.workload import Workload
 
 
@@ -48,7 +46,7 @@ class RunPlan:
     """How the run will use memory.
 
     Attributes:
-        plan: the predicted bytes; None for a model that the plan does not know.
+        plan: the predicted bytes; None for a model that can't be traced.
         policies: the activation policy of each layer.
         micro_batch_size: sequences per rank and forward pass.
         reshard_after_forward: whether layers are freed after their forward.
@@ -64,8 +62,7 @@ class RunPlan:
 
 def plan_run(
     config: Config,
-    model_config: Mapping[str, Any],
-    num_layers: int,
+    model: TracedModel,
     quant: QuantConfig,
     compute_bytes: int,
     fused: frozenset[str],
@@ -75,27 +72,27 @@ def plan_run(
 
     Args:
         config: the settings of the run.
-        model_config: the model's transformers config, as a dict.
-        num_layers: transformer layers of the model.
+        model: the model, which can be asked what it takes under any settings.
         quant: how the weights are quantized, which a quantized checkpoint decides by itself.
         compute_bytes: bytes of one element of an activation.
         fused: the settings of `kernels` for which Liger's kernels are used.
         machine: what the run has.
 
     Raises:
-        ConfigError: the weights alone need more than `memory.target_gib`, or `training.micro_batch_size=auto` is set
-            for a model that the plan does not know.
+        ConfigError: the weights alone need more than `memory.target_gib`.
         MemoryShortage: the weights alone need more than the free memory, the run needs more host memory than there is,
             or on a CPU its tensors do.
     """
-    shape = model_shape(model_config)
     size = config.training.micro_batch_size
-    if shape is None or shape.num_layers != num_layers:
-        return _without_plan(config, str(model_config.get("model_type")), num_layers)
-    config = replace(config, quant=quant)
-    first_size = 1 if size == AUTO else size
     work = Workload(
-        shape, config, machine.num_ranks, machine.local_num_ranks, first_size, compute_bytes, fused, machine.is_cuda
+        model,
+        replace(config, quant=quant),
+        machine.num_ranks,
+        machine.local_num_ranks,
+        1 if size == AUTO else size,
+        compute_bytes,
+        fused,
+        machine.is_cuda,
     )
     choice = choose(work, machine.target, machine.gpu)
     plan, lines = choice.plan, []
@@ -114,16 +111,22 @@ def plan_run(
     return RunPlan(plan, plan.policies, plan.work.micro_batch_size, plan.work.reshards, tuple(lines))
 
 
-def _without_plan(config: Config, model_type: str, num_layers: int) -> RunPlan:
-    """For a model that the plan does not know: every layer is recomputed, unless the settings name a policy."""
+def run_without_plan(config: Config, num_layers: int, reason: str) -> RunPlan:
+    """For a model that can't be traced: every layer is recomputed, unless the settings name a policy.
+
+    Args:
+        config: the settings of the run.
+        num_layers: transformer layers of the model.
+        reason: why it can't be traced.
+    """
     size = config.training.micro_batch_size
     if size == AUTO:
-        reason = f"needs the memory plan, which does not know model_type={model_type}."
+        problem = f"needs the memory plan, and this model can't be traced: {reason}."
         raise ConfigError(
-            [problem_with(config, "training.micro_batch_size", reason, "Set training.micro_batch_size=1.")]
+            [problem_with(config, "training.micro_batch_size", problem, "Set training.micro_batch_size=1.")]
         )
     policies = fixed_policies(config, num_layers) or (Policy.full,) * num_layers
-    line = f"no plan for model_type={model_type}; activations {describe_policies(policies)}"
+    line = f"no plan, as this model can't be traced: {reason}; activations {describe_policies(policies)}"
     return RunPlan(None, policies, size, config.fsdp.reshards, (line,))
 
 
@@ -186,7 +189,7 @@ def _check_host(plan: MemoryPlan, machine: Machine) -> None:
 
 def _check_cpu(plan: MemoryPlan, work: Workload, machine: Machine) -> None:
     """Refuse a run on CPUs whose tensors do not fit: a process that takes too much is killed without a message."""
-    needed = plan.needed + host_bytes(plan.work, plan.policies)  # offloaded activations are in host memory too
+    needed = plan.needed + plan.host.get("activations", 0)  # offloaded activations are in host memory too
     available = machine.host_available / machine.local_num_ranks
     if machine.is_cuda or needed <= available:
         return

@@ -72,7 +72,7 @@ def speed_text(plan: MemoryPlan, gpu: Gpu) -> str:
 
 def read_bytes(work: Workload) -> int:
     """Bytes of the bfloat16 files that are read; none for random weights."""
-    return 0 if work.config.model.weights is Weights.random else work.shape.num_parameters * 2
+    return 0 if work.config.model.weights is Weights.random else work.parts.num_parameters * 2
 
 
 def waiting_lines(plan: MemoryPlan, gpu: Gpu) -> list[str]:

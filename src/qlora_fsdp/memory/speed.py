@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from qlora_fsdp.config.schema import MatmulKind, Weights
-from qlora_fsdp.memory.activation_bytes import Policy, layer_tensors
+from qlora_fsdp.config.schema import Weights
 from qlora_fsdp.memory.capture import why_not_captured
 from qlora_fsdp.memory.gpus import Gpu
-from qlora_fsdp.memory.parameter_bytes import ParameterBytes, adapter_rank, layer_parameters, sum_bytes
+from qlora_fsdp.memory.parameter_bytes import sum_bytes
 from qlora_fsdp.memory.plan import MemoryPlan
+from qlora_fsdp.memory.policy import Policy
+from qlora_fsdp.memory.traced import Flops
 from qlora_fsdp.memory.workload import Workload
 
 MATMUL = 0.61  # share of the datasheet's FLOP/s that matrix products reach, attention included
@@ -32,15 +33,16 @@ CACHED_GB_S = 13.0  # per rank, from the page cache, quantization included
 RANDOM_GB_S = 15.0  # per rank, of the bfloat16 weights that are made at random and then quantized
 GATHER_SECONDS = 2.3e-3  # per weight whose scales are gathered to be quantized together
 PIN_GB_S = 1.0  # per rank that pins its shard to offload it
+OPTIMIZER_PASSES = 8  # over trained parameters: AdamW reads four tensors and writes three, and a norm reads one
 HOST_ADAM_GB_S = 10.0  # per rank whose optimizer state is in host memory
 
 
 def step_seconds(work: Workload, policies: Sequence[Policy], gpu: Gpu) -> float:
     """Seconds of an optimizer step: what the GPU computes, or what Python takes to start it, whichever is longer."""
     seconds = max(_gpu_seconds(work, policies, gpu), _launch_seconds(work, policies)) * work.num_micro_batches
-    if work.config.fsdp.cpu_offload:
-        seconds += _layer(work).adapters * work.shape.num_layers / work.num_shards * 8 / (HOST_ADAM_GB_S * 1e9)
-    return seconds
+    trained = sum(sum_bytes(kind.tensors).adapters for kind in work.layers) / work.num_shards
+    rate = HOST_ADAM_GB_S if work.config.fsdp.cpu_offload else gpu.memory_gb_s
+    return seconds + OPTIMIZER_PASSES * trained / (rate * 1e9)
 
 
 def waiting_share(work: Workload, policies: Sequence[Policy], gpu: Gpu) -> float:
@@ -57,13 +59,13 @@ def tokens_per_second(work: Workload, policies: Sequence[Policy], gpu: Gpu) -> f
 def load_seconds(plan: MemoryPlan) -> dict[str, float]:
     """Seconds to read bfloat16 files from `disk` or `page_cache` and quantize them, or to make `random` weights."""
     work = plan.work
-    num_bytes, quant = work.shape.num_parameters * 2, work.config.quant
+    num_bytes, quant = work.parts.num_parameters * 2, work.config.quant
     pinning = plan.host.get("parameters", 0) / (PIN_GB_S * 1e9)
     if work.config.model.weights is Weights.random:
         return {"random": num_bytes / work.num_shards / (RANDOM_GB_S * 1e9) + pinning}
     cached = num_bytes / work.num_shards / (CACHED_GB_S * 1e9)
     if work.num_shards > 1 and quant.load_in_4bit and quant.bnb_4bit_use_double_quant:
-        cached += work.shape.num_layers * len(work.shape.linears) * GATHER_SECONDS
+        cached += work.parts.num_quantized * GATHER_SECONDS
     cached += pinning
     on_a_host = num_bytes * min(1.0, work.local_num_ranks / work.num_shards)
     return {"disk": max(cached, on_a_host / (DISK_GB_S * 1e9)), "page_cache": cached}
@@ -71,7 +73,11 @@ def load_seconds(plan: MemoryPlan) -> dict[str, float]:
 
 def _gpu_seconds(work: Workload, policies: Sequence[Policy], gpu: Gpu) -> float:
     """Seconds of a micro-batch if the GPU never waits for Python."""
-    return sum(_layer_seconds(work, policy, gpu) for policy in policies) + _ends_seconds(work, gpu)
+    seconds: dict[tuple[int, Policy, bool], float] = {}
+    for index, key in enumerate(work.keys(policies)):
+        if key not in seconds:
+            seconds[key] = _layer_seconds(work, index, key[1], gpu)
+    return sum(seconds[key] for key in work.keys(policies)) + _ends_seconds(work, gpu)
 
 
 def _launch_seconds(work: Workload, policies: Sequence[Policy]) -> float:
@@ -83,30 +89,21 @@ def _launch_seconds(work: Workload, policies: Sequence[Policy]) -> float:
     return forwards * (LAUNCH_SECONDS + (FSDP_LAUNCH_SECONDS if work.uses_fsdp else 0.0))
 
 
-def _layer_seconds(work: Workload, policy: Policy, gpu: Gpu) -> float:
+def _layer_seconds(work: Workload, index: int, policy: Policy, gpu: Gpu) -> float:
     """Seconds of a layer's forward and backward, with its recomputation. Transfers run at the same time."""
-    shape, tokens, length = work.shape, work.num_tokens, work.config.training.max_length
-    rate, memory = gpu.tflops * 1e12 * MATMUL, gpu.memory_gb_s * 1e9
-    ranks = (adapter_rank(f"model.layers.0.{linear.name}", work.config.lora) for linear in shape.linears)
-    adapters = sum(r * (li.in_features + li.out_features) for r, li in zip(ranks, shape.linears, strict=True))
-    dense, attention = 2.0 * shape.layer_weights * tokens, 2.0 * tokens * length * shape.query_size
-    dense_seconds = dense / _dense_rate(work, gpu)
-    forward = dense_seconds + (attention + 2 * adapters * tokens) / rate
-    backward = dense_seconds + (2.5 * attention + 4 * adapters * tokens) / rate
+    kind, memory = work.layers[index], gpu.memory_gb_s * 1e9
+    use, kept = work.layer_use(index, policy), work.layer_use(index, Policy.none)
     passes = PASSES if "rms_norm" in work.fused else PASSES_UNFUSED
-    traffic = passes * tokens * sum(layer_tensors(work).values()) / memory
-    dequantize = shape.layer_weights * (work.compute_bytes + 0.5) / (memory * COPY)
-    forward += traffic + dequantize
-    backward += 2 * traffic + dequantize
+    traffic = passes * kept.saved / memory
+    dequantize = kind.matrix_elements * (work.compute_bytes + 0.5) / (memory * COPY)
+    forward = _product_seconds(use.forward_flops, gpu) + traffic + dequantize
+    backward = _product_seconds(use.backward_flops, gpu) + 2 * traffic + dequantize
     if policy is Policy.selective:  # two norms are made again, each with a read and a write
-        backward += 4 * tokens * shape.hidden_size * work.compute_bytes / memory
-    if policy.recomputes:  # all but the last product is made again (layers/lora.py)
-        last = dense_seconds * shape.hidden_size * shape.intermediate_size / shape.layer_weights
-        backward += forward - last
-    num_bytes = _layer(work).total
-    transfer = _transfer_seconds(work, num_bytes, gpu)
-    if policy is Policy.offload:
-        transfer += tokens * shape.hidden_size * work.compute_bytes / (gpu.host_gb_s * 1e9)
+        backward += 4 * work.ends.hidden / memory
+    if policy.recomputes:  # its products are among those of backward
+        backward += traffic + dequantize
+    num_bytes = sum_bytes(kind.tensors).total
+    transfer = _transfer_seconds(work, num_bytes, gpu) + use.host / (gpu.host_gb_s * 1e9)
     back = transfer if work.reshards or policy is Policy.offload else 0.0
     if work.num_shards > 1:  # the shard into the flat buffer, and all of that out again; each is read and written
         copies = 2.0 * num_bytes * (1 + 1 / work.num_shards) / (memory * COPY)
@@ -114,17 +111,16 @@ def _layer_seconds(work: Workload, policy: Policy, gpu: Gpu) -> float:
     return max(forward, transfer) + max(backward, back)
 
 
-def _dense_rate(work: Workload, gpu: Gpu) -> float:
-    """FLOP/s of matrix products with the base's weights."""
-    is_fp8 = work.config.compute.matmul is MatmulKind.fp8
-    return 1e12 * (gpu.fp8_tflops * MATMUL_FP8 if is_fp8 and gpu.fp8_tflops else gpu.tflops * MATMUL)
+def _product_seconds(flops: Flops, gpu: Gpu) -> float:
+    """Seconds of matrix products and attention."""
+    fp8 = gpu.fp8_tflops * MATMUL_FP8 or gpu.tflops * MATMUL
+    return flops.plain / (gpu.tflops * MATMUL * 1e12) + flops.fp8 / (fp8 * 1e12)
 
 
 def _ends_seconds(work: Workload, gpu: Gpu) -> float:
     """Seconds of embeddings and head. Nothing overlaps their transfers; the head's gradient is made with the loss."""
-    shape = work.shape
-    products = 4.0 * shape.vocab_weights * work.num_tokens / (gpu.tflops * 1e12 * MATMUL)
-    return products + 2 * _transfer_seconds(work, shape.vocab_weights * work.compute_bytes, gpu)
+    tables = sum_bytes(tensor for tensors in work.parts.ends.values() for tensor in tensors).embeddings
+    return _product_seconds(work.ends.flops, gpu) + _transfer_seconds(work, tables, gpu)
 
 
 def _transfer_seconds(work: Workload, num_bytes: int, gpu: Gpu) -> float:
@@ -134,9 +130,3 @@ def _transfer_seconds(work: Workload, num_bytes: int, gpu: Gpu) -> float:
     if work.config.fsdp.cpu_offload:
         seconds += num_bytes / shards / (gpu.host_gb_s * 1e9)
     return seconds
-
-
-def _layer(work: Workload) -> ParameterBytes:
-    """The parameters of the first layer, whole, which stands for all."""
-    config = work.config
-    return sum_bytes(layer_parameters(work.shape, 0, config.quant, config.lora, work.compute_bytes))

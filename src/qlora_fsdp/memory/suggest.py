@@ -9,10 +9,10 @@ from typing import Any
 
 from qlora_fsdp.config.schema import Activations, Config, EmbeddingStorage, Optimizer, ShardingStrategy
 from qlora_fsdp.config.settings import show
-from qlora_fsdp.memory.activation_bytes import Policy
 from qlora_fsdp.memory.choose import AUTO, LADDER, choose, fixed_policies
 from qlora_fsdp.memory.gpus import Gpu
 from qlora_fsdp.memory.plan import MemoryPlan, make_plan
+from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.memory.speed import tokens_per_second
 from qlora_fsdp.memory.workload import Workload
 
@@ -49,7 +49,7 @@ def smaller_runs(work: Workload, target: float, gpu: Gpu) -> list[Change]:
     Single changes and pairs are tried first, and of the pairs only those that need both. If none fits, three changes
     are tried together, and if nothing else helps, much shorter sequences.
     """
-    candidates = list(_candidates(work, fixed_policies(work.config, work.shape.num_layers) or ()))
+    candidates = list(_candidates(work, fixed_policies(work.config, work.num_layers) or ()))
     found: dict[tuple[_Values, ...], Change] = {}
     for together in range(1, MAX_TOGETHER + 1):
         for some in combinations(candidates, together):
@@ -78,7 +78,7 @@ def largest_savings(plan: MemoryPlan, gpu: Gpu) -> list[Change]:
     for values in _candidates(plan.work, plan.policies):
         work = _changed(plan.work, values)
         is_policy = any(section == "memory" for section, _, _ in values)
-        policies = fixed_policies(work.config, work.shape.num_layers) if is_policy else plan.policies
+        policies = fixed_policies(work.config, work.num_layers) if is_policy else plan.policies
         assert policies is not None
         smaller = make_plan(work, policies)
         if smaller.needed < plan.needed:
@@ -125,7 +125,7 @@ def _candidates(work: Workload, policies: Sequence[Policy]) -> Iterator[_Values]
     if config.quant.load_in_8bit or not config.quant.load_in_4bit:
         yield (("quant", "load_in_4bit", True), ("quant", "load_in_8bit", False))
     trains_ends = {"embed_tokens", "lm_head"} & {name.rpartition(".")[2] for name in config.lora.modules_to_save or []}
-    if config.quant.embeddings is EmbeddingStorage.none and not work.shape.is_tied and not trains_ends:
+    if config.quant.embeddings is EmbeddingStorage.none and work.parts.ends["embeddings"] and not trains_ends:
         yield (("quant", "embeddings", EmbeddingStorage.int8),)
     if config.training.micro_batch_size != AUTO:
         is_free = config.training.global_batch_size is None  # if not, the micro-batch size must divide it

@@ -1,13 +1,19 @@
-"""What a plan is made for: a model's shape, the settings of a run, and how its work is spread over ranks."""
+"""What a plan is made for: a model, the settings of a run, and how its work is spread over ranks."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+
+from typing_extensions import Unpack
 
 from qlora_fsdp.config.schema import Config
-from qlora_fsdp.memory.shape import ModelShape
+from qlora_fsdp.memory.policy import Policy
+from qlora_fsdp.memory.traced import EndsUse, LayerKind, LayerUse, ModelParts, TracedModel
 
+LayerKey = tuple[int, Policy, bool]  # kind, policy, whether it is the model's first layer
 FUSED_KERNELS = frozenset({"rms_norm", "rotary", "glu", "cross_entropy"})
 
 
@@ -16,6 +22,7 @@ class Workload:
     """One rank's share of a run.
 
     Attributes:
+        model: the model, which can be asked what it takes under any settings.
         num_ranks: all processes of the run, each with a GPU of its own.
         local_num_ranks: those of one host.
         micro_batch_size: sequences per rank and forward pass.
@@ -24,7 +31,7 @@ class Workload:
         is_cuda: whether the rank has a GPU. If not, the plan is about host memory.
     """
 
-    shape: ModelShape
+    model: TracedModel
     config: Config
     num_ranks: int
     local_num_ranks: int
@@ -32,6 +39,49 @@ class Workload:
     compute_bytes: int = 2
     fused: frozenset[str] = FUSED_KERNELS
     is_cuda: bool = True
+
+    @cached_property
+    def parts(self) -> ModelParts:
+        """The model's parameters under these settings."""
+        return self.model.parts(self.config)
+
+    @property
+    def num_layers(self) -> int:
+        """Transformer layers."""
+        return len(self.parts.layers)
+
+    @cached_property
+    def layers(self) -> list[LayerKind]:
+        """The kind of each transformer layer, in order."""
+        parts = self.parts
+        return [parts.kinds[kind] for kind in parts.layers]
+
+    @cached_property
+    def ends(self) -> EndsUse:
+        """What a micro-batch takes around the layers."""
+        return self.model.ends_use(self.config, self.micro_batch_size)
+
+    def layer_uses(self, policies: Sequence[Policy]) -> list[LayerUse]:
+        """What a micro-batch takes in each layer, if the layers have these policies."""
+        return [self._use(*key) for key in self.keys(policies)]
+
+    def layer_use(self, index: int, policy: Policy) -> LayerUse:
+        """What a micro-batch takes in one layer."""
+        return self._use(self.parts.layers[index], policy, index == 0)
+
+    def keys(self, policies: Sequence[Policy]) -> list[LayerKey]:
+        """Of each layer: what decides how much it takes. The first one's input may need no gradient."""
+        kinds = enumerate(zip(self.parts.layers, policies, strict=True))
+        return [(kind, policy, index == 0) for index, (kind, policy) in kinds]
+
+    def _use(self, *key: Unpack[LayerKey]) -> LayerUse:
+        if key not in self._uses:
+            self._uses[key] = self.model.layer_use(self.config, self.micro_batch_size, *key)
+        return self._uses[key]
+
+    @cached_property
+    def _uses(self) -> dict[LayerKey, LayerUse]:
+        return {}
 
     @property
     def num_shards(self) -> int:

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from typing_extensions import assert_never
 
 from qlora_fsdp.layers.rewire import remake_norms
-from qlora_fsdp.memory.activation_bytes import Policy
 from qlora_fsdp.memory.choose import describe_policies, next_smaller
+from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.model.input_offload import InputOffload
 
 log = logging.getLogger("qlora_fsdp")

@@ -168,7 +168,8 @@ def _adapt_by_parameter(model: PreTrainedModel, targets: Targets, settings: peft
     settings.target_parameters = targets.target_parameters
     # PEFT will look for a layer's rank under the name of its parameter.
     for patterns in (_patterns(settings, "rank_pattern"), _patterns(settings, "alpha_pattern")):
-        patterns.update({rf"{pattern}\.weight": value for pattern, value in patterns.items() if targets.linears})
+        found = {pattern for pattern in patterns if any(fits_pattern(name, pattern) for name in targets.linears)}
+        patterns.update({rf"{pattern}\.weight": patterns[pattern] for pattern in found})
 
 
 def _rank_and_alpha(settings: peft.LoraConfig, name: str) -> tuple[int, int]:

@@ -18,7 +18,7 @@ from qlora_fsdp.common.errors import AdapterError, CheckpointError
 from qlora_fsdp.config.schema import Config, DataFormat, LoraConfig, TaskConfig, TaskName
 from qlora_fsdp.config.written import public_value
 from qlora_fsdp.data.tokenizer import AddedTokens, add_tokens, byte_tokenizer, load_tokenizer
-from qlora_fsdp.layers.attention import check_packing, choose_attention
+from qlora_fsdp.layers.attention import choose_attention
 from qlora_fsdp.layers.head_loss import LossKernel
 from qlora_fsdp.layers.liger import choose_loss_kernel, use_fused_kernels
 from qlora_fsdp.layers.rewire import Rewired, rewire
@@ -29,6 +29,8 @@ from qlora_fsdp.model.chat_rows import check_chat_rows
 from qlora_fsdp.model.classifier import Classifier
 from qlora_fsdp.model.find import ModelFiles, find_model
 from qlora_fsdp.model.new_tokens import count_tokens
+from qlora_fsdp.model.packing import Traits, find_traits, settle_packing
+from qlora_fsdp.model.router_loss import RouterLoss, describe_router_loss
 from qlora_fsdp.model.task_model import TaskModel
 from qlora_fsdp.runtime.hardware import choose_dtype
 from qlora_fsdp.runtime.processes import Processes
@@ -49,6 +51,7 @@ class AssembledModel:
             trained.
         dtype: the compute dtype: of base parameters that are not quantized, and of the matrix products.
         attention: name of the attention implementation.
+        packs_rows: whether several rows share a sequence.
         liger_kernels: the settings (`rms_norm`, `rotary`, `glu`, `cross_entropy`) whose kernels are Liger's.
         loss_kernel: what computes the loss of a frozen head.
         num_fp8_layers: layers that multiply in fp8.
@@ -63,11 +66,16 @@ class AssembledModel:
     tokens: AddedTokens
     dtype: torch.dtype
     attention: str
+    packs_rows: bool
     liger_kernels: list[str]
     loss_kernel: LossKernel
     num_fp8_layers: int
     num_fused_groups: int
     notes: list[str]
+
+    def settle(self, config: Config) -> Config:
+        """The settings, with `training.packing` decided."""
+        return replace(config, training=replace(config.training, packing=self.packs_rows))
 
 
 def assemble(
@@ -101,11 +109,8 @@ def assemble(
     tokens = add_tokens(tokenizer, config.tokenizer)
     if not tokens.ids:
         tokens = saved_tokens
-    if trains:
-        check_packing(config.training.packing, files.config)
-    is_causal = config.task.name is TaskName.causal_lm and not generates
-    wanted = config.model.attn_implementation.value
-    attention, slower = choose_attention(wanted, files.config, device, dtype, is_causal)
+    # Before Liger puts kernels for GPUs into transformers' classes, which small models have too.
+    config, traits, attention, notes = _try_small(config, files, dtype, processes, generates)
     liger_kernels = use_fused_kernels(config.kernels, files.config, device) if trains else []
     loss_kernel = choose_loss_kernel(config.kernels.cross_entropy, device) if trains else "torch"
     meta = _build(config, lora, files, tokenizer, dtype, attention)
@@ -115,7 +120,7 @@ def assemble(
             f"token {tokens.vocab_size - 1} can't get a row: {files.folder} has {num_rows} tokens. Correct the "
             "tokenizer, or trainable_token_indices in the adapter's adapter_config.json."
         )
-    model = adapt_model(meta, lora, config.task, tokens, loss_kernel)
+    model = adapt_model(meta, lora, config.task, tokens, loss_kernel, traits.has_plain_head)
     rewired = rewire(model, config.compute, config.kernels) if trains else Rewired(num_fp8=0, num_groups=0)
     return AssembledModel(
         model,
@@ -125,16 +130,44 @@ def assemble(
         tokens,
         dtype,
         attention,
+        config.training.packing is True,
         liger_kernels,
         loss_kernel,
         rewired.num_fp8,
         rewired.num_groups,
         notes=[
-            *([slower] if slower else []),
+            *notes,
             *meta.notes,
+            *(_add_router_loss(model, config.training.router_aux_loss_coef) if trains else []),
             *(check_chat_rows(files.tensors, tokenizer, config) if trains else []),
         ],
     )
+
+
+def _add_router_loss(model: TaskModel, coef: float) -> list[str]:
+    """Let a causal language model add its load-balancing loss; the notes say if it has one that is not added."""
+    if isinstance(model, CausalLM) and coef:
+        model.router_loss = RouterLoss(model.base, coef)
+    return describe_router_loss(model.base, coef)
+
+
+def _try_small(
+    config: Config, files: ModelFiles, dtype: torch.dtype, processes: Processes, generates: bool
+) -> tuple[Config, Traits, str, list[str]]:
+    """Choose the attention and decide `training.packing=auto`, from what a small model shows. Collective.
+
+    Returns:
+        The settings with packing decided, what was found, the name of the attention, and notes.
+    """
+    traits = find_traits(files.config, config, processes)
+    is_causal = config.task.name is TaskName.causal_lm and not generates
+    wanted, device = config.model.attn_implementation.value, processes.device
+    attention, slower = choose_attention(wanted, files.config, device, dtype, is_causal, traits.why_not_by_starts)
+    notes = [slower] if slower else []
+    if not generates:
+        config, padded = settle_packing(config, files.config, attention, processes)
+        notes += padded
+    return config, traits, attention, notes
 
 
 def _find_tokenizer(
@@ -187,7 +220,12 @@ def _build(
 
 
 def adapt_model(
-    meta: MetaModel, lora: LoraConfig, task: TaskConfig, tokens: AddedTokens, loss_kernel: LossKernel = "torch"
+    meta: MetaModel,
+    lora: LoraConfig,
+    task: TaskConfig,
+    tokens: AddedTokens,
+    loss_kernel: LossKernel = "torch",
+    splits_head: bool = True,
 ) -> TaskModel:
     """Add the adapters to the model, in place, and wrap it in the `TaskModel` of its task.
 
@@ -197,10 +235,11 @@ def adapt_model(
         task: causal language modelling or a kind of classification.
         tokens: the tokens whose rows in embeddings and head are trained.
         loss_kernel: what computes the loss of a frozen head.
+        splits_head: as of `CausalLM`.
     """
     match task.name:
         case TaskName.causal_lm:
-            return CausalLM(apply_adapters(meta.model, lora, tokens=tokens), loss_kernel)
+            return CausalLM(apply_adapters(meta.model, lora, tokens=tokens), loss_kernel, splits_head)
         case TaskName.sequence_classification | TaskName.token_classification:
             lora = replace(lora, modules_to_save=[*(lora.modules_to_save or []), *meta.head])
             return Classifier(apply_adapters(meta.model, lora, task.name, tokens), task)

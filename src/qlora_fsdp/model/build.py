@@ -27,11 +27,13 @@ from transformers import (
 
 from qlora_fsdp.common.errors import CheckpointError
 from qlora_fsdp.common.families import MULTIMODAL_FAMILIES
+from qlora_fsdp.common.text import shorten
 from qlora_fsdp.config.schema import EmbeddingStorage, QuantConfig, TaskConfig, TaskName
 from qlora_fsdp.layers import Format, parse_storage
 from qlora_fsdp.layers.experts import EXPERTS_IMPLEMENTATION
 from qlora_fsdp.model.experts import check_num_chosen
 from qlora_fsdp.model.find import ModelFiles
+from qlora_fsdp.model.layer_kinds import share_equal_layers
 from qlora_fsdp.model.parts import describe_task, find_decoder, find_head, find_new, is_outside_backbone
 from qlora_fsdp.model.swap_layers import (
     choose_format,
@@ -45,6 +47,7 @@ from qlora_fsdp.weights.assign import assign, stored_formats
 from qlora_fsdp.weights.assignment import Assignment
 from qlora_fsdp.weights.composed import Stored
 from qlora_fsdp.weights.map_keys import map_keys
+from qlora_fsdp.weights.scaled import METHODS, attach_scales
 
 AUTO_CLASSES: dict[TaskName, Any] = {
     TaskName.causal_lm: AutoModelForCausalLM,
@@ -65,6 +68,7 @@ class BuildSettings:
         keep: modules to leave in full precision besides `quant.llm_int8_skip_modules`: `lora.modules_to_save`.
         pad_token_id: the tokenizer's padding token, which a classifier needs to know.
         trust_remote_code: run model code that comes with the files.
+        shares_equal_layers: make layers that are alike one module, for a plan; such a model can't be trained.
     """
 
     quant: QuantConfig
@@ -74,6 +78,7 @@ class BuildSettings:
     keep: Sequence[str] = ()
     pad_token_id: int | None = None
     trust_remote_code: bool = False
+    shares_equal_layers: bool = False
 
     @property
     def is_classifier(self) -> bool:
@@ -124,45 +129,54 @@ def build_model(files: ModelFiles, settings: BuildSettings) -> MetaModel:
         ConfigError: layers can't be quantized; all are listed.
     """
     config = deepcopy(files.config)
-    is_quantized = _take_stored_quantization(config, files)
+    stored = _take_stored_quantization(config, files)
     if settings.is_classifier:
         describe_task(config, settings.task, settings.pad_token_id)
     model = _make_on_meta(config, files, settings)
     check_num_chosen(model)
     dropped = _drop_towers(model)
-    tensors = _tensors_of(model, files, dropped)
+    if settings.shares_equal_layers:
+        share_equal_layers(model)
+    tensors = _tensors_of(model, files, dropped, stored)
     new = find_new(model, tensors) if settings.is_classifier else set()
     head = find_head(model, new) if settings.is_classifier else []
     notes = [f"only the text part of {type(model).__name__} is used: {', '.join(dropped)} left out"] if dropped else []
     if new and files.tensors:
         notes.append(f"new, and trained in full: {', '.join(sorted(new))}")
-    format, more_notes = _swap_layers(model, tensors if is_quantized else None, settings, head)
+    if stored is not None and stored["quant_method"] in METHODS:
+        notes.append(f"the checkpoint is in {stored['quant_method']}, which is dequantized while it is read")
+        stored = None
+    format, more_notes = _swap_layers(model, None if stored is None else tensors, settings, head)
     model.requires_grad_(False)
     may_lack = partial(is_outside_backbone, model=model) if settings.is_classifier else lambda name: False
     assignments = assign(model, tensors, not files.tensors, new, may_lack)
     return MetaModel(model, config, assignments, format, notes + more_notes, head)
 
 
-def _take_stored_quantization(config: PretrainedConfig, files: ModelFiles) -> bool:
-    """Whether the model files are quantized already. That is taken out of `config`, or transformers would act on it.
+def _take_stored_quantization(config: PretrainedConfig, files: ModelFiles) -> dict[str, Any] | None:
+    """How the model files are quantized already. That is taken out of `config`, or transformers would act on it.
+
+    Returns:
+        The config's `quantization_config`, with its `quant_method`; None if the files are in full precision.
 
     Raises:
-        CheckpointError: they are, by another library than bitsandbytes.
+        CheckpointError: they are quantized in another way than any here.
     """
     stored = getattr(config, "quantization_config", None)
     if stored is None:
-        return False
+        return None
     del config.quantization_config
     if not files.tensors:  # random weights are quantized as the settings say
-        return False
+        return None
     if not isinstance(stored, dict):
         raise CheckpointError(f"{files.folder}/config.json: its quantization_config is damaged. Copy it again.")
-    if stored.get("quant_method", "bitsandbytes") != "bitsandbytes":
+    method = stored.get("quant_method", "bitsandbytes")
+    if method not in ("bitsandbytes", *METHODS):
         raise CheckpointError(
-            f"model.path={files.folder} is quantized with {stored['quant_method']}; only full precision and "
-            "bitsandbytes can be trained here. Set model.path to the model in full precision."
+            f"model.path={files.folder} is quantized with {shorten(str(method))}; only full precision, bitsandbytes, "
+            f"{' and '.join(METHODS)} can be trained here. Set model.path to the model in full precision."
         )
-    return True
+    return {**stored, "quant_method": method}
 
 
 def _make_on_meta(config: PretrainedConfig, files: ModelFiles, settings: BuildSettings) -> PreTrainedModel:
@@ -211,10 +225,14 @@ def _drop_towers(model: PreTrainedModel) -> list[str]:
     return names
 
 
-def _tensors_of(model: PreTrainedModel, files: ModelFiles, dropped: Sequence[str]) -> dict[str, Stored]:
+def _tensors_of(
+    model: PreTrainedModel, files: ModelFiles, dropped: Sequence[str], quantization: dict[str, Any] | None
+) -> dict[str, Stored]:
     """The stored tensors by the names that the model gives them, without those of modules that were taken out."""
-    prefixes = tuple(f"{name}." for name in dropped)
-    return {key: stored for key, stored in map_keys(model, files.tensors).items() if not key.startswith(prefixes)}
+    prefixes, tensors = tuple(f"{name}." for name in dropped), files.tensors
+    if quantization is not None and quantization["quant_method"] in METHODS:
+        tensors = attach_scales(tensors, quantization)
+    return {key: stored for key, stored in map_keys(model, tensors).items() if not key.startswith(prefixes)}
 
 
 def _swap_layers(

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import cast
 
 import peft
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from qlora_fsdp.common.families import PACKED_FAMILIES
 from qlora_fsdp.common.sizes import IGNORE_INDEX
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.layers import QuantizedEmbedding
 from qlora_fsdp.layers.head_loss import LossKernel
 from qlora_fsdp.layers.rewire import attach_loss
+from qlora_fsdp.model.inputs import has_recurrent_layers, lay_out_for, row_markers
+from qlora_fsdp.model.router_loss import RouterLoss
 from qlora_fsdp.model.task_model import TaskModel
 from qlora_fsdp.runtime.rows import gather_whole
 
@@ -20,9 +22,8 @@ from qlora_fsdp.runtime.rows import gather_whole
 class CausalLM(TaskModel):
     """A PEFT-wrapped causal language model with its loss.
 
-    In the families of `PACKED_FAMILIES` (which tests confirm) the logits are the head applied to the last hidden state.
-    For these, backbone and head run apart, and the head computes the loss without holding the logits of all tokens. A
-    model of any other family runs its own forward.
+    In most models the logits are the head applied to the last hidden state. For these, backbone and head run apart, and
+    the head computes the loss without holding the logits of all tokens. Any other model runs its own forward.
 
     Frozen embeddings and a frozen head are large, and forward alone needs them. The model gathers these itself, each
     into one buffer for the time of its use; FSDP's hooks would take two buffers.
@@ -30,12 +31,18 @@ class CausalLM(TaskModel):
     Args:
         model: the wrapped model, on meta or not.
         loss_kernel: what computes the loss of a frozen head.
+        splits_head: whether the logits are the head's alone (`packing.has_plain_head`).
+
+    Attributes:
+        router_loss: what is added for a mixture of experts; None for nothing.
     """
 
-    def __init__(self, model: peft.PeftModel, loss_kernel: LossKernel = "torch") -> None:
+    router_loss: RouterLoss | None = None
+
+    def __init__(self, model: peft.PeftModel, loss_kernel: LossKernel = "torch", splits_head: bool = True) -> None:
         super().__init__(model)
         config = self.base.config.get_text_config()
-        self.splits_head = config.model_type in PACKED_FAMILIES
+        self.splits_head, self.is_recurrent = splits_head, has_recurrent_layers(self.base)
         embeddings, head = self.base.get_input_embeddings(), self.base.get_output_embeddings()
         own: list[nn.Module] = []
         if self.splits_head:
@@ -47,29 +54,28 @@ class CausalLM(TaskModel):
         self.gathered_by_model = own
 
     def forward(self, batch: Batch) -> Tensor:
-        """Sum of the cross-entropy over the batch's targets, not divided by their number: float32 scalar."""
-        inputs: dict[str, Any] = {"position_ids": batch.position_ids, "use_cache": False}
+        """Sum of the cross-entropy over the batch's targets, not divided by their number: float32 scalar.
+
+        The router's loss, if there is one, is added to each target's.
+        """
+        given, batch = batch, lay_out_for(batch, self.is_recurrent)
+        inputs = row_markers(batch, self.is_recurrent)
         embeddings, head = self.base.get_input_embeddings(), self.base.get_output_embeddings()
         if embeddings in self.gathered_by_model:
             inputs["inputs_embeds"] = _look_up(embeddings, batch.input_ids)
         else:
             inputs["input_ids"] = batch.input_ids
-        has_several_rows = len(batch.sequence_starts) > len(batch.input_ids) + 1
-        if has_several_rows:
-            inputs |= {
-                "cu_seq_lens_q": batch.sequence_starts,
-                "cu_seq_lens_k": batch.sequence_starts,
-                "max_length_q": batch.max_row_length,
-                "max_length_k": batch.max_row_length,
-            }
+        if self.router_loss is not None:
+            inputs["output_router_logits"] = True
         if self.splits_head:
-            hidden = self.base.get_decoder()(**inputs).last_hidden_state
+            outputs = self.base.get_decoder()(**inputs)
             compute = head.forward if self.head in self.gathered_by_model else head  # calling `head` runs FSDP's hooks
-            return compute(hidden, batch.targets)  # type: ignore[no-any-return]
-        logits = self.base(**inputs).logits.float()
-        return nn.functional.cross_entropy(
-            logits.flatten(0, 1), batch.targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
-        )
+            loss: Tensor = compute(outputs.last_hidden_state, batch.targets)
+        else:
+            outputs = self.base(**inputs)
+            logits = outputs.logits.float().flatten(0, 1)
+            loss = F.cross_entropy(logits, batch.targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+        return loss if self.router_loss is None else loss + self.router_loss.of(outputs.router_logits, given)
 
     def may_get_zero_gradient(self, name: str) -> bool:
         """Rows of new tokens may, because a batch may have none of these tokens."""
@@ -80,4 +86,4 @@ def _look_up(embeddings: nn.Module, ids: Tensor) -> Tensor:
     """Embeddings x_BLD of ids_BL, from the whole table, which is gathered for this call alone."""
     if isinstance(embeddings, QuantizedEmbedding):
         return embeddings.look_up(ids, *(gather_whole(part, ids.device) for part in embeddings.parts()))
-    return nn.functional.embedding(ids, gather_whole(cast(nn.Embedding, embeddings).weight, ids.device))
+    return F.embedding(ids, gather_whole(cast(nn.Embedding, embeddings).weight, ids.device))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from qlora_fsdp.common.errors import CheckpointError
-from qlora_fsdp.layers.experts import expert_weight_names
+from qlora_fsdp.layers.experts import ExpertWeight, expert_weight_names
 
 # Names that a weight of fused experts had in earlier versions of the models, as linear layers of each expert. Model
 # files and settings still use them.
@@ -26,6 +26,10 @@ class ExpertWeightPlace(NamedTuple):
     def name(self) -> str:
         """The weight's full name."""
         return f"{self.module}.{self.key}"
+
+    def weight_in(self, model: nn.Module) -> ExpertWeight:
+        """The weight [E, rows, columns]."""
+        return cast(ExpertWeight, getattr(model.get_submodule(self.module), self.key))
 
     def former_names(self) -> list[str]:
         """Full names that the weight's parts had as linear layers."""
@@ -63,8 +67,7 @@ def check_num_chosen(model: PreTrainedModel) -> None:
         CheckpointError: one is.
     """
     for place in expert_weights(model):
-        num_experts = getattr(model.get_submodule(place.module), place.key).shape[0]
-        block = place.module.rpartition(".")[0]
+        num_experts, block = place.weight_in(model).shape[0], place.module.rpartition(".")[0]
         number = num_chosen(model.get_submodule(block), model.config.get_text_config())
         if number is not None and not 1 <= number <= num_experts:
             raise CheckpointError(
@@ -74,15 +77,22 @@ def check_num_chosen(model: PreTrainedModel) -> None:
 
 
 def find_routers(model: nn.Module) -> set[str]:
-    """Names of the modules that score experts: beside fused experts, with a matrix of one row for each of them."""
-    modules = dict(model.named_modules())
-    routers = set()
+    """Names of the modules that score experts.
+
+    They lie beside fused experts and have a matrix of one row for each of them; or transformers calls them routers
+    (Llama 4's, whose experts are not computed here, gives more than a product).
+    """
+    routers = {name for name, module in model.named_modules() if _is_called_router(module)}
     for place in expert_weights(model):
-        num_experts = getattr(modules[place.module], place.key).shape[0]
+        num_experts = place.weight_in(model).shape[0]
         block = place.module.rpartition(".")[0]
-        for name, module in modules[block].named_modules(prefix=block):
+        for name, module in model.get_submodule(block).named_modules(prefix=block):
             weight = module._parameters.get("weight")
             is_inside = name == place.module or name.startswith(f"{place.module}.")
             if weight is not None and weight.ndim == 2 and weight.shape[0] == num_experts and not is_inside:
                 routers.add(name)
     return routers
+
+
+def _is_called_router(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) and type(module).__name__.endswith("Router")

@@ -97,6 +97,30 @@ def find_model(config: ModelConfig, is_main: bool, first_error: FirstError) -> M
     return ModelFiles(folder, hf_config, tensors)
 
 
+def make_config(values: Mapping[str, Any], name: str) -> PretrainedConfig:
+    """transformers' config with these values, which were read from a config.json or a preset.
+
+    Args:
+        values: the content of config.json.
+        name: what the model is called, for messages.
+
+    Raises:
+        CheckpointError: transformers has no such model, or the values are none.
+    """
+    try:
+        _check_sizes(values)
+        config = AutoConfig.for_model(**values)
+        if config.get_text_config() is not config and "tie_word_embeddings" not in values:  # as in `_settle_tie`
+            config.tie_word_embeddings = config.get_text_config().tie_word_embeddings
+        return config
+    except Exception as error:  # the file may hold anything
+        reason = shorten(" ".join(str(error).split()), MAX_REASON)
+        raise CheckpointError(
+            f"{name}: its config can't be used: {reason}. Check model.path, or model.config; a model with code of its "
+            "own can only be tried on GPUs, with experiment=dry_run."
+        ) from error
+
+
 def _read_config(file: Path) -> dict[str, Any]:
     """The values of a config.json, before transformers takes them at their word.
 

@@ -1,4 +1,4 @@
-"""Check that no row is longer than the model knows positions.
+"""Check that no row, with the padding behind it, is longer than the model knows positions.
 
 A model with a table of position embeddings fails beyond its end. A model that computes positions (rotary embeddings)
 runs on, at positions that it was never trained on.
@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from qlora_fsdp.common.errors import DataError
+from qlora_fsdp.data.batch import padded_length
 from qlora_fsdp.data.run_data import PreparedData
 from qlora_fsdp.data.sequences import Sequences, TrainingData
 
@@ -45,6 +46,11 @@ def check_positions(model: nn.Module, config: PretrainedConfig, data: PreparedDa
         int(part.rows.lengths[part.row_ids].max()) if isinstance(part, Sequences) else part.max_length for part in sets
     )
     table = num_learned_positions(model)
+    if table is not None and longest <= table < max(padded_length(part, longest) for part in sets):
+        raise DataError(
+            f"The longest row has {longest:,} tokens, padding makes it longer than {table:,}, and the model has "
+            f"embeddings of no more positions. Set training.max_length={table}."
+        )
     if table is not None and longest > table:
         raise DataError(
             f"The longest row has {longest:,} tokens, and the model has embeddings of {table:,} positions. "

@@ -65,7 +65,7 @@ def shard_model(
         offload_policy=offload,
     )
     layers = model.layers
-    for module in [*layers, *_embedding_and_head_units(model)]:
+    for module in [*layers, *embedding_and_head_units(model)]:
         shard(module, reshard_after_forward=reshard_after_forward)
     # Backward begins in the root, so its parameters stay. The result is the same object, whose class is changed.
     root: FSDPModule = shard(model, reshard_after_forward=False)
@@ -77,14 +77,14 @@ def shard_model(
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
         _check_dtypes(unit)
-    for module in _embedding_and_head_units(model):
+    for module in embedding_and_head_units(model):
         # Frozen embeddings have no gradient to compute, and a frozen head that the model gathers has computed the
         # gradient of its input in forward already (layers/head_loss.py). FSDP must not gather these for backward.
         is_for_forward = module is model.embeddings or module in model.gathered_by_model
         if is_for_forward and not any(p.requires_grad for p in module.parameters()):
             cast(FSDPModule, module).set_unshard_in_backward(False)
     # What forward uses, in its order. The embeddings come first: nothing runs before them that could gather ahead.
-    gathered_by_fsdp = [m for m in _embedding_and_head_units(model) if m not in model.gathered_by_model]
+    gathered_by_fsdp = [m for m in embedding_and_head_units(model) if m not in model.gathered_by_model]
     prefetch_order = [*layers, *(m for m in gathered_by_fsdp if m is model.head)]
     _set_prefetch([unit for unit in prefetch_order if isinstance(unit, FSDPModule)], root, config)
     return units
@@ -192,7 +192,7 @@ def place_model(model: nn.Module, shard_device: torch.device, buffer_device: tor
     model._apply(place)
 
 
-def _embedding_and_head_units(model: TaskModel) -> list[nn.Module]:
+def embedding_and_head_units(model: TaskModel) -> list[nn.Module]:
     """Embeddings and head, as far as each is an FSDP unit of its own.
 
     If the two share a weight it belongs to the root unit, and so does a classifier's head, which is small. Trained rows

@@ -18,8 +18,8 @@ from qlora_fsdp.common.text import plural, show_bytes, show_size
 from qlora_fsdp.config.check_model import int8_embeddings_problem
 from qlora_fsdp.config.schema import QuantConfig
 from qlora_fsdp.layers import Format, QuantizedEmbedding, QuantizedExpertWeight, QuantizedLinear, parse_storage
-from qlora_fsdp.layers.experts import expert_weight_names
 from qlora_fsdp.model.count import dtype_name
+from qlora_fsdp.model.experts import ExpertWeightPlace, expert_weights, find_routers
 from qlora_fsdp.weights.safetensors_files import list_some
 
 
@@ -55,14 +55,9 @@ def swap_stored_layers(model: nn.Module, formats: Mapping[str, Format], dtype: t
         CheckpointError: blocks cross rows, so that the codes can't be split between ranks; all such layers are listed.
     """
     layers = {name: layer for name, layer in model.named_modules() if name in formats and isinstance(layer, nn.Linear)}
-    experts = {
-        f"{name}.{key}": (module, key)
-        for name, module in model.named_modules()
-        for key in expert_weight_names(module)
-        if f"{name}.{key}" in formats
-    }
+    experts = [place for place in expert_weights(model) if place.name in formats]
     row_lengths = {name: layer.in_features for name, layer in layers.items()}
-    row_lengths |= {name: getattr(module, key).shape[2] for name, (module, key) in experts.items()}
+    row_lengths |= {place.name: place.weight_in(model).shape[2] for place in experts}
     reasons = {name: formats[name].why_not(length) for name, length in row_lengths.items()}
     problems = [f"{name} {reason}" for name, reason in reasons.items() if reason is not None]
     if problems:
@@ -71,8 +66,8 @@ def swap_stored_layers(model: nn.Module, formats: Mapping[str, Format], dtype: t
             f"Set model.path to the model in full precision, and quant=int8:\n{list_some(problems)}"
         )
     _swap_linears(model, lambda name, layer: formats.get(name), dtype)
-    for name, (module, key) in experts.items():
-        _swap_expert_weight(module, key, formats[name], dtype)
+    for place in experts:
+        _swap_expert_weight(model, place, formats[place.name], dtype)
 
 
 def swap_chosen_linears(
@@ -84,6 +79,7 @@ def swap_chosen_linears(
         model: changed in place.
         format: format of the swapped layers.
         quant: names the layers that are left out. None leaves out what transformers would: the output head, for one.
+            Routers of experts are always left out.
         dtype: dtype of the layers' inputs and outputs.
         keep: modules that are trained in full and therefore stay in full precision.
 
@@ -103,7 +99,7 @@ def swap_chosen_linears(
             for skip in quant.llm_int8_skip_modules or []
             if all(should_convert_module(name, [skip]) for name in linears)
         ]
-        chosen = {name for name in linears if should_convert_module(name, skip)}
+        chosen = {name for name in linears if should_convert_module(name, skip)} - find_routers(model)
     problems, table = [], getattr(model.get_input_embeddings(), "weight", None)
 
     def choose(name: str, layer: nn.Linear) -> Format | None:
@@ -138,25 +134,21 @@ def swap_experts(model: PreTrainedModel, format: Format, quant: QuantConfig, dty
     Raises:
         ConfigError: weights can't be quantized because blocks would cross their rows; all are listed.
     """
-    problems = []
-    for name, module in model.named_modules():
-        if not should_convert_module(name, list(quant.llm_int8_skip_modules or [])):
-            continue
-        for key in expert_weight_names(module):
-            weight = getattr(module, key)
-            reason = format.why_not(weight.shape[2])
-            if reason is not None:
-                problems.append(f"{name}.{key} {reason}")
-                continue
-            _swap_expert_weight(module, key, format, dtype)
+    skips = list(quant.llm_int8_skip_modules or [])
+    names = {place: (place.module, place.name) for place in expert_weights(model)}
+    places = [place for place in names if all(should_convert_module(name, skips) for name in names[place])]
+    reasons = {place.name: format.why_not(place.weight_in(model).shape[2]) for place in places}
+    problems = [f"{name} {reason}" for name, reason in reasons.items() if reason is not None]
     if problems:
         raise _cannot_quantize(format, problems)
+    for place in places:
+        _swap_expert_weight(model, place, format, dtype)
 
 
-def _swap_expert_weight(module: nn.Module, key: str, format: Format, dtype: torch.dtype) -> None:
-    shape = tuple(getattr(module, key).shape)
-    delattr(module, key)
-    setattr(module, key, QuantizedExpertWeight(shape, format, dtype))
+def _swap_expert_weight(model: nn.Module, place: ExpertWeightPlace, format: Format, dtype: torch.dtype) -> None:
+    module, shape = model.get_submodule(place.module), place.weight_in(model).shape
+    delattr(module, place.key)
+    setattr(module, place.key, QuantizedExpertWeight((shape[0], shape[1], shape[2]), format, dtype))
 
 
 def swap_ends(model: PreTrainedModel, storage: torch.dtype, dtype: torch.dtype, has_new_head: bool) -> None:
@@ -196,7 +188,7 @@ def note_experts(model: PreTrainedModel, format: Format) -> list[str]:
     size = show_bytes(sum(p.numel() * p.dtype.itemsize for p in params))
     return [
         f"{show_size(sum(p.numel() for p in params))} parameters stay in {dtype_name(params[0].dtype)} ({size}): "
-        f"{format.quant_type} is for linear layers, and experts are one tensor in {modules}"
+        f"{format.quant_type} is for linear layers and experts as transformers fuses them, not for those in {modules}"
     ]
 
 

@@ -1,10 +1,10 @@
 """Find what gets an adapter: linear layers, and the weights of fused experts.
 
-A model without experts is left to PEFT, which finds the layers that `lora.target_modules` name. With experts this
-module finds them. PEFT takes names such as `gate_proj` for what experts were called before transformers fused them, and
-replaces them in the settings (`_convert_peft_config_moe`), even where a model has other layers of these names; and it
-would adapt the router. So PEFT gets such layers by the names of their parameters, in `target_parameters`, which it
-leaves alone.
+A model without experts and routers is left to PEFT, which finds the layers that `lora.target_modules` name. In any
+other this module finds them. PEFT takes names such as `gate_proj` for what experts were called before transformers
+fused them, and replaces them in the settings (`_convert_peft_config_moe`), even where a model has other layers of these
+names; and it would adapt the router. So PEFT gets such layers by the names of their parameters, in `target_parameters`,
+which it leaves alone.
 """
 
 from __future__ import annotations
@@ -60,14 +60,13 @@ def find_targets(model: PreTrainedModel, config: LoraConfig) -> Targets:
         AdapterError: a name in the settings fits nothing (similar names are listed), or fits a router or another
             module that can't have an adapter.
     """
-    places = list(expert_weights(model))
+    places, routers = list(expert_weights(model)), find_routers(model)
     _check_names(model, config, places)
-    if not places or config.target_modules == DUMMY_TARGET_MODULES:
+    if not (places or routers) or config.target_modules == DUMMY_TARGET_MODULES:
         return Targets(_targets_of_peft(model, config))
     modules = dict(model.named_modules())
     decoder = find_decoder(model)
     prefix = "" if decoder is None else f"{decoder[0]}."
-    routers = find_routers(model)
     is_named = _named_by(model, config, prefix)
     refused = sorted(name for name in routers if config.target_modules != "all-linear" and is_named(name))
     if refused:

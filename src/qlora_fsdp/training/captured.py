@@ -107,6 +107,8 @@ class _Graph:
         self.batch.input_ids.copy_(batch.input_ids, non_blocking=True)
         self.batch.targets.copy_(batch.targets, non_blocking=True)
         self.batch.position_ids.copy_(batch.position_ids, non_blocking=True)
+        if self.batch.num_tokens is not None and batch.num_tokens is not None:
+            self.batch.num_tokens.copy_(batch.num_tokens, non_blocking=True)
         _fill_starts(self.batch.sequence_starts, batch)
         self.graph.replay()
         return self.loss.clone()

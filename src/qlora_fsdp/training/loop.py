@@ -131,10 +131,10 @@ def train(
             # The ranks agree whether to save. They do so before they wait for their GPUs: hosts make this sum, and they
             # notice when a rank never arrives, and say which. A GPU that waits for another can't say for which.
             must_save = processes.sum([saver.wants_checkpoint()])[0] > 0
-            loss, grad_norm = step_result.wait()  # for these two only; the GPU may still be running the optimizer
-            is_good = bad_steps.check(step, loss, grad_norm, batch.indices, step_result.micro_losses)
-            result.add_step(loss, is_good)
-            recorder.end_step(batch, loss, grad_norm, is_good, learning_rate, step_result.num_flops)
+            figures = step_result.wait()  # for these only; the GPU may still be running the optimizer
+            is_good = bad_steps.check(step, figures.loss, figures.grad_norm, batch.indices, step_result.micro_losses)
+            result.add_step(figures.loss, is_good)
+            recorder.end_step(batch, figures, is_good, learning_rate, step_result.num_flops)
 
             is_last = step + 1 == num_steps  # the adapter is written after the last step, which needs no checkpoint
             if not is_last and saver.is_due(step + 1, must_save):

@@ -16,7 +16,7 @@ from qlora_fsdp.data.run_data import PreparedData, prepare_data
 from qlora_fsdp.data.sequences import TrainingData
 from qlora_fsdp.data.split import BatchSplit, split_batches
 from qlora_fsdp.data.stream import open_stream
-from qlora_fsdp.memory.plan_run import Machine, RunPlan, plan_run
+from qlora_fsdp.memory.plan_run import Machine, RunPlan, plan_run, run_without_plan
 from qlora_fsdp.model.activations import MemoryFallback, set_activation_policy
 from qlora_fsdp.model.adapters import trainable_names
 from qlora_fsdp.model.assemble import AssembledModel, assemble, describe_base
@@ -29,6 +29,7 @@ from qlora_fsdp.records.run_folder import log
 from qlora_fsdp.runtime.fallbacks import replace_missing
 from qlora_fsdp.runtime.hardware import choose_dtype, find_machine, hold_to, is_shortage
 from qlora_fsdp.runtime.processes import Processes
+from qlora_fsdp.tracing.model_tracer import UntraceableModel, trace_assembled
 from qlora_fsdp.training.memory_use import PhasePeaks, explain_early_shortage, start_snapshot
 from qlora_fsdp.weights.quantized_cache import use_cache
 
@@ -38,6 +39,7 @@ class Prepared:
     """A run whose weights do not exist yet.
 
     Attributes:
+        config: the run's settings, with `training.packing` decided.
         assembled: the model on meta, and what it was assembled from.
         base: fingerprint of the model files; None for random weights.
         sizes: numbers and bytes of the parameters.
@@ -50,6 +52,7 @@ class Prepared:
             is short.
     """
 
+    config: Config
     assembled: AssembledModel
     base: str | None
     sizes: Sizes
@@ -100,6 +103,7 @@ def _prepare(config: Config, processes: Processes, folder: Path, first_step: int
     missing = replace_missing(config, device)
     assembled = assemble(config, config.lora, processes, trains=True)
     model, meta = assembled.model, assembled.meta
+    config = assembled.settle(config)
     base = describe_base(meta.assignments, processes)
     if config.model.cache_quantized:
         meta.assignments = use_cache(meta.assignments, base, config.model.cache_folder, dtype, processes)
@@ -116,31 +120,35 @@ def _prepare(config: Config, processes: Processes, folder: Path, first_step: int
     flops = count_flops(model, meta.config.get_text_config())
     is_auto = config.memory.activations is Activations.auto
     peaks = PhasePeaks(device, MemoryFallback(model.layers, run_plan.policies) if is_auto else None)
-    return Prepared(assembled, base, sizes, flops, data, split, machine, run_plan, peaks)
+    return Prepared(config, assembled, base, sizes, flops, data, split, machine, run_plan, peaks)
 
 
 def _plan_memory(config: Config, assembled: AssembledModel, machine: Machine, processes: Processes) -> RunPlan:
     """Choose each layer's activation policy and the size of a micro-batch, and hold the GPU to its target."""
-    model, meta, device = assembled.model, assembled.meta, processes.device
-    run_plan: RunPlan = processes.share(  # every rank takes rank 0's, which depends on the speed measured on its GPU
-        plan_run(
-            config,
-            meta.config.to_dict(),
-            len(model.layers),
-            quant_settings(meta.format, config.quant),
-            assembled.dtype.itemsize,
-            frozenset(assembled.liger_kernels) | ({"cross_entropy"} if assembled.loss_kernel != "torch" else set()),
-            machine,
-        )
-        if processes.is_main
-        else None
-    )
+    model, device = assembled.model, processes.device
+    # Every rank takes rank 0's plan, which depends on the speed measured on its GPU.
+    run_plan: RunPlan = processes.share(_plan(config, assembled, machine) if processes.is_main else None)
     set_activation_policy(model.layers, run_plan.policies)
     if config.memory.target_gib is not None:
         hold_to(machine.target, run_plan.plan.library_bytes if run_plan.plan is not None else 0, device)
     if config.memory.snapshot:
         start_snapshot(device)
     return run_plan
+
+
+def _plan(config: Config, assembled: AssembledModel, machine: Machine) -> RunPlan:
+    """The plan of a model that is traced on meta."""
+    try:
+        return plan_run(
+            config,
+            trace_assembled(assembled, config, machine.is_cuda),
+            quant_settings(assembled.meta.format, config.quant),
+            assembled.dtype.itemsize,
+            frozenset(assembled.liger_kernels) | ({"cross_entropy"} if assembled.loss_kernel != "torch" else set()),
+            machine,
+        )
+    except UntraceableModel as error:
+        return run_without_plan(config, len(assembled.model.layers), str(error))
 
 
 def _log_model(assembled: AssembledModel, sizes: Sizes) -> None:

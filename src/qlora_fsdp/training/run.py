@@ -237,7 +237,7 @@ def _train(
     generations = Generations(config.tracking, data.eval, prepared.tokenizer, processes)
     every_steps = config.training.eval_every_steps
     evaluation = Evaluation(data.eval, every_steps, split, generations, processes, peaks, journal, saver)
-    passes = make_passes(prepared, config, trainable, processes)
+    passes = make_passes(prepared, prepared.config, trainable, processes)
     runner = StepRunner(model, passes, optimizer, config.optim.max_grad_norm, prepared.flops, peaks, processes)
     batches = GlobalBatches(data.train, split, config.training.seed, processes.rank)
     recorder = StepRecorder(journal, peaks, processes)

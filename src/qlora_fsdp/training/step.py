@@ -12,12 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from qlora_fsdp.data.batch import Batch
+from qlora_fsdp.layers.experts import count_loads
 from qlora_fsdp.model.count import FlopCounter
 from qlora_fsdp.model.shard import sum_gradients
 from qlora_fsdp.model.task_model import TaskModel
@@ -32,18 +34,32 @@ from qlora_fsdp.training.passes import Passes
 GRADIENT_CHECK_STEPS = 2
 
 
+class StepFigures(NamedTuple):
+    """What a step has measured, the same on every rank.
+
+    Attributes:
+        loss: mean over the step's target tokens.
+        grad_norm: norm of the gradient before clipping.
+        max_expert_load: the rows of a layer's busiest expert over the mean of its experts, the mean over the layers;
+            None for a model without experts. 1 is even, and the number of experts the most there can be.
+    """
+
+    loss: float
+    grad_norm: float
+    max_expert_load: float | None = None
+
+
 @dataclass(frozen=True)
 class StepResult:
     """What a step has computed. The GPU may still be working on it.
 
     Attributes:
-        wait: returns (loss, norm of the gradient before clipping), the same on every rank. It waits until both are on
-            the host, not for the optimizer.
+        wait: returns the step's figures. It waits until they are on the host, not for the optimizer.
         micro_losses: this rank's part of the loss in each micro-batch, scalars on the device.
         num_flops: model FLOPs of this rank's micro-batches.
     """
 
-    wait: Callable[[], tuple[float, float]]
+    wait: Callable[[], StepFigures]
     micro_losses: list[Tensor]
     num_flops: float
 
@@ -74,6 +90,7 @@ class StepRunner:
         self.model, self.passes, self.optimizer, self.max_grad_norm = model, passes, optimizer, max_grad_norm
         self.flops, self.peaks, self.processes = flops, peaks, processes
         self.params = [param for param in model.parameters() if param.requires_grad]
+        self.expert_loads = count_loads(model)
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """Set the learning rate of the steps that follow."""
@@ -110,13 +127,23 @@ class StepRunner:
         loss = _sum_over_ranks(local_loss.double())
         is_good = loss.isfinite() & norm.isfinite() & (norm <= norm_limit)
         is_bad = (~is_good).float()
-        wait = _start_reading(loss, norm)
+        wait = _start_reading(loss, norm, *self._max_expert_load())
         if batch.step < GRADIENT_CHECK_STEPS and not is_bad.item():
             check_gradients(self.model, batch.step, is_first_update, self.processes)
         self.optimizer.found_inf = is_bad  # torch's name: the optimizer changes nothing where this is 1
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return StepResult(wait, micro_losses, num_flops)
+
+    def _max_expert_load(self) -> list[Tensor]:
+        """`StepFigures.max_expert_load` on the device; nothing for a model without experts. Counting begins anew."""
+        counted = [load.counts for load in self.expert_loads if load.counts is not None]
+        if not counted:
+            return []
+        counts = _sum_over_ranks(torch.stack(counted))
+        for own in counted:
+            own.zero_()
+        return [(counts.amax(1) / counts.double().mean(1)).mean()]
 
     def _run_micro_batches(
         self, micro_batches: Iterator[Batch], batch: GlobalBatch, while_gpu_works: Callable[[], None]
@@ -148,22 +175,21 @@ def _sum_over_ranks(value: Tensor) -> Tensor:
     return value
 
 
-def _start_reading(loss: Tensor, norm: Tensor) -> Callable[[], tuple[float, float]]:
-    """Start copying both scalars to the host.
+def _start_reading(*figures: Tensor) -> Callable[[], StepFigures]:
+    """Start copying a step's figures, scalars on the device, to the host.
 
-    Returns a function that waits for this copy only and returns both numbers.
+    Returns a function that waits for this copy only.
     """
-    values = on_host = torch.stack([loss, norm])
+    values = on_host = torch.stack(figures)
     copied: torch.cuda.Event | None = None
     if values.device.type == "cuda":
         copied, on_host = torch.cuda.Event(), torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
         on_host.copy_(values, non_blocking=True)
         copied.record()
 
-    def wait() -> tuple[float, float]:
+    def wait() -> StepFigures:
         if copied is not None:
             copied.synchronize()
-        loss_value, norm_value = on_host.tolist()
-        return loss_value, norm_value
+        return StepFigures(*on_host.tolist())
 
     return wait

@@ -13,6 +13,7 @@ from qlora_fsdp.runtime.hardware import host_rss_gib, peak_flops
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.training.batches import GlobalBatch
 from qlora_fsdp.training.memory_use import PhasePeaks
+from qlora_fsdp.training.step import StepFigures
 
 STEP_PHASES = ("forward", "backward", "step")
 
@@ -62,12 +63,11 @@ class StepRecorder:
         self._started = self._started or time.perf_counter()
 
     def end_step(
-        self, batch: GlobalBatch, loss: float, grad_norm: float, is_good: bool, learning_rate: float, num_flops: float
+        self, batch: GlobalBatch, measured: StepFigures, is_good: bool, learning_rate: float, num_flops: float
     ) -> None:
         """Take the time of a step, and hold its figures for a later report.
 
-        `grad_norm` is the norm before clipping, `is_good` says whether the gradient was used, and `num_flops` are the
-        model FLOPs of this rank's micro-batches.
+        `is_good` says whether the gradient was used, and `num_flops` are the model FLOPs of this rank's micro-batches.
         """
         assert self._started is not None
         ended = time.perf_counter()
@@ -80,8 +80,8 @@ class StepRecorder:
         figures = {
             "step": batch.step + 1,
             "epoch": round(batch.epoch, 4),
-            "loss": loss if math.isfinite(loss) else None,
-            "grad_norm": grad_norm if math.isfinite(grad_norm) else None,
+            "loss": _finite(measured.loss),
+            "grad_norm": _finite(measured.grad_norm),
             **({} if is_good else {"skipped": True}),
             "learning_rate": learning_rate,
             "num_tokens": batch.num_tokens,
@@ -91,6 +91,8 @@ class StepRecorder:
             "tokens_per_second_per_gpu": round(speed / self.num_ranks, 1),
             "mfu": None if self.peak_flops is None else round(num_flops / seconds / self.peak_flops, 4),
         }
+        if measured.max_expert_load is not None:
+            figures["max_expert_load"] = round(measured.max_expert_load, 4)
         self.deferred.hold(figures)
 
     def pause(self) -> None:
@@ -106,3 +108,7 @@ class StepRecorder:
     def step_gpu_peak_gib(self) -> float | None:
         """The most memory that tensors took in any step; None on a CPU."""
         return self.peaks.peak_gib(*STEP_PHASES)
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

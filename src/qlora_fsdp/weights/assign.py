@@ -19,6 +19,7 @@ from qlora_fsdp.layers import Format, QuantizedLayer, parse_storage
 from qlora_fsdp.weights.assignment import Assignment
 from qlora_fsdp.weights.composed import ComposedTensor, Stored, stored_tensors
 from qlora_fsdp.weights.safetensors_files import StoredTensor, list_some, same_bytes
+from qlora_fsdp.weights.scaled import ScaledTensor
 from qlora_fsdp.weights.stored_quantization import (
     books_problem,
     int8_state_names,
@@ -156,7 +157,7 @@ def _match(names: Names, keys: Mapping[str, Stored], is_new: bool) -> Match:
     copies = {other: keys[other] for other in found[1:]}
     _check_tied(name, stored, copies)
     assignment = Assignment(name, module, attribute, stored, copies=tuple(c.key for c in copies.values()))
-    problem = _shape_problem(name, stored.shape, tuple(assignment.parameter.shape)) or _dtypes_problem(name, stored)
+    problem = _shape_problem(name, stored.shape, tuple(assignment.parameter.shape)) or _kinds_problem(name, stored)
     if assignment.parameter.is_floating_point():
         problem = problem or _codes_problem(name, stored)
     return Match(assignment, found, problem=problem)
@@ -168,7 +169,7 @@ def match_quantized(name: str, layer: QuantizedLayer, keys: Mapping[str, Stored]
     scales_key, format_key = int8_state_names(name)
     state_key = f"{name}.quant_state.bitsandbytes__{layer.format.quant_type}"
     if scales_key not in keys and state_key not in keys:
-        problem = _shape_problem(name, stored.shape, shape) or _dtypes_problem(name, stored)
+        problem = _shape_problem(name, stored.shape, shape) or _kinds_problem(name, stored)
         return Match(Assignment(name, layer, "weight", stored), [name], problem=problem or _codes_problem(name, stored))
     whole = {key: value for key, value in keys.items() if isinstance(value, StoredTensor)}
     if name not in whole:
@@ -203,16 +204,17 @@ def _check_tied(name: str, stored: Stored, copies: dict[str, Stored]) -> None:
             )
 
 
-def _dtypes_problem(name: str, stored: Stored) -> str | None:
+def _kinds_problem(name: str, stored: Stored) -> str | None:
     """Tensors of different dtypes that are to be one: the rows of one tensor are read with one dtype."""
-    if not isinstance(stored, ComposedTensor) or len(stored.dtypes) == 1:
+    if not isinstance(stored, ComposedTensor) or len(stored.kinds) == 1:
         return None
-    return f"{name}: of tensors in {' and '.join(sorted(str(dtype).removeprefix('torch.') for dtype in stored.dtypes))}"
+    return f"{name}: of tensors in {' and '.join(sorted(stored.kinds))}"
 
 
 def _codes_problem(name: str, stored: Stored) -> str | None:
     """Codes without the scales that belong to them: these would load as if they were weights."""
-    if stored.dtype.is_floating_point:
+    one = stored_tensors(stored)[0]
+    if isinstance(one, ScaledTensor) or (one.dtype.is_floating_point and one.dtype.itemsize > 1):
         return None
     return f"{name}: codes in {stored.dtype} without their scales"
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from qlora_fsdp.weights.safetensors_files import StoredTensor
+from qlora_fsdp.weights.scaled import ScaledTensor
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,13 @@ class Piece:
     stored: StoredTensor
     first_row: int
     num_rows: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes to read, those of scales included."""
+        scales = self.stored.scales.num_bytes if isinstance(self.stored, ScaledTensor) else 0
+        all_rows = max(1, self.stored.num_bytes // max(1, self.stored.row_bytes))
+        return self.num_rows * self.stored.row_bytes + scales * self.num_rows // all_rows
 
 
 @dataclass(frozen=True)
@@ -54,25 +62,38 @@ class ComposedTensor:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the pieces in the files, which have one dtype (see `dtypes`)."""
+        """Of the pieces in the files, which are of one kind (see `kinds`)."""
         return self.pieces[0].stored.dtype
 
     @property
-    def dtypes(self) -> set[torch.dtype]:
-        """The dtypes of all pieces; a tensor of more than one is not read."""
-        return {piece.stored.dtype for piece in self.pieces}
+    def kinds(self) -> set[str]:
+        """What the pieces hold, in words. Rows of one kind are read as rows of one tensor; of more they are not."""
+        return {_describe(stored) for stored in self.tensors}
 
     @property
     def num_bytes(self) -> int:
-        return sum(piece.num_rows * self.row_elements * piece.stored.dtype.itemsize for piece in self.pieces)
+        return sum(piece.num_bytes for piece in self.pieces)
 
 
 Stored = StoredTensor | ComposedTensor  # what the files have for a tensor of the model; works with isinstance too
 
 
 def stored_tensors(stored: Stored) -> list[StoredTensor]:
-    """The tensors in the files of which a tensor of the model is made."""
-    return stored.tensors if isinstance(stored, ComposedTensor) else [stored]
+    """The tensors in the files of which a tensor of the model is made, scales included."""
+    tensors = stored.tensors if isinstance(stored, ComposedTensor) else [stored]
+    return [*tensors, *(tensor.scales for tensor in tensors if isinstance(tensor, ScaledTensor))]
+
+
+def turn_packed(name: str, stored: StoredTensor) -> Stored:
+    """A tensor of the files as the model has it: MXFP4 holds the transposes of the model's matrices.
+
+    So does `Mxfp4Dequantize` of transformers see it, the only reader of such files there.
+    """
+    if not isinstance(stored, ScaledTensor) or not stored.is_packed:
+        return stored
+    num_matrices, height, width = stored.shape
+    pieces = tuple(Piece(stored, index * height, height) for index in range(num_matrices))
+    return ComposedTensor(name, (num_matrices, width, height), width, pieces, is_transposed=True)
 
 
 def as_composed(stored: Stored) -> ComposedTensor:
@@ -82,3 +103,10 @@ def as_composed(stored: Stored) -> ComposedTensor:
     row_elements = stored.shape[-1] if len(stored.shape) > 1 else 1
     num_rows = math.prod(stored.shape) // max(1, row_elements)
     return ComposedTensor(stored.key, stored.shape, row_elements, (Piece(stored, 0, num_rows),))
+
+
+def _describe(stored: StoredTensor) -> str:
+    dtype = str(stored.dtype).removeprefix("torch.")
+    if not isinstance(stored, ScaledTensor):
+        return dtype
+    return f"{dtype} with {stored.scales_per_row} scales of {str(stored.scales.dtype).removeprefix('torch.')} a row"

@@ -12,8 +12,9 @@ whole; where they come out below each other, matrices were transposed; and anyth
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,52 +28,87 @@ from qlora_fsdp.weights.safetensors_files import StoredTensor
 COLUMNS = 4  # with two, an operation that deals columns out in turn would leave them as they are
 
 
-def convert_rows(
-    converter: WeightConverter,
-    name: str,
-    sources: Mapping[str, Sequence[StoredTensor]],
-    expected: Mapping[str, Tensor],
-    config: PretrainedConfig,
-) -> dict[str, ComposedTensor]:
-    """The tensors that a conversion makes.
+@dataclass(frozen=True)
+class _Rows:
+    """Where the rows of one tensor lie, with the tensors in the files by their place among the sources."""
+
+    shape: tuple[int, ...]
+    row_elements: int
+    pieces: list[tuple[int, int, int]]  # which source, its first row, number of rows
+    is_transposed: bool
+
+
+class RowConversions:
+    """Conversions of the tensors of one model. What is found for a layer is not looked for again in one like it.
 
     Args:
-        converter: the conversion; it is left as it is.
-        name: the first tensor of the model that it makes.
-        sources: by the conversion's own source patterns, the tensors in the files in the order of their names.
         expected: the model's parameters by name; only shapes are looked at.
         config: the model's.
-
-    Returns:
-        What it makes, by the model's names.
-
-    Raises:
-        ValueError: rows are cut apart or computed with, or the tensors do not fit each other.
     """
-    tensors = [stored for group in sources.values() for stored in group]
-    widths = {stored.shape[-1] if len(stored.shape) > 1 else None for stored in tensors}  # None: vectors
-    if len(widths) > 1:
-        raise ValueError("its tensors have rows of different lengths")
-    (width,) = widths
-    firsts, numbered = [0], deepcopy(converter)
-    for pattern, group in sources.items():
-        for stored in group:
-            numbers: Any = _number_rows(stored.shape, firsts[-1])  # a Future when transformers reads files itself
-            numbered.add_tensor(name, stored.key, pattern, numbers)
-            firsts.append(firsts[-1] + math.prod(stored.shape) // max(1, width or 1))
-    try:
-        made = numbered.convert(name, model=_Shapes(expected), config=config)
-    except Exception as error:  # whatever an operation raises on tensors that do not fit each other
-        raise ValueError(str(error).partition("\n")[0] or type(error).__name__) from error
-    results = {key: value[0] if isinstance(value, list) else value for key, value in made.items()}
-    rows = {key: _read_numbers(value, is_vector=width is None) for key, value in results.items()}
-    found = torch.cat([numbers.flatten() for numbers, _ in rows.values()])
-    if not found.sort().values.equal(torch.arange(firsts[-1], dtype=found.dtype)):
-        raise ValueError("it computes with values, or leaves some out")
-    return {
-        key: _compose(key, numbers, is_transposed, width, tensors, torch.tensor(firsts))
-        for key, (numbers, is_transposed) in rows.items()
-    }
+
+    def __init__(self, expected: Mapping[str, Tensor], config: PretrainedConfig) -> None:
+        self.expected, self.config = expected, config
+        self._known: dict[Hashable, _Rows] = {}
+
+    def convert(
+        self, converter: WeightConverter, name: str, sources: Mapping[str, Sequence[StoredTensor]]
+    ) -> dict[str, ComposedTensor]:
+        """The tensors that a conversion makes, by the model's names.
+
+        Args:
+            converter: the conversion; it is left as it is.
+            name: the first tensor of the model that it makes.
+            sources: by the conversion's own source patterns, the tensors in the files in the order of their names.
+
+        Raises:
+            ValueError: rows are cut apart or computed with, or the tensors do not fit each other.
+        """
+        names = [name.replace(converter.target_patterns[0], target) for target in converter.target_patterns]
+        wanted = tuple(self.expected[other].shape if other in self.expected else None for other in names)
+        kind = id(converter), tuple((p, tuple(t.shape for t in group)) for p, group in sources.items()), wanted
+        made = {name: self._known[kind]} if kind in self._known else self._find(converter, name, sources)
+        if made.keys() == {name}:
+            self._known[kind] = made[name]
+        tensors = [stored for group in sources.values() for stored in group]
+        return {
+            key: ComposedTensor(
+                key,
+                rows.shape,
+                rows.row_elements,
+                tuple(Piece(tensors[index], first, num_rows) for index, first, num_rows in rows.pieces),
+                rows.is_transposed,
+            )
+            for key, rows in made.items()
+        }
+
+    def _find(
+        self, converter: WeightConverter, name: str, sources: Mapping[str, Sequence[StoredTensor]]
+    ) -> dict[str, _Rows]:
+        """Apply a conversion to the numbers of rows."""
+        shapes = [stored.shape for group in sources.values() for stored in group]
+        widths = {shape[-1] if len(shape) > 1 else None for shape in shapes}  # None: vectors
+        if len(widths) > 1:
+            raise ValueError("its tensors have rows of different lengths")
+        (width,) = widths
+        firsts, numbered = [0], deepcopy(converter)
+        for pattern, group in sources.items():
+            for stored in group:
+                numbers: Any = _number_rows(stored.shape, firsts[-1])  # a Future when transformers reads files itself
+                numbered.add_tensor(name, stored.key, pattern, numbers)
+                firsts.append(firsts[-1] + math.prod(stored.shape) // max(1, width or 1))
+        try:
+            made = numbered.convert(name, model=_Shapes(self.expected), config=self.config)
+        except Exception as error:  # whatever an operation raises on tensors that do not fit each other
+            raise ValueError(str(error).partition("\n")[0] or type(error).__name__) from error
+        results = {key: value[0] if isinstance(value, list) else value for key, value in made.items()}
+        rows = {key: _read_numbers(value, is_vector=width is None) for key, value in results.items()}
+        found = torch.cat([numbers.flatten() for numbers, _ in rows.values()])
+        if not found.sort().values.equal(torch.arange(firsts[-1], dtype=found.dtype)):
+            raise ValueError("it computes with values, or leaves some out")
+        return {
+            key: _find_pieces(numbers, is_transposed, width, torch.tensor(firsts))
+            for key, (numbers, is_transposed) in rows.items()
+        }
 
 
 class _Shapes:
@@ -112,10 +148,8 @@ def _read_numbers(numbers: Tensor, is_vector: bool) -> tuple[Tensor, bool]:
     raise ValueError("it cuts rows apart, or computes with values")
 
 
-def _compose(
-    key: str, rows: Tensor, is_transposed: bool, width: int | None, tensors: Sequence[StoredTensor], firsts: Tensor
-) -> ComposedTensor:
-    """A tensor of the model, given the numbers of its rows; transposed ones as [matrices, rows of the files].
+def _find_pieces(rows: Tensor, is_transposed: bool, width: int | None, firsts: Tensor) -> _Rows:
+    """Where the rows of a tensor lie, given their numbers; transposed ones as [matrices, rows of the files].
 
     Raises:
         ValueError: a matrix that is transposed does not lie in one place.
@@ -132,14 +166,9 @@ def _compose(
         starts = wanted
     begins = starts.nonzero().flatten()
     ends = torch.cat([begins[1:], torch.tensor([len(flat)])])
-    pieces = tuple(
-        Piece(tensors[owner], first, num_rows)
-        for owner, first, num_rows in zip(
-            owners[begins].tolist(), (flat - firsts[owners])[begins].tolist(), (ends - begins).tolist(), strict=True
-        )
-    )
+    columns = (owners[begins], (flat - firsts[owners])[begins], ends - begins)
+    pieces = list(zip(*(column.tolist() for column in columns), strict=True))
     if width is None:
-        return ComposedTensor(key, tuple(rows.shape), 1, pieces)
-    if is_transposed:
-        return ComposedTensor(key, (*rows.shape[:-1], width, rows.shape[-1]), width, pieces, is_transposed=True)
-    return ComposedTensor(key, (*rows.shape, width), width, pieces)
+        return _Rows(tuple(rows.shape), 1, pieces, is_transposed=False)
+    shape = (*rows.shape[:-1], width, rows.shape[-1]) if is_transposed else (*rows.shape, width)
+    return _Rows(shape, width, pieces, is_transposed)

@@ -18,6 +18,7 @@ from qlora_fsdp.common.sizes import PIECE_BYTES
 from qlora_fsdp.common.text import plural
 from qlora_fsdp.weights.row_reader import Sink, Span
 from qlora_fsdp.weights.safetensors_files import StoredTensor
+from qlora_fsdp.weights.scaled import ScaledTensor, read_dequantized
 
 
 class FiniteCheck:
@@ -26,16 +27,16 @@ class FiniteCheck:
     def __init__(self) -> None:
         self._found: list[tuple[Sequence[StoredTensor], torch.dtype, tuple[Tensor, Tensor]]] = []
 
-    def watch(self, sink: Sink, spans: Sequence[Span], dtype: torch.dtype) -> Sink:
+    def watch(self, sink: Sink, spans: Sequence[Span], source: torch.dtype, dtype: torch.dtype) -> Sink:
         """A sink that looks at rows before it hands them to another.
 
         Args:
             sink: takes the rows.
-            spans: where the rows lie; all in tensors of one dtype.
+            spans: where the rows lie.
+            source: in which the rows arrive.
             dtype: what the values are cast to. One that is infinite only there counts as infinite.
         """
-        is_watched = bool(spans) and spans[0].stored.dtype.is_floating_point
-        return _Watching(self, sink, spans, dtype) if is_watched else sink
+        return _Watching(self, sink, spans, source, dtype) if spans and source.is_floating_point else sink
 
     def note(self, stored: Sequence[StoredTensor], dtype: torch.dtype, values: Tensor) -> None:
         """Look at some values of one or more tensors, without waiting for the device."""
@@ -64,14 +65,16 @@ class FiniteCheck:
 
 
 class _Watching(Sink):
-    def __init__(self, check: FiniteCheck, sink: Sink, spans: Sequence[Span], dtype: torch.dtype) -> None:
-        self.check, self.sink, self.spans, self.dtype = check, sink, spans, dtype
+    def __init__(
+        self, check: FiniteCheck, sink: Sink, spans: Sequence[Span], source: torch.dtype, dtype: torch.dtype
+    ) -> None:
+        self.check, self.sink, self.spans, self.source, self.dtype = check, sink, spans, source, dtype
         self.ends = list(accumulate(span.last_row - span.first_row for span in spans))
 
     def put(self, rows: Tensor, first_row: int) -> None:
         begin, end = bisect_right(self.ends, first_row), bisect_left(self.ends, first_row + len(rows))
         tensors = [span.stored for span in self.spans[begin : end + 1]]
-        self.check.note(tensors, self.dtype, rows.view(tensors[0].dtype))
+        self.check.note(tensors, self.dtype, rows.view(self.source))
         self.sink.put(rows, first_row)
 
     def finish(self) -> None:
@@ -84,9 +87,9 @@ def check_finite(stored: StoredTensor, values: Tensor) -> None:
     Raises:
         CheckpointError: some are NaN or infinite.
     """
-    if stored.dtype.is_floating_point:
+    if values.is_floating_point():
         check = FiniteCheck()
-        check.note([stored], stored.dtype, values)
+        check.note([stored], values.dtype, values)
         check.finish()
 
 
@@ -102,12 +105,14 @@ def _not_finite(stored: StoredTensor, dtype: torch.dtype, num_others: int) -> Ch
 
 def _count_bad(stored: StoredTensor, dtype: torch.dtype) -> tuple[int, str]:
     """How many values are not finite, and words for it where they become so in `dtype` only."""
-    num_bad = _count(stored, stored.dtype)
+    num_bad = _count(stored, torch.float32 if isinstance(stored, ScaledTensor) else stored.dtype)
     return (num_bad, "") if num_bad else (_count(stored, dtype), f" in {str(dtype).removeprefix('torch.')}")
 
 
 def _count(stored: StoredTensor, dtype: torch.dtype) -> int:
     """How many values of a tensor are not finite in a dtype."""
+    if isinstance(stored, ScaledTensor):
+        return sum(int((~values.isfinite()).sum()) for values in read_dequantized(stored, dtype))
     num_bad = 0
     with stored.file.open("rb") as stream:
         stream.seek(stored.offset)

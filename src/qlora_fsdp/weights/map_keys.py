@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -21,8 +20,8 @@ from transformers.core_model_loading import (
 )
 
 from qlora_fsdp.common.errors import CheckpointError
-from qlora_fsdp.weights.composed import ComposedTensor, Stored
-from qlora_fsdp.weights.convert_rows import convert_rows
+from qlora_fsdp.weights.composed import ComposedTensor, Stored, turn_packed
+from qlora_fsdp.weights.convert_rows import RowConversions
 from qlora_fsdp.weights.safetensors_files import StoredTensor, list_some
 from qlora_fsdp.weights.stored_quantization import INT8_STATE, QUANT_STATE
 
@@ -62,17 +61,18 @@ def map_keys(model: PreTrainedModel, tensors: Mapping[str, StoredTensor]) -> dic
         if probe != weight:
             name = name.removesuffix(".weight")
         if pattern is None:
-            found[name + suffix] = tensors[key]
+            found[name + suffix] = turn_packed(name, tensors[key])
         elif suffix:
             refused.append(f"{key}: it belongs to codes")
         else:
             groups.setdefault(name, {}).setdefault(pattern, []).append(tensors[key])
+    conversions = RowConversions(state, model.config)
     for name, sources in groups.items():
         if name not in state:  # of a part of the model that is left out; or the files are another model's
             found[name] = next(iter(sources.values()))[0]
             continue
         try:
-            found |= _convert(by_pattern[next(iter(sources))], name, sources, state, model)
+            found |= _convert(conversions, by_pattern[next(iter(sources))], name, sources)
         except ValueError as error:
             some = next(iter(sources.values()))[0].key
             refused.append(f"{some} and others, for {name}: {error}" if len(sources) > 1 else f"{some}: {error}")
@@ -92,7 +92,7 @@ def _split_state(key: str) -> tuple[str, str]:
 
 
 def _convert(
-    converter: WeightConverter, name: str, sources: Sources, state: Mapping[str, Tensor], model: PreTrainedModel
+    conversions: RowConversions, converter: WeightConverter, name: str, sources: Sources
 ) -> dict[str, ComposedTensor]:
     """What a conversion makes; where the files lack some of what it needs, this is named instead.
 
@@ -101,12 +101,13 @@ def _convert(
     """
     problem: ValueError | None = None
     made: dict[str, ComposedTensor] = {}
+    expected = conversions.expected[name].shape
     try:
-        made = convert_rows(converter, name, sources, state, model.config)
+        made = conversions.convert(converter, name, sources)
     except ValueError as error:
         problem = error
-    if name not in made or made[name].shape != tuple(state[name].shape):
-        missing = _find_missing(converter, name, sources, len(state[name]))
+    if name not in made or made[name].shape != tuple(expected):
+        missing = _find_missing(converter, name, sources, expected[0])
         if missing:
             return {name: ComposedTensor(name, (), 1, (), missing=tuple(missing))}
     if problem is not None:

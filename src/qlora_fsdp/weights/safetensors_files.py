@@ -33,6 +33,8 @@ DTYPES = {
     "U8": torch.uint8,
     "I8": torch.int8,
     "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
 }
 MAX_LISTED = 8
 MAX_SHOWN = 400  # characters of an item in a list
@@ -54,6 +56,11 @@ class StoredTensor:
     @property
     def num_bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row, which is what varies along the last dim, or an element of a vector."""
+        return (self.shape[-1] if len(self.shape) > 1 else 1) * self.dtype.itemsize
 
 
 def list_some(items: list[str]) -> str:

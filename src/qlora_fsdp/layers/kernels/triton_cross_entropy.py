@@ -8,11 +8,10 @@ is, reads the number of targets on the host.
 # Triton reads the kernel's source: annotations must stay objects, so there is no `from __future__ import annotations`.
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
 
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from qlora_fsdp.common.sizes import IGNORE_INDEX
+from qlora_fsdp.layers.kernels.launch import kernel, tl, triton
 
 MAX_BLOCK = 16384
 
@@ -22,6 +21,7 @@ def _tanh(x):
     return 2.0 * tl.sigmoid(2.0 * x) - 1.0
 
 
+@kernel
 @triton.jit
 def _cross_entropy_kernel(
     logits,

@@ -10,13 +10,13 @@ The results are the same bits, except where a quantized scale rounds the other w
 from typing import Literal
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from qlora_fsdp.common.sizes import NESTED_BLOCKSIZE
+from qlora_fsdp.layers.kernels.launch import kernel, tl, triton
 
 
+@kernel
 @triton.jit
 def _dequantize_kernel(
     codes,
@@ -78,6 +78,7 @@ def _dequantize_kernel(
         tl.store(out + offsets_of_rows[:, None] + columns[None, :], values, mask=is_row[:, None] & is_column[None, :])
 
 
+@kernel
 @triton.jit
 def _quantize_rows_kernel(x, out, scales, num_columns, x_stride, BLOCK: tl.constexpr):
     """Quantize one row: find its largest magnitude, and divide its values by that over 448, the largest fp8 value."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from qlora_fsdp.layers.kernels.triton_gate import _activate
 
 MAX_BLOCK = 2048  # columns that a program holds at a time
+Gate = tuple[str, bool, float, float, float]  # the fields of expert_gate.Gate
 
 
 @triton.jit
@@ -39,20 +40,79 @@ def _combine_kernel(x, position, out, width, x_stride, K: tl.constexpr, BLOCK: t
 
 
 @triton.jit
-def _activate_kernel(y, weight, out, width, out_stride, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+def _load_pair(row, columns, width, is_column, INTERLEAVED: tl.constexpr):
+    """The gate's and the other outputs of `up`, float32 [BLOCK] each: side by side, or in turn."""
+    if INTERLEAVED:
+        places = row + 2 * columns[:, None] + tl.arange(0, 2)[None, :]
+        gate, up = tl.split(tl.load(places, mask=is_column[:, None], other=0.0))
+    else:
+        gate = tl.load(row + columns, mask=is_column, other=0.0)
+        up = tl.load(row + width + columns, mask=is_column, other=0.0)
+    return gate.to(tl.float32), up.to(tl.float32)
+
+
+@triton.jit
+def _clamped(gate, up, limit):
+    """Both within the limit, and whether each was: the gate has no lower one."""
+    is_gate, is_up = gate <= limit, tl.abs(up) <= limit
+    all_nans: tl.constexpr = tl.PropagateNan.ALL
+    gate = tl.minimum(gate, limit, propagate_nan=all_nans)
+    up = tl.maximum(tl.minimum(up, limit, propagate_nan=all_nans), -limit, propagate_nan=all_nans)
+    return gate, up, is_gate, is_up
+
+
+@triton.jit
+def _act(gate, alpha, KIND: tl.constexpr):
+    """act(gate) and its derivative; with silu, alpha is the factor within the sigmoid."""
+    if KIND == "silu":
+        value, slope = _activate(gate * alpha, KIND)
+        value = value / alpha
+    else:
+        value, slope = _activate(gate, KIND)
+    return value, slope
+
+
+@triton.jit
+def _activate_kernel(
+    y,
+    weight,
+    out,
+    width,
+    out_stride,
+    alpha,
+    limit,
+    offset,
+    KIND: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     w = tl.load(weight + row).to(tl.float32)
     for start in range(0, width, BLOCK):
         columns = start + tl.arange(0, BLOCK)
-        gate = tl.load(y + row * 2 * width + columns, mask=columns < width, other=0.0).to(tl.float32)
-        up = tl.load(y + row * 2 * width + width + columns, mask=columns < width, other=0.0).to(tl.float32)
-        value, _slope = _activate(gate, ACTIVATION)
-        tl.store(out + row * out_stride + columns, (value * up * w).to(out.dtype.element_ty), mask=columns < width)
+        gate, up = _load_pair(y + row * 2 * width, columns, width, columns < width, INTERLEAVED)
+        gate, up, _is_gate, _is_up = _clamped(gate, up, limit)
+        value, _slope = _act(gate, alpha, KIND)
+        product = (value * (up + offset) * w).to(out.dtype.element_ty)
+        tl.store(out + row * out_stride + columns, product, mask=columns < width)
 
 
 @triton.jit
 def _activate_backward_kernel(
-    y, weight, grad, out, act, grad_weight, width, out_stride, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr
+    y,
+    weight,
+    grad,
+    out,
+    act,
+    grad_weight,
+    width,
+    out_stride,
+    alpha,
+    limit,
+    offset,
+    KIND: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     w = tl.load(weight + row).to(tl.float32)
@@ -60,15 +120,22 @@ def _activate_backward_kernel(
     for start in range(0, width, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         is_column = columns < width
-        gate = tl.load(y + row * 2 * width + columns, mask=is_column, other=0.0).to(tl.float32)
-        up = tl.load(y + row * 2 * width + width + columns, mask=is_column, other=0.0).to(tl.float32)
+        gate, up = _load_pair(y + row * 2 * width, columns, width, is_column, INTERLEAVED)
+        gate, up, is_gate, is_up = _clamped(gate, up, limit)
         g = tl.load(grad + row * width + columns, mask=is_column, other=0.0).to(tl.float32)
-        value, slope = _activate(gate, ACTIVATION)
-        total += g * value * up
-        tl.store(act + row * width + columns, (value * up * w).to(act.dtype.element_ty), mask=is_column)
-        target = out + row * out_stride + columns
-        tl.store(target, (g * w * up * slope).to(out.dtype.element_ty), mask=is_column)
-        tl.store(target + width, (g * w * value).to(out.dtype.element_ty), mask=is_column)
+        value, slope = _act(gate, alpha, KIND)
+        product = value * (up + offset)
+        total += g * product
+        tl.store(act + row * width + columns, (product * w).to(act.dtype.element_ty), mask=is_column)
+        grad_gate = tl.where(is_gate, g * w * (up + offset) * slope, 0.0).to(out.dtype.element_ty)
+        grad_up = tl.where(is_up, g * w * value, 0.0).to(out.dtype.element_ty)
+        target = out + row * out_stride
+        if INTERLEAVED:
+            places = target + 2 * columns[:, None] + tl.arange(0, 2)[None, :]
+            tl.store(places, tl.join(grad_gate, grad_up), mask=is_column[:, None])
+        else:
+            tl.store(target + columns, grad_gate, mask=is_column)
+            tl.store(target + width + columns, grad_up, mask=is_column)
     tl.store(grad_weight + row, tl.sum(total, 0))
 
 
@@ -88,30 +155,41 @@ def combine(x_SH: Tensor, position_TK: Tensor) -> Tensor:
     return out
 
 
-def activate(y_SU: Tensor, w_S: Tensor, activation: str, out: Tensor) -> None:
-    """out = w act(first half of y) (second half of y); `out` [S, I] may have strided rows."""
+def activate(y_SU: Tensor, w_S: Tensor, gate: Gate, out: Tensor) -> None:
+    """out = w act(gate's half of y) (other half of y + offset); `out` [S, I] may have strided rows."""
     num_rows, width = y_SU.shape[0], y_SU.shape[1] // 2
+    kind, is_interleaved, alpha, limit, offset = gate
     _activate_kernel[(num_rows,)](
-        y_SU, w_S, out, width, out.stride(0), ACTIVATION=activation, BLOCK=_block(width), num_warps=4
+        y_SU,
+        w_S,
+        out,
+        width,
+        out.stride(0),
+        alpha,
+        limit,
+        offset,
+        KIND=kind,
+        INTERLEAVED=is_interleaved,
+        BLOCK=_block(width),
+        num_warps=4,
     )
 
 
-def activate_backward(
-    y_SU: Tensor, w_S: Tensor, grad_SI: Tensor, activation: str, out: Tensor
-) -> tuple[Tensor, Tensor]:
+def activate_backward(y_SU: Tensor, w_S: Tensor, grad_SI: Tensor, gate: Gate, out: Tensor) -> tuple[Tensor, Tensor]:
     """The backward pass of `activate`.
 
     Args:
         y_SU: the input.
         w_S: the routing weights.
         grad_SI: the gradient of the output; contiguous.
-        activation: "silu" or "gelu_tanh".
+        gate: what was computed.
         out: [S, U], whose rows may be strided; filled with the gradient of y.
 
     Returns:
         The output of `activate` [S, I], and the gradient of w, float32 [S].
     """
     num_rows, width = grad_SI.shape
+    kind, is_interleaved, alpha, limit, offset = gate
     act, grad_w = torch.empty_like(grad_SI), torch.empty(num_rows, dtype=torch.float32, device=y_SU.device)
     _activate_backward_kernel[(num_rows,)](
         y_SU,
@@ -122,7 +200,11 @@ def activate_backward(
         grad_w,
         width,
         out.stride(0),
-        ACTIVATION=activation,
+        alpha,
+        limit,
+        offset,
+        KIND=kind,
+        INTERLEAVED=is_interleaved,
         BLOCK=_block(width),
         num_warps=4,
     )

@@ -6,9 +6,9 @@
 from dataclasses import dataclass
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
+
+from qlora_fsdp.layers.kernels.launch import kernel, tl, triton
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,7 @@ def _low_rank(h, b):
     return tl.dot(h, b, input_precision="ieee").to(h.dtype).to(tl.float32)
 
 
+@kernel
 @triton.jit
 def _gate_forward_kernel(
     gate_up,
@@ -117,6 +118,7 @@ def _gate_forward_kernel(
     tl.store(places, total, mask=is_row[:, None] & (ranks_down < rank_down)[None, :])
 
 
+@kernel
 @triton.jit
 def _gate_backward_kernel(
     gate_up,

@@ -4,11 +4,12 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from qlora_fsdp.layers.kernels.launch import kernel, tl, triton
 
+
+@kernel
 @triton.jit
 def _norm_forward_kernel(x, weight, y, scales, width, eps, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
@@ -22,6 +23,7 @@ def _norm_forward_kernel(x, weight, y, scales, width, eps, BLOCK: tl.constexpr):
     tl.store(y + row * width + columns, normed * factors, mask=is_column)
 
 
+@kernel
 @triton.jit
 def _norm_backward_kernel(x, weight, scales, grad_y, grad_residual, grad_x, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)

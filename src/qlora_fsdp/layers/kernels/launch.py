@@ -1,0 +1,73 @@
+"""What the Triton kernels' modules share: Triton itself, and launches that do nothing on meta.
+
+The memory plan runs layers on meta tensors, which have shapes and no memory (plan/trace.py). The functions around the
+kernels then allocate what they allocate on a GPU, and only the launch is left out. So a new kernel is planned without
+being described a second time. That works on hosts without Triton too, such as a laptop: only names are missing there.
+"""
+
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+
+    class _NoTriton:
+        """The names that the kernels' modules use while they are imported, and in the functions around the kernels."""
+
+        constexpr = int
+
+        @staticmethod
+        def jit(function: Any) -> Any:
+            return function
+
+        @staticmethod
+        def cdiv(x: int, y: int) -> int:
+            return -(x // -y)
+
+        @staticmethod
+        def next_power_of_2(n: int) -> int:
+            return 1 << max(0, n - 1).bit_length()
+
+    triton = tl = _NoTriton
+
+__all__ = ["as_on_a_gpu", "kernel", "runs_kernels", "tl", "triton"]
+_plans_gpu: ContextVar[bool] = ContextVar("plans_gpu", default=False)
+
+
+class kernel:  # a decorator
+    """Put on top of `@triton.jit`: the kernel is launched as always, but not if its first argument is on meta."""
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(first: Tensor, *args: Any, **options: Any) -> None:
+            if not first.is_meta:
+                self.function[grid](first, *args, **options)
+
+        return launch
+
+
+def runs_kernels(tensor: Tensor) -> bool:
+    """Whether layers use the kernels for a tensor: it is on a GPU, or on meta while a GPU's run is planned."""
+    return tensor.is_cuda or (tensor.is_meta and _plans_gpu.get())
+
+
+@contextmanager
+def as_on_a_gpu(planned: bool = True) -> Iterator[None]:
+    """While it lasts, layers do with meta tensors what they do on a GPU. `planned=False` changes nothing."""
+    token = _plans_gpu.set(planned)
+    try:
+        yield
+    finally:
+        _plans_gpu.reset(token)

@@ -1,0 +1,142 @@
+"""What the plan knows of a model: its parameters, and what a trace of it on meta found (tracing/trace.py).
+
+A trace is made for one size of a micro-batch and one set of settings. The plan asks for it through `TracedModel`, which
+answers for any: so it can try other settings without importing torch itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from qlora_fsdp.config.schema import Config
+from qlora_fsdp.memory.policy import Policy
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Floating-point operations, those of products in fp8 apart from all others."""
+
+    plain: float = 0.0
+    fp8: float = 0.0
+
+
+@dataclass(frozen=True)
+class LayerUse:
+    """What a transformer layer takes for a micro-batch, under one activation policy. Bytes on the GPU but for `host`.
+
+    Attributes:
+        saved: what it keeps from forward to backward, its input included.
+        host: what it keeps in pinned host memory.
+        keeps_input: whether `saved` has its input. The first layer's may not: it needs no gradient.
+        forward: most that forward takes beyond `saved`, its output included.
+        backward: most that backward takes beyond `saved`, the gradients of its parameters included.
+        forward_flops: of forward.
+        backward_flops: of backward, with what is computed again.
+    """
+
+    saved: int
+    host: int
+    keeps_input: bool
+    forward: int
+    backward: int
+    forward_flops: Flops
+    backward_flops: Flops
+
+
+@dataclass(frozen=True)
+class EndsUse:
+    """What is around the transformer layers takes for a micro-batch: embeddings, masks, head and loss. Bytes.
+
+    Attributes:
+        hidden: the hidden states between two layers.
+        shared: what all layers use, from the first forward to the last backward: positions, rotary tables, masks.
+        lookup: most that is taken before the first layer.
+        loss: most that norm, head and loss take in forward beyond `shared` and the last hidden states.
+        loss_backward: most that their backward takes beyond `shared`, the gradients of parameters included.
+        lookup_backward: the same of the backward of the embeddings.
+        flops: of head and loss, forward and backward.
+    """
+
+    hidden: int
+    shared: int
+    lookup: int
+    loss: int
+    loss_backward: int
+    lookup_backward: int
+    flops: Flops
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A parameter.
+
+    Attributes:
+        part: what the plan counts it as: `codes` and `scales` of quantized linear layers, `embeddings` for input
+            embeddings and output head where they are frozen, `adapters` for everything that is trained (in fp32),
+            `full_precision` for the rest.
+        num_rows: size of dim 0, which ranks split.
+        row_bytes: bytes of one index of it.
+    """
+
+    part: str
+    num_rows: int
+    row_bytes: int
+
+    def shard_bytes(self, num_shards: int) -> int:
+        """Bytes in one of so many shards: FSDP2 pads the last one to the size of the others."""
+        return -(self.num_rows // -num_shards) * self.row_bytes
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """Transformer layers that are alike.
+
+    Attributes:
+        tensors: the parameters of one of them.
+        matrix_elements: elements of its frozen matrices, which are dequantized once a pass.
+        largest_weight: bytes of the largest of them in the dtype of products.
+        num_quantized: linear layers that are quantized.
+    """
+
+    tensors: tuple[Tensor, ...]
+    matrix_elements: int
+    largest_weight: int
+    num_quantized: int
+
+
+@dataclass(frozen=True)
+class ModelParts:
+    """A model's parameters, and how it is cut into FSDP units (model/shard.py).
+
+    Attributes:
+        kinds: the kinds of its transformer layers.
+        layers: the kind of each layer, in order.
+        ends: the parameters outside the layers, of each unit: `embeddings`, `head` and `root`.
+        gathered_by_model: those of `embeddings` and `head` that the model gathers itself (model/causal_lm.py).
+        num_parameters: of the base model, as its authors count them.
+        num_quantized: linear layers that are quantized.
+    """
+
+    kinds: tuple[LayerKind, ...]
+    layers: tuple[int, ...]
+    ends: Mapping[str, tuple[Tensor, ...]]
+    gathered_by_model: frozenset[str]
+    num_parameters: int
+    num_quantized: int
+
+
+class TracedModel(Protocol):
+    """A model that can be planned under any settings."""
+
+    def parts(self, config: Config) -> ModelParts:
+        """Its parameters under these settings of `quant`, `lora`, `task` and `tokenizer`."""
+
+    def layer_use(
+        self, config: Config, micro_batch_size: int, kind: int, policy: Policy, is_first: bool = False
+    ) -> LayerUse:
+        """What one layer of a kind takes; `is_first` for the first layer of the model."""
+
+    def ends_use(self, config: Config, micro_batch_size: int) -> EndsUse:
+        """What is around the layers takes."""

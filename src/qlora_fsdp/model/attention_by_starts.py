@@ -1,0 +1,76 @@
+"""Attention in plain torch that knows of rows what kernels like varlen know: where they start, and nothing else.
+
+It stands in for these kernels where they can't run, in the trial of packing (row_trial.py). What they leave out of a
+model's attention it leaves out too, so that a model which needs more is found out.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AttentionInterface
+
+BY_STARTS = "qlora_fsdp_by_starts"  # what varlen computes
+BY_STARTS_CAPPED = "qlora_fsdp_by_starts_capped"  # what FlashAttention 2 computes
+
+
+def register_stand_ins() -> None:
+    """Put both functions into transformers' registry of attention."""
+    AttentionInterface.register(BY_STARTS, attend_by_starts)
+    AttentionInterface.register(BY_STARTS_CAPPED, partial(attend_by_starts, caps=True))
+
+
+def attend_by_starts(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    softcap: float | None = None,
+    caps: bool = False,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention within rows.
+
+    Args:
+        module: the attention layer that calls.
+        query: [B, H, L, D].
+        key: [B, H_kv, L, D]; H is a multiple of H_kv.
+        value: like `key`.
+        attention_mask: not used.
+        dropout: not used; the small model has none.
+        scaling: factor of the logits; None for 1 / sqrt(D).
+        sliding_window: how many tokens a query sees, itself included; None for all before it.
+        cu_seq_lens_q: int32 [rows + 1], where rows start in the flattened B * L tokens.
+        softcap: what logits are capped at; None for no cap.
+        caps: cap logits, as FlashAttention 2 does, and varlen does not.
+        **kwargs: what transformers passes to other kernels; not used.
+
+    Returns:
+        [B, L, H, D], and None for the attention weights.
+
+    Raises:
+        ValueError: the layer hands no starts down.
+    """
+    if cu_seq_lens_q is None:
+        raise ValueError(f"{type(module).__name__} is not told where rows start")
+    batch, num_heads, length, size = query.shape
+    key, value = (tensor.repeat_interleave(num_heads // tensor.shape[1], dim=1) for tensor in (key, value))
+    logits = query @ key.mT * (size**-0.5 if scaling is None else scaling)
+    if caps and softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    tokens = torch.arange(batch * length, device=query.device)
+    row = torch.bucketize(tokens, cu_seq_lens_q[1:].long(), right=True).view(batch, 1, length)
+    ago = tokens[:length, None] - tokens[:length]
+    window = length if sliding_window is None else sliding_window
+    sees = (row[..., :, None] == row[..., None, :]) & (ago >= 0) & (ago < window)
+    shares = F.softmax(logits.masked_fill(~sees, float("-inf")), dim=-1)
+    return (shares @ value).transpose(1, 2).contiguous(), None

@@ -1,0 +1,58 @@
+"""What a batch tells the model beside its tokens: positions, and where packed rows begin.
+
+Each kind of layer has a marker of its own for rows. Masks are made from positions that begin anew with each row.
+Attention kernels without a mask take the rows' starts (`cu_seq_lens`), and so does a gated delta rule. Convolutions and
+state spaces take each token's row (`seq_idx`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from qlora_fsdp.data.batch import Batch
+
+
+def has_recurrent_layers(model: nn.Module) -> bool:
+    """Whether the model has layers that carry a state from token to token: all of those in use begin with a Conv1d."""
+    return any(isinstance(module, nn.Conv1d) for module in model.modules())
+
+
+def has_several_rows(batch: Batch) -> bool:
+    """Whether a sequence of the batch has more than one row."""
+    return len(batch.sequence_starts) > len(batch.input_ids) + 1
+
+
+def lay_out_for(batch: Batch, is_recurrent: bool) -> Batch:
+    """The batch as the model takes it: the kernels of recurrent layers want packed rows in one sequence, [1, B * L]."""
+    if not is_recurrent or not has_several_rows(batch) or len(batch.input_ids) == 1:
+        return batch
+    flat = {name: getattr(batch, name).view(1, -1) for name in ("input_ids", "targets", "position_ids")}
+    return replace(batch, **flat)
+
+
+def row_markers(batch: Batch, is_recurrent: bool) -> dict[str, Any]:
+    """The arguments of the model's forward, but for the tokens.
+
+    Args:
+        batch: as `lay_out_for` returned it.
+        is_recurrent: whether the model has recurrent layers.
+    """
+    inputs: dict[str, Any] = {"position_ids": batch.position_ids, "use_cache": False}
+    if has_several_rows(batch):
+        inputs |= {
+            "cu_seq_lens_q": batch.sequence_starts,
+            "cu_seq_lens_k": batch.sequence_starts,
+            "max_length_q": batch.max_row_length,
+            "max_length_k": batch.max_row_length,
+        }
+        if is_recurrent:
+            inputs["seq_idx"] = _rows_of_tokens(batch.position_ids)
+    return inputs
+
+
+def _rows_of_tokens(position_ids: Tensor) -> Tensor:
+    """The row that each token belongs to, counted from 0: int32 [B, L]."""
+    return (position_ids == 0).cumsum(-1).int() - 1

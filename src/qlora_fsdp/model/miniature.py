@@ -1,0 +1,231 @@
+"""A model's config at small sizes, with everything else that it says: for what can be tried in a fraction of a second.
+
+Whether a model keeps packed rows apart is decided by its classes and by the structure that its config describes, and
+by no width. So widths, vocabularies and numbers of experts are made small, windows shorter than the rows that are
+tried, and of layers that are alike one is kept. What is left of Llama 3 405B, or of DeepSeek V3, has two layers and
+computes in milliseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from transformers import PretrainedConfig
+
+HIDDEN, NUM_HEADS, HEAD_DIM = 64, 4, 16  # hidden = heads x head size: many configs state the one by the others
+VOCAB = 64
+WINDOW = 8  # tokens that a windowed layer sees; the rows that are tried have more
+MAX_PARAMETERS = 20_000_000  # a config with more is one whose sizes have names that are not known here
+
+# Sizes by the names that configs give them. A size that is smaller already stays.
+_SIZES = {
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCAB),
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim"), HIDDEN),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads"), NUM_HEADS),
+    **dict.fromkeys(("head_dim", "global_head_dim", "v_head_dim", "qk_nope_head_dim"), HEAD_DIM),
+    **dict.fromkeys(("qk_rope_head_dim", "rotary_dim", "laurel_rank", "mamba_dt_rank"), HEAD_DIM // 2),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "hidden_size_per_layer_input"), HEAD_DIM),
+    **dict.fromkeys(
+        (
+            *("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "block_ff_dim", "intermediate_size_mlp"),
+            *("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"),
+            *("moe_shared_expert_intermediate_size", "expert_ffn_hidden_size"),
+        ),
+        HIDDEN,
+    ),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k", "n_group", "n_shared_experts", "moe_num_shared_experts"), 2),
+    **dict.fromkeys(("mamba_d_state", "ssm_state_size", "mamba_d_head", "mamba_head_dim"), HEAD_DIM),
+    **dict.fromkeys(("mamba_n_groups", "n_groups", "linear_num_key_heads"), 2),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), HEAD_DIM),
+    **dict.fromkeys(("mamba_chunk_size", "chunk_size"), WINDOW),
+}
+# Numbers of tokens from which on something changes. Those that no sequence reaches stay.
+_WINDOWS = ("sliding_window", "attention_chunk_size", "window_size", "floor_scale")
+_KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "num_global_key_value_heads")
+_EXPANSIONS = (("mamba_n_heads", "mamba_expand"), ("mamba_num_heads", "expand"))  # heads of a width of their own
+_RANDOM = ("dropout", "pdrop", "layerdrop", "jitter")  # parts of the names of what draws random numbers in training
+# What a config derives from its other values, or says of its files.
+_DROPPED = ("quantization_config", "dtype", "qk_head_dim", "transformers_version", "id2label", "label2id")
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_NUM_FIRST = ("first_k_dense_replace", "num_dense_layers")  # layers at the beginning that are of another kind
+_NUM_LAST = ("num_kv_shared_layers",)  # and at the end
+
+
+# Settings by which every n-th layer is of another kind, and how: whether layer i is, from n and the config's values.
+_PERIODS: dict[str, Callable[[int, int, Mapping[str, Any]], bool]] = {
+    "decoder_sparse_step": lambda layer, n, values: (layer + 1) % n == 0,
+    "attn_layer_period": lambda layer, n, values: layer % n == values.get("attn_layer_offset", 0),
+    "expert_layer_period": lambda layer, n, values: layer % n == values.get("expert_layer_offset", 0),
+    "moe_layer_freq": lambda layer, n, values: layer % n == 0,
+    "moe_layer_interval": lambda layer, n, values: (layer + 1) % n == 0,
+}
+
+
+def miniature(config: PretrainedConfig, max_length: int) -> PretrainedConfig:
+    """The config of a small model with the same structure: at least one layer of each kind, in the same order.
+
+    Args:
+        config: of a model of text, or of the text part of another one. It stays as it is.
+        max_length: tokens of the longest sequence.
+
+    Raises:
+        ValueError, KeyError, TypeError or AttributeError: its sizes can't be made small and still fit one another.
+    """
+    values = {key: value for key, value in config.to_dict().items() if key not in _DROPPED}
+    small = {key: _shrink(key, value) for key, value in values.items()}
+    for key, entries in _by_index(values, config.num_hidden_layers).items():
+        small[key] = {layer: {name: _shrink(name, item) for name, item in of.items()} for layer, of in entries.items()}
+    small |= {key: WINDOW for key in _WINDOWS if isinstance(values.get(key), int) and WINDOW < values[key] < max_length}
+    _fit_together(small, values)
+    layers = _choose_layers(small, config.num_hidden_layers)
+    if layers is not None:
+        _keep_layers(small, config, layers)
+    return type(config).from_dict(small)
+
+
+def _shrink(key: str, value: Any) -> Any:
+    if isinstance(value, bool) or value is None:
+        return value
+    if key in _SIZES and isinstance(value, int):
+        return min(value, _SIZES[key])
+    if key in _SIZES and isinstance(value, Sequence) and not isinstance(value, str):
+        return [_shrink(key, item) for item in value]
+    if any(name in key for name in _RANDOM) and isinstance(value, float):
+        return 0.0
+    if key in _TOKENS:  # within the small vocabulary
+        return _TOKENS.index(key)
+    return value
+
+
+def _fit_together(small: dict[str, Any], values: Mapping[str, Any]) -> None:
+    """Set the sizes that follow from others: groups of heads, groups of experts, rotary factors."""
+    heads = next((values[key] for key in ("num_attention_heads", "n_head", "n_heads") if values.get(key)), None)
+    for key in _KEY_HEADS:
+        found = values.get(key)
+        if found is not None and heads is not None:  # one for all, one for each, or groups
+            small[key] = NUM_HEADS if found == heads else min(found, 2)
+    if values.get("head_dim") is not None and values.get("head_dim") == values.get("qk_rope_head_dim"):
+        small["head_dim"] = small["qk_rope_head_dim"]
+    if values.get("topk_group") is not None:
+        small["topk_group"] = 1 if values["topk_group"] < values.get("n_group", 1) else small.get("n_group", 1)
+    for name, expand in _EXPANSIONS:
+        if values.get(name) is not None:
+            small[name] = int(values.get(expand, 2) * HIDDEN) // HEAD_DIM
+    if values.get("mamba_d_head") == "auto" or isinstance(values.get("mamba_d_head"), int):
+        small["mamba_d_head"] = HEAD_DIM
+    if values.get("mamba_d_ssm") is not None:
+        small["mamba_n_heads"], small["mamba_d_ssm"] = NUM_HEADS, NUM_HEADS * HEAD_DIM
+    if values.get("linear_num_value_heads") is not None:
+        repeats = values["linear_num_value_heads"] // max(1, values["linear_num_key_heads"])
+        small["linear_num_value_heads"] = min(repeats, 2) * small["linear_num_key_heads"]
+    for key in ("rope_parameters", "rope_scaling"):
+        if isinstance(values.get(key), Mapping):
+            small[key] = _shrink_rope(values[key], small.get("head_dim") or HEAD_DIM)
+
+
+def _shrink_rope(values: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
+    """Rotary embeddings whose lists (a factor, or a share of the positions, for each frequency) fit a small head."""
+    small: dict[str, Any] = {}
+    num_rotated = int(head_dim * (values.get("partial_rotary_factor") or 1.0)) // 2
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            small[key] = _shrink_rope(value, head_dim)
+        elif key in ("short_factor", "long_factor"):
+            small[key] = list(value)[:num_rotated]
+        elif key == "mrope_section":
+            parts = [max(1, size * num_rotated // sum(value)) for size in value]
+            small[key] = [num_rotated - sum(parts[1:]), *parts[1:]]
+        else:
+            small[key] = value
+    return small
+
+
+def _choose_layers(values: Mapping[str, Any], num_layers: int) -> list[int] | None:
+    """The layers to keep: the first of each kind, and two at least. None if all are kept.
+
+    Where kinds follow from a period, such as `attn_layer_period`, layers can't be left out between others: all are
+    kept up to the last first one.
+    """
+    kinds = _kinds(values, num_layers)
+    chosen = sorted({kind: layer for layer, kind in reversed(list(enumerate(kinds)))}.values())
+    if any(_period(values, name) > 1 for name in _PERIODS):
+        chosen = list(range(chosen[-1] + 1))
+    if len(chosen) == 1 < num_layers:
+        chosen = [0, 1]
+    return chosen if len(chosen) < num_layers else None
+
+
+def _kinds(values: Mapping[str, Any], num_layers: int) -> list[tuple[str, ...]]:
+    """What the config says of each layer."""
+    columns: list[Sequence[Any]] = list(_per_layer(values, num_layers).values())
+    layers = range(num_layers)
+    columns += [[layer in some for layer in layers] for some in _indices(values, num_layers).values()]
+    columns += [[entries.get(layer) for layer in layers] for entries in _by_index(values, num_layers).values()]
+    columns += [[layer < values[name] for layer in layers] for name in _NUM_FIRST if values.get(name)]
+    columns += [[layer >= num_layers - values[name] for layer in layers] for name in _NUM_LAST if values.get(name)]
+    for name, rule in _PERIODS.items():
+        if name in values:
+            columns.append([rule(layer, _period(values, name), values) for layer in layers])
+    if values.get("moe_layer_start_index"):
+        columns.append([layer >= values["moe_layer_start_index"] for layer in layers])
+    return [tuple(str(column[layer]) for column in columns) for layer in layers]
+
+
+def _period(values: Mapping[str, Any], name: str) -> int:
+    found = values.get(name)
+    return found if isinstance(found, int) and found > 0 else 1
+
+
+def _per_layer(values: Mapping[str, Any], num_layers: int) -> dict[str, Sequence[Any]]:
+    """The lists that have an entry for each layer."""
+    indices = _indices(values, num_layers)
+    return {
+        key: value
+        for key, value in values.items()
+        if isinstance(value, (list, tuple)) and len(value) == num_layers > 1 and key not in indices
+    }
+
+
+def _indices(values: Mapping[str, Any], num_layers: int) -> dict[str, Sequence[int]]:
+    """The lists of some layers' numbers. A list of a 0 or a 1 for each layer is none."""
+    return {
+        key: value
+        for key, value in values.items()
+        if isinstance(value, (list, tuple))
+        and key.endswith(("_idxs", "_indices", "_layers"))
+        and all(isinstance(item, int) and 0 <= item < num_layers for item in value)
+        and sorted(set(value)) == list(value)
+    }
+
+
+def _by_index(values: Mapping[str, Any], num_layers: int) -> dict[str, dict[int, Any]]:
+    """The mappings from some layers' numbers to what is different in these."""
+    return {
+        key: {int(layer): entry for layer, entry in value.items()}
+        for key, value in values.items()
+        if isinstance(value, Mapping) and value and all(str(layer).isdecimal() for layer in value)
+    }
+
+
+def _keep_layers(small: dict[str, Any], config: PretrainedConfig, layers: Sequence[int]) -> None:
+    """Make `small` the config of these layers alone."""
+    num_layers = config.num_hidden_layers
+    lists = {key: [value[layer] for layer in layers] for key, value in _per_layer(small, num_layers).items()}
+    numbers = {
+        key: [index for index, layer in enumerate(layers) if layer in value]
+        for key, value in _indices(small, num_layers).items()
+    }
+    entries = {
+        key: {index: value[layer] for index, layer in enumerate(layers) if layer in value}
+        for key, value in _by_index(small, num_layers).items()
+    }
+    for name in _NUM_FIRST:
+        if small.get(name):
+            small[name] = sum(layer < small[name] for layer in layers)
+    for name in _NUM_LAST:
+        if small.get(name):
+            small[name] = sum(layer >= num_layers - small[name] for layer in layers)
+    small |= lists | numbers | entries
+    small[config.attribute_map.get("num_hidden_layers", "num_hidden_layers")] = len(layers)

@@ -1,0 +1,167 @@
+"""Prove on a small model that packed rows do not see one another, or say why rows are padded.
+
+transformers keeps packed rows apart in nearly all of its models, and in some it does not: BERT ignores position ids, a
+state space without its kernels runs on from row to row. Neither is an error, and the loss still falls. So before a run
+packs, a small model of its own class (miniature.py) computes a packed batch, and each of its rows alone:
+
+- packed, a row has the logits, and the gradient of its embeddings, that stock transformers gives the same row alone
+  with eager attention;
+- other tokens in one row change neither in another row.
+
+The batch is laid out and marked as training does it (data/batch.py, inputs.py): several rows in each of two sequences,
+padding at the end, rows longer than a window. It is computed in float32 on the CPU, where the chosen attention may not
+run. What is proven depends on that:
+
+- `sdpa` and `eager` are called as they are: transformers' masks, the model's classes and the call are proven.
+- `varlen` and FlashAttention are told where rows start, and get no mask. A function of plain torch stands in for them
+  that knows nothing else: a token sees those before it in its row, as far as its window. That proves that the model
+  hands starts and windows down to its attention, and asks for nothing that the kernel leaves out (gpt-oss has sinks,
+  and Gemma 2 caps logits, which varlen does not). That the kernel computes what the function computes is for its own
+  tests (tests/gpu/test_gpu_attention.py).
+- Kernels of layers that carry a state run on GPUs alone. Where they are installed, so does the trial of such a model.
+- What begins only after thousands of tokens is not reached, such as the second set of rotary factors of Phi 3.
+
+Rank 0 decides, and all ranks get its verdict. What can't be tried is padded, which is right for any model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+
+import torch
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
+
+from qlora_fsdp.common.errors import ConfigError
+from qlora_fsdp.config.schema import Config, TaskName
+from qlora_fsdp.config.settings import problem_with
+from qlora_fsdp.layers.attention import FLASH_4, VARLEN
+from qlora_fsdp.model.attention_by_starts import BY_STARTS, BY_STARTS_CAPPED
+from qlora_fsdp.model.row_trial import CPU, RowTrial
+from qlora_fsdp.runtime.processes import Processes
+
+# Packages with kernels for recurrent layers, which transformers uses where they are installed. They run on GPUs alone.
+RECURRENT_KERNELS = ("fla", "mamba_ssm", "causal_conv1d")
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What a small model showed of a model's class, the same on all ranks.
+
+    Attributes:
+        has_plain_head: whether the logits are the output head of the decoder's last hidden state, and no more than
+            capped.
+        why_not_by_starts: why kernels that get rows' starts and no mask (`varlen`) do not compute this model; None if
+            they do, or if it was not asked.
+    """
+
+    has_plain_head: bool
+    why_not_by_starts: str | None
+
+
+def find_traits(model: PretrainedConfig, config: Config, processes: Processes) -> Traits:
+    """Try a small model of the model's class. Rank 0 does, and all ranks get the result. Collective.
+
+    Args:
+        model: the model's config.
+        config: `task`, `training.max_length` and `model.trust_remote_code` are used.
+        processes: all ranks take part.
+    """
+    if config.task.name is not TaskName.causal_lm:
+        return Traits(has_plain_head=False, why_not_by_starts=None)
+    traits = None
+    if processes.is_main:
+        trial = _trial(model, config, processes.device)
+        is_gpu = processes.device.type == "cuda"
+        traits = Traits(trial.has_plain_head(), trial.why_not_packed(BY_STARTS) if is_gpu else None)
+    shared: Traits = processes.share(traits)
+    return shared
+
+
+def settle_packing(
+    config: Config, model: PretrainedConfig, attention: str, processes: Processes
+) -> tuple[Config, list[str]]:
+    """Decide `training.packing=auto`. Rank 0 does, and all ranks get the result. Collective.
+
+    Args:
+        config: the settings.
+        model: the model's config.
+        attention: the implementation of attention, as `choose_attention` names it.
+        processes: all ranks take part.
+
+    Returns:
+        The settings with `training.packing` true or false, and notes for the log.
+
+    Raises:
+        ConfigError: the settings ask for packing, and the model's rows can't be packed.
+    """
+    reason = why_not_packed(config, model, attention, processes.device) if processes.is_main else None
+    return decide_packing(config, model, processes.share(reason))
+
+
+def decide_packing(config: Config, model: PretrainedConfig, reason: str | None) -> tuple[Config, list[str]]:
+    """As `settle_packing`, when it is known why the model's rows can't be packed, or that they can (None)."""
+    wanted, name = config.training.packing, class_name(model)
+    if wanted is True and reason is not None:
+        fix = "Set training.packing=auto, which pads the rows of such a model."
+        raise ConfigError([problem_with(config, "training.packing", f"can't be used with {name}: {reason}.", fix)])
+    packs = wanted is not False and reason is None and config.task.name is TaskName.causal_lm
+    is_told = wanted == "auto" and reason is not None and config.task.name is TaskName.causal_lm
+    notes = [f"rows of {name} are padded: {reason}"] if is_told else []
+    return replace(config, training=replace(config.training, packing=packs)), notes
+
+
+def why_not_packed(config: Config, model: PretrainedConfig, attention: str, device: torch.device = CPU) -> str | None:
+    """Why rows can't be packed with a model; None if it keeps packed rows apart, or if nothing is to be packed.
+
+    Args:
+        config: `task`, `training` and `model.trust_remote_code` are used.
+        model: the model's config. Of a multimodal model that of its text decoder counts.
+        attention: the implementation of attention, as `choose_attention` or `model.attn_implementation` names it.
+        device: where the model will run.
+    """
+    if config.training.packing is False or config.task.name is not TaskName.causal_lm:
+        return None
+    trial = _trial(model, config, device)
+    if trial.num_positions is not None and trial.num_positions < config.training.max_length:
+        return (
+            f"it has embeddings of {trial.num_positions:,} positions, and with the padding at its end a row may have "
+            f"training.max_length={config.training.max_length}"
+        )
+    if attention != "auto":
+        return trial.why_not_packed(_stand_in(attention))
+    # What `auto` becomes depends on the GPU: kernels that take starts wherever they can, or else a mask.
+    return trial.why_not_packed(BY_STARTS) and trial.why_not_packed("sdpa") and trial.why_not_packed("eager")
+
+
+def class_name(model: PretrainedConfig) -> str:
+    """The class that transformers makes of a config."""
+    found = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model), None)
+    return found.__name__ if isinstance(found, type) else str(model.model_type)
+
+
+_TRIALS: dict[tuple[str, int, torch.device], RowTrial] = {}
+
+
+def _trial(model: PretrainedConfig, config: Config, device: torch.device) -> RowTrial:
+    """The trial of a model, made once in a process: on the CPU, or on the GPU if its recurrent kernels need that."""
+    text, trusted = model.get_text_config(), config.model.trust_remote_code
+    key, max_length = text.to_json_string(use_diff=False), config.training.max_length
+    if (key, max_length, CPU) not in _TRIALS:
+        _TRIALS[key, max_length, CPU] = RowTrial(text, max_length, CPU, trusted)
+    found = _TRIALS[key, max_length, CPU]
+    has_kernels = any(find_spec(name) is not None for name in RECURRENT_KERNELS)
+    if not found.is_recurrent or not has_kernels or device.type != "cuda":
+        return found
+    if (key, max_length, device) not in _TRIALS:
+        _TRIALS[key, max_length, device] = RowTrial(text, max_length, device, trusted)
+    return _TRIALS[key, max_length, device]
+
+
+def _stand_in(attention: str) -> str:
+    """What computes in the place of an implementation of attention."""
+    if attention in (VARLEN, FLASH_4, "varlen", "flash_attention_4"):
+        return BY_STARTS
+    if attention in ("eager", "sdpa"):
+        return attention
+    return "sdpa" if attention == "flex_attention" else BY_STARTS_CAPPED

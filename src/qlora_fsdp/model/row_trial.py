@@ -1,0 +1,246 @@
+"""Compute packed rows with a small model, and each of them alone, and compare.
+
+packing.py says what that proves. The small model is of the run's own class (miniature.py). What is compared with is
+stock transformers: eager attention, one row at a time, no padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import transformers
+from accelerate import init_empty_weights
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from qlora_fsdp.data.batch import lay_out
+from qlora_fsdp.model.attention_by_starts import register_stand_ins
+from qlora_fsdp.model.inputs import has_recurrent_layers, lay_out_for, row_markers
+from qlora_fsdp.model.miniature import MAX_PARAMETERS, VOCAB, miniature
+from qlora_fsdp.model.positions import num_learned_positions
+
+CPU = torch.device("cpu")
+# Largest differences between the same row packed and alone, as parts of the largest logit and of the largest gradient.
+# Rows that see one another differ by a hundredth and more. Where an activation has a kink, gradients differ by more
+# than rounding (Gemma 3n: 3e-5). On a GPU kernels multiply in TensorFloat-32.
+LOGITS_TOLERANCE, GRADIENTS_TOLERANCE = 1e-5, 1e-3
+GPU_TOLERANCE = 0.02
+# Rows by sequence, in tokens: some longer than the small model's windows, a short one first, padding behind the last.
+ROWS = ((5, 19, 3), (11, 13))
+LENGTH = 27
+CHANGED = (0, 2, 4)  # these of the five rows get other tokens, and the others must not notice
+FIRST_TOKEN = 3  # those before it are special
+
+
+@dataclass(frozen=True)
+class _Result:
+    """What a small model computed for each row.
+
+    Attributes:
+        logits: [tokens, vocabulary] of each row.
+        gradients: [tokens, hidden] of each row's embeddings, of a weighted sum of all logits.
+    """
+
+    logits: list[Tensor]
+    gradients: list[Tensor]
+
+
+class RowTrial:
+    """A small model of a class, and what stock transformers computes with it, a row at a time.
+
+    Args:
+        config: of a text model at its real size.
+        max_length: tokens of its longest sequence.
+        device: where it computes.
+        trust_remote_code: run model code that comes with the config.
+
+    Attributes:
+        is_recurrent: whether the model has layers that carry a state from token to token.
+        num_positions: positions that it has embeddings for; None if it computes them.
+    """
+
+    def __init__(
+        self, config: PretrainedConfig, max_length: int, device: torch.device = CPU, trust_remote_code: bool = False
+    ) -> None:
+        self.device, self.trust_remote_code, self.rows = device, trust_remote_code, _draw_rows()
+        self.found: dict[str, str | None] = {}  # by the implementation of attention
+        self.error: str | None = None
+        self.is_recurrent, self.num_positions = False, None
+        register_stand_ins()
+        with _quiet():
+            try:
+                self.small = miniature(config, max_length)
+                self._check_size()
+                self.model = self._build("eager")
+                self.is_recurrent = has_recurrent_layers(self.model)
+                self.num_positions = num_learned_positions(self.model)
+                self.alone = _compute_alone(self.model, self.rows)
+            except Exception as error:  # classes and configs are transformers', or come with a model
+                self.error = f"a small model of its kind, to try it with, fails ({_first_line(error)})"
+
+    def why_not_packed(self, attention: str) -> str | None:
+        """Why packed rows are not what they are alone, with an implementation of attention that runs anywhere."""
+        if self.error is not None:
+            return self.error
+        if attention not in self.found:
+            with _quiet():
+                self.found[attention] = self._try(attention)
+        return self.found[attention]
+
+    def _try(self, attention: str) -> str | None:
+        try:
+            model = self._build(attention)
+            model.load_state_dict(self.model.state_dict())
+            packed, changed = _compute_packed(model, self.rows), _compute_packed(model, _change(self.rows))
+        except Exception as error:
+            return f"packed rows can't be computed ({_first_line(error)})"
+        others = [row for row in range(len(self.rows)) if row not in CHANGED]
+        is_gpu = self.device.type != "cpu"
+        for what, tolerance, before, after, alone in (
+            ("logits", LOGITS_TOLERANCE, packed.logits, changed.logits, self.alone.logits),
+            ("gradients", GRADIENTS_TOLERANCE, packed.gradients, changed.gradients, self.alone.gradients),
+        ):
+            tolerance = GPU_TOLERANCE if is_gpu else tolerance
+            change = _difference([before[row] for row in others], [after[row] for row in others])
+            if not change <= tolerance:
+                return f"packed rows see one another ({what} change by {change:.1g} of the largest)"
+            difference = _difference(before, alone)
+            if not difference <= tolerance:
+                return (
+                    f"packed rows are not what they are alone (their {what} differ by {difference:.1g} of the largest)"
+                )
+        return None
+
+    def has_plain_head(self) -> bool:
+        """Whether the logits are the output head of the decoder's last hidden state, and no more than capped."""
+        if self.error is not None:
+            return False
+        with _quiet(), torch.no_grad():
+            try:
+                return self._compare_heads()
+            except Exception:  # no such parts, or parts that want to be called in another way
+                return False
+
+    def _compare_heads(self) -> bool:
+        embeddings, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
+        decoder, cap = self.model.get_decoder(), getattr(self.small, "final_logit_softcapping", None)
+        ids = self.rows[1][None].to(self.device)
+        ways = [{"input_ids": ids}]
+        if type(embeddings) is nn.Embedding:  # then CausalLM looks the tokens up itself
+            ways.append({"inputs_embeds": embeddings(ids)})
+        found = [head(decoder(**way, use_cache=False).last_hidden_state)[0] for way in ways]
+        found = [logits if cap is None else cap * torch.tanh(logits / cap) for logits in found]
+        return all(_difference([logits], [self.alone.logits[1]]) <= LOGITS_TOLERANCE for logits in found)
+
+    def _build(self, attention: str) -> PreTrainedModel:
+        """A small model in training mode, with random weights that are so large that whatever is mixed shows."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = self._make(attention)
+            for name, parameter in model.named_parameters():
+                if parameter.ndim > 1:
+                    is_table = "embed" in name or "wte" in name
+                    nn.init.normal_(parameter, std=1.0 if is_table else parameter.shape[-1] ** -0.5)
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        model.to(self.device)  # type: ignore[arg-type]
+        model.train()
+        return model
+
+    def _check_size(self) -> None:
+        with init_empty_weights(include_buffers=False):
+            num_parameters = sum(parameter.numel() for parameter in self._make("eager").parameters())
+        if num_parameters > MAX_PARAMETERS:
+            raise ValueError(f"it has {num_parameters:,} parameters, so its config has sizes under unknown names")
+
+    def _make(self, attention: str) -> PreTrainedModel:
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            deepcopy(self.small),
+            attn_implementation=attention,
+            dtype=torch.float32,
+            trust_remote_code=self.trust_remote_code,
+        )
+        return model
+
+
+def _draw_rows() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(FIRST_TOKEN, VOCAB, (n,), generator=generator) for sequence in ROWS for n in sequence]
+
+
+def _change(rows: Sequence[Tensor]) -> list[Tensor]:
+    """The rows, with other tokens in some of them."""
+    other = [(row - FIRST_TOKEN + 17) % (VOCAB - FIRST_TOKEN) + FIRST_TOKEN for row in rows]
+    return [other[index] if index in CHANGED else row for index, row in enumerate(rows)]
+
+
+def _compute_alone(model: PreTrainedModel, rows: Sequence[Tensor]) -> _Result:
+    """Each row by itself, as anybody would call the model."""
+    logits, gradients = [], []
+    for index, row in enumerate(rows):
+        with _embedded(model) as embedded:
+            found = model(input_ids=row[None].to(model.device), use_cache=False).logits
+        logits.append(found[0].detach())
+        (gradient,) = torch.autograd.grad((found[0] * _weights(index, found[0])).sum(), embedded)
+        gradients.append(gradient[0])
+    return _Result(logits, gradients)
+
+
+def _compute_packed(model: PreTrainedModel, rows: Sequence[Tensor]) -> _Result:
+    """All rows in one batch, as training computes them. The gradient is that of the sum over all rows."""
+    pairs = iter([(row.numpy().astype(np.int32), np.ones(len(row), dtype=bool)) for row in rows])
+    sequences = [[next(pairs) for _ in part] for part in ROWS]
+    is_recurrent = has_recurrent_layers(model)
+    batch = lay_out_for(lay_out(sequences, LENGTH, pad_token_id=0).to(model.device), is_recurrent)
+    with _embedded(model) as embedded:
+        output = model(input_ids=batch.input_ids, **row_markers(batch, is_recurrent))
+    logits = output.logits.flatten(0, 1)
+    starts = [index * LENGTH + sum(part[:n]) for index, part in enumerate(ROWS) for n in range(len(part))]
+    places = [slice(start, start + len(row)) for start, row in zip(starts, rows, strict=True)]
+    total = sum((logits[place] * _weights(index, logits[place])).sum() for index, place in enumerate(places))
+    gradient = torch.autograd.grad(total, embedded)[0].flatten(0, 1)
+    return _Result([logits[place].detach() for place in places], [gradient[place] for place in places])
+
+
+@contextmanager
+def _embedded(model: PreTrainedModel) -> Iterator[list[Tensor]]:
+    """Collects what the model's embeddings give."""
+    found: list[Tensor] = []
+    hook = model.get_input_embeddings().register_forward_hook(lambda module, inputs, output: found.append(output))
+    try:
+        yield found
+    finally:
+        hook.remove()
+
+
+def _weights(row: int, logits: Tensor) -> Tensor:
+    """What a row's logits are multiplied by, so that its gradient is one number's."""
+    return torch.randn(logits.shape, generator=torch.Generator().manual_seed(row)).to(logits.device)
+
+
+def _difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """The largest difference of all rows, as a part of the largest value; NaN if a value is."""
+    difference = torch.cat([(a - b).abs().flatten() for a, b in zip(found, expected, strict=True)]).max()
+    return float(difference / torch.cat([tensor.abs().flatten() for tensor in expected]).max())
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps what transformers warns of from the log: it would be about the small model."""
+    level = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers.logging.set_verbosity(level)

@@ -1,0 +1,137 @@
+"""What Liger's kernels keep and allocate, for a trace on meta: the package is installed on few hosts without a GPU.
+
+Each class stands for the autograd function of the same purpose in liger_kernel/ops (0.8): it saves what that one saves,
+and writes in place where that one does. This project's own kernels need no such description
+(layers/kernels/launch.py).
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+
+from qlora_fsdp.common.families import FAMILIES
+from qlora_fsdp.layers import head_loss
+from qlora_fsdp.layers.rewire import LIGER_MLPS
+
+GATED_MLPS = {family.gated_mlp for family in FAMILIES.values()} | LIGER_MLPS
+
+
+def put_in_shapes(model: nn.Module, kernels: Collection[str]) -> None:
+    """Let norms and gated MLPs do as with Liger's kernels.
+
+    Args:
+        model: a transformers model before its layers are rewired; changed in place.
+        kernels: the settings of `kernels` for which Liger's are used.
+    """
+    for module in model.modules():
+        if "rms_norm" in kernels and type(module).__name__.endswith("RMSNorm"):
+            module.forward = partial(_normalize, module)
+        elif "glu" in kernels and type(module).__name__ in GATED_MLPS:
+            module.forward = partial(_gated_mlp, module)
+
+
+@contextmanager
+def shapes_of_functions(model: nn.Module, kernels: Collection[str]) -> Iterator[None]:
+    """While it lasts, the functions that the model's code calls do so too: rotary embeddings, and Liger's loss."""
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(head_loss, "_liger_loss", _loss))
+        for name in {type(module).__module__ for module in model.modules()} if "rotary" in kernels else ():
+            if hasattr(sys.modules[name], "apply_rotary_pos_emb"):
+                stack.enter_context(patch.object(sys.modules[name], "apply_rotary_pos_emb", _rotate))
+        yield
+
+
+def _normalize(norm: nn.Module, x: Tensor) -> Tensor:
+    return _Norm.apply(x.contiguous(), norm.weight)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class _Norm(torch.autograd.Function):
+    """LigerRMSNormFunction: keeps x and one factor per row.
+
+    In some families it writes the gradient of x over that of y; counted is what it does in the others.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, x.new_empty(x.shape[:-1], dtype=torch.float32), weight)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        weight = ctx.saved_tensors[2]
+        return torch.empty_like(grads[0]), torch.empty_like(weight) if weight.requires_grad else None
+
+
+def _rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    return _Rotary.apply(q, k, cos, sin)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class _Rotary(torch.autograd.Function):
+    """LigerRopeFunction: rotates queries and keys in place, and their gradients too."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(cos, sin)
+        q, k = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k))
+        return q.view_as(q), k.view_as(k)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad_q, grad_k = (grad.transpose(1, 2).contiguous().transpose(1, 2) for grad in grads)
+        return grad_q, grad_k, None, None
+
+
+def _gated_mlp(mlp: Any, x: Tensor) -> Tensor:
+    if hasattr(mlp, "gate_up_proj"):
+        gate, up = mlp.gate_up_proj(x).chunk(2, -1)
+    else:
+        gate, up = mlp.gate_proj(x), mlp.up_proj(x)
+    return mlp.down_proj(_Gate.apply(gate, up))  # type: ignore[no-any-return,no-untyped-call]
+
+
+class _Gate(torch.autograd.Function):
+    """LigerSiLUMulFunction: keeps gate and up, whose gradients are written over them."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        gate, up = gate.contiguous(), up.contiguous()
+        ctx.save_for_backward(gate, up)
+        return torch.empty_like(gate)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        gate, up = ctx.saved_tensors
+        return gate, up
+
+
+def _loss(hidden_ND: Tensor, weight_VD: Tensor, bias: Tensor | None, targets_N: Tensor, softcap: Any) -> Tensor:
+    return _Loss.apply(hidden_ND, weight_VD)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class _Loss(torch.autograd.Function):
+    """LigerFusedLinearCrossEntropyFunction with a frozen head: chunks of logits about as large as the hidden states."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_ND: Tensor, weight_VD: Tensor) -> Tensor:
+        num_tokens, num_chunks = len(hidden_ND), math.ceil(weight_VD.shape[0] / weight_VD.shape[1])
+        chunk = 1 << max(0, math.ceil(num_tokens / num_chunks) - 1).bit_length()
+        grad_ND = torch.zeros_like(hidden_ND)
+        losses_N = torch.zeros(num_tokens, dtype=torch.float32, device=hidden_ND.device)
+        for start in range(0, num_tokens, chunk):
+            rows = slice(start, start + chunk)
+            torch.mm(hidden_ND[rows] @ weight_VD.t(), weight_VD, out=grad_ND[rows])
+        ctx.save_for_backward(grad_ND)
+        return losses_N.sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.saved_tensors[0], None  # multiplied in place

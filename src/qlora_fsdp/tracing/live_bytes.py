@@ -1,0 +1,148 @@
+"""Follows the memory of tensors by the life of their storages, on meta as on any device."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from qlora_fsdp.memory.traced import Flops
+
+aten: Any = torch.ops.aten
+
+
+class LiveBytes(TorchDispatchMode):
+    """While it is active, it knows how many bytes the tensors take that operations have made and that are still there.
+
+    A storage counts once, whatever views there are of it. An operation on meta has no values. Where a model's code asks
+    for one all the same (`if mask.all():`), it is told 0: it then makes the masks that rows of several lengths need.
+
+    Attributes:
+        now: bytes that are alive.
+        peak: most of them since `start_phase`.
+    """
+
+    def __init__(self, known: Iterable[Tensor]) -> None:
+        """`known`: tensors that do not count, such as parameters."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._storages: dict[int, weakref.ref[Any]] = {}
+        self._is_paused = False
+        self._plain = self._fp8 = 0.0
+        self.now = self.peak = 0
+        self.know(known)
+
+    def know(self, tensors: Iterable[Tensor]) -> None:
+        """These tensors do not count."""
+        for tensor in tensors:
+            self._follow(tensor, 0)
+
+    def start_phase(self) -> None:
+        """Look for a new peak, and count operations anew."""
+        self.peak, self._plain, self._fp8 = self.now, 0.0, 0.0
+
+    @property
+    def flops(self) -> Flops:
+        """Operations of matrix products and attention since `start_phase`."""
+        return Flops(self._plain, self._fp8)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What is made meanwhile does not count, however long it lives."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is aten._local_scalar_dense.default and args[0].is_meta:
+            return 0
+        is_refused = func is aten._grouped_mm.default and args[0].is_meta and args[0].dtype != torch.bfloat16
+        out = _grouped_mm(*args, **(kwargs or {})) if is_refused else func(*args, **(kwargs or {}))
+        if self._is_paused:
+            return out
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                self._follow(leaf, leaf.untyped_storage().nbytes())
+        operation = func.overloadpacket
+        self.peak = max(self.peak, self.now + _bytes_inside(operation, args))
+        if operation is aten._scaled_mm:
+            self._fp8 += _flops(operation, args)
+        else:
+            self._plain += _flops(operation, args)
+        return out
+
+    def _follow(self, tensor: Tensor, size: int) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._storages:
+            return
+
+        def forget(_: Any) -> None:
+            del self._storages[key]
+            self.now -= size
+
+        self._storages[key] = weakref.ref(storage, forget)
+        self.now += size
+
+
+def _bytes_inside(operation: Any, args: Any) -> int:
+    """What a kernel allocates for itself, where no mode sees it."""
+    if operation is aten.logsumexp:  # the exponentials, twice
+        return int(2 * args[0].nbytes)
+    name = operation._qualified_op_name
+    if name in _FLASH_BACKWARD:  # fp32 sums of the queries' gradient; those of keys and values for each head of queries
+        query, key = args[1:3]
+        heads = 1 if query.ndim == 3 else -3
+        return int(query.numel() * 4 + (2 * query.nbytes if query.shape[heads] != key.shape[heads] else 0))
+    return 0
+
+
+def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
+    """The shape of a grouped product, which torch gives on meta for bfloat16 alone."""
+    if a.ndim == 2 and b.ndim == 2:
+        assert offs is not None
+        return a.new_empty(len(offs), a.shape[0], b.shape[1])
+    return a.new_empty(*a.shape[:-1], b.shape[-1])
+
+
+def _flops(operation: Any, args: Any) -> float:
+    """Floating-point operations of matrix products and of attention, which is causal; 0 of anything else."""
+    if operation in _PRODUCTS:
+        a, b = args[_PRODUCTS[operation] :][:2]
+        return float(2 * a.numel() * b.shape[-1])
+    name = operation._qualified_op_name
+    if name in _ATTENTION:
+        is_backward = name.endswith("_backward")
+        query, key, value = args[1:4] if is_backward else args[:3]  # the gradient comes before them
+        longest = key.shape[-2] if query.ndim == 4 else next(arg for arg in args if type(arg) is int)  # varlen's max_q
+        forward: float = 2.0 * prod(query.shape[:-1]) * longest * (query.shape[-1] + value.shape[-1]) / 2
+        return 2.5 * forward if is_backward else forward
+    return 0.0
+
+
+# By operation: the place of the first factor among its arguments.
+_PRODUCTS = {
+    aten.mm: 0,
+    aten.bmm: 0,
+    aten.addmm: 1,
+    aten.addmm_: 1,
+    aten.baddbmm: 1,
+    aten._scaled_mm: 0,
+    aten._grouped_mm: 0,
+}
+_FORWARD = (
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "torch_attn::_varlen_attn",
+)
+_FLASH_BACKWARD = {f"{_FORWARD[0]}_backward", f"{_FORWARD[3]}_backward"}
+_ATTENTION = {*_FORWARD, *(f"{name}_backward" for name in _FORWARD)}

@@ -1,0 +1,284 @@
+"""Losses of every family against stock libraries: `python -m tests.compare_families [FAMILY ...]`.
+
+A tiny random model of each family trains for some steps on 1, 2 and 4 ranks, packed and padded, and stock transformers,
+bitsandbytes and PEFT train the same in one process, a row at a time. Prints a Markdown table of the largest differences
+of a loss, or why a run was refused. `--write` puts it into docs/models.md. `--all` takes every causal language model of
+the installed transformers, at sizes that are derived from its default config, padded on one rank, and ends with counts.
+
+No part of `make test`, which compares one family of each mechanism (tests/distributed/test_losses.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import logging
+import os
+import re
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    Mistral3Config,
+    PretrainedConfig,
+)
+from transformers.utils.logging import disable_progress_bar
+
+from qlora_fsdp.common.errors import UserError
+from qlora_fsdp.model.miniature import miniature
+from tests import conftest as conftest  # how this process computes
+from tests.helpers.checkpoints import FAMILIES, OTHER_FAMILIES, SHAPE, write_checkpoint
+from tests.helpers.ranks import RanksFailed, run_ranks
+from tests.helpers.reference import find_experts, stock_losses
+from tests.helpers.runs import settings, train_here, write_rows
+
+DOCUMENT = Path(__file__).parents[1] / "docs" / "models.md"
+BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"
+VISION = {"model_type": "pixtral", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+VISION |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+# Gemma 3n's matrices of 4 columns have no blocks of 64. It and Jamba compute with the weights of some layers
+# past these layers, so that nothing depends on an adapter there.
+MORE = {
+    "gemma3n_text": [
+        "quant.llm_int8_skip_modules=[lm_head,correction_coefs,prediction_coefs]",
+        "lora.exclude_modules=[correction_coefs]",
+    ],
+    "jamba": ["lora.exclude_modules=[dt_proj]"],
+}
+TOLERANCE = 1e-5
+MAX_REASON = 400
+FAMILIES_A_WORLD = 10  # with --all; else one that fails would end the others
+NOT_PACKED = re.compile(r"refused: training\.packing=true can't be used with \w+: (.*)\. Set training\.packing=auto")
+
+
+Case = tuple[str, bool]  # a family, and whether its rows are packed
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is compared: on how many ranks, for how many steps, and whether rows are packed."""
+
+    ranks: Sequence[int]
+    steps: int
+    packings: Sequence[bool]
+
+
+@dataclass
+class Comparison:
+    """What was found of one family.
+
+    Attributes:
+        family: transformers' name.
+        experts: where they are computed, for the table.
+        differences: the largest difference of a loss over all ranks, or why there is none, by whether rows were packed.
+        settings: those that were needed beside the common ones.
+    """
+
+    family: str
+    experts: str = ""
+    differences: dict[bool, float | str] = field(default_factory=dict)
+    settings: list[str] = field(default_factory=list)
+
+    def row(self) -> str:
+        """A line of the table."""
+        name = f"{self.family} ({', '.join(self.settings)})" if self.settings else self.family
+        return f"| {' | '.join([name, self.experts, *map(_show, self.differences.values())])} |"
+
+
+def _show(found: float | str) -> str:
+    if isinstance(found, str):
+        match = NOT_PACKED.match(found)
+        return (f"no: {match.group(1)}" if match else found).replace("|", "/")
+    return f"{found:.0e}" if found < TOLERANCE else f"**{found:.0e}**"
+
+
+def make_config(family: str) -> PretrainedConfig:
+    """A tiny config: from the tables of the tests, or from the default config of its class."""
+    known = FAMILIES | OTHER_FAMILIES
+    if family == "mistral3":
+        text = {**SHAPE, "head_dim": 16, "model_type": "mistral"}
+        return Mistral3Config(text_config=text, vision_config=VISION, tie_word_embeddings=False)
+    if family in known:
+        return AutoConfig.for_model(family, **SHAPE | known[family], initializer_range=0.1)
+    config = miniature(CONFIG_MAPPING[family]().get_text_config(), max_length=64)
+    own = ("vocab_size", "vocab_size_per_layer_input", "pad_token_id", "bos_token_id", "eos_token_id")
+    values = {key: SHAPE.get(key, SHAPE["vocab_size"]) for key in own if hasattr(config, key)}
+    if hasattr(config, "initializer_range"):
+        values["initializer_range"] = 0.1
+    config.update(values)
+    return config
+
+
+def describe_experts(config: PretrainedConfig) -> str:
+    """How the experts of a model are computed, for the table."""
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return ""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    if find_experts(model):
+        return "4-bit, adapted"
+    is_mixture = any("expert" in name for name, param in model.named_parameters() if param.ndim == 3)
+    return "full precision, frozen" if is_mixture else ""
+
+
+def train_each(cases: Mapping[Case, Sequence[str]]) -> dict[Case, list[float] | str]:
+    """Losses of runs on this rank of a world, or why there are none."""
+    found: dict[Case, list[float] | str] = {}
+    for case, argv in cases.items():
+        try:
+            found[case] = train_here(argv).losses
+        except UserError as error:
+            found[case] = f"refused: {_first_line(error)}"
+        except Exception as error:
+            if os.environ["WORLD_SIZE"] != "1":  # the others would wait for this rank
+                raise
+            traceback.print_exc()
+            found[case] = f"failed: {_first_line(error)}"
+    return found
+
+
+def compare(families: Sequence[str], wanted: Wanted, folder: Path, more: Sequence[str] = ()) -> list[Comparison]:
+    """Train tiny models of some families in one world for each number of ranks, and compare with stock libraries."""
+    found, cases = [], dict[Case, list[str]]()
+    rows = write_rows(folder / "rows.jsonl")
+    for family in families:
+        comparison = Comparison(family, settings=[*MORE.get(family, []), *more])
+        found.append(comparison)
+        try:
+            config = make_config(family)
+            comparison.experts = describe_experts(config)
+            checkpoint = write_checkpoint(config, folder / family)
+        except Exception as error:
+            comparison.differences = dict.fromkeys(wanted.packings, f"no tiny model: {_first_line(error)}")
+            continue
+        common = [f"training.max_steps={wanted.steps}", *comparison.settings]
+        for packing in wanted.packings:
+            cases[family, packing] = settings(checkpoint, rows, *common, packing=packing)
+    ours: dict[Case, list[list[float] | str]] = {case: [] for case in cases}
+    for num_ranks in wanted.ranks:
+        split = [f"training.micro_batch_size={max(1, 4 // num_ranks)}"]
+        try:
+            worlds = run_ranks(num_ranks, train_each, {case: [*argv, *split] for case, argv in cases.items()})
+        except RanksFailed as error:
+            logging.error("%s on %d ranks: %s", families, num_ranks, error)
+            worlds = [dict.fromkeys(cases, f"failed: {_last_line(error)}")]
+        for case in cases:
+            ours[case] += [world[case] for world in worlds]
+    for comparison in found:
+        for packing in wanted.packings:
+            if (case := (comparison.family, packing)) in cases:
+                comparison.differences[packing] = _difference(ours[case], cases[case])
+    return found
+
+
+def _difference(ours: Sequence[list[float] | str], argv: Sequence[str]) -> float | str:
+    """The largest difference from the reference, or the first reason why there is none."""
+    reasons = [losses for losses in ours if isinstance(losses, str)]
+    if reasons:
+        return reasons[0]
+    try:
+        reference = stock_losses(argv)
+    except Exception as error:
+        logging.error(traceback.format_exc())
+        return f"stock libraries fail: {_first_line(error)}"
+    return max(
+        abs(a - b) if abs(a - b) >= 0 else float("inf")
+        for losses in ours
+        if isinstance(losses, list)
+        for a, b in zip(losses, reference, strict=True)
+    )
+
+
+def _first_line(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    text = text if isinstance(error, UserError) else f"{type(error).__name__}: {text}"
+    return text if len(text) <= MAX_REASON else f"{text[:MAX_REASON]}…"
+
+
+def _last_line(error: Exception) -> str:
+    lines = [line for line in str(error).splitlines() if line and not line.startswith(("rank", " ", "Its output"))]
+    return (lines[-1] if lines else str(error))[:MAX_REASON]
+
+
+def table(found: Iterable[Comparison], packings: Sequence[bool]) -> Iterator[str]:
+    """The lines of the Markdown table, each as soon as it is known."""
+    ways = ["Packed" if packing else "Padded" for packing in packings]
+    yield " | ".join(["| Family", "Experts", *ways]) + " |"
+    yield "|---" * (2 + len(ways)) + "|"
+    for comparison in found:
+        yield comparison.row()
+
+
+def write_table(lines: Sequence[str]) -> None:
+    """Put the table between its markers in the document."""
+    text = DOCUMENT.read_text(encoding="utf-8")
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    DOCUMENT.write_text("\n".join([before + BEGIN, *lines, END]) + after, encoding="utf-8")
+
+
+def count(found: Sequence[Comparison]) -> str:
+    """How many families equal the reference, packed and padded, and how many there are."""
+    kinds: Counter[str] = Counter()
+    for comparison in found:
+        for packing, difference in comparison.differences.items():
+            kind = difference.partition(":")[0] if isinstance(difference, str) else "equal"
+            kind = "different" if not isinstance(difference, str) and difference >= TOLERANCE else kind
+            kinds[f"{'packed' if packing else 'padded'} {kind}"] += 1
+    return f"{len(found)} families: " + ", ".join(f"{number} {kind}" for kind, number in sorted(kinds.items()))
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "families", nargs="*", help="transformers' names of models; all that tests know if there is none"
+    )
+    parser.add_argument("--all", action="store_true", help="every causal language model that transformers has")
+    parser.add_argument("--ranks", help="numbers of ranks: 1,2,4, and 1 with --all")
+    parser.add_argument("--steps", type=int, help="steps of a run: 20, and 2 with --all")
+    parser.add_argument("--write", action="store_true", help=f"put the table into {DOCUMENT.name}")
+    asked = parser.parse_args()
+    gc.unfreeze()  # what conftest freezes, Triton's bindings would call leaks at the end
+    logging.disable(logging.WARNING)
+    disable_progress_bar()
+    every = sorted({config.model_type for config in MODEL_FOR_CAUSAL_LM_MAPPING})
+    families = asked.families or (every if asked.all else sorted({*FAMILIES, *OTHER_FAMILIES, "mistral3"}))
+    ranks = [int(number) for number in (asked.ranks or ("1" if asked.all else "1,2,4")).split(",")]
+    wanted = Wanted(ranks, asked.steps or (2 if asked.all else 20), (False,) if asked.all else (True, False))
+    size, found = FAMILIES_A_WORLD if asked.all else 1, list[Comparison]()
+
+    def compared() -> Iterator[Comparison]:
+        for first in range(0, len(families), size):
+            with TemporaryDirectory() as folder:
+                some = compare(families[first : first + size], wanted, Path(folder))
+            narrow = [
+                each.family for each in some if any("would cross rows" in str(f) for f in each.differences.values())
+            ]
+            with TemporaryDirectory() as folder:  # rows too short for blocks of 64
+                in_int8 = compare(narrow, wanted, Path(folder), ["quant=int8"]) if narrow else []
+            some = [each for each in some if each.family not in narrow] + in_int8
+            found.extend(some)
+            yield from some
+
+    lines = []
+    for line in table(compared(), wanted.packings):
+        print(line, flush=True)
+        lines.append(line)
+    print(count(found), file=sys.stderr)
+    if asked.write:
+        write_table(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,29 @@
+"""Models to plan for, traced once for all tests of a process."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from qlora_fsdp.config.schema import Config
+from qlora_fsdp.layers.attention import traced_attention
+from qlora_fsdp.memory.workload import FUSED_KERNELS
+from qlora_fsdp.model.adapters import NO_TOKENS
+from qlora_fsdp.model.find import ModelFiles, make_config
+from qlora_fsdp.tracing.model_tracer import Computing, ModelTracer
+
+
+def traced(config: Config, fused: frozenset[str] = FUSED_KERNELS, dtype: torch.dtype = torch.bfloat16) -> ModelTracer:
+    """The tracer of the settings' model on GPUs, with Liger's kernels for all that `fused` names."""
+    loss = config.kernels.cross_entropy.value if "cross_entropy" in fused else "torch"
+    return _traced(repr(dict(config.model.config)), fused, "triton" if loss == "auto" else loss, dtype)
+
+
+@cache
+def _traced(values: str, fused: frozenset[str], loss: Any, dtype: torch.dtype) -> ModelTracer:
+    model_config = make_config(eval(values), "the model")
+    attention = traced_attention("auto", model_config, dtype, is_causal=True)
+    computing = Computing(dtype, attention, fused - {"cross_entropy"}, loss, is_cuda=True)
+    return ModelTracer(ModelFiles(None, model_config), computing, NO_TOKENS)

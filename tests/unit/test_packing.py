@@ -1,0 +1,247 @@
+"""Packed rows are tried on a small model before a run packs: the verdicts, what they are found with, and what follows.
+
+`python -m tests.packing_table` compares the verdicts of all families.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import peft
+import pytest
+import torch
+from tests.helpers.packed import SMALL, packed_rows_stay_apart, real_config
+from tests.helpers.quick_config import load_config
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.lfm2 import modeling_lfm2
+from transformers.models.llama import modeling_llama
+from transformers.models.qwen3_next import modeling_qwen3_next
+
+from qlora_fsdp.common.errors import ConfigError
+from qlora_fsdp.data.batch import lay_out
+from qlora_fsdp.layers.attention import VARLEN
+from qlora_fsdp.model import miniature as small_configs
+from qlora_fsdp.model import packing
+from qlora_fsdp.model.attention_by_starts import BY_STARTS, BY_STARTS_CAPPED
+from qlora_fsdp.model.causal_lm import CausalLM
+from qlora_fsdp.model.miniature import miniature
+from qlora_fsdp.model.row_trial import RowTrial
+
+LONG = 2**20  # tokens of a sequence, so that every window is reached
+RUN = ["model=llama3-8b", "data=random", "training.max_steps=1"]
+
+
+# One of each mechanism: plain, windows of two kinds, experts, latent attention, positions from a table, no positions in
+# some layers; and masks without rows, positions that are ignored, biases by distance, states, convolutions.
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("llama", None),
+        ("gemma3_text", None),
+        ("qwen3_moe", None),
+        ("deepseek_v3", None),
+        ("gpt2", None),
+        ("smollm3", None),
+        ("gpt_oss", "packed rows see one another (logits change by "),
+        ("bert", "packed rows see one another (logits change by "),
+        ("bloom", "packed rows see one another (logits change by "),
+        ("jamba", "packed rows see one another (logits change by "),
+        ("lfm2", "packed rows can't be computed (ValueError: `causal_conv1d_fn` can't keep packed sequences apart"),
+        (
+            "qwen3_next",
+            "packed rows can't be computed (ValueError: `causal_conv1d_fn` can't keep packed sequences apart",
+        ),
+    ],
+)
+def test_the_verdict_is_that_of_a_plain_check(family: str, reason: str | None):
+    found = RowTrial(real_config(family), LONG).why_not_packed("eager")
+    assert found is None if reason is None else str(found).startswith(reason)
+    assert packed_rows_stay_apart(family) == (found is None)
+
+
+@pytest.mark.parametrize(
+    ("family", "by_starts", "capped"),
+    [
+        ("mistral", None, None),  # windows are handed to the kernels
+        ("gpt_oss", "packed rows are not what they are alone", "packed rows are not what they are alone"),  # sinks
+        ("gemma2", "packed rows are not what they are alone", None),  # softcaps, which varlen leaves out
+        ("llama4_text", "packed rows are not what they are alone", "packed rows are not what they are alone"),  # chunks
+        (
+            "stablelm",
+            "packed rows can't be computed (ValueError: StableLmAttention is not told where rows start)",
+            "pack",
+        ),
+    ],
+)
+def test_kernels_without_a_mask_are_stood_in_for(family: str, by_starts: str | None, capped: str | None):
+    config = real_config(family)
+    config.attn_logit_softcapping = 2.0 if family == "gemma2" else None  # small enough to tell at the small size
+    trial = RowTrial(config, LONG)
+    for attention, reason in ((BY_STARTS, by_starts), (BY_STARTS_CAPPED, capped)):
+        found = trial.why_not_packed(attention)
+        assert found is None if reason is None else str(found).startswith(reason), attention
+
+
+def test_a_mask_without_rows_is_found(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("transformers.masking_utils.find_packed_sequence_indices", lambda position_ids: None)
+    found = RowTrial(real_config("llama"), LONG).why_not_packed("sdpa")
+    assert str(found).startswith("packed rows see one another (logits change by ")
+
+
+def test_what_only_a_gradient_shows_is_found(monkeypatch: pytest.MonkeyPatch):
+    forward = modeling_llama.LlamaMLP.forward
+
+    def leak(self: nn.Module, x: Tensor) -> Tensor:
+        mixed = 0.1 * x.mean(1, keepdim=True)
+        return forward(self, x + mixed - mixed.detach())
+
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", leak)
+    found = RowTrial(real_config("llama"), LONG).why_not_packed("sdpa")
+    assert str(found).startswith("packed rows see one another (gradients change by ")
+
+
+@pytest.mark.parametrize("family", sorted({*SMALL, "gemma4_text"} - {"bert", "opt", "bloom"}))
+def test_a_small_config_has_a_layer_of_each_kind(monkeypatch: pytest.MonkeyPatch, family: str):
+    """Compared with the modules of a model that has all layers, and small sizes likewise."""
+    config = real_config(family)
+    with torch.device("meta"):
+        some = AutoModelForCausalLM.from_config(miniature(config, LONG))
+        monkeypatch.setattr(small_configs, "_choose_layers", lambda values, num_layers: None)
+        whole = AutoModelForCausalLM.from_config(miniature(config, LONG))
+    assert kinds(layers_of(some)) == kinds(layers_of(whole))
+    assert 2 <= len(layers_of(some)) <= 10
+
+
+def layers_of(model: nn.Module) -> nn.ModuleList:
+    return next(module for module in model.modules() if isinstance(module, nn.ModuleList))
+
+
+def kinds(layers: nn.ModuleList) -> set[str]:
+    """What the layers are made of, and the plain values that their modules keep."""
+    return {str(layer) + str([plain(module) for module in layer.modules()]) for layer in layers}
+
+
+def plain(module: nn.Module) -> dict[str, Any]:
+    numbered = ("layer_idx", "kv_shared_layer_index", "store_full_length_kv", "training")
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if name not in numbered and isinstance(value, (bool, int, float, str, type(None)))
+    }
+
+
+def test_sizes_of_unknown_names_are_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(small_configs, "_SIZES", {})
+    found = RowTrial(real_config("llama"), LONG).why_not_packed("sdpa")
+    assert "a small model of its kind, to try it with, fails (ValueError: it has " in str(found)
+
+
+def keep_rows_apart(hidden_states: Tensor, weight: Tensor, bias: Any = None, activation: Any = None, **kwargs: Any):
+    """What the package causal-conv1d computes with `seq_idx`: a convolution of each row by itself."""
+    row = kwargs.get("seq_idx")
+    row = torch.zeros_like(hidden_states[:, 0], dtype=torch.int32) if row is None else row
+    assert row.dtype == torch.int32 and row.shape == hidden_states[:, 0].shape
+    out = torch.zeros_like(hidden_states)
+    size = weight.shape[-1]
+    for back in range(size):
+        shifted, its_row = F.pad(hidden_states, (back, 0)), F.pad(row, (back, 0), value=-1)
+        length = hidden_states.shape[-1]
+        same = (its_row[:, :length] == row)[:, None]
+        out = out + weight[:, size - 1 - back, None] * shifted[..., :length] * same
+    out = out if bias is None else out + bias[:, None]
+    return out if activation is None else F.silu(out)
+
+
+def test_convolutions_get_each_tokens_row(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(modeling_lfm2, "causal_conv1d_fn", keep_rows_apart)
+    assert RowTrial(real_config("lfm2"), LONG).why_not_packed("sdpa") is None
+
+
+def test_delta_rules_get_rows_starts(monkeypatch: pytest.MonkeyPatch):
+    """As the package fla has it: rows of all sequences in one."""
+    one_row = modeling_qwen3_next.torch_chunk_gated_delta_rule
+
+    def by_starts(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, cu_seqlens=None, **kwargs: Any):
+        kwargs.pop("seq_idx", None)
+        if cu_seqlens is None:
+            return one_row(query, key, value, g=g, beta=beta, **kwargs)
+        assert len(query) == 1
+        lengths = cu_seqlens.diff().tolist()
+        rows = zip(*(tensor.split(lengths, dim=1) for tensor in (query, key, value, g, beta)), strict=True)
+        parts = [one_row(q, k, v, g=g_row, beta=b, **kwargs)[0] for q, k, v, g_row, b in rows]
+        return torch.cat(parts, dim=1), None
+
+    monkeypatch.setattr(modeling_qwen3_next, "causal_conv1d_fn", keep_rows_apart)
+    monkeypatch.setattr(modeling_qwen3_next, "torch_chunk_gated_delta_rule", by_starts)
+    assert RowTrial(real_config("qwen3_next"), LONG).why_not_packed("sdpa") is None
+
+
+@pytest.mark.parametrize(
+    ("family", "is_plain"),
+    [("llama", True), ("gemma2", True), ("gemma3n_text", True), ("granite", False), ("cohere", False)],
+)
+def test_a_head_that_does_more_is_found(family: str, is_plain: bool):
+    assert RowTrial(real_config(family), LONG).has_plain_head() == is_plain
+
+
+def settle(model: str, *more: str, attention: str = "sdpa", **values: Any):
+    config = load_config([*RUN, *more])
+    config_of_model = AutoConfig.for_model(model, **values)
+    return packing.decide_packing(config, config_of_model, packing.why_not_packed(config, config_of_model, attention))
+
+
+def test_auto_packs_what_keeps_rows_apart():
+    config, notes = settle("llama")
+    assert config.training.packing is True and notes == []
+    config, notes = settle("llama", "training.packing=false")
+    assert config.training.packing is False and notes == []
+    config, notes = settle("llama", "training.packing=true", attention=VARLEN)
+    assert config.training.packing is True and notes == []
+
+
+def test_auto_pads_what_does_not_and_says_why():
+    config, (note,) = settle("jamba", "training.max_length=64")
+    assert config.training.packing is False
+    assert note.startswith("rows of JambaForCausalLM are padded: packed rows see one another (logits change by ")
+    with pytest.raises(
+        ConfigError, match=r"training.packing=true can't be used with JambaForCausalLM: packed rows see"
+    ):
+        settle("jamba", "training.max_length=64", "training.packing=true")
+    config, notes = settle("jamba", "training.packing=false")
+    assert config.training.packing is False and notes == []
+
+
+def test_padding_must_not_go_beyond_a_table_of_positions():
+    config, (note,) = settle("gpt2")
+    assert config.training.packing is False
+    assert "padded: it has embeddings of 1,024 positions, and with the padding at its end a row may have" in note
+    assert settle("gpt2", "training.max_length=1024")[0].training.packing is True
+
+
+def losses_of(model: CausalLM, rows: Sequence[Sequence[int]], is_target: Sequence[bool]) -> float:
+    """The loss of rows that are packed into one sequence of 64 tokens, by which of them are trained on."""
+    pairs = [(np.array(row), np.full(len(row), is_on)) for row, is_on in zip(rows, is_target, strict=True)]
+    with torch.no_grad():
+        return float(model(lay_out([pairs], 64, pad_token_id=0)).item())
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe", "cohere"])
+def test_the_loss_of_a_packed_row_is_that_of_the_row_alone(family: str):
+    torch.manual_seed(0)
+    config = miniature(real_config(family), LONG)
+    base = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    has_plain_head = RowTrial(real_config(family), LONG).has_plain_head()
+    wrapped = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+    model = CausalLM(wrapped, splits_head=has_plain_head)
+    first, second, third = [list(range(start, start + 20)) for start in (3, 20, 40)]
+    only_second = (False, True, False)
+    packed = losses_of(model, (first, second, third), only_second)
+    assert losses_of(model, (first[::-1], second, third), only_second) == pytest.approx(packed, abs=1e-5)
+    with torch.no_grad():
+        alone = model.base(input_ids=torch.tensor([second])).logits[0, :-1]
+    expected = F.cross_entropy(alone.double(), torch.tensor(second[1:]), reduction="sum")
+    assert packed == pytest.approx(expected.item(), abs=1e-4)

@@ -1,0 +1,274 @@
+"""What a trace on meta finds, against autograd's own account of what real layers save; and what policies keep."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.helpers.checkpoints import FAMILIES, SHAPE
+from tests.helpers.quick_config import load_config
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from qlora_fsdp.common.fused_mlp import MAX_RANK
+from qlora_fsdp.config.schema import Config, KernelsConfig, LoraConfig
+from qlora_fsdp.data.batch import Batch
+from qlora_fsdp.layers.lora import LoraLinear
+from qlora_fsdp.layers.rewire import rewire
+from qlora_fsdp.memory.policy import Policy
+from qlora_fsdp.model import input_offload
+from qlora_fsdp.model.activations import set_activation_policy
+from qlora_fsdp.model.adapters import NO_TOKENS, apply_adapters
+from qlora_fsdp.model.build import BuildSettings, build_model
+from qlora_fsdp.model.causal_lm import CausalLM
+from qlora_fsdp.model.find import ModelFiles, make_config
+from qlora_fsdp.model.task_model import TaskModel
+from qlora_fsdp.tracing.live_bytes import LiveBytes
+from qlora_fsdp.tracing.model_tracer import Computing, ModelTracer, UntraceableModel, trace_config
+from qlora_fsdp.tracing.trace import Trace
+
+TOKENS = 32
+# Families of which the project knows nothing. The last three have experts.
+OTHERS: dict[str, dict[str, Any]] = {
+    "olmo2": {},
+    "glm4": {"head_dim": 16},
+    "granite": {},
+    "gpt_neox": {"num_key_value_heads": None},
+    "cohere": {},
+    "falcon": {"new_decoder_architecture": True},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 16},
+    "deepseek_v3": {
+        **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "n_group": 1, "topk_group": 1},
+        **{"q_lora_rank": 64, "kv_lora_rank": 64, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16},
+        **{"first_k_dense_replace": 1, "num_key_value_heads": 4},
+    },
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16},
+}
+
+
+def on_meta(family: str, config: Config, **more: Any) -> TaskModel:
+    """A small model with adapters on meta, rewired as for training."""
+    values = {**SHAPE, **(FAMILIES | OTHERS)[family], **more}
+    hf_config = AutoConfig.for_model(family, **values, initializer_range=0.1)
+    settings = BuildSettings(config.quant, torch.float32, "sdpa", keep=config.lora.modules_to_save or [])
+    if family in ("gemma2", "gpt_oss"):
+        settings = BuildSettings(config.quant, torch.float32, "eager", keep=config.lora.modules_to_save or [])
+    built = build_model(ModelFiles(None, hf_config), settings)
+    model = CausalLM(apply_adapters(built.model, config.lora))
+    rewire(model, config.compute, config.kernels)
+    return model.train()
+
+
+def make_model(family: str, config: Config, **more: Any) -> TaskModel:
+    """The same with random weights on the CPU, unsharded."""
+    torch.manual_seed(0)
+    model = on_meta(family, config, **more)
+    source = AutoModelForCausalLM.from_config(model.base.config)  # for buffers that `to_empty` leaves undefined
+    model.to_empty(device="cpu")
+    for name, buffer in source.named_buffers():
+        model.base.get_buffer(name).copy_(buffer)
+    for param in model.parameters():
+        if param.is_floating_point() and param.dtype == torch.float32:
+            param.data.normal_(0.0, 0.1)
+        else:
+            param.data.zero_()
+    return model
+
+
+def batch() -> Batch:
+    """Two rows in one sequence."""
+    ids = torch.arange(TOKENS).unsqueeze(0)
+    positions = torch.cat([torch.arange(TOKENS // 2)] * 2).unsqueeze(0)
+    return Batch(ids, ids, positions, torch.tensor([0, TOKENS // 2, TOKENS], dtype=torch.int32), TOKENS // 2)
+
+
+def saved_by_layer(model: TaskModel, index: int) -> int:
+    """Bytes of the storages that autograd keeps for a layer of a real model; not those of its arguments and parameters.
+
+    Low-rank products that functions keep by themselves are added: autograd's hooks do not see these.
+    """
+    layer, found, outside = model.layers[index], dict[int, Tensor](), set[int]()
+    forward = layer.forward
+
+    def pack(tensor: Tensor) -> Tensor:
+        found[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        named = [*kwargs.values(), *args[1:]]
+        tensors = [t for value in named for t in (value if isinstance(value, (tuple, list)) else [value])]
+        outside.update(t.untyped_storage().data_ptr() for t in tensors if isinstance(t, Tensor))
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            return forward(*args, **kwargs)
+
+    layer.forward = watched  # type: ignore[method-assign]
+    model(batch())
+    outside |= {param.untyped_storage().data_ptr() for param in model.parameters()}
+    seen = sum(t.untyped_storage().nbytes() for key, t in found.items() if key not in outside)
+    in_fused = sum(
+        lora.r["default"]
+        for module in layer.modules()
+        if type(module.__dict__.get("forward")).__name__ == "GatedMlp"
+        for lora in list(module.__dict__["forward"].layers)[:-1]
+    )
+    ranks = sum(m.r["default"] for m in layer.modules() if isinstance(m, LoraLinear) and is_function(m))
+    return seen + TOKENS * 4 * (ranks - in_fused)
+
+
+def is_function(layer: LoraLinear) -> bool:
+    """Whether a layer is computed by the functions of layers/lora.py."""
+    return type(layer.base_layer).__name__ == "QuantizedLinear"
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text"])
+def test_a_recomputed_layer_keeps_its_input_alone(family: str):
+    model = make_model(family, Config())
+    own = {param.untyped_storage().data_ptr() for param in model.parameters()}
+
+    def kept(policy: Policy) -> int:
+        set_activation_policy(model.layers, [policy] * len(model.layers))
+        seen: dict[int, Tensor] = {}
+        with saved_tensors_hooks(lambda t: seen.setdefault(t.untyped_storage().data_ptr(), t), lambda t: t):
+            model(batch())
+        return sum(t.untyped_storage().nbytes() for key, t in seen.items() if key not in own)
+
+    assert kept(Policy.full) < 0.2 * kept(Policy.none)
+
+
+def lora_for(family: str) -> LoraConfig:
+    """On linear layers; of experts, which are single tensors, and their router on none."""
+    names = r".*(attn|attention|mlp)\.\w*(proj|dense|dense_h_to_4h|dense_4h_to_h|query_key_value)"
+    if "num_experts_per_tok" in OTHERS.get(family, {}):
+        names = names.replace("|mlp", "")
+    return LoraConfig(r=8, target_modules=names if family in OTHERS else "all-linear")
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "bert"] + list(OTHERS))
+@pytest.mark.parametrize("policy", [Policy.none, Policy.selective])
+def test_trace_is_what_autograd_saves(family: str, policy: Policy) -> None:
+    """Of the second layer: the first one's input needs no gradient."""
+    config = Config(lora=lora_for(family))
+    model, meta = make_model(family, config), on_meta(family, config)
+    set_activation_policy(model.layers, [policy] * len(model.layers))
+    traced = Trace(meta, batch(), is_cuda=False, liger_kernels=()).layer(1, policy)
+    assert traced.saved == pytest.approx(saved_by_layer(model, 1), abs=64)  # numbers that real code keeps as tensors
+
+
+@pytest.mark.parametrize("rank", [MAX_RANK, MAX_RANK + 1])
+@pytest.mark.parametrize("fuse", [True, False])
+def test_trace_knows_which_layers_are_fused(rank: int, fuse: bool) -> None:
+    config = Config(lora=LoraConfig(r=rank), kernels=KernelsConfig(fuse_layers=fuse))
+    model, meta = make_model("llama", config), on_meta("llama", config)
+    traced = Trace(meta, batch(), is_cuda=False, liger_kernels=()).layer(1, Policy.none)
+    assert traced.saved == saved_by_layer(model, 1)
+
+
+@pytest.mark.parametrize("saved", [["down_proj"], ["q_proj", "gate_proj"]])
+def test_trace_counts_layers_that_are_trained_as_a_whole(saved: list[str]) -> None:
+    config = Config(lora=LoraConfig(r=8, modules_to_save=saved))
+    model, meta = make_model("llama", config), on_meta("llama", config)
+    traced = Trace(meta, batch(), is_cuda=False, liger_kernels=()).layer(1, Policy.none)
+    assert traced.saved == saved_by_layer(model, 1)
+
+
+def test_trace_peaks_are_those_of_a_real_layer() -> None:
+    """Of all storages that are alive while the same layer runs on a CPU."""
+    config = Config(lora=LoraConfig(r=8))
+    model, meta = make_model("llama", config), on_meta("llama", config)
+    trace = Trace(meta, batch(), is_cuda=False, liger_kernels=())
+    for policy in (Policy.none, Policy.full):
+        set_activation_policy(model.layers, [policy] * 2)
+        call, layer = trace.calls[meta.layers[1]], model.layers[1]
+        args = {name: real(value) for name, value in call.kwargs.items()}
+        given = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+        with LiveBytes([*layer.parameters(), *given]) as live:
+            x = torch.zeros(call.shape).requires_grad_()
+            y = layer(x, **args)
+            forward, kept = live.peak, live.now - y.nbytes
+            live.start_phase()
+            y.sum().backward()
+        use = trace.layer(1, policy)
+        assert use.saved == kept
+        assert use.forward == pytest.approx(forward - kept, rel=0.02)
+        assert use.backward == pytest.approx(live.peak - kept, rel=0.02)
+
+
+def real(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return tuple(real(each) for each in value)
+    return torch.zeros(value.shape, dtype=value.dtype) if isinstance(value, Tensor) else value
+
+
+def test_bytes_are_linear_in_tokens_where_nothing_is_quadratic() -> None:
+    config = load_config(["model=llama3-8b", "training.max_length=1024"])
+    model = trace_config(make_config(config.model.config, "llama3-8b"), config)
+    one, two = (model.layer_use(config, size, 0, Policy.none) for size in (1, 2))
+    assert two.saved == pytest.approx(2 * one.saved, rel=1e-3)
+    assert two.forward_flops.plain == 2 * one.forward_flops.plain
+
+
+def test_code_that_asks_for_values_is_refused_by_name() -> None:
+    config = load_config(["model=tiny"])
+    computing = Computing(torch.float32, "sdpa", (), "torch", is_cuda=False)
+    model = ModelTracer(ModelFiles(None, make_config(config.model.config, "tiny")), computing, NO_TOKENS)
+    parts = model.parts(config)
+    assert len(parts.kinds) == 1 and len(parts.layers) == config.model.config["num_hidden_layers"]
+    layer = model._built(config).model.layers[0]
+    layer.forward = lambda x, **_: x[torch.nonzero(x)]  # type: ignore[method-assign]
+    with pytest.raises(UntraceableModel, match=r"The model's code does what can't be planned .*experiment=dry_run"):
+        model.ends_use(config, 1)
+
+
+def gradients(model: TaskModel, policies: list[Policy]) -> list[Tensor]:
+    """Of the adapters, after one loss; the second of two, whose host buffers are those of the first."""
+    set_activation_policy(model.layers, policies)
+    for _ in range(2):
+        model.zero_grad()
+        model(batch()).backward()
+    return [param.grad for param in model.parameters() if param.grad is not None]
+
+
+def test_policies_change_no_bit(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(input_offload, "MIN_BYTES", 0)
+    model = make_model("llama", Config())
+    kept = gradients(model, [Policy.none, Policy.none])
+    for policies in (
+        [Policy.selective] * 2,
+        [Policy.full, Policy.none],
+        [Policy.offload, Policy.full],
+        [Policy.offload, Policy.offload],
+    ):
+        assert all(torch.equal(a, b) for a, b in zip(gradients(model, policies), kept, strict=True)), policies
+
+
+def test_host_buffers_are_as_many_as_the_tensors_and_no_larger_than_the_largest_needs(monkeypatch: pytest.MonkeyPatch):
+    """Whatever lengths the batches have, in whatever order."""
+    monkeypatch.setattr(input_offload, "MIN_BYTES", 0)
+    inputs = input_offload.InputOffload()
+    for length in (500, 700, 1100, 1200, 90, 2000, 1300, 2048):
+        tensors = [torch.randn(length, 4) for _ in range(3)]
+        packed = [inputs._pack(tensor) for tensor in tensors]
+        for tensor, one in reversed(list(zip(tensors, packed, strict=True))):
+            assert torch.equal(inputs._unpack(one), tensor)
+    assert [buffer.nbytes for buffer in inputs.free] == [2048 * 4 * 4] * 3
+
+
+def test_offloaded_layers_keep_nothing(monkeypatch: pytest.MonkeyPatch):
+    """Inputs go to a few host buffers, used again, and nothing of a layer stays where it computes."""
+    monkeypatch.setattr(input_offload, "MIN_BYTES", 0)
+    made: list[int] = []
+    copied_out = input_offload.InputOffload._buffer
+
+    def count(self: input_offload.InputOffload, tensor: Tensor) -> Tensor:
+        made.append(len(self.free))
+        return copied_out(self, tensor)
+
+    monkeypatch.setattr(input_offload.InputOffload, "_buffer", count)
+    model = make_model("llama", Config())
+    traced = Trace(on_meta("llama", Config()), batch(), is_cuda=False, liger_kernels=()).layer(1, Policy.offload)
+    gradients(model, [Policy.offload, Policy.offload])
+    assert traced.saved == TOKENS * (3 + 1 + 1) * 16 * 4, "h of q, k and v, of o, and of down"
+    assert len(made) >= 4 and made[0] == 0 and made[-1] > 0, "two layers, twice; the second time into free buffers"
