@@ -16,7 +16,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from qlora_fsdp import evaluate, generate, merge, train
-from tests.helpers.checkpoints import MOE_FAMILIES
 from tests.helpers.ranks import run_ranks
 from tests.helpers.reference import stock_loss
 from tests.helpers.runs import printed_by, settings, write_rows
@@ -39,7 +38,7 @@ STOCK: dict[str, dict[str, Any]] = {
         "rank_pattern": {r"mlp\.gate_proj\.weight": 6},
     },
 }
-UNFUSED = [family for family in MOE_FAMILIES if family != "gpt_oss"]  # whose files have a tensor for each expert
+UNFUSED = [family for family in STOCK if family != "gpt_oss"]  # whose files have a tensor for each expert
 
 
 def load(folder: Path) -> torch.nn.Module:
@@ -61,7 +60,7 @@ def read(folder: Path) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def bases(checkpoint: Callable[..., Path]) -> dict[str, Path]:
-    return {family: checkpoint(family, torch.float32) for family in MOE_FAMILIES}
+    return {family: checkpoint(family, torch.float32) for family in STOCK}
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.helpers.checkpoints import MOE_FAMILIES, SHAPE
+from tests.helpers.checkpoints import OTHER_FAMILIES, SHAPE
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -15,13 +15,15 @@ from qlora_fsdp.model.count import count_bytes, count_flops
 from qlora_fsdp.model.find import ModelFiles
 
 TOKENS = 24
+NUM_EXPERTS = 4  # of every family
+FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3")
 
 
 def config_of(family: str) -> AutoConfig:
-    return AutoConfig.for_model(family, **{**SHAPE, **MOE_FAMILIES[family]})
+    return AutoConfig.for_model(family, **{**SHAPE, **OTHER_FAMILIES[family]})
 
 
-@pytest.mark.parametrize("family", MOE_FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_experts_count_by_the_share_that_a_token_meets(family: str):
     """torch counts the products of stock experts, one after another, for the tokens that each of them gets."""
     config = config_of(family)
@@ -38,7 +40,7 @@ def test_experts_count_by_the_share_that_a_token_meets(family: str):
     assert 2 * flops.frozen_weights * TOKENS == pytest.approx(linear, rel=0.002)  # and rotary embeddings
 
 
-@pytest.mark.parametrize("family", MOE_FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_adapters_of_experts_count_by_their_share_too(family: str):
     config = config_of(family)
     built = build_model(ModelFiles(None, config), BuildSettings(QuantConfig(), torch.float32, "eager"))
@@ -50,17 +52,14 @@ def test_adapters_of_experts_count_by_their_share_too(family: str):
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             is_expert = ".experts." in name
-            share = built.model.config.num_experts_per_tok / NUM_EXPERTS[family] if is_expert else 1
+            share = built.model.config.num_experts_per_tok / NUM_EXPERTS if is_expert else 1
             expected += share * parameter.numel()
     assert found.trained_weights == expected
 
 
-@pytest.mark.parametrize("family", MOE_FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_the_number_of_parameters_is_that_of_transformers(family: str):
     config = config_of(family)
     stock = AutoModelForCausalLM.from_config(config)
     built = build_model(ModelFiles(None, config), BuildSettings(QuantConfig(), torch.float32, "eager"))
     assert count_bytes(apply_adapters(built.model, LoraConfig(r=4)), 0, 1).num_base == stock.num_parameters()
-
-
-NUM_EXPERTS = {"qwen3_moe": 4, "mixtral": 4, "gpt_oss": 4, "deepseek_v3": 8}

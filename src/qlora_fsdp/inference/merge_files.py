@@ -144,7 +144,7 @@ def _refuse_composed(merge: Merge, changes: dict[str, Change]) -> None:
     """Tensors of the files that the model splits or joins stay as they are, and so have no codes and no new rows.
 
     Raises:
-        CheckpointError: some would get them, or are scaled by blocks, as nothing in the result is.
+        CheckpointError: some would get them; or some are scaled by blocks, as nothing in the result is.
     """
     names = [
         a.name

@@ -122,12 +122,12 @@ class WeightMerger:
         else:
             weight = read_tensor(stored)
             if change is None:
-                return weight.to(dtype) if isinstance(stored, ScaledTensor) else weight
+                return weight if stored_dtype == stored.dtype else weight.to(dtype)
             if "rows" in change.keys:
                 return _with_rows(weight, change, dtype)
         matrix = weight.view(-1, weight.shape[-1])
         self._merge_rows(assignment, 0, matrix)
-        return weight.to(dtype) if isinstance(stored, ScaledTensor) else weight
+        return weight.to(dtype)
 
     def merged_pieces(self, stored: StoredTensor, uses: Sequence[Use]) -> Tensor:
         """A tensor of the files with the changes of all weights of which it is a part; on the CPU."""

@@ -67,8 +67,7 @@ def check_num_chosen(model: PreTrainedModel) -> None:
         CheckpointError: one is.
     """
     for place in expert_weights(model):
-        num_experts = getattr(model.get_submodule(place.module), place.key).shape[0]
-        block = place.module.rpartition(".")[0]
+        num_experts, block = place.weight_in(model).shape[0], place.module.rpartition(".")[0]
         number = num_chosen(model.get_submodule(block), model.config.get_text_config())
         if number is not None and not 1 <= number <= num_experts:
             raise CheckpointError(
