@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from qlora_fsdp.config.command_line import conf_folder, group_options
 from qlora_fsdp.config.compose import load_config
@@ -22,6 +22,9 @@ PUBLISHED = json.loads((Path(__file__).parents[1] / "helpers" / "published_model
 SIZES = (
     *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "head_dim", "max_position_embeddings", "tie_word_embeddings"),
+    *("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts", "num_experts_per_tok"),
+    *("moe_intermediate_size", "first_k_dense_replace", "n_group", "topk_group", "norm_topk_prob"),
+    *("routed_scaling_factor", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
 )
 
 # Counts of the safetensors files on the Hugging Face hub; gemma3-27b without the image encoder and its projector.
@@ -35,7 +38,21 @@ PUBLISHED_NUM_PARAMETERS = {
     "qwen3-32b": 32_762_123_264,
     "gemma3-27b": 27_009_346_304,
     "phi4": 14_659_507_200,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "mixtral-8x7b": 46_702_792_704,
     "tiny": 869_504,
+}
+
+# Billions of parameters that the authors of mixtures of experts name (on the model's page, or in the README of its
+# repository), in total and active per token. The last number is how many of the two tables of tokens, embeddings and
+# head, they leave out of the second.
+NAMED_BY_AUTHORS = {
+    "qwen3-30b-a3b": (30.5, 3.3, 0),
+    "qwen3-235b-a22b": (235, 22, 0),
+    "gpt-oss-20b": (21, 3.6, 1),
+    "gpt-oss-120b": (117, 5.1, 1),
+    "glm-4.5-air": (106, 12, 2),
+    "deepseek-v3": (671, 37, 0),
 }
 
 
@@ -45,10 +62,26 @@ def preset(name: str) -> ModelConfig:
 
 
 @cache
-def num_parameters(name: str) -> int:
+def built(name: str) -> PreTrainedModel:
+    """The model of a preset as transformers builds it, on the meta device."""
+    config = AutoConfig.for_model(**preset(name).config)
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    return model
+
+
+@cache
+def count_parameters(name: str) -> int:
     """As the plan counts them."""
     settings = load_config([f"model={name}"])
     return trace_config(make_config(settings.model.config, name), settings).parts(settings).num_parameters
+
+
+def count_active(name: str) -> int:
+    """Parameters without those of the experts that a token is not sent to."""
+    model = built(name)
+    top_k: int = model.config.num_experts_per_tok
+    return sum(p.numel() * top_k // len(p) if ".experts." in key else p.numel() for key, p in model.named_parameters())
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -66,9 +99,12 @@ def test_figures_are_the_published_ones(name: str) -> None:
 def test_first_line_says_what_it_is(name: str) -> None:
     """Base or instruct, its parameters and its licence. A base model is not taken for one that chats, by its name."""
     first = (conf_folder() / "model" / f"{name}.yaml").read_text().splitlines()[0]
-    found = re.match(r"# (Base|Instruct) model of ([\d,]+) parameters\. [A-Z].*\.$", first)
+    counts = r"([\d,]+) parameters(?:, ([\d,]+) of them active per token)?"
+    found = re.match(rf"# (Base|Instruct) model of {counts}\. [A-Z].*\.$", first)
     assert found is not None, first
-    assert int(found[2].replace(",", "")) == num_parameters(name)
+    assert found[2] == f"{count_parameters(name):,}"
+    is_mixture = "num_experts_per_tok" in preset(name).config
+    assert found[3] == (f"{count_active(name):,}" if is_mixture else None)
     if name.endswith(("-instruct", "-it")):
         assert found[1] == "Instruct"
     if name.endswith("-base"):
@@ -77,7 +113,16 @@ def test_first_line_says_what_it_is(name: str) -> None:
 
 @pytest.mark.parametrize("name", PUBLISHED_NUM_PARAMETERS)
 def test_parameters_are_as_many_as_published(name: str) -> None:
-    assert num_parameters(name) == PUBLISHED_NUM_PARAMETERS[name]
+    assert count_parameters(name) == PUBLISHED_NUM_PARAMETERS[name]
+
+
+@pytest.mark.parametrize("name", NAMED_BY_AUTHORS)
+def test_mixtures_have_the_parameters_that_their_authors_name(name: str) -> None:
+    """Authors round up, round down or cut: the last digit that they name may be off by one."""
+    total, active, num_left_out = NAMED_BY_AUTHORS[name]
+    table = preset(name).config["vocab_size"] * preset(name).config["hidden_size"]
+    for counted, named in ((count_parameters(name), total), (count_active(name) - num_left_out * table, active)):
+        assert abs(counted / 1e9 - named) < (1 if named == int(named) else 0.1)
 
 
 @pytest.mark.parametrize("name", [*PRESETS, "tiny"])
@@ -85,12 +130,13 @@ def test_transformers_builds_the_counted_model(name: str) -> None:
     given = preset(name).config
     config = AutoConfig.for_model(**given)
     with torch.device("meta"):
-        built = AutoModelForCausalLM.from_config(config)
-    assert sum(parameter.numel() for parameter in built.parameters()) == num_parameters(name)
+        model = AutoModelForCausalLM.from_config(config)
+    assert sum(parameter.numel() for parameter in model.parameters()) == count_parameters(name)
 
-    # A misspelt key would be kept by transformers, silently, beside the default of the right one.
-    known = set(type(config)().to_dict()) | {"rope_theta", "rope_scaling", "rope_local_base_freq"}
-    assert set(given) - {"partial_rotary_factor"} <= known
+    # A misspelt key would be kept by transformers, silently, beside the default of the right one. The last three are
+    # no keys of every family's own, and are read where they are given.
+    known = set(type(config)().to_dict()) | set(type(config).attribute_map) | {"rope_theta", "rope_scaling"}
+    assert set(given) <= known | {"rope_local_base_freq", "partial_rotary_factor", "head_dim"}
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     assert rope["rope_theta"] == given["rope_theta"]
     assert rope["rope_type"] == given.get("rope_scaling", {}).get("rope_type", "default")
