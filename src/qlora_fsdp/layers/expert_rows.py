@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from qlora_fsdp.layers.expert_gate import Activation
+from qlora_fsdp.layers.kernels.launch import runs_kernels
 from qlora_fsdp.layers.quantized_format import has_triton
 
 
@@ -122,4 +123,4 @@ class ActivationBackward:
 
 
 def _uses_kernels(x: Tensor) -> bool:
-    return x.is_cuda and has_triton()
+    return runs_kernels(x) and (x.is_meta or has_triton())

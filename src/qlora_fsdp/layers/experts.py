@@ -308,7 +308,8 @@ def _product(input_SK: Tensor, weight: ExpertWeight, extra: Tensor | None, sums_
 
 def _slices(rows: Rows, num_experts: int) -> Iterator[tuple[int, int, int, int]]:
     """Runs of at most `num_experts` experts that got tokens: first and last expert, first and last row."""
-    ends = rows.ends.tolist()
+    num_rows, size = len(rows.order), len(rows.ends)  # a plan has no values: as if all experts got as many rows
+    ends = [num_rows * (e + 1) // size for e in range(size)] if rows.ends.is_meta else rows.ends.tolist()
     starts = [0, *ends[:-1]]
     first = 0
     while first < len(ends):

@@ -7,16 +7,16 @@ Each passes over the memory once. Shapes: T tokens, K experts per token, S = T K
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from qlora_fsdp.layers.kernels.launch import kernel, tl, triton
 from qlora_fsdp.layers.kernels.triton_gate import _activate
 
 MAX_BLOCK = 2048  # columns that a program holds at a time
 Gate = tuple[str, bool, float, float, float]  # the fields of expert_gate.Gate
 
 
+@kernel
 @triton.jit
 def _gather_kernel(x, token, out, width, x_stride, out_stride, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
@@ -27,6 +27,7 @@ def _gather_kernel(x, token, out, width, x_stride, out_stride, BLOCK: tl.constex
         tl.store(out + row * out_stride + columns, values, mask=columns < width)
 
 
+@kernel
 @triton.jit
 def _combine_kernel(x, position, out, width, x_stride, K: tl.constexpr, BLOCK: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
@@ -72,6 +73,7 @@ def _act(gate, alpha, KIND: tl.constexpr):
     return value, slope
 
 
+@kernel
 @triton.jit
 def _activate_kernel(
     y,
@@ -97,6 +99,7 @@ def _activate_kernel(
         tl.store(out + row * out_stride + columns, product, mask=columns < width)
 
 
+@kernel
 @triton.jit
 def _activate_backward_kernel(
     y,
