@@ -181,7 +181,9 @@ def peak_bytes(cases: Mapping[str, Sequence[str]]) -> dict[str, tuple[int, int]]
         ids = torch.arange(length).unsqueeze(0) % 250
         batch = Batch(ids, ids, torch.arange(length).unsqueeze(0), torch.tensor([0, length]).int(), length)
         if config.task.name is not TaskName.causal_lm:
-            batch = replace(batch, labels=torch.zeros(1, 1), label_positions=torch.tensor([0]))
+            batch = replace(
+                batch, labels=torch.zeros(1, 1), label_positions=torch.tensor([0]), num_tokens=torch.tensor([length])
+            )
         for _ in range(2):
             held = [*model.parameters(), *model.buffers()]
             held += [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
