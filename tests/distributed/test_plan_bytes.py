@@ -179,9 +179,13 @@ def peak_bytes(cases: Mapping[str, Sequence[str]]) -> dict[str, tuple[int, int]]
         optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad], config.optim, 0.0)
         length = config.training.max_length
         ids = torch.arange(length).unsqueeze(0) % 250
-        batch = Batch(ids, ids, torch.arange(length).unsqueeze(0), torch.tensor([0, length]).int(), length)
+        half = length // 2  # two rows, which a mask keeps apart, as the plan assumes
+        positions, starts = torch.arange(length).unsqueeze(0) % half, torch.tensor([0, half, length]).int()
+        batch = Batch(ids, ids, positions, starts, half)
         if config.task.name is not TaskName.causal_lm:
-            batch = replace(batch, labels=torch.zeros(1, 1), label_positions=torch.tensor([0]))
+            batch = replace(
+                batch, labels=torch.zeros(1, 1), label_positions=torch.tensor([0]), num_tokens=torch.tensor([length])
+            )
         for _ in range(2):
             held = [*model.parameters(), *model.buffers()]
             held += [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]

@@ -244,4 +244,5 @@ def _batch(config: Config, size: int) -> Batch:
         case _:
             assert_never(config.task.name)
     labels = torch.empty(num_labels, label_width(config.task), device="meta")
-    return replace(batch, labels=labels, label_positions=torch.empty(num_labels, dtype=torch.int64, device="meta"))
+    positions, counts = (torch.empty(n, dtype=torch.int64, device="meta") for n in (num_labels, size))
+    return replace(batch, labels=labels, label_positions=positions, num_tokens=counts)
