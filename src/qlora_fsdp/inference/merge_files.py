@@ -23,14 +23,15 @@ from tqdm import tqdm
 from qlora_fsdp.common.errors import CheckpointError, RunFolderError
 from qlora_fsdp.common.files import digest_file, remove_leftovers, replacing, write_json
 from qlora_fsdp.config.commands import ADAPTER_WEIGHTS
+from qlora_fsdp.inference.changes import Change, find_changes
 from qlora_fsdp.inference.merge_weights import (
     Merge,
-    find_changes,
-    merged_weight,
+    WeightMerger,
+    find_uses,
     quantized_if_wanted,
-    read_tensor,
     takes_codes,
 )
+from qlora_fsdp.layers import QuantizedLinear
 from qlora_fsdp.model.adapters import base_linears
 from qlora_fsdp.model.new_tokens import count_tokens
 from qlora_fsdp.weights.assignment import Assignment
@@ -41,6 +42,7 @@ from qlora_fsdp.weights.scaled import UNUSED, ScaledTensor
 EXTRA_NAME = "model-adapter.safetensors"
 BASE_NAME = "model-base.safetensors"
 RECORD_NAME = "merge.json"
+NO_CHANGE = Change(Path(), {})
 
 
 def merge_files(merge: Merge) -> None:
@@ -59,7 +61,7 @@ def merge_files(merge: Merge) -> None:
         )
     with merging_to(merge.out):
         _open_folder(merge)
-        changes = find_changes(merge)
+        changes = find_changes(merge.trained.model.base, merge.adapter)
         untied = _write_weights(merge, changes)
         _write_config(merge, folder, untied)
 
@@ -95,9 +97,10 @@ def _open_folder(merge: Merge) -> None:
     write_json(file, record)
 
 
-def _write_weights(merge: Merge, changes: dict[str, dict[str, Tensor]]) -> bool:
+def _write_weights(merge: Merge, changes: dict[str, Change]) -> bool:
     """Write every file that is not there yet, and the index. Returns whether tied weights are two weights now."""
     assignments = {a.stored.key: a for a in merge.meta.assignments if isinstance(a.stored, StoredTensor)}
+    uses, merger = find_uses(merge.meta.assignments), WeightMerger(merge, changes)
     _refuse_composed(merge, changes)
     parts = {tensor.key for a in assignments.values() for tensor in a.stored_tensors if tensor is not a.stored}
     if any(isinstance(a.stored, ScaledTensor) for a in assignments.values()):
@@ -105,7 +108,8 @@ def _write_weights(merge: Merge, changes: dict[str, dict[str, Tensor]]) -> bool:
     parts |= {key for a in assignments.values() for key in a.copies}  # copies of a tied table, which is written once
     by_file: dict[str, list[StoredTensor]] = {}
     for stored in merge.trained.files.tensors.values():
-        is_unused = merge.meta.head and stored.key not in assignments  # the base's own head, in a classifier
+        # The base's own head, in a classifier.
+        is_unused = merge.meta.head and stored.key not in assignments and stored.key not in uses
         if not (is_unused or _is_state(stored.key) or stored.key in parts):
             by_file.setdefault(stored.file.name, []).append(stored)
     extra = _find_extra(merge, changes)
@@ -118,12 +122,15 @@ def _write_weights(merge: Merge, changes: dict[str, dict[str, Tensor]]) -> bool:
             found: dict[str, Tensor] = {}
             for stored in tensors:
                 assignment = assignments.get(stored.key)
-                value = read_tensor(stored) if assignment is None else merged_weight(assignment, changes, merge)
+                if assignment is not None:
+                    value = merger.merged_weight(assignment)
+                else:
+                    value = merger.merged_pieces(stored, uses.get(stored.key, []))
                 found |= quantized_if_wanted(stored.key, value, assignment, merge)
             _save(found, target)
         weight_map |= dict.fromkeys(_keys(target), name)
     if extra:
-        values = {name: merged_weight(replace(a, name=name), changes, merge) for name, a in extra.items()}
+        values = {name: merger.merged_weight(replace(a, name=name)) for name, a in extra.items()}
         _save(values, merge.out / EXTRA_NAME)
         weight_map |= dict.fromkeys(values, EXTRA_NAME)
     if set(weight_map.values()) != {SINGLE_NAME}:
@@ -133,31 +140,31 @@ def _write_weights(merge: Merge, changes: dict[str, dict[str, Tensor]]) -> bool:
     return any(a.stored is not None for a in extra.values())
 
 
-def _refuse_composed(merge: Merge, changes: dict[str, dict[str, Tensor]]) -> None:
-    """Tensors of the files that the model splits or merges are written as they are, so none of them may change.
+def _refuse_composed(merge: Merge, changes: dict[str, Change]) -> None:
+    """Tensors of the files that the model splits or joins stay as they are, and so have no codes and no new rows.
 
     Raises:
-        CheckpointError: some would, or are scaled by blocks, as nothing in the result is.
+        CheckpointError: some would get them; or some are scaled by blocks, as nothing in the result is.
     """
     names = [
         a.name
         for a in merge.meta.assignments
         if isinstance(a.stored, ComposedTensor)
         and (
-            a.name in changes
-            or (merge.dequantized and a.is_quantized)
+            (merge.quantize and isinstance(a.module, QuantizedLinear))
+            or changes.get(a.name, NO_CHANGE).token_ids
             or any(isinstance(tensor, ScaledTensor) for tensor in a.stored_tensors)
         )
     ]
     if names:
         raise CheckpointError(
             f"{merge.trained.files.folder} has {len(names)} weights in other tensors than the model, such as "
-            f"{names[0]}, into which nothing can be merged. Load it with the installed transformers, save it with "
-            "save_pretrained(FOLDER, save_original_format=False), and set model.path to that."
+            f"{names[0]}, for which no codes and no new rows can be written. Load it with the installed transformers, "
+            "save it with save_pretrained(FOLDER, save_original_format=False), and set model.path to that."
         )
 
 
-def _find_extra(merge: Merge, changes: dict[str, dict[str, Tensor]]) -> dict[str, Assignment]:
+def _find_extra(merge: Merge, changes: dict[str, Change]) -> dict[str, Assignment]:
     """What the base's files lack.
 
     These are a new head and, of two tied weights of which the adapter changes one, the one that the files do not name.

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal, NamedTuple, cast
 
 import bitsandbytes.functional as bnb
 import torch
-from peft.utils import ModulesToSaveWrapper
-from peft.utils.other import TrainableTokensWrapper
 from safetensors import safe_open
 from torch import Tensor, nn
 
 from qlora_fsdp.common.sizes import BLOCKSIZE, NESTED_BLOCKSIZE
-from qlora_fsdp.config.commands import ADAPTER_WEIGHTS
-from qlora_fsdp.layers import Format, QuantizedLayer, QuantizedLinear
-from qlora_fsdp.layers.lora import LoraLinear
+from qlora_fsdp.inference.changes import Change
+from qlora_fsdp.layers import Format, QuantizedLinear
 from qlora_fsdp.layers.quantized_format import code_book
-from qlora_fsdp.model.adapters import ADAPTER
 from qlora_fsdp.model.assemble import AssembledModel
 from qlora_fsdp.model.build import MetaModel
 from qlora_fsdp.weights.assignment import Assignment
+from qlora_fsdp.weights.composed import ComposedTensor, Piece
 from qlora_fsdp.weights.fill import fill_from_files
 from qlora_fsdp.weights.finite import check_finite
 from qlora_fsdp.weights.safetensors_files import StoredTensor
@@ -29,6 +28,7 @@ from qlora_fsdp.weights.scaled import ScaledTensor, read_dequantized
 from qlora_fsdp.weights.stored_quantization import weight_shape
 
 VALUES_A_TIME = 2**22  # of a weight, in float32: 16 MiB, which the allocator reuses; larger blocks need new pages
+NUM_KEPT = 3  # weights: an expert has up to three matrices in the files
 
 
 @dataclass(frozen=True)
@@ -62,78 +62,155 @@ class Merge:
         return self.trained.dtype
 
 
-def find_changes(merge: Merge) -> dict[str, dict[str, Tensor]]:
-    """The adapter's tensors by the name of the base's parameter that they change.
+class Use(NamedTuple):
+    """Rows of a tensor of the files that are rows of a weight of the model.
 
-    Returns:
-        For each parameter its change: LoRA's matrices with their `scaling`, `whole` for a parameter that was trained in
-        full, or `rows` of new tokens with their `ids`.
+    Attributes:
+        assignment: the weight, whose `stored` is composed.
+        piece: the rows in the files.
+        first_row: the weight's row that is the first of them, counted over all experts.
     """
-    changes: dict[str, dict[str, Tensor]] = {}
-    token_rows: dict[nn.Module, dict[str, Tensor]] = {}  # one entry for two tables that are tied
-    with safe_open(merge.adapter / ADAPTER_WEIGHTS, "pt") as file:
-        stored = {key.removeprefix("base_model.model."): key for key in file.keys()}  # noqa: SIM118
-        for name, module in merge.trained.model.base.named_modules():
-            if isinstance(module, LoraLinear):
-                parts = {part: f"{name}.{part}" for part in ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")}
-                found = {part: file.get_tensor(stored[key]) for part, key in parts.items() if key in stored}
-                changes[f"{name}.weight"] = found | {"scaling": torch.tensor(module.scaling[ADAPTER])}
-            elif isinstance(module, ModulesToSaveWrapper):
-                for key, _ in module.original_module.named_parameters():
-                    changes[f"{name}.{key}"] = {"whole": file.get_tensor(stored[f"{name}.{key}"])}
-            elif isinstance(module, TrainableTokensWrapper):
-                layer = module.token_adapter
-                if layer.tied_adapter is None:
-                    rows = file.get_tensor(stored[f"{name}.token_adapter.trainable_tokens_delta"])
-                    token_rows[layer] = {"rows": rows, "ids": torch.tensor(layer.token_indices[ADAPTER])}
-                changes[f"{name}.weight"] = token_rows[layer.tied_adapter or layer]
-    return changes
+
+    assignment: Assignment
+    piece: Piece
+    first_row: int
 
 
-def merged_weight(assignment: Assignment, changes: dict[str, dict[str, Tensor]], merge: Merge) -> Tensor:
-    """A weight of the base with the adapter merged into it, on the CPU."""
-    change = changes.get(assignment.name, {})
-    stored_dtype = None if assignment.stored is None else assignment.stored.dtype
-    if isinstance(assignment.stored, ScaledTensor):  # written like the layers that are not
-        stored_dtype = merge.dtype
-    dtype = stored_dtype if stored_dtype is not None and stored_dtype.is_floating_point else merge.dtype
-    if "whole" in change:
-        return change["whole"].to(dtype)
-    weight = _base_weight(assignment, merge)
-    if "rows" in change:
-        ids = change["ids"]
-        table = weight.new_empty(max(len(weight), int(ids.max()) + 1), *weight.shape[1:], dtype=dtype)
-        table[: len(weight)] = weight
-        table[ids] = change["rows"].to(dtype)
-        return table
-    if "lora_A.weight" not in change:
-        return weight if not weight.is_floating_point() or stored_dtype is None else weight.to(dtype)
-    lora_a = change["lora_A.weight"].to(merge.device, torch.float32)
-    lora_b = change["lora_B.weight"].to(merge.device, torch.float32)
-    scaling, magnitude = change["scaling"].item(), change.get("lora_magnitude_vector")
-    merged = torch.empty(weight.shape, dtype=dtype)
-    step = max(1, VALUES_A_TIME // weight.shape[1])
-    for start in range(0, len(weight), step):
-        rows = slice(start, start + step)
-        values = weight[rows].to(merge.device, torch.float32).addmm(lora_b[rows], lora_a, alpha=scaling)
-        if magnitude is not None:  # the norms of the rows, which DoRA trains apart (arXiv:2402.09353, equation 5)
-            norms = torch.linalg.vector_norm(values, dim=1)
-            values.mul_((magnitude[rows].to(merge.device) / norms).unsqueeze(1))
-        merged[rows] = values.to(dtype)
-    return merged
+def find_uses(assignments: Sequence[Assignment]) -> dict[str, list[Use]]:
+    """What becomes of the tensors that the model has in other tensors than the files, by their keys in the files."""
+    uses: dict[str, list[Use]] = {}
+    for assignment in assignments:
+        composed, start = assignment.stored, 0
+        if not isinstance(composed, ComposedTensor):
+            continue
+        for piece in composed.pieces:
+            uses.setdefault(piece.stored.key, []).append(Use(assignment, piece, start))
+            num_elements = piece.num_rows * composed.row_elements
+            start += num_elements // (composed.shape[-1] if composed.row_elements > 1 else 1)
+    return uses
 
 
-def _base_weight(assignment: Assignment, merge: Merge) -> Tensor:
-    assert isinstance(assignment.stored, StoredTensor), assignment.name
-    module = assignment.module
-    if not merge.dequantized or not assignment.is_quantized:
-        return read_tensor(assignment.stored)
-    assert isinstance(module, QuantizedLayer)
-    layer = QuantizedLinear(
-        module.in_features, module.out_features, False, module.format, module.compute_dtype, merge.device
-    )
-    fill_from_files([replace(assignment, module=layer)], merge.device, merge.dtype)
-    return layer.weight.detach().view(weight_shape(module)).cpu()
+class WeightMerger:
+    """Merges the adapter into one tensor of the files after another.
+
+    Experts are many small tensors there, each of which takes a part of the same matrices and the same codes. So the
+    last few of these are kept.
+
+    Args:
+        merge: what is merged into what.
+        changes: what `find_changes` returned.
+    """
+
+    def __init__(self, merge: Merge, changes: Mapping[str, Change]) -> None:
+        self.merge, self.changes = merge, changes
+        self._factors = lru_cache(NUM_KEPT)(lambda change: tuple(f.to(merge.device) for f in change.factors()))
+        self._codes = lru_cache(NUM_KEPT)(self._quantize)
+        self._assignments = {assignment.name: assignment for assignment in merge.meta.assignments}
+
+    def merged_weight(self, assignment: Assignment) -> Tensor:
+        """A weight for which the files have one tensor, or none, with the adapter merged into it; on the CPU."""
+        change, stored = self.changes.get(assignment.name), assignment.stored
+        stored_dtype = None if stored is None else stored.dtype
+        if isinstance(stored, ScaledTensor):  # written like the layers that are not
+            stored_dtype = self.merge.dtype
+        dtype = stored_dtype if stored_dtype is not None and stored_dtype.is_floating_point else self.merge.dtype
+        if change is not None and "whole" in change.keys:
+            return change.read("whole").to(dtype)
+        assert isinstance(stored, StoredTensor), assignment.name
+        if self._is_dequantized(assignment):
+            weight = torch.empty(weight_shape(assignment.layer), dtype=dtype)
+        else:
+            weight = read_tensor(stored)
+            if change is None:
+                return weight if stored_dtype == stored.dtype else weight.to(dtype)
+            if "rows" in change.keys:
+                return _with_rows(weight, change, dtype)
+        matrix = weight.view(-1, weight.shape[-1])
+        self._merge_rows(assignment, 0, matrix)
+        return weight.to(dtype)
+
+    def merged_pieces(self, stored: StoredTensor, uses: Sequence[Use]) -> Tensor:
+        """A tensor of the files with the changes of all weights of which it is a part; on the CPU."""
+        tensor = read_tensor(stored)
+        for assignment, piece, first_row in uses:
+            if assignment.name not in self.changes and not self._is_dequantized(assignment):
+                continue
+            composed = assignment.stored
+            assert isinstance(composed, ComposedTensor)
+            rows = tensor.view(-1, composed.row_elements)[piece.first_row : piece.first_row + piece.num_rows]
+            if not composed.is_transposed:
+                self._merge_rows(assignment, first_row, rows)
+                continue
+            height = composed.shape[-1]  # whole matrices [height, row_elements], of which the model has the transposes
+            turned = rows.view(-1, height, composed.row_elements).mT
+            matrix = turned.reshape(-1, height)
+            self._merge_rows(assignment, first_row, matrix)
+            turned.copy_(matrix.view(turned.shape))
+        return tensor
+
+    def _merge_rows(self, assignment: Assignment, first_row: int, rows: Tensor) -> None:
+        """Merge the adapter into consecutive rows of a weight, in place; a few megabytes at a time.
+
+        Args:
+            assignment: the weight, whose rows are counted over all experts.
+            first_row: the number of the first.
+            rows: [n, columns], as in the files; they are written only where the base is dequantized.
+        """
+        device, change = self.merge.device, self.changes.get(assignment.name)
+        if change is not None and "whole" in change.keys:
+            whole = change.read("whole")
+            rows.copy_(whole.view(-1, whole.shape[-1])[first_row : first_row + len(rows)])
+            return
+        codes = self._codes(assignment.name) if self._is_dequantized(assignment) else None
+        left, right = (None, None) if change is None else self._factors(change)
+        has_norms = change is not None and "lora_magnitude_vector" in change.keys
+        magnitude = change.read("lora_magnitude_vector").to(device) if change is not None and has_norms else None
+        start, end = first_row, first_row + len(rows)
+        num_expert_rows = end if left is None else left.shape[1]
+        while start < end:  # up to the end of an expert
+            expert, row = divmod(start, num_expert_rows)
+            stop = min(end, start + num_expert_rows - row, start + max(1, VALUES_A_TIME // rows.shape[1]))
+            target = rows[start - first_row : stop - first_row]
+            values = target.to(device, torch.float32) if codes is None else _dequantize(codes, start, stop)
+            if left is not None and right is not None and change is not None:
+                low = left[expert, row : row + stop - start]
+                values = values.addmm(low, right[expert], alpha=change.scaling)
+            if magnitude is not None:  # the norms of the rows, which DoRA trains apart (arXiv:2402.09353, equation 5)
+                norms = torch.linalg.vector_norm(values, dim=1)
+                values.mul_((magnitude[start:stop] / norms).unsqueeze(1))
+            target.copy_(values)
+            start = stop
+
+    def _is_dequantized(self, assignment: Assignment) -> bool:
+        """Whether the adapter is merged into what the codes of a weight stand for."""
+        return self.merge.dequantized and assignment.is_quantized
+
+    def _quantize(self, name: str) -> QuantizedLinear:
+        """A weight of the base as training had it, as one matrix of the rows of all experts."""
+        merge, assignment = self.merge, self._assignments[name]
+        module = assignment.layer
+        layer = QuantizedLinear(
+            module.in_features, module.out_features, False, module.format, module.compute_dtype, merge.device
+        )
+        fill_from_files([replace(assignment, module=layer)], merge.device, merge.dtype)
+        return layer
+
+
+def _dequantize(layer: QuantizedLinear, start: int, stop: int) -> Tensor:
+    """The rows [start, stop) of a weight in float32, which the compute dtype has rounded as in training."""
+    values = torch.empty(1, stop - start, layer.in_features, dtype=layer.compute_dtype, device=layer.codes.device)
+    parts = dict(zip(layer.part_names, layer.parts(), strict=True))
+    layer.format.dequantize_rows(parts, values, start)
+    return values[0].float()
+
+
+def _with_rows(weight: Tensor, change: Change, dtype: torch.dtype) -> Tensor:
+    """A table with the rows of new tokens, which may be longer than it was."""
+    ids = torch.tensor(change.token_ids)
+    table = weight.new_empty(max(len(weight), int(ids.max()) + 1), *weight.shape[1:], dtype=dtype)
+    table[: len(weight)] = weight
+    table[ids] = change.read("rows").to(dtype)
+    return table
 
 
 def quantized_if_wanted(key: str, value: Tensor, assignment: Assignment | None, merge: Merge) -> dict[str, Tensor]:

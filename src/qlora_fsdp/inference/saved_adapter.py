@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from qlora_fsdp.common.errors import AdapterError
+from qlora_fsdp.common.module_names import is_target, limited_matching
 from qlora_fsdp.common.text import plural
 from qlora_fsdp.config.commands import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from qlora_fsdp.config.schema import LoraConfig
@@ -32,7 +34,7 @@ PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")
 # Settings of PEFT's LoraConfig that make the forward pass another one than base + B A.
 OTHER_PASSES = (
     *("alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication", "lora_bias", "monteclora_config"),
-    *("target_parameters", "use_bdlora"),
+    "use_bdlora",
 )
 
 
@@ -65,18 +67,20 @@ def read_lora(folder: Path) -> LoraConfig:
         raise AdapterError(f"adapter={folder}: {odd} in adapter_config.json is not what PEFT writes. Copy it again.")
     targets: Any = saved.target_modules
     excluded: Any = saved.exclude_modules
-    if saved.layers_to_transform is not None or isinstance(excluded, str):  # the file names the layers that were left
-        targets, excluded = _adapted_layers(folder), None
+    parameters = set(saved.target_parameters or [])
+    if parameters or saved.layers_to_transform is not None or isinstance(excluded, str):  # the file names what is left
+        targets, excluded = _adapted(folder, targets or [], parameters), None
     return LoraConfig(
         r=saved.r,
         lora_alpha=saved.lora_alpha,
         target_modules=targets if isinstance(targets, str) else sorted(targets or []),
+        experts=bool(parameters),
         exclude_modules=None if excluded is None else sorted(excluded),
         modules_to_save=_names(saved.modules_to_save, saved.task_type),
         use_rslora=saved.use_rslora,
         use_dora=saved.use_dora,
-        rank_pattern=dict(saved.rank_pattern or {}),
-        alpha_pattern=dict(saved.alpha_pattern or {}),
+        rank_pattern=_without_parameters(saved.rank_pattern),
+        alpha_pattern=_without_parameters(saved.alpha_pattern),
     )
 
 
@@ -90,10 +94,11 @@ def _find_odd(saved: peft.LoraConfig) -> Iterator[str]:
     alphas = [saved.lora_alpha, *patterns["alpha_pattern"].values()]
     if not all(type(alpha) in (int, float) and abs(alpha) <= MAX_ALPHA for alpha in alphas):
         yield "lora_alpha or alpha_pattern"
-    for name in ("target_modules", "exclude_modules", "modules_to_save"):
+    for name in ("target_modules", "target_parameters", "exclude_modules", "modules_to_save"):
         value = getattr(saved, name)
         is_list = isinstance(value, (list, set)) and all(isinstance(item, str) for item in value)
-        if not is_list and not isinstance(value, (str, type(None))):
+        may_be_text = name != "target_parameters"
+        if not is_list and value is not None and not (may_be_text and isinstance(value, str)):
             yield name
 
 
@@ -168,9 +173,35 @@ def load_adapter(model: peft.PeftModel, folder: Path) -> None:
             local_tensor(param).copy_(file.get_slice(key)[first:last])
 
 
-def _adapted_layers(folder: Path) -> list[str]:
-    shapes, ending = _read_shapes(folder), ".lora_A.weight"
-    return [key.removeprefix("base_model.model.").removesuffix(ending) for key in shapes if key.endswith(ending)]
+def _adapted(folder: Path, modules: Any, parameters: Collection[str]) -> list[str]:
+    """Full names of the linear layers and of the experts' weights that an adapter's file has matrices for.
+
+    PEFT names the matrices of a linear layer after the layer, whether `target_modules` or `target_parameters` name it,
+    and those of a weight of experts after the experts' module: those of a second weight there follow `base_layer`.
+
+    Args:
+        folder: of the adapter.
+        modules: its `target_modules`.
+        parameters: its `target_parameters`: parameters' names, or ends of names that are cut at a dot.
+    """
+    ending = ".lora_A.weight"
+    stored = [key.removeprefix("base_model.model.") for key in _read_shapes(folder) if key.endswith(ending)]
+    names = sorted({re.sub(r"(\.base_layer)*$", "", key.removesuffix(ending)) for key in stored})
+    keys = {name.rpartition(".")[2] for name in parameters} - {"weight"}
+
+    def is_parameter(name: str) -> bool:
+        parts = name.split(".")
+        return any(".".join(parts[start:]) in parameters for start in range(len(parts)))
+
+    with limited_matching(f"adapter={folder}: target_modules"):
+        linears = [name for name in names if not keys or is_target(name, modules) or is_parameter(f"{name}.weight")]
+    experts = [f"{name}.{key}" for name in set(names) - set(linears) for key in keys]
+    return sorted([*linears, *filter(is_parameter, experts)])
+
+
+def _without_parameters(patterns: dict[str, Any] | None) -> dict[str, Any]:
+    """`rank_pattern` or `alpha_pattern` by the names of layers, for which PEFT may have those of their parameters."""
+    return {re.sub(r"\\?\.weight$", "", pattern): value for pattern, value in (patterns or {}).items()}
 
 
 def _names(modules_to_save: Any, task_type: Any) -> list[str] | None:

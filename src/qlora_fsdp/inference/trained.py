@@ -8,7 +8,7 @@ import peft
 import torch
 from transformers import GenerationConfig
 
-from qlora_fsdp.common.errors import CheckpointError
+from qlora_fsdp.common.errors import AdapterError, CheckpointError
 from qlora_fsdp.common.text import plural
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.data.batch import Batch
@@ -49,15 +49,22 @@ def assemble_trained(
     """
     check_bitsandbytes(config, processes.device)
     folder = None if adapter is None else Path(adapter).expanduser()
-    trained = assemble(
-        config,
-        NO_ADAPTER if folder is None else read_lora(folder),
-        processes,
-        trains=False,
-        generates=generates,
-        tokenizer_folder=folder,
-        saved_tokens=NO_TOKENS if folder is None else read_tokens(folder),
-    )
+    lora = NO_ADAPTER if folder is None else read_lora(folder)
+    tokens = NO_TOKENS if folder is None else read_tokens(folder)
+    try:
+        trained = assemble(
+            config,
+            lora,
+            processes,
+            trains=False,
+            generates=generates,
+            tokenizer_folder=folder,
+            saved_tokens=tokens,
+        )
+    except AdapterError as error:
+        raise AdapterError(
+            f"adapter={folder} does not fit the model: {error}\nSet model.path to the model that it was trained on."
+        ) from error
     if folder is not None:
         check_adapter(trained.model.model, folder)
         check_values(folder, processes)

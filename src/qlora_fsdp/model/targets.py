@@ -28,6 +28,7 @@ from qlora_fsdp.model.experts import ExpertWeightPlace, expert_weights, find_rou
 from qlora_fsdp.model.parts import find_decoder
 
 WITHOUT_EXPERTS = "or set lora.experts=false"
+MAX_LISTED = 10  # names that fit nothing
 
 
 @dataclass(frozen=True)
@@ -175,8 +176,9 @@ def _check_names(model: nn.Module, config: LoraConfig, places: Sequence[ExpertWe
                 for name in names:
                     fits_pattern(name, pattern)
     problems = list(_names_that_fit_nothing(model, config, names))
-    if problems:
-        raise AdapterError("\n".join(problems))
+    if problems:  # a saved adapter names every layer of its own base
+        rest = [f"And {len(problems) - MAX_LISTED} more."] if len(problems) > MAX_LISTED else []
+        raise AdapterError("\n".join([*problems[:MAX_LISTED], *rest]))
 
 
 def _names_that_fit_nothing(model: nn.Module, config: LoraConfig, names: Sequence[str]) -> Iterator[str]:

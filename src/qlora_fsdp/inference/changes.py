@@ -1,0 +1,89 @@
+"""What a saved adapter does to the parameters of its base: which it changes, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import cast
+
+from peft.utils import ModulesToSaveWrapper
+from peft.utils.other import TrainableTokensWrapper
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from qlora_fsdp.config.commands import ADAPTER_WEIGHTS
+from qlora_fsdp.layers.expert_lora import ExpertLora
+from qlora_fsdp.layers.lora import LoraLinear
+from qlora_fsdp.model.adapters import ADAPTER
+
+
+@dataclass(frozen=True, eq=False)
+class Change:
+    """What the adapter does to a parameter of the base. Two parameters that are tied share one.
+
+    Attributes:
+        file: the adapter's tensors.
+        keys: what is read there, by what it is: LoRA's matrices (`lora_A.weight`, `lora_B.weight`) and DoRA's
+            magnitudes (`lora_magnitude_vector`); `whole` for a parameter that was trained in full; or `rows` of new
+            tokens.
+        scaling: of LoRA's product.
+        num_experts: experts whose weights are the parameter, [E, rows, columns], each with matrices of its own; 1 for
+            a linear layer.
+        is_transposed: an expert's rows are its inputs, not its outputs.
+        token_ids: the tokens that the `rows` belong to.
+    """
+
+    file: Path
+    keys: Mapping[str, str]
+    scaling: float = 1.0
+    num_experts: int = 1
+    is_transposed: bool = False
+    token_ids: Sequence[int] = ()
+
+    def read(self, what: str) -> Tensor:
+        """A tensor of the adapter, on the CPU."""
+        with safe_open(self.file, "pt") as file:
+            return cast(Tensor, file.get_tensor(self.keys[what]))
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """[E, rows, R] and [E, R, columns], whose product times `scaling` is added to the parameter; float32."""
+        a, b = (self.read(f"lora_{letter}.weight").float() for letter in "AB")
+        a_ERI = a.view(self.num_experts, -1, a.shape[1])  # PEFT stores A expert by expert, and B rank by rank
+        b_EOR = b.view(b.shape[0], -1, self.num_experts).permute(2, 0, 1)
+        return (a_ERI.mT, b_EOR.mT) if self.is_transposed else (b_EOR, a_ERI)
+
+
+def find_changes(model: nn.Module, adapter: Path) -> dict[str, Change]:
+    """What an adapter does, by the name of the base's parameter that it changes. Only names are read.
+
+    Args:
+        model: the base with the adapter's layers; may be on meta.
+        adapter: PEFT's folder, which fits the model.
+    """
+    changes: dict[str, Change] = {}
+    token_rows: dict[nn.Module, Change] = {}  # one entry for two tables that are tied
+    file = adapter / ADAPTER_WEIGHTS
+    with safe_open(file, "pt") as tensors:
+        stored = {key.removeprefix("base_model.model."): key for key in tensors.keys()}  # noqa: SIM118
+    for name, module in model.named_modules():
+        if isinstance(module, (LoraLinear, ExpertLora)):
+            parts = {part: f"{name}.{part}" for part in ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")}
+            keys = {part: stored[key] for part, key in parts.items() if key in stored}
+            change = Change(file, keys, module.scaling[ADAPTER])
+            if isinstance(module, ExpertLora):
+                experts, key = module.get_base_layer(), module.parameter_name
+                change = replace(change, num_experts=module.num_experts, is_transposed=bool(experts.is_transposed))
+                changes[f"{name.replace('.base_layer', '')}.{key}"] = change
+            else:
+                changes[f"{name}.weight"] = change
+        elif isinstance(module, ModulesToSaveWrapper):
+            for key, _ in module.original_module.named_parameters():
+                changes[f"{name}.{key}"] = Change(file, {"whole": stored[f"{name}.{key}"]})
+        elif isinstance(module, TrainableTokensWrapper):
+            layer = module.token_adapter
+            if layer.tied_adapter is None:
+                rows = {"rows": stored[f"{name}.token_adapter.trainable_tokens_delta"]}
+                token_rows[layer] = Change(file, rows, token_ids=layer.token_indices[ADAPTER])
+            changes[f"{name}.weight"] = token_rows[layer.tied_adapter or layer]
+    return changes
