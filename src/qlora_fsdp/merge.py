@@ -41,6 +41,8 @@ usage: python -m qlora_fsdp.merge adapter=DIR out=DIR [setting=value ...]
   quantize=nf4        write the result quantized, as transformers and bitsandbytes load it (nf4 or fp4)
   report_data=FILE    rows on which the merged model is compared with base and adapter as trained: loss, KL divergence
   report_rows=8       so many of them
+  write=adapter       instead of a model the adapter alone, with one adapter for each expert, as vLLM reads those of
+                      mixtures of experts
 
 examples:
   python -m qlora_fsdp.merge adapter=outputs/run/adapter out=merged report_data=held_out.jsonl
@@ -59,6 +61,7 @@ class MergeSettings(AdapterSettings):
     quantize: str | None = None
     report_data: str | None = None
     report_rows: int = 8
+    write: str = "model"
 
 
 def merge(settings: MergeSettings, config: Config, processes: Processes) -> None:
@@ -66,6 +69,7 @@ def merge(settings: MergeSettings, config: Config, processes: Processes) -> None
     _check(settings, config, processes)
     assert settings.adapter is not None and settings.out is not None
     with quick_imports():
+        from qlora_fsdp.inference.export_adapter import export_adapter
         from qlora_fsdp.inference.merge_files import merge_files, merging_to
         from qlora_fsdp.inference.merge_weights import Merge
         from qlora_fsdp.inference.trained import assemble_trained
@@ -76,6 +80,12 @@ def merge(settings: MergeSettings, config: Config, processes: Processes) -> None
         quant = replace(config.quant, load_in_4bit=True, load_in_8bit=False, bnb_4bit_quant_type=kind, embeddings=ends)
         built_as = replace(config, quant=quant)
     adapter, out = settings.adapter, settings.out
+    if settings.write == "adapter":
+        trained = assemble_trained(config, adapter, processes)
+        with merging_to(out):
+            export_adapter(trained, Path(adapter).expanduser(), Path(out).expanduser())
+        log.info(f"Written: {out}, with an adapter for each expert. vLLM takes it by --lora-modules NAME={out}.")
+        return
     is_there = (Path(out).expanduser() / "config.json").is_file()  # which a merge writes last
     merge_files(
         Merge(
@@ -167,6 +177,14 @@ def _check(settings: MergeSettings, config: Config, processes: Processes) -> Non
         problems.append(Problem("out", "is not set.", "Set out to a new folder."))
     if settings.base not in ("full", "dequantized"):
         problems.append(Problem(f"base={settings.base}", "is neither full nor dequantized.", "Set one of them."))
+    if settings.write not in ("model", "adapter"):
+        problems.append(Problem(f"write={settings.write}", "is neither model nor adapter.", "Set one of them."))
+    default = MergeSettings()
+    of_model = {name: getattr(settings, name) for name in ("base", "quantize", "report_data")}
+    for name, value in of_model.items() if settings.write == "adapter" else ():
+        if value != getattr(default, name):
+            reason = "is about a merged model, and write=adapter makes none."
+            problems.append(Problem(f"{name}={value}", reason, f"Leave {name} out, or set write=model."))
     if settings.quantize not in (None, "nf4", "fp4"):
         problems.append(Problem(f"quantize={settings.quantize}", "is neither nf4 nor fp4.", "Set one of them."))
     if settings.report_rows < 1:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import cast
 
 import peft
 from transformers import PreTrainedModel
 
-from qlora_fsdp.layers import QuantizedLinear
+from qlora_fsdp.common.text import show_bytes
+from qlora_fsdp.layers import QuantizedExpertWeight, QuantizedLinear
 from qlora_fsdp.model.adapters import ADAPTER, base_linears
+from qlora_fsdp.model.count import dtype_name
 from qlora_fsdp.model.new_tokens import count_tokens
 
 CLASSIFIERS = {"SEQ_CLS": "AutoModelForSequenceClassification", "TOKEN_CLS": "AutoModelForTokenClassification"}
@@ -38,7 +41,7 @@ import torch
 from transformers import BitsAndBytesConfig
 {imports}
 
-quantization = BitsAndBytesConfig(
+{note}quantization = BitsAndBytesConfig(
     {options},
     llm_int8_skip_modules={skip},
 )
@@ -48,6 +51,11 @@ load_in_4bit=True,
     bnb_4bit_quant_type="{quant_type}",
     bnb_4bit_use_double_quant={double_quant},
     bnb_4bit_compute_dtype={dtype}"""
+
+EXPERTS = """\
+# bitsandbytes quantizes linear layers only. Experts are none: they were {trained} in training, and take
+# {size} in {dtype} here.
+"""
 
 RESIZE = "\nmodel.resize_token_embeddings({num_tokens})  # as many as the tokenizer in this folder has"
 
@@ -84,9 +92,18 @@ def _quantized_usage(model: peft.PeftModel, usage: str, base: str) -> str:
     }  # which transformers does not quantize
     formats = {name: m.format if isinstance(m, QuantizedLinear) else None for name, m in base_linears(base_model)}
     format = next((format for name, format in formats.items() if format is not None and name not in heads), None)
-    plain = {name for name, own in formats.items() if own != format}
-    if format is None or plain <= heads:
+    settings = cast(peft.LoraConfig, model.peft_config[ADAPTER])
+    parameters = [f".{name}" for name in settings.target_parameters or []]
+    # PEFT can't adapt codes of a linear layer that it finds by its parameter.
+    by_parameter = {name for name in formats if f".{name}.weight".endswith(tuple(parameters))} if parameters else set()
+    plain = {name for name, own in formats.items() if own != format} | by_parameter
+    experts = [module for module in base_model.modules() if isinstance(module, QuantizedExpertWeight)]
+    if format is None or (plain <= heads and not experts):
         return ""
+    note = ""
+    if experts:
+        size = show_bytes(sum(math.prod(weight.shape) for weight in experts) * base_model.dtype.itemsize)
+        note = EXPERTS.format(trained=experts[0].format.quant_type, dtype=dtype_name(base_model.dtype), size=size)
     options = "load_in_8bit=True"
     if format.is_4bit:
         dtype, double_quant = base_model.dtype, format.double_quant
@@ -97,7 +114,7 @@ def _quantized_usage(model: peft.PeftModel, usage: str, base: str) -> str:
     quantized_ends = {name.rpartition(".")[2] for name in formats.keys() - plain}
     ends = {name: name.rpartition(".")[2] for name in plain}
     skip = sorted({name if end in quantized_ends else end for name, end in ends.items()})
-    return QUANTIZED.format(imports=imports, options=options, skip=json.dumps(skip), lines=lines)
+    return QUANTIZED.format(imports=imports, note=note, options=options, skip=json.dumps(skip), lines=lines)
 
 
 def _base(model: peft.PeftModel) -> PreTrainedModel:

@@ -98,7 +98,7 @@ def make_card(facts: CardFacts, usage: str, quantized_usage: str = "", is_classi
     ]
     if quantized_usage:
         parts += [
-            "Onto a quantized base, in which these layers must stay in full precision, as they did in training:",
+            "Onto a quantized base, in which these layers must stay in full precision:",
             fence(quantized_usage, "python"),
         ]
     if not is_classifier:
