@@ -31,6 +31,7 @@ from qlora_fsdp.common.text import shorten
 from qlora_fsdp.config.schema import EmbeddingStorage, QuantConfig, TaskConfig, TaskName
 from qlora_fsdp.layers import Format, parse_storage
 from qlora_fsdp.layers.experts import EXPERTS_IMPLEMENTATION
+from qlora_fsdp.model.experts import check_num_chosen
 from qlora_fsdp.model.find import ModelFiles
 from qlora_fsdp.model.layer_kinds import share_equal_layers
 from qlora_fsdp.model.parts import describe_task, find_decoder, find_head, find_new, is_outside_backbone
@@ -132,6 +133,7 @@ def build_model(files: ModelFiles, settings: BuildSettings) -> MetaModel:
     if settings.is_classifier:
         describe_task(config, settings.task, settings.pad_token_id)
     model = _make_on_meta(config, files, settings)
+    check_num_chosen(model)
     dropped = _drop_towers(model)
     if settings.shares_equal_layers:
         share_equal_layers(model)

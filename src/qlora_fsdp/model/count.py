@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +12,8 @@ from transformers import PretrainedConfig
 
 from qlora_fsdp.layers import QuantizedLayer, QuantizedLinear
 from qlora_fsdp.layers.attention import head_dim
+from qlora_fsdp.layers.experts import expert_weight_names
+from qlora_fsdp.model.experts import num_chosen
 from qlora_fsdp.runtime.rows import rows_of_rank
 
 
@@ -18,8 +22,8 @@ class FlopCounter:
     """Counts the model FLOPs of a step, without recomputation (PaLM's MFU, arXiv:2204.02311, appendix B).
 
     Attributes:
-        frozen_weights: elements of frozen matrices. Each takes 2 FLOPs per token in forward, and 2 for the gradient of
-            the input.
+        frozen_weights: elements of frozen matrices that a token is multiplied by. Each takes 2 FLOPs per token in
+            forward, and 2 for the gradient of the input.
         trained_weights: elements of trained matrices. Each takes 2 more for its own gradient.
         attention_width: heads x head size, summed over layers.
     """
@@ -36,18 +40,40 @@ class FlopCounter:
 
 
 def count_flops(model: nn.Module, config: PretrainedConfig) -> FlopCounter:
-    """The counter for a model on meta with its adapters. Embeddings are look-ups and do not count."""
-    frozen = trained = 0
-    for module in model.modules():
+    """The counter for a model on meta with its adapters. Embeddings are look-ups and do not count.
+
+    A token is sent to a few of a layer's experts. So experts and their adapters count by the share that a token meets,
+    and what all tokens pass through counts whole: attention, routers, shared experts.
+    """
+    frozen = trained = 0.0
+    shares: dict[str, float] = {}  # of experts, by the start of their names
+    for name, module in model.named_modules():
+        keys = expert_weight_names(module)
+        if keys:
+            experts = re.sub(r"(\.base_layer)*$", "", name)
+            weights = [getattr(module, key) for key in keys]
+            num_experts, block = weights[0].shape[0], model.get_submodule(experts.rpartition(".")[0])
+            shares[f"{experts}."] = (num_chosen(block, config) or num_experts) / num_experts
+            frozen += shares[f"{experts}."] * sum(math.prod(weight.shape) for weight in weights)
+            frozen += sum(_router_weights(child, num_experts) for child in block.modules())
+    for name, module in model.named_modules():
         if isinstance(module, QuantizedLinear):
             frozen += module.in_features * module.out_features
         elif isinstance(module, nn.Linear):
+            share = next((share for start, share in shares.items() if name.startswith(start)), 1)
             if module.weight.requires_grad:
-                trained += module.weight.numel()
+                trained += share * module.weight.numel()
             else:
-                frozen += module.weight.numel()
+                frozen += share * module.weight.numel()
     num_heads = getattr(config, "num_attention_heads", 0) or 1
-    return FlopCounter(frozen, trained, getattr(config, "num_hidden_layers", 0) * num_heads * head_dim(config))
+    width = getattr(config, "num_hidden_layers", 0) * num_heads * head_dim(config)
+    return FlopCounter(round(frozen), round(trained), width)
+
+
+def _router_weights(module: nn.Module, num_experts: int) -> int:
+    """Elements of a router's matrix, which transformers keeps in a class of its own; 0 for other modules."""
+    weight = None if isinstance(module, nn.Linear) else module._parameters.get("weight")
+    return weight.numel() if weight is not None and weight.ndim == 2 and len(weight) == num_experts else 0
 
 
 @dataclass(frozen=True)

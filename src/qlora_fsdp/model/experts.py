@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from typing import NamedTuple, cast
 
 from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
 
+from qlora_fsdp.common.errors import CheckpointError
 from qlora_fsdp.layers.experts import ExpertWeight, expert_weight_names
 
 # Names that a weight of fused experts had in earlier versions of the models, as linear layers of each expert. Model
@@ -44,6 +46,34 @@ def expert_weights(model: nn.Module) -> Iterator[ExpertWeightPlace]:
 def has_experts(model: nn.Module) -> bool:
     """Whether the model has fused experts."""
     return next(expert_weights(model), None) is not None
+
+
+def num_chosen(block: nn.Module, config: PretrainedConfig) -> int | None:
+    """How many experts a token is sent to, by the router beside them or by the model's config; None if neither says.
+
+    Args:
+        block: the module that holds router and experts.
+        config: of the model.
+    """
+    by_router = [getattr(module, "top_k", None) for module in block.modules()]
+    by_config = [getattr(config, key, None) for key in ("num_experts_per_tok", "top_k_experts", "moe_topk")]
+    return next((number for number in (*by_router, *by_config) if type(number) is int), None)
+
+
+def check_num_chosen(model: PreTrainedModel) -> None:
+    """Refuse routers that are to choose more experts than there are.
+
+    Raises:
+        CheckpointError: one is.
+    """
+    for place in expert_weights(model):
+        num_experts, block = place.weight_in(model).shape[0], place.module.rpartition(".")[0]
+        number = num_chosen(model.get_submodule(block), model.config.get_text_config())
+        if number is not None and not 1 <= number <= num_experts:
+            raise CheckpointError(
+                f"config.json sends each token to {number} experts (num_experts_per_tok), but {block} has "
+                f"{num_experts}. Copy or download it again, or correct it."
+            )
 
 
 def find_routers(model: nn.Module) -> set[str]:
