@@ -74,9 +74,6 @@ def test_a_merge_with_a_report(bases, few_rows: Path, tmp_path: Path, capsys: py
     report = [f"report_data={few_rows}", "report_rows=2", f"data.cache_folder={few_rows.parent}"]
     arguments = [f"adapter={tmp_path / 'run' / 'adapter'}", f"out={tmp_path / 'merged'}", "base=dequantized"]
     assert merge.main([*arguments, *report]) == 0
-    # 2 layers x 4 experts x (128 x 64 + 64 x 64)
-    note = "Note: 0.10 M parameters stay in float32 (0.4 MiB): nf4 is for linear layers, and experts are one tensor in"
-    assert f"{note} 2 modules such as model.layers.0.mlp.experts" in (tmp_path / "run" / "train.log").read_text()
     figures = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert figures["loss_merged"] == pytest.approx(figures["loss_trained"], abs=1e-5)
 
@@ -90,7 +87,7 @@ def test_auto_takes_eager_where_transformers_has_no_sdpa(
     (found,) = run_ranks(1, train_here, argv)
     assert found.losses == pytest.approx(stock_losses(argv), abs=1e-4)
     said = (tmp_path / "run" / "train.log").read_text()
-    assert "eager attention" in said and ("experts are one tensor" in said) == (family == "gpt_oss")
+    assert "eager attention" in said
     assert train.main([*argv, "model.attn_implementation=sdpa"]) == 2
     assert "model.attn_implementation=eager" in capsys.readouterr().err
 

@@ -28,7 +28,7 @@ from qlora_fsdp.common.files import replacing
 from qlora_fsdp.config.commands import ADAPTER_WEIGHTS
 from qlora_fsdp.inference.changes import Change, find_changes
 from qlora_fsdp.model.assemble import AssembledModel
-from qlora_fsdp.model.experts import ExpertWeightPlace, expert_weights
+from qlora_fsdp.model.experts import expert_weights
 from qlora_fsdp.weights.composed import ComposedTensor
 
 PREFIX = "base_model.model."
@@ -67,12 +67,7 @@ def export_adapter(trained: AssembledModel, adapter: Path, out: Path) -> None:
         for key, tensor in unfuse(experts[name], source):
             factor = experts[name].scaling / scaling if key.endswith("lora_B.weight") else 1.0
             tensors[key] = (tensor * factor).contiguous()
-    layers = [key.removesuffix(".lora_A.weight") for key in tensors if key.endswith(".lora_A.weight")]
-    rank = max(len(tensors[f"{layer}.lora_A.weight"]) for layer in layers)
-    for layer in layers:  # one rank for all, where they differ
-        a, b = f"{layer}.lora_A.weight", f"{layer}.lora_B.weight"
-        padding = rank - len(tensors[a])
-        tensors[a], tensors[b] = F.pad(tensors[a], (0, 0, 0, padding)), F.pad(tensors[b], (0, padding))
+    layers, rank = _pad_ranks(tensors)
     config = replace(
         config,
         r=rank,
@@ -110,18 +105,25 @@ def unfuse(change: Change, source: ComposedTensor) -> Iterator[tuple[str, Tensor
         start += piece.num_rows
 
 
+def _pad_ranks(tensors: dict[str, Tensor]) -> tuple[list[str], int]:
+    """Give all matrices the largest rank, with zeros, in place. Returns the layers' names in the file, and the rank."""
+    layers = [key.removesuffix(".lora_A.weight") for key in tensors if key.endswith(".lora_A.weight")]
+    rank = max(len(tensors[f"{layer}.lora_A.weight"]) for layer in layers)
+    for layer in layers:
+        a, b = f"{layer}.lora_A.weight", f"{layer}.lora_B.weight"
+        padding = rank - len(tensors[a])
+        tensors[a], tensors[b] = F.pad(tensors[a], (0, 0, 0, padding)), F.pad(tensors[b], (0, padding))
+    return layers, rank
+
+
 def _is_lora(change: Change) -> bool:
     return "lora_B.weight" in change.keys
 
 
 def _expert_names(trained: AssembledModel) -> dict[str, str]:
     """The modules of the weights of fused experts, by the weights' names in the base without adapters."""
-    places = [place._replace(module=_unwrapped(place)) for place in expert_weights(trained.model.base)]
-    return {place.name: place.module for place in places}
-
-
-def _unwrapped(place: ExpertWeightPlace) -> str:
-    return place.module.replace(".base_layer", "")
+    found = [(place.module.replace(".base_layer", ""), place.key) for place in expert_weights(trained.model.base)]
+    return {f"{module}.{key}": module for module, key in found}
 
 
 def _check(

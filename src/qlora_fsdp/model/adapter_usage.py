@@ -92,7 +92,8 @@ def _quantized_usage(model: peft.PeftModel, usage: str, base: str) -> str:
     }  # which transformers does not quantize
     formats = {name: m.format if isinstance(m, QuantizedLinear) else None for name, m in base_linears(base_model)}
     format = next((format for name, format in formats.items() if format is not None and name not in heads), None)
-    parameters = [f".{name}" for name in getattr(model.peft_config[ADAPTER], "target_parameters", None) or []]
+    settings = cast(peft.LoraConfig, model.peft_config[ADAPTER])
+    parameters = [f".{name}" for name in settings.target_parameters or []]
     # PEFT can't adapt codes of a linear layer that it finds by its parameter.
     by_parameter = {name for name in formats if f".{name}.weight".endswith(tuple(parameters))} if parameters else set()
     plain = {name for name, own in formats.items() if own != format} | by_parameter
