@@ -28,7 +28,7 @@ def num_learned_positions(model: nn.Module) -> int | None:
 
 
 def first_position(model: nn.Module) -> int:
-    """The position that `model` gives a row's first token: 0, or in RoBERTa and its relatives that behind the padding's.
+    """The position that `model` gives the first token of a row: 0, or in RoBERTa and its kin that behind the padding's.
 
     These have a row for padding among their positions. Models that begin at an offset of their own add it themselves.
     """
