@@ -24,7 +24,7 @@ from tests.helpers.runs import Trained, logits_of, settings, train_all
 
 pytestmark = pytest.mark.distributed
 TOLERANCE = 1e-5
-NUM_STEPS, RESUMED_AFTER = 8, 4
+NUM_STEPS, RESUMED_AFTER = 6, 3
 IDS = torch.arange(40).view(1, -1) + 5
 
 # What each has that the others do not, and whether its rows can be packed.

@@ -129,9 +129,10 @@ def find_experts(model: nn.Module) -> list[tuple[str, str]]:
 
 def find_routers(model: nn.Module) -> list[str]:
     """The linear layers that choose among the experts beside them."""
-    blocks = {name.removesuffix(".experts") for name, _ in model.named_modules() if name.endswith(".experts")}
-    found = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    return [name for name in found if name.rpartition(".")[0] in blocks and name.rpartition(".")[2] in ROUTERS]
+    names = [name for name, _ in model.named_modules()]
+    blocks = tuple(name.removesuffix("experts") for name in names if name.endswith(".experts"))
+    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    return [name for name in linears if name.startswith(blocks) and name.rpartition(".")[2] in ROUTERS]
 
 
 def _through_4bit(weight: torch.Tensor, quant: QuantConfig) -> torch.Tensor:

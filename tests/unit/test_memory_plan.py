@@ -16,7 +16,7 @@ from tests.helpers.quick_config import load_config
 from qlora_fsdp.common.errors import ConfigError, MemoryShortage
 from qlora_fsdp.common.sizes import SLAB_BYTES
 from qlora_fsdp.config.schema import Activations
-from qlora_fsdp.memory.choose import ROOM, choose, next_smaller
+from qlora_fsdp.memory.choose import ROOM, choose, describe_policies, next_smaller
 from qlora_fsdp.memory.gpus import find_gpu, gpu_of_size, known_gpus, parse_hardware
 from qlora_fsdp.memory.plan import GIB, PHASES, MemoryPlan, make_plan
 from qlora_fsdp.memory.plan_run import Machine, plan_run, run_without_plan
@@ -623,3 +623,7 @@ def test_plans_agree_about_what_every_policy_takes():
     assert plans[-1].host["activations"] == 32 * 16384 * 4096 * 2
     full, offload = (plan.phases["forward"]["activations"] for plan in plans[-2:])
     assert full - offload == pytest.approx(30 * 16384 * 4096 * 2, rel=0.01)
+
+
+def test_a_model_whose_layers_are_not_known_is_described():
+    assert describe_policies(()) == "kept"

@@ -11,7 +11,7 @@ from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.data.counts import DataReport
 from qlora_fsdp.data.run_data import PreparedData
 from qlora_fsdp.data.sequences import RandomRows, Sequences, SequenceSettings, TrainingData, make_sequences
-from qlora_fsdp.model.positions import check_positions, num_learned_positions
+from qlora_fsdp.model.positions import check_positions, first_position, num_learned_positions
 
 SMALL = {
     "vocab_size": 32,
@@ -48,6 +48,14 @@ def test_the_table_ends_where_transformers_fails(kind: str) -> None:
     model(input_ids=torch.ones(1, last, dtype=torch.long))
     with pytest.raises((IndexError, RuntimeError)):
         model(input_ids=torch.ones(1, last + 1, dtype=torch.long))
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta", "data2vec-text", "gpt2", "opt", "llama"])
+def test_rows_begin_where_transformers_lets_them(kind: str) -> None:
+    model, ids = make_model(kind), torch.arange(4, 13)[None]
+    positions = torch.arange(9)[None] + first_position(model)
+    found = model(input_ids=ids, position_ids=positions).last_hidden_state
+    torch.testing.assert_close(found, model(input_ids=ids).last_hidden_state)
 
 
 def test_rows_beyond_a_table_are_refused() -> None:

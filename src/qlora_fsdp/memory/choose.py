@@ -106,7 +106,12 @@ def next_smaller(policies: Sequence[Policy]) -> tuple[Policy, ...] | None:
 
 
 def describe_policies(policies: Sequence[Policy]) -> str:
-    """`of 12 layers recomputed, of 20 kept`: runs of equal policies in order, or only counts if they alternate."""
+    """`of 12 layers recomputed, of 20 kept`: runs of equal policies in order, or only counts if they alternate.
+
+    Without policies, of a model whose layers are not known, all are kept.
+    """
+    if not policies:
+        return _DESCRIPTIONS[Policy.none]
     runs = [(policy, len(list(group))) for policy, group in groupby(policies)]
     if len(runs) > 3:
         runs = [(policy, policies.count(policy)) for policy in dict.fromkeys(policies)]

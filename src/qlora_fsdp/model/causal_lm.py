@@ -14,6 +14,7 @@ from qlora_fsdp.layers import QuantizedEmbedding
 from qlora_fsdp.layers.head_loss import LossKernel
 from qlora_fsdp.layers.rewire import attach_loss
 from qlora_fsdp.model.inputs import has_recurrent_layers, lay_out_for, row_markers
+from qlora_fsdp.model.positions import first_position
 from qlora_fsdp.model.router_loss import RouterLoss
 from qlora_fsdp.model.task_model import TaskModel
 from qlora_fsdp.runtime.rows import gather_whole
@@ -43,6 +44,7 @@ class CausalLM(TaskModel):
         super().__init__(model)
         config = self.base.config.get_text_config()
         self.splits_head, self.is_recurrent = splits_head, has_recurrent_layers(self.base)
+        self.first_position = first_position(self.base)
         embeddings, head = self.base.get_input_embeddings(), self.base.get_output_embeddings()
         own: list[nn.Module] = []
         if self.splits_head:
@@ -60,6 +62,8 @@ class CausalLM(TaskModel):
         """
         given, batch = batch, lay_out_for(batch, self.is_recurrent)
         inputs = row_markers(batch, self.is_recurrent)
+        if self.first_position:
+            inputs["position_ids"] = batch.position_ids + self.first_position
         embeddings, head = self.base.get_input_embeddings(), self.base.get_output_embeddings()
         if embeddings in self.gathered_by_model:
             inputs["inputs_embeds"] = _look_up(embeddings, batch.input_ids)

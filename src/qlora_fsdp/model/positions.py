@@ -27,6 +27,17 @@ def num_learned_positions(model: nn.Module) -> int | None:
     return None
 
 
+def first_position(model: nn.Module) -> int:
+    """The position that `model` gives the first token of a row: 0, or in RoBERTa and its kin that behind the padding's.
+
+    These have a row for padding among their positions. Models that begin at an offset of their own add it themselves.
+    """
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] == "position_embeddings" and isinstance(module, nn.Embedding):
+            return 0 if module.padding_idx is None else module.padding_idx + 1
+    return 0
+
+
 def check_positions(model: nn.Module, config: PretrainedConfig, data: PreparedData[TrainingData]) -> str | None:
     """Check whether the longest row fits the positions that the model knows. Each packed row begins at position 0.
 
