@@ -14,8 +14,9 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from qlora_fsdp.layers import Format, QuantizedExpertWeight, experts
-from qlora_fsdp.layers.experts import ExpertAdapter, expert_weight_names, experts_forward
+from qlora_fsdp.layers import Format, QuantizedExpertWeight, grouped_products
+from qlora_fsdp.layers.expert_adapter import ExpertAdapter
+from qlora_fsdp.layers.experts import expert_weight_names, experts_forward
 
 HIDDEN, INNER, NUM_EXPERTS, TOP_K, TOKENS, RANK = 256, 128, 8, 2, 333, 12
 
@@ -93,7 +94,7 @@ def test_experts_equal_float32(kind: str, quant_type: str, slices: str, monkeypa
     module = make(kind).cuda().bfloat16()
     quantize(module, Format(quant_type.split()[0], quant_type.endswith("double")))
     if slices == "slices":
-        monkeypatch.setattr(experts, "SLICE_BYTES", 3 * HIDDEN * INNER * 2 * 2)
+        monkeypatch.setattr(grouped_products, "SLICE_BYTES", 3 * HIDDEN * INNER * 2 * 2)
     adapters = make_adapters(module)
     x = torch.randn(TOKENS, HIDDEN)
     index = torch.stack([torch.randperm(NUM_EXPERTS - 3)[:TOP_K] for _ in range(TOKENS)])  # three get no token

@@ -25,10 +25,11 @@ from transformers import (
 from qlora_fsdp.common.errors import AdapterError, ConfigError
 from qlora_fsdp.config.schema import LoraConfig
 from qlora_fsdp.data.batch import lay_out
-from qlora_fsdp.layers import Format, QuantizedExpertWeight, experts
+from qlora_fsdp.layers import Format, QuantizedExpertWeight, grouped_products
+from qlora_fsdp.layers.expert_adapter import ExpertAdapter
 from qlora_fsdp.layers.expert_gate import Activation, Gate, find_gate
 from qlora_fsdp.layers.expert_rows import ActivationBackward, activate, sort_rows
-from qlora_fsdp.layers.experts import ExpertAdapter, count_loads, expert_weight_names, experts_forward
+from qlora_fsdp.layers.experts import count_loads, expert_weight_names, experts_forward
 from qlora_fsdp.model.adapters import ADAPTER, apply_adapters
 from qlora_fsdp.model.experts import expert_weights, find_routers
 from qlora_fsdp.model.router_loss import RouterLoss, describe_router_loss
@@ -102,7 +103,7 @@ def test_outputs_and_gradients_equal_peft(family: str, slice_bytes: int, monkeyp
     expected = wrapper(x, index, w)
     grad = torch.randn_like(expected)
     expected_grads = torch.autograd.grad(expected, inputs, grad)
-    monkeypatch.setattr(experts, "SLICE_BYTES", slice_bytes)
+    monkeypatch.setattr(grouped_products, "SLICE_BYTES", slice_bytes)
     y = experts_forward(module, x, index, w, adapters)
     torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
     for found, wanted in zip(torch.autograd.grad(y, inputs, grad), expected_grads, strict=True):

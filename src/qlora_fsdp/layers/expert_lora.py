@@ -8,7 +8,8 @@ import torch
 from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 
-from qlora_fsdp.layers.experts import ExpertAdapter, experts_forward
+from qlora_fsdp.layers.expert_adapter import ExpertAdapter
+from qlora_fsdp.layers.experts import experts_forward
 from qlora_fsdp.layers.quantized_experts import QuantizedExpertWeight
 
 

@@ -15,75 +15,21 @@ inner size, and U what `up` gives: 2 I with a gate, else I; R the rank of an ada
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from qlora_fsdp.layers.expert_adapter import ExpertAdapter, LowRank, adapter_grads
 from qlora_fsdp.layers.expert_gate import Activation
 from qlora_fsdp.layers.expert_rows import ActivationBackward, Rows, activate, combine, gather, sort_rows
+from qlora_fsdp.layers.grouped_products import ExpertWeight, beside_low_rank, product
 from qlora_fsdp.layers.quantized_experts import QuantizedExpertWeight
 
 EXPERTS_IMPLEMENTATION = "qlora_fsdp"
-# What the dequantized weights of one product may take. A layer whose experts need more is computed in slices, for which
-# the host has to know how many tokens each expert got, so it waits for the GPU.
-SLICE_BYTES = 2**30
-RANK_MULTIPLE = 8  # grouped products want rows of a multiple of 16 bytes
-
-ExpertWeight = QuantizedExpertWeight | nn.Parameter
-
-
-class LowRank(NamedTuple):
-    """The matrices of all experts' adapters: A [E, R, in] and the scaled B [E, out, R]."""
-
-    a: Tensor
-    b: Tensor
-
-    @property
-    def a_t(self) -> Tensor:
-        """[E, in, R]."""
-        return self.a.transpose(1, 2)
-
-    @property
-    def b_t(self) -> Tensor:
-        """[E, R, out]."""
-        return self.b.transpose(1, 2)
-
-
-class ExpertAdapter(NamedTuple):
-    """The adapters of one weight of all experts, in the layout of PEFT's `lora.ParamWrapper`.
-
-    Attributes:
-        lora_a: weight [E R, in], expert by expert.
-        lora_b: weight [out, R E]: of each rank, expert by expert.
-        scaling: lora_alpha / r, or lora_alpha / sqrt(r).
-    """
-
-    lora_a: nn.Linear
-    lora_b: nn.Linear
-    scaling: float
-
-    def matrices(self, num_experts: int, dtype: torch.dtype) -> LowRank:
-        """Both matrices in `dtype`, their rank filled up with zeros to a multiple of 8."""
-        a, b = self.lora_a.weight, self.lora_b.weight
-        a_ERI = a.view(num_experts, -1, a.shape[1]).to(dtype)
-        b_EOR = b.new_empty(num_experts, b.shape[0], a_ERI.shape[1], dtype=dtype)
-        torch.mul(b.view(b.shape[0], -1, num_experts).permute(2, 0, 1), self.scaling, out=b_EOR)
-        padding = -a_ERI.shape[1] % RANK_MULTIPLE
-        if padding:
-            a_ERI, b_EOR = F.pad(a_ERI, (0, 0, 0, padding)), F.pad(b_EOR, (0, padding))
-        return LowRank(a_ERI, b_EOR)
-
-    def gradients(self, grad_a_ERI: Tensor, grad_b_EOR: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradients of both weights in float32, from those of the matrices."""
-        rank = self.lora_a.weight.shape[0] // grad_a_ERI.shape[0]
-        grad_a = grad_a_ERI[:, :rank].reshape(self.lora_a.weight.shape).float()
-        grad_b = grad_b_EOR[:, :, :rank].permute(1, 2, 0).float().mul_(self.scaling)
-        return grad_a, grad_b.reshape(self.lora_b.weight.shape)
 
 
 def expert_weight_names(module: nn.Module) -> list[str]:
@@ -194,15 +140,15 @@ class _Experts(torch.autograd.Function):
             experts.load.add(rows)
         up, down = experts.matrices(x_TH.dtype)
         w_S = w_TK.flatten().index_select(0, rows.order)
-        input_SH, low_up_SR = _beside_low_rank(x_TH.shape[1], partial(gather, x_TH, rows), up and up.a_t, rows, x_TH)
-        y_SU = _product(input_SH, experts.up, up and up.b_t, experts.is_transposed, rows)
+        input_SH, low_up_SR = beside_low_rank(x_TH.shape[1], partial(gather, x_TH, rows), up and up.a_t, rows, x_TH)
+        y_SU = product(input_SH, experts.up, up and up.b_t, experts.is_transposed, rows)
         del input_SH
         if experts.up_bias is not None:
             y_SU += experts.up_bias[rows.expert()]
         activation, width = experts.activation, experts.activation.width(y_SU.shape[1])
         activated = partial(activate, y_SU, w_S, activation)
-        act_SI, low_down_SR = _beside_low_rank(width, activated, down and down.a_t, rows, y_SU)
-        out_SH = _product(act_SI, experts.down, down and down.b_t, experts.is_transposed, rows)
+        act_SI, low_down_SR = beside_low_rank(width, activated, down and down.a_t, rows, y_SU)
+        out_SH = product(act_SI, experts.down, down and down.b_t, experts.is_transposed, rows)
         del act_SI
         y_TH = combine(out_SH, rows)
         if experts.down_bias is not None:
@@ -221,13 +167,13 @@ class _Experts(torch.autograd.Function):
 
         # Through down: from the gradient of the sum to that of the activations.
         gathered = partial(gather, grad_TH, rows)
-        grad_SH, grad_low_SR = _beside_low_rank(hidden, gathered, down and down.b, rows, grad_TH)
-        grad_act_SI = _product(grad_SH, experts.down, down and down.a, not is_transposed, rows)
+        grad_SH, grad_low_SR = beside_low_rank(hidden, gathered, down and down.b, rows, grad_TH)
+        grad_act_SI = product(grad_SH, experts.down, down and down.a, not is_transposed, rows)
         w_S = w_TK.flatten().index_select(0, rows.order)
         backward = ActivationBackward(y_SU, w_S, grad_act_SI, experts.activation)
-        grad_SU, grad_low_up_SR = _beside_low_rank(num_outputs, backward, up and up.b, rows, grad_TH)
+        grad_SU, grad_low_up_SR = beside_low_rank(num_outputs, backward, up and up.b, rows, grad_TH)
         adapter_up, adapter_down = experts.adapters
-        grads_down = _adapter_grads(
+        grads_down = adapter_grads(
             adapter_down, (backward.activated_SI, low_down_SR), (grad_SH[:, :hidden], grad_low_SR), rows
         )
         grad_w_TK = None
@@ -241,123 +187,13 @@ class _Experts(torch.autograd.Function):
         # Through up: to the gradient of the tokens.
         grad_x_TH = None
         if ctx.needs_input_grad[0]:
-            grad_x_TH = combine(_product(grad_SU, experts.up, up and up.a, not is_transposed, rows), rows)
+            grad_x_TH = combine(product(grad_SU, experts.up, up and up.a, not is_transposed, rows), rows)
         grads_up: list[Tensor] = []
         if adapter_up is not None:
             x_SH = x_TH.new_empty(len(rows.order), hidden)
             gather(x_TH, rows, x_SH)
-            grads_up = _adapter_grads(adapter_up, (x_SH, low_up_SR), (grad_SU[:, :num_outputs], grad_low_up_SR), rows)
+            grads_up = adapter_grads(adapter_up, (x_SH, low_up_SR), (grad_SU[:, :num_outputs], grad_low_up_SR), rows)
         return grad_x_TH, grad_w_TK, None, None, *grads_up, *grads_down
-
-
-def _beside_low_rank(
-    width: int, fill: Callable[[Tensor], None], low_rank: Tensor | None, rows: Rows, like: Tensor
-) -> tuple[Tensor, Tensor | None]:
-    """A factor of a large product, with the low-rank product that is to be added to it in columns of its own.
-
-    The large product then sums over the columns of both, in the products' own precision: what an adapter adds is not
-    rounded before it is added, and no pass over the memory adds it.
-
-    Args:
-        width: columns of the factor itself.
-        fill: writes the factor [S, width] into a tensor whose rows are strided.
-        low_rank: [E, width, R], what the factor is multiplied by for the low-rank product; None without adapter.
-        rows: which rows belong to which expert.
-        like: a tensor of the dtype and device wanted.
-
-    Returns:
-        [S, width + R], and the low-rank product [S, R], a tensor of its own; None without adapter.
-    """
-    rank = 0 if low_rank is None else low_rank.shape[2]
-    both = like.new_empty(len(rows.order), width + rank)
-    factor = both[:, :width]
-    fill(factor)
-    if low_rank is None:
-        return both, None
-    low = F.grouped_mm(factor, low_rank, offs=rows.ends)
-    both[:, width:] = low
-    return both, low
-
-
-def _product(input_SK: Tensor, weight: ExpertWeight, extra: Tensor | None, sums_over_rows: bool, rows: Rows) -> Tensor:
-    """Each row of the input times the weight of its expert: [S, N].
-
-    Args:
-        input_SK: its columns are the dimension that is summed over, then those of the low-rank product.
-        weight: of all experts, [E, rows, columns].
-        extra: the rest of the low-rank product [E, R, N]; None without adapter.
-        sums_over_rows: whether the sum runs over the weight's rows (y = x W) or its columns (y = x W^T).
-        rows: which rows belong to which expert.
-    """
-    num_experts, num_rows, num_columns = weight.shape
-    num_outputs = num_columns if sums_over_rows else num_rows
-    if isinstance(weight, nn.Parameter) and extra is None:
-        return F.grouped_mm(input_SK, weight if sums_over_rows else weight.transpose(1, 2), offs=rows.ends)
-    expert_bytes = input_SK.shape[1] * num_outputs * input_SK.dtype.itemsize
-    if num_experts * expert_bytes <= SLICE_BYTES:
-        factor = _factor(weight, extra, 0, num_experts, sums_over_rows, input_SK)
-        return F.grouped_mm(input_SK, factor, offs=rows.ends)
-    y_SN = input_SK.new_empty(len(rows.order), num_outputs)
-    for first, last, begin, end in _slices(rows, max(1, SLICE_BYTES // expert_bytes)):
-        part = None if extra is None else extra[first:last]
-        factor = _factor(weight, part, first, last, sums_over_rows, input_SK)
-        y_SN[begin:end] = F.grouped_mm(input_SK[begin:end], factor, offs=rows.ends[first:last] - begin)
-        del factor
-    return y_SN
-
-
-def _slices(rows: Rows, num_experts: int) -> Iterator[tuple[int, int, int, int]]:
-    """Runs of at most `num_experts` experts that got tokens: first and last expert, first and last row."""
-    num_rows, size = len(rows.order), len(rows.ends)  # a plan has no values: as if all experts got as many rows
-    ends = [num_rows * (e + 1) // size for e in range(size)] if rows.ends.is_meta else rows.ends.tolist()
-    starts = [0, *ends[:-1]]
-    first = 0
-    while first < len(ends):
-        if ends[first] == starts[first]:
-            first += 1
-            continue
-        last = min(first + num_experts, len(ends))
-        yield first, last, starts[first], ends[last - 1]
-        first = last
-
-
-def _factor(
-    weight: ExpertWeight, extra: Tensor | None, first: int, last: int, sums_over_rows: bool, like: Tensor
-) -> Tensor:
-    """The weights of the experts [first, last) with those of the low-rank product: [n, K + R, N] in `like`'s dtype."""
-    _, num_rows, num_columns = weight.shape
-    rank = 0 if extra is None else extra.shape[1]
-    size = (num_rows + rank, num_columns) if sums_over_rows else (num_rows, num_columns + rank)
-    both = like.new_empty(last - first, *size)
-    target = both[:, :num_rows, :num_columns]
-    if isinstance(weight, QuantizedExpertWeight):
-        weight.fill(target, first)
-    else:
-        target.copy_(weight[first:last])
-    factor = both if sums_over_rows else both.transpose(1, 2)
-    if extra is not None:
-        factor[:, -rank:] = extra
-    return factor
-
-
-def _adapter_grads(
-    adapter: ExpertAdapter | None, inputs: tuple[Tensor, Tensor | None], grads: tuple[Tensor, Tensor | None], rows: Rows
-) -> list[Tensor]:
-    """The gradients of an adapter's two weights; none without adapter.
-
-    Args:
-        adapter: of the weight whose product is differentiated.
-        inputs: the product's input [S, in] and its low-rank part h = x A^T [S, R].
-        grads: the gradients of the output [S, out] and of h [S, R].
-        rows: which rows belong to which expert.
-    """
-    if adapter is None:
-        return []
-    (x, low), (grad, grad_low) = inputs, grads
-    assert low is not None and grad_low is not None
-    grad_a_ERI = F.grouped_mm(grad_low.t(), x, offs=rows.ends)
-    grad_b_EOR = F.grouped_mm(grad.t(), low, offs=rows.ends)
-    return list(adapter.gradients(grad_a_ERI, grad_b_EOR))
 
 
 def _spread(w_TK: Tensor, index_TK: Tensor, num_experts: int) -> Tensor:

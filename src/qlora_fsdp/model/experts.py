@@ -9,7 +9,8 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from qlora_fsdp.common.errors import CheckpointError
-from qlora_fsdp.layers.experts import ExpertWeight, expert_weight_names
+from qlora_fsdp.layers.experts import expert_weight_names
+from qlora_fsdp.layers.grouped_products import ExpertWeight
 
 # Names that a weight of fused experts had in earlier versions of the models, as linear layers of each expert. Model
 # files and settings still use them.
