@@ -12,6 +12,7 @@ from qlora_fsdp.config.schema import Config, DataFormat, ModelConfig
 from qlora_fsdp.config.written import public_value
 from qlora_fsdp.data.format import ALPACA
 from qlora_fsdp.data.read import training_paths
+from qlora_fsdp.model.experts import has_experts
 from qlora_fsdp.model.model_card import CardData, CardFacts, fence, read_license
 from qlora_fsdp.records.run_state import GENERATIONS_FILE, read_metrics
 from qlora_fsdp.training.loop import TrainResult
@@ -118,6 +119,8 @@ def _why_merge(prepared: Prepared, config: Config) -> str | None:
         return "it is a DoRA adapter"
     if config.lora.modules_to_save:
         return "it holds whole layers (lora.modules_to_save)"
+    if config.lora.experts and has_experts(prepared.assembled.meta.model):
+        return "its experts' adapters are as PEFT keeps them (qlora-fsdp merge write=adapter writes them for vLLM)"
     return "it has rows for new tokens" if prepared.assembled.tokens.ids else None
 
 
