@@ -26,6 +26,7 @@ from qlora_fsdp.config.settings import problem_about
 FIGURES = (
     *("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "head_dim", "vocab_size", "tie_word_embeddings"),
+    *("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size", "num_experts_per_tok"),
 )
 MAX_SHOWN = 3  # figures in a message
 MAX_WIDTH = 40  # letters of one of them
