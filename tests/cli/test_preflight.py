@@ -138,13 +138,13 @@ def test_own_model_and_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
 
 
 def test_what_is_not_what_it_seems(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """float32 takes twice the activations; data that is not here gives no hours of its own; random weights are made;
-    weights that don't fit."""
+    """float32 takes twice the activations, and more for attention, whose kernels for it keep repeated keys and values;
+    data that is not here gives no hours of its own; random weights are made; weights that don't fit."""
     named = run_preflight(tmp_path, "model=llama3-8b", "hardware=1x80gib", "memory=keep")[1]
     wide = ["training.precision=float32", "data.path=rows.jsonl"]
     figures = run_preflight(tmp_path, "model=llama3-8b", "hardware=1x80gib", "memory=keep", *wide)[1]
     activations = [each["plan"]["phases"]["backward"]["activations"] for each in (figures, named)]
-    assert activations[0] == pytest.approx(2 * activations[1], rel=0.05)
+    assert 2 * activations[1] <= activations[0] < 2.5 * activations[1]
     assert figures["num_tokens_from"] == "an example: rows.jsonl is not here"
     assert "several times as fast as float32" in capsys.readouterr().out
     stored, made = (
