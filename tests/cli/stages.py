@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from qlora_fsdp.data.tokenize import RowTokenizer
 from qlora_fsdp.model import materialize
 from qlora_fsdp.model.causal_lm import CausalLM
@@ -33,12 +35,18 @@ def at_stage(stage: str, due: int, act: Callable[[], Any]) -> None:
 
     def acting(*arguments: Any, **named: Any) -> Any:
         nonlocal num_calls
-        num_calls += 1
-        if num_calls == due:
+        num_calls += not _is_planned(arguments)
+        if num_calls == due and not _is_planned(arguments):
             act()
         return function(*arguments, **named)
 
     setattr(owner, name, acting)
+
+
+def _is_planned(arguments: tuple[Any, ...]) -> bool:
+    """Whether a model on meta is called, which the memory plan does before there is one with weights."""
+    modules = [argument for argument in arguments if isinstance(argument, nn.Module)]
+    return any(parameter.is_meta for module in modules for parameter in module.parameters())
 
 
 def wait_until_signalled(signalled: Path) -> None:

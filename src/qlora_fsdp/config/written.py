@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from qlora_fsdp.common.errors import Problem
@@ -47,6 +48,13 @@ def note_written(config: Config, composed: Mapping[str, Any]) -> None:
 def is_hidden(config: Config, key: str) -> bool:
     """Whether the environment gave the value of a setting, so that the files of a run must not have it."""
     return public_value(config, key) is not value_of(config, key)
+
+
+def with_training(config: Config, **changes: Any) -> Config:
+    """A copy of the settings with changes in `training`. It still knows what was written for the others."""
+    changed = replace(config, training=replace(config.training, **changes))
+    changed.written = config.written
+    return changed
 
 
 def public_value(config: Config, key: str) -> Any:

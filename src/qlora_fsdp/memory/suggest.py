@@ -9,6 +9,7 @@ from typing import Any
 
 from qlora_fsdp.config.schema import Activations, Config, EmbeddingStorage, Optimizer, ShardingStrategy
 from qlora_fsdp.config.settings import show
+from qlora_fsdp.config.written import with_training
 from qlora_fsdp.memory.choose import AUTO, LADDER, choose, fixed_policies
 from qlora_fsdp.memory.gpus import Gpu
 from qlora_fsdp.memory.plan import MemoryPlan, make_plan
@@ -105,7 +106,7 @@ def enough_gpus(work: Workload, target: float, gpu: Gpu) -> Change | None:
         total = work.config.training.global_batch_size
         config = work.config
         if total is not None and total % num_ranks:
-            config = replace(config, training=replace(config.training, global_batch_size=None, micro_batch_size=1))
+            config = with_training(config, global_batch_size=None, micro_batch_size=1)
         more = replace(work, config=config, num_ranks=num_ranks, local_num_ranks=min(num_ranks, 8))
         choice = choose(more, target, gpu)
         if choice.fits:

@@ -16,7 +16,7 @@ from typing_extensions import assert_never
 
 from qlora_fsdp.common.errors import AdapterError, CheckpointError
 from qlora_fsdp.config.schema import Config, DataFormat, LoraConfig, TaskConfig, TaskName
-from qlora_fsdp.config.written import public_value
+from qlora_fsdp.config.written import public_value, with_training
 from qlora_fsdp.data.tokenizer import AddedTokens, add_tokens, byte_tokenizer, load_tokenizer
 from qlora_fsdp.layers.attention import choose_attention
 from qlora_fsdp.layers.head_loss import LossKernel
@@ -75,7 +75,7 @@ class AssembledModel:
 
     def settle(self, config: Config) -> Config:
         """The settings, with `training.packing` decided."""
-        return replace(config, training=replace(config.training, packing=self.packs_rows))
+        return with_training(config, packing=self.packs_rows)
 
 
 def assemble(
