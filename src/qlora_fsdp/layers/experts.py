@@ -21,6 +21,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from qlora_fsdp.layers.expert_adapter import ExpertAdapter, LowRank, adapter_grads
@@ -43,6 +44,11 @@ def expert_weight_names(module: nn.Module) -> list[str]:
     found = [getattr(module, name, None) for name in names]
     fits = all(isinstance(w, QuantizedExpertWeight) or (isinstance(w, nn.Parameter) and w.ndim == 3) for w in found)
     return names if fits else []
+
+
+def mentions_experts(config: PretrainedConfig) -> bool:
+    """Whether a model's config has figures of experts, by the names of its keys."""
+    return any("expert" in key for key in config.get_text_config().to_dict())
 
 
 def experts_forward(

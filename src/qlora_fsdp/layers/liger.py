@@ -11,6 +11,7 @@ from transformers import PretrainedConfig
 
 from qlora_fsdp.common.errors import ConfigError, Problem
 from qlora_fsdp.config.schema import Kernel, KernelsConfig
+from qlora_fsdp.layers.experts import mentions_experts
 from qlora_fsdp.layers.head_loss import LossKernel
 
 LIGER_NAMES = {
@@ -40,7 +41,7 @@ def use_fused_kernels(config: KernelsConfig, model: PretrainedConfig, device: to
     """
     model_type = model.get_text_config().model_type
     reason, options = _liger_options(model_type, device)
-    has_experts = any("expert" in key for key in model.get_text_config().to_dict())
+    has_experts = mentions_experts(model)
     chosen, problems = [], []
     for setting, names in LIGER_NAMES.items():
         choice = getattr(config, setting)

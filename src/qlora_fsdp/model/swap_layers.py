@@ -18,6 +18,7 @@ from qlora_fsdp.common.text import plural, show_bytes, show_size
 from qlora_fsdp.config.check_model import int8_embeddings_problem
 from qlora_fsdp.config.schema import QuantConfig
 from qlora_fsdp.layers import Format, QuantizedEmbedding, QuantizedExpertWeight, QuantizedLinear, parse_storage
+from qlora_fsdp.layers.experts import mentions_experts
 from qlora_fsdp.model.count import dtype_name
 from qlora_fsdp.model.experts import ExpertWeightPlace, expert_weights, find_routers
 from qlora_fsdp.weights.safetensors_files import list_some
@@ -174,7 +175,7 @@ def note_experts(model: PreTrainedModel, format: Format) -> list[str]:
 
     Experts are most of such a model, so it is far larger than its number of bits suggests.
     """
-    if not any("expert" in key for key in model.config.get_text_config().to_dict()):
+    if not mentions_experts(model.config):
         return []
     found = {
         name: [p for p in module.parameters(recurse=False) if p.ndim > 2 and len(p) > 1]
