@@ -16,13 +16,14 @@ from tests.helpers.packed import SMALL, packed_rows_stay_apart, real_config
 from tests.helpers.quick_config import load_config
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from transformers.models.lfm2 import modeling_lfm2
 from transformers.models.llama import modeling_llama
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from qlora_fsdp.common.errors import ConfigError
 from qlora_fsdp.data.batch import lay_out
+from qlora_fsdp.layers import liger
 from qlora_fsdp.layers.attention import VARLEN
 from qlora_fsdp.model import miniature as small_configs
 from qlora_fsdp.model import packing
@@ -33,6 +34,24 @@ from qlora_fsdp.model.row_trial import RowTrial
 
 LONG = 2**20  # tokens of a sequence, so that every window is reached
 RUN = ["model=llama3-8b", "data=random", "training.max_steps=1"]
+
+
+def test_an_earlier_run_of_the_process_left_kernels_for_gpus(monkeypatch: pytest.MonkeyPatch):
+    """A sweep's runs share a process: the second run's trial, on the CPU, must not meet the first one's Triton."""
+    pytest.importorskip("liger_kernel")
+    monkeypatch.setattr(liger, "_stock", {})
+    config, stock_norm = LlamaConfig(), modeling_llama.LlamaRMSNorm
+    try:
+        chosen = liger.use_fused_kernels(load_config(RUN).kernels, config, torch.device("cuda"))
+        patched_norm = modeling_llama.LlamaRMSNorm
+        assert chosen == ["rms_norm", "rotary", "glu"] and patched_norm is not stock_norm
+        trial = RowTrial(config, LONG)
+        assert (trial.error, trial.why_not_packed(BY_STARTS), trial.has_plain_head()) == (None, None, True)
+        assert modeling_llama.LlamaRMSNorm is patched_norm
+    finally:
+        for (owner, name), value in liger._stock.items():
+            setattr(owner, name, value)
+    assert modeling_llama.LlamaRMSNorm is stock_norm
 
 
 # One of each mechanism: plain, windows of two kinds, experts, latent attention, positions from a table, no positions in

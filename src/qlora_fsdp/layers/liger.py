@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import inspect
 import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from transformers import PretrainedConfig
@@ -21,12 +26,13 @@ LIGER_NAMES = {
     "cross_entropy": ("fused_linear_cross_entropy",),
 }
 OURS = {"cross_entropy", "fused_linear_cross_entropy"}  # `head_loss.py` calls the loss, so no model is patched for it
+_stock: dict[tuple[Any, str], Any] = {}  # what was patched in this process: by owner and name, what it was before
 
 
 def use_fused_kernels(config: KernelsConfig, model: PretrainedConfig, device: torch.device) -> list[str]:
     """Patch transformers' classes of a family with Liger's kernels, by Liger's own function for the family.
 
-    This changes models that are built afterwards.
+    This changes models that are built afterwards, in this process, but for those in `stock_models()`.
 
     Args:
         config: a choice for each kernel; `auto` takes Liger's where it is available, but for the loss.
@@ -60,8 +66,35 @@ def use_fused_kernels(config: KernelsConfig, model: PretrainedConfig, device: to
         from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
         on = {name for setting in chosen for name in LIGER_NAMES[setting]} - OURS
+        import_module(type(model.get_text_config()).__module__.replace("configuration_", "modeling_"))
+        before = _models_attributes()
         MODEL_TYPE_TO_APPLY_LIGER_FN[model_type](**{name: name in on for name in options})
+        for (owner, name), value in before.items():
+            if vars(owner)[name] is not value:
+                _stock.setdefault((owner, name), value)
     return chosen
+
+
+@contextmanager
+def stock_models() -> Iterator[None]:
+    """While it lasts, transformers' classes are what they were before `use_fused_kernels` changed any."""
+    patched = {(owner, name): vars(owner)[name] for owner, name in _stock}
+    try:
+        for (owner, name), value in _stock.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for (owner, name), value in patched.items():
+            setattr(owner, name, value)
+
+
+def _models_attributes() -> dict[tuple[Any, str], Any]:
+    """What the imported files of transformers' models define, and what their classes do: by owner and name."""
+    modules = [module for name, module in sys.modules.items() if name.startswith("transformers.models.")]
+    modules = [module for module in modules if ".modeling_" in module.__name__]
+    kinds = {kind for module in modules for kind in vars(module).values() if inspect.isclass(kind)}
+    owners = [*modules, *(kind for kind in kinds if kind.__module__.startswith("transformers.models."))]
+    return {(owner, name): value for owner in owners for name, value in vars(owner).items()}
 
 
 def choose_loss_kernel(choice: Kernel, device: torch.device) -> LossKernel:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from qlora_fsdp.data.batch import lay_out
+from qlora_fsdp.layers.liger import stock_models
 from qlora_fsdp.model.attention_by_starts import register_stand_ins
 from qlora_fsdp.model.inputs import has_recurrent_layers, lay_out_for, row_markers
 from qlora_fsdp.model.miniature import MAX_PARAMETERS, VOCAB, miniature
@@ -72,7 +73,7 @@ class RowTrial:
         self.error: str | None = None
         self.is_recurrent, self.num_positions = False, None
         register_stand_ins()
-        with _quiet():
+        with _stock():
             try:
                 self.small = miniature(config, max_length)
                 self._check_size()
@@ -88,7 +89,7 @@ class RowTrial:
         if self.error is not None:
             return self.error
         if attention not in self.found:
-            with _quiet():
+            with _stock():
                 self.found[attention] = self._try(attention)
         return self.found[attention]
 
@@ -120,7 +121,7 @@ class RowTrial:
         """Whether the logits are the output head of the decoder's last hidden state, and no more than capped."""
         if self.error is not None:
             return False
-        with _quiet(), torch.no_grad():
+        with _stock(), torch.no_grad():
             try:
                 return self._compare_heads()
             except Exception:  # no such parts, or parts that want to be called in another way
@@ -236,11 +237,12 @@ def _first_line(error: Exception) -> str:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Keeps what transformers warns of from the log: it would be about the small model."""
+def _stock() -> Iterator[None]:
+    """Transformers as it comes, without the GPU kernels of an earlier run; its warnings would be of the small model."""
     level = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     try:
-        yield
+        with stock_models():
+            yield
     finally:
         transformers.logging.set_verbosity(level)
