@@ -25,6 +25,7 @@ from qlora_fsdp.data.label_counts import label_width
 from qlora_fsdp.data.tokenizer import AddedTokens
 from qlora_fsdp.layers.attention import traced_attention
 from qlora_fsdp.layers.head_loss import LossKernel
+from qlora_fsdp.layers.liger import stock_models
 from qlora_fsdp.layers.rewire import rewire
 from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.memory.traced import EndsUse, LayerUse, ModelParts
@@ -143,7 +144,8 @@ class ModelTracer:
             trust_remote_code=self.trust_remote_code,
             shares_equal_layers=not _names_a_layer(config),
         )
-        meta = build_model(self.files, settings)
+        with stock_models():
+            meta = build_model(self.files, settings)
         put_in_shapes(meta.model, computing.liger_kernels)
         loss, splits_head = computing.loss_kernel, computing.splits_head
         model = adapt_model(meta, config.lora, config.task, self.tokens, loss, splits_head)
