@@ -33,10 +33,17 @@ _DESCRIPTIONS = {
 
 @dataclass(frozen=True)
 class Choice:
-    """The plan that was chosen, and whether it fits the target."""
+    """The plan that was chosen.
+
+    Attributes:
+        plan: the plan.
+        fits: whether it fits the target.
+        gives_up_graph: whether it does without a CUDA graph, which the settings ask for, because of the target.
+    """
 
     plan: MemoryPlan
     fits: bool
+    gives_up_graph: bool = False
 
 
 def choose(work: Workload, target: float, gpu: Gpu) -> Choice:
@@ -53,9 +60,17 @@ def choose(work: Workload, target: float, gpu: Gpu) -> Choice:
         for each in _ways_to_reshard(work)
     ]
     fitting = [choice for choice in choices if choice.fits]
+    if not fitting and any(choice.plan.beside_graph for choice in choices):
+        return replace(choose(_launched(work), target, gpu), gives_up_graph=True)
     if not fitting:
         return min(choices, key=lambda choice: choice.plan.needed)
     return max(fitting, key=lambda choice: tokens_per_second(choice.plan.work, choice.plan.policies, gpu))
+
+
+def _launched(work: Workload) -> Workload:
+    """The run with kernels that are launched one by one, as it does where a CUDA graph would leave too little room."""
+    config = work.config
+    return replace(work, config=replace(config, compute=replace(config.compute, cuda_graph=False)))
 
 
 def micro_batch_sizes(work: Workload) -> list[int]:

@@ -217,7 +217,7 @@ def _explained() -> Iterator[None]:
 
 def _modules_key(config: Config) -> str:
     """Equal for settings that make the same modules."""
-    return repr((config.quant, config.lora, config.task, config.kernels, config.compute))
+    return repr((config.quant, config.lora, config.task, config.kernels, config.compute.matmul))
 
 
 def _names_a_layer(config: Config) -> bool:
