@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import assert_never
 
-from qlora_fsdp.common.errors import AdapterError, CheckpointError
+from qlora_fsdp.common.errors import AdapterError, CheckpointError, ConfigError, Problem
 from qlora_fsdp.config.schema import Config, DataFormat, LoraConfig, TaskConfig, TaskName
 from qlora_fsdp.config.written import public_value, with_training
 from qlora_fsdp.data.tokenizer import AddedTokens, add_tokens, byte_tokenizer, load_tokenizer
@@ -28,8 +29,9 @@ from qlora_fsdp.model.causal_lm import CausalLM
 from qlora_fsdp.model.chat_rows import check_chat_rows
 from qlora_fsdp.model.classifier import Classifier
 from qlora_fsdp.model.find import ModelFiles, find_model
+from qlora_fsdp.model.inputs import has_recurrent_layers
 from qlora_fsdp.model.new_tokens import count_tokens
-from qlora_fsdp.model.packing import Traits, check_causal, find_traits, settle_packing
+from qlora_fsdp.model.packing import RECURRENT_KERNELS, Traits, check_causal, find_traits, settle_packing
 from qlora_fsdp.model.router_loss import RouterLoss, describe_router_loss
 from qlora_fsdp.model.targets import describe_left_out, find_left_out
 from qlora_fsdp.model.task_model import TaskModel
@@ -119,6 +121,8 @@ def assemble(
     liger_kernels = use_fused_kernels(config.kernels, files.config, device) if trains else []
     loss_kernel = choose_loss_kernel(config.kernels.cross_entropy, device) if trains else "torch"
     meta = _build(config, lora, files, tokenizer, dtype, attention)
+    if trains and config.training.deterministic and device.type == "cuda":
+        _refuse_recurrent_kernels(meta)
     num_rows = count_tokens(meta.model)[1] if tokens.ids else 0
     if tokens.vocab_size > num_rows + len(tokenizer) + len(tokens.ids):  # a few bytes would ask for any number of rows
         raise AdapterError(
@@ -159,6 +163,19 @@ def _add_router_loss(model: TaskModel, coef: float) -> list[str]:
     return describe_router_loss(model.base, coef)
 
 
+def _refuse_recurrent_kernels(meta: MetaModel) -> None:
+    """Refuse kernels of recurrent layers where a run is to repeat: their backward adds with atomics.
+
+    Raises:
+        ConfigError: the model has such layers, and transformers would use the kernels that are installed for them.
+    """
+    installed = [name for name in RECURRENT_KERNELS if find_spec(name) is not None]
+    if installed and has_recurrent_layers(meta.model):
+        reason = f"can't be kept: {' and '.join(installed)}, whose kernels this model uses, add in any order."
+        fix = "Set training.deterministic=false, or uninstall them: torch computes in their place (slower)."
+        raise ConfigError([Problem("training.deterministic=true", reason, fix)])
+
+
 def _try_small(
     config: Config, files: ModelFiles, dtype: torch.dtype, processes: Processes, generates: bool
 ) -> tuple[Config, Traits, str, list[str]]:
@@ -170,7 +187,10 @@ def _try_small(
     traits = find_traits(files.config, config, processes)
     is_causal = config.task.name is TaskName.causal_lm and not generates
     wanted, device = config.model.attn_implementation.value, processes.device
-    attention, slower = choose_attention(wanted, files.config, device, dtype, is_causal, traits.why_not_by_starts)
+    attention, slower = choose_attention(
+        *(wanted, files.config, device, dtype, is_causal, traits.why_not_by_starts),
+        deterministic=config.training.deterministic and not generates,
+    )
     notes = [slower] if slower else []
     if not generates:
         config, padded = settle_packing(config, files.config, attention, processes)
