@@ -89,9 +89,11 @@ def preflight(argv: Sequence[str], file: Path) -> int:
     # From here on torch is needed, which takes seconds to import: mistakes in the settings were answered before.
     with quick_imports():
         from qlora_fsdp.model.find import make_config
+        from qlora_fsdp.model.rope import scale_rope
         from qlora_fsdp.tracing.model_tracer import trace_config
 
     model = make_config(values, _name(config))
+    scale_rope(model.get_text_config(), config.model.rope_scaling)
     config, padded = _settle_packing(config, model)
     work = Workload(
         trace_config(model, config),

@@ -26,7 +26,7 @@ from qlora_fsdp.config.settings import show
 ALLOWED = {
     "model": (
         *("name", "path", "revision", "tokenizer_path", "weights"),
-        *("attn_implementation", "cache_quantized", "config"),
+        *("attn_implementation", "cache_quantized", "config", "rope_scaling"),
     ),
     "tokenizer": ("add_tokens", "add_special_tokens"),
     "quant": (

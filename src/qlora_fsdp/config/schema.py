@@ -226,6 +226,10 @@ class ModelConfig:
     # there counts, and must be of the same model. With model=custom it is for `model.weights=random`: used alone if it
     # has a model_type and model.path is no local folder, else over the config.json in model.path.
     config: dict[str, Any] = field(default_factory=dict)
+    # Scaled rotary embeddings, for rows longer than the model was made for (docs/long-rows.md). As transformers'
+    # rope_scaling: {rope_type: yarn, factor: 4.0}, with rope_type yarn, linear or llama3, and what else the type takes.
+    # Empty: what the model has.
+    rope_scaling: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass

@@ -50,6 +50,7 @@ class CardFacts:
         settings: what was set, by the setting's name or in words, in the order of the table.
         num_steps: optimizer steps of the whole run.
         is_final: whether all of them are done; else the adapter is part of a checkpoint.
+        scales_rope: whether its rotary embeddings are not those of the base's files.
         eval_losses: losses of the held-out rows by the number of steps done; empty if there are none.
         train_losses: mean losses of the first training steps, if these are known, and of the last; None if there are
             none.
@@ -66,6 +67,7 @@ class CardFacts:
     settings: tuple[tuple[str, str], ...] = ()
     num_steps: int = 0
     is_final: bool = True
+    scales_rope: bool = False
     eval_losses: tuple[tuple[int, float], ...] = ()
     train_losses: tuple[float | None, float] | None = None
     rank: int = 8

@@ -68,6 +68,7 @@ def describe_adapter(
         settings=_settings(prepared, config),
         num_steps=prepared.split.num_steps,
         is_final=is_final,
+        scales_rope=bool(config.model.rope_scaling),
         eval_losses=tuple(result.eval_losses),
         train_losses=train_losses,
         rank=max(config.lora.r, *config.lora.rank_pattern.values(), 1),
