@@ -9,12 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
-import torch
 
 from qlora_fsdp.layers import attention
 from qlora_fsdp.model.task_model import TaskModel
 from qlora_fsdp.runtime.processes import Processes
-from tests.helpers.plain_varlen import register_plain_varlen
+from tests.helpers.plain_varlen import cpu_with_varlen
 from tests.helpers.ranks import once, run_ranks
 from tests.helpers.reference import stock_losses
 from tests.helpers.runs import Trained, settings, train_all
@@ -26,11 +25,9 @@ FAMILIES = ("gpt_oss", "deepseek_v3")
 
 
 def train_by_starts(cases: Mapping[str, Sequence[str]]) -> dict[str, Trained]:
-    """Runs on this rank of a world, which takes a CPU for a GPU that has the kernels."""
-    register_plain_varlen()
-    attention._why_none_for_rows = lambda config, device, dtype: None
-    torch.cuda.get_device_capability = lambda device=None: (8, 0)
-    return train_all(cases, chosen_attention)
+    """Runs on this rank of a world."""
+    with cpu_with_varlen():
+        return train_all(cases, chosen_attention)
 
 
 def chosen_attention(model: TaskModel, processes: Processes) -> str:
