@@ -14,10 +14,10 @@ run. What is proven depends on that:
 
 - `sdpa` and `eager` are called as they are: transformers' masks, the model's classes and the call are proven.
 - `varlen` and FlashAttention are told where rows start, and get no mask. A function of plain torch stands in for them
-  that knows nothing else: a token sees those before it in its row, as far as its window. That proves that the model
-  hands starts and windows down to its attention, and asks for nothing that the kernel leaves out (gpt-oss has sinks,
-  and Gemma 2 caps logits, which varlen does not). That the kernel computes what the function computes is for its own
-  tests (tests/gpu/test_gpu_attention.py).
+  that knows what they know: a token sees those before it in its row, as far as its window, and its heads' sinks
+  (attention_by_starts.py). That proves that the model hands starts and windows down to its attention, and asks for
+  nothing that the kernel leaves out (Gemma 2 caps logits, which varlen does not). That the kernel computes what the
+  function computes is for its own tests (tests/gpu/test_gpu_attention.py).
 - Kernels of layers that carry a state run on GPUs alone. Where they are installed, so does the trial of such a model.
 - What begins only after thousands of tokens is not reached, such as the second set of rotary factors of Phi 3.
 
