@@ -11,6 +11,7 @@ import pytest
 import torch
 from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
@@ -25,7 +26,7 @@ from transformers import (
 from qlora_fsdp.common.errors import AdapterError, ConfigError
 from qlora_fsdp.config.schema import LoraConfig
 from qlora_fsdp.data.batch import lay_out
-from qlora_fsdp.layers import Format, QuantizedExpertWeight, grouped_products
+from qlora_fsdp.layers import Format, QuantizedExpertWeight, experts, grouped_products
 from qlora_fsdp.layers.expert_adapter import ExpertAdapter
 from qlora_fsdp.layers.expert_gate import Activation, Gate, find_gate
 from qlora_fsdp.layers.expert_rows import ActivationBackward, activate, sort_rows
@@ -109,6 +110,32 @@ def test_outputs_and_gradients_equal_peft(family: str, slice_bytes: int, monkeyp
     torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
     for found, wanted in zip(torch.autograd.grad(y, inputs, grad), expected_grads, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_recomputation_leaves_out_the_last_product(family: str, monkeypatch: pytest.MonkeyPatch):
+    """`down` is multiplied once in forward and once for the gradient, which is the same to the bit."""
+    torch.manual_seed(0)
+    _, module, adapters = stock_experts(family)
+    x, w = torch.randn(TOKENS, HIDDEN, requires_grad=True), torch.rand(TOKENS, TOP_K, requires_grad=True)
+    index = torch.randint(0, NUM_EXPERTS, (TOKENS, TOP_K))
+    inputs = [x, w, *(p for part in adapters.values() for p in (part.lora_a.weight, part.lora_b.weight))]
+    multiplied: list[Any] = []
+
+    def counted(factor: Tensor, weight: Any, *args: Any) -> Tensor:
+        multiplied.append(weight)
+        return grouped_products.product(factor, weight, *args)
+
+    monkeypatch.setattr(experts, "product", counted)
+    kept = experts_forward(module, x, index, w, adapters)
+    expected = torch.autograd.grad(kept.square().sum(), inputs)
+    multiplied.clear()
+    y = checkpoint(experts_forward, module, x, index, w, adapters, use_reentrant=False)
+    found = torch.autograd.grad(y.square().sum(), inputs)
+    up, down = (getattr(module, name) for name in expert_weight_names(module))
+    assert [weight is down for weight in multiplied] == [False, True, True, False, False]
+    assert all(weight is up or weight is down for weight in multiplied)
+    assert torch.equal(y, kept) and all(map(torch.equal, found, expected))
 
 
 def test_without_adapters_nothing_but_inputs_gets_a_gradient():

@@ -18,6 +18,7 @@ from qlora_fsdp.common.fused_mlp import MAX_RANK
 from qlora_fsdp.config.schema import Config, KernelsConfig, LoraConfig
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.layers import Format, QuantizedExpertWeight
+from qlora_fsdp.layers.experts import expert_weight_names
 from qlora_fsdp.layers.kernels.launch import as_on_a_gpu, bytes_moved
 from qlora_fsdp.layers.lora import LoraLinear
 from qlora_fsdp.layers.rewire import rewire
@@ -93,7 +94,8 @@ def batch() -> Batch:
 def saved_by_layer(model: TaskModel, index: int) -> int:
     """Bytes of the storages that autograd keeps for a layer of a real model; not those of its arguments and parameters.
 
-    Low-rank products that functions keep by themselves are added: autograd's hooks do not see these.
+    What functions keep by themselves is added, as autograd's hooks do not see it: low-rank products, and the order of
+    experts' rows (int32, each row's pair and each pair's row, and each expert's end).
     """
     layer, found, outside = model.layers[index], dict[int, Tensor](), set[int]()
     forward = layer.forward
@@ -120,7 +122,10 @@ def saved_by_layer(model: TaskModel, index: int) -> int:
         for lora in list(module.__dict__["forward"].layers)[:-1]
     )
     ranks = sum(m.r["default"] for m in layer.modules() if isinstance(m, LoraLinear) and is_function(m))
-    return seen + TOKENS * 4 * (ranks - in_fused)
+    experts = [module for module in layer.modules() if expert_weight_names(module)]
+    num_rows = TOKENS * getattr(model.base.config, "num_experts_per_tok", 0)
+    orders = sum(4 * (2 * num_rows + getattr(m, expert_weight_names(m)[0]).shape[0]) for m in experts)
+    return seen + TOKENS * 4 * (ranks - in_fused) + orders
 
 
 def is_function(layer: LoraLinear) -> bool:

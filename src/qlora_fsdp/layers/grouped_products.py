@@ -52,6 +52,13 @@ def beside_low_rank(
     return both, low
 
 
+def with_low_rank(factor: Tensor, low_rank: Tensor | None) -> Tensor:
+    """The factor and the columns behind it as one tensor, as `beside_low_rank` has laid them out."""
+    rank = 0 if low_rank is None else low_rank.shape[1]
+    shape = factor.shape[0], factor.shape[1] + rank
+    return factor.as_strided(shape, factor.stride(), factor.storage_offset())
+
+
 def product(input_SK: Tensor, weight: ExpertWeight, extra: Tensor | None, sums_over_rows: bool, rows: Rows) -> Tensor:
     """Each row of the input times the weight of its expert: [S, N].
 
