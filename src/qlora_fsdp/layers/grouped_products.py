@@ -17,7 +17,7 @@ from qlora_fsdp.layers.quantized_experts import QuantizedExpertWeight
 # bounds. If all experts need more, some of the product's columns are made at a time, for all experts, which asks the
 # GPU for no numbers of rows. So a short step, which may be meant for a small GPU, holds little at a time, and a long
 # one loses nothing: each slice reads all rows that go in, and copies what comes out into its columns.
-MIN_SLICE_BYTES, MAX_SLICE_BYTES = 2**28, 2**30
+MIN_SLICE_BYTES, MAX_SLICE_BYTES = 2**29, 2**30
 COLUMNS_MULTIPLE = 64  # blocks of 4-bit weights have so many columns
 
 ExpertWeight = QuantizedExpertWeight | nn.Parameter

@@ -34,11 +34,9 @@ def operations_of(func: Any, args: Any, out: Any) -> Operations:
     flops = 2.0 * a.numel() * b.shape[-1]
     if operation is aten._scaled_mm:
         return Operations(fp8=flops)
-    if flops < LEAST_INTENSITY * num_bytes:
-        return Operations(moved=num_bytes)
-    if operation is aten._grouped_mm and b.ndim == 3:
+    if operation is aten._grouped_mm and b.ndim == 3 and b.shape[-1] >= GROUP_TILE:
         flops *= 1 + GROUP_TILE * len(b) / len(a)
-    return Operations(products=flops)
+    return Operations(products=flops) if flops >= LEAST_INTENSITY * num_bytes else Operations(moved=num_bytes)
 
 
 def _num_bytes(func: Any, args: Any, out: Any) -> int:
