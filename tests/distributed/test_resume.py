@@ -41,6 +41,7 @@ EXACT = {
     "a rank without rows": ["lora.r=1"],
     "offload": ["fsdp=offload"],
     "no_shard": ["fsdp=no_shard"],
+    "deterministic": ["training.deterministic=true", "training.global_batch_size=8"],
     "adamw_8bit": ["optim=adamw_8bit", "lora.r=64"],
 }
 

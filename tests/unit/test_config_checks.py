@@ -112,6 +112,10 @@ def test_wandb_is_missed_before_the_run_where_a_key_turns_it_on(
         ),
         ("training.eval_every_steps=5", "training.eval_every_steps=5 has no data to evaluate on."),
         ("training.max_steps=null", "training.max_steps=null sets no end"),
+        (
+            "training.deterministic=true model.attn_implementation=flash_attention_4",
+            "model.attn_implementation=flash_attention_4 adds gradients in any order",
+        ),
         ("training.precision=float16", "training.precision=float16 needs loss scaling"),
         ("quant.bnb_4bit_quant_storage=float16", "does not fit the compute dtype"),
         (

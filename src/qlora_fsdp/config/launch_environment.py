@@ -26,7 +26,7 @@ _OTHER_PARALLELISM = ("PARALLELISM_CONFIG_TP_SIZE", "PARALLELISM_CONFIG_CP_SIZE"
 
 def check_launch_environment(config: Config, environ: Mapping[str, str]) -> list[Problem]:
     """Returns the contradictions between the configuration and the variables that `accelerate launch` sets."""
-    return [*_fsdp(config, environ), *_training(config, environ), *_engines(environ)]
+    return [*_fsdp(config, environ), *_training(config, environ), *_repeatable(config, environ), *_engines(environ)]
 
 
 def _fsdp(config: Config, environ: Mapping[str, str]) -> Iterator[Problem]:
@@ -76,6 +76,13 @@ def _training(config: Config, environ: Mapping[str, str]) -> Iterator[Problem]:
 
     if environ.get("ACCELERATE_DYNAMO_BACKEND", "NO").upper() != "NO":
         yield _unsupported(environ, "ACCELERATE_DYNAMO_BACKEND", "torch.compile")
+
+
+def _repeatable(config: Config, environ: Mapping[str, str]) -> Iterator[Problem]:
+    name = "CUBLAS_WORKSPACE_CONFIG"
+    if config.training.deterministic and environ.get(name, ":4096:8") not in (":4096:8", ":16:8"):
+        reason = "lets cuBLAS add in any order, and training.deterministic=true asks for one."
+        yield Problem(f"{name}={environ[name]}", reason, f"Unset {name}, or set it to :4096:8.")
 
 
 def _engines(environ: Mapping[str, str]) -> Iterator[Problem]:

@@ -474,6 +474,9 @@ class TrainingConfig:
     learning_rate: float = field(default=2e-4, metadata=bounds(above=0))
     # Seed of the initialisation, of the data's order and of dropout.
     seed: int = field(default=0, metadata=bounds(at_least=0, below=2**31))
+    # Let a run repeat to the bit on the same GPUs. Kernels that add in any order are replaced by slower ones or refused
+    # by name, and every micro-batch sums its gradients over the ranks. On CPUs runs repeat without it.
+    deterministic: bool = False
     # Put several rows into one sequence of max_length tokens, without letting them see one another. `auto`: where a
     # small model of the same kind shows that they do not; otherwise each row is a sequence, and the log says why. true:
     # the same, but a run whose rows would see one another ends with an error.

@@ -6,15 +6,16 @@ What differs between them is an argument of `assemble`. `materialize.py` then gi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import assert_never
 
-from qlora_fsdp.common.errors import AdapterError, CheckpointError
+from qlora_fsdp.common.errors import AdapterError, CheckpointError, ConfigError, Problem
 from qlora_fsdp.config.schema import Config, DataFormat, LoraConfig, TaskConfig, TaskName
 from qlora_fsdp.config.written import public_value, with_training
 from qlora_fsdp.data.tokenizer import AddedTokens, add_tokens, byte_tokenizer, load_tokenizer
@@ -28,9 +29,11 @@ from qlora_fsdp.model.causal_lm import CausalLM
 from qlora_fsdp.model.chat_rows import check_chat_rows
 from qlora_fsdp.model.classifier import Classifier
 from qlora_fsdp.model.find import ModelFiles, find_model
+from qlora_fsdp.model.inputs import has_recurrent_layers
 from qlora_fsdp.model.new_tokens import count_tokens
-from qlora_fsdp.model.packing import Traits, find_traits, settle_packing
+from qlora_fsdp.model.packing import RECURRENT_KERNELS, Traits, check_causal, find_traits, settle_packing
 from qlora_fsdp.model.router_loss import RouterLoss, describe_router_loss
+from qlora_fsdp.model.targets import describe_left_out, find_left_out
 from qlora_fsdp.model.task_model import TaskModel
 from qlora_fsdp.runtime.hardware import choose_dtype
 from qlora_fsdp.runtime.processes import Processes
@@ -52,6 +55,7 @@ class AssembledModel:
         dtype: the compute dtype: of base parameters that are not quantized, and of the matrix products.
         attention: name of the attention implementation.
         packs_rows: whether several rows share a sequence.
+        unreached: linear layers that no gradient reaches, as of `Traits`.
         liger_kernels: the settings (`rms_norm`, `rotary`, `glu`, `cross_entropy`) whose kernels are Liger's.
         loss_kernel: what computes the loss of a frozen head.
         num_fp8_layers: layers that multiply in fp8.
@@ -67,6 +71,7 @@ class AssembledModel:
     dtype: torch.dtype
     attention: str
     packs_rows: bool
+    unreached: frozenset[str]
     liger_kernels: list[str]
     loss_kernel: LossKernel
     num_fp8_layers: int
@@ -111,16 +116,21 @@ def assemble(
         tokens = saved_tokens
     # Before Liger puts kernels for GPUs into transformers' classes, which small models have too.
     config, traits, attention, notes = _try_small(config, files, dtype, processes, generates)
+    if trains:
+        check_causal(files.config, traits)
     liger_kernels = use_fused_kernels(config.kernels, files.config, device) if trains else []
     loss_kernel = choose_loss_kernel(config.kernels.cross_entropy, device) if trains else "torch"
     meta = _build(config, lora, files, tokenizer, dtype, attention)
+    if trains and config.training.deterministic and device.type == "cuda":
+        _refuse_recurrent_kernels(meta)
     num_rows = count_tokens(meta.model)[1] if tokens.ids else 0
     if tokens.vocab_size > num_rows + len(tokenizer) + len(tokens.ids):  # a few bytes would ask for any number of rows
         raise AdapterError(
             f"token {tokens.vocab_size - 1} can't get a row: {files.folder} has {num_rows} tokens. Correct the "
             "tokenizer, or trainable_token_indices in the adapter's adapter_config.json."
         )
-    model = adapt_model(meta, lora, config.task, tokens, loss_kernel, traits.has_plain_head)
+    left_out = describe_left_out(meta.model, find_left_out(meta.model, lora, traits.unreached))
+    model = adapt_model(meta, lora, config.task, tokens, loss_kernel, traits.has_plain_head, traits.unreached)
     rewired = rewire(model, config.compute, config.kernels) if trains else Rewired(num_fp8=0, num_groups=0)
     return AssembledModel(
         model,
@@ -131,6 +141,7 @@ def assemble(
         dtype,
         attention,
         config.training.packing is True,
+        traits.unreached,
         liger_kernels,
         loss_kernel,
         rewired.num_fp8,
@@ -138,6 +149,7 @@ def assemble(
         notes=[
             *notes,
             *meta.notes,
+            *left_out,
             *(_add_router_loss(model, config.training.router_aux_loss_coef) if trains else []),
             *(check_chat_rows(files.tensors, tokenizer, config) if trains else []),
         ],
@@ -151,6 +163,19 @@ def _add_router_loss(model: TaskModel, coef: float) -> list[str]:
     return describe_router_loss(model.base, coef)
 
 
+def _refuse_recurrent_kernels(meta: MetaModel) -> None:
+    """Refuse kernels of recurrent layers where a run is to repeat: their backward adds with atomics.
+
+    Raises:
+        ConfigError: the model has such layers, and transformers would use the kernels that are installed for them.
+    """
+    installed = [name for name in RECURRENT_KERNELS if find_spec(name) is not None]
+    if installed and has_recurrent_layers(meta.model):
+        reason = f"can't be kept: {' and '.join(installed)}, whose kernels this model uses, add in any order."
+        fix = "Set training.deterministic=false, or uninstall them: torch computes in their place (slower)."
+        raise ConfigError([Problem("training.deterministic=true", reason, fix)])
+
+
 def _try_small(
     config: Config, files: ModelFiles, dtype: torch.dtype, processes: Processes, generates: bool
 ) -> tuple[Config, Traits, str, list[str]]:
@@ -162,7 +187,10 @@ def _try_small(
     traits = find_traits(files.config, config, processes)
     is_causal = config.task.name is TaskName.causal_lm and not generates
     wanted, device = config.model.attn_implementation.value, processes.device
-    attention, slower = choose_attention(wanted, files.config, device, dtype, is_causal, traits.why_not_by_starts)
+    attention, slower = choose_attention(
+        *(wanted, files.config, device, dtype, is_causal, traits.why_not_by_starts),
+        deterministic=config.training.deterministic and not generates,
+    )
     notes = [slower] if slower else []
     if not generates:
         config, padded = settle_packing(config, files.config, attention, processes)
@@ -226,6 +254,7 @@ def adapt_model(
     tokens: AddedTokens,
     loss_kernel: LossKernel = "torch",
     splits_head: bool = True,
+    unreached: Collection[str] = (),
 ) -> TaskModel:
     """Add the adapters to the model, in place, and wrap it in the `TaskModel` of its task.
 
@@ -236,13 +265,15 @@ def adapt_model(
         tokens: the tokens whose rows in embeddings and head are trained.
         loss_kernel: what computes the loss of a frozen head.
         splits_head: as of `CausalLM`.
+        unreached: as of `find_targets`.
     """
     match task.name:
         case TaskName.causal_lm:
-            return CausalLM(apply_adapters(meta.model, lora, tokens=tokens), loss_kernel, splits_head)
+            adapted = apply_adapters(meta.model, lora, tokens=tokens, unreached=unreached)
+            return CausalLM(adapted, loss_kernel, splits_head)
         case TaskName.sequence_classification | TaskName.token_classification:
             lora = replace(lora, modules_to_save=[*(lora.modules_to_save or []), *meta.head])
-            return Classifier(apply_adapters(meta.model, lora, task.name, tokens), task)
+            return Classifier(apply_adapters(meta.model, lora, task.name, tokens, unreached), task)
         case _:
             assert_never(task.name)
 

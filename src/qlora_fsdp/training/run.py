@@ -37,6 +37,7 @@ from qlora_fsdp.records.trackers import note_missing_key
 from qlora_fsdp.report.page import write_report
 from qlora_fsdp.runtime.hardware import host_rss_gib, host_rss_now_gib, is_shortage
 from qlora_fsdp.runtime.processes import Processes, start_processes, stop_processes
+from qlora_fsdp.runtime.repeatable import repeatable
 from qlora_fsdp.runtime.watch import Watch
 from qlora_fsdp.training.bad_steps import NUM_NORMS, BadSteps
 from qlora_fsdp.training.batches import GlobalBatches
@@ -78,7 +79,7 @@ def run(config: Config, world: World) -> dict[str, Any]:
     Raises:
         UserError: anything the user can mend; the same on every rank, before the first step wherever possible.
     """
-    with _joined_ranks(config) as (processes, watch, summary):
+    with _joined_ranks(config) as (processes, watch, summary), repeatable(config.training.deterministic):
         # First: can the settings be used on this hardware, and is there a checkpoint to resume from? Then the folder is
         # opened.
         check(config, _complete(world, processes))
