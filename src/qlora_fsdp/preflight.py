@@ -27,7 +27,7 @@ from qlora_fsdp.config.check_settings import TRAINING, Needs, check_settings, ch
 from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.config.data_paths import all_paths, match
 from qlora_fsdp.config.model_config import describes_itself, read_config_json
-from qlora_fsdp.config.schema import Config, Dtype, Kernel, ModelConfig, TaskName
+from qlora_fsdp.config.schema import Config, ModelConfig, TaskName
 from qlora_fsdp.config.settings import problem_about
 from qlora_fsdp.config.world import World
 from qlora_fsdp.memory.choose import AUTO, MARGIN, Choice, choose, describe_choice
@@ -47,7 +47,7 @@ from qlora_fsdp.memory.show import (
 )
 from qlora_fsdp.memory.speed import load_seconds, tokens_per_second
 from qlora_fsdp.memory.suggest import cheapest_changes
-from qlora_fsdp.memory.workload import FUSED_KERNELS, Workload
+from qlora_fsdp.memory.workload import Workload
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -101,8 +101,6 @@ def preflight(argv: Sequence[str], file: Path) -> int:
         hardware.count,
         hardware.local_count,
         1 if size == AUTO else size,
-        4 if config.training.precision is Dtype.float32 else 2,
-        _fused(config),
     )
     target = GIB * (config.memory.target_gib or hardware.gpu.gib * (1 - MARGIN))
     choice = choose(work, target, hardware.gpu)
@@ -188,10 +186,6 @@ def _check(config: Config, hardware: Hardware) -> None:
         reason = f"is more than a GPU of hardware= has: {hardware.gpu.gib:g} GiB."
         problems.append(Problem(f"memory.target_gib={config.memory.target_gib:g}", reason, "Set it to null, or lower."))
     refuse(problems)
-
-
-def _fused(config: Config) -> frozenset[str]:
-    return frozenset(name for name in FUSED_KERNELS if getattr(config.kernels, name) is not Kernel.torch)
 
 
 def _describe(choice: Choice, hardware: Hardware, target: float) -> tuple[list[str], dict[str, Any]]:

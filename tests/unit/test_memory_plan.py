@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.helpers.plans import traced
+from tests.helpers.plans import FUSED_KERNELS, traced
 from tests.helpers.quick_config import load_config
 
 from qlora_fsdp.common.errors import ConfigError, MemoryShortage
@@ -24,7 +24,7 @@ from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.memory.show import faster_lines, waiting_lines
 from qlora_fsdp.memory.speed import load_seconds, tokens_per_second
 from qlora_fsdp.memory.suggest import enough_gpus, largest_savings, smaller_runs
-from qlora_fsdp.memory.workload import FUSED_KERNELS, Workload
+from qlora_fsdp.memory.workload import Workload
 from qlora_fsdp.model.adapters import NO_TOKENS, apply_adapters
 from qlora_fsdp.model.build import BuildSettings, build_model
 from qlora_fsdp.model.causal_lm import CausalLM
@@ -43,7 +43,7 @@ def workload(*overrides: str, num_ranks: int = 1, fused: frozenset[str] = FUSED_
     config = load_config(["compute.cuda_graph=false", "kernels.cross_entropy=liger", *overrides])
     size = config.training.micro_batch_size
     model = traced(config, fused)
-    return Workload(model, config, num_ranks, min(8, num_ranks), 1 if size == "auto" else size, fused=fused)
+    return Workload(model, config, num_ranks, min(8, num_ranks), 1 if size == "auto" else size)
 
 
 def uniform(work: Workload, policy: Policy = Policy.full) -> MemoryPlan:
@@ -286,6 +286,7 @@ MEASURED_SPEEDS = [
     (4, "llama3-70b", 8192, 1, ("memory=recompute",), 1336),
     (4, "llama3-70b", 2048, 2, ("memory=recompute", RESHARDS, PLAIN), 1259),
     (4, "llama3-70b", 2048, 2, ("memory=recompute", "fsdp=offload", PLAIN), 1201),
+    (1, "qwen3-30b-a3b", 4096, 4, ("memory=keep", "training.packing=false"), 18678),
 ]
 
 
@@ -501,7 +502,7 @@ def machine(target_gib: float, host_gib: float = 1000, num_ranks: int = 2) -> Ma
 
 def decide_for(target: Machine, *overrides: str):
     config = load_config(["model=llama3-70b", *overrides])
-    return plan_run(config, traced(config), config.quant, 2, FUSED_KERNELS, target)
+    return plan_run(config, traced(config), config.quant, target)
 
 
 def test_target_smaller_than_the_weights():
@@ -537,7 +538,7 @@ def test_on_a_cpu_tensors_are_host_memory():
         changed = replace(config, training=replace(config.training, **training))
         room = host_gib * GIB / num_ranks
         host = Machine(num_ranks, num_ranks, 0.95 * room, gpu_of_size(room / GIB), False, int(host_gib * GIB))
-        return plan_run(changed, model, config.quant, 4, frozenset(), host)
+        return plan_run(changed, model, config.quant, host)
 
     needed = decide_on_cpu(1000).plan.needed / GIB
     assert decide_on_cpu(1.01 * needed).plan.needed / GIB == needed

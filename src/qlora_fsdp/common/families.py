@@ -38,5 +38,20 @@ FAMILIES = {
 GATED_MLPS = {family.gated_mlp for family in FAMILIES.values()}
 PRENORM_LAYERS = {family.prenorm_layer for family in FAMILIES.values() if family.prenorm_layer is not None}
 
+# Families for which Liger has kernels of norms, rotary embeddings and MLPs: those above, and these. A plan is made on
+# hosts without Liger too; a run asks the package itself.
+LIGER_FAMILIES = frozenset(FAMILIES) | {
+    "exaone4",
+    "gemma",
+    "glm4",
+    "gpt_oss",
+    "granite",
+    "llama4_text",
+    "mixtral",
+    "olmo2",
+    "olmo3",
+    "qwen3_moe",
+}
+
 # Multimodal models whose text part is one of the above: transformers builds them whole, and the text part is trained.
 MULTIMODAL_FAMILIES = ("gemma3", "mistral3")

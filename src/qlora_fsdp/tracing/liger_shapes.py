@@ -1,8 +1,8 @@
 """What Liger's kernels keep and allocate, for a trace on meta: the package is installed on few hosts without a GPU.
 
 Each class stands for the autograd function of the same purpose in liger_kernel/ops (0.8): it saves what that one saves,
-and writes in place where that one does. This project's own kernels need no such description
-(layers/kernels/launch.py).
+reads and writes what that one does, and writes in place where that one does. This project's own kernels need no such
+description (layers/kernels/launch.py).
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, x.new_empty(x.shape[:-1], dtype=torch.float32), weight)
-        return torch.empty_like(x)
+        return x.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        weight = ctx.saved_tensors[2]
-        return torch.empty_like(grads[0]), torch.empty_like(weight) if weight.requires_grad else None
+        x, _, weight = ctx.saved_tensors
+        return x + grads[0], torch.empty_like(weight) if weight.requires_grad else None
 
 
 def _rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
@@ -81,12 +81,12 @@ class _Rotary(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
-        q, k = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k))
+        q, k = (x.transpose(1, 2).contiguous().transpose(1, 2).mul_(1) for x in (q, k))
         return q.view_as(q), k.view_as(k)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad_q, grad_k = (grad.transpose(1, 2).contiguous().transpose(1, 2) for grad in grads)
+        grad_q, grad_k = (grad.transpose(1, 2).contiguous().transpose(1, 2).mul_(1) for grad in grads)
         return grad_q, grad_k, None, None
 
 
@@ -105,12 +105,12 @@ class _Gate(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         gate, up = gate.contiguous(), up.contiguous()
         ctx.save_for_backward(gate, up)
-        return torch.empty_like(gate)
+        return gate * up
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
         gate, up = ctx.saved_tensors
-        return gate, up
+        return gate.mul_(grads[0]), up.mul_(grads[0])
 
 
 def _loss(hidden_ND: Tensor, weight_VD: Tensor, bias: Tensor | None, targets_N: Tensor, softcap: Any) -> Tensor:

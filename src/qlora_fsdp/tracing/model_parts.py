@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from qlora_fsdp.layers import QuantizedLinear
+from qlora_fsdp.layers import QuantizedExpertWeight, QuantizedLinear
 from qlora_fsdp.memory.traced import LayerKind, ModelParts, Tensor
 from qlora_fsdp.model.count import count_bytes
 from qlora_fsdp.model.layer_kinds import kind_of
@@ -58,15 +58,13 @@ def count_parts(model: TaskModel, stand_ins: Sequence[int], order: Sequence[int]
 
 
 def _layer_kind(layer: nn.Module) -> LayerKind:
-    quantized = [module for module in layer.modules() if isinstance(module, QuantizedLinear)]
-    matrices = [p for m in layer.modules() if m not in quantized for p in m._parameters.values() if p is not None]
-    plain = sum(p.numel() for p in matrices if p.ndim > 1 and not p.requires_grad)
-    sizes = [module.out_features * module.in_features for module in quantized]
+    linears = [module for module in layer.modules() if isinstance(module, QuantizedLinear)]
+    experts = [module for module in layer.modules() if isinstance(module, QuantizedExpertWeight)]
+    sizes = [module.out_features * module.in_features * module.compute_dtype.itemsize for module in linears]
     return LayerKind(
         tensors=tuple(_tensors([layer], [], [])),
-        matrix_elements=plain + sum(sizes),
-        largest_weight=max((n * m.compute_dtype.itemsize for n, m in zip(sizes, quantized, strict=True)), default=0),
-        num_quantized=len(quantized),
+        largest_weight=max(sizes, default=0),
+        num_quantized=len(linears) + len(experts),
     )
 
 

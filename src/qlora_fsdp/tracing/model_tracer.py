@@ -17,13 +17,14 @@ from transformers import PretrainedConfig
 from typing_extensions import assert_never
 
 from qlora_fsdp.common.errors import CheckpointError, UserError
-from qlora_fsdp.common.families import FAMILIES
+from qlora_fsdp.common.families import LIGER_FAMILIES
 from qlora_fsdp.common.text import shorten
 from qlora_fsdp.config.schema import Config, Dtype, Kernel, TaskName
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.data.label_counts import label_width
 from qlora_fsdp.data.tokenizer import AddedTokens
 from qlora_fsdp.layers.attention import traced_attention
+from qlora_fsdp.layers.experts import mentions_experts
 from qlora_fsdp.layers.head_loss import LossKernel
 from qlora_fsdp.layers.liger import stock_models
 from qlora_fsdp.layers.rewire import rewire
@@ -192,8 +193,11 @@ def trace_config(model_config: PretrainedConfig, config: Config) -> ModelTracer:
     wanted = config.model.attn_implementation.value
     attention = traced_attention(wanted, model_config, dtype, is_causal, traits.why_not_by_starts)
     chosen = {name: getattr(config.kernels, name) for name in ("rms_norm", "rotary", "glu")}
+    if mentions_experts(model_config):  # Liger's kernels of MLPs are not used for these (layers/liger.py)
+        del chosen["glu"]
     # Liger may know more families. What it saves there is not counted on.
-    liger = [name for name, choice in chosen.items() if choice is not Kernel.torch and text.model_type in FAMILIES]
+    has_kernels = text.model_type in LIGER_FAMILIES
+    liger = [name for name, choice in chosen.items() if choice is not Kernel.torch and has_kernels]
     loss = {Kernel.auto: "triton", Kernel.liger: "liger", Kernel.torch: "torch"}[config.kernels.cross_entropy]
     computing = Computing(
         dtype, attention, liger, cast(LossKernel, loss), True, traits.has_plain_head, traits.unreached

@@ -143,8 +143,6 @@ def _plan(config: Config, assembled: AssembledModel, machine: Machine) -> RunPla
             config,
             trace_assembled(assembled, config, machine.is_cuda),
             quant_settings(assembled.meta.format, config.quant),
-            assembled.dtype.itemsize,
-            frozenset(assembled.liger_kernels) | ({"cross_entropy"} if assembled.loss_kernel != "torch" else set()),
             machine,
         )
     except UntraceableModel as error:
