@@ -42,7 +42,7 @@ from tests.helpers.quick_config import load_config
 Row = tuple[list[int], list[bool]]  # tokens, and which of them are targets
 MULTIMODAL = ("gemma3", "mistral3")  # these have a text decoder, `language_model`, beside towers for images
 EXPERT_WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
-ROUTERS = ("gate", "router")
+ROUTERS = ("gate", "router", "classifier")
 FORMER_EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")  # PEFT takes layers of these names for experts
 
 
@@ -98,8 +98,9 @@ def load_stock(folder: Path, quant: QuantConfig, device: str = "cpu", dtype: tor
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]
     in_int8 = ends if quant.embeddings is EmbeddingStorage.int8 else []
     if quant.load_in_8bit and not _is_quantized(folder):
+        kept = [*(get_keys_to_not_convert(model) if skip is None else skip), *routers]
         linears = [(name, layer) for name, layer in model.named_modules() if type(layer) is nn.Linear]
-        in_int8 += [layer for name, layer in linears if layer not in ends and name not in routers]
+        in_int8 += [layer for name, layer in linears if layer not in ends and should_convert_module(name, kept)]
     for layer in in_int8:
         layer.weight.data = _through_int8(layer.weight.data)
     for name, key in find_experts(model):
@@ -186,6 +187,9 @@ def add_lora(
     """
     wanted = config.lora
     target_modules, target_parameters = find_targets(model, config)
+    excluded = wanted.exclude_modules
+    if wanted.target_modules == "all-linear" and (refused := _refused_by_peft(model)):
+        excluded = [*(excluded or []), *refused]
     settings = peft.LoraConfig(
         task_type=task_type,
         r=wanted.r,
@@ -195,7 +199,7 @@ def add_lora(
         use_dora=wanted.use_dora,
         target_modules=target_modules,
         target_parameters=target_parameters,
-        exclude_modules=wanted.exclude_modules,
+        exclude_modules=excluded,
         modules_to_save=wanted.modules_to_save,
         rank_pattern=wanted.rank_pattern,
         alpha_pattern=wanted.alpha_pattern,
@@ -211,6 +215,20 @@ def add_lora(
             bound = math.sqrt(1 / weight.shape[1])
             weight.data.copy_(torch.empty(weight.shape).uniform_(-bound, bound, generator=generator))
     return wrapped
+
+
+def _refused_by_peft(model: nn.Module) -> list[str]:
+    """Ends of names of linear layers that stock PEFT does not adapt, found by asking for each in a copy on meta."""
+    refused = []
+    for end in {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}:
+        with torch.device("meta"):
+            on_meta = AutoModelForCausalLM.from_config(model.config)
+        try:
+            peft.get_peft_model(on_meta, peft.LoraConfig(target_modules=[end]))
+        except ValueError as error:
+            if "incompatible" in str(error):
+                refused.append(end)
+    return refused
 
 
 def find_targets(model: nn.Module, config: Config) -> tuple[list[str] | str | None, list[str] | None]:
@@ -230,7 +248,7 @@ def find_targets(model: nn.Module, config: Config) -> tuple[list[str] | str | No
 
     kept = {*heads, *routers}
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name not in kept]
-    by_parameter = {name for name in linears if experts and name.rpartition(".")[2] in FORMER_EXPERTS}
+    by_parameter = {name for name in linears if routers and name.rpartition(".")[2] in FORMER_EXPERTS}
     parameters = [f"{name}.{key}" for name, key in experts if wanted.experts and is_named(f"{name}.{key}")]
     for name in filter(is_named, sorted(by_parameter)):
         parameters.append(f"{name}.weight")
@@ -274,7 +292,7 @@ def train_stock(model: peft.PeftModel, steps: Sequence[Sequence[Row]], config: C
         loss_sum = 0.0
         for tokens, mask in rows:
             ids = torch.tensor([tokens], device=device)
-            logits = model(input_ids=ids).logits[0, :-1].float()
+            logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
             targets = torch.where(torch.tensor(mask[1:], device=device), ids[0, 1:], -100)
             loss = F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum") / total
             loss.backward()

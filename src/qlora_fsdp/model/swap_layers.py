@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import torch
 from torch import nn
-from torch.nn.modules.conv import _ConvNd
 from transformers import PreTrainedModel
 from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
@@ -18,9 +17,8 @@ from qlora_fsdp.common.text import plural, show_bytes, show_size
 from qlora_fsdp.config.check_model import int8_embeddings_problem
 from qlora_fsdp.config.schema import QuantConfig
 from qlora_fsdp.layers import Format, QuantizedEmbedding, QuantizedExpertWeight, QuantizedLinear, parse_storage
-from qlora_fsdp.layers.experts import mentions_experts
 from qlora_fsdp.model.count import dtype_name
-from qlora_fsdp.model.experts import ExpertWeightPlace, expert_weights, find_routers
+from qlora_fsdp.model.experts import ExpertWeightPlace, expert_weights, find_routers, other_experts
 from qlora_fsdp.weights.safetensors_files import list_some
 
 
@@ -175,14 +173,8 @@ def note_experts(model: PreTrainedModel, format: Format) -> list[str]:
 
     Experts are most of such a model, so it is far larger than its number of bits suggests.
     """
-    if not mentions_experts(model.config):
-        return []
-    found = {
-        name: [p for p in module.parameters(recurse=False) if p.ndim > 2 and len(p) > 1]
-        for name, module in model.named_modules()
-        if not isinstance(module, (QuantizedLinear, _ConvNd))
-    }
-    names, params = [name for name in found if found[name]], [p for each in found.values() for p in each]
+    found = other_experts(model)
+    names, params = list(found), [p for each in found.values() for p in each]
     if not params:
         return []
     modules = f"{plural(len(names), 'module')} such as {names[0]}"
