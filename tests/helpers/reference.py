@@ -42,6 +42,7 @@ from tests.helpers.quick_config import load_config
 Row = tuple[list[int], list[bool]]  # tokens, and which of them are targets
 MULTIMODAL = ("gemma3", "mistral3")  # these have a text decoder, `language_model`, beside towers for images
 EXPERT_WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
+OWN_LINEARS = ("FalconLinear",)  # classes of linear layers that stock transformers leaves as they are
 ROUTERS = ("gate", "router", "classifier")
 FORMER_EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")  # PEFT takes layers of these names for experts
 
@@ -61,7 +62,7 @@ def stock_loss(model: nn.Module, rows: Path, max_length: int = 64) -> tuple[floa
         prompt, text = (256, *row["prompt"].encode()), (256, *(row["prompt"] + row["completion"]).encode(), 257)
         ids = torch.tensor([text[:max_length]])
         with torch.no_grad():
-            logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1]
+            logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
         targets = ids[0, len(prompt) :]
         loss_sum += F.cross_entropy(logits[:, :VOCAB], targets, reduction="sum").item()
         num_targets += len(targets)
@@ -72,7 +73,7 @@ def load_stock(folder: Path, quant: QuantConfig, device: str = "cpu", dtype: tor
     """`from_pretrained` with a BitsAndBytesConfig, as PEFT's documentation does it; a quantized checkpoint as it is.
 
     transformers leaves fused experts as they are, and quantizes routers that are linear layers: here the experts are
-    quantized, and no router is. Stock int8 also quantizes activations, which we do not: for int8 the layers hold the
+    quantized, and no router is, and so are linear layers of a model's own class. Stock int8 also quantizes activations, which we do not: for int8 the layers hold the
     dequantized weights, and so do experts in any format.
     """
     config = AutoConfig.from_pretrained(folder)
@@ -103,6 +104,12 @@ def load_stock(folder: Path, quant: QuantConfig, device: str = "cpu", dtype: tor
         in_int8 += [layer for name, layer in linears if layer not in ends and should_convert_module(name, kept)]
     for layer in in_int8:
         layer.weight.data = _through_int8(layer.weight.data)
+    for name, layer in model.named_modules():
+        if type(layer).__name__ in OWN_LINEARS and should_convert_module(name, skip or get_keys_to_not_convert(model)):
+            if quant.load_in_8bit:
+                layer.weight.data = _through_int8(layer.weight.data)
+            elif quant.load_in_4bit:
+                layer.weight.data = _through_4bit(layer.weight.data, quant)
     for name, key in find_experts(model):
         weight = getattr(model.get_submodule(name), key)
         if not should_convert_module(name, quant.llm_int8_skip_modules or []):

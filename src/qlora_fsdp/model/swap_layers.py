@@ -19,6 +19,7 @@ from qlora_fsdp.config.schema import QuantConfig
 from qlora_fsdp.layers import Format, QuantizedEmbedding, QuantizedExpertWeight, QuantizedLinear, parse_storage
 from qlora_fsdp.model.count import dtype_name
 from qlora_fsdp.model.experts import ExpertWeightPlace, expert_weights, find_routers, other_experts
+from qlora_fsdp.model.linear_classes import computes_linear
 from qlora_fsdp.weights.safetensors_files import list_some
 
 
@@ -168,6 +169,16 @@ def swap_ends(model: PreTrainedModel, storage: torch.dtype, dtype: torch.dtype, 
         model.set_submodule(names[id(head)], _quantized_like(head, format, dtype))
 
 
+def note_nothing_quantized(model: PreTrainedModel, format: Format) -> list[str]:
+    """A note if no layer of the model is quantized, though the settings ask for it."""
+    if any(isinstance(module, (QuantizedLinear, QuantizedExpertWeight)) for module in model.modules()):
+        return []
+    return [
+        f"nothing is quantized: {type(model).__name__} has no layers for {format.quant_type}, which is for linear "
+        f"layers and fused experts, or the settings leave them all out. Its weights stay in {dtype_name(model.dtype)}"
+    ]
+
+
 def note_experts(model: PreTrainedModel, format: Format) -> list[str]:
     """A note if the model's experts are single tensors, which stay in full precision.
 
@@ -187,7 +198,7 @@ def note_experts(model: PreTrainedModel, format: Format) -> list[str]:
 
 def _swap_linears(model: nn.Module, choose: Callable[[str, nn.Linear], Format | None], dtype: torch.dtype) -> None:
     for name, layer in list(model.named_modules()):
-        if type(layer) is not nn.Linear:
+        if not isinstance(layer, nn.Linear) or not computes_linear(layer):
             continue
         format = choose(name, layer)
         if format is not None:
