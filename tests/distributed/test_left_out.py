@@ -7,14 +7,14 @@ from pathlib import Path
 
 import peft
 import pytest
+
+from qlora_fsdp import evaluate
 from tests.compare_families import make_config
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.quick_config import load_config
 from tests.helpers.ranks import run_ranks
 from tests.helpers.reference import load_stock, stock_loss, stock_losses
 from tests.helpers.runs import printed_by, settings, train_here, write_rows
-
-from qlora_fsdp import evaluate
 
 pytestmark = pytest.mark.distributed
 REASONS = {"bart": "no gradient reaches", "jamba": "no gradient reaches", "mamba": "PEFT refuses to adapt"}

@@ -73,8 +73,8 @@ def load_stock(folder: Path, quant: QuantConfig, device: str = "cpu", dtype: tor
     """`from_pretrained` with a BitsAndBytesConfig, as PEFT's documentation does it; a quantized checkpoint as it is.
 
     transformers leaves fused experts as they are, and quantizes routers that are linear layers: here the experts are
-    quantized, and no router is, and so are linear layers of a model's own class. Stock int8 also quantizes activations, which we do not: for int8 the layers hold the
-    dequantized weights, and so do experts in any format.
+    quantized, and no router is, and so are linear layers of a model's own class. Stock int8 also quantizes
+    activations, which we do not: for int8 the layers hold the dequantized weights, and so do experts in any format.
     """
     config = AutoConfig.from_pretrained(folder)
     auto_class = AutoModelForImageTextToText if config.model_type in MULTIMODAL else AutoModelForCausalLM

@@ -13,10 +13,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from qlora_fsdp.common.fused_mlp import MAX_RANK
 from qlora_fsdp.config.schema import Config, KernelsConfig, LoraConfig
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.layers.lora import LoraLinear
+from qlora_fsdp.layers.mlp import MAX_RANK
 from qlora_fsdp.layers.rewire import rewire
 from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.model import input_offload
