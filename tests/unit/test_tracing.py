@@ -15,13 +15,13 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from qlora_fsdp.common.fused_mlp import MAX_RANK
 from qlora_fsdp.config.schema import Config, KernelsConfig, LoraConfig
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.layers import Format, QuantizedExpertWeight
 from qlora_fsdp.layers.experts import expert_weight_names
 from qlora_fsdp.layers.kernels.launch import as_on_a_gpu, bytes_moved
 from qlora_fsdp.layers.lora import LoraLinear
+from qlora_fsdp.layers.mlp import MAX_RANK
 from qlora_fsdp.layers.rewire import rewire
 from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.memory.traced import Operations
