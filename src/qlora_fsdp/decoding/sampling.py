@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -86,6 +87,14 @@ def why_not(config: GenerationConfig) -> str | None:
         if name not in _KNOWN and not is_default and not is_unused:
             return f"the generation config sets {name}"
     return None
+
+
+def end_tokens(config: GenerationConfig) -> Sequence[int]:
+    """The tokens that end a text."""
+    found = config.eos_token_id
+    if found is None:
+        return []
+    return [found] if isinstance(found, int) else list(found)
 
 
 def _keep_top_p(logits: Tensor, top_p: float) -> Tensor:
