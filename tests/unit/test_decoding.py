@@ -25,7 +25,6 @@ from transformers import (
 )
 from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
 
-from qlora_fsdp.decoding import completer as completer_module
 from qlora_fsdp.decoding.completer import Completer, Request
 from qlora_fsdp.decoding.sampling import Sampling, why_not
 from qlora_fsdp.decoding.trial import why_not_in_slots
@@ -134,13 +133,12 @@ def test_a_request_may_say_itself_where_it_ends():
     assert ended.completion == whole[:3] and other.completion == stock(model, other.prompt, 9)
 
 
-def test_prompts_are_read_in_calls_of_limited_size(monkeypatch: pytest.MonkeyPatch):
+def test_prompts_are_read_in_calls_of_limited_size():
     model, sizes = build("llama"), []
-    monkeypatch.setattr(completer_module, "PROMPT_TOKENS", 30)
     embeddings = model.get_input_embeddings()
     hook = embeddings.register_forward_pre_hook(lambda module, inputs: sizes.append(inputs[0].numel()))
     found = [Request(prompt, 5) for prompt in prompts()]
-    Completer(model, CPU, Sampling(), ENDS, 0).complete(found)
+    Completer(model, CPU, Sampling(), ENDS, 0, prompt_tokens=30).complete(found)
     hook.remove()
     assert max(sizes) <= 30 < sum(LENGTHS)
     assert [request.completion for request in found] == [stock(model, prompt, 5) for prompt in prompts()]

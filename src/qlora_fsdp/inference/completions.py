@@ -10,11 +10,12 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import GenerationConfig
 
 from qlora_fsdp.config.schema import Config
-from qlora_fsdp.decoding.completer import MAX_SLOTS, Completer
+from qlora_fsdp.decoding.completer import Completer
 from qlora_fsdp.decoding.sampling import Sampling, end_tokens, why_not
 from qlora_fsdp.decoding.trial import why_not_in_slots
 from qlora_fsdp.inference.prompts import pad_left
 from qlora_fsdp.inference.trained import generation_config
+from qlora_fsdp.memory.slots import MAX_SLOTS
 from qlora_fsdp.model.assemble import AssembledModel
 from qlora_fsdp.model.shard import bypassing_root
 from qlora_fsdp.runtime.processes import Processes

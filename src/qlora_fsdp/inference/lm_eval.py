@@ -28,12 +28,13 @@ from typing_extensions import assert_never
 from qlora_fsdp.common.errors import ConfigError, DataError, Problem
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.config.settings import show
-from qlora_fsdp.decoding.completer import MAX_SLOTS, Completer, Request
+from qlora_fsdp.decoding.completer import Completer, Request
 from qlora_fsdp.decoding.likelihoods import Scorer, Text
 from qlora_fsdp.decoding.sampling import Sampling, why_not
 from qlora_fsdp.decoding.trial import why_not_in_slots
 from qlora_fsdp.inference.completions import STOCK_BATCH_SIZE, make_completer
 from qlora_fsdp.inference.trained import generation_config
+from qlora_fsdp.memory.slots import MAX_SLOTS
 from qlora_fsdp.model.assemble import AssembledModel
 from qlora_fsdp.model.causal_lm import CausalLM
 from qlora_fsdp.model.shard import bypassing_root

@@ -9,11 +9,13 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from qlora_fsdp.common.text import first_line
 from qlora_fsdp.config.schema import TrackingConfig
 from qlora_fsdp.data.sequences import Sequences
 from qlora_fsdp.decoding.completer import Completer, Request
 from qlora_fsdp.decoding.sampling import Sampling, end_tokens
 from qlora_fsdp.decoding.trial import why_not_in_slots
+from qlora_fsdp.memory.slots import MAX_SLOTS
 from qlora_fsdp.model.shard import bypassing_root
 from qlora_fsdp.model.task_model import TaskModel
 from qlora_fsdp.runtime.processes import Processes
@@ -77,7 +79,8 @@ class Generations:
             return []
         was_training = model.training
         model.eval()
-        mine = self._complete_in_slots(model) if self._can_use_slots(model) else self._complete_together(model)
+        mine = self._complete_in_slots(model) if self._can_use_slots(model) else None
+        mine = self._complete_by_passes(model) if mine is None else mine
         model.train(was_training)
         texts: dict[int, str] = {}
         for part in self.processes.gather(mine):
@@ -97,23 +100,35 @@ class Generations:
                 log.info(f"Generations: a pass through the model for every token ({reason})")
         return self.uses_slots
 
-    def _complete_in_slots(self, model: TaskModel) -> dict[int, str]:
-        """Every n-th prompt's completion, for n ranks, by its number."""
+    def _complete_in_slots(self, model: TaskModel) -> dict[int, str] | None:
+        """Every n-th prompt's completion, for n ranks, by its number; None if there is no memory for a cache."""
         numbers = range(self.processes.rank, len(self.rows), self.processes.num_ranks)
         if not numbers:
             return {}
-        device, pad = self.processes.device, self.settings.pad_token_id
-        completer = Completer(model.base, device, Sampling(), end_tokens(self.settings), pad or 0, len(numbers))
         requests = [Request(self.rows[number][0], self.settings.max_new_tokens or 1) for number in numbers]
-        completer.complete(requests)
-        completer.release()
+        completer = Completer(
+            model.base,
+            self.processes.device,
+            Sampling(),
+            end_tokens(self.settings),
+            self.settings.pad_token_id or 0,
+            min(MAX_SLOTS, len(numbers)),
+            prompt_tokens=max(len(request.prompt) for request in requests),  # what training reads in one row
+        )
+        try:
+            completer.complete(requests)
+        except torch.OutOfMemoryError as error:
+            log.warning(f"Generations: a pass through the model for every token: {first_line(error)}")
+            return None
+        finally:
+            completer.release()
         return {number: self._text(request.completion) for number, request in zip(numbers, requests, strict=True)}
 
-    def _complete_together(self, model: TaskModel) -> dict[int, str]:
-        """The same, by transformers, a prompt of each rank at a time. Collective."""
+    def _complete_by_passes(self, model: TaskModel) -> dict[int, str]:
+        """The same, by transformers, a prompt of each rank at a time. Collective for a model in shards."""
         rank, num_ranks, base = self.processes.rank, self.processes.num_ranks, model.base
         mine: dict[int, str] = {}
-        with bypassing_root(model, trains=True):
+        with bypassing_root(model, trains=True) as is_sharded:
             for start in range(0, len(self.rows), num_ranks):
                 # A rank that has no prompt left completes the last one too, because all ranks take part in gathers.
                 number = min(start + rank, len(self.rows) - 1)
@@ -122,7 +137,7 @@ class Generations:
                     prompt,
                     attention_mask=torch.ones_like(prompt),
                     generation_config=self.settings,
-                    synced_gpus=num_ranks > 1,
+                    synced_gpus=is_sharded,
                 )
                 mine[number] = self._text(output[0, prompt.shape[1] :].tolist())
         return mine
