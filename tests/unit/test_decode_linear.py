@@ -60,8 +60,9 @@ def test_layers_follow_their_adapters_and_are_put_back(format: Format, fuses: bo
             with layers.in_use():
                 found = ours(x)
         assert (found - expected).norm() < 1e-5 * expected.norm()
-        now = [forward.a_IR.data_ptr() for forward in layers.forwards.values() if forward.a_IR is not None]
-        assert len(now) == 6 and places in (None, now)
+        copies = [copy for f in layers.forwards.values() if f.joined is not None for copy in (f.joined.a_RI, f.b_OR)]
+        now = [copy.data_ptr() for copy in copies if copy is not None]
+        assert len(now) == 12 and len(set(now)) == 6 + 3 and places in (None, now)  # q, k and v; gate and up; down
         places = now
         for name, parameter in ours.named_parameters():  # as an optimizer would
             if "lora_" in name:

@@ -94,9 +94,9 @@ def assemble(
         config: `model`, `tokenizer`, `data`, `quant`, `task`, `training.precision`, `kernels` and `compute` are used.
         lora: the adapter's settings: `config.lora` in training; those saved with the adapter when it is used.
         processes: all ranks take part; the model will compute on their device.
-        trains: whether the model is trained. Only then Liger's kernels, fp8 products and fused layers are used, as the
-            settings say.
-        generates: choose an attention implementation that works with a cache and with padding on the left.
+        trains: whether the model is trained. Only then fp8 products and fused layers are used, as the settings say.
+        generates: choose an attention implementation that works with a cache and with padding on the left. Liger's
+            kernels are used as in training: in a step of one token, most of the time goes into starting kernels.
         tokenizer_folder: the folder of a saved adapter, whose tokenizer is preferred to the model's if it has one.
         saved_tokens: the tokens whose trained rows a saved adapter has; used if the settings name none.
 
@@ -111,7 +111,7 @@ def assemble(
         tokens = saved_tokens
     # Before Liger puts kernels for GPUs into transformers' classes, which small models have too.
     config, traits, attention, notes = _try_small(config, files, dtype, processes, generates)
-    liger_kernels = use_fused_kernels(config.kernels, files.config, device) if trains else []
+    liger_kernels = use_fused_kernels(config.kernels, files.config, device) if trains or generates else []
     loss_kernel = choose_loss_kernel(config.kernels.cross_entropy, device) if trains else "torch"
     meta = _build(config, lora, files, tokenizer, dtype, attention)
     num_rows = count_tokens(meta.model)[1] if tokens.ids else 0
