@@ -16,6 +16,7 @@ from transformers import (
     GenerationConfig,
     GptOssConfig,
     JambaConfig,
+    Llama4TextConfig,
     LlamaConfig,
     MambaConfig,
     MistralConfig,
@@ -111,6 +112,10 @@ def test_a_penalty_for_repetition_is_that_of_transformers():
     assert plain != expected
 
 
+def test_no_prompts_are_no_work():
+    Completer(build("llama"), CPU, Sampling(), ENDS, 0).complete([])
+
+
 def test_tokens_are_handed_out_and_a_stop_ends_all_texts():
     found, handed = [Request(prompt, 30) for prompt in prompts()], []
     completer = Completer(build("llama"), CPU, Sampling(), [], 0, 2)
@@ -149,6 +154,7 @@ def test_prompts_are_read_in_calls_of_limited_size():
     [
         (BloomConfig(), "logits would differ"),
         (MambaConfig(), "a state from token to token"),
+        (Llama4TextConfig(), "logits would differ"),  # chunks of 8,192 tokens
         (JambaConfig(), "a state from token to token"),
         (Gemma2Config(), None),
         (GptOssConfig(), None),

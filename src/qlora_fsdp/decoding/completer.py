@@ -120,6 +120,8 @@ class Completer:
             on_token: called with each new token, soon after it is there.
             is_stopped: asked in every step; where it says so, all texts end as they are.
         """
+        if not requests:
+            return
         # The longest texts first: those of one length end together, and what is left at the end is short.
         queue = deque(sorted(requests, key=lambda request: request.num_positions, reverse=True))
         with self.layers.in_use(), attending(self.base):

@@ -49,9 +49,9 @@ class Sampling:
     def of(cls, config: GenerationConfig) -> Sampling:
         """As a generation config says, for which `why_not` finds no reason."""
         penalty = config.repetition_penalty or 1.0
-        if not config.do_sample:
-            return cls(repetition_penalty=penalty)
         temperature = 1.0 if config.temperature is None else config.temperature
+        if not config.do_sample or temperature == 0:
+            return cls(repetition_penalty=penalty)
         return cls(temperature, config.top_k or None, 1.0 if config.top_p is None else config.top_p, penalty)
 
     def choose(self, logits: Tensor, seen: Tensor | None) -> Tensor:
