@@ -28,6 +28,8 @@ from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsW
 
 from qlora_fsdp.decoding.completer import Completer, Request
 from qlora_fsdp.decoding.sampling import Sampling, why_not
+from qlora_fsdp.decoding.slots import SlotCache
+from qlora_fsdp.decoding.steps import Steps
 from qlora_fsdp.decoding.trial import why_not_in_slots
 
 CPU = torch.device("cpu")
@@ -147,6 +149,35 @@ def test_prompts_are_read_in_calls_of_limited_size():
     hook.remove()
     assert max(sizes) <= 30 < sum(LENGTHS)
     assert [request.completion for request in found] == [stock(model, prompt, 5) for prompt in prompts()]
+
+
+def test_calls_that_do_not_fit_are_made_smaller(monkeypatch: pytest.MonkeyPatch):
+    """As if a call of more than two prompts took more memory than there is, and four slots too."""
+    admit, allocate, sizes = Steps.admit, SlotCache.allocate, []
+
+    def admit_two(steps: Steps, slots: list[int], prompts: list[list[int]], pad_token_id: int) -> None:
+        sizes.append(len(prompts))
+        if len(prompts) > 2:
+            raise torch.OutOfMemoryError
+        admit(steps, slots, prompts, pad_token_id)
+
+    def allocate_three(cache: SlotCache, num_slots: int, *others: Any) -> None:
+        if num_slots > 3:
+            raise torch.OutOfMemoryError
+        allocate(cache, num_slots, *others)
+
+    model = build("llama")
+    monkeypatch.setattr(Steps, "admit", admit_two)
+    found = [Request(prompt, 5) for prompt in prompts()]
+    Completer(model, CPU, Sampling(), ENDS, 0).complete(found)
+    assert max(sizes) == 7 and min(sizes) == 1
+    monkeypatch.setattr(SlotCache, "allocate", allocate_three)
+    few = [Request(prompt, 5) for prompt in prompts()]
+    completer = Completer(model, CPU, Sampling(), ENDS, 0)
+    completer.complete(few)
+    assert completer.steps is not None and completer.steps.num_slots == 2
+    expected = [stock(model, prompt, 5) for prompt in prompts()]
+    assert [request.completion for request in found] == [request.completion for request in few] == expected
 
 
 @pytest.mark.parametrize(

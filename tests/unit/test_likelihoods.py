@@ -9,18 +9,29 @@ from tests.unit.test_decoding import CPU, FAMILIES, VOCAB, build
 from torch.nn import functional as F
 
 from qlora_fsdp.decoding import likelihoods
-from qlora_fsdp.decoding.likelihoods import Scorer, Text
+from qlora_fsdp.decoding.likelihoods import Scorer, Text, find_rows
 from qlora_fsdp.model.causal_lm import CausalLM
 
 
 def texts() -> list[Text]:
-    """Many lengths; two that differ in their last token alone."""
+    """Many lengths; two that differ in their last token alone; a question with answers of several lengths."""
     generator = torch.Generator().manual_seed(4)
     found = []
     for length, num_targets in ((3, 1), (30, 5), (8, 8), (1, 1), (17, 2), (40, 39)):
         drawn = torch.randint(3, VOCAB, (length + 1,), generator=generator).tolist()
         found.append(Text(tuple(drawn[:-1]), tuple(drawn[-num_targets:])))
-    return [*found, Text(found[1].tokens, (*found[1].targets[:-1], 11))]
+    found.append(Text(found[1].tokens, (*found[1].targets[:-1], 11)))
+    question = torch.randint(3, VOCAB, (12,), generator=generator).tolist()
+    for num_targets in (4, 1, 9, 1, 30):  # the last is longer than the question
+        answer = torch.randint(3, VOCAB, (num_targets,), generator=generator).tolist()
+        found.append(Text((*question, *answer[:-1]), tuple(answer)))
+    return found
+
+
+def test_answers_to_one_question_share_a_row():
+    rows = find_rows(texts())
+    assert sorted(number for row in rows for of_answer in row.answers.values() for number in of_answer) == [*range(12)]
+    assert [list(row.answers.values()) for row in rows if row.num_texts > 1] == [[[1, 6]], [[7], [8, 10], [9]]]
 
 
 @pytest.mark.parametrize("call_tokens", [1, 90, 10_000])

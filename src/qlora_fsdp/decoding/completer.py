@@ -163,7 +163,13 @@ class Completer:
             num = len(admitted)
             while num > 1 and num * len(admitted[num - 1].prompt) > self.prompt_tokens:
                 num -= 1
-            steps.admit(slots[:num], [request.prompt for request in admitted[:num]], self.pad_token_id)
+            try:
+                steps.admit(slots[:num], [request.prompt for request in admitted[:num]], self.pad_token_id)
+            except torch.OutOfMemoryError:
+                if num == 1:
+                    raise
+                self.prompt_tokens = num * len(admitted[num - 1].prompt) // 2  # from now on
+                continue
             admitted, slots = admitted[num:], slots[num:]
 
     def _look(

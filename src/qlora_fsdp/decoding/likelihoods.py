@@ -1,7 +1,8 @@
 """Log-likelihoods of many short texts, a few large calls of the model in place of many small ones.
 
 Texts are sorted by length and padded at their ends, where no other token sees it, so that a call has thousands of
-tokens and little padding. The head computes logits of the tokens that are asked for alone.
+tokens and little padding. Answers to one question, as tasks of multiple choice have them, follow it in one row, which
+is read once; an answer sees the question and itself. The head computes logits of the tokens that are asked for alone.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from qlora_fsdp.layers.slot_attention import Step, running
 from qlora_fsdp.model.causal_lm import CausalLM
 
 CALL_TOKENS = 16_384  # tokens of one call, padding included
+ROW_TOKENS = 4096  # of a question and its answers, at most, unless it is one text
 HEAD_TOKENS = 1024  # tokens whose logits exist at the same time
 
 
@@ -31,6 +33,38 @@ class Text(NamedTuple):
 
     tokens: tuple[int, ...]
     targets: tuple[int, ...]
+
+    @property
+    def question(self) -> tuple[int, ...]:
+        """What comes before the targets."""
+        return self.tokens[: len(self.tokens) - len(self.targets) + 1]
+
+    @property
+    def answer(self) -> tuple[int, ...]:
+        """The targets that are read, all but the last."""
+        return self.tokens[len(self.tokens) - len(self.targets) + 1 :]
+
+
+class Row(NamedTuple):
+    """A question, and the answers that follow it.
+
+    Attributes:
+        question: tokens.
+        answers: the numbers of the texts that have each answer; their last targets, which are not read, may differ.
+    """
+
+    question: tuple[int, ...]
+    answers: dict[tuple[int, ...], list[int]]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are read."""
+        return len(self.question) + sum(map(len, self.answers))
+
+    @property
+    def num_texts(self) -> int:
+        """Texts of all answers."""
+        return sum(map(len, self.answers.values()))
 
 
 class Likelihood(NamedTuple):
@@ -46,7 +80,7 @@ class Scorer:
     Args:
         model: with weights, not sharded, in evaluation mode, of a kind that `why_not_in_slots` has nothing against.
         device: where it is.
-        max_rows: texts of one call, at most.
+        max_rows: rows of one call, at most.
     """
 
     def __init__(self, model: CausalLM, device: torch.device, max_rows: int | None = None) -> None:
@@ -58,11 +92,10 @@ class Scorer:
         """The likelihoods of all texts, in their order.
 
         Args:
-            texts: those that differ in targets alone are read once.
+            texts: what several have in common is read once.
             on_done: called with the number of texts that are done since the last time.
         """
         found: dict[int, Likelihood] = {}
-        order = sorted(range(len(texts)), key=lambda index: (-len(texts[index].tokens), texts[index].tokens))
         before: tuple[list[int], Tensor, Tensor] | None = None
 
         def fetch() -> None:
@@ -72,53 +105,49 @@ class Scorer:
                 on_done(len(call))
 
         with self.layers.in_use(), attending(self.model.base):
-            for call in self._split(order, texts):
-                queued = (call, *self._call([texts[index] for index in call]))
+            for rows in self._split(find_rows(texts)):
+                numbers = [number for row in rows for of_answer in row.answers.values() for number in of_answer]
+                queued = (numbers, *self._call(rows, texts))
                 fetch()  # while the device computes what was queued
                 before = queued
             fetch()
-        return [found[index] for index in range(len(texts))]
+        return [found[number] for number in range(len(texts))]
 
-    def _split(self, order: Sequence[int], texts: Sequence[Text]) -> Iterator[list[int]]:
-        """Calls of texts of about the same length, the longest first."""
-        call: list[int] = []
-        rows: set[tuple[int, ...]] = set()
-        for index in order:
-            more = rows | {texts[index].tokens}
-            is_full = len(more) * len(texts[call[0]].tokens) > CALL_TOKENS if call else False
-            if is_full or (self.max_rows is not None and len(more) > self.max_rows):
+    def _split(self, rows: Sequence[Row]) -> Iterator[list[Row]]:
+        """Calls of rows of about the same length, the longest first."""
+        call: list[Row] = []
+        for row in sorted(rows, key=lambda row: row.num_tokens, reverse=True):
+            is_full = (len(call) + 1) * call[0].num_tokens > CALL_TOKENS if call else False
+            if is_full or len(call) == self.max_rows:
                 yield call
-                call, more = [], {texts[index].tokens}
-            call.append(index)
-            rows = more
+                call = []
+            call.append(row)
         if call:
             yield call
 
-    def _call(self, texts: Sequence[Text]) -> tuple[Tensor, Tensor]:
-        """Sums of log-probabilities, float32 [texts]; whether all targets are the likeliest tokens, bool [texts]."""
-        rows = {tokens: row for row, tokens in enumerate(dict.fromkeys(text.tokens for text in texts))}
-        longest = max(map(len, rows))
-        padded = torch.tensor([[*tokens, *[0] * (longest - len(tokens))] for tokens in rows]).to(self.device)
-        # Of each target: its text, its row, where the token before it lies, and the token.
-        places = [
-            (number, rows[text.tokens], len(text.tokens) - len(text.targets) + n, target)
-            for number, text in enumerate(texts)
-            for n, target in enumerate(text.targets)
-        ]
-        numbers, in_rows, in_columns, targets = torch.tensor(places).to(self.device).unbind(1)
+    def _call(self, rows: Sequence[Row], texts: Sequence[Text]) -> tuple[Tensor, Tensor]:
+        """Sums of log-probabilities, float32 [texts]; whether all targets are the likeliest tokens, bool [texts].
+
+        Texts are those of the rows, one row after another.
+        """
+        laid_out, places = _lay_out(rows, texts)
+        tokens, branches, positions = laid_out.to(self.device).unbind(0)
+        numbers, in_rows, in_columns, targets = places.to(self.device).unbind(1)
+        has_branches = any(len(row.answers) > 1 for row in rows)
         base: Any = self.model.base
-        with running(Step()):
+        with running(Step(branches=branches, places=positions) if has_branches else Step()):
+            inputs = {"input_ids": tokens, "position_ids": positions, "use_cache": False}
             if self.model.splits_head:
-                outputs = base.get_decoder()(input_ids=padded, use_cache=False).last_hidden_state
+                outputs = base.get_decoder()(**inputs).last_hidden_state
             else:
-                outputs = base(input_ids=padded, use_cache=False).logits
+                outputs = base(**inputs).logits
         chosen = outputs[in_rows, in_columns]
         log_probabilities, are_missed = [], []
         for part, target in zip(chosen.split(HEAD_TOKENS), targets.split(HEAD_TOKENS), strict=True):
             logits = self._logits(part).float()
             log_probabilities.append(logits.log_softmax(-1).gather(1, target[:, None])[:, 0])
             are_missed.append((logits.argmax(-1) != target).float())
-        zeros = torch.zeros(len(texts), device=self.device)
+        zeros = torch.zeros(sum(row.num_texts for row in rows), device=self.device)
         sums = zeros.index_add(0, numbers, torch.cat(log_probabilities))
         return sums, zeros.index_add(0, numbers, torch.cat(are_missed)) == 0
 
@@ -129,3 +158,47 @@ class Scorer:
         logits = base.get_output_embeddings()(hidden[None])[0]
         cap = getattr(base.config, "final_logit_softcapping", None)
         return logits if cap is None else cap * torch.tanh(logits / cap)  # type: ignore[no-any-return]
+
+
+def find_rows(texts: Sequence[Text]) -> list[Row]:
+    """Put texts with the same question into one row, if it is longer than their answers: else reading it is cheap."""
+    rows: list[Row] = []
+    open_rows: dict[tuple[int, ...], Row] = {}
+    for number, text in enumerate(texts):
+        question, answer = text.question, text.answer
+        is_short = len(answer) < len(question)
+        row = open_rows.get(question) if is_short else None
+        if row is None or (answer not in row.answers and row.num_tokens + len(answer) > ROW_TOKENS):
+            row = Row(question, {})
+            rows.append(row)
+        if is_short:
+            open_rows[question] = row
+        row.answers.setdefault(answer, []).append(number)
+    return rows
+
+
+def _lay_out(rows: Sequence[Row], texts: Sequence[Text]) -> tuple[Tensor, Tensor]:
+    """Tokens, branches and positions, int64 [3, rows, longest]; and where the targets are, int64 [targets, 4].
+
+    The latter are the number of a target's text among those of the rows, its row, the column of the token before it,
+    and the target itself.
+    """
+    laid_out = torch.zeros(3, len(rows), max(row.num_tokens for row in rows), dtype=torch.int64)
+    laid_out[1] = -1  # padding is a branch that nobody sees
+    places: list[tuple[int, int, int, int]] = []
+    num_texts = 0
+    for index, row in enumerate(rows):
+        start = len(row.question)
+        laid_out[0, index, :start], laid_out[1, index, :start] = torch.tensor(row.question), 0
+        laid_out[2, index, :start] = torch.arange(start)
+        for branch, (answer, numbers) in enumerate(row.answers.items(), start=1):
+            end = start + len(answer)
+            laid_out[0, index, start:end], laid_out[1, index, start:end] = torch.tensor(answer), branch
+            laid_out[2, index, start:end] = torch.arange(len(row.question), len(row.question) + len(answer))
+            columns = [len(row.question) - 1, *range(start, end)]
+            for number in numbers:
+                targets = texts[number].targets
+                places += [(num_texts, index, column, t) for column, t in zip(columns, targets, strict=True)]
+                num_texts += 1
+            start = end
+    return laid_out, torch.tensor(places)
