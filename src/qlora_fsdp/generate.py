@@ -50,7 +50,6 @@ examples:
 """
 
 IN_UTF8 = "Type it in UTF-8."
-STOCK_BATCH_SIZE = 8  # prompts at a time where transformers completes them, whose cache grows
 
 
 @dataclass
@@ -116,7 +115,12 @@ def complete(
     import torch
 
     from qlora_fsdp.decoding.completer import Request
-    from qlora_fsdp.inference.completions import complete_by_transformers, make_completer, sampling_config
+    from qlora_fsdp.inference.completions import (
+        STOCK_BATCH_SIZE,
+        complete_by_transformers,
+        make_completer,
+        sampling_config,
+    )
 
     generation = sampling_config(trained, settings.temperature, settings.top_p, settings.max_new_tokens)
     completer = make_completer(trained, config, generation, processes, settings.batch_size)

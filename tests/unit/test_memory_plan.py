@@ -317,6 +317,21 @@ def test_speed_of_recorded_micro_batches_is_what_was_measured(num_ranks, length,
     test_speed_is_what_was_measured(num_ranks, "llama3-8b", length, 1, settings, speed)
 
 
+def test_slots_of_generations_are_counted_beside_a_recorded_micro_batch():
+    """Llama 3 8B: 32 layers with 8 key heads of 128, bfloat16. Five texts take eight slots of 1,152 tokens."""
+    settings = ("model=llama3-8b", "training.max_length=1024", "training.micro_batch_size=1", "data.eval_fraction=0.1")
+    settings += ("compute.cuda_graph=true", "kernels.cross_entropy=auto", "memory=keep")
+    more = ("tracking.num_generations=5", "tracking.generation_tokens=100")
+    slots = 8 * 1152 * (32 * 8 * 2 * 128) * 2
+
+    def beside(num_ranks: int, *more: str) -> int:
+        return uniform(workload(*settings, *more, num_ranks=num_ranks), Policy.none).beside_graph
+
+    assert beside(1, *more) - beside(1) == slots
+    assert beside(4, "fsdp=no_shard", *more) - beside(4, "fsdp=no_shard") == slots / 4  # two texts a rank
+    assert beside(2, *more) == beside(2)  # a model in shards has none
+
+
 # The same of one GPU when it ran under FSDP: all but the first waited for Python.
 MEASURED_SPEEDS_UNDER_FSDP = [
     ("llama3-8b", 4096, 4, ("memory=keep",), 16088),

@@ -32,6 +32,8 @@ from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.run_command import log
 from qlora_fsdp.weights.quantized_cache import use_cache
 
+WHOLE_SHARE = 0.6  # of a GPU's free memory that a whole model may take; the rest is for texts and what computing takes
+
 
 def assemble_trained(
     config: Config, adapter: str | None, processes: Processes, generates: bool = False
@@ -88,16 +90,30 @@ def load_trained(config: Config, adapter: str | None, processes: Processes, gene
         if adapter is not None:
             load_adapter(model, Path(adapter).expanduser())
 
-    loaded = materialize(trained, config, processes, fill_adapters, shards=processes.num_ranks > 1)
+    is_whole = fits_whole(trained, config, processes)
+    loaded = materialize(trained, config, processes, fill_adapters, shards=processes.num_ranks > 1 and not is_whole)
     trained.model.eval()
     if loaded.units:
         _run_from_the_root(trained.model, device)
+    whole = ", each with the whole model" if is_whole and processes.num_ranks > 1 else ""
+    template = f", chat template: {template_name(trained.tokenizer)}" if generates else ""
     log.info(
-        f"Model: {meta.model.name_or_path}, {meta.kind}, "
-        f"{dtype_name(trained.dtype)}, adapter: {adapter or 'none'}, {plural(processes.num_ranks, 'rank')} on "
-        f"{device.type}{f', chat template: {template_name(trained.tokenizer)}' if generates else ''}"
+        f"Model: {meta.model.name_or_path}, {meta.kind}, {dtype_name(trained.dtype)}, adapter: {adapter or 'none'}, "
+        f"{plural(processes.num_ranks, 'rank')} on {device.type}{whole}{template}"
     )
     return trained
+
+
+def fits_whole(trained: AssembledModel, config: Config, processes: Processes) -> bool:
+    """Whether each rank can have the whole model on its GPU, where nothing has to be gathered. Collective.
+
+    Not on a CPU, whose memory all ranks share, and not with fsdp=offload, which is asked for where memory is short.
+    """
+    if processes.device.type != "cuda" or config.fsdp.cpu_offload:
+        return False
+    num_bytes = sum(param.numel() * param.itemsize for param in trained.model.parameters())
+    free = -processes.max([-float(torch.cuda.mem_get_info(processes.device)[0])])[0]
+    return num_bytes <= WHOLE_SHARE * free
 
 
 def generation_config(trained: AssembledModel) -> GenerationConfig:

@@ -99,9 +99,9 @@ def assemble(
         config: `model`, `tokenizer`, `data`, `quant`, `task`, `training.precision`, `kernels` and `compute` are used.
         lora: the adapter's settings: `config.lora` in training; those saved with the adapter when it is used.
         processes: all ranks take part; the model will compute on their device.
-        trains: whether the model is trained. Only then Liger's kernels, fp8 products and fused layers are used, as the
-            settings say.
-        generates: choose an attention implementation that works with a cache and with padding on the left.
+        trains: whether the model is trained. Only then fp8 products and fused layers are used, as the settings say.
+        generates: choose an attention implementation that works with a cache and with padding on the left. Liger's
+            kernels are used as in training: in a step of one token, most of the time goes into starting kernels.
         tokenizer_folder: the folder of a saved adapter, whose tokenizer is preferred to the model's if it has one.
         saved_tokens: the tokens whose trained rows a saved adapter has; used if the settings name none.
 
@@ -118,7 +118,7 @@ def assemble(
     config, traits, attention, notes = _try_small(config, files, dtype, processes, generates)
     if trains:
         check_causal(files.config, traits)
-    liger_kernels = use_fused_kernels(config.kernels, files.config, device) if trains else []
+    liger_kernels = use_fused_kernels(config.kernels, files.config, device) if trains or generates else []
     loss_kernel = choose_loss_kernel(config.kernels.cross_entropy, device) if trains else "torch"
     meta = _build(config, lora, files, tokenizer, dtype, attention)
     if trains and config.training.deterministic and device.type == "cuda":

@@ -235,7 +235,8 @@ def _train(
     result.last_losses = [line["loss"] for line in before[-NUM_FINAL:]]
     norms = [line["grad_norm"] for line in before]
     bad_steps = BadSteps(config.training, folder, data.train, split, decode, norms, saver, processes)
-    generations = Generations(config.tracking, data.eval, prepared.tokenizer, processes)
+    trusted = config.model.trust_remote_code
+    generations = Generations(config.tracking, data.eval, prepared.tokenizer, processes, trusted)
     every_steps = config.training.eval_every_steps
     evaluation = Evaluation(data.eval, every_steps, split, generations, processes, peaks, journal, saver)
     passes = make_passes(prepared, prepared.config, trainable, processes)
