@@ -264,6 +264,10 @@ class QuantConfig:
 
 @dataclass
 class LoraConfig:
+    # Train on from a saved adapter: the folder of a LoRA adapter, of this project's or PEFT's. Its weights are where
+    # this run's adapter starts, and all other settings of this section but lora_dropout are its own: what is written
+    # may not contradict them. Without a model named, its base is the model. null: a new adapter.
+    start: str | None = None
     # Rank of the adapters.
     r: int = field(default=16, metadata=bounds(at_least=1))
     # The adapters' output is scaled by lora_alpha / r, or by lora_alpha / sqrt(r) with use_rslora.

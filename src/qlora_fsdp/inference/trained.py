@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import peft
@@ -10,22 +11,16 @@ from transformers import GenerationConfig
 
 from qlora_fsdp.common.errors import AdapterError, CheckpointError
 from qlora_fsdp.common.text import plural
+from qlora_fsdp.config.adapter_config import read_lora
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.data.tokenizer import template_name
-from qlora_fsdp.inference.saved_adapter import (
-    NO_ADAPTER,
-    check_adapter,
-    check_values,
-    load_adapter,
-    read_lora,
-    read_tokens,
-)
 from qlora_fsdp.model.adapters import NO_TOKENS, initialize_adapters
 from qlora_fsdp.model.assemble import AssembledModel, assemble, describe_base
 from qlora_fsdp.model.classifier import Classifier
 from qlora_fsdp.model.count import dtype_name
 from qlora_fsdp.model.materialize import materialize
+from qlora_fsdp.model.saved_adapter import NO_ADAPTER, SavedAdapter
 from qlora_fsdp.model.task_model import TaskModel
 from qlora_fsdp.runtime.fallbacks import check_bitsandbytes
 from qlora_fsdp.runtime.processes import Processes
@@ -49,8 +44,9 @@ def assemble_trained(
     """
     check_bitsandbytes(config, processes.device)
     folder = None if adapter is None else Path(adapter).expanduser()
-    lora = NO_ADAPTER if folder is None else read_lora(folder)
-    tokens = NO_TOKENS if folder is None else read_tokens(folder)
+    saved = None if folder is None else SavedAdapter(folder)
+    lora = NO_ADAPTER if folder is None else replace(read_lora(folder), lora_dropout=0.0)
+    tokens = NO_TOKENS if saved is None else saved.read_tokens()
     try:
         trained = assemble(
             config,
@@ -65,9 +61,9 @@ def assemble_trained(
         raise AdapterError(
             f"adapter={folder} does not fit the model: {error}\nSet model.path to the model that it was trained on."
         ) from error
-    if folder is not None:
-        check_adapter(trained.model.model, folder)
-        check_values(folder, processes)
+    if saved is not None:
+        saved.check(trained.model.model)
+        saved.check_values(processes)
     return trained
 
 
@@ -86,7 +82,7 @@ def load_trained(config: Config, adapter: str | None, processes: Processes, gene
     def fill_adapters(model: peft.PeftModel) -> None:
         initialize_adapters(model, True, config.training.seed, trained.tokens)
         if adapter is not None:
-            load_adapter(model, Path(adapter).expanduser())
+            SavedAdapter(Path(adapter).expanduser()).load(model)
 
     loaded = materialize(trained, config, processes, fill_adapters, shards=processes.num_ranks > 1)
     trained.model.eval()

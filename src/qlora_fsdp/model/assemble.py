@@ -247,6 +247,15 @@ def adapt_model(
             assert_never(task.name)
 
 
+def describe_layers(assembled: AssembledModel, processes: Processes) -> str | None:
+    """Fingerprint of the files that fill the transformer layers; None if their weights are random. Collective.
+
+    Embeddings and heads are left out, so that it is the same whatever a model of these layers is trained for.
+    """
+    inside = {module for layer in assembled.model.layers for module in layer.modules()}
+    return describe_base([a for a in assembled.meta.assignments if a.module in inside], processes)
+
+
 def describe_base(assignments: Sequence[Assignment], processes: Processes) -> str | None:
     """Fingerprint of the files that fill the model; None if all weights are random.
 

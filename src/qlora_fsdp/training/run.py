@@ -25,6 +25,7 @@ from qlora_fsdp.model.adapters import initialize_adapters
 from qlora_fsdp.model.materialize import materialize
 from qlora_fsdp.model.model_card import CardFacts
 from qlora_fsdp.model.save_adapter import adapter_keys, save_adapter, write_adapter
+from qlora_fsdp.model.saved_adapter import SavedAdapter
 from qlora_fsdp.records.check_run_folder import check
 from qlora_fsdp.records.ending import describe_end
 from qlora_fsdp.records.hub import prepare_repo, push_result
@@ -61,6 +62,7 @@ from qlora_fsdp.training.resume import (
     settings_of,
 )
 from qlora_fsdp.training.saver import Saver
+from qlora_fsdp.training.start import open_start
 from qlora_fsdp.training.step import StepRunner
 from qlora_fsdp.training.step_recorder import StepRecorder
 
@@ -93,10 +95,12 @@ def run(config: Config, world: World) -> dict[str, Any]:
             with summary.resuming():
                 verify_files(checkpoint, processes)
 
+        start = open_start(config, folder, processes, summary)
+
         # Second: the model without weights, the memory plan and the data. Most errors are found here, before anything
         # large is allocated.
         started = time.perf_counter()
-        prepared = prepare(config, processes, folder, 0 if checkpoint is None else checkpoint.step)
+        prepared = prepare(config, processes, folder, 0 if checkpoint is None else checkpoint.step, start)
         check_room(folder, prepared.sizes.num_trainable * 4, processes)  # float32
         if checkpoint is not None:
             check_data(checkpoint, prepared.data.train, config)
@@ -105,7 +109,7 @@ def run(config: Config, world: World) -> dict[str, Any]:
 
         # Third: load the weights, prove them, and train.
         with _explained_shortage(prepared, config, processes, folder, summary):
-            loaded = _load_and_prove(prepared, config, processes)
+            loaded = _load_and_prove(prepared, config, processes, start)
             summary.loaded(loaded, setup_seconds=time.perf_counter() - started)
             result = _train(prepared, config, processes, watch, folder, checkpoint, summary)
 
@@ -167,11 +171,15 @@ def _explained_shortage(
             summary.measured(None if plan is None else as_json(plan), measured)
 
 
-def _load_and_prove(prepared: Prepared, config: Config, processes: Processes) -> dict[str, Any]:
+def _load_and_prove(
+    prepared: Prepared, config: Config, processes: Processes, start: SavedAdapter | None
+) -> dict[str, Any]:
     """Shard the model, fill and prove every shard, and return figures for summary.json."""
 
     def fill_adapters(model: peft.PeftModel) -> None:
         initialize_adapters(model, config.lora.init_lora_weights, config.training.seed, prepared.assembled.tokens)
+        if start is not None:
+            start.load(model)
 
     loaded = materialize(
         prepared.assembled,
@@ -280,7 +288,7 @@ def _describe_adapter(
     """What gives the facts for the model card whenever an adapter is written, and the settings saved with it."""
     form = find_form(config) if processes.is_main else None
     weights = getattr(prepared.model, "class_weights", None)
-    settings = saved_settings(config, None if weights is None else weights.tolist(), form)
+    settings = saved_settings(config, None if weights is None else weights.tolist(), form, prepared.base_layers)
     return partial(describe_adapter, prepared, config, result, folder, form, result.num_steps == 0), settings
 
 
