@@ -49,6 +49,7 @@ from qlora_fsdp.training.loop import TrainResult, train
 from qlora_fsdp.training.memory_use import explain_shortage
 from qlora_fsdp.training.optim import LocalOptimizer, make_optimizer
 from qlora_fsdp.training.prepare import Prepared, prepare
+from qlora_fsdp.training.reference import add_reference
 from qlora_fsdp.training.resume import (
     begin_attempt,
     check_base,
@@ -107,6 +108,7 @@ def run(config: Config, world: World) -> dict[str, Any]:
         with _explained_shortage(prepared, config, processes, folder, summary):
             loaded = _load_and_prove(prepared, config, processes)
             summary.loaded(loaded, setup_seconds=time.perf_counter() - started)
+            prepared = add_reference(prepared, processes)
             result = _train(prepared, config, processes, watch, folder, checkpoint, summary)
 
         seconds = time.perf_counter() - started
