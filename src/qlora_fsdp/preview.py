@@ -112,7 +112,7 @@ def _rows(
         for row in used[(first <= used) & (used < last)][settings.first - 1 :][: settings.rows].tolist()
     ]
     for row, place in order:
-        tokens, is_target = data.rows.read(row)
+        [(tokens, is_target)] = data.rows.read(row)
         if data.has_labels:
             labels = data.labels_of(np.flatnonzero(data.row_ids == row)[:1])
             about = f"{len(tokens)} tokens, labels: {name_labels(labels, config.task)}"

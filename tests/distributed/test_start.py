@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -14,9 +15,11 @@ import pytest
 import torch
 from peft.tuners import lora
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import AutoTokenizer
 
+from qlora_fsdp.config.schema import Config
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.data.tokenizer import byte_tokenizer
 from qlora_fsdp.model.frozen_copy import FrozenCopy
@@ -24,6 +27,7 @@ from qlora_fsdp.model.task_model import TaskModel
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.rows import local_tensor
 from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.lines import read_lines
 from tests.helpers.quick_config import load_config
 from tests.helpers.ranks import RanksFailed, once, run_ranks
 from tests.helpers.reference import global_batches, load_stock, train_stock
@@ -221,10 +225,73 @@ def test_what_the_result_says_of_its_start(trained, argv: Callable[..., list[str
     trained("one rank")
     run = Path(load_config(argv(case, "one rank-train")).run.folder)
     card = (run / "adapter" / "README.md").read_text()
-    assert f"trained on from the adapter `{adapters[case].parent.name}/{adapters[case].name}`" in card
+    assert f"{NUM_STEPS} steps on from the adapter `{adapters[case].parent.name}/{adapters[case].name}`" in card
     assert f"Note: The adapter starts from {adapters[case]}." in (run / "train.log").read_text()
     tokenizer = AutoTokenizer.from_pretrained(run / "adapter")
     assert tokenizer.convert_tokens_to_ids("</call>") == 260
+
+
+PREFERENCES = {
+    "before training": (2, []),
+    "in each step": (2, ["preference.precompute=false"]),
+    "in each step, layers stay gathered": (2, ["preference.precompute=false", "fsdp=shard_grad_op"]),
+    "in each step, on one rank": (1, ["preference.precompute=false"]),
+}
+
+
+@pytest.fixture(scope="module")
+def pairs(rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prompts with two answers, of which one is chosen."""
+    file, found = tmp_path_factory.mktemp("pairs") / "pairs.jsonl", read_lines(rows)
+    both = zip(found[::2], found[1::2], strict=True)
+    lines = [{"prompt": a["prompt"], "chosen": a["completion"], "rejected": b["completion"]} for a, b in both]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines if line["chosen"] != line["rejected"]))
+    return file
+
+
+def stock_dpo(policy: nn.Module, reference: nn.Module, config: Config) -> list[float]:
+    """Losses of DPO (arXiv:2305.18290, equation 7) with two stock models, an answer at a time."""
+    params = [param for param in policy.parameters() if param.requires_grad]
+    optimizer = torch.optim.AdamW(params, config.training.learning_rate, weight_decay=0.0)
+    policy.train()
+    losses = []
+    for answers in global_batches(config):
+        pairs = list(zip(answers[::2], answers[1::2], strict=True))
+        total = 0.0
+        for chosen, rejected in pairs:
+            with torch.no_grad():
+                before = answer_log_prob(reference, *chosen) - answer_log_prob(reference, *rejected)
+            now = answer_log_prob(policy, *chosen) - answer_log_prob(policy, *rejected)
+            loss = -F.logsigmoid(0.1 * (now - before)) / len(pairs)
+            loss.backward()
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(params, config.optim.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses
+
+
+def answer_log_prob(model: nn.Module, tokens: list[int], mask: list[bool]) -> Tensor:
+    ids = torch.tensor([tokens])
+    logps = model(input_ids=ids).logits[0, :-1].float().log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+    return logps[torch.tensor(mask[1:])].sum()
+
+
+@pytest.mark.parametrize("where", PREFERENCES)
+def test_the_start_is_the_reference_of_preferences(argv, adapters: dict[str, Path], pairs: Path, where: str):
+    case = "dora, a trained head"
+    num_ranks, more = PREFERENCES[where]
+    own = ["task=preference", f"data.path={pairs}", "training.learning_rate=1e-2", *more]
+    run = argv(case, f"dpo-{list(PREFERENCES).index(where)}", *own)
+    config = load_config(run)
+    policy, reference = (
+        load_stock_adapter(Path(config.model.path), adapters[case], config.quant) for _ in ("policy", "reference")
+    )
+    expected = stock_dpo(policy, reference.eval(), config)
+    losses = run_ranks(num_ranks, train_here, run)[0].losses
+    assert losses == pytest.approx(expected, abs=1e-5)
+    assert losses[0] == pytest.approx(math.log(2), abs=1e-5) and abs(losses[-1] - losses[0]) > 1e-3
 
 
 REFUSALS: dict[str, tuple[list[str], str]] = {

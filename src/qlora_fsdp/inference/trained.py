@@ -17,7 +17,6 @@ from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.data.tokenizer import template_name
 from qlora_fsdp.model.adapters import NO_TOKENS, initialize_adapters
 from qlora_fsdp.model.assemble import AssembledModel, assemble, describe_base
-from qlora_fsdp.model.classifier import Classifier
 from qlora_fsdp.model.count import dtype_name
 from qlora_fsdp.model.materialize import materialize
 from qlora_fsdp.model.saved_adapter import NO_ADAPTER, SavedAdapter
@@ -131,6 +130,6 @@ def _run_from_the_root(model: TaskModel, device: torch.device) -> None:
     starts = torch.tensor([0, 8], dtype=torch.int32)
     labels, label_positions = torch.zeros((0, 1)), torch.zeros(0, dtype=torch.int64)
     num_tokens = torch.tensor([8])
-    model(Batch(ones, ones, torch.arange(8)[None], starts, 8, labels, label_positions, num_tokens).to(device))
-    if isinstance(model, Classifier):
-        model.forget_outputs()
+    batch = Batch(ones, ones, torch.arange(8)[None], starts, 8, labels, label_positions, num_tokens)
+    model(replace(batch, is_good=torch.zeros(0, dtype=torch.bool)).to(device))
+    model.forget_outputs()

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from typing_extensions import assert_never
 
 from qlora_fsdp.common.errors import AdapterError, CheckpointError
-from qlora_fsdp.config.schema import Config, DataFormat, LoraConfig, TaskConfig, TaskName
+from qlora_fsdp.config.schema import Config, DataFormat, LoraConfig, PreferenceConfig, TaskConfig, TaskName
 from qlora_fsdp.config.written import public_value, with_training
 from qlora_fsdp.data.tokenizer import AddedTokens, add_tokens, byte_tokenizer, load_tokenizer
 from qlora_fsdp.layers.attention import choose_attention
@@ -30,6 +30,7 @@ from qlora_fsdp.model.classifier import Classifier
 from qlora_fsdp.model.find import ModelFiles, find_model
 from qlora_fsdp.model.new_tokens import count_tokens
 from qlora_fsdp.model.packing import Traits, find_traits, settle_packing
+from qlora_fsdp.model.preference import PreferenceLM
 from qlora_fsdp.model.router_loss import RouterLoss, describe_router_loss
 from qlora_fsdp.model.task_model import TaskModel
 from qlora_fsdp.runtime.hardware import choose_dtype
@@ -120,7 +121,7 @@ def assemble(
             f"token {tokens.vocab_size - 1} can't get a row: {files.folder} has {num_rows} tokens. Correct the "
             "tokenizer, or trainable_token_indices in the adapter's adapter_config.json."
         )
-    model = adapt_model(meta, lora, config.task, tokens, loss_kernel, traits.has_plain_head)
+    model = adapt_model(meta, lora, config.task, tokens, loss_kernel, traits.has_plain_head, config.preference)
     rewired = rewire(model, config.compute, config.kernels) if trains else Rewired(num_fp8=0, num_groups=0)
     return AssembledModel(
         model,
@@ -160,7 +161,7 @@ def _try_small(
         The settings with packing decided, what was found, the name of the attention, and notes.
     """
     traits = find_traits(files.config, config, processes)
-    is_causal = config.task.name is TaskName.causal_lm and not generates
+    is_causal = config.task.is_causal and not generates
     wanted, device = config.model.attn_implementation.value, processes.device
     attention, slower = choose_attention(wanted, files.config, device, dtype, is_causal, traits.why_not_by_starts)
     notes = [slower] if slower else []
@@ -226,20 +227,25 @@ def adapt_model(
     tokens: AddedTokens,
     loss_kernel: LossKernel = "torch",
     splits_head: bool = True,
+    preference: PreferenceConfig | None = None,
 ) -> TaskModel:
     """Add the adapters to the model, in place, and wrap it in the `TaskModel` of its task.
 
     Args:
         meta: the base model. A classifier's new head (`meta.head`) is trained in full, without an adapter.
         lora: the adapter's settings.
-        task: causal language modelling or a kind of classification.
+        task: causal language modelling, preferences or a kind of classification.
         tokens: the tokens whose rows in embeddings and head are trained.
         loss_kernel: what computes the loss of a frozen head.
         splits_head: as of `CausalLM`.
+        preference: the loss of task=preference; None: the default, where no loss is wanted.
     """
     match task.name:
         case TaskName.causal_lm:
             return CausalLM(apply_adapters(meta.model, lora, tokens=tokens), loss_kernel, splits_head)
+        case TaskName.preference:
+            adapted = apply_adapters(meta.model, lora, tokens=tokens)
+            return PreferenceLM(adapted, preference or PreferenceConfig(), loss_kernel, splits_head)
         case TaskName.sequence_classification | TaskName.token_classification:
             lora = replace(lora, modules_to_save=[*(lora.modules_to_save or []), *meta.head])
             return Classifier(apply_adapters(meta.model, lora, task.name, tokens), task)

@@ -152,7 +152,7 @@ def _steps(facts: CardFacts) -> str:
 
 
 def _start(facts: CardFacts) -> str:
-    return "" if facts.start is None else f", which train on from the adapter {code(facts.start)}"
+    return "" if facts.start is None else f" on from the adapter {code(facts.start)}"
 
 
 def _data(facts: CardFacts) -> str:

@@ -38,10 +38,12 @@ class SavedAdapter:
     Attributes:
         folder: where these are.
         setting: what names the folder: `adapter` or `lora.start`.
+        digest: SHA-256 of the weights, where it was asked for.
     """
 
     folder: Path
     setting: str = "adapter"
+    digest: str | None = None
 
     def __str__(self) -> str:
         return f"{self.setting}={self.folder}"

@@ -52,7 +52,7 @@ class EagerPasses:
         """Queue forward and backward, and return the loss."""
         set_gradient_sync(self.model, enabled=is_last)
         self.peaks.enter("forward")
-        loss: Tensor = self.model(batch.to(self.device)) / self.num_targets
+        loss: Tensor = self.model(self.model.with_reference(batch.to(self.device))) / self.num_targets
         self.peaks.enter("backward")
         loss.backward()
         return loss.detach()

@@ -45,6 +45,7 @@ class Prepared:
         assembled: the model on meta, and what it was assembled from.
         base: fingerprint of the model files; None for random weights.
         base_layers: the same of the transformer layers alone, which an adapter remembers its base by.
+        start: the adapter that the run starts from; None for a new one.
         sizes: numbers and bytes of the parameters.
         flops: counts the FLOPs of a batch.
         data: sequences of tokenized rows, or a stream of them.
@@ -59,6 +60,7 @@ class Prepared:
     assembled: AssembledModel
     base: str | None
     base_layers: str | None
+    start: SavedAdapter | None
     sizes: Sizes
     flops: FlopCounter
     data: PreparedData[TrainingData]
@@ -129,7 +131,7 @@ def _prepare(
     flops = count_flops(model, meta.config.get_text_config())
     is_auto = config.memory.activations is Activations.auto
     peaks = PhasePeaks(device, MemoryFallback(model.layers, run_plan.policies) if is_auto else None)
-    return Prepared(config, assembled, base, base_layers, sizes, flops, data, split, machine, run_plan, peaks)
+    return Prepared(config, assembled, base, base_layers, start, sizes, flops, data, split, machine, run_plan, peaks)
 
 
 def _plan_memory(config: Config, assembled: AssembledModel, machine: Machine, processes: Processes) -> RunPlan:

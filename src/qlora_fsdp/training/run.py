@@ -25,7 +25,6 @@ from qlora_fsdp.model.adapters import initialize_adapters
 from qlora_fsdp.model.materialize import materialize
 from qlora_fsdp.model.model_card import CardFacts
 from qlora_fsdp.model.save_adapter import adapter_keys, save_adapter, write_adapter
-from qlora_fsdp.model.saved_adapter import SavedAdapter
 from qlora_fsdp.records.check_run_folder import check
 from qlora_fsdp.records.ending import describe_end
 from qlora_fsdp.records.hub import prepare_repo, push_result
@@ -50,6 +49,7 @@ from qlora_fsdp.training.loop import TrainResult, train
 from qlora_fsdp.training.memory_use import explain_shortage
 from qlora_fsdp.training.optim import LocalOptimizer, make_optimizer
 from qlora_fsdp.training.prepare import Prepared, prepare
+from qlora_fsdp.training.reference import add_reference
 from qlora_fsdp.training.resume import (
     begin_attempt,
     check_base,
@@ -109,8 +109,9 @@ def run(config: Config, world: World) -> dict[str, Any]:
 
         # Third: load the weights, prove them, and train.
         with _explained_shortage(prepared, config, processes, folder, summary):
-            loaded = _load_and_prove(prepared, config, processes, start)
+            loaded = _load_and_prove(prepared, config, processes)
             summary.loaded(loaded, setup_seconds=time.perf_counter() - started)
+            prepared = add_reference(prepared, processes)
             result = _train(prepared, config, processes, watch, folder, checkpoint, summary)
 
         seconds = time.perf_counter() - started
@@ -171,15 +172,13 @@ def _explained_shortage(
             summary.measured(None if plan is None else as_json(plan), measured)
 
 
-def _load_and_prove(
-    prepared: Prepared, config: Config, processes: Processes, start: SavedAdapter | None
-) -> dict[str, Any]:
+def _load_and_prove(prepared: Prepared, config: Config, processes: Processes) -> dict[str, Any]:
     """Shard the model, fill and prove every shard, and return figures for summary.json."""
 
     def fill_adapters(model: peft.PeftModel) -> None:
         initialize_adapters(model, config.lora.init_lora_weights, config.training.seed, prepared.assembled.tokens)
-        if start is not None:
-            start.load(model)
+        if prepared.start is not None:
+            prepared.start.load(model)
 
     loaded = materialize(
         prepared.assembled,

@@ -43,7 +43,7 @@ def open_start(config: Config, folder: Path, processes: Processes, summary: RunS
         found = place, digest_file(folder / START_FOLDER / ADAPTER_WEIGHTS)
     place, digest = processes.share(found)
     summary.starts_from(str(public_value(config, SETTING)), digest)
-    return SavedAdapter(place, SETTING)
+    return SavedAdapter(place, SETTING, digest)
 
 
 def assemble_on(start: SavedAdapter | None, config: Config, processes: Processes) -> AssembledModel:
