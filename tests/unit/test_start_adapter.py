@@ -88,7 +88,7 @@ def test_all_contradictions_are_told_at_once(adapter: Path, tmp_path: Path) -> N
         load_config(["--config", str(tmp_path / "my.yaml"), f"lora.start={adapter}"])
 
 
-@pytest.mark.parametrize("name", ["org/Base", "/models/base", "other/base", "models--org--Base/snapshots/0a1b"])
+@pytest.mark.parametrize("name", ["org/Base", "/models/base", "other/base", "/cache/models--org--Base/snapshots/0a1b"])
 def test_the_base_may_be_elsewhere(adapter: Path, name: str) -> None:
     assert load(adapter, f"model.path={name}").model.path == name
 

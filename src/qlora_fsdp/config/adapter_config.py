@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from qlora_fsdp.common.errors import AdapterError, Problem
 from qlora_fsdp.common.foreign_files import MAX_SMALL_BYTES, find_outside, read_json_object
+from qlora_fsdp.common.hub_names import is_repo_name
 from qlora_fsdp.common.module_names import is_target, limited_matching
 from qlora_fsdp.common.text import shorten
 from qlora_fsdp.config.schema import LoraConfig
@@ -52,6 +53,8 @@ def adapter_problems(adapter: str, setting: str = "adapter") -> list[Problem]:
     fix = f"Set {setting} to the folder that training wrote, run/adapter."
     if (folder / "adapter" / ADAPTER_CONFIG).is_file():
         fix = f"Set {setting}={adapter}/adapter."
+    elif is_repo_name(adapter) and not folder.exists():
+        fix = f"If it is on the hub, run hf download {adapter} --local-dir FOLDER, and set {setting}=FOLDER."
     return [Problem(show(setting, adapter), f"holds no adapter: no {' and no '.join(missing)}.", fix, setting)]
 
 

@@ -7,13 +7,13 @@ alone may be another one, because it is of the training and not of the adapter. 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from qlora_fsdp.common.errors import Problem
+from qlora_fsdp.common.hub_names import hub_name
 from qlora_fsdp.config.adapter_config import SETTINGS_FILE, adapter_problems, read_lora
 from qlora_fsdp.config.bounded_yaml import read_yaml
 from qlora_fsdp.config.config_file import OF_A_MODEL, Sections
@@ -26,7 +26,6 @@ ADAPTERS_OWN = (
     *("r", "lora_alpha", "target_modules", "experts", "exclude_modules", "modules_to_save", "init_lora_weights"),
     *("use_rslora", "use_dora", "rank_pattern", "alpha_pattern"),
 )
-HUB_SNAPSHOT = re.compile(r"models--[^/]*?--([^/]+)/snapshots/[^/]+/?$")  # a model in the cache of the hub
 FindStart = Callable[[Config], Path]  # where the adapter that lora.start names is to be read
 
 
@@ -85,6 +84,8 @@ def read_start(folder: Path) -> StartAdapter:
         note = read_yaml(file, allows_aliases=False).get(BASE_FINGERPRINT)
         fingerprint = note if isinstance(note, str) else None
     model = {name: value for name, value in saved.get("model", {}).items() if name in OF_A_MODEL}
+    if (folder / "tokenizer_config.json").is_file():  # its own tokenizer is nearer than the one that was named
+        model.pop("tokenizer_path", None)
     return StartAdapter(
         folder, read_lora(folder, SETTING), base, fingerprint, model or {"path": base}, saved.get("quant", {})
     )
@@ -130,5 +131,7 @@ def _may_be_same(one: str, other: str) -> bool:
 
 
 def _last_part(name: str) -> str:
-    cached = HUB_SNAPSHOT.search(name)
-    return cached[1].lower() if cached else Path(name).expanduser().resolve().name.lower()
+    try:
+        return Path(hub_name(name) or Path(name).expanduser().resolve()).name.lower()
+    except (OSError, RuntimeError, ValueError):  # it is no path
+        return name

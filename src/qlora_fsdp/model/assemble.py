@@ -106,7 +106,7 @@ def assemble(
     """
     device, dtype = processes.device, choose_dtype(config.training.precision, processes.device)
     files = find_model(config.model, processes.is_local_main, processes.first_error)
-    tokenizer = _find_tokenizer(config, files, tokenizer_folder, trains)
+    tokenizer = find_tokenizer(config, files.folder, tokenizer_folder, trains)
     tokens = add_tokens(tokenizer, config.tokenizer)
     if not tokens.ids:
         tokens = saved_tokens
@@ -171,17 +171,23 @@ def _try_small(
     return config, traits, attention, notes
 
 
-def _find_tokenizer(
-    config: Config, files: ModelFiles, tokenizer_folder: Path | None, trains: bool
+def find_tokenizer(
+    config: Config, model_folder: Path | None, tokenizer_folder: Path | None, trains: bool
 ) -> PreTrainedTokenizerBase:
     """The saved adapter's tokenizer if it has one, else the model's.
+
+    Args:
+        config: `model` and `data` are used.
+        model_folder: of the model's files; None where they are not here.
+        tokenizer_folder: of the adapter; None without one, or where its tokenizer is not wanted.
+        trains: whether the tokenizer is for training.
 
     Training on random tokens needs no tokenizer, so it gets the built-in one and no file is read.
     `model.trust_remote_code` is meant for the base model: a tokenizer that an adapter brings or names runs no code.
     """
     if trains and config.data.format is DataFormat.random:
         return byte_tokenizer()
-    model = replace(config.model, path=str(files.folder) if files.folder is not None else config.model.path)
+    model = replace(config.model, path=config.model.path if model_folder is None else str(model_folder))
     if tokenizer_folder is not None and (tokenizer_folder / "tokenizer_config.json").is_file():
         model = replace(model, tokenizer_path=str(tokenizer_folder))
     if tokenizer_folder is None or model.tokenizer_path is None:
