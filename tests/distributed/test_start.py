@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoTokenizer
 
-from qlora_fsdp.config.schema import Config
+from qlora_fsdp.config.schema import Config, ProblemType
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.data.tokenizer import byte_tokenizer
 from qlora_fsdp.model.frozen_copy import FrozenCopy
@@ -27,6 +27,7 @@ from qlora_fsdp.model.task_model import TaskModel
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.rows import local_tensor
 from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.classification import LABELS, write_labelled_rows
 from tests.helpers.lines import read_lines
 from tests.helpers.quick_config import load_config
 from tests.helpers.ranks import RanksFailed, once, run_ranks
@@ -292,6 +293,28 @@ def test_the_start_is_the_reference_of_preferences(argv, adapters: dict[str, Pat
     losses = run_ranks(num_ranks, train_here, run)[0].losses
     assert losses == pytest.approx(expected, abs=1e-5)
     assert losses[0] == pytest.approx(math.log(2), abs=1e-5) and abs(losses[-1] - losses[0]) > 1e-3
+
+
+def train_classifiers(first: list[str], on: list[str]) -> None:
+    train_here(first)
+    train_here(on)
+
+
+def test_a_classifier_starts_from_a_language_models_adapter_and_from_its_own(
+    checkpoint: Callable[..., Path], adapters: dict[str, Path], tmp_path: Path
+):
+    """The first has a new head, and the second that of the first."""
+    case = "rslora, ranks that differ"
+    rows = write_labelled_rows(tmp_path / "rows.jsonl", ProblemType.single_label_classification, 20)
+    own = [text for text in settings(checkpoint("llama", torch.float32), rows) if not text.startswith(("lora", "run"))]
+    own += ["task=sequence_classification", f"task.labels=[{','.join(LABELS)}]", "training.packing=false"]
+    first = [*own, f"lora.start={adapters[case]}", "training.max_steps=2", f"run.folder={tmp_path / 'first'}"]
+    result = tmp_path / "first" / "adapter"
+    still = ["training.max_steps=1", "training.learning_rate=1e-30", f"run.folder={tmp_path / 'on'}"]
+    run_ranks(2, train_classifiers, first, [*own, f"lora.start={result}", *still])
+    before, after = load_file(result / WEIGHTS), load_file(tmp_path / "on" / "adapter" / WEIGHTS)
+    assert before.keys() == after.keys() == {*load_file(adapters[case] / WEIGHTS), "base_model.model.score.weight"}
+    assert all(torch.equal(before[key], after[key]) for key in before)
 
 
 REFUSALS: dict[str, tuple[list[str], str]] = {
