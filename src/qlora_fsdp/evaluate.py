@@ -148,7 +148,7 @@ def check_tasks(settings: EvaluateSettings, config: Config, names: Sequence[str]
     if find_spec("lm_eval") is None:
         fix = 'pip install "qlora-fsdp[lm-eval]"'
         problems.append(Problem(f"tasks={settings.tasks}", "needs lm-eval, which is not installed.", fix))
-    if config.task.name is not TaskName.causal_lm:
+    if not config.task.is_causal:
         reason = "asks for text, which a classifier has none of."
         problems.append(Problem(f"tasks={settings.tasks}", reason, "Set data.path to rows with labels instead."))
     if not names:

@@ -17,7 +17,7 @@ from qlora_fsdp.common.errors import DataError, Problem, refuse
 from qlora_fsdp.common.startup import end_process, quick_imports
 from qlora_fsdp.common.text import for_stdout
 from qlora_fsdp.config.commands import AdapterSettings, read_trained_on
-from qlora_fsdp.config.schema import Config, TaskName
+from qlora_fsdp.config.schema import Config
 from qlora_fsdp.config.settings import show
 from qlora_fsdp.runtime.run_command import check_out, log, run_command, write_out
 
@@ -147,7 +147,7 @@ def check_generation(settings: GenerateSettings, config: Config, others: Sequenc
         ConfigError: all problems that were found.
     """
     problems = list(others)
-    if config.task.name is not TaskName.causal_lm:
+    if not config.task.is_causal:
         fix = "Set adapter to one of a model that does, or use qlora_fsdp.evaluate."
         problems.append(Problem(show("task.name", config.task.name), "writes no text.", fix))
     for name in ("max_new_tokens", "batch_size"):

@@ -19,6 +19,7 @@ from qlora_fsdp.data.tokenizer import encode
 
 Tokens = NDArray[np.int32]
 Mask = NDArray[np.bool_]
+TokenRow = tuple[Tokens, Mask]  # a row of tokens, and which of them are trained on
 
 FEATURES = datasets.Features(
     {
@@ -67,7 +68,7 @@ class RowTokenizer:
             except BadRow as bad:
                 add(place, bad.kind, bad.detail, *_NOTHING)
 
-        encoded = self._encode([row for _, row in formatted])
+        encoded = self.encode([row for _, row in formatted])
         for (place, row), (tokens, is_target, length) in zip(formatted, encoded, strict=True):
             problem, detail = "", ""
             if len(tokens) > self.max_length:
@@ -76,7 +77,7 @@ class RowTokenizer:
                     add(place, problem, detail, *_NOTHING)
                     continue
             num_pieces = 0
-            for piece, piece_target in self._cut(tokens, is_target, row.may_split):
+            for piece, piece_target in self.cut(tokens, is_target, row.may_split):
                 if piece_target.any():
                     add(place, problem, detail, piece, piece_target)
                     problem, detail = "", ""  # count a row once, not each of its pieces
@@ -85,7 +86,7 @@ class RowTokenizer:
                 add(place, NO_TARGET, f"within {self.max_length} tokens" if problem else "", *_NOTHING)
         return out
 
-    def _encode(self, rows: list[FormattedRow]) -> Iterator[tuple[Tokens, Mask, str]]:
+    def encode(self, rows: list[FormattedRow]) -> Iterator[tuple[Tokens, Mask, str]]:
         """For each row its tokens, which of them are trained on, and its length in words."""
         if not rows:
             return
@@ -115,7 +116,8 @@ class RowTokenizer:
         bos: int | None = self.tokenizer.bos_token_id
         return bos if bos is not None and self.tokenizer("a")["input_ids"][0] == bos else None
 
-    def _cut(self, tokens: Tokens, is_target: Mask, may_split: bool) -> Iterator[tuple[Tokens, Mask]]:
+    def cut(self, tokens: Tokens, is_target: Mask, may_split: bool) -> Iterator[tuple[Tokens, Mask]]:
+        """The first `max_length` tokens of a row; if it may be split, the others too, as further rows."""
         end = len(tokens) if may_split else self.max_length
         for start in range(0, end, self.max_length):
             piece = slice(start, start + self.max_length)

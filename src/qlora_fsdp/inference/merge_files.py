@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from qlora_fsdp.common.errors import CheckpointError, RunFolderError
 from qlora_fsdp.common.files import digest_file, remove_leftovers, replacing, write_json
-from qlora_fsdp.config.commands import ADAPTER_WEIGHTS
+from qlora_fsdp.config.adapter_config import ADAPTER_WEIGHTS
 from qlora_fsdp.inference.changes import Change, find_changes
 from qlora_fsdp.inference.merge_weights import (
     Merge,

@@ -28,4 +28,4 @@ def generation_bytes(work: Workload) -> int:
         return 0
     num_slots = min(MAX_SLOTS, round_slots(-(tracking.num_generations // -work.num_ranks)))
     length = round_length(work.config.training.max_length + tracking.generation_tokens)
-    return num_slots * length * work.parts.cached_values * work.compute_bytes
+    return num_slots * length * work.parts.cached_bytes

@@ -52,6 +52,7 @@ from qlora_fsdp.weights.scaled import METHODS, attach_scales
 
 AUTO_CLASSES: dict[TaskName, Any] = {
     TaskName.causal_lm: AutoModelForCausalLM,
+    TaskName.preference: AutoModelForCausalLM,
     TaskName.sequence_classification: AutoModelForSequenceClassification,
     TaskName.token_classification: AutoModelForTokenClassification,
 }
@@ -83,7 +84,7 @@ class BuildSettings:
 
     @property
     def is_classifier(self) -> bool:
-        return self.task.name is not TaskName.causal_lm
+        return not self.task.is_causal
 
 
 @dataclass

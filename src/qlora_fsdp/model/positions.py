@@ -55,9 +55,7 @@ def check_positions(model: nn.Module, config: PretrainedConfig, data: PreparedDa
         DataError: rows go beyond a table of positions, or beyond the positions that rotary embeddings were made for.
     """
     sets = [part for part in (data.train, data.eval) if part is not None]
-    longest = max(
-        int(part.rows.lengths[part.row_ids].max()) if isinstance(part, Sequences) else part.max_length for part in sets
-    )
+    longest = max(part.longest_part if isinstance(part, Sequences) else part.max_length for part in sets)
     table = num_learned_positions(model)
     if table is not None and longest <= table < max(padded_length(part, longest) for part in sets):
         raise DataError(

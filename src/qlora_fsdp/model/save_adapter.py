@@ -21,7 +21,7 @@ from qlora_fsdp.common.disk import write_elsewhere
 from qlora_fsdp.common.errors import RunFolderError
 from qlora_fsdp.common.files import remove_leftovers, replacing
 from qlora_fsdp.common.hub_names import LOCAL_BASE
-from qlora_fsdp.config.commands import SETTINGS_FILE
+from qlora_fsdp.config.adapter_config import SETTINGS_FILE
 from qlora_fsdp.model.adapter_usage import describe_usage, is_classifier
 from qlora_fsdp.model.adapters import ADAPTER
 from qlora_fsdp.model.model_card import CardFacts, make_card

@@ -56,7 +56,7 @@ def count_parts(model: TaskModel, stand_ins: Sequence[int], order: Sequence[int]
         gathered_by_model=frozenset(names[id(unit)] for unit in units if unit in model.gathered_by_model),
         num_parameters=around + sum(count_bytes(layers[kind], 0, 1).num_base for kind in order),
         num_quantized=sum(kinds[kind].num_quantized for kind in order),
-        cached_values=len(order) * _cached_values(model.base.config.get_text_config()),
+        cached_bytes=len(order) * _cached_values(model.base.config.get_text_config()) * model.base.dtype.itemsize,
     )
 
 

@@ -50,6 +50,7 @@ from qlora_fsdp.training.loop import TrainResult, train
 from qlora_fsdp.training.memory_use import explain_shortage
 from qlora_fsdp.training.optim import LocalOptimizer, make_optimizer
 from qlora_fsdp.training.prepare import Prepared, prepare
+from qlora_fsdp.training.reference import add_reference
 from qlora_fsdp.training.resume import (
     begin_attempt,
     check_base,
@@ -62,6 +63,7 @@ from qlora_fsdp.training.resume import (
     settings_of,
 )
 from qlora_fsdp.training.saver import Saver
+from qlora_fsdp.training.start import open_start
 from qlora_fsdp.training.step import StepRunner
 from qlora_fsdp.training.step_recorder import StepRecorder
 
@@ -94,10 +96,12 @@ def run(config: Config, world: World) -> dict[str, Any]:
             with summary.resuming():
                 verify_files(checkpoint, processes)
 
+        start = open_start(config, folder, processes, summary)
+
         # Second: the model without weights, the memory plan and the data. Most errors are found here, before anything
         # large is allocated.
         started = time.perf_counter()
-        prepared = prepare(config, processes, folder, 0 if checkpoint is None else checkpoint.step)
+        prepared = prepare(config, processes, folder, 0 if checkpoint is None else checkpoint.step, start)
         check_room(folder, prepared.sizes.num_trainable * 4, processes)  # float32
         if checkpoint is not None:
             check_data(checkpoint, prepared.data.train, config)
@@ -108,6 +112,7 @@ def run(config: Config, world: World) -> dict[str, Any]:
         with _explained_shortage(prepared, config, processes, folder, summary):
             loaded = _load_and_prove(prepared, config, processes)
             summary.loaded(loaded, setup_seconds=time.perf_counter() - started)
+            prepared = add_reference(prepared, processes)
             result = _train(prepared, config, processes, watch, folder, checkpoint, summary)
 
         seconds = time.perf_counter() - started
@@ -173,6 +178,8 @@ def _load_and_prove(prepared: Prepared, config: Config, processes: Processes) ->
 
     def fill_adapters(model: peft.PeftModel) -> None:
         initialize_adapters(model, config.lora.init_lora_weights, config.training.seed, prepared.assembled.tokens)
+        if prepared.start is not None:
+            prepared.start.load(model)
 
     loaded = materialize(
         prepared.assembled,
@@ -282,7 +289,7 @@ def _describe_adapter(
     """What gives the facts for the model card whenever an adapter is written, and the settings saved with it."""
     form = find_form(config) if processes.is_main else None
     weights = getattr(prepared.model, "class_weights", None)
-    settings = saved_settings(config, None if weights is None else weights.tolist(), form)
+    settings = saved_settings(config, None if weights is None else weights.tolist(), form, prepared.base_layers)
     return partial(describe_adapter, prepared, config, result, folder, form, result.num_steps == 0), settings
 
 
