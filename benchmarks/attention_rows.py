@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from qlora_fsdp.layers import attention
 from qlora_fsdp.layers import flash_attention_4 as flash_4
+from qlora_fsdp.layers import varlen
 
 NUM_TOKENS, NUM_HEADS, NUM_KEY_HEADS, HEAD_DIM = 16_384, 32, 8, 128
 MEAN_ROWS = (43, 64, 100, 150, 200, 256, 320, 400, 512, 800, 1600)
@@ -40,7 +40,7 @@ def main() -> None:
     for mean in MEAN_ROWS:
         lengths = row_lengths(mean)
         starts = torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
-        kernels = {"torch": partial(attention._varlen, q, k, v, starts, max(lengths), None, None)}
+        kernels = {"torch": partial(varlen.attend, q, k, v, varlen.Rows(starts, max(lengths)), None)}
         if why_not is None:
             kernels["flash_4"] = partial(flash_4.packed_attention, q, k, v, starts, max(lengths), None)
         row: dict[str, float] = {"mean": mean, "rows": len(lengths)}

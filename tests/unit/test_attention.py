@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from transformers import LlamaConfig
 
 from qlora_fsdp.common.errors import ConfigError
-from qlora_fsdp.layers import attention
+from qlora_fsdp.layers import attention, varlen
 from qlora_fsdp.layers import flash_attention_4 as flash_4
 
 CPU = torch.device("cpu")
@@ -100,10 +100,11 @@ def test_a_model_that_drops_attention_weights_gets_a_kernel_that_can(hopper):
 def test_it_gets_tokens_before_heads_and_where_rows_start(hopper, monkeypatch, lengths: list[int] | None, is_short):
     """Short rows go to torch's varlen kernel, with the same arguments."""
     monkeypatch.setattr(flash_4, "MIN_MEAN_ROW", 9 if is_short else 8)
-    varlen = lambda q, k, v, starts, longest, scale, window: packed(  # noqa: E731
-        q, k, v, starts, starts, max_seqlen_q=longest, max_seqlen_k=longest, causal=True, softmax_scale=scale
+    attend = lambda q, k, v, rows, scale, sinks: packed(  # noqa: E731
+        *(q, k, v, rows.starts, rows.starts),
+        **{"max_seqlen_q": rows.longest, "max_seqlen_k": rows.longest, "causal": True, "softmax_scale": scale},
     )
-    monkeypatch.setattr(attention, "_varlen", varlen)
+    monkeypatch.setattr(varlen, "attend", attend)
     hopper(whole, does_not_compile if is_short else packed)
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, heads, 12, 8) for heads in (4, 2, 2))

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tests.helpers.checkpoints import FAMILIES, SHAPE
+from tests.helpers.patched import liger_kernels
 from tests.helpers.quick_config import load_config
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
@@ -222,6 +223,25 @@ def test_code_that_asks_for_values_is_refused_by_name() -> None:
     layer.forward = lambda x, **_: x[torch.nonzero(x)]  # type: ignore[method-assign]
     with pytest.raises(UntraceableModel, match=r"The model's code does what can't be planned .*experiment=dry_run"):
         model.ends_use(config, 1)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "glm4", "olmo2", "qwen3_moe"])
+def test_a_trace_of_patched_classes_launches_nothing(family: str) -> None:
+    """A GPU's run patches transformers before it plans: Triton must not get the addresses of meta tensors."""
+    config = load_config(["model=tiny"])
+    values = {**SHAPE, **(FAMILIES | OTHERS)[family]}
+    hf_config = AutoConfig.for_model(family, **values)
+
+    def uses(chosen: list[str]) -> list[object]:
+        attention = "eager" if family == "gemma2" else "sdpa"
+        computing = Computing(torch.bfloat16, attention, chosen, "torch", is_cuda=False)
+        tracer = ModelTracer(ModelFiles(None, hf_config), computing, NO_TOKENS)
+        return [tracer.layer_use(config, 1, 0, Policy.none), tracer.ends_use(config, 1)]
+
+    with liger_kernels(hf_config) as chosen:
+        patched = uses(chosen)
+    assert "rms_norm" in chosen
+    assert patched == uses(chosen)
 
 
 def gradients(model: TaskModel, policies: list[Policy]) -> list[Tensor]:

@@ -1,16 +1,15 @@
 """Attention over packed rows: the choice of a kernel, and the kernels that keep rows apart without a mask.
 
 Kernels are chosen by name in transformers' registry. Two of them are told where rows start: `flash_attention_4`
-(flash_attention_4.py), and `varlen`, which is torch's own variable-length flash attention. All others get a
-block-diagonal mask, which transformers derives from the position ids.
+(flash_attention_4.py), and `varlen`, which is torch's own variable-length flash attention, with sinks for models that
+have them (varlen.py). All others get a block-diagonal mask, which transformers derives from the position ids.
 """
 
 from __future__ import annotations
 
-import inspect
 from functools import partial
 from importlib.util import find_spec
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +18,7 @@ from transformers import MODEL_MAPPING, AttentionInterface, PretrainedConfig
 
 from qlora_fsdp.common.errors import ConfigError, Problem
 from qlora_fsdp.layers import flash_attention_4 as flash_4
+from qlora_fsdp.layers import varlen
 
 VARLEN = "qlora_fsdp_varlen"
 FLASH_4 = "qlora_fsdp_varlen_4"  # transformers takes a name with "flash" in it for one of its own packages
@@ -162,6 +162,7 @@ def varlen_attention(
     sliding_window: int | None = None,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
+    s_aux: Tensor | None = None,
     uses_flash_4: bool = False,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
@@ -171,28 +172,32 @@ def varlen_attention(
         module: the attention layer that calls.
         query: [B, H, L, D].
         key: [B, H_kv, L, D]; H is a multiple of H_kv.
-        value: like `key`.
+        value: like `key`, or narrower or wider, as in latent attention (DeepSeek V3: 128 beside 192).
         attention_mask: None; `cu_seq_lens_q` tells rows apart.
         dropout: must be 0.
         scaling: factor of the logits; None for 1 / sqrt(D).
         sliding_window: how many tokens a query sees, itself included; None for all before it.
         cu_seq_lens_q: int32 [rows + 1], where rows start in the flattened B * L tokens; None if a sequence is one row.
         max_length_q: tokens of the longest row.
-        uses_flash_4: use FlashAttention-4's kernels where they are faster. Sliding windows were not tried with them.
+        s_aux: [H], logits of the heads' sinks; None if they have none.
+        uses_flash_4: use FlashAttention-4's kernels where they are faster. Sliding windows, sinks and values of another
+            width were not tried with them.
         **kwargs: what transformers passes to other kernels; not used.
 
     Returns:
-        [B, L, H, D], and None for the attention weights.
+        [B, L, H, width of the values], and None for the attention weights.
     """
     assert attention_mask is None and not dropout
     batch, _, length, _ = query.shape
     window = sliding_window if sliding_window is not None and sliding_window < length else None
+    is_plain = window is None and s_aux is None
     num_rows = 0 if cu_seq_lens_q is None else len(cu_seq_lens_q) - 1
-    uses_flash_4 = uses_flash_4 and window is None and batch * length >= flash_4.MIN_MEAN_ROW * num_rows
+    uses_flash_4 = uses_flash_4 and is_plain and query.shape[-1] == value.shape[-1]
+    uses_flash_4 = uses_flash_4 and batch * length >= flash_4.MIN_MEAN_ROW * num_rows
     if cu_seq_lens_q is None and uses_flash_4:
         q, k, v = (t.transpose(1, 2) for t in (query, key, value))
         return flash_4.attention(q, k, v, scaling), None
-    if cu_seq_lens_q is None and window is None:
+    if cu_seq_lens_q is None and is_plain:
         out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
         return out.transpose(1, 2), None
     if cu_seq_lens_q is None:
@@ -203,25 +208,8 @@ def varlen_attention(
     if uses_flash_4:
         out = flash_4.packed_attention(q, k, v, cu_seq_lens_q, max_length_q, scaling)
     else:
-        out = _varlen(q, k, v, cu_seq_lens_q, max_length_q, scaling, window)
+        out = varlen.attend(q, k, v, varlen.Rows(cu_seq_lens_q, max_length_q, window), scaling, s_aux)
     return out.view(batch, length, *out.shape[1:]), None
 
 
 flash_attention_4 = partial(varlen_attention, uses_flash_4=True)
-
-
-def _varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    starts: Tensor,
-    longest: int,
-    scale: float | None,
-    window: int | None,
-) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
-    options: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0), "scale": scale}
-    if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # torch >= 2.13; earlier versions need none
-        options["enable_gqa"] = query.shape[1] != key.shape[1]
-    return cast(Tensor, varlen_attn(query, key, value, starts, starts, longest, longest, **options))

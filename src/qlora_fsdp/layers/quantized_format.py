@@ -167,33 +167,43 @@ class Format:
         )
         return weight
 
-    def dequantize_rows(self, parts: Mapping[str, Tensor], out: Tensor, first_row: int) -> None:
-        """Write consecutive rows of a weight into `out`.
+    def dequantize_part(
+        self, parts: Mapping[str, Tensor], out: Tensor, first_row: int = 0, first_column: int = 0
+    ) -> None:
+        """Write some rows and columns of a weight into `out`, or the same ones of each of several matrices.
 
         Args:
             parts: the whole (gathered) parts of the weight.
-            out: [groups, rows, in_features], in the dtype wanted. Groups and rows may be strided, as when adapters have
-                columns or rows of their own between them.
-            first_row: the weight's row that becomes `out[0, 0]`.
+            out: [groups, rows, columns], in the dtype wanted; the weight is so many matrices, one below the other. Groups
+                and rows may be strided, as when adapters have columns or rows of their own between them. Columns are a
+                multiple of the block size.
+            first_row: of each matrix.
+            first_column: a multiple of the block size.
         """
         if out.is_meta:
             return
-        num_rows, in_features = out.shape[0] * out.shape[1], out.shape[2]
-        rows = slice(first_row, first_row + num_rows)
+        codes, scales = parts["codes"], parts["scales"]
         if self.is_4bit and out.is_cuda and has_triton():
             from qlora_fsdp.layers.kernels import triton_dequantize
 
-            books = code_book(self.quant_type, out.device), dynamic_map(out.device)
-            codes, scales = parts["codes"][rows], parts["scales"][rows]
-            nested = parts.get("nested_scales")
-            triton_dequantize.dequantize(codes, scales, nested, books, self.blocksize, out, first_row=first_row)
+            books, nested = (code_book(self.quant_type, out.device), dynamic_map(out.device)), parts.get("nested_scales")
+            origin = first_row, first_column
+            triton_dequantize.dequantize(codes, scales, nested, books, self.blocksize, out, origin=origin)
             return
-        slices = {"codes": parts["codes"][rows], "scales": parts["scales"][rows]}
-        format = self
-        if self.double_quant:
-            absmax = self.dequantize_scales(parts, parts["codes"].shape[0], in_features)
-            slices["scales"], format = absmax[rows], replace(self, double_quant=False)
-        out.copy_(format.dequantize(slices, num_rows, in_features, out.dtype).view(out.shape))
+        num_groups, num_rows, num_columns = out.shape
+        rows, last_column = slice(first_row, first_row + num_rows), first_column + num_columns
+        if not self.is_4bit:
+            some = codes.view(torch.int8).unflatten(0, (num_groups, -1))[:, rows, first_column:last_column]
+            factors = (scales * INT8_DEQUANT_FACTOR).view(num_groups, -1, 1)[:, rows]
+            torch.mul(some, factors, out=out)  # in fp32, rounded once
+            return
+        code_bytes, size = codes.view(torch.uint8), self.blocksize
+        scales = self.dequantize_scales(parts, code_bytes.shape[0], 2 * code_bytes.shape[1])
+        code_bytes = code_bytes.unflatten(0, (num_groups, -1))[:, rows, first_column // 2 : last_column // 2]
+        scales = scales.unflatten(0, (num_groups, -1))[:, rows, first_column // size : last_column // size]
+        found = {"codes": self.pack(code_bytes.flatten(0, 1)), "scales": scales.flatten(0, 1)}
+        plain = replace(self, double_quant=False)
+        out.copy_(plain.dequantize(found, num_groups * num_rows, num_columns, out.dtype).view(out.shape))
 
     def dequantize_scales(self, parts: Mapping[str, Tensor], out_features: int, in_features: int) -> Tensor:
         """The scales of a 4-bit weight: float32 [out_features, in_features / blocksize]."""

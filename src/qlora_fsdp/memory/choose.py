@@ -39,11 +39,13 @@ class Choice:
     Attributes:
         plan: its settings have what was open decided.
         fits: whether it fits the target.
+        gives_up_graph: whether it does without a CUDA graph, which the settings ask for, because of the target.
         sharding: why the base is whole or split, if that was open; else None.
     """
 
     plan: MemoryPlan
     fits: bool
+    gives_up_graph: bool = False
     sharding: str | None = None
 
 
@@ -89,9 +91,17 @@ def _choose_rest(work: Workload, target: float, gpu: Gpu) -> Choice:
         for each in _ways_to_reshard(work)
     ]
     fitting = [choice for choice in choices if choice.fits]
+    if not fitting and any(choice.plan.beside_graph for choice in choices):
+        return replace(_choose_rest(_launched(work), target, gpu), gives_up_graph=True)
     if not fitting:
         return min(choices, key=lambda choice: choice.plan.needed)
     return max(fitting, key=lambda choice: _speed(choice, gpu))
+
+
+def _launched(work: Workload) -> Workload:
+    """The run with kernels that are launched one by one, as it does where a CUDA graph would leave too little room."""
+    config = work.config
+    return replace(work, config=replace(config, compute=replace(config.compute, cuda_graph=False)))
 
 
 def micro_batch_sizes(work: Workload) -> list[int]:

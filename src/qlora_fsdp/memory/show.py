@@ -75,6 +75,12 @@ def read_bytes(work: Workload) -> int:
     return 0 if work.config.model.weights is Weights.random else work.parts.num_parameters * 2
 
 
+def launch_lines(choice: Choice) -> list[str]:
+    """One line if the plan does without the CUDA graph that the settings ask for; else none."""
+    line = "A CUDA graph of a micro-batch would leave too little room, so kernels are launched one by one"
+    return [line] if choice.gives_up_graph else []
+
+
 def waiting_lines(plan: MemoryPlan, gpu: Gpu) -> list[str]:
     """One line if GPUs would wait for Python for a good part of a step, else none."""
     share = waiting_share(plan.work, plan.policies, gpu)

@@ -6,7 +6,7 @@ What differs between them is an argument of `assemble`. `materialize.py` then gi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,8 +31,9 @@ from qlora_fsdp.model.classifier import Classifier
 from qlora_fsdp.model.find import ModelFiles, find_model
 from qlora_fsdp.model.inputs import has_recurrent_layers
 from qlora_fsdp.model.new_tokens import count_tokens
-from qlora_fsdp.model.packing import RECURRENT_KERNELS, Traits, find_traits, settle_packing
+from qlora_fsdp.model.packing import RECURRENT_KERNELS, Traits, check_causal, find_traits, settle_packing
 from qlora_fsdp.model.router_loss import RouterLoss, describe_router_loss
+from qlora_fsdp.model.targets import describe_left_out, find_left_out
 from qlora_fsdp.model.task_model import TaskModel
 from qlora_fsdp.runtime.hardware import choose_dtype
 from qlora_fsdp.runtime.processes import Processes
@@ -54,6 +55,7 @@ class AssembledModel:
         dtype: the compute dtype: of base parameters that are not quantized, and of the matrix products.
         attention: name of the attention implementation.
         packs_rows: whether several rows share a sequence.
+        unreached: linear layers that no gradient reaches, as of `Traits`.
         liger_kernels: the settings (`rms_norm`, `rotary`, `glu`, `cross_entropy`) whose kernels are Liger's.
         loss_kernel: what computes the loss of a frozen head.
         num_fp8_layers: layers that multiply in fp8.
@@ -69,6 +71,7 @@ class AssembledModel:
     dtype: torch.dtype
     attention: str
     packs_rows: bool
+    unreached: frozenset[str]
     liger_kernels: list[str]
     loss_kernel: LossKernel
     num_fp8_layers: int
@@ -113,6 +116,8 @@ def assemble(
         tokens = saved_tokens
     # Before Liger puts kernels for GPUs into transformers' classes, which small models have too.
     config, traits, attention, notes = _try_small(config, files, dtype, processes, generates)
+    if trains:
+        check_causal(files.config, traits)
     liger_kernels = use_fused_kernels(config.kernels, files.config, device) if trains else []
     loss_kernel = choose_loss_kernel(config.kernels.cross_entropy, device) if trains else "torch"
     meta = _build(config, lora, files, tokenizer, dtype, attention)
@@ -124,7 +129,8 @@ def assemble(
             f"token {tokens.vocab_size - 1} can't get a row: {files.folder} has {num_rows} tokens. Correct the "
             "tokenizer, or trainable_token_indices in the adapter's adapter_config.json."
         )
-    model = adapt_model(meta, lora, config.task, tokens, loss_kernel, traits.has_plain_head)
+    left_out = describe_left_out(meta.model, find_left_out(meta.model, lora, traits.unreached))
+    model = adapt_model(meta, lora, config.task, tokens, loss_kernel, traits.has_plain_head, traits.unreached)
     rewired = rewire(model, config.compute, config.kernels) if trains else Rewired(num_fp8=0, num_groups=0)
     return AssembledModel(
         model,
@@ -135,6 +141,7 @@ def assemble(
         dtype,
         attention,
         config.training.packing is True,
+        traits.unreached,
         liger_kernels,
         loss_kernel,
         rewired.num_fp8,
@@ -142,6 +149,7 @@ def assemble(
         notes=[
             *notes,
             *meta.notes,
+            *left_out,
             *(_add_router_loss(model, config.training.router_aux_loss_coef) if trains else []),
             *(check_chat_rows(files.tensors, tokenizer, config) if trains else []),
         ],
@@ -246,6 +254,7 @@ def adapt_model(
     tokens: AddedTokens,
     loss_kernel: LossKernel = "torch",
     splits_head: bool = True,
+    unreached: Collection[str] = (),
 ) -> TaskModel:
     """Add the adapters to the model, in place, and wrap it in the `TaskModel` of its task.
 
@@ -256,13 +265,15 @@ def adapt_model(
         tokens: the tokens whose rows in embeddings and head are trained.
         loss_kernel: what computes the loss of a frozen head.
         splits_head: as of `CausalLM`.
+        unreached: as of `find_targets`.
     """
     match task.name:
         case TaskName.causal_lm:
-            return CausalLM(apply_adapters(meta.model, lora, tokens=tokens), loss_kernel, splits_head)
+            adapted = apply_adapters(meta.model, lora, tokens=tokens, unreached=unreached)
+            return CausalLM(adapted, loss_kernel, splits_head)
         case TaskName.sequence_classification | TaskName.token_classification:
             lora = replace(lora, modules_to_save=[*(lora.modules_to_save or []), *meta.head])
-            return Classifier(apply_adapters(meta.model, lora, task.name, tokens), task)
+            return Classifier(apply_adapters(meta.model, lora, task.name, tokens, unreached), task)
         case _:
             assert_never(task.name)
 

@@ -1,7 +1,8 @@
 """Attention in plain torch that knows of rows what kernels like varlen know: where they start, and nothing else.
 
 It stands in for these kernels where they can't run, in the trial of packing (row_trial.py). What they leave out of a
-model's attention it leaves out too, so that a model which needs more is found out.
+model's attention it leaves out too, so that a model which needs more is found out. Two kinds of kernels know different
+things: ours compute sinks and cap no logits (layers/varlen.py), and FlashAttention 2 is the other way round.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ def attend_by_starts(
     scaling: float | None = None,
     sliding_window: int | None = None,
     cu_seq_lens_q: Tensor | None = None,
+    s_aux: Tensor | None = None,
     softcap: float | None = None,
     caps: bool = False,
     **kwargs: Any,
@@ -50,8 +52,9 @@ def attend_by_starts(
         scaling: factor of the logits; None for 1 / sqrt(D).
         sliding_window: how many tokens a query sees, itself included; None for all before it.
         cu_seq_lens_q: int32 [rows + 1], where rows start in the flattened B * L tokens.
+        s_aux: [H], logits of the heads' sinks; None if they have none.
         softcap: what logits are capped at; None for no cap.
-        caps: cap logits, as FlashAttention 2 does, and varlen does not.
+        caps: stand for FlashAttention 2, which caps logits and leaves sinks out; else for varlen.
         **kwargs: what transformers passes to other kernels; not used.
 
     Returns:
@@ -72,5 +75,8 @@ def attend_by_starts(
     ago = tokens[:length, None] - tokens[:length]
     window = length if sliding_window is None else sliding_window
     sees = (row[..., :, None] == row[..., None, :]) & (ago >= 0) & (ago < window)
-    shares = F.softmax(logits.masked_fill(~sees, float("-inf")), dim=-1)
+    logits = logits.masked_fill(~sees, float("-inf"))
+    if s_aux is not None and not caps:
+        logits = torch.cat([logits, s_aux.view(1, -1, 1, 1).expand(batch, -1, length, 1)], dim=-1)
+    shares = F.softmax(logits, dim=-1)[..., :length]
     return (shares @ value).transpose(1, 2).contiguous(), None

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.layers.kernels.launch import as_on_a_gpu
+from qlora_fsdp.layers.liger import stock_models
 from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.memory.traced import EndsUse, Flops, LayerUse
 from qlora_fsdp.model.activations import set_activation_policy
@@ -83,6 +84,7 @@ class Trace:
     @contextmanager
     def _running(self) -> Iterator[None]:
         with ExitStack() as stack:
+            stack.enter_context(stock_models())  # whose kernels liger_shapes.py stands for
             stack.enter_context(buffers_on_meta(self.model))
             stack.enter_context(shapes_of_functions(self.model, self.liger_kernels))
             stack.enter_context(as_on_a_gpu(self.is_cuda))
