@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from qlora_fsdp.common.fused_mlp import MAX_RANK
 from qlora_fsdp.config.schema import Config, KernelsConfig, LoraConfig
 from qlora_fsdp.data.batch import Batch
+from qlora_fsdp.layers import QuantizedExpertWeight, QuantizedLinear
 from qlora_fsdp.layers.lora import LoraLinear
 from qlora_fsdp.layers.rewire import rewire
 from qlora_fsdp.memory.policy import Policy
@@ -294,3 +295,22 @@ def test_offloaded_layers_keep_nothing(monkeypatch: pytest.MonkeyPatch):
     gradients(model, [Policy.offload, Policy.offload])
     assert traced.saved == TOKENS * (3 + 1 + 1) * 16 * 4, "h of q, k and v, of o, and of down"
     assert len(made) >= 4 and made[0] == 0 and made[-1] > 0, "two layers, twice; the second time into free buffers"
+
+
+@pytest.mark.parametrize("dequantizer", ["bitsandbytes", "triton"])
+def test_the_setting_says_whose_kernel_dequantizes_and_what_it_needs_is_traced(dequantizer: str):
+    """bitsandbytes makes the scales first, float32, while the weight is made; the Triton kernel makes both at once."""
+    config = load_config([f"kernels.dequantize={dequantizer}"])
+    layers = [layer for layer in on_meta("llama", config).modules() if isinstance(layer, QuantizedLinear)]
+    assert len(layers) == 14 and {layer.format.dequantizer for layer in layers} == {dequantizer}
+    layer = layers[0]
+    with LiveBytes(layer.parameters()) as live:
+        weight = layer.weight
+    num_scales = weight.numel() // layer.blocksize if dequantizer == "bitsandbytes" else 0
+    assert live.peak == weight.nbytes + 4 * num_scales and live.now == weight.nbytes
+
+
+def test_experts_take_the_same_setting():
+    layers = on_meta("gpt_oss", load_config(["kernels.dequantize=triton"])).modules()
+    experts = [layer for layer in layers if isinstance(layer, QuantizedExpertWeight)]
+    assert experts and {layer.format.dequantizer for layer in experts} == {"triton"}

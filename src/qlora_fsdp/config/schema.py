@@ -121,6 +121,11 @@ class Kernel(Enum):
     torch = "torch"
 
 
+class Dequantizer(Enum):
+    bitsandbytes = "bitsandbytes"
+    triton = "triton"
+
+
 class DataFormat(Enum):
     auto = "auto"
     messages = "messages"
@@ -382,6 +387,10 @@ class KernelsConfig:
     # The loss over a frozen output head. auto: a Triton kernel of this project on a GPU; liger: Liger's, which asks the
     # device, so that steps can't be captured (compute.cuda_graph).
     cross_entropy: Kernel = Kernel.auto
+    # What dequantizes 4-bit weights on a GPU. bitsandbytes: its kernels, one for scales and one for codes. triton: a
+    # kernel of this project that does both in one pass; the same weights, and steps of 8B are 0.7 % faster. Parts of a
+    # weight (slices of experts) and fp8 take it in any case, because bitsandbytes' kernels write whole weights alone.
+    dequantize: Dequantizer = Dequantizer.bitsandbytes
     # Compute q, k and v together, and gate, up and down, where all of them are quantized and adapted without dropout or
     # DoRA. On a GPU with rms_norm=auto, each norm of a Llama, Mistral, Qwen 2 or Qwen 3 layer is also computed together
     # with its residual. false computes each by itself.
