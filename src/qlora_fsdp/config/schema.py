@@ -116,6 +116,7 @@ class Dtype(Enum):
 
 
 class ShardingStrategy(Enum):
+    auto = "auto"
     FULL_SHARD = "FULL_SHARD"
     SHARD_GRAD_OP = "SHARD_GRAD_OP"
     HYBRID_SHARD = "HYBRID_SHARD"
@@ -140,6 +141,11 @@ class Kernel(Enum):
     auto = "auto"
     liger = "liger"
     torch = "torch"
+
+
+class Dequantizer(Enum):
+    bitsandbytes = "bitsandbytes"
+    triton = "triton"
 
 
 class DataFormat(Enum):
@@ -372,10 +378,11 @@ class LoraConfig:
 
 @dataclass
 class FsdpConfig:
+    # auto: NO_SHARD where the memory plan has room to spare for whole copies and they are no slower, else FULL_SHARD.
     # FULL_SHARD: every rank holds a part of each layer. SHARD_GRAD_OP: the same, but layers stay gathered between
     # forward and backward. HYBRID_SHARD: parameters are sharded within groups of hybrid_shard_size ranks and replicated
     # between the groups. NO_SHARD: every rank holds all parameters.
-    sharding_strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD
+    sharding_strategy: ShardingStrategy = ShardingStrategy.auto
     # Free a layer after its forward, and gather it again for backward. null frees layers unless the memory plan has
     # room to keep all of them gathered.
     reshard_after_forward: bool | None = None
@@ -393,10 +400,19 @@ class FsdpConfig:
         """Whether layers are freed after their forward, unless the memory plan has room to keep them gathered."""
         return self.reshard_after_forward is not False and self.sharding_strategy is not ShardingStrategy.SHARD_GRAD_OP
 
+    @property
+    def may_be_whole(self) -> bool:
+        """Whether auto may give each rank the whole base: not if a setting says how its parts are to be handled."""
+        is_open = self.sharding_strategy is ShardingStrategy.auto
+        return is_open and not self.cpu_offload and self.reshard_after_forward is None
+
     def num_shards(self, num_ranks: int, local_num_ranks: int) -> int:
-        """Ranks among which every parameter is split, given the ranks in all and those of one node."""
+        """Ranks among which every parameter is split, given the ranks in all and those of one node.
+
+        `auto` is split like FULL_SHARD, which it is where no plan has chosen: on CPUs, and in use.
+        """
         match self.sharding_strategy:
-            case ShardingStrategy.FULL_SHARD | ShardingStrategy.SHARD_GRAD_OP:
+            case ShardingStrategy.auto | ShardingStrategy.FULL_SHARD | ShardingStrategy.SHARD_GRAD_OP:
                 return num_ranks
             case ShardingStrategy.HYBRID_SHARD:
                 return self.hybrid_shard_size or local_num_ranks
@@ -450,6 +466,10 @@ class KernelsConfig:
     # The loss over a frozen output head. auto: a Triton kernel of this project on a GPU; liger: Liger's, which asks the
     # device, so that steps can't be captured (compute.cuda_graph).
     cross_entropy: Kernel = Kernel.auto
+    # What dequantizes 4-bit weights on a GPU. bitsandbytes: its kernels, one for scales and one for codes. triton: a
+    # kernel of this project that does both in one pass; the same weights, and steps of 8B are 0.7 % faster. Parts of a
+    # weight (slices of experts) and fp8 take it in any case, because bitsandbytes' kernels write whole weights alone.
+    dequantize: Dequantizer = Dequantizer.bitsandbytes
     # Compute q, k and v together, and gate, up and down, where all of them are quantized and adapted without dropout or
     # DoRA. On a GPU with rms_norm=auto, each norm of a Llama, Mistral, Qwen 2 or Qwen 3 layer is also computed together
     # with its residual. false computes each by itself.

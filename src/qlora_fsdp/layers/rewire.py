@@ -7,11 +7,12 @@ modules of this folder define the changes. Only this module makes them, at three
     moment                          function      change
     a causal LM is made             attach_loss   `head.forward` computes the loss, if it is given targets
     a run is prepared               rewire        in this order:
-                                                  1. `matmul` of quantized layers multiplies in fp8
-                                                  2. `__class__` of transformer layers joins norms and residuals
-                                                  3. `group` of q, k and v makes them one computation
-                                                  4. `forward` of gated MLPs becomes one computation
-                                                  5. `forward` of the heads' norms copies nothing
+                                                  1. `format` of 4-bit layers names the kernel that dequantizes
+                                                  2. `matmul` of quantized layers multiplies in fp8
+                                                  3. `__class__` of transformer layers joins norms and residuals
+                                                  4. `group` of q, k and v makes them one computation
+                                                  5. `forward` of gated MLPs becomes one computation
+                                                  6. `forward` of the heads' norms copies nothing
     a layer's activation policy     remake_norms  norms remember input and output in a `LastNorm`; linear layers ask
     is set, at the start or later                 it (`last_norm`) whether their input is a norm's output
 
@@ -22,6 +23,7 @@ stays as it is.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any, NamedTuple, cast
 
@@ -37,6 +39,7 @@ from qlora_fsdp.layers.lora import LoraLinear, SharedInput
 from qlora_fsdp.layers.matmul import FP8_MAX_BLOCKSIZE, FP8_MULTIPLE, Fp8Matmul
 from qlora_fsdp.layers.mlp import MAX_RANK, GatedMlp
 from qlora_fsdp.layers.norm import LastNorm, PreNorm, normalize_and_remember, normalize_as_stored
+from qlora_fsdp.layers.quantized_experts import QuantizedExpertWeight
 from qlora_fsdp.layers.quantized_linear import QuantizedLinear
 
 HEAD_NORMS = ("q_norm", "k_norm")
@@ -56,11 +59,14 @@ def rewire(model: nn.Module, compute: ComputeConfig, kernels: KernelsConfig) -> 
     Args:
         model: with adapters on quantized layers, on meta or not; changed in place.
         compute: says whether products are in fp8.
-        kernels: say whether layers are computed together, and norms and residuals too.
+        kernels: say what dequantizes, and whether layers are computed together, norms and residuals too.
 
     Raises:
         ConfigError: fp8 is asked for, and no layer can.
     """
+    for module in model.modules():
+        if isinstance(module, QuantizedLinear | QuantizedExpertWeight):
+            module.format = replace(module.format, dequantizer=kernels.dequantize.value)
     num_fp8 = use_fp8(model) if compute.matmul is MatmulKind.fp8 else 0
     num_groups = fuse_layers(model, kernels.rms_norm is Kernel.auto) if kernels.fuse_layers else 0
     return Rewired(num_fp8, num_groups)

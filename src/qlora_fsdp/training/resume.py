@@ -10,13 +10,16 @@ from qlora_fsdp.common.errors import ConfigError, Problem, ResumeError
 from qlora_fsdp.common.files import write_json
 from qlora_fsdp.common.text import printable
 from qlora_fsdp.config.identity import find_changes, is_harmless, plain_settings
-from qlora_fsdp.config.schema import Config, Optimizer
+from qlora_fsdp.config.schema import Config, Optimizer, ShardingStrategy
 from qlora_fsdp.config.settings import show
 from qlora_fsdp.data.sequences import TrainingData
+from qlora_fsdp.memory.choose import AUTO
 from qlora_fsdp.records.run_state import ATTEMPT, checkpoint_folders, describe_attempt, step_of
 from qlora_fsdp.records.start_folder import checkpoint_to_resume, own_checkpoints
 from qlora_fsdp.training.checkpoint import ANEW, MANIFEST, Checkpoint, read_manifest, remove_checkpoints, resume_hint
 
+OPEN = ("training.micro_batch_size", "fsdp.sharding_strategy")  # what `auto` chooses by the memory plan
+WHOLE_OR_SPLIT = (ShardingStrategy.NO_SHARD.value, ShardingStrategy.FULL_SHARD.value)
 # Each rank saves its own state of adamw_8bit, which fits no other shards.
 SHARDS = ("fsdp.sharding_strategy", "fsdp.hybrid_shard_size")
 
@@ -54,6 +57,23 @@ def begin_attempt(checkpoint: Checkpoint | None, run_folder: Path) -> None:
         keep = folders[: folders.index(checkpoint.folder) + 1]
     remove_checkpoints(folder, keep)
     write_json(run_folder / ATTEMPT, describe_attempt(os.environ))
+
+
+def choices_of(checkpoint: Checkpoint, config: Config, num_ranks: int) -> dict[str, Any]:
+    """What was chosen for settings that are `auto` when the checkpoint was written, by key.
+
+    At the same number of ranks a run goes on with it, so that its sums are made in the same order.
+    """
+    if num_ranks != checkpoint.num_ranks:
+        return {}
+    found: dict[str, Any] = {}
+    size, strategy = (checkpoint.settings.get(key) for key in OPEN)
+    if config.training.micro_batch_size == AUTO and isinstance(size, int) and size > 0:
+        found[OPEN[0]] = size
+    possible = WHOLE_OR_SPLIT if config.fsdp.may_be_whole else WHOLE_OR_SPLIT[1:]
+    if config.fsdp.sharding_strategy is ShardingStrategy.auto and strategy in possible:
+        found[OPEN[1]] = ShardingStrategy(strategy)
+    return found
 
 
 def settings_of(config: Config, num_ranks: int) -> dict[str, Any]:
