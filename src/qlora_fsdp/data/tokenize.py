@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import datasets
 import numpy as np
 from numpy.typing import NDArray
+from tokenizers import Encoding
 from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.config.schema import BadRows, DataFormat, LossOn
@@ -99,13 +101,12 @@ class RowTokenizer:
             texts,
             add_special_tokens=False,
             return_attention_mask=False,
-            return_offsets_mapping=True,
             verbose=False,
         )
         bos, eos = self._bos_token_id(), self.tokenizer.eos_token_id
-        for row, text, ids, offsets in zip(rows, texts, encoded["input_ids"], encoded["offset_mapping"], strict=True):
+        for row, text, ids, encoding in zip(rows, texts, encoded["input_ids"], encoded.encodings, strict=True):
             tokens = np.array(ids, dtype=np.int32)
-            is_target = _overlaps(np.array(offsets, dtype=np.int64).reshape(-1, 2), row.spans)
+            is_target = find_targets(encoding, row.spans)
             if not row.is_chat and bos is not None and (len(tokens) == 0 or tokens[0] != bos):
                 tokens, is_target = np.insert(tokens, 0, bos), np.insert(is_target, 0, False)
             if not row.is_chat and eos is not None and (len(tokens) == 0 or tokens[-1] != eos):
@@ -148,12 +149,22 @@ def show_length(text: str, tokenized: str, num_tokens: int) -> str:
     return f"{num_tokens} tokens" if len(tokenized) == len(text) else f"{len(text)} characters"
 
 
-def _overlaps(offsets: NDArray[np.int64], spans: tuple[Span, ...]) -> Mask:
-    """Which tokens hold a character of a span. offsets: [num_tokens, 2], characters."""
-    starts, ends = offsets[:, 0], offsets[:, 1]
-    is_target = np.zeros(len(offsets), dtype=bool)
-    for span_start, span_end in spans:
-        is_target |= (starts < span_end) & (ends > span_start)
+def find_targets(encoding: Encoding, spans: Sequence[Span]) -> Mask:
+    """Which tokens hold a character of a span: bool [num_tokens].
+
+    Tokens follow one another in the text, so those of a span are found by halves. The places of all tokens as a list
+    would take a tenth of the time that tokenizing takes.
+    """
+
+    def place(token: int) -> Span:
+        return encoding.token_to_chars(token) or (0, 0)  # None is of tokens that stand for no text: none are added here
+
+    is_target = np.zeros(len(encoding), dtype=bool)
+    tokens = range(len(encoding))
+    for start, end in spans:
+        first = bisect_right(tokens, start, key=lambda token: place(token)[1])
+        last = bisect_left(tokens, end, key=lambda token: place(token)[0])
+        is_target[first:last] = True
     return is_target
 
 
