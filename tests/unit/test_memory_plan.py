@@ -131,7 +131,12 @@ MEASURED_PHASES = [
 
 @pytest.mark.parametrize(("num_ranks", "model", "length", "size", "more", "forward", "backward"), MEASURED_PHASES)
 def test_phases_are_what_was_measured(num_ranks, model, length, size, more, forward, backward):
-    settings = (f"training.max_length={length}", f"training.micro_batch_size={size}", *more)
+    settings = (
+        f"training.max_length={length}",
+        f"training.micro_batch_size={size}",
+        "kernels.dequantize=triton",
+        *more,
+    )
     plan = choose(workload(f"model={model}", *settings, num_ranks=num_ranks), 140 * GIB, H200).plan
     assert plan.tensor_bytes("forward") / GIB == pytest.approx(forward, abs=0.05)
     assert plan.tensor_bytes("backward") / GIB == pytest.approx(backward, abs=0.05)

@@ -333,7 +333,7 @@ def test_what_a_gpu_is_asked_for_is_counted() -> None:
 @pytest.mark.parametrize("double_quant", [True, False])
 def test_what_kernels_move_is_counted(double_quant: bool) -> None:
     """A weight of experts is read as stored and written in 16 bits, whether whole or in parts."""
-    weight = QuantizedExpertWeight((4, 256, 512), Format("nf4", double_quant), torch.bfloat16)
+    weight = QuantizedExpertWeight((4, 256, 512), Format("nf4", double_quant, dequantizer="triton"), torch.bfloat16)
     with LiveBytes([]) as live, bytes_moved(live.move):
         assert weight.weight.nbytes == 2 * 4 * 256 * 512
         whole = live.operations
