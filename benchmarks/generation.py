@@ -5,8 +5,8 @@ r"""Tokens a second that are generated on one GPU: this project beside transform
 
 Both sides have the same random weights in nf4 with double quantization, the same random adapter (r=16 on all linear
 layers), and the same random prompts, and no text ends early. A figure is all new tokens over all seconds, prompts
-included, of a second call; the first records the CUDA graph. `likelihoods` are answers a second, of 20 tokens each, four
-to a question of 80.
+included, of a second call; the first records the CUDA graph. `likelihoods` are answers a second, of 20 tokens each,
+four to a question of 80.
 """
 
 from __future__ import annotations
