@@ -5,8 +5,8 @@ r"""Tokens a second that are generated on one GPU: this project beside transform
 
 Both sides have the same random weights in nf4 with double quantization, the same random adapter (r=16 on all linear
 layers), and the same random prompts, and no text ends early. A figure is all new tokens over all seconds, prompts
-included, of a second call; the first records the CUDA graph. `likelihoods` are texts a second of which the last 20 of
-101 tokens are asked for, as tasks of multiple choice do.
+included, of a second call; the first records the CUDA graph. `likelihoods` are answers a second, of 20 tokens each,
+four to a question of 80.
 """
 
 from __future__ import annotations
@@ -163,7 +163,11 @@ def measure(
         prompts = random_words(number, args.prompt_tokens)
         rows.append({"side": side, "what": f"{number} prompts", **time_twice(complete, prompts, number)})
         release()
-    texts = [Text(tuple(words[:-1]), tuple(words[-20:])) for words in random_words(args.texts, 101)]
+    answers = iter(random_words(args.texts, 20))
+    questions = [words for words in random_words(-(args.texts // -4), 80) for _ in range(4)][: args.texts]
+    texts = [
+        Text((*question, *answer[:-1]), tuple(answer)) for question, answer in zip(questions, answers, strict=True)
+    ]
     rows.append({"side": side, "what": "likelihoods", **time_twice(score, texts, 1)})
     return rows
 

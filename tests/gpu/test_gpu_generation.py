@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -12,6 +16,10 @@ from qlora_fsdp.decoding.sampling import Sampling
 from qlora_fsdp.layers.decode_linear import product_with_codes
 from qlora_fsdp.layers.quantized_format import Format
 from qlora_fsdp.layers.quantized_linear import QuantizedLinear
+from qlora_fsdp.model.task_model import TaskModel
+from qlora_fsdp.runtime.processes import Processes
+from tests.helpers.ranks import run_ranks
+from tests.helpers.runs import settings, train_all
 
 GPU = torch.device("cuda", 0)
 NUM_NEW = 40
@@ -98,3 +106,29 @@ def test_products_with_codes_are_those_with_the_dequantized_weight(rows: int, do
     expected = F.linear(x.double(), layer.weight.double(), layer.bias.double())
     found = product_with_codes(layer, x)
     assert (found - expected).abs().max() / expected.abs().max() < 0.01
+
+
+def complete_both_ways(model: TaskModel, processes: Processes) -> list[list[list[int]]]:
+    """Texts of a model that has just been trained, and is as training left it: recorded, and launched."""
+    model.eval()
+    found = []
+    for captures in (True, False):
+        completer = Completer(model.base, processes.device, Sampling(), [257], 0, captures=captures)
+        requests = [Request([256, *text.encode()], NUM_NEW) for text in ("the cat", "rain fell over the old")]
+        completer.complete(requests)
+        if processes.device.type == "cuda":
+            assert completer.steps is not None and (completer.steps.graph is not None) is captures
+        completer.release()
+        found.append([request.completion for request in requests])
+    return found
+
+
+def test_texts_of_a_model_in_training(checkpoint: Callable[..., Path], rows: Path, tmp_path: Path) -> None:
+    """Its layers are fused and its micro-batches recorded; evaluations in between have written texts already."""
+    argv = settings(checkpoint("llama"), rows, f"run.folder={tmp_path / 'run'}", "data.eval_fraction=0.1")
+    argv += ["training.eval_every_steps=6", "tracking.num_generations=2", "tracking.generation_tokens=24"]
+    (trained,) = run_ranks(1, train_all, {"run": argv}, complete_both_ways)
+    recorded, launched = trained["run"].inspected
+    assert recorded == launched and any(recorded)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "generations.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [step for step in (0, 6, 12, 18, 20) for _ in range(2)]
