@@ -7,9 +7,9 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if __name__ == "__main__":
     from qlora_fsdp.common.startup import begin
@@ -21,13 +21,14 @@ from qlora_fsdp.common.startup import end_process, quick_imports
 from qlora_fsdp.common.text import for_stdout
 from qlora_fsdp.config.commands import read_trained_on
 from qlora_fsdp.config.schema import Config, DataFormat
-from qlora_fsdp.generate import IN_UTF8, GenerateSettings, check_generation, is_unicode, run_generate
+from qlora_fsdp.generate import IN_UTF8, GenerateSettings, check_generation, is_unicode
 from qlora_fsdp.runtime.run_command import log, run_command
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from transformers import TextStreamer
+    from transformers import GenerationConfig, TextStreamer
 
+    from qlora_fsdp.decoding.completer import Completer
     from qlora_fsdp.model.assemble import AssembledModel
     from qlora_fsdp.runtime.processes import Processes
 
@@ -64,6 +65,7 @@ def chat(settings: ChatSettings, config: Config, processes: Processes) -> None:
     bad = [] if system is None or is_unicode(system) else [Problem("system", "has bytes that are no UTF-8.", IN_UTF8)]
     check_generation(settings, config, bad)
     with quick_imports():
+        from qlora_fsdp.inference.completions import make_completer, sampling_config
         from qlora_fsdp.inference.prompts import check_template
         from qlora_fsdp.inference.trained import load_trained
 
@@ -72,15 +74,17 @@ def chat(settings: ChatSettings, config: Config, processes: Processes) -> None:
     form = read_trained_on(settings.adapter)
     if form not in (None, DataFormat.messages):
         log.info(f"Note: the adapter was trained on {form.value} rows, and has not seen this template")
+    generation = sampling_config(trained, settings.temperature, settings.top_p, settings.max_new_tokens)
+    answerer = Answerer(trained, generation, make_completer(trained, config, generation, processes, 1), processes)
     if processes.is_main:
         _prepare_terminal()
     interrupts = Interrupts()
     # With several processes, signals are the watch's, and no rank may stop alone.
     with interrupts.taken() if processes.num_ranks == 1 else nullcontext():
-        _talk(trained, settings, interrupts, processes)
+        _talk(answerer, settings, interrupts, processes)
 
 
-def _talk(trained: AssembledModel, settings: ChatSettings, interrupts: Interrupts, processes: Processes) -> None:
+def _talk(answerer: Answerer, settings: ChatSettings, interrupts: Interrupts, processes: Processes) -> None:
     """Answer one line after another."""
     conversation = Conversation(settings.system)
     while True:
@@ -95,7 +99,7 @@ def _talk(trained: AssembledModel, settings: ChatSettings, interrupts: Interrupt
             continue
         conversation.messages.append({"role": "user", "content": line})
         try:
-            reply = _reply(trained, conversation.messages, settings, interrupts, processes)
+            reply = answerer.answer(conversation.messages, settings, interrupts)
         except UserError as error:  # for example, the template refuses a system turn; the chat continues
             conversation.messages.pop()
             if processes.is_main:
@@ -185,33 +189,79 @@ def _prepare_terminal() -> None:
         print(COMMANDS)
 
 
-def _reply(
-    trained: AssembledModel,
-    messages: list[dict[str, str]],
-    settings: ChatSettings,
-    interrupts: Interrupts,
-    processes: Processes,
-) -> str:
-    import torch
+class Answerer:
+    """Writes the next turn of a conversation, and prints it meanwhile.
 
-    from qlora_fsdp.inference.prompts import chat_tokens, pad_left
-    from qlora_fsdp.inference.trained import num_positions
+    Args:
+        trained: a model that generates.
+        generation: how tokens are chosen.
+        completer: what completes texts on each rank; None: transformers does.
+        processes: all ranks take part.
+    """
 
-    tokenizer = trained.tokenizer
-    tokens = chat_tokens(tokenizer, messages, None, "the conversation")
-    limit = num_positions(trained)
-    if limit is not None and len(tokens) >= limit:
-        raise DataError(
-            f"the conversation has {len(tokens):,} tokens, and the model knows {limit:,} positions. /reset forgets it."
-        )
-    if limit is not None:
-        settings = replace(settings, max_new_tokens=min(settings.max_new_tokens, limit - len(tokens)))
-    torch.manual_seed(settings.seed + len(messages))  # the same on every rank, so that all draw the same tokens
-    streamer = _streamer(trained) if processes.is_main else None
-    input_ids, mask = pad_left([tokens], tokenizer.pad_token_id)
-    stops = [interrupts] if processes.num_ranks == 1 else None
-    output = run_generate(trained, input_ids, mask, settings, processes, streamer=streamer, stopping_criteria=stops)
-    return str(tokenizer.decode(output[0, len(tokens) :], skip_special_tokens=True))
+    def __init__(
+        self,
+        trained: AssembledModel,
+        generation: GenerationConfig,
+        completer: Completer | None,
+        processes: Processes,
+    ) -> None:
+        self.trained, self.generation = trained, generation
+        self.completer, self.processes = completer, processes
+
+    def answer(self, messages: list[dict[str, str]], settings: ChatSettings, interrupts: Interrupts) -> str:
+        """The assistant's turn after `messages`.
+
+        Raises:
+            DataError: the template refuses the conversation, or it has more tokens than the model knows positions.
+        """
+        import torch
+
+        from qlora_fsdp.inference.prompts import chat_tokens
+        from qlora_fsdp.inference.trained import num_positions
+
+        tokenizer = self.trained.tokenizer
+        tokens = chat_tokens(tokenizer, messages, None, "the conversation")
+        limit, max_new_tokens = num_positions(self.trained), settings.max_new_tokens
+        if limit is not None and len(tokens) >= limit:
+            raise DataError(
+                f"the conversation has {len(tokens):,} tokens, and the model knows {limit:,} positions. /reset forgets "
+                "it."
+            )
+        if limit is not None:
+            max_new_tokens = min(max_new_tokens, limit - len(tokens))
+        torch.manual_seed(settings.seed + len(messages))  # the same on every rank, so that all draw the same tokens
+        found = self._complete(tokens, max_new_tokens, interrupts)
+        return str(tokenizer.decode(found, skip_special_tokens=True))
+
+    def _complete(self, tokens: list[int], max_new_tokens: int, interrupts: Interrupts) -> list[int]:
+        import torch
+
+        from qlora_fsdp.decoding.completer import Request
+        from qlora_fsdp.inference.completions import run_transformers
+        from qlora_fsdp.inference.prompts import pad_left
+
+        streamer = _streamer(self.trained) if self.processes.is_main else None
+        may_stop = self.processes.num_ranks == 1
+        if self.completer is None:
+            pad_token_id = self.trained.tokenizer.pad_token_id
+            self.generation.update(max_new_tokens=max_new_tokens)
+            options: dict[str, Any] = {"streamer": streamer, "stopping_criteria": [interrupts] if may_stop else None}
+            padded = pad_left([tokens], pad_token_id)
+            output = run_transformers(self.trained, *padded, self.generation, self.processes, **options)
+            return output[0, len(tokens) :].tolist()
+        request = Request(tokens, max_new_tokens)
+        if streamer is not None:
+            streamer.put(torch.tensor([tokens]))  # the prompt, which is skipped
+
+        def show(request: Request, token: int) -> None:
+            if streamer is not None:
+                streamer.put(torch.tensor([token]))
+
+        self.completer.complete([request], show, lambda: may_stop and interrupts.is_asked)
+        if streamer is not None:
+            streamer.end()
+        return request.completion
 
 
 def _streamer(trained: AssembledModel) -> TextStreamer:

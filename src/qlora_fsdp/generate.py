@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,13 +17,11 @@ from qlora_fsdp.common.errors import DataError, Problem, refuse
 from qlora_fsdp.common.startup import end_process, quick_imports
 from qlora_fsdp.common.text import for_stdout
 from qlora_fsdp.config.commands import AdapterSettings, read_trained_on
-from qlora_fsdp.config.schema import Config, TaskName
+from qlora_fsdp.config.schema import Config
 from qlora_fsdp.config.settings import show
 from qlora_fsdp.runtime.run_command import check_out, log, run_command, write_out
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from qlora_fsdp.model.assemble import AssembledModel
     from qlora_fsdp.runtime.processes import Processes
 
@@ -41,10 +39,10 @@ usage: qlora-fsdp generate [adapter=DIR] prompt=TEXT [launch.num_processes=N] [s
   max_new_tokens=128  at most; a completion ends earlier at the end token
   temperature=0       0: the likeliest token each time. Above: sampled, at this temperature
   top_p=1             sample among the likeliest tokens that make up this much probability
-  batch_size=8        prompts a process at a time
+  batch_size=N        prompts a process at a time, at most (default: 64, or as many as its GPU has memory for)
   seed=0              of sampling
 
-Several processes share the prompts, and hold the model in shards: for models that one GPU can't hold.
+Several processes share the prompts. Each holds the whole model, or a part of one that a GPU can't hold.
 
 examples:
   qlora-fsdp generate adapter=outputs/run/adapter prompt="What does `textwrap.dedent(text)` do?"
@@ -65,7 +63,7 @@ class GenerateSettings(AdapterSettings):
     max_new_tokens: int = 128
     temperature: float = 0.0
     top_p: float = 1.0
-    batch_size: int = 8
+    batch_size: int | None = None
     seed: int = 0
 
 
@@ -80,7 +78,7 @@ def generate_completions(settings: GenerateSettings, config: Config, processes: 
     prompts = _tokenize(rows, trained, settings)
     _check_lengths(prompts, settings, num_positions(trained))
     mine = range(processes.rank, len(rows), processes.num_ranks)
-    completions = complete([prompts[i] for i in mine], len(rows), trained, settings, processes)
+    completions = complete([prompts[i] for i in mine], len(rows), trained, settings, config, processes)
     parts = processes.gather(dict(zip(mine, completions, strict=True)), patiently=True)
     everyone: dict[int, str] = {number: text for part in parts for number, text in part.items()}
     if not processes.is_main:
@@ -97,8 +95,13 @@ def generate_completions(settings: GenerateSettings, config: Config, processes: 
 
 
 def complete(
-    prompts: list[list[int]], num_all: int, trained: AssembledModel, settings: GenerateSettings, processes: Processes
-) -> Iterator[str]:
+    prompts: list[list[int]],
+    num_all: int,
+    trained: AssembledModel,
+    settings: GenerateSettings,
+    config: Config,
+    processes: Processes,
+) -> list[str]:
     """The completions of this rank's prompts. Collective.
 
     Args:
@@ -106,52 +109,30 @@ def complete(
         num_all: number of prompts of all ranks. With a sharded model, all ranks take part in the same number of passes.
         trained: what `load_trained` returned for a model that generates.
         settings: how to generate.
+        config: the run's settings.
         processes: all ranks take part.
     """
     import torch
 
-    from qlora_fsdp.inference.prompts import pad_left
+    from qlora_fsdp.decoding.completer import Request
+    from qlora_fsdp.inference.completions import (
+        STOCK_BATCH_SIZE,
+        complete_by_transformers,
+        make_completer,
+        sampling_config,
+    )
 
-    size, tokenizer = settings.batch_size, trained.tokenizer
-    assert isinstance(tokenizer.pad_token_id, int)
-    num_batches = -(-num_all // (processes.num_ranks * size))
-    for number in range(num_batches):
-        batch = prompts[number * size : (number + 1) * size]
-        torch.manual_seed(settings.seed * 1_000_003 + number * processes.num_ranks + processes.rank)
-        input_ids, mask = pad_left(batch or [[tokenizer.pad_token_id]], tokenizer.pad_token_id)
-        output = run_generate(trained, input_ids, mask, settings, processes)
-        for tokens in output[: len(batch)]:
-            yield str(tokenizer.decode(tokens[input_ids.shape[1] :], skip_special_tokens=True))
-
-
-def run_generate(
-    trained: AssembledModel,
-    input_ids: Tensor,
-    attention_mask: Tensor,
-    settings: GenerateSettings,
-    processes: Processes,
-    **options: Any,
-) -> Tensor:
-    """transformers' `generate`: prompt and completion, int64 [num_rows, length], on the CPU."""
-    from qlora_fsdp.inference.trained import generation_config
-    from qlora_fsdp.model.shard import bypassing_root
-
-    samples = settings.temperature > 0
-    base: Any = trained.model.base
-    sampling = {"temperature": settings.temperature, "top_p": settings.top_p, "top_k": 0} if samples else {}
-    generation = generation_config(trained)
-    generation.update(do_sample=samples, max_new_tokens=settings.max_new_tokens, use_cache=True, **sampling)
-    if not samples:  # generation_config.json may set these, but they are for sampling
-        generation.update(temperature=None, top_p=None, top_k=None)
-    with bypassing_root(trained.model) as is_sharded:
-        output: Tensor = base.generate(
-            input_ids.to(processes.device),
-            attention_mask=attention_mask.to(processes.device),
-            generation_config=generation,
-            synced_gpus=is_sharded,
-            **options,
-        )
-    return output.cpu()
+    generation = sampling_config(trained, settings.temperature, settings.top_p, settings.max_new_tokens)
+    completer = make_completer(trained, config, generation, processes, settings.batch_size)
+    if completer is None:
+        size = settings.batch_size or STOCK_BATCH_SIZE
+        completions = complete_by_transformers(prompts, num_all, trained, generation, processes, size, settings.seed)
+    else:
+        torch.manual_seed(settings.seed * 1_000_003 + processes.rank)
+        requests = [Request(prompt, settings.max_new_tokens) for prompt in prompts]
+        completer.complete(requests)
+        completions = [request.completion for request in requests]
+    return [str(trained.tokenizer.decode(tokens, skip_special_tokens=True)) for tokens in completions]
 
 
 def check_generation(settings: GenerateSettings, config: Config, others: Sequence[Problem] = ()) -> None:
@@ -166,12 +147,13 @@ def check_generation(settings: GenerateSettings, config: Config, others: Sequenc
         ConfigError: all problems that were found.
     """
     problems = list(others)
-    if config.task.name is not TaskName.causal_lm:
+    if not config.task.is_causal:
         fix = "Set adapter to one of a model that does, or use qlora_fsdp.evaluate."
         problems.append(Problem(show("task.name", config.task.name), "writes no text.", fix))
-    if settings.max_new_tokens < 1 or settings.batch_size < 1:
-        name = "max_new_tokens" if settings.max_new_tokens < 1 else "batch_size"
-        problems.append(Problem(f"{name}={getattr(settings, name)}", "must be at least 1.", f"Set {name} higher."))
+    for name in ("max_new_tokens", "batch_size"):
+        if (value := getattr(settings, name)) is None or value >= 1:
+            continue
+        problems.append(Problem(f"{name}={value}", "must be at least 1.", f"Set {name} higher."))
     if not 0 <= settings.temperature < 100:
         problems.append(
             Problem(f"temperature={settings.temperature}", "must be from 0 to 100.", "Set temperature=0.7.")

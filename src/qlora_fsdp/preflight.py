@@ -27,7 +27,7 @@ from qlora_fsdp.config.check_settings import TRAINING, Needs, check_settings, ch
 from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.config.data_paths import all_paths, match
 from qlora_fsdp.config.model_config import describes_itself, read_config_json
-from qlora_fsdp.config.schema import Config, Dtype, Kernel, ModelConfig, TaskName
+from qlora_fsdp.config.schema import Config, ModelConfig
 from qlora_fsdp.config.settings import problem_about
 from qlora_fsdp.config.world import World
 from qlora_fsdp.memory.choose import AUTO, MARGIN, Choice, choose, describe_choice
@@ -38,6 +38,7 @@ from qlora_fsdp.memory.show import (
     changes_table,
     faster_lines,
     host_line,
+    launch_lines,
     loading_line,
     read_bytes,
     speed_text,
@@ -46,7 +47,7 @@ from qlora_fsdp.memory.show import (
 )
 from qlora_fsdp.memory.speed import load_seconds, tokens_per_second
 from qlora_fsdp.memory.suggest import cheapest_changes
-from qlora_fsdp.memory.workload import FUSED_KERNELS, Workload
+from qlora_fsdp.memory.workload import Workload
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -88,9 +89,11 @@ def preflight(argv: Sequence[str], file: Path) -> int:
     # From here on torch is needed, which takes seconds to import: mistakes in the settings were answered before.
     with quick_imports():
         from qlora_fsdp.model.find import make_config
+        from qlora_fsdp.model.rope import scale_rope
         from qlora_fsdp.tracing.model_tracer import trace_config
 
     model = make_config(values, _name(config))
+    scale_rope(model.get_text_config(), config.model.rope_scaling)
     config, padded = _settle_packing(config, model)
     work = Workload(
         trace_config(model, config),
@@ -98,8 +101,6 @@ def preflight(argv: Sequence[str], file: Path) -> int:
         hardware.count,
         hardware.local_count,
         1 if size == AUTO else size,
-        4 if config.training.precision is Dtype.float32 else 2,
-        _fused(config),
     )
     target = GIB * (config.memory.target_gib or hardware.gpu.gib * (1 - MARGIN))
     choice = choose(work, target, hardware.gpu)
@@ -154,7 +155,7 @@ def _settle_packing(config: Config, model: PretrainedConfig) -> tuple[Config, li
     Raises:
         ConfigError: the settings ask for packing, and the model's rows can't be packed.
     """
-    if config.training.packing is False or config.task.name is not TaskName.causal_lm:
+    if config.training.packing is False or not config.task.is_causal:
         return config, []
     from qlora_fsdp.model.packing import decide_packing, why_not_packed
 
@@ -187,10 +188,6 @@ def _check(config: Config, hardware: Hardware) -> None:
     refuse(problems)
 
 
-def _fused(config: Config) -> frozenset[str]:
-    return frozenset(name for name in FUSED_KERNELS if getattr(config.kernels, name) is not Kernel.torch)
-
-
 def _describe(choice: Choice, hardware: Hardware, target: float) -> tuple[list[str], dict[str, Any]]:
     """Returns the lines to print, and what preflight.json holds."""
     plan, gpu = choice.plan, hardware.gpu
@@ -214,6 +211,7 @@ def _describe(choice: Choice, hardware: Hardware, target: float) -> tuple[list[s
         f"{speed_text(plan, gpu)}; {_duration(hours)} for "
         f"{f'{num_tokens / 1e6:,.1f} M' if num_tokens >= 1e6 else f'{num_tokens:,.0f}'} tokens ({source})",
         "The speed is predicted from the GPU's datasheet, by what H200s reached of theirs (docs/plan-validation.md)",
+        *launch_lines(choice),
         *waiting_lines(plan, gpu),
         *faster_lines(choice, target, gpu),
     ]

@@ -45,6 +45,7 @@ SAME_NUMBERS = {
     "every second layer recomputed": (2, ["memory.activations=every_k"]),
     "storage float32": (2, ["quant.bnb_4bit_quant_storage=float32"]),
     "storage uint8": (2, ["quant.bnb_4bit_quant_storage=uint8"]),
+    "deterministic": (2, ["training.deterministic=true", "training.micro_batch_size=1"]),
     "evaluation between": (2, ["data.eval_fraction=0.1", "training.eval_every_steps=3"]),
 }
 CHANGES_DATA = ("data.", "training.global_batch_size")  # the reference needs these too

@@ -9,7 +9,7 @@ from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.memory.capture import why_not_captured
 from qlora_fsdp.memory.policy import Policy
-from qlora_fsdp.training.captured import Key, _fill_starts
+from qlora_fsdp.training.batch_key import Key, fill_starts
 
 
 def batch(lengths: list[list[int]], length: int) -> Batch:
@@ -37,7 +37,7 @@ def test_a_graph_with_more_room_computes_a_smaller_micro_batch():
 
 def test_the_rest_of_the_starts_are_rows_without_tokens():
     starts = torch.full((17,), -1, dtype=torch.int32)
-    _fill_starts(starts, batch([[100, 156], [256]], 256))
+    fill_starts(starts, batch([[100, 156], [256]], 256))
     assert starts.tolist() == [0, 100, 256, 512] + [512] * 13
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
@@ -25,7 +26,7 @@ from transformers import (
 from qlora_fsdp.common.errors import AdapterError, ConfigError
 from qlora_fsdp.config.schema import LoraConfig
 from qlora_fsdp.data.batch import lay_out
-from qlora_fsdp.layers import Format, QuantizedExpertWeight, grouped_products
+from qlora_fsdp.layers import Format, QuantizedExpertWeight, experts, grouped_products
 from qlora_fsdp.layers.expert_adapter import ExpertAdapter
 from qlora_fsdp.layers.expert_gate import Activation, Gate, find_gate
 from qlora_fsdp.layers.expert_rows import ActivationBackward, activate, sort_rows
@@ -92,7 +93,7 @@ def stock_experts(family: str) -> tuple[ParamWrapper, nn.Module, dict[str, Exper
     return wrapper, layer, adapters
 
 
-@pytest.mark.parametrize("slice_bytes", [2**30, 3000])
+@pytest.mark.parametrize("slice_bytes", [2**30, 5000])
 @pytest.mark.parametrize("family", CONFIGS)
 def test_outputs_and_gradients_equal_peft(family: str, slice_bytes: int, monkeypatch: pytest.MonkeyPatch):
     torch.manual_seed(0)
@@ -103,11 +104,38 @@ def test_outputs_and_gradients_equal_peft(family: str, slice_bytes: int, monkeyp
     expected = wrapper(x, index, w)
     grad = torch.randn_like(expected)
     expected_grads = torch.autograd.grad(expected, inputs, grad)
-    monkeypatch.setattr(grouped_products, "SLICE_BYTES", slice_bytes)
+    monkeypatch.setattr(grouped_products, "MAX_SLICE_BYTES", slice_bytes)
+    monkeypatch.setattr(grouped_products, "COLUMNS_MULTIPLE", 24)  # the last slice has fewer columns
     y = experts_forward(module, x, index, w, adapters)
     torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
     for found, wanted in zip(torch.autograd.grad(y, inputs, grad), expected_grads, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_recomputation_leaves_out_the_last_product(family: str, monkeypatch: pytest.MonkeyPatch):
+    """`down` is multiplied once in forward and once for the gradient, which is the same to the bit."""
+    torch.manual_seed(0)
+    _, module, adapters = stock_experts(family)
+    x, w = torch.randn(TOKENS, HIDDEN, requires_grad=True), torch.rand(TOKENS, TOP_K, requires_grad=True)
+    index = torch.randint(0, NUM_EXPERTS, (TOKENS, TOP_K))
+    inputs = [x, w, *(p for part in adapters.values() for p in (part.lora_a.weight, part.lora_b.weight))]
+    multiplied: list[Any] = []
+
+    def counted(factor: Tensor, weight: Any, *args: Any) -> Tensor:
+        multiplied.append(weight)
+        return grouped_products.product(factor, weight, *args)
+
+    monkeypatch.setattr(experts, "product", counted)
+    kept = experts_forward(module, x, index, w, adapters)
+    expected = torch.autograd.grad(kept.square().sum(), inputs)
+    multiplied.clear()
+    y = checkpoint(experts_forward, module, x, index, w, adapters, use_reentrant=False)
+    found = torch.autograd.grad(y.square().sum(), inputs)
+    up, down = (getattr(module, name) for name in expert_weight_names(module))
+    assert [weight is down for weight in multiplied] == [False, True, True, False, False]
+    assert all(weight is up or weight is down for weight in multiplied)
+    assert torch.equal(y, kept) and all(map(torch.equal, found, expected))
 
 
 def test_without_adapters_nothing_but_inputs_gets_a_gradient():
@@ -138,10 +166,26 @@ def test_quantized_bytes_and_values_equal_bitsandbytes(quant_type: Any, double_q
         stock, state = bnb.quantize_4bit(weight, compress_statistics=double_quant, quant_type=quant_type)
         assert torch.equal(made.codes.view(torch.uint8).flatten(), stock.flatten())
         assert torch.equal(made.weight, bnb.dequantize_4bit(stock, state))
-    strided = torch.zeros(2, 27, 136)
-    made.fill(strided[:, :24, :128], 2)
-    assert torch.equal(strided[:, :24, :128], made.weight[2:4])
-    assert not strided[:, 24:].any() and not strided[:, :, 128:].any()
+    strided = torch.zeros(5, 9, 72)
+    made.fill(strided[:, :7, :64], 3, 64)
+    assert torch.equal(strided[:, :7, :64], made.weight[:, 3:10, 64:])
+    assert not strided[:, 7:].any() and not strided[:, :, 64:].any()
+    whole = torch.zeros(5, 24, 128)
+    made.fill(whole)
+    assert torch.equal(whole, made.weight)
+
+
+def test_short_steps_hold_little_of_the_weights_at_a_time():
+    """Qwen3-30B-A3B's gate_up_proj: all of it takes 774 MiB with its adapters, and a product at most 512 MiB."""
+    num_experts, width, num_outputs = 128, 2048 + 16, 1536
+
+    def slices(num_tokens: int) -> list[int]:
+        rows = torch.empty(8 * num_tokens, width, dtype=torch.bfloat16, device="meta")
+        size = grouped_products.slice_width(rows, num_experts, num_outputs)
+        return [min(size, num_outputs - first) for first in range(0, num_outputs, size)]
+
+    assert slices(2048) == slices(8192) == [768] * 2 and 768 * num_experts * width * 2 <= 2**29
+    assert slices(16384) == [1536]
 
 
 def model_of(family: str) -> Any:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from bitsandbytes import cextension
-from transformers import LlamaConfig
+from tests.helpers.patched import liger_kernels
+from transformers import Glm4Config, GptOssConfig, LlamaConfig, Olmo2Config
+from transformers.models.llama import modeling_llama
 
 from qlora_fsdp.common.errors import ConfigError, DeviceError
 from qlora_fsdp.config.compose import load_config
@@ -107,3 +109,25 @@ def test_liger_needs_triton(monkeypatch):
     with pytest.raises(ConfigError, match=r"kernels\.rms_norm=liger can't be used: Triton is not installed"):
         liger.use_fused_kernels(config, LlamaConfig(), GPU)
     assert liger.use_fused_kernels(settings().kernels, LlamaConfig(), GPU) == []
+
+
+def test_liger_does_not_know_this_transformers(monkeypatch):
+    """Its functions import and patch what an older or a newer version has: nothing half patched stays."""
+    monkey_patch = pytest.importorskip("liger_kernel.transformers.monkey_patch")
+
+    def fail(rms_norm: bool = True, fused_linear_cross_entropy: bool = True) -> None:
+        modeling_llama.LlamaRMSNorm = object
+        raise ImportError("cannot import name 'LigerOutput'")
+
+    stock_norm = modeling_llama.LlamaRMSNorm
+    monkeypatch.setitem(monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN, "llama", fail)
+    assert liger.use_fused_kernels(settings().kernels, LlamaConfig(), GPU) == []
+    assert modeling_llama.LlamaRMSNorm is stock_norm
+    with pytest.raises(ConfigError, match=r"kernels\.rms_norm=liger can't be used: .* llama .* name 'LigerOutput'"):
+        liger.use_fused_kernels(settings("kernels.rms_norm=liger").kernels, LlamaConfig(), GPU)
+
+
+@pytest.mark.parametrize("config", [Glm4Config(), Olmo2Config(), GptOssConfig()], ids=lambda config: config.model_type)
+def test_liger_is_asked_for_what_it_has(config):
+    with liger_kernels(config) as chosen:
+        assert "rms_norm" in chosen

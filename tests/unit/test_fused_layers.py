@@ -230,6 +230,10 @@ class TestTritonKernels:
         books = code_book(format.quant_type, codes.device), dynamic_map(codes.device)
         found = kernels.dequantize(codes, scales, nested, books, 64, torch.empty(70, 320))
         torch.testing.assert_close(found, layer.weight.detach(), rtol=1e-6, atol=0)
+        some = torch.zeros(2, 9, 200)  # of two matrices of 35 rows, 9 rows and 192 columns each
+        kernels.dequantize(codes, scales, nested, books, 64, some[:, :, :192], origin=(5, 64))
+        torch.testing.assert_close(some[:, :, :192], found.view(2, 35, 320)[:, 5:14, 64:256])
+        assert not some[:, :, 192:].any()
         for axis, factors in zip(("row", "column"), layer.fp8_scales(), strict=True):
             out = torch.empty(70, 320) if axis == "row" else torch.empty(320, 70)
             layer.fill_fp8(factors.reciprocal(), out, axis)

@@ -13,6 +13,7 @@ import peft
 import pytest
 import torch
 from tests.helpers.packed import SMALL, packed_rows_stay_apart, real_config
+from tests.helpers.patched import liger_kernels
 from tests.helpers.quick_config import load_config
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -23,7 +24,6 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 
 from qlora_fsdp.common.errors import ConfigError
 from qlora_fsdp.data.batch import lay_out
-from qlora_fsdp.layers import liger
 from qlora_fsdp.layers.attention import VARLEN
 from qlora_fsdp.model import miniature as small_configs
 from qlora_fsdp.model import packing
@@ -36,21 +36,15 @@ LONG = 2**20  # tokens of a sequence, so that every window is reached
 RUN = ["model=llama3-8b", "data=random", "training.max_steps=1"]
 
 
-def test_an_earlier_run_of_the_process_left_kernels_for_gpus(monkeypatch: pytest.MonkeyPatch):
+def test_an_earlier_run_of_the_process_left_kernels_for_gpus():
     """A sweep's runs share a process: the second run's trial, on the CPU, must not meet the first one's Triton."""
-    pytest.importorskip("liger_kernel")
-    monkeypatch.setattr(liger, "_stock", {})
     config, stock_norm = LlamaConfig(), modeling_llama.LlamaRMSNorm
-    try:
-        chosen = liger.use_fused_kernels(load_config(RUN).kernels, config, torch.device("cuda"))
+    with liger_kernels(config) as chosen:
         patched_norm = modeling_llama.LlamaRMSNorm
         assert chosen == ["rms_norm", "rotary", "glu"] and patched_norm is not stock_norm
         trial = RowTrial(config, LONG)
         assert (trial.error, trial.why_not_packed(BY_STARTS), trial.has_plain_head()) == (None, None, True)
         assert modeling_llama.LlamaRMSNorm is patched_norm
-    finally:
-        for (owner, name), value in liger._stock.items():
-            setattr(owner, name, value)
     assert modeling_llama.LlamaRMSNorm is stock_norm
 
 

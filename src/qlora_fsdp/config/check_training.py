@@ -10,6 +10,7 @@ from qlora_fsdp.common.errors import Problem
 from qlora_fsdp.config.check_model import NO_FLOAT16
 from qlora_fsdp.config.schema import (
     Activations,
+    AttnImplementation,
     Config,
     DataFormat,
     Dtype,
@@ -73,6 +74,9 @@ def _training(config: Config) -> Iterator[Problem]:
     elif size == "auto" and training.global_batch_size is None:
         reason = "needs a global batch to divide, and training.global_batch_size=null follows from the micro-batch."
         yield problem_with(config, "training.micro_batch_size", reason, "Set training.global_batch_size=16.")
+    if training.deterministic and config.model.attn_implementation is AttnImplementation.flash_attention_4:
+        reason = "adds gradients in any order, and training.deterministic=true asks for one."
+        yield problem_with(config, "model.attn_implementation", reason, "Set model.attn_implementation=auto.")
     if training.packing != "auto" and not isinstance(training.packing, bool):
         fix = "Set training.packing=auto, the default."
         yield problem_with(config, "training.packing", "must be true, false or auto.", fix)

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from qlora_fsdp.common.errors import Problem
-from qlora_fsdp.config.schema import Activations, Config, Dtype
+from qlora_fsdp.config.schema import Activations, Config, Dtype, ShardingStrategy
 from qlora_fsdp.config.settings import show, value_of
+from qlora_fsdp.config.written import with_values
 
 # accelerate takes these names, or their numbers from 1.
 _STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
@@ -26,7 +27,15 @@ _OTHER_PARALLELISM = ("PARALLELISM_CONFIG_TP_SIZE", "PARALLELISM_CONFIG_CP_SIZE"
 
 def check_launch_environment(config: Config, environ: Mapping[str, str]) -> list[Problem]:
     """Returns the contradictions between the configuration and the variables that `accelerate launch` sets."""
-    return [*_fsdp(config, environ), *_training(config, environ), *_engines(environ)]
+    return [*_fsdp(config, environ), *_training(config, environ), *_repeatable(config, environ), *_engines(environ)]
+
+
+def follow_launcher(config: Config, environ: Mapping[str, str]) -> Config:
+    """The settings, with the sharding that an accelerate config for FSDP names in the place of auto."""
+    strategy = _strategy(environ.get("FSDP_SHARDING_STRATEGY", ""))
+    if config.fsdp.sharding_strategy is ShardingStrategy.auto and strategy in ShardingStrategy.__members__:
+        return with_values(config, {"fsdp.sharding_strategy": ShardingStrategy[strategy]})
+    return config
 
 
 def _fsdp(config: Config, environ: Mapping[str, str]) -> Iterator[Problem]:
@@ -76,6 +85,13 @@ def _training(config: Config, environ: Mapping[str, str]) -> Iterator[Problem]:
 
     if environ.get("ACCELERATE_DYNAMO_BACKEND", "NO").upper() != "NO":
         yield _unsupported(environ, "ACCELERATE_DYNAMO_BACKEND", "torch.compile")
+
+
+def _repeatable(config: Config, environ: Mapping[str, str]) -> Iterator[Problem]:
+    name = "CUBLAS_WORKSPACE_CONFIG"
+    if config.training.deterministic and environ.get(name, ":4096:8") not in (":4096:8", ":16:8"):
+        reason = "lets cuBLAS add in any order, and training.deterministic=true asks for one."
+        yield Problem(f"{name}={environ[name]}", reason, f"Unset {name}, or set it to :4096:8.")
 
 
 def _engines(environ: Mapping[str, str]) -> Iterator[Problem]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qlora_fsdp.common.nvidia_smi import query_gpus
 from qlora_fsdp.common.text import first_line
 from qlora_fsdp.doctor.finding import Finding
 from qlora_fsdp.doctor.timing import seconds_of
@@ -62,11 +61,9 @@ def _check_driver() -> Finding:
     import torch
     from bitsandbytes import cextension
 
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    driver = ["of unknown version"]
-    if shutil.which(query[0]):
-        driver = subprocess.run(query, capture_output=True, text=True, check=False).stdout.split() or driver
-    found = f"driver {driver[0]}, CUDA {torch.version.cuda} in torch, "
+    drivers = query_gpus("driver_version")
+    driver = drivers[0][0] if drivers else "of unknown version"
+    found = f"driver {driver}, CUDA {torch.version.cuda} in torch, "
     if isinstance(cextension.lib, cextension.ErrorHandlerMockBNBNativeLibrary):
         advice = "Install a bitsandbytes that has a library for it, or set BNB_CUDA_VERSION to one that it has."
         return Finding("red", "CUDA", f"{found}bitsandbytes has no library for it", advice)

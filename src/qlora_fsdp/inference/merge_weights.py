@@ -200,7 +200,7 @@ def _dequantize(layer: QuantizedLinear, start: int, stop: int) -> Tensor:
     """The rows [start, stop) of a weight in float32, which the compute dtype has rounded as in training."""
     values = torch.empty(1, stop - start, layer.in_features, dtype=layer.compute_dtype, device=layer.codes.device)
     parts = dict(zip(layer.part_names, layer.parts(), strict=True))
-    layer.format.dequantize_rows(parts, values, start)
+    layer.format.dequantize_part(parts, values, start)
     return values[0].float()
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,6 +9,7 @@ from pathlib import Path
 import yaml
 
 from qlora_fsdp.common.errors import ConfigError
+from qlora_fsdp.common.nvidia_smi import query_gpus
 from qlora_fsdp.common.shipped import shipped_file
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.config.settings import problem_with
@@ -77,7 +76,4 @@ def visible_gpus(environ: Mapping[str, str]) -> list[str]:
     """Returns the names of the GPUs that this process may use, as CUDA_VISIBLE_DEVICES takes them."""
     if "CUDA_VISIBLE_DEVICES" in environ:
         return [name.strip() for name in environ["CUDA_VISIBLE_DEVICES"].split(",") if name.strip() not in ("", "-1")]
-    if shutil.which("nvidia-smi") is None:
-        return []
-    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout
-    return [str(index) for index, line in enumerate(listed.splitlines()) if line.startswith("GPU ")]
+    return [index for (index,) in query_gpus("index")]

@@ -32,6 +32,7 @@ def choose_attention(
     dtype: torch.dtype,
     is_causal: bool = True,
     why_not_by_starts: str | None = None,
+    deterministic: bool = False,
 ) -> tuple[str, str | None]:
     """Choose the attention implementation to build the model with.
 
@@ -43,6 +44,7 @@ def choose_attention(
         is_causal: whether tokens see only what comes before them, and so never the padding at the end.
         why_not_by_starts: why kernels that are told where rows start would not compute what this model defines; None if
             they would (model/packing.py).
+        deterministic: `training.deterministic`: gradients are added in one order.
 
     Returns:
         A name in transformers' registry, and a note for the user if a faster implementation is missing, or None.
@@ -56,7 +58,9 @@ def choose_attention(
     no_varlen, no_flash_4 = neither, neither
     if neither is None and find_spec("torch.nn.attention.varlen") is None:
         no_varlen = "this torch has none"
-    if neither is None and wanted in ("auto", "flash_attention_4"):
+    if neither is None and deterministic:
+        no_flash_4 = "flash-attn-4 adds gradients in any order (training.deterministic=true)"
+    elif neither is None and wanted in ("auto", "flash_attention_4"):
         num_heads = config.num_attention_heads
         num_key_heads = getattr(config, "num_key_value_heads", None) or num_heads
         no_flash_4 = flash_4.why_not(num_heads, num_key_heads, head_dim(config), dtype, device)

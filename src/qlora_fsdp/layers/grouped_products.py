@@ -5,7 +5,7 @@ Shapes: S rows, sorted by expert; E experts; K what is summed over, N outputs; R
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -13,9 +13,12 @@ from torch.nn import functional as F
 from qlora_fsdp.layers.expert_rows import Rows
 from qlora_fsdp.layers.quantized_experts import QuantizedExpertWeight
 
-# What the dequantized weights of one product may take. A layer whose experts need more is computed in slices, for which
-# the host has to know how many tokens each expert got, so it waits for the GPU.
-SLICE_BYTES = 2**30
+# What the dequantized weights of one product may take: as much as the rows that go in and come out, within these
+# bounds. If all experts need more, some of the product's columns are made at a time, for all experts, which asks the
+# GPU for no numbers of rows. So a short step, which may be meant for a small GPU, holds little at a time, and a long
+# one loses nothing: each slice reads all rows that go in, and copies what comes out into its columns.
+MIN_SLICE_BYTES, MAX_SLICE_BYTES = 2**29, 2**30
+COLUMNS_MULTIPLE = 64  # blocks of 4-bit weights have so many columns
 
 ExpertWeight = QuantizedExpertWeight | nn.Parameter
 
@@ -49,6 +52,13 @@ def beside_low_rank(
     return both, low
 
 
+def with_low_rank(factor: Tensor, low_rank: Tensor | None) -> Tensor:
+    """The factor and the columns behind it as one tensor, as `beside_low_rank` has laid them out."""
+    rank = 0 if low_rank is None else low_rank.shape[1]
+    shape = factor.shape[0], factor.shape[1] + rank
+    return factor.as_strided(shape, factor.stride(), factor.storage_offset())
+
+
 def product(input_SK: Tensor, weight: ExpertWeight, extra: Tensor | None, sums_over_rows: bool, rows: Rows) -> Tensor:
     """Each row of the input times the weight of its expert: [S, N].
 
@@ -59,52 +69,47 @@ def product(input_SK: Tensor, weight: ExpertWeight, extra: Tensor | None, sums_o
         sums_over_rows: whether the sum runs over the weight's rows (y = x W) or its columns (y = x W^T).
         rows: which rows belong to which expert.
     """
-    num_experts, num_rows, num_columns = weight.shape
+    _, num_rows, num_columns = weight.shape
     num_outputs = num_columns if sums_over_rows else num_rows
     if isinstance(weight, nn.Parameter) and extra is None:
         return F.grouped_mm(input_SK, weight if sums_over_rows else weight.transpose(1, 2), offs=rows.ends)
-    expert_bytes = input_SK.shape[1] * num_outputs * input_SK.dtype.itemsize
-    if num_experts * expert_bytes <= SLICE_BYTES:
-        factor = _factor(weight, extra, 0, num_experts, sums_over_rows, input_SK)
+    width = slice_width(input_SK, len(rows.ends), num_outputs)
+    if width >= num_outputs:
+        factor = _factor(weight, extra, slice(0, num_outputs), sums_over_rows, input_SK)
         return F.grouped_mm(input_SK, factor, offs=rows.ends)
     y_SN = input_SK.new_empty(len(rows.order), num_outputs)
-    for first, last, begin, end in _slices(rows, max(1, SLICE_BYTES // expert_bytes)):
-        part = None if extra is None else extra[first:last]
-        factor = _factor(weight, part, first, last, sums_over_rows, input_SK)
-        y_SN[begin:end] = F.grouped_mm(input_SK[begin:end], factor, offs=rows.ends[first:last] - begin)
+    for first in range(0, num_outputs, width):
+        columns = slice(first, min(first + width, num_outputs))
+        factor = _factor(weight, extra, columns, sums_over_rows, input_SK)
+        y_SN[:, columns] = F.grouped_mm(input_SK, factor, offs=rows.ends)
         del factor
     return y_SN
 
 
-def _slices(rows: Rows, num_experts: int) -> Iterator[tuple[int, int, int, int]]:
-    """Runs of at most `num_experts` experts that got tokens: first and last expert, first and last row."""
-    num_rows, size = len(rows.order), len(rows.ends)  # a plan has no values: as if all experts got as many rows
-    ends = [num_rows * (e + 1) // size for e in range(size)] if rows.ends.is_meta else rows.ends.tolist()
-    starts = [0, *ends[:-1]]
-    first = 0
-    while first < len(ends):
-        if ends[first] == starts[first]:
-            first += 1
-            continue
-        last = min(first + num_experts, len(ends))
-        yield first, last, starts[first], ends[last - 1]
-        first = last
+def slice_width(input_SK: Tensor, num_experts: int, num_outputs: int) -> int:
+    """How many of a product's columns are made at a time, in slices that are about equal."""
+    column_bytes = num_experts * input_SK.shape[1] * input_SK.dtype.itemsize
+    row_bytes = (input_SK.shape[1] + num_outputs) * input_SK.dtype.itemsize
+    most_bytes = min(MAX_SLICE_BYTES, max(MIN_SLICE_BYTES, input_SK.shape[0] * row_bytes))
+    num_slices = -(num_outputs * column_bytes // -most_bytes)
+    return -(num_outputs // -(num_slices * COLUMNS_MULTIPLE)) * COLUMNS_MULTIPLE
 
 
-def _factor(
-    weight: ExpertWeight, extra: Tensor | None, first: int, last: int, sums_over_rows: bool, like: Tensor
-) -> Tensor:
-    """The weights of the experts [first, last) with those of the low-rank product: [n, K + R, N] in `like`'s dtype."""
-    _, num_rows, num_columns = weight.shape
-    rank = 0 if extra is None else extra.shape[1]
-    size = (num_rows + rank, num_columns) if sums_over_rows else (num_rows, num_columns + rank)
-    both = like.new_empty(last - first, *size)
-    target = both[:, :num_rows, :num_columns]
-    if isinstance(weight, QuantizedExpertWeight):
-        weight.fill(target, first)
+def _factor(weight: ExpertWeight, extra: Tensor | None, columns: slice, sums_over_rows: bool, like: Tensor) -> Tensor:
+    """The weights of some columns of a product with those of the low-rank product: [E, K + R, n] in `like`'s dtype."""
+    num_experts, num_rows, num_columns = weight.shape
+    rank, first, size = 0 if extra is None else extra.shape[1], columns.start, columns.stop - columns.start
+    if sums_over_rows:
+        both = like.new_empty(num_experts, num_rows + rank, size)
+        target, first_row, first_column = both[:, :num_rows], 0, first
     else:
-        target.copy_(weight[first:last])
+        both = like.new_empty(num_experts, size, num_columns + rank)
+        target, first_row, first_column = both[:, :, :num_columns], first, 0
+    if isinstance(weight, QuantizedExpertWeight):
+        weight.fill(target, first_row, first_column)
+    else:
+        target.copy_(weight[:, first_row : first_row + target.shape[1], first_column : first_column + target.shape[2]])
     factor = both if sums_over_rows else both.transpose(1, 2)
     if extra is not None:
-        factor[:, -rank:] = extra
+        factor[:, -rank:] = extra[:, :, columns]
     return factor

@@ -26,6 +26,7 @@ LIGER_NAMES = {
     "cross_entropy": ("fused_linear_cross_entropy",),
 }
 OURS = {"cross_entropy", "fused_linear_cross_entropy"}  # `head_loss.py` calls the loss, so no model is patched for it
+MODELS = "transformers.models."
 _stock: dict[tuple[Any, str], Any] = {}  # what was patched in this process: by owner and name, what it was before
 
 
@@ -62,17 +63,36 @@ def use_fused_kernels(config: KernelsConfig, model: PretrainedConfig, device: to
             chosen.append(setting)
     if problems:
         raise ConfigError(problems)
-    if chosen:
-        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+    if not chosen:
+        return []
+    on = {name for setting in chosen for name in LIGER_NAMES[setting]} - OURS
+    error = _patch(model.get_text_config(), {name: name in on for name in options})
+    if error is None:
+        return chosen
+    asked = [f"kernels.{setting}=liger" for setting in chosen if getattr(config, setting) is Kernel.liger]
+    if asked:
+        reason = f"can't be used: Liger's own function for {model_type} fails with this transformers: {error}."
+        raise ConfigError([Problem(setting, reason, f"Set {setting.replace('liger', 'auto')}.") for setting in asked])
+    return []
 
-        on = {name for setting in chosen for name in LIGER_NAMES[setting]} - OURS
-        import_module(type(model.get_text_config()).__module__.replace("configuration_", "modeling_"))
-        before = _models_attributes()
-        MODEL_TYPE_TO_APPLY_LIGER_FN[model_type](**{name: name in on for name in options})
-        for (owner, name), value in before.items():
-            if vars(owner)[name] is not value:
+
+def _patch(config: PretrainedConfig, switches: dict[str, bool]) -> Exception | None:
+    """Call Liger's function for a family, and remember what was stock. If it fails, nothing is changed."""
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+    import_module(type(config).__module__.replace("configuration_", "modeling_"))
+    before, failure = _models_attributes(), None
+    try:
+        MODEL_TYPE_TO_APPLY_LIGER_FN[config.model_type](**switches)
+    except Exception as error:  # it imports and patches what a version of transformers may not have
+        failure = error
+    for (owner, name), value in before.items():
+        if vars(owner)[name] is not value:
+            if failure is None:
                 _stock.setdefault((owner, name), value)
-    return chosen
+            else:
+                setattr(owner, name, value)
+    return failure
 
 
 @contextmanager
@@ -88,12 +108,17 @@ def stock_models() -> Iterator[None]:
             setattr(owner, name, value)
 
 
+def stock_classes(kind: type) -> list[Any]:
+    """Transformers' classes in whose place a class of Liger's stands in this process; none for other classes."""
+    return [value for (owner, name), value in _stock.items() if vars(owner)[name] is kind]
+
+
 def _models_attributes() -> dict[tuple[Any, str], Any]:
     """What the imported files of transformers' models define, and what their classes do: by owner and name."""
-    modules = [module for name, module in sys.modules.items() if name.startswith("transformers.models.")]
+    modules = [module for name, module in list(sys.modules.items()) if name.startswith(MODELS)]
     modules = [module for module in modules if ".modeling_" in module.__name__]
     kinds = {kind for module in modules for kind in vars(module).values() if inspect.isclass(kind)}
-    owners = [*modules, *(kind for kind in kinds if kind.__module__.startswith("transformers.models."))]
+    owners = [*modules, *(kind for kind in kinds if kind.__module__.startswith(MODELS))]
     return {(owner, name): value for owner in owners for name, value in vars(owner).items()}
 
 
@@ -119,4 +144,5 @@ def _liger_options(model_type: str, device: torch.device) -> tuple[str | None, s
     if model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
         return f"Liger does not know model_type={model_type}", set()
     switches = inspect.signature(MODEL_TYPE_TO_APPLY_LIGER_FN[model_type]).parameters
-    return None, {name for name in switches if name != "model"}
+    # What is off by default in a family is slower there, or raises NotImplementedError (glm4's `rope`).
+    return None, {name for name, switch in switches.items() if name != "model" and switch.default is not False}

@@ -60,9 +60,15 @@ class QuantizedExpertWeight(nn.Module):
         whole = self.format.dequantize(self._named_parts(), self.out_features, self.in_features, self.compute_dtype)
         return whole.view(self.shape)
 
-    def fill(self, out: Tensor, first: int) -> None:
-        """Write the experts [first, first + n) into `out` [n, rows, columns], whose rows and experts may be strided."""
-        self.format.dequantize_rows(self._named_parts(), out, first * self.shape[1])
+    def fill(self, out: Tensor, first_row: int = 0, first_column: int = 0) -> None:
+        """Write some rows and columns of every expert into `out` [E, rows, columns], which may be strided.
+
+        Args:
+            out: its rows are those of each expert from `first_row` on.
+            first_row: of an expert.
+            first_column: a multiple of 64. So is the number of columns.
+        """
+        self.format.dequantize_part(self._named_parts(), out, first_row, first_column)
 
     def _named_parts(self) -> Mapping[str, Tensor]:
         return {name: getattr(self, name) for name in self.part_names}

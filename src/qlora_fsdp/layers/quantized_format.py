@@ -20,9 +20,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.util import find_spec
+from typing import Literal
 
 import bitsandbytes.functional as bnb
 import torch
@@ -31,8 +32,10 @@ from torch import Tensor
 from qlora_fsdp.common.quantized_shapes import QuantType, is_4bit, stored_parts
 from qlora_fsdp.common.sizes import BLOCKSIZE, NESTED_BLOCKSIZE
 from qlora_fsdp.layers.kernels import cpu_quantize
+from qlora_fsdp.layers.kernels.launch import moves
 
 INT8_DEQUANT_FACTOR = 1.0 / 127.0
+MAX_BNB_ELEMENTS = 2**31 - 1  # bitsandbytes' kernels count in 32 bits
 STORAGE_DTYPES = {  # of the setting's values; STORAGE_BYTES in common/quantized_shapes.py has their sizes
     "auto": torch.bfloat16,  # every supported torch shards it
     "uint8": torch.uint8,
@@ -57,12 +60,15 @@ class Format:
         blocksize: 4-bit only: weights that share a scale.
         storage: dtype in which codes and quantized scales are kept and gathered. Its values mean nothing: only the
             bytes count.
+        dequantizer: 4-bit only: whose kernel dequantizes whole weights on a GPU (`kernels.dequantize`). It is no part
+            of what is stored.
     """
 
     quant_type: QuantType
     double_quant: bool = False
     blocksize: int = BLOCKSIZE
     storage: torch.dtype = torch.bfloat16
+    dequantizer: Literal["bitsandbytes", "triton"] = field(default="bitsandbytes", compare=False)
 
     @property
     def is_4bit(self) -> bool:
@@ -145,12 +151,19 @@ class Format:
         """The weight [out_features, in_features] in `dtype`, from its whole (gathered) parts."""
         codes, scales = parts["codes"], parts["scales"]
         if codes.is_meta:
-            return torch.empty(out_features, in_features, dtype=dtype, device="meta")
+            # bitsandbytes makes the scales first, and keeps them meanwhile.
+            makes_scales = self.double_quant and self.dequantizer == "bitsandbytes"
+            num_scales = out_features * (in_features // self.blocksize) if makes_scales else 0
+            made = torch.empty(num_scales, dtype=torch.float32, device="meta")
+            out = torch.empty(out_features, in_features, dtype=dtype, device="meta")
+            moves(out.nbytes + 2 * made.nbytes + sum(part.nbytes for part in parts.values()))
+            return out
         if not self.is_4bit:
             rows = self.unpack(codes, in_features).view(torch.int8)
             out = torch.empty(rows.shape, dtype=dtype, device=rows.device)
             return torch.mul(rows, (scales * INT8_DEQUANT_FACTOR).unsqueeze(1), out=out)  # in fp32, rounded once
-        if codes.is_cuda and has_triton():
+        is_too_large = out_features * in_features > MAX_BNB_ELEMENTS
+        if codes.is_cuda and (self.dequantizer == "triton" or is_too_large) and has_triton():
             from qlora_fsdp.layers.kernels import triton_dequantize
 
             out = torch.empty(out_features, in_features, dtype=dtype, device=codes.device)
@@ -167,33 +180,44 @@ class Format:
         )
         return weight
 
-    def dequantize_rows(self, parts: Mapping[str, Tensor], out: Tensor, first_row: int) -> None:
-        """Write consecutive rows of a weight into `out`.
+    def dequantize_part(
+        self, parts: Mapping[str, Tensor], out: Tensor, first_row: int = 0, first_column: int = 0
+    ) -> None:
+        """Write some rows and columns of a weight into `out`, or the same ones of each of several matrices.
 
         Args:
             parts: the whole (gathered) parts of the weight.
-            out: [groups, rows, in_features], in the dtype wanted. Groups and rows may be strided, as when adapters have
-                columns or rows of their own between them.
-            first_row: the weight's row that becomes `out[0, 0]`.
+            out: [groups, rows, columns], in the dtype wanted; the weight is so many matrices, one below the other.
+                Groups and rows may be strided, as when adapters have columns or rows of their own between them. Columns
+                are a multiple of the block size.
+            first_row: of each matrix.
+            first_column: a multiple of the block size.
         """
+        codes, scales = parts["codes"], parts["scales"]
         if out.is_meta:
+            moves(out.nbytes + out.numel() // (2 if self.is_4bit else 1))
             return
-        num_rows, in_features = out.shape[0] * out.shape[1], out.shape[2]
-        rows = slice(first_row, first_row + num_rows)
         if self.is_4bit and out.is_cuda and has_triton():
             from qlora_fsdp.layers.kernels import triton_dequantize
 
-            books = code_book(self.quant_type, out.device), dynamic_map(out.device)
-            codes, scales = parts["codes"][rows], parts["scales"][rows]
+            books, origin = (code_book(self.quant_type, out.device), dynamic_map(out.device)), (first_row, first_column)
             nested = parts.get("nested_scales")
-            triton_dequantize.dequantize(codes, scales, nested, books, self.blocksize, out, first_row=first_row)
+            triton_dequantize.dequantize(codes, scales, nested, books, self.blocksize, out, origin=origin)
             return
-        slices = {"codes": parts["codes"][rows], "scales": parts["scales"][rows]}
-        format = self
-        if self.double_quant:
-            absmax = self.dequantize_scales(parts, parts["codes"].shape[0], in_features)
-            slices["scales"], format = absmax[rows], replace(self, double_quant=False)
-        out.copy_(format.dequantize(slices, num_rows, in_features, out.dtype).view(out.shape))
+        num_groups, num_rows, num_columns = out.shape
+        rows, last_column = slice(first_row, first_row + num_rows), first_column + num_columns
+        if not self.is_4bit:
+            some = codes.view(torch.int8).unflatten(0, (num_groups, -1))[:, rows, first_column:last_column]
+            factors = (scales * INT8_DEQUANT_FACTOR).view(num_groups, -1, 1)[:, rows]
+            torch.mul(some, factors, out=out)  # in fp32, rounded once
+            return
+        code_bytes, size = codes.view(torch.uint8), self.blocksize
+        scales = self.dequantize_scales(parts, code_bytes.shape[0], 2 * code_bytes.shape[1])
+        code_bytes = code_bytes.unflatten(0, (num_groups, -1))[:, rows, first_column // 2 : last_column // 2]
+        scales = scales.unflatten(0, (num_groups, -1))[:, rows, first_column // size : last_column // size]
+        found = {"codes": self.pack(code_bytes.flatten(0, 1)), "scales": scales.flatten(0, 1)}
+        plain = replace(self, double_quant=False)
+        out.copy_(plain.dequantize(found, num_groups * num_rows, num_columns, out.dtype).view(out.shape))
 
     def dequantize_scales(self, parts: Mapping[str, Tensor], out_features: int, in_features: int) -> Tensor:
         """The scales of a 4-bit weight: float32 [out_features, in_features / blocksize]."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import os
 import re
-import subprocess
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import yaml
 
 from qlora_fsdp.common.errors import ConfigError, Problem
+from qlora_fsdp.common.nvidia_smi import query_gpus
 
 GPUS_A_HOST = 8
 MAX_GIB = 1024  # a larger number is not understood as the memory of a GPU
@@ -91,13 +91,7 @@ def visible_hardware() -> Hardware | None:
 
     If they differ, the one with the least memory stands for all.
     """
-    query = ["nvidia-smi", "--query-gpu=index,uuid,memory.total,name", "--format=csv,noheader,nounits"]
-    try:
-        listed = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30).stdout.splitlines()
-    except (OSError, subprocess.SubprocessError):
-        return None
-    rows = [[cell.strip() for cell in line.split(",", 3)] for line in listed]
-    rows = [row for row in rows if len(row) == 4 and row[2].isdecimal()]
+    rows = [row for row in query_gpus("index", "uuid", "memory.total", "name") if row[2].isdecimal()]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         wanted = [name.strip() for name in visible.split(",") if name.strip()]

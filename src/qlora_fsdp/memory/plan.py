@@ -40,6 +40,7 @@ from qlora_fsdp.memory.capture import SPARE_BYTES, why_not_captured
 from qlora_fsdp.memory.model_bytes import BytesByPart, ModelBytes
 from qlora_fsdp.memory.parameter_bytes import sum_bytes
 from qlora_fsdp.memory.policy import Policy
+from qlora_fsdp.memory.slots import generation_bytes
 from qlora_fsdp.memory.traced import Tensor
 from qlora_fsdp.memory.workload import Workload
 
@@ -142,11 +143,12 @@ def _plan(work: Workload, model: ModelBytes, policies: Sequence[Policy]) -> Memo
     resident = model.resident(with_training=True)
     if has_graph:  # its gradients stay where they are
         resident["gradients"] = max(resident["gradients"], model.shard.adapters)
+    in_backward = _backward_moments(work, model, policies, gradients_stay=resident["gradients"] > 0)
     phases = {
         "load": model.resident(with_training=False) | {"workspace": LOAD_STAGING},
         "forward": _largest(_add(resident, moment) for moment in _forward_moments(work, model, policies)),
-        "backward": _largest(_add(resident, moment) for moment in _backward_moments(work, model, policies)),
-        "step": _add(resident, {"gradients": model.step_gradients, "workspace": WORKSPACE}),
+        "backward": _largest(_add(resident, moment) for moment in in_backward),
+        "step": resident | {"gradients": model.step_gradients, "workspace": WORKSPACE},
     }
     host, pinned = _host(work, model, policies)
     beside = max(SPARE_BYTES, _evaluation_bytes(work, model)) if has_graph else 0
@@ -205,19 +207,21 @@ def _forward_moments(work: Workload, model: ModelBytes, policies: Sequence[Polic
     }
 
 
-def _backward_moments(work: Workload, model: ModelBytes, policies: Sequence[Policy]) -> Iterator[BytesByPart]:
+def _backward_moments(
+    work: Workload, model: ModelBytes, policies: Sequence[Policy], gradients_stay: bool
+) -> Iterator[BytesByPart]:
     """What each moment of backward needs beyond the resident parts.
 
     Backward makes whole gradients. FSDP copies a unit's gradients to send them; the copy lives until the next unit's
-    are ready. Then the rank keeps only its shard. If a step has several micro-batches, the resident parts count the
-    gradients instead: they stay whole until the last micro-batch.
+    are ready. Then the rank keeps only its shard. If gradients stay from one micro-batch to the next, the resident
+    parts have them already: those of several micro-batches are summed whole, and those of a CUDA graph keep their
+    place from step to step.
     """
     num_copies = 1 if work.uses_fsdp else 0
     uses, ends = work.layer_uses(policies), work.ends
     num_offloaded = sum(policy is Policy.offload for policy in policies)
     always = ends.shared + min(OFFLOAD_SLOTS, num_offloaded) * ends.hidden
     kept = sum(use.saved for use in uses)  # activations that backward has not used yet
-    accumulates = work.num_micro_batches > 1
     # The loss runs backward, and with it a trained head.
     made = model.trained("head")
     yield {
@@ -237,7 +241,7 @@ def _backward_moments(work: Workload, model: ModelBytes, policies: Sequence[Poli
         dequantized = min(work.layers[index].largest_weight, beyond)
         yield {
             "activations": always + kept + beyond - dequantized,
-            "gradients": leaving + (1 + num_copies) * own + (0 if accumulates else reduced),
+            "gradients": leaving + (1 + num_copies) * own + (0 if gradients_stay else reduced),
             "gathered": model.running_layer + model.ahead_in_backward(index),
             "dequantized": dequantized,
             "workspace": WORKSPACE,
@@ -250,20 +254,28 @@ def _backward_moments(work: Workload, model: ModelBytes, policies: Sequence[Poli
     embedding_bytes = 0 if model.is_frozen("embeddings") or model.stays("embeddings") else model.unit("embeddings")
     yield {
         "activations": ends.shared + max(ends.hidden, ends.lookup_backward - tables),
-        "gradients": (1 + num_copies) * tables + (0 if accumulates else reduced),
+        "gradients": (1 + num_copies) * tables + (0 if gradients_stay else reduced),
         "gathered": model.kept + embedding_bytes,
         "workspace": WORKSPACE,
     }
 
 
 def _evaluation_bytes(work: Workload, model: ModelBytes) -> int:
-    """What an evaluation takes beyond the resident parts: a layer that runs, or the loss. 0 if nothing is held out."""
+    """What an evaluation takes beyond the resident parts: a layer that runs, or the loss; and the slots of generations.
+
+    0 if nothing is held out.
+    """
     data = work.config.data
     if data.eval_path is None and data.eval_fraction == 0:
         return 0
     layer = model.running_layer + model.ahead_in_forward(len(model.layers))
     layer += max(use.forward for use in work.layer_uses([Policy.full] * work.num_layers))
-    return work.ends.shared + max(layer, model.kept + model.gathered_end("head") + work.ends.loss) + WORKSPACE
+    return (
+        work.ends.shared
+        + max(layer, model.kept + model.gathered_end("head") + work.ends.loss)
+        + WORKSPACE
+        + generation_bytes(work)
+    )
 
 
 def _host(work: Workload, model: ModelBytes, policies: Sequence[Policy]) -> tuple[BytesByPart, int]:

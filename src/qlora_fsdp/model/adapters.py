@@ -11,7 +11,7 @@ import math
 import re
 import warnings
 import zlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, cast
 
 import peft
@@ -45,6 +45,7 @@ _WRAPPERS = re.compile(
 NO_TOKENS = AddedTokens()
 PEFT_TASKS = {
     TaskName.causal_lm: "CAUSAL_LM",
+    TaskName.preference: "CAUSAL_LM",
     TaskName.sequence_classification: "SEQ_CLS",
     TaskName.token_classification: "TOKEN_CLS",
 }
@@ -55,6 +56,7 @@ def apply_adapters(
     config: LoraConfig,
     task: TaskName = TaskName.causal_lm,
     tokens: AddedTokens = NO_TOKENS,
+    unreached: Collection[str] = (),
 ) -> peft.PeftModel:
     """Wrap the model in PEFT's. Exactly the adapters and `modules_to_save` require gradients then, all in float32.
 
@@ -63,12 +65,13 @@ def apply_adapters(
         config: what is adapted.
         task: what is learned.
         tokens: the tokens whose rows in embeddings and head are trained.
+        unreached: as of `find_targets`.
 
     Raises:
         AdapterError: a name in target_modules, exclude_modules, modules_to_save or a pattern fits no layer (similar
             names are listed), or PEFT refuses the settings.
     """
-    targets = find_targets(model, config)
+    targets = find_targets(model, config, unreached)
     _check_by_parameter(config, targets)
     settings = peft.LoraConfig(
         r=config.r,

@@ -6,16 +6,17 @@ What differs between them is an argument of `assemble`. `materialize.py` then gi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import assert_never
 
-from qlora_fsdp.common.errors import AdapterError, CheckpointError
-from qlora_fsdp.config.schema import Config, DataFormat, LoraConfig, TaskConfig, TaskName
+from qlora_fsdp.common.errors import AdapterError, CheckpointError, ConfigError, Problem
+from qlora_fsdp.config.schema import Config, DataFormat, LoraConfig, PreferenceConfig, TaskConfig, TaskName
 from qlora_fsdp.config.written import public_value, with_training
 from qlora_fsdp.data.tokenizer import AddedTokens, add_tokens, byte_tokenizer, load_tokenizer
 from qlora_fsdp.layers.attention import choose_attention
@@ -28,9 +29,12 @@ from qlora_fsdp.model.causal_lm import CausalLM
 from qlora_fsdp.model.chat_rows import check_chat_rows
 from qlora_fsdp.model.classifier import Classifier
 from qlora_fsdp.model.find import ModelFiles, find_model
+from qlora_fsdp.model.inputs import has_recurrent_layers
 from qlora_fsdp.model.new_tokens import count_tokens
-from qlora_fsdp.model.packing import Traits, find_traits, settle_packing
+from qlora_fsdp.model.packing import RECURRENT_KERNELS, Traits, check_causal, find_traits, settle_packing
+from qlora_fsdp.model.preference import PreferenceLM
 from qlora_fsdp.model.router_loss import RouterLoss, describe_router_loss
+from qlora_fsdp.model.targets import describe_left_out, find_left_out
 from qlora_fsdp.model.task_model import TaskModel
 from qlora_fsdp.runtime.hardware import choose_dtype
 from qlora_fsdp.runtime.processes import Processes
@@ -52,6 +56,7 @@ class AssembledModel:
         dtype: the compute dtype: of base parameters that are not quantized, and of the matrix products.
         attention: name of the attention implementation.
         packs_rows: whether several rows share a sequence.
+        unreached: linear layers that no gradient reaches, as of `Traits`.
         liger_kernels: the settings (`rms_norm`, `rotary`, `glu`, `cross_entropy`) whose kernels are Liger's.
         loss_kernel: what computes the loss of a frozen head.
         num_fp8_layers: layers that multiply in fp8.
@@ -67,6 +72,7 @@ class AssembledModel:
     dtype: torch.dtype
     attention: str
     packs_rows: bool
+    unreached: frozenset[str]
     liger_kernels: list[str]
     loss_kernel: LossKernel
     num_fp8_layers: int
@@ -94,9 +100,9 @@ def assemble(
         config: `model`, `tokenizer`, `data`, `quant`, `task`, `training.precision`, `kernels` and `compute` are used.
         lora: the adapter's settings: `config.lora` in training; those saved with the adapter when it is used.
         processes: all ranks take part; the model will compute on their device.
-        trains: whether the model is trained. Only then Liger's kernels, fp8 products and fused layers are used, as the
-            settings say.
-        generates: choose an attention implementation that works with a cache and with padding on the left.
+        trains: whether the model is trained. Only then fp8 products and fused layers are used, as the settings say.
+        generates: choose an attention implementation that works with a cache and with padding on the left. Liger's
+            kernels are used as in training: in a step of one token, most of the time goes into starting kernels.
         tokenizer_folder: the folder of a saved adapter, whose tokenizer is preferred to the model's if it has one.
         saved_tokens: the tokens whose trained rows a saved adapter has; used if the settings name none.
 
@@ -105,22 +111,30 @@ def assemble(
     """
     device, dtype = processes.device, choose_dtype(config.training.precision, processes.device)
     files = find_model(config.model, processes.is_local_main, processes.first_error)
-    tokenizer = _find_tokenizer(config, files, tokenizer_folder, trains)
+    tokenizer = find_tokenizer(config, files.folder, tokenizer_folder, trains)
     tokens = add_tokens(tokenizer, config.tokenizer)
     if not tokens.ids:
         tokens = saved_tokens
     # Before Liger puts kernels for GPUs into transformers' classes, which small models have too.
     config, traits, attention, notes = _try_small(config, files, dtype, processes, generates)
-    liger_kernels = use_fused_kernels(config.kernels, files.config, device) if trains else []
+    if trains:
+        check_causal(files.config, traits)
+    liger_kernels = use_fused_kernels(config.kernels, files.config, device) if trains or generates else []
     loss_kernel = choose_loss_kernel(config.kernels.cross_entropy, device) if trains else "torch"
     meta = _build(config, lora, files, tokenizer, dtype, attention)
+    if trains and config.training.deterministic and device.type == "cuda":
+        _refuse_recurrent_kernels(meta)
     num_rows = count_tokens(meta.model)[1] if tokens.ids else 0
     if tokens.vocab_size > num_rows + len(tokenizer) + len(tokens.ids):  # a few bytes would ask for any number of rows
         raise AdapterError(
             f"token {tokens.vocab_size - 1} can't get a row: {files.folder} has {num_rows} tokens. Correct the "
             "tokenizer, or trainable_token_indices in the adapter's adapter_config.json."
         )
-    model = adapt_model(meta, lora, config.task, tokens, loss_kernel, traits.has_plain_head)
+    left_out = describe_left_out(meta.model, find_left_out(meta.model, lora, traits.unreached))
+    model = adapt_model(
+        *(meta, lora, config.task, tokens, loss_kernel, traits.has_plain_head, traits.unreached),
+        preference=config.preference,
+    )
     rewired = rewire(model, config.compute, config.kernels) if trains else Rewired(num_fp8=0, num_groups=0)
     return AssembledModel(
         model,
@@ -131,6 +145,7 @@ def assemble(
         dtype,
         attention,
         config.training.packing is True,
+        traits.unreached,
         liger_kernels,
         loss_kernel,
         rewired.num_fp8,
@@ -138,6 +153,7 @@ def assemble(
         notes=[
             *notes,
             *meta.notes,
+            *left_out,
             *(_add_router_loss(model, config.training.router_aux_loss_coef) if trains else []),
             *(check_chat_rows(files.tensors, tokenizer, config) if trains else []),
         ],
@@ -151,6 +167,19 @@ def _add_router_loss(model: TaskModel, coef: float) -> list[str]:
     return describe_router_loss(model.base, coef)
 
 
+def _refuse_recurrent_kernels(meta: MetaModel) -> None:
+    """Refuse kernels of recurrent layers where a run is to repeat: their backward adds with atomics.
+
+    Raises:
+        ConfigError: the model has such layers, and transformers would use the kernels that are installed for them.
+    """
+    installed = [name for name in RECURRENT_KERNELS if find_spec(name) is not None]
+    if installed and has_recurrent_layers(meta.model):
+        reason = f"can't be kept: {' and '.join(installed)}, whose kernels this model uses, add in any order."
+        fix = "Set training.deterministic=false, or uninstall them: torch computes in their place (slower)."
+        raise ConfigError([Problem("training.deterministic=true", reason, fix)])
+
+
 def _try_small(
     config: Config, files: ModelFiles, dtype: torch.dtype, processes: Processes, generates: bool
 ) -> tuple[Config, Traits, str, list[str]]:
@@ -160,9 +189,12 @@ def _try_small(
         The settings with packing decided, what was found, the name of the attention, and notes.
     """
     traits = find_traits(files.config, config, processes)
-    is_causal = config.task.name is TaskName.causal_lm and not generates
+    is_causal = config.task.is_causal and not generates
     wanted, device = config.model.attn_implementation.value, processes.device
-    attention, slower = choose_attention(wanted, files.config, device, dtype, is_causal, traits.why_not_by_starts)
+    attention, slower = choose_attention(
+        *(wanted, files.config, device, dtype, is_causal, traits.why_not_by_starts),
+        deterministic=config.training.deterministic and not generates,
+    )
     notes = [slower] if slower else []
     if not generates:
         config, padded = settle_packing(config, files.config, attention, processes)
@@ -170,17 +202,23 @@ def _try_small(
     return config, traits, attention, notes
 
 
-def _find_tokenizer(
-    config: Config, files: ModelFiles, tokenizer_folder: Path | None, trains: bool
+def find_tokenizer(
+    config: Config, model_folder: Path | None, tokenizer_folder: Path | None, trains: bool
 ) -> PreTrainedTokenizerBase:
     """The saved adapter's tokenizer if it has one, else the model's.
+
+    Args:
+        config: `model` and `data` are used.
+        model_folder: of the model's files; None where they are not here.
+        tokenizer_folder: of the adapter; None without one, or where its tokenizer is not wanted.
+        trains: whether the tokenizer is for training.
 
     Training on random tokens needs no tokenizer, so it gets the built-in one and no file is read.
     `model.trust_remote_code` is meant for the base model: a tokenizer that an adapter brings or names runs no code.
     """
     if trains and config.data.format is DataFormat.random:
         return byte_tokenizer()
-    model = replace(config.model, path=str(files.folder) if files.folder is not None else config.model.path)
+    model = replace(config.model, path=config.model.path if model_folder is None else str(model_folder))
     if tokenizer_folder is not None and (tokenizer_folder / "tokenizer_config.json").is_file():
         model = replace(model, tokenizer_path=str(tokenizer_folder))
     if tokenizer_folder is None or model.tokenizer_path is None:
@@ -226,25 +264,42 @@ def adapt_model(
     tokens: AddedTokens,
     loss_kernel: LossKernel = "torch",
     splits_head: bool = True,
+    unreached: Collection[str] = (),
+    preference: PreferenceConfig | None = None,
 ) -> TaskModel:
     """Add the adapters to the model, in place, and wrap it in the `TaskModel` of its task.
 
     Args:
         meta: the base model. A classifier's new head (`meta.head`) is trained in full, without an adapter.
         lora: the adapter's settings.
-        task: causal language modelling or a kind of classification.
+        task: causal language modelling, preferences or a kind of classification.
         tokens: the tokens whose rows in embeddings and head are trained.
         loss_kernel: what computes the loss of a frozen head.
         splits_head: as of `CausalLM`.
+        unreached: as of `find_targets`.
+        preference: the loss of task=preference; None: the default, where no loss is wanted.
     """
     match task.name:
         case TaskName.causal_lm:
-            return CausalLM(apply_adapters(meta.model, lora, tokens=tokens), loss_kernel, splits_head)
+            adapted = apply_adapters(meta.model, lora, tokens=tokens, unreached=unreached)
+            return CausalLM(adapted, loss_kernel, splits_head)
+        case TaskName.preference:
+            adapted = apply_adapters(meta.model, lora, tokens=tokens, unreached=unreached)
+            return PreferenceLM(adapted, preference or PreferenceConfig(), loss_kernel, splits_head)
         case TaskName.sequence_classification | TaskName.token_classification:
             lora = replace(lora, modules_to_save=[*(lora.modules_to_save or []), *meta.head])
-            return Classifier(apply_adapters(meta.model, lora, task.name, tokens), task)
+            return Classifier(apply_adapters(meta.model, lora, task.name, tokens, unreached), task)
         case _:
             assert_never(task.name)
+
+
+def describe_layers(assembled: AssembledModel, processes: Processes) -> str | None:
+    """Fingerprint of the files that fill the transformer layers; None if their weights are random. Collective.
+
+    Embeddings and heads are left out, so that it is the same whatever a model of these layers is trained for.
+    """
+    inside = {module for layer in assembled.model.layers for module in layer.modules()}
+    return describe_base([a for a in assembled.meta.assignments if a.module in inside], processes)
 
 
 def describe_base(assignments: Sequence[Assignment], processes: Processes) -> str | None:

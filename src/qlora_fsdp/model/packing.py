@@ -32,8 +32,8 @@ from importlib.util import find_spec
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
-from qlora_fsdp.common.errors import ConfigError
-from qlora_fsdp.config.schema import Config, TaskName
+from qlora_fsdp.common.errors import CheckpointError, ConfigError
+from qlora_fsdp.config.schema import Config
 from qlora_fsdp.config.settings import problem_with
 from qlora_fsdp.config.written import with_training
 from qlora_fsdp.layers.attention import FLASH_4, VARLEN
@@ -54,10 +54,14 @@ class Traits:
             capped.
         why_not_by_starts: why kernels that get rows' starts and no mask (`varlen`) do not compute this model; None if
             they do, or if it was not asked.
+        unreached: linear layers that got no gradient, by their `general_name` (reached.py).
+        why_not_causal: why the model can't learn to predict the next token; None if it can, or if it was not asked.
     """
 
     has_plain_head: bool
     why_not_by_starts: str | None
+    unreached: frozenset[str] = frozenset()
+    why_not_causal: str | None = None
 
 
 def find_traits(model: PretrainedConfig, config: Config, processes: Processes) -> Traits:
@@ -68,8 +72,6 @@ def find_traits(model: PretrainedConfig, config: Config, processes: Processes) -
         config: `task`, `training.max_length` and `model.trust_remote_code` are used.
         processes: all ranks take part.
     """
-    if config.task.name is not TaskName.causal_lm:
-        return Traits(has_plain_head=False, why_not_by_starts=None)
     is_gpu = processes.device.type == "cuda"
     traits = try_small(model, config, processes.device, is_gpu) if processes.is_main else None
     shared: Traits = processes.share(traits)
@@ -77,7 +79,7 @@ def find_traits(model: PretrainedConfig, config: Config, processes: Processes) -
 
 
 def try_small(model: PretrainedConfig, config: Config, device: torch.device = CPU, for_gpu: bool = True) -> Traits:
-    """What a small model of a causal language model's class shows.
+    """What a small causal language model of the model's class shows. For a classifier, that is what it leaves out.
 
     Args:
         model: the model's config.
@@ -86,7 +88,24 @@ def try_small(model: PretrainedConfig, config: Config, device: torch.device = CP
         for_gpu: whether it will run on a GPU, so that it is asked about kernels that get rows' starts.
     """
     trial = _trial(model, config, device)
-    return Traits(trial.has_plain_head(), trial.why_not_packed(BY_STARTS) if for_gpu else None)
+    if not config.task.is_causal:
+        return Traits(has_plain_head=False, why_not_by_starts=None, unreached=trial.unreached)
+    by_starts = trial.why_not_packed(BY_STARTS) if for_gpu else None
+    return Traits(trial.has_plain_head(), by_starts, trial.unreached, trial.why_not_causal())
+
+
+def check_causal(model: PretrainedConfig, traits: Traits) -> None:
+    """Refuse to teach a model to predict tokens that it sees.
+
+    Raises:
+        CheckpointError: a small model of its class sees the tokens behind a token.
+    """
+    if traits.why_not_causal is not None:
+        raise CheckpointError(
+            f"{class_name(model)} can't learn to predict the next token: {traits.why_not_causal}. Set model.path to a "
+            "decoder, or is_decoder to true in the config.json of an encoder that can be one (model.config.is_decoder="
+            "true with random weights), or train a classifier (task=)."
+        )
 
 
 def settle_packing(
@@ -116,8 +135,8 @@ def decide_packing(config: Config, model: PretrainedConfig, reason: str | None) 
     if wanted is True and reason is not None:
         fix = "Set training.packing=auto, which pads the rows of such a model."
         raise ConfigError([problem_with(config, "training.packing", f"can't be used with {name}: {reason}.", fix)])
-    packs = wanted is not False and reason is None and config.task.name is TaskName.causal_lm
-    is_told = wanted == "auto" and reason is not None and config.task.name is TaskName.causal_lm
+    packs = wanted is not False and reason is None and config.task.is_causal
+    is_told = wanted == "auto" and reason is not None and config.task.is_causal
     notes = [f"rows of {name} are padded: {reason}"] if is_told else []
     return with_training(config, packing=packs), notes
 
@@ -131,7 +150,7 @@ def why_not_packed(config: Config, model: PretrainedConfig, attention: str, devi
         attention: the implementation of attention, as `choose_attention` or `model.attn_implementation` names it.
         device: where the model will run.
     """
-    if config.training.packing is False or config.task.name is not TaskName.causal_lm:
+    if config.training.packing is False or not config.task.is_causal:
         return None
     trial = _trial(model, config, device)
     if trial.num_positions is not None and trial.num_positions < config.training.max_length:

@@ -24,6 +24,7 @@ from qlora_fsdp.model.attention_by_starts import register_stand_ins
 from qlora_fsdp.model.inputs import has_recurrent_layers, lay_out_for, row_markers
 from qlora_fsdp.model.miniature import MAX_PARAMETERS, VOCAB, miniature
 from qlora_fsdp.model.positions import num_learned_positions
+from qlora_fsdp.model.reached import ReachedLinears
 
 CPU = torch.device("cpu")
 # Largest differences between the same row packed and alone, as parts of the largest logit and of the largest gradient.
@@ -63,6 +64,7 @@ class RowTrial:
     Attributes:
         is_recurrent: whether the model has layers that carry a state from token to token.
         num_positions: positions that it has embeddings for; None if it computes them.
+        unreached: linear layers that got no gradient, by their `general_name`.
     """
 
     def __init__(
@@ -71,7 +73,7 @@ class RowTrial:
         self.device, self.trust_remote_code, self.rows = device, trust_remote_code, _draw_rows()
         self.found: dict[str, str | None] = {}  # by the implementation of attention
         self.error: str | None = None
-        self.is_recurrent, self.num_positions = False, None
+        self.is_recurrent, self.num_positions, self.unreached = False, None, frozenset[str]()
         register_stand_ins()
         with _stock():
             try:
@@ -80,7 +82,9 @@ class RowTrial:
                 self.model = self._build("eager")
                 self.is_recurrent = has_recurrent_layers(self.model)
                 self.num_positions = num_learned_positions(self.model)
-                self.alone = _compute_alone(self.model, self.rows)
+                linears = ReachedLinears(self.model)
+                self.alone = _compute_alone(self.model, self.rows, linears)
+                self.unreached = linears.unreached()
             except Exception as error:  # classes and configs are transformers', or come with a model
                 self.error = f"a small model of its kind, to try it with, fails ({_first_line(error)})"
 
@@ -116,6 +120,19 @@ class RowTrial:
                     f"packed rows are not what they are alone (their {what} differ by {difference:.1g} of the largest)"
                 )
         return None
+
+    def why_not_causal(self) -> str | None:
+        """Why the model can't learn to predict the next token: a token sees those behind it. None if it sees none."""
+        if self.error is not None:
+            return None
+        row, before = self.rows[1].clone(), self.alone.logits[1][:-1]
+        row[-1:] = _other_tokens(row[-1:])
+        with _stock(), torch.no_grad():
+            after = self.model(input_ids=row[None].to(self.device), use_cache=False).logits[0, :-1]
+        change = _difference([after], [before])
+        if change <= (GPU_TOLERANCE if self.device.type != "cpu" else LOGITS_TOLERANCE):
+            return None
+        return f"tokens see those behind them (with another last token, logits change by {change:.1g} of the largest)"
 
     def has_plain_head(self) -> bool:
         """Whether the logits are the output head of the decoder's last hidden state, and no more than capped."""
@@ -179,19 +196,25 @@ def _draw_rows() -> list[Tensor]:
 
 def _change(rows: Sequence[Tensor]) -> list[Tensor]:
     """The rows, with other tokens in some of them."""
-    other = [(row - FIRST_TOKEN + 17) % (VOCAB - FIRST_TOKEN) + FIRST_TOKEN for row in rows]
-    return [other[index] if index in CHANGED else row for index, row in enumerate(rows)]
+    return [_other_tokens(row) if index in CHANGED else row for index, row in enumerate(rows)]
 
 
-def _compute_alone(model: PreTrainedModel, rows: Sequence[Tensor]) -> _Result:
-    """Each row by itself, as anybody would call the model."""
+def _other_tokens(row: Tensor) -> Tensor:
+    return (row - FIRST_TOKEN + 17) % (VOCAB - FIRST_TOKEN) + FIRST_TOKEN
+
+
+def _compute_alone(model: PreTrainedModel, rows: Sequence[Tensor], linears: ReachedLinears) -> _Result:
+    """Each row by itself, as anybody would call the model; `linears` learns which of them get a gradient."""
     logits, gradients = [], []
     for index, row in enumerate(rows):
-        with _embedded(model) as embedded:
+        with _embedded(model) as embedded, linears.outputs() as outputs:
             found = model(input_ids=row[None].to(model.device), use_cache=False).logits
         logits.append(found[0].detach())
-        (gradient,) = torch.autograd.grad((found[0] * _weights(index, found[0])).sum(), embedded)
+        total = (found[0] * _weights(index, found[0])).sum()
+        (embeddings,) = embedded
+        gradient, *of_outputs = torch.autograd.grad(total, [embeddings, *outputs], allow_unused=True)
         gradients.append(gradient[0])
+        linears.note(of_outputs)
     return _Result(logits, gradients)
 
 

@@ -1,21 +1,26 @@
 """Find what gets an adapter: linear layers, and the weights of fused experts.
 
+`all-linear` means every linear layer that an adapter can be trained on. Left out are those that no gradient reaches
+(reached.py), those for which PEFT has no adapters, and those whose class computes more than a product
+(linear_classes.py).
+
 A model without experts is left to PEFT, which finds the layers that `lora.target_modules` name. With experts, or a
 router, this module finds them. PEFT takes names such as `gate_proj` for what experts were called before transformers
 fused them, and replaces them in the settings (`_convert_peft_config_moe`), even where a model has other layers of these
 names; and it would adapt the router. So PEFT gets such layers by the names of their parameters, in `target_parameters`,
-which it leaves alone.
+which it leaves alone. Where `all-linear` leaves layers out, the others are named to PEFT too.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from peft.tuners.tuners_utils import _find_minimal_target_modules
+import peft
+from peft.tuners.tuners_utils import _check_lora_target_modules_mamba, _find_minimal_target_modules
 from peft.utils import transformers_weight_conversion as peft_conversion
 from peft.utils.constants import DUMMY_TARGET_MODULES
 from torch import nn
@@ -25,7 +30,9 @@ from qlora_fsdp.common.errors import AdapterError
 from qlora_fsdp.common.module_names import fits_pattern, is_target, limited_matching
 from qlora_fsdp.config.schema import LoraConfig
 from qlora_fsdp.model.experts import ExpertWeightPlace, expert_weights, find_routers
+from qlora_fsdp.model.linear_classes import computes_linear
 from qlora_fsdp.model.parts import find_decoder
+from qlora_fsdp.model.reached import general_name
 
 WITHOUT_EXPERTS = "or set lora.experts=false"
 MAX_LISTED = 10  # names that fit nothing
@@ -53,8 +60,68 @@ class Targets:
         return bool(self.linears or self.experts)
 
 
-def find_targets(model: PreTrainedModel, config: LoraConfig) -> Targets:
+@dataclass(frozen=True)
+class LeftOut:
+    """Linear layers that `all-linear` leaves out, by their full names.
+
+    Attributes:
+        unreached: no gradient reaches them.
+        refused: PEFT has no adapters for them.
+        other: their class computes something else than the product with their weight.
+    """
+
+    unreached: frozenset[str] = frozenset()
+    refused: frozenset[str] = frozenset()
+    other: frozenset[str] = frozenset()
+
+    @property
+    def names(self) -> frozenset[str]:
+        """All of them."""
+        return self.unreached | self.refused | self.other
+
+
+def find_left_out(model: PreTrainedModel, config: LoraConfig, unreached: Collection[str]) -> LeftOut:
+    """The linear layers of a model without adapters that `all-linear` leaves out; none with other settings.
+
+    Args:
+        model: before it is adapted.
+        config: says what is adapted.
+        unreached: layers that no gradient reaches, as `RowTrial` has them.
+    """
+    if config.target_modules != "all-linear":
+        return LeftOut()
+    routers, modules = find_routers(model), dict(model.named_modules())
+    named = [name for name in _all_linear(model, config) - routers if not _is_excluded(name, config)]
+    linears = {name: layer for name in named if isinstance(layer := modules.get(name), nn.Linear)}
+    return LeftOut(
+        frozenset(name for name in named if general_name(model, name) in unreached),
+        frozenset(name for name in named if not _takes_adapter(model, name.rpartition(".")[2])),
+        frozenset(name for name, layer in linears.items() if not computes_linear(layer)),
+    )
+
+
+def describe_left_out(model: PreTrainedModel, left_out: LeftOut) -> list[str]:
+    """Notes for the log, which name the layers that `all-linear` leaves out."""
+    why = {
+        "that no gradient reaches": left_out.unreached,
+        "that PEFT refuses to adapt": left_out.refused,
+        "whose classes compute something of their own": left_out.other,
+    }
+    return [
+        f"lora.target_modules=all-linear leaves out linear layers {reason}: "
+        + ", ".join(sorted({general_name(model, name) for name in names}))
+        for reason, names in why.items()
+        if names
+    ]
+
+
+def find_targets(model: PreTrainedModel, config: LoraConfig, unreached: Collection[str] = ()) -> Targets:
     """What the settings adapt in a model without adapters.
+
+    Args:
+        model: before it is adapted.
+        config: says what is adapted.
+        unreached: layers that `all-linear` leaves out because no gradient reaches them, as `RowTrial` has them.
 
     Raises:
         AdapterError: a name in the settings fits nothing (similar names are listed), or fits a router or another
@@ -62,12 +129,11 @@ def find_targets(model: PreTrainedModel, config: LoraConfig) -> Targets:
     """
     places, routers = list(expert_weights(model)), find_routers(model)
     _check_names(model, config, places)
-    if not (places or routers) or config.target_modules == DUMMY_TARGET_MODULES:
+    left_out = find_left_out(model, config, unreached).names
+    if not (places or routers or left_out) or config.target_modules == DUMMY_TARGET_MODULES:
         return Targets(_targets_of_peft(model, config))
     modules = dict(model.named_modules())
-    decoder = find_decoder(model)
-    prefix = "" if decoder is None else f"{decoder[0]}."
-    is_named = _named_by(model, config, prefix)
+    is_named = _named_by(model, config, left_out)
     refused = sorted(name for name in routers if config.target_modules != "all-linear" and is_named(name))
     if refused:
         raise AdapterError(
@@ -101,21 +167,40 @@ def linear_endings(model: nn.Module) -> str:
     return ", ".join(sorted({n.rsplit(".", 1)[-1] for n, m in model.named_modules() if isinstance(m, nn.Linear)}))
 
 
-def _named_by(model: PreTrainedModel, config: LoraConfig, prefix: str) -> Callable[[str], bool]:
+def _named_by(model: PreTrainedModel, config: LoraConfig, left_out: Collection[str]) -> Callable[[str], bool]:
     """Whether the settings name a module or weight, by its full name."""
-    head = model.get_output_embeddings()
-    heads = {name for name, module in model.named_modules() if module is head}
-    linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)} - heads
-    weights = {name for place in expert_weights(model) for name in (place.name, *place.former_names())}
+    everything = _all_linear(model, config) - set(left_out)
 
     def is_named(name: str) -> bool:
-        if config.exclude_modules is not None and is_target(name, config.exclude_modules):
+        if _is_excluded(name, config):
             return False
-        if config.target_modules == "all-linear":
-            return name.startswith(prefix) and (name in linears or name in weights)
-        return is_target(name, config.target_modules)
+        return name in everything if config.target_modules == "all-linear" else is_target(name, config.target_modules)
 
     return is_named
+
+
+def _is_excluded(name: str, config: LoraConfig) -> bool:
+    return config.exclude_modules is not None and is_target(name, config.exclude_modules)
+
+
+def _all_linear(model: PreTrainedModel, config: LoraConfig) -> set[str]:
+    """All linear layers and weights of experts of the text decoder, but for heads and what is trained in full."""
+    decoder, head = find_decoder(model), model.get_output_embeddings()
+    prefix = "" if decoder is None else f"{decoder[0]}."
+    linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head}
+    weights = {name for place in expert_weights(model) for name in (place.name, *place.former_names())}
+    whole = {name for name, _ in model.named_modules() if is_target(name, config.modules_to_save or [])}
+    inside = tuple(f"{name}." for name in whole)
+    return {name for name in linears | weights if name.startswith(prefix) and not f"{name}.".startswith(inside)}
+
+
+def _takes_adapter(model: PreTrainedModel, name: str) -> bool:
+    """Whether PEFT adapts layers of this name in this model; it has a list of those that Mamba's kernels take apart."""
+    try:
+        _check_lora_target_modules_mamba(peft.LoraConfig(), model, name)
+    except ValueError:
+        return False
+    return True
 
 
 def _is_expert_named(place: ExpertWeightPlace, is_named: Callable[[str], bool]) -> bool:

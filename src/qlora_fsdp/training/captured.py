@@ -28,8 +28,7 @@ import math
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -46,47 +45,15 @@ from qlora_fsdp.model.experts import has_experts
 from qlora_fsdp.model.shard import set_gradient_sync
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.rows import local_tensor
+from qlora_fsdp.training.batch_key import Key, fill_starts, with_room
 from qlora_fsdp.training.memory_use import PhasePeaks
 from qlora_fsdp.training.passes import EagerPasses, Passes
 from qlora_fsdp.training.prepare import Prepared
 
 WARM_UP = 2  # steps that run kernel by kernel; in these, the host also checks the gradients
-MIN_ROWS, MIN_LONGEST, STEP = 16, 128, 4  # rows and lengths are rounded up to these times a power of STEP
 SYNCHRONIZES = "called a synchronizing CUDA operation"  # torch's warning, under its sync debug mode
 NOT_RECORDED = "not recorded as a CUDA graph, its kernels are launched one by one"
 log = logging.getLogger("qlora_fsdp")
-
-
-class Key(NamedTuple):
-    """What a graph is recorded for.
-
-    Attributes:
-        size: sequences of the micro-batch.
-        length: tokens of each.
-        num_rows: rows that there is room for; 0 if each sequence is one row.
-        longest: tokens that a row may have.
-    """
-
-    size: int
-    length: int
-    num_rows: int
-    longest: int
-
-    @classmethod
-    def of(cls, batch: Batch) -> Key:
-        """The key of a micro-batch."""
-        size, length = batch.input_ids.shape
-        num_rows = len(batch.sequence_starts) - 1
-        if num_rows == size:
-            return cls(size, length, 0, length)
-        longest = _round_up(batch.max_row_length, MIN_LONGEST)
-        return cls(size, length, _round_up(num_rows, MIN_ROWS), min(length, longest))
-
-    def holds(self, other: Key) -> bool:
-        """Whether a graph of this key can compute a micro-batch of the other."""
-        is_packed = (self.num_rows > 0) == (other.num_rows > 0)
-        has_room = self.num_rows >= other.num_rows and self.longest >= other.longest
-        return self[:2] == other[:2] and is_packed and has_room
 
 
 @dataclass(frozen=True)
@@ -110,7 +77,7 @@ class _Graph:
         self.batch.position_ids.copy_(batch.position_ids, non_blocking=True)
         if self.batch.num_tokens is not None and batch.num_tokens is not None:
             self.batch.num_tokens.copy_(batch.num_tokens, non_blocking=True)
-        _fill_starts(self.batch.sequence_starts, batch)
+        fill_starts(self.batch.sequence_starts, batch)
         self.graph.replay()
         return self.loss.clone()
 
@@ -196,12 +163,7 @@ class CapturedPasses:
 
     def _record(self, key: Key, batch: Batch) -> _Graph | None:
         """Record the graph of a key. If it can't be, give up the graphs that there are, and return None."""
-        started = time.perf_counter()
-        static = replace(batch.to(self.device), max_row_length=key.longest)
-        if key.num_rows:
-            starts = torch.empty(key.num_rows + 1, dtype=torch.int32, device=self.device)
-            static = replace(static, sequence_starts=starts)
-            _fill_starts(starts, batch)
+        started, static = time.perf_counter(), with_room(batch, key, self.device)
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved(self.device)
@@ -243,7 +205,8 @@ class CapturedPasses:
 
 def make_passes(prepared: Prepared, config: Config, trainable: Sequence[nn.Parameter], processes: Processes) -> Passes:
     """What runs forward and backward: CUDA graphs where that is asked for and possible, else kernel after kernel."""
-    eager, plan = EagerPasses(prepared.model, processes.device, prepared.peaks), prepared.run_plan.plan
+    eager = EagerPasses(prepared.model, processes.device, prepared.peaks, config.training.deterministic)
+    plan = prepared.run_plan.plan
     if processes.device.type != "cuda":
         return eager
     reason = why_not_captured(config, prepared.run_plan.policies, has_dropout(prepared.model))
@@ -255,16 +218,3 @@ def make_passes(prepared: Prepared, config: Config, trainable: Sequence[nn.Param
     outside = 0 if plan is None else plan.library_bytes
     limit = math.inf if config.memory.target_gib is None else prepared.machine.target - outside
     return CapturedPasses(eager, trainable, processes, prepared.peaks, limit)
-
-
-def _fill_starts(starts: Tensor, batch: Batch) -> None:
-    """Write where rows start. What is left of the tensor are rows without tokens, at the end."""
-    starts.fill_(batch.input_ids.numel())
-    starts[: len(batch.sequence_starts)].copy_(batch.sequence_starts, non_blocking=True)
-
-
-def _round_up(number: int, smallest: int) -> int:
-    rounded = smallest
-    while rounded < number:
-        rounded *= STEP
-    return rounded

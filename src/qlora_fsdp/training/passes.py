@@ -10,6 +10,7 @@ from torch import Tensor
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.model.shard import set_gradient_sync
 from qlora_fsdp.model.task_model import TaskModel
+from qlora_fsdp.training.batch_key import Key, with_room
 from qlora_fsdp.training.memory_use import PhasePeaks
 
 
@@ -34,14 +35,18 @@ class Passes(Protocol):
 class EagerPasses:
     """Queues kernel by kernel. Gradients are summed over ranks in the last micro-batch's backward.
 
+    A deterministic run must not show which of its micro-batches were recorded: a resumed run begins with others that
+    are launched. So its micro-batches are laid out as recorded ones are, and each sums its gradients over ranks.
+
     Args:
         model: sharded, loaded and proven.
         device: where it computes.
         peaks: measures the memory of each phase.
+        deterministic: `training.deterministic`.
     """
 
-    def __init__(self, model: TaskModel, device: torch.device, peaks: PhasePeaks) -> None:
-        self.model, self.device, self.peaks = model, device, peaks
+    def __init__(self, model: TaskModel, device: torch.device, peaks: PhasePeaks, deterministic: bool = False) -> None:
+        self.model, self.device, self.peaks, self.deterministic = model, device, peaks, deterministic
         self.num_targets = 1
 
     def begin_step(self, num_targets: int) -> None:
@@ -50,9 +55,10 @@ class EagerPasses:
 
     def run(self, batch: Batch, is_last: bool) -> Tensor:
         """Queue forward and backward, and return the loss."""
-        set_gradient_sync(self.model, enabled=is_last)
+        set_gradient_sync(self.model, enabled=is_last or self.deterministic)
+        batch = with_room(batch, Key.of(batch), self.device) if self.deterministic else batch.to(self.device)
         self.peaks.enter("forward")
-        loss: Tensor = self.model(batch.to(self.device)) / self.num_targets
+        loss: Tensor = self.model(self.model.with_reference(batch)) / self.num_targets
         self.peaks.enter("backward")
         loss.backward()
         return loss.detach()

@@ -32,9 +32,12 @@ def _dequantize_kernel(
     code_stride,
     scale_stride,
     out_stride,
-    first_row,
     group_rows,
     group_stride,
+    source_rows,
+    first_row,
+    row_blocks,
+    first_block,
     BLOCKSIZE: tl.constexpr,
     NESTED: tl.constexpr,
     FACTOR: tl.constexpr,
@@ -44,27 +47,31 @@ def _dequantize_kernel(
     """Dequantize a tile of ROWS x BLOCKS blocks.
 
     `factors` multiply the values: one factor per row (FACTOR "row"), or one per block of columns (FACTOR "column"), in
-    which case the tile is stored transposed. With FACTOR "" there are none. Scales that are quantized themselves are
-    counted from the weight's first row, and codes begin at its row `first_row`. Rows are stored in groups of
-    `group_rows`, whose distance is `group_stride`.
+    which case the tile is stored transposed. With FACTOR "" there are none. Rows are stored in groups of `group_rows`,
+    whose distance is `group_stride`. In the weight groups are `source_rows` apart, and of each the rows from
+    `first_row` on are taken, and of these the blocks from `first_block` on, out of `row_blocks`.
     """
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     blocks = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     is_row, is_block = rows < num_rows, blocks < num_blocks
     is_both = is_row[:, None] & is_block[None, :]
+    group, row = rows // group_rows, rows % group_rows
+    source, source_block = group * source_rows + first_row + row, first_block + blocks
+    scale = scales + source[:, None] * scale_stride + source_block[None, :]
     if NESTED:
-        code = tl.load(scales + rows[:, None] * scale_stride + blocks[None, :], mask=is_both, other=0).to(tl.int32)
-        flat = (rows[:, None] + first_row) * num_blocks + blocks[None, :]
+        code = tl.load(scale, mask=is_both, other=0).to(tl.int32)
+        flat = source[:, None] * row_blocks + source_block[None, :]
         absmax = tl.load(scale_book + code) * tl.load(nested + flat // 256, mask=is_both, other=0.0)
         absmax += tl.load(nested + num_groups)
     else:
-        absmax = tl.load(scales + rows[:, None] * scale_stride + blocks[None, :], mask=is_both, other=0.0)
+        absmax = tl.load(scale, mask=is_both, other=0.0)
     if FACTOR == "row":
         absmax *= tl.load(factors + rows, mask=is_row, other=0.0)[:, None]
     if FACTOR == "column":
         absmax *= tl.load(factors + blocks, mask=is_block, other=0.0)[None, :]
     half: tl.constexpr = BLOCKSIZE // 2
-    offsets = rows[:, None, None] * code_stride + blocks[None, :, None] * half + tl.arange(0, half)[None, None, :]
+    starts = source[:, None] * code_stride + source_block[None, :] * half
+    offsets = starts[:, :, None] + tl.arange(0, half)[None, None, :]
     code = tl.load(codes + offsets, mask=is_both[:, :, None], other=0).to(tl.int32)
     values = tl.join(tl.load(book + (code >> 4)), tl.load(book + (code & 15))) * absmax[:, :, None, None]
     values = tl.reshape(values, [ROWS, BLOCKS * BLOCKSIZE]).to(out.dtype.element_ty)
@@ -74,7 +81,7 @@ def _dequantize_kernel(
         targets = out + columns[:, None].to(tl.int64) * out_stride + rows[None, :]
         tl.store(targets, tl.trans(values), mask=is_column[:, None] & is_row[None, :])
     else:
-        offsets_of_rows = (rows // group_rows) * group_stride + (rows % group_rows) * out_stride
+        offsets_of_rows = group * group_stride + row * out_stride
         tl.store(out + offsets_of_rows[:, None] + columns[None, :], values, mask=is_row[:, None] & is_column[None, :])
 
 
@@ -105,24 +112,25 @@ def dequantize(
     out: Tensor,
     factors: Tensor | None = None,
     axis: Literal["", "row", "column"] = "",
-    first_row: int = 0,
+    origin: tuple[int, int] = (0, 0),
 ) -> Tensor:
-    """Fill `out` with rows of a 4-bit weight, or with the rows times `factors`. Returns `out`.
+    """Fill `out` with a part of a 4-bit weight, or with its rows times `factors`. Returns `out`.
 
     Args:
-        codes: two codes per byte, in any dtype [rows, units].
+        codes: of the whole weight: two codes per byte, in any dtype [rows, units].
         scales: float32 [rows, blocks], or quantized to bytes, in any dtype, if there is `nested`.
         nested: scales of the second quantization and its mean, float32 [groups + 1]; None without double quantization.
         books: the values of codes, float32 [16], and of quantized scales, float32 [256].
         blocksize: consecutive weights of a row that share a scale.
-        out: in the dtype wanted, [rows, in_features], or for axis "column" transposed, or [groups, rows of a group,
-            in_features]. Rows and groups may be strided.
+        out: in the dtype wanted, [rows, columns], or for axis "column" transposed, or [groups, rows of a group,
+            columns], where the weight is so many matrices one below the other. Rows and groups may be strided.
         factors: float32 [rows] for axis "row", [blocks] for axis "column"; None for axis "".
         axis: what there is one factor for.
-        first_row: the row of the whole weight that comes first in `codes`, because `nested` is counted from its start.
+        origin: the row, of each group, and the column that come first in `out`; the column a multiple of `blocksize`.
     """
     assert NESTED_BLOCKSIZE == 256
     book, scale_book = books
+    first_row, first_column = origin
     num_rows, num_columns = out.shape[::-1] if axis == "column" else (out.shape[:-1].numel(), out.shape[-1])
     num_blocks = num_columns // blocksize
     code_bytes = codes.view(torch.uint8)
@@ -143,9 +151,12 @@ def dequantize(
         code_bytes.stride(0),
         scale_units.stride(0),
         out.stride(-2),
-        first_row,
         out.shape[-2] if out.ndim == 3 else num_rows,
         out.stride(0) if out.ndim == 3 else 0,
+        codes.shape[0] // out.shape[0] if out.ndim == 3 else 0,
+        first_row,
+        2 * code_bytes.shape[1] // blocksize,
+        first_column // blocksize,
         BLOCKSIZE=blocksize,
         NESTED=nested is not None,
         FACTOR=axis,

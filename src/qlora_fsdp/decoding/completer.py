@@ -1,0 +1,243 @@
+"""Complete prompts with a whole model: texts that end make room for the next prompts while the others go on.
+
+The host never waits for the step that runs. It launches a step, and meanwhile looks at the tokens of the step before:
+whether a text has ended, and which prompt takes its slot. So each text runs on for a step or two after its end, and
+what these steps gave is dropped.
+
+Prompts are read kernel by kernel, many tokens at a time, which stops the steps for as long. So they wait until a part
+of the slots is free.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from qlora_fsdp.decoding.attending import attending
+from qlora_fsdp.decoding.sampling import Sampling
+from qlora_fsdp.decoding.slots import SlotCache
+from qlora_fsdp.decoding.steps import Steps
+from qlora_fsdp.layers.decode_linear import DecodeLayers
+from qlora_fsdp.layers.slot_attention import Step, running
+from qlora_fsdp.memory.slots import MAX_SLOTS, round_length, round_slots
+
+PROMPT_TOKENS = 16_384  # tokens of prompts that are read in one call
+MIN_CAPTURED = 16  # texts of fewer new tokens are not worth the time of recording
+CACHE_SHARE = 0.6  # of the free memory; the rest is for reading prompts
+
+
+@dataclass
+class Request:
+    """A prompt, and what has been written after it.
+
+    Attributes:
+        prompt: token ids, at least one.
+        max_new_tokens: at most so many are written.
+        is_done: asked after each new token, with all new ones, whether the text ends there; None: only an end token and
+            `max_new_tokens` end it.
+        completion: the new tokens, with the end token if there is one.
+    """
+
+    prompt: list[int]
+    max_new_tokens: int
+    is_done: Callable[[list[int]], bool] | None = None
+    completion: list[int] = field(default_factory=list)
+
+    @property
+    def num_positions(self) -> int:
+        """Tokens of prompt and completion together, at most."""
+        return len(self.prompt) + self.max_new_tokens
+
+    def add(self, token: int, ends: frozenset[int]) -> bool:
+        """Add a token. Returns whether the text ends with it."""
+        self.completion.append(token)
+        if token in ends or len(self.completion) >= self.max_new_tokens:
+            return True
+        return self.is_done is not None and self.is_done(self.completion)
+
+
+class _Launched(NamedTuple):
+    """A step that was queued.
+
+    Attributes:
+        tokens: of all slots, on their way to the host.
+        event: after which they are there; None on a CPU.
+        running: the request of each slot when it was queued.
+    """
+
+    tokens: Tensor
+    event: torch.cuda.Event | None
+    running: list[Request | None]
+
+
+class Completer:
+    """Completes prompts on one device.
+
+    Args:
+        base: transformers' model, with weights, not sharded, in evaluation mode.
+        device: where it is.
+        sampling: how tokens are chosen.
+        end_token_ids: tokens that end a text.
+        pad_token_id: any token.
+        max_slots: texts that run at the same time, at most.
+        captures: record steps as CUDA graphs, on a GPU.
+        prompt_tokens: of prompts that are read in one call, at most, unless a single prompt has more.
+    """
+
+    def __init__(
+        self,
+        base: nn.Module,
+        device: torch.device,
+        sampling: Sampling,
+        end_token_ids: Sequence[int],
+        pad_token_id: int,
+        max_slots: int = MAX_SLOTS,
+        captures: bool = True,
+        prompt_tokens: int = PROMPT_TOKENS,
+    ) -> None:
+        self.base, self.device, self.sampling = base, device, sampling
+        self.ends, self.pad_token_id = frozenset(end_token_ids), pad_token_id
+        self.max_slots, self.captures, self.prompt_tokens = max_slots, captures, prompt_tokens
+        self.layers = DecodeLayers(base)
+        self.steps: Steps | None = None
+
+    @torch.no_grad()
+    def complete(
+        self,
+        requests: Sequence[Request],
+        on_token: Callable[[Request, int], None] | None = None,
+        is_stopped: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Write all completions.
+
+        Args:
+            requests: filled in.
+            on_token: called with each new token, soon after it is there.
+            is_stopped: asked in every step; where it says so, all texts end as they are.
+        """
+        if not requests:
+            return
+        # The longest texts first: those of one length end together, and what is left at the end is short.
+        queue = deque(sorted(requests, key=lambda request: request.num_positions, reverse=True))
+        with self.layers.in_use(), attending(self.base):
+            steps = self._steps_for(requests)
+            self._run(steps, queue, on_token, is_stopped)
+
+    def release(self) -> None:
+        """Give back the memory of slots and graph."""
+        self.steps = None
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _run(
+        self,
+        steps: Steps,
+        queue: deque[Request],
+        on_token: Callable[[Request, int], None] | None,
+        is_stopped: Callable[[], bool],
+    ) -> None:
+        running: list[Request | None] = [None] * steps.num_slots
+        launched: deque[_Launched] = deque()
+        buffers = [_host_tokens(steps) for _ in range(3)]
+        while (queue or any(running) or launched) and not is_stopped():
+            free = [slot for slot, request in enumerate(running) if request is None]
+            if queue and (len(free) >= max(1, steps.num_slots // 4) or len(free) >= len(queue)):
+                self._admit(steps, queue, running, free)
+            if any(running):
+                launched.append(_launch(steps, buffers[steps.num_run % len(buffers)], running))
+            if len(launched) > 1 or not any(running):
+                self._look(launched.popleft(), running, on_token)
+
+    def _admit(self, steps: Steps, queue: deque[Request], running: list[Request | None], free: list[int]) -> None:
+        """Read the next prompts into free slots, in calls of prompts of about the same length."""
+        admitted = sorted((queue.popleft() for _ in range(min(len(free), len(queue)))), key=lambda r: len(r.prompt))
+        slots = free[: len(admitted)]
+        for slot, request in zip(slots, admitted, strict=True):
+            running[slot] = request
+        while admitted:
+            num = len(admitted)
+            while num > 1 and num * len(admitted[num - 1].prompt) > self.prompt_tokens:
+                num -= 1
+            try:
+                steps.admit(slots[:num], [request.prompt for request in admitted[:num]], self.pad_token_id)
+            except torch.OutOfMemoryError:
+                if num == 1:
+                    raise
+                self.prompt_tokens = num * len(admitted[num - 1].prompt) // 2  # from now on
+                continue
+            admitted, slots = admitted[num:], slots[num:]
+
+    def _look(
+        self, step: _Launched, running: list[Request | None], on_token: Callable[[Request, int], None] | None
+    ) -> None:
+        """Hand out the tokens of a step, and end the texts that end with it."""
+        if step.event is not None:
+            step.event.synchronize()
+        for slot, (token, request) in enumerate(zip(step.tokens.tolist(), step.running, strict=True)):
+            if request is None or running[slot] is not request:
+                continue  # it ended before
+            ended = request.add(token, self.ends)
+            if on_token is not None:
+                on_token(request, token)
+            if ended:
+                running[slot] = None
+
+    def _steps_for(self, requests: Sequence[Request]) -> Steps:
+        """Slots that are long enough for all texts: those that there are, or new ones."""
+        longest = max(request.num_positions for request in requests)
+        wanted = round_slots(min(self.max_slots, len(requests)))
+        if self.steps is not None and self.steps.length >= longest and self.steps.num_slots >= wanted:
+            return self.steps
+        before = 0 if self.steps is None else self.steps.length
+        self.release()
+        cache, num_logits = self._probe()
+        # A conversation grows: its slots grow by the double, so that few graphs are recorded.
+        length = round_length(max(longest, min(2 * before, 2 * longest)))
+        num_slots = min(wanted, max(1, self._free_bytes() // max(1, cache.token_bytes * length)))
+        captures = self.captures and max(request.max_new_tokens for request in requests) >= MIN_CAPTURED
+        while self.steps is None:
+            try:
+                self.steps = Steps(
+                    self.base, self.sampling, num_slots, length, cache, num_logits, self.device, captures
+                )
+            except torch.OutOfMemoryError:
+                if num_slots == 1:
+                    raise
+                cache.free()
+                num_slots //= 2
+        return self.steps
+
+    def _probe(self) -> tuple[SlotCache, int]:
+        """A cache that knows what a token takes, from a call of the model on one token; and the number of logits."""
+        base: Any = self.base
+        cache = SlotCache(base.config.get_text_config().num_hidden_layers)
+        one = torch.zeros((1, 1), dtype=torch.int64, device=self.device)
+        with running(Step(slots=one[0])):
+            output = base(input_ids=one, position_ids=one, past_key_values=cache, use_cache=True)
+        return cache, output.logits.shape[-1]
+
+    def _free_bytes(self) -> int:
+        """What slots may take."""
+        if self.device.type != "cuda":
+            return 2**62
+        free = torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_reserved(self.device)
+        return int((free - torch.cuda.memory_allocated(self.device)) * CACHE_SHARE)
+
+
+def _launch(steps: Steps, buffer: Tensor, running: list[Request | None]) -> _Launched:
+    """Queue a step, and the way of its tokens to the host."""
+    buffer.copy_(steps.run(), non_blocking=True)
+    event = None
+    if steps.device.type == "cuda":
+        event = torch.cuda.Event()
+        event.record()
+    return _Launched(buffer, event, list(running))
+
+
+def _host_tokens(steps: Steps) -> Tensor:
+    return torch.empty(steps.num_slots, dtype=torch.int64, pin_memory=steps.device.type == "cuda")

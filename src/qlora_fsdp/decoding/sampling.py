@@ -1,0 +1,106 @@
+"""The next token of each row, chosen on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+
+# Of a generation config: what `Sampling` does, what only says where a text ends, and what changes nothing of a token.
+_KNOWN = {
+    *("do_sample", "temperature", "top_k", "top_p", "repetition_penalty"),
+    *(
+        "max_new_tokens",
+        "max_length",
+        "eos_token_id",
+        "pad_token_id",
+        "bos_token_id",
+        "use_cache",
+        "cache_implementation",
+    ),
+    *("transformers_version", "_from_model_config", "return_dict_in_generate", "output_scores", "output_logits"),
+    *("output_attentions", "output_hidden_states", "num_return_sequences", "trust_remote_code"),
+}
+_ONE = ("num_beams", "num_beam_groups", "num_return_sequences")
+_OF_SAMPLING = ("min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")  # without which they do nothing
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a token is chosen.
+
+    Attributes:
+        temperature: what logits are divided by; None: the likeliest token is taken.
+        top_k: sample among so many of the likeliest tokens; None: among all.
+        top_p: sample among the likeliest tokens that make up this much probability.
+        repetition_penalty: logits of tokens that are in prompt or completion are divided by it, or multiplied if they
+            are below 0 (arXiv:1909.05858); 1: they stay.
+    """
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float = 1.0
+    repetition_penalty: float = 1.0
+
+    @classmethod
+    def of(cls, config: GenerationConfig) -> Sampling:
+        """As a generation config says, for which `why_not` finds no reason."""
+        penalty = config.repetition_penalty or 1.0
+        temperature = 1.0 if config.temperature is None else config.temperature
+        if not config.do_sample or temperature == 0:
+            return cls(repetition_penalty=penalty)
+        return cls(temperature, config.top_k or None, 1.0 if config.top_p is None else config.top_p, penalty)
+
+    def choose(self, logits: Tensor, seen: Tensor | None) -> Tensor:
+        """The next tokens int64 [rows].
+
+        Args:
+            logits: [rows, vocabulary], of which a float32 copy is changed.
+            seen: bool [rows, vocabulary], the tokens that a row has had; None without a penalty.
+        """
+        logits = logits.to(torch.float32, copy=True)
+        if seen is not None:
+            penalty = self.repetition_penalty
+            logits = torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
+        if self.temperature is None:
+            return logits.argmax(-1)
+        logits /= self.temperature
+        if self.top_k is not None:
+            smallest = logits.topk(min(self.top_k, logits.shape[-1])).values[:, -1:]
+            logits = logits.masked_fill(logits < smallest, float("-inf"))
+        if self.top_p < 1.0:
+            logits = _keep_top_p(logits, self.top_p)
+        # The largest of shares that are divided by exponential numbers is a token drawn by these shares: the same as
+        # torch.multinomial, which asks the device whether the shares are valid.
+        shares = logits.softmax(-1)
+        return (shares / torch.empty_like(shares).exponential_(1)).argmax(-1)
+
+
+def why_not(config: GenerationConfig) -> str | None:
+    """Which setting of a generation config is not known here; None if all are."""
+    for name, value in config.to_diff_dict().items():
+        is_default = value in (None, False) or (name in _ONE and value == 1)
+        is_unused = name in _OF_SAMPLING and not config.do_sample
+        if name not in _KNOWN and not is_default and not is_unused:
+            return f"the generation config sets {name}"
+    return None
+
+
+def end_tokens(config: GenerationConfig) -> Sequence[int]:
+    """The tokens that end a text."""
+    found = config.eos_token_id
+    if found is None:
+        return []
+    return [found] if isinstance(found, int) else list(found)
+
+
+def _keep_top_p(logits: Tensor, top_p: float) -> Tensor:
+    """Logits of -inf for all but the likeliest tokens that make up `top_p`, the one that reaches it included."""
+    ascending, order = logits.sort(-1)
+    before = ascending.softmax(-1).cumsum(-1)
+    drops = before <= 1 - top_p
+    drops[:, -1] = False
+    return logits.masked_fill(drops.scatter(-1, order, drops), float("-inf"))

@@ -1,0 +1,119 @@
+"""Keys and values of running texts, in slots whose memory stays where it is.
+
+transformers' own static cache has one position for all rows. Here each row has its own, so that a finished text gives
+its slot to the next prompt while the others go on. Layers with a sliding window keep all tokens too: a window is a
+matter of what queries see (layers/slot_attention.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from qlora_fsdp.layers.slot_attention import running_step
+
+
+class TokenShape(NamedTuple):
+    """What a layer keeps of one token: the shapes of its key and its value, [heads, size] each."""
+
+    num_heads: int
+    key_size: int
+    value_size: int
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of key and value."""
+        return self.num_heads * (self.key_size + self.value_size) * self.dtype.itemsize
+
+
+class SlotLayer(CacheLayerMixin):
+    """The slots of one layer.
+
+    Attributes:
+        shape: what it keeps of a token; known after the first call.
+        keys: [num_slots, heads, length, size]; none until `allocate`, and then a call keeps nothing.
+        values: the same.
+    """
+
+    is_compileable = True
+    is_sliding = False
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.shape: TokenShape | None = None
+
+    def allocate(self, num_slots: int, length: int, device: torch.device) -> None:
+        """Take the memory of all slots."""
+        if self.shape is None:  # a layer without keys of its own
+            return
+        sizes = (num_slots, self.shape.num_heads, length)
+        # Zeros, because what a query does not see is multiplied by 0 all the same, and 0 times NaN is NaN.
+        self.keys = torch.zeros(*sizes, self.shape.key_size, dtype=self.shape.dtype, device=device)
+        self.values = torch.zeros(*sizes, self.shape.value_size, dtype=self.shape.dtype, device=device)
+        self.is_initialized = True
+
+    def free(self) -> None:
+        """Give the memory back."""
+        self.keys = self.values = None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Note the shape of a token."""
+        self.shape = TokenShape(key_states.shape[1], key_states.shape[3], value_states.shape[3], key_states.dtype)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Keep new keys and values [rows, heads, tokens, size]. Returns those that this call's queries may see."""
+        step = running_step()
+        if self.shape is None:
+            self.lazy_initialization(key_states, value_states)
+        if step.positions is None:
+            if self.keys is not None and self.values is not None:
+                assert step.slots is not None
+                num_tokens = key_states.shape[2]
+                self.keys[:, :, :num_tokens].index_copy_(0, step.slots, key_states)
+                self.values[:, :, :num_tokens].index_copy_(0, step.slots, value_states)
+            return key_states, value_states
+        assert self.keys is not None and self.values is not None
+        for kept, new in ((self.keys, key_states), (self.values, value_states)):
+            places = step.places(kept.shape[1], kept.shape[2])
+            kept.view(-1, kept.shape[3]).index_copy_(0, places, new.reshape(-1, kept.shape[3]))
+        return self.keys, self.values
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, 0  # of masks that are not made
+
+    def get_seq_length(self) -> int:
+        return 0  # positions are always given
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class SlotCache(Cache):
+    """What transformers' models are given as `past_key_values`.
+
+    Args:
+        num_layers: of the model.
+    """
+
+    def __init__(self, num_layers: int) -> None:
+        self.slot_layers = [SlotLayer() for _ in range(num_layers)]
+        super().__init__(layers=[*self.slot_layers])
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token in all layers; 0 before the first call of the model."""
+        return sum(layer.shape.num_bytes for layer in self.slot_layers if layer.shape is not None)
+
+    def allocate(self, num_slots: int, length: int, device: torch.device) -> None:
+        """Take the memory of all slots, for texts of up to `length` tokens. To be called after a first call."""
+        for layer in self.slot_layers:
+            layer.allocate(num_slots, length, device)
+
+    def free(self) -> None:
+        """Give back the memory that `allocate` could take."""
+        for layer in self.slot_layers:
+            layer.free()

@@ -1,0 +1,150 @@
+"""One step of all slots: every row gets its next token, launched as one CUDA graph.
+
+Python needs 50 to 100 ms to start the kernels of an 8B model, and a GPU computes one token of it in 5. A recorded graph
+is started with a single call, and reads and writes the same tensors each time: tokens and positions are tensors on the
+device that a step changes itself, so the next step can be launched before anybody has looked at the last one.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qlora_fsdp.common.text import first_line
+from qlora_fsdp.decoding.sampling import Sampling
+from qlora_fsdp.decoding.slots import SlotCache
+from qlora_fsdp.layers.slot_attention import Step, running
+
+WARM_UP = 2  # steps that are launched kernel by kernel, which compiles what they need
+log = logging.getLogger("qlora_fsdp")
+
+
+class Steps:
+    """The slots of a model, and what makes their next tokens.
+
+    Args:
+        base: transformers' model, with weights, not sharded.
+        sampling: how tokens are chosen.
+        num_slots: texts that run at the same time.
+        length: most tokens of a text, prompt and completion.
+        cache: has seen a call of the model, and gets its memory here.
+        num_logits: of the model's output, for each token.
+        device: of the model.
+        captures: record a step as a CUDA graph.
+
+    Attributes:
+        tokens: int64 [num_slots], the last token of each text, which is not in the cache yet.
+        positions: int64 [num_slots], its place in the text.
+        seen: bool [num_slots, vocabulary], the tokens of each text; None without a penalty for repetition.
+    """
+
+    def __init__(
+        self,
+        base: nn.Module,
+        sampling: Sampling,
+        num_slots: int,
+        length: int,
+        cache: SlotCache,
+        num_logits: int,
+        device: torch.device,
+        captures: bool,
+    ) -> None:
+        self.base: Any = base
+        self.sampling, self.num_slots, self.length, self.cache = sampling, num_slots, length, cache
+        self.device = device
+        self.captures = captures and device.type == "cuda"
+        cache.allocate(num_slots, length, device)
+        self.tokens = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self.positions = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self.seen: Tensor | None = None
+        if sampling.repetition_penalty != 1.0:
+            self.seen = torch.zeros(num_slots, num_logits, dtype=torch.bool, device=device)
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.num_run = 0
+
+    def admit(self, slots: list[int], prompts: list[list[int]], pad_token_id: int) -> None:
+        """Read prompts into slots. Their last tokens are left for the next step, which goes on from them.
+
+        Args:
+            slots: a slot for each prompt, whose text has ended.
+            prompts: tokens, at least one each, of roughly the same number.
+            pad_token_id: fills up shorter prompts at their end, where no other token sees it.
+        """
+        longest = max(map(len, prompts)) - 1
+        rows = torch.tensor(slots, dtype=torch.int64).to(self.device)
+        if longest > 0:
+            padded = torch.tensor([(prompt[:-1] + [pad_token_id] * longest)[:longest] for prompt in prompts])
+            positions = torch.arange(longest, device=self.device).expand(len(prompts), -1)
+            with running(Step(slots=rows)):
+                self._call(padded.to(self.device), positions)
+        last = torch.tensor([[prompt[-1], len(prompt) - 1] for prompt in prompts]).to(self.device)
+        self.tokens.index_copy_(0, rows, last[:, 0])
+        self.positions.index_copy_(0, rows, last[:, 1])
+        if self.seen is not None:
+            self.seen[rows] = False
+            for slot, prompt in zip(slots, prompts, strict=True):
+                self.seen[slot, torch.tensor(prompt, device=self.device)] = True
+
+    def run(self) -> Tensor:
+        """Queue a step of all slots. Returns `tokens`, which it changes."""
+        if self.captures and self.graph is None and self.num_run >= WARM_UP:
+            self._record()
+        self.num_run += 1
+        if self.graph is not None:
+            self.graph.replay()
+        else:
+            self._advance()
+        return self.tokens
+
+    def _advance(self) -> None:
+        """The next token of each slot, in place."""
+        chosen = self.sampling.choose(self.logits(), self.seen)
+        if self.seen is not None:
+            self.seen.scatter_(1, chosen[:, None], True)
+        self.tokens.copy_(chosen)
+        self.positions.add_(1).clamp_(max=self.length - 1)  # texts that have ended run on until the slot is given away
+
+    def logits(self) -> Tensor:
+        """What follows the last token of each text [num_slots, vocabulary]. The token's keys and values are kept."""
+        with running(Step(positions=self.positions)):
+            return self._call(self.tokens[:, None], self.positions[:, None])[:, -1]
+
+    def _call(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        """Logits of the last token [rows, 1, vocabulary]."""
+        output = self.base(
+            input_ids=input_ids,
+            position_ids=position_ids,
+            past_key_values=self.cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        return output.logits  # type: ignore[no-any-return]
+
+    def _record(self) -> None:
+        """Record a step. If that fails, steps go on kernel by kernel."""
+        started = time.perf_counter()
+        torch.cuda.synchronize(self.device)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # Other threads may prepare batches meanwhile: what they ask of CUDA is not recorded.
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                self._advance()
+        except RuntimeError as error:
+            with suppress(RuntimeError):
+                torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()
+            self.captures = False
+            log.warning(
+                f"Generation: no CUDA graph could be recorded, its kernels are launched one by one: {first_line(error)}"
+            )
+            return
+        self.graph = graph
+        log.info(
+            f"Generation: a step of {self.num_slots} texts recorded as a CUDA graph "
+            f"in {time.perf_counter() - started:.1f} s"
+        )

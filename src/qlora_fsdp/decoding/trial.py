@@ -1,0 +1,79 @@
+"""Prove on a small model that texts in slots get the logits that stock transformers gives them, or say why not.
+
+A model may keep more of its past than keys and values, or ask more of its attention than layers/slot_attention.py
+knows. Neither need be an error. So a small model of its own class (model/miniature.py) reads the beginnings of a few
+rows into slots that have held other texts, and goes on step by step, in float32 on the CPU. All logits must be those
+of eager attention over one whole row at a time.
+"""
+
+from __future__ import annotations
+
+import torch
+from transformers import PretrainedConfig
+
+from qlora_fsdp.common.text import first_line
+from qlora_fsdp.decoding.attending import attending
+from qlora_fsdp.decoding.sampling import Sampling
+from qlora_fsdp.decoding.slots import SlotCache
+from qlora_fsdp.decoding.steps import Steps
+from qlora_fsdp.layers.liger import stock_models
+from qlora_fsdp.layers.slot_attention import Step, running
+from qlora_fsdp.model.miniature import VOCAB
+from qlora_fsdp.model.row_trial import CPU, RowTrial
+
+TOLERANCE = 1e-4  # of the largest logit; rows whose past is wrong differ by a hundredth and more
+LENGTH = 32  # longer than the rows that are tried, and than the small model's windows
+MAX_LENGTH = 2**40  # so that windows of any length are made shorter than the rows
+
+
+def why_not_in_slots(config: PretrainedConfig, trust_remote_code: bool) -> str | None:
+    """Why texts of such a model can't run in slots; None if they can.
+
+    Args:
+        config: of the model at its real size.
+        trust_remote_code: run model code that comes with the config.
+    """
+    if config.get_text_config() is not config:
+        return "it is not a model of text alone"
+    trial = RowTrial(config, MAX_LENGTH, trust_remote_code=trust_remote_code)
+    if trial.error is not None:
+        return trial.error
+    if trial.is_recurrent:
+        return "its layers carry a state from token to token"
+    try:
+        with stock_models(), torch.no_grad(), attending(trial.model):
+            difference = _difference(trial)
+    except Exception as error:  # classes are transformers', or come with a model
+        return f"its class can't be called so ({type(error).__name__}: {first_line(error)})"
+    if not difference <= TOLERANCE:
+        return f"its logits would differ by {difference:.1g} of the largest"
+    return None
+
+
+def _difference(trial: RowTrial) -> float:
+    """The largest difference of a logit, as a part of the largest logit."""
+    rows, expected = [row.tolist() for row in trial.rows], trial.alone.logits
+    trial.model.eval()
+    steps = _steps(trial, len(rows))
+    slots = list(range(len(rows)))
+    steps.admit(slots, [[(token + 7) % VOCAB for token in max(rows, key=len)] for _ in rows], 0)
+    halves = [len(row) // 2 for row in rows]
+    steps.admit(slots, [row[: half + 1] for row, half in zip(rows, halves, strict=True)], 0)
+    largest, scale = 0.0, max(float(logits.abs().max()) for logits in expected)
+    for done in range(max(len(row) - half for row, half in zip(rows, halves, strict=True))):
+        logits = steps.logits()
+        places = [half + done for half in halves]
+        for slot, place in enumerate(places):
+            if place < len(rows[slot]):
+                largest = max(largest, float((logits[slot] - expected[slot][place]).abs().max()))
+        following = [row[min(place + 1, len(row) - 1)] for row, place in zip(rows, places, strict=True)]
+        steps.tokens.copy_(torch.tensor(following))
+        steps.positions.add_(1)
+    return largest / scale
+
+
+def _steps(trial: RowTrial, num_slots: int) -> Steps:
+    cache, one = SlotCache(trial.small.num_hidden_layers), torch.zeros((1, 1), dtype=torch.int64)
+    with running(Step(slots=one[0])):
+        trial.model(input_ids=one, position_ids=one, past_key_values=cache, use_cache=True)
+    return Steps(trial.model, Sampling(), num_slots, LENGTH, cache, VOCAB, CPU, captures=False)

@@ -1,0 +1,84 @@
+"""Which linear layers a loss reaches, so that an adapter on them would learn something.
+
+An adapter changes what its layer's forward returns. So it is trained only where that forward is called, and where a
+gradient comes back to what it returned. Some models have layers of which one or the other is not true: an indexer that
+chooses tokens for sparse attention (without gradient), attention to an encoder that a run on text does not have, a
+layer whose weight other code takes and multiplies with by itself (Jamba's `dt_proj`). No config says so. But a small
+model of the same class shows it, while it computes a loss (row_trial.py).
+
+Layers are known by their names without numbers, `layers.*.mlp.up_proj`, because the small model has fewer of them. A
+name counts as reached if one of its layers is: an expert of many may get no token of a few.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
+
+from qlora_fsdp.model.parts import find_decoder
+
+_NUMBER = re.compile(r"\.\d+(?=\.|$)")
+
+
+def general_name(model: PreTrainedModel, name: str) -> str:
+    """A module's name within its decoder and without numbers, the same in a small model of the same class.
+
+    Args:
+        model: of text alone, or a multimodal one, whose decoder the small model is made of.
+        name: of a module of it.
+    """
+    decoder = find_decoder(model)
+    prefix = f"{model.base_model_prefix if decoder is None else decoder[0]}."
+    return _NUMBER.sub(".*", name.removeprefix(prefix))
+
+
+class ReachedLinears:
+    """Learns from forwards and backwards of a model which of its linear layers get a gradient.
+
+    Args:
+        model: all of whose parameters require gradients.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+        self._reached: set[str] = set()
+        self._names: list[str] = []  # of the layers that returned the tensors of the latest forward
+
+    @contextmanager
+    def outputs(self) -> Iterator[list[Tensor]]:
+        """Collects, while it lasts, what the layers return; the gradients of these tensors are then to be noted."""
+        self._names, tensors = [], list[Tensor]()
+
+        def collect(name: str, output: Any) -> None:
+            found = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+            tensors.extend(found)
+            self._names += [name] * len(found)
+
+        handles = [
+            module.register_forward_hook(lambda module, inputs, output, name=name: collect(name, output))
+            for name, module in self.linears.items()
+        ]
+        try:
+            yield tensors
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def note(self, gradients: Sequence[Tensor | None]) -> None:
+        """Take the gradients of the collected tensors, None for those that the loss does not depend on.
+
+        A gradient of zeros counts too: random weights may make one where trained weights make another.
+        """
+        found = zip(self._names, gradients, strict=True)
+        self._reached |= {general_name(self.model, name) for name, gradient in found if gradient is not None}
+
+    def unreached(self) -> frozenset[str]:
+        """General names of the layers that got no gradient."""
+        return frozenset(general_name(self.model, name) for name in self.linears) - self._reached
