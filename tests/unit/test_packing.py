@@ -83,6 +83,8 @@ def test_the_verdict_is_that_of_a_plain_check(family: str, reason: str | None):
         ("gpt_oss", None, "packed rows are not what they are alone"),  # sinks, which FlashAttention 2 leaves out
         ("gemma2", "packed rows are not what they are alone", None),  # softcaps, which varlen leaves out
         ("llama4_text", "packed rows are not what they are alone", "packed rows are not what they are alone"),  # chunks
+        # A mask of its own, which begins with zeros.
+        ("doge", "packed rows are not what they are alone", "packed rows are not what they are alone"),
         (
             "stablelm",
             "packed rows can't be computed (ValueError: StableLmAttention is not told where rows start)",

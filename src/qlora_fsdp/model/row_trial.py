@@ -164,6 +164,8 @@ class RowTrial:
                 if parameter.ndim > 1:
                     is_table = "embed" in name or "wte" in name
                     nn.init.normal_(parameter, std=1.0 if is_table else parameter.shape[-1] ** -0.5)
+                elif not parameter.any():  # zeros, as of sinks and biases, would hide what is done with them
+                    nn.init.normal_(parameter, std=0.1)
         for module in model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
