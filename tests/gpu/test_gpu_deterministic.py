@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import threading
 import time
@@ -27,6 +28,7 @@ from tests.helpers.runs import WORDS, settings, train_all, train_here
 
 NUM_RANKS = torch.cuda.device_count()
 NUM_STEPS, STEP = 12, 6
+MAX_LENGTH = 1024
 NUM_LONG = 200  # steps of the run that is killed, soon after its fifth
 ADAPTER = Path("adapter/adapter_model.safetensors")
 RECORDED = "recorded as a CUDA graph for"
@@ -69,11 +71,15 @@ def write_long_rows(file: Path) -> Path:
 def common(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[str]]:
     folder = tmp_path_factory.mktemp("long")
     rows, experts = write_long_rows(folder / "rows.jsonl"), make_experts("mixtral", folder / "mixtral")
-    plain = [f"training.max_steps={NUM_STEPS}", "training.max_length=1024", "training.deterministic=true"]
+    llama = Path(shutil.copytree(checkpoint("llama"), folder / "llama"))
+    for config in (experts / "config.json", llama / "config.json"):
+        values = json.loads(config.read_text()) | {"max_position_embeddings": MAX_LENGTH}
+        config.write_text(json.dumps(values))
+    plain = [f"training.max_steps={NUM_STEPS}", f"training.max_length={MAX_LENGTH}", "training.deterministic=true"]
     plain += [f"training.global_batch_size={2 * NUM_RANKS}", "training.micro_batch_size=2", "data.loss_on=all"]
 
     def find(case: str) -> list[str]:
-        model = experts if case == "experts" else checkpoint("llama")
+        model = experts if case == "experts" else llama
         return settings(model, rows, *plain, "training.packing=auto", *CASES[case])
 
     return find
