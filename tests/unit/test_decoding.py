@@ -175,7 +175,10 @@ def test_calls_that_do_not_fit_are_made_smaller(monkeypatch: pytest.MonkeyPatch)
     few = [Request(prompt, 5) for prompt in prompts()]
     completer = Completer(model, CPU, Sampling(), ENDS, 0)
     completer.complete(few)
-    assert completer.steps is not None and completer.steps.num_slots == 2
+    steps = completer.steps
+    assert steps is not None and steps.num_slots == 2
+    completer.complete([Request(prompt, 5) for prompt in prompts()])
+    assert completer.steps is steps  # they are not made anew each time
     expected = [stock(model, prompt, 5) for prompt in prompts()]
     assert [request.completion for request in found] == [request.completion for request in few] == expected
 

@@ -27,7 +27,6 @@ from qlora_fsdp.layers.slot_attention import Step, running
 from qlora_fsdp.memory.slots import MAX_SLOTS, round_length, round_slots
 
 PROMPT_TOKENS = 16_384  # tokens of prompts that are read in one call
-MIN_CAPTURED = 16  # texts of fewer new tokens are not worth the time of recording
 CACHE_SHARE = 0.6  # of the free memory; the rest is for reading prompts
 
 
@@ -105,6 +104,7 @@ class Completer:
         self.max_slots, self.captures, self.prompt_tokens = max_slots, captures, prompt_tokens
         self.layers = DecodeLayers(base)
         self.steps: Steps | None = None
+        self.num_wanted = 0  # slots that there would be if there were memory for all
 
     @torch.no_grad()
     def complete(
@@ -191,19 +191,19 @@ class Completer:
         """Slots that are long enough for all texts: those that there are, or new ones."""
         longest = max(request.num_positions for request in requests)
         wanted = round_slots(min(self.max_slots, len(requests)))
-        if self.steps is not None and self.steps.length >= longest and self.steps.num_slots >= wanted:
+        if self.steps is not None and self.steps.length >= longest and self.num_wanted >= wanted:
             return self.steps
         before = 0 if self.steps is None else self.steps.length
         self.release()
+        self.num_wanted = wanted
         cache, num_logits = self._probe()
         # A conversation grows: its slots grow by the double, so that few graphs are recorded.
         length = round_length(max(longest, min(2 * before, 2 * longest)))
         num_slots = min(wanted, max(1, self._free_bytes() // max(1, cache.token_bytes * length)))
-        captures = self.captures and max(request.max_new_tokens for request in requests) >= MIN_CAPTURED
         while self.steps is None:
             try:
                 self.steps = Steps(
-                    self.base, self.sampling, num_slots, length, cache, num_logits, self.device, captures
+                    self.base, self.sampling, num_slots, length, cache, num_logits, self.device, self.captures
                 )
             except torch.OutOfMemoryError:
                 if num_slots == 1:
