@@ -28,7 +28,7 @@ from qlora_fsdp.config.check_settings import TRAINING, Needs, check_settings, ch
 from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.config.data_paths import all_paths, match
 from qlora_fsdp.config.model_config import describes_itself, read_config_json
-from qlora_fsdp.config.schema import Config, Dtype, Kernel, ModelConfig, TaskName
+from qlora_fsdp.config.schema import Config, ModelConfig
 from qlora_fsdp.config.settings import problem_about
 from qlora_fsdp.config.world import World
 from qlora_fsdp.memory.choose import MARGIN, Choice, choose, describe_choice
@@ -48,7 +48,7 @@ from qlora_fsdp.memory.show import (
 )
 from qlora_fsdp.memory.speed import load_seconds, tokens_per_second
 from qlora_fsdp.memory.suggest import cheapest_changes
-from qlora_fsdp.memory.workload import FUSED_KERNELS, Workload
+from qlora_fsdp.memory.workload import Workload
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -91,9 +91,11 @@ def preflight(argv: Sequence[str], file: Path) -> int:
     # From here on torch is needed, which takes seconds to import: mistakes in the settings were answered before.
     with quick_imports():
         from qlora_fsdp.model.find import make_config
+        from qlora_fsdp.model.rope import scale_rope
         from qlora_fsdp.tracing.model_tracer import trace_config
 
     model = make_config(values, _name(config))
+    scale_rope(model.get_text_config(), config.model.rope_scaling)
     config, padded = _settle_packing(config, model)
     work = Workload(
         trace_config(model, config),
@@ -101,8 +103,6 @@ def preflight(argv: Sequence[str], file: Path) -> int:
         hardware.count,
         hardware.local_count,
         1 if size == AUTO else size,
-        4 if config.training.precision is Dtype.float32 else 2,
-        _fused(config),
     )
     target = GIB * (config.memory.target_gib or hardware.gpu.gib * (1 - MARGIN))
     choice = choose(work, target, hardware.gpu)
@@ -157,7 +157,7 @@ def _settle_packing(config: Config, model: PretrainedConfig) -> tuple[Config, li
     Raises:
         ConfigError: the settings ask for packing, and the model's rows can't be packed.
     """
-    if config.training.packing is False or config.task.name is not TaskName.causal_lm:
+    if config.training.packing is False or not config.task.is_causal:
         return config, []
     from qlora_fsdp.model.packing import decide_packing, why_not_packed
 
@@ -188,10 +188,6 @@ def _check(config: Config, hardware: Hardware) -> None:
         reason = f"is more than a GPU of hardware= has: {hardware.gpu.gib:g} GiB."
         problems.append(Problem(f"memory.target_gib={config.memory.target_gib:g}", reason, "Set it to null, or lower."))
     refuse(problems)
-
-
-def _fused(config: Config) -> frozenset[str]:
-    return frozenset(name for name in FUSED_KERNELS if getattr(config.kernels, name) is not Kernel.torch)
 
 
 def _describe(choice: Choice, hardware: Hardware, target: float) -> tuple[list[str], dict[str, Any]]:

@@ -25,6 +25,7 @@ from qlora_fsdp.config.launch_environment import check_launch_environment, follo
 from qlora_fsdp.config.world import World
 from qlora_fsdp.launch.ranks import plan_ranks, start_ranks
 from qlora_fsdp.records.check_run_folder import check_run
+from qlora_fsdp.records.start_folder import find_start
 from qlora_fsdp.runtime.run_command import show_error
 
 
@@ -45,7 +46,7 @@ def main(argv: Sequence[str] | None = None, starts_ranks: bool = False) -> int:
             from qlora_fsdp.launch.multirun import start_jobs
 
             return start_jobs(arguments, os.environ)
-        config = load_config(argv, check_run, launches=starts_ranks)
+        config = load_config(argv, check_run, launches=starts_ranks, find_start=find_start)
         plan = plan_ranks(config, os.environ) if starts_ranks else None
         world = World.from_environment(os.environ) if plan is None else plan.world
         config = follow_launcher(config, os.environ)

@@ -224,7 +224,7 @@ def plan_of(config: Config, policy: Policy, compute_bytes: int = 2) -> MemoryPla
     files = ModelFiles(None, make_config(config.model.config, "tiny"))
     tokens = add_tokens(byte_tokenizer(), config.tokenizer)
     model = ModelTracer(files, Computing(dtype, "sdpa", (), "torch", is_cuda=False), tokens)
-    work = Workload(model, config, NUM_RANKS, NUM_RANKS, 1, compute_bytes, frozenset())
+    work = Workload(model, config, NUM_RANKS, NUM_RANKS, 1)
     return make_plan(work, [policy] * work.num_layers)
 
 

@@ -9,10 +9,11 @@ import torch
 
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.layers.attention import traced_attention
-from qlora_fsdp.memory.workload import FUSED_KERNELS
 from qlora_fsdp.model.adapters import NO_TOKENS
 from qlora_fsdp.model.find import ModelFiles, make_config
 from qlora_fsdp.tracing.model_tracer import Computing, ModelTracer
+
+FUSED_KERNELS = frozenset({"rms_norm", "rotary", "glu", "cross_entropy"})
 
 
 def traced(config: Config, fused: frozenset[str] = FUSED_KERNELS, dtype: torch.dtype = torch.bfloat16) -> ModelTracer:

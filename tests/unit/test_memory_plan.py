@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.helpers.plans import traced
+from tests.helpers.plans import FUSED_KERNELS, traced
 from tests.helpers.quick_config import load_config
 
 from qlora_fsdp.common.errors import ConfigError, MemoryShortage
@@ -33,7 +33,7 @@ from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.memory.show import faster_lines, waiting_lines
 from qlora_fsdp.memory.speed import load_seconds, tokens_per_second
 from qlora_fsdp.memory.suggest import enough_gpus, largest_savings, smaller_runs
-from qlora_fsdp.memory.workload import FUSED_KERNELS, Workload
+from qlora_fsdp.memory.workload import Workload
 from qlora_fsdp.model.adapters import NO_TOKENS, apply_adapters
 from qlora_fsdp.model.build import BuildSettings, build_model
 from qlora_fsdp.model.causal_lm import CausalLM
@@ -54,7 +54,7 @@ def workload(*overrides: str, num_ranks: int = 1, fused: frozenset[str] = FUSED_
     config = load_config(["compute.cuda_graph=false", "kernels.cross_entropy=liger", *batch, *sharding, *overrides])
     size = config.training.micro_batch_size
     model = traced(config, fused)
-    return Workload(model, config, num_ranks, min(8, num_ranks), 1 if size == "auto" else size, fused=fused)
+    return Workload(model, config, num_ranks, min(8, num_ranks), 1 if size == "auto" else size)
 
 
 def uniform(work: Workload, policy: Policy = Policy.full) -> MemoryPlan:
@@ -141,7 +141,12 @@ MEASURED_PHASES = [
 
 @pytest.mark.parametrize(("num_ranks", "model", "length", "size", "more", "forward", "backward"), MEASURED_PHASES)
 def test_phases_are_what_was_measured(num_ranks, model, length, size, more, forward, backward):
-    settings = (f"training.max_length={length}", f"training.micro_batch_size={size}", *more)
+    settings = (
+        f"training.max_length={length}",
+        f"training.micro_batch_size={size}",
+        "kernels.dequantize=triton",
+        *more,
+    )
     plan = choose(workload(f"model={model}", *settings, num_ranks=num_ranks), 140 * GIB, H200).plan
     assert plan.tensor_bytes("forward") / GIB == pytest.approx(forward, abs=0.05)
     assert plan.tensor_bytes("backward") / GIB == pytest.approx(backward, abs=0.05)
@@ -297,6 +302,7 @@ MEASURED_SPEEDS = [
     (4, "llama3-70b", 8192, 1, ("memory=recompute",), 1336),
     (4, "llama3-70b", 2048, 2, ("memory=recompute", RESHARDS, PLAIN), 1259),
     (4, "llama3-70b", 2048, 2, ("memory=recompute", "fsdp=offload", PLAIN), 1201),
+    (1, "qwen3-30b-a3b", 4096, 4, ("memory=keep", "training.packing=false"), 18678),
 ]
 
 
@@ -325,6 +331,21 @@ MEASURED_SPEEDS_RECORDED = [
 def test_speed_of_recorded_micro_batches_is_what_was_measured(num_ranks, length, more, speed):
     settings = ("memory=keep", "compute.cuda_graph=true", "kernels.cross_entropy=auto", *more)
     test_speed_is_what_was_measured(num_ranks, "llama3-8b", length, 1, settings, speed)
+
+
+def test_slots_of_generations_are_counted_beside_a_recorded_micro_batch():
+    """Llama 3 8B: 32 layers with 8 key heads of 128, bfloat16. Five texts take eight slots of 1,152 tokens."""
+    settings = ("model=llama3-8b", "training.max_length=1024", "training.micro_batch_size=1", "data.eval_fraction=0.1")
+    settings += ("compute.cuda_graph=true", "kernels.cross_entropy=auto", "memory=keep")
+    more = ("tracking.num_generations=5", "tracking.generation_tokens=100")
+    slots = 8 * 1152 * (32 * 8 * 2 * 128) * 2
+
+    def beside(num_ranks: int, *more: str) -> int:
+        return uniform(workload(*settings, *more, num_ranks=num_ranks), Policy.none).beside_graph
+
+    assert beside(1, *more) - beside(1) == slots
+    assert beside(4, "fsdp=no_shard", *more) - beside(4, "fsdp=no_shard") == slots / 4  # two texts a rank
+    assert beside(2, *more) == beside(2)  # a model in shards has none
 
 
 # The same of one GPU when it ran under FSDP: all but the first waited for Python.
@@ -583,7 +604,7 @@ def machine(target_gib: float, host_gib: float = 1000, num_ranks: int = 2) -> Ma
 def decide_for(target: Machine, *overrides: str):
     batch = ["training.micro_batch_size=1", "training.global_batch_size=null"]
     config = load_config(["model=llama3-70b", *batch, *overrides])
-    return plan_run(config, traced(config), config.quant, 2, FUSED_KERNELS, target)
+    return plan_run(config, traced(config), config.quant, target)
 
 
 def test_target_smaller_than_the_weights():
@@ -620,7 +641,7 @@ def test_on_a_cpu_tensors_are_host_memory():
         changed = replace(config, training=replace(config.training, **training))
         room = host_gib * GIB / num_ranks
         host = Machine(num_ranks, num_ranks, 0.95 * room, gpu_of_size(room / GIB), False, int(host_gib * GIB))
-        return plan_run(changed, model, config.quant, 4, frozenset(), host)
+        return plan_run(changed, model, config.quant, host)
 
     needed = decide_on_cpu(1000).plan.needed / GIB
     assert decide_on_cpu(1.01 * needed).plan.needed / GIB == needed

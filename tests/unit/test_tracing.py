@@ -11,16 +11,20 @@ from tests.helpers.patched import liger_kernels
 from tests.helpers.quick_config import load_config
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from qlora_fsdp.common.fused_mlp import MAX_RANK
 from qlora_fsdp.config.schema import Config, KernelsConfig, LoraConfig
 from qlora_fsdp.data.batch import Batch
-from qlora_fsdp.layers import QuantizedExpertWeight, QuantizedLinear
+from qlora_fsdp.layers import Format, QuantizedExpertWeight, QuantizedLinear
+from qlora_fsdp.layers.experts import expert_weight_names
+from qlora_fsdp.layers.kernels.launch import as_on_a_gpu, bytes_moved
 from qlora_fsdp.layers.lora import LoraLinear
+from qlora_fsdp.layers.mlp import MAX_RANK
 from qlora_fsdp.layers.rewire import rewire
 from qlora_fsdp.memory.policy import Policy
+from qlora_fsdp.memory.traced import Operations
 from qlora_fsdp.model import input_offload
 from qlora_fsdp.model.activations import set_activation_policy
 from qlora_fsdp.model.adapters import NO_TOKENS, apply_adapters
@@ -28,6 +32,7 @@ from qlora_fsdp.model.build import BuildSettings, build_model
 from qlora_fsdp.model.causal_lm import CausalLM
 from qlora_fsdp.model.find import ModelFiles, make_config
 from qlora_fsdp.model.task_model import TaskModel
+from qlora_fsdp.tracing.fused_attention import fused_attention
 from qlora_fsdp.tracing.live_bytes import LiveBytes
 from qlora_fsdp.tracing.model_tracer import Computing, ModelTracer, UntraceableModel, trace_config
 from qlora_fsdp.tracing.trace import Trace
@@ -90,7 +95,8 @@ def batch() -> Batch:
 def saved_by_layer(model: TaskModel, index: int) -> int:
     """Bytes of the storages that autograd keeps for a layer of a real model; not those of its arguments and parameters.
 
-    Low-rank products that functions keep by themselves are added: autograd's hooks do not see these.
+    What functions keep by themselves is added, as autograd's hooks do not see it: low-rank products, and the order of
+    experts' rows (int32, each row's pair and each pair's row, and each expert's end).
     """
     layer, found, outside = model.layers[index], dict[int, Tensor](), set[int]()
     forward = layer.forward
@@ -117,7 +123,10 @@ def saved_by_layer(model: TaskModel, index: int) -> int:
         for lora in list(module.__dict__["forward"].layers)[:-1]
     )
     ranks = sum(m.r["default"] for m in layer.modules() if isinstance(m, LoraLinear) and is_function(m))
-    return seen + TOKENS * 4 * (ranks - in_fused)
+    experts = [module for module in layer.modules() if expert_weight_names(module)]
+    num_rows = TOKENS * getattr(model.base.config, "num_experts_per_tok", 0)
+    orders = sum(4 * (2 * num_rows + getattr(m, expert_weight_names(m)[0]).shape[0]) for m in experts)
+    return seen + TOKENS * 4 * (ranks - in_fused) + orders
 
 
 def is_function(layer: LoraLinear) -> bool:
@@ -211,7 +220,7 @@ def test_bytes_are_linear_in_tokens_where_nothing_is_quadratic() -> None:
     model = trace_config(make_config(config.model.config, "llama3-8b"), config)
     one, two = (model.layer_use(config, size, 0, Policy.none) for size in (1, 2))
     assert two.saved == pytest.approx(2 * one.saved, rel=1e-3)
-    assert two.forward_flops.plain == 2 * one.forward_flops.plain
+    assert two.in_forward.products == 2 * one.in_forward.products
 
 
 def test_code_that_asks_for_values_is_refused_by_name() -> None:
@@ -295,6 +304,45 @@ def test_offloaded_layers_keep_nothing(monkeypatch: pytest.MonkeyPatch):
     gradients(model, [Policy.offload, Policy.offload])
     assert traced.saved == TOKENS * (3 + 1 + 1) * 16 * 4, "h of q, k and v, of o, and of down"
     assert len(made) >= 4 and made[0] == 0 and made[-1] > 0, "two layers, twice; the second time into free buffers"
+
+
+def test_what_a_gpu_is_asked_for_is_counted() -> None:
+    """Large products by their operations, groups with a tile more each; products of low rank and all else by bytes."""
+    wide, narrow = (torch.empty(4096, size, dtype=torch.bfloat16, device="meta") for size in (1024, 16))
+    experts, ends = wide.view(8, 512, 1024), torch.empty(8, dtype=torch.int32, device="meta")
+
+    def asked(function: Any, *args: Any) -> Operations:
+        with as_on_a_gpu(), LiveBytes([]) as live, bytes_moved(live.move):
+            function(*args)
+        return live.operations
+
+    assert asked(torch.mm, wide, wide.t()) == Operations(products=2 * 4096 * 1024 * 4096)
+    assert asked(torch.mm, wide.t(), narrow) == Operations(moved=wide.nbytes + narrow.nbytes + 2 * 1024 * 16)
+    grouped = asked(lambda x: F.grouped_mm(x, experts, offs=ends), wide[:, :512])
+    assert grouped == Operations(products=2 * (4096 + 8 * 128) * 512 * 1024)
+    assert asked(lambda: torch.empty_like(wide).view(-1).t()) == Operations()
+    assert asked(wide.add, wide) == asked(wide.clone) + Operations(moved=wide.nbytes)
+    assert asked(wide.expand(3, 4096, 1024).clone) == Operations(moved=4 * wide.nbytes)
+    assert asked(wide.index_select, 0, ends) == Operations(moved=2 * 8 * 2 * 1024)
+    query = wide.view(1, 4096, 8, 128).transpose(1, 2)
+    with fused_attention(is_cuda=True):
+        found = asked(lambda q: F.scaled_dot_product_attention(q, q, q, is_causal=True), query)
+    assert found == Operations(attention=2 * 8 * 4096 * 4096 * 128)
+
+
+@pytest.mark.parametrize("double_quant", [True, False])
+def test_what_kernels_move_is_counted(double_quant: bool) -> None:
+    """A weight of experts is read as stored and written in 16 bits, whether whole or in parts."""
+    weight = QuantizedExpertWeight((4, 256, 512), Format("nf4", double_quant, dequantizer="triton"), torch.bfloat16)
+    with LiveBytes([]) as live, bytes_moved(live.move):
+        assert weight.weight.nbytes == 2 * 4 * 256 * 512
+        whole = live.operations
+        live.start_phase()
+        for first in range(0, 256, 128):
+            weight.fill(torch.empty(4, 128, 512, dtype=torch.bfloat16, device="meta"), first)
+    stored = sum(part.nbytes for part in weight.parts())
+    assert whole == Operations(moved=2 * 4 * 256 * 512 + stored)
+    assert live.operations.moved == pytest.approx(whole.moved, rel=0.03)
 
 
 @pytest.mark.parametrize("dequantizer", ["bitsandbytes", "triton"])

@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from qlora_fsdp.layers.expert_adapter import ExpertAdapter, LowRank, adapter_grads
+from qlora_fsdp.layers.expert_adapter import ExpertAdapter
 from qlora_fsdp.layers.expert_gate import Activation
 from qlora_fsdp.layers.expert_rows import ActivationBackward, Rows, activate, combine, gather, sort_rows
-from qlora_fsdp.layers.grouped_products import ExpertWeight, beside_low_rank, product
+from qlora_fsdp.layers.grouped_products import ExpertWeight, beside_low_rank, product, with_low_rank
 from qlora_fsdp.layers.quantized_experts import QuantizedExpertWeight
 
 EXPERTS_IMPLEMENTATION = "qlora_fsdp"
@@ -71,9 +71,11 @@ def experts_forward(
         y_TH in the dtype of x.
     """
     experts = Experts(module, adapters or {})
-    parts = experts.adapters
-    weights = [w for part in parts if part is not None for w in (part.lora_a.weight, part.lora_b.weight)]
-    return _Experts.apply(hidden_states, top_k_weights, top_k_index, experts, *weights)  # type: ignore[no-any-return,no-untyped-call]
+    up, down = experts.adapters
+    trained = [*([up.lora_a.weight, up.lora_b.weight] if up else []), *([down.lora_a.weight] if down else [])]
+    act_SI, low_SR = _Up.apply(hidden_states, top_k_weights, top_k_index, experts, *trained)  # type: ignore[no-untyped-call]
+    trained = [down.lora_b.weight] if down else []
+    return _Down.apply(act_SI, low_SR, top_k_weights, top_k_index, experts, *trained)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def _forward_or_transformers(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
@@ -119,7 +121,12 @@ class Experts:
     Args:
         module: transformers' module, whose `expert_weight_names` are two.
         adapters: by the name of the weight that each adapts.
+
+    Attributes:
+        rows: the order of rows by expert, once it is found. It is kept here for backward, and not made again.
     """
+
+    rows: Rows
 
     def __init__(self, module: Any, adapters: Mapping[str, ExpertAdapter]) -> None:
         names = expert_weight_names(module)
@@ -131,75 +138,116 @@ class Experts:
         self.activation = Activation.of(module)
         self.load: ExpertLoad | None = getattr(module, "load", None) if module.training else None
 
-    def matrices(self, dtype: torch.dtype) -> list[LowRank | None]:
-        """The matrices of both weights' adapters; None for a weight without."""
-        return [None if part is None else part.matrices(self.num_experts, dtype) for part in self.adapters]
+    def a(self, adapter: ExpertAdapter | None, dtype: torch.dtype) -> Tensor | None:
+        """A [E, R, in] of an adapter; None without."""
+        return None if adapter is None else adapter.a(self.num_experts, dtype)
+
+    def b(self, adapter: ExpertAdapter | None, dtype: torch.dtype) -> Tensor | None:
+        """The scaled B [E, out, R] of an adapter; None without."""
+        return None if adapter is None else adapter.b(self.num_experts, dtype)
 
 
-class _Experts(torch.autograd.Function):
-    """y = sum over k of down(w_k act(up(x))), each product with its adapter."""
+# The two functions of autograd follow layers/lora.py: only the first saves tensors, so that a layer that is computed
+# again in backward need not compute what comes after the last of them, `down`'s product. The gradient that the second
+# gives to the activations has all of it; that of their low-rank product is for A alone.
+
+
+class _Up(torch.autograd.Function):
+    """w_k act(up(x)), with the adapter of `up`; and the low-rank product of `down`."""
 
     @staticmethod
-    def forward(ctx: Any, x_TH: Tensor, w_TK: Tensor, index_TK: Tensor, experts: Experts, *_: Tensor) -> Tensor:
-        rows = sort_rows(index_TK, experts.num_experts)
+    def forward(
+        ctx: Any, x_TH: Tensor, w_TK: Tensor, index_TK: Tensor, experts: Experts, *_: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        rows = experts.rows = sort_rows(index_TK, experts.num_experts)
         if experts.load is not None:
             experts.load.add(rows)
-        up, down = experts.matrices(x_TH.dtype)
+        (up, down), dtype = experts.adapters, x_TH.dtype
         w_S = w_TK.flatten().index_select(0, rows.order)
-        input_SH, low_up_SR = beside_low_rank(x_TH.shape[1], partial(gather, x_TH, rows), up and up.a_t, rows, x_TH)
-        y_SU = product(input_SH, experts.up, up and up.b_t, experts.is_transposed, rows)
+        gathered = partial(gather, x_TH, rows)
+        input_SH, low_up_SR = beside_low_rank(x_TH.shape[1], gathered, _t(experts.a(up, dtype)), rows, x_TH)
+        y_SU = product(input_SH, experts.up, _t(experts.b(up, dtype)), experts.is_transposed, rows)
         del input_SH
         if experts.up_bias is not None:
             y_SU += experts.up_bias[rows.expert()]
         activation, width = experts.activation, experts.activation.width(y_SU.shape[1])
         activated = partial(activate, y_SU, w_S, activation)
-        act_SI, low_down_SR = beside_low_rank(width, activated, down and down.a_t, rows, y_SU)
-        out_SH = product(act_SI, experts.down, down and down.b_t, experts.is_transposed, rows)
-        del act_SI
+        act_SI, low_down_SR = beside_low_rank(width, activated, _t(experts.a(down, dtype)), rows, y_SU)
+        ctx.save_for_backward(x_TH, w_TK, y_SU, low_up_SR)
+        ctx.experts = experts
+        return act_SI[:, :width], low_down_SR
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad_act_SI, grad_low_down_SR), experts = grads, cast(Experts, ctx.experts)
+        x_TH, w_TK, y_SU, low_up_SR = ctx.saved_tensors
+        ctx.experts = None  # `ctx` lives until all layers have run backward
+        rows, (up, down), hidden, num_outputs = experts.rows, experts.adapters, x_TH.shape[1], y_SU.shape[1]
+        w_S = w_TK.flatten().index_select(0, rows.order)
+        backward = ActivationBackward(y_SU, w_S, grad_act_SI, experts.activation)
+        grad_SU, grad_low_up_SR = beside_low_rank(num_outputs, backward, experts.b(up, x_TH.dtype), rows, x_TH)
+        of_down = [] if down is None else [down.grad_a(backward.activated_SI, grad_low_down_SR, rows)]
+        grad_w_TK = None
+        if ctx.needs_input_grad[1]:
+            grad_w_TK = backward.grad_w_S.index_select(0, rows.position.flatten()).view_as(w_TK).to(w_TK.dtype)
+        del grad_act_SI, backward, y_SU
+
+        grad_x_TH = None
+        if ctx.needs_input_grad[0]:
+            a_ERI = experts.a(up, x_TH.dtype)
+            grad_x_TH = combine(product(grad_SU, experts.up, a_ERI, not experts.is_transposed, rows), rows)
+        of_up: list[Tensor] = []
+        if up is not None:
+            assert low_up_SR is not None and grad_low_up_SR is not None
+            x_SH = x_TH.new_empty(len(rows.order), hidden)
+            gather(x_TH, rows, x_SH)
+            of_up = [up.grad_a(x_SH, grad_low_up_SR, rows), up.grad_b(low_up_SR, grad_SU[:, :num_outputs], rows)]
+        return grad_x_TH, grad_w_TK, None, None, *of_up, *of_down
+
+
+class _Down(torch.autograd.Function):
+    """y = the sum over k of down's products, with its adapter. It saves nothing, and keeps only what is small."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        act_SI: Tensor,
+        low_SR: Tensor | None,
+        w_TK: Tensor,
+        index_TK: Tensor,
+        experts: Experts,
+        *_: Tensor,
+    ) -> Tensor:
+        rows, (_up, down) = experts.rows, experts.adapters
+        b_ERO = _t(experts.b(down, act_SI.dtype))
+        out_SH = product(with_low_rank(act_SI, low_SR), experts.down, b_ERO, experts.is_transposed, rows)
         y_TH = combine(out_SH, rows)
         if experts.down_bias is not None:
             y_TH += _spread(w_TK, index_TK, experts.num_experts).to(y_TH.dtype) @ experts.down_bias
-        ctx.save_for_backward(x_TH, w_TK, index_TK, y_SU, low_up_SR, low_down_SR, *rows)
-        ctx.experts = experts
+            ctx.index_TK, ctx.weights_dtype = index_TK, w_TK.dtype
+        # Not with save_for_backward: it would be the last saved tensor, and the product above computed again.
+        ctx.low_SR, ctx.experts = None if low_SR is None else low_SR.detach(), experts
         return y_TH
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad_TH,), experts = grads, cast(Experts, ctx.experts)
-        x_TH, w_TK, index_TK, y_SU, low_up_SR, low_down_SR, *rest = ctx.saved_tensors
-        rows = Rows(*rest)
-        up, down = experts.matrices(x_TH.dtype)
-        hidden, num_outputs, is_transposed = x_TH.shape[1], y_SU.shape[1], experts.is_transposed
-
-        # Through down: from the gradient of the sum to that of the activations.
+        (grad_TH,), experts, low_SR = grads, cast(Experts, ctx.experts), ctx.low_SR
+        ctx.experts = ctx.low_SR = None
+        rows, (_up, down), hidden = experts.rows, experts.adapters, grad_TH.shape[1]
         gathered = partial(gather, grad_TH, rows)
-        grad_SH, grad_low_SR = beside_low_rank(hidden, gathered, down and down.b, rows, grad_TH)
-        grad_act_SI = product(grad_SH, experts.down, down and down.a, not is_transposed, rows)
-        w_S = w_TK.flatten().index_select(0, rows.order)
-        backward = ActivationBackward(y_SU, w_S, grad_act_SI, experts.activation)
-        grad_SU, grad_low_up_SR = beside_low_rank(num_outputs, backward, up and up.b, rows, grad_TH)
-        adapter_up, adapter_down = experts.adapters
-        grads_down = adapter_grads(
-            adapter_down, (backward.activated_SI, low_down_SR), (grad_SH[:, :hidden], grad_low_SR), rows
-        )
+        grad_SH, grad_low_SR = beside_low_rank(hidden, gathered, experts.b(down, grad_TH.dtype), rows, grad_TH)
+        a_ERI = experts.a(down, grad_TH.dtype)
+        grad_act_SI = product(grad_SH, experts.down, a_ERI, not experts.is_transposed, rows)
         grad_w_TK = None
-        if ctx.needs_input_grad[1]:
-            grad_w_TK = backward.grad_w_S.index_select(0, rows.position.flatten()).view_as(w_TK)
-            if experts.down_bias is not None:
-                grad_w_TK = grad_w_TK + (grad_TH @ experts.down_bias.t()).gather(1, index_TK)
-            grad_w_TK = grad_w_TK.to(w_TK.dtype)
-        del grad_SH, grad_act_SI, backward, y_SU
+        if ctx.needs_input_grad[2] and experts.down_bias is not None:
+            grad_w_TK = (grad_TH @ experts.down_bias.t()).gather(1, ctx.index_TK).to(ctx.weights_dtype)
+        of_down = [] if down is None else [down.grad_b(low_SR, grad_SH[:, :hidden], rows)]
+        return grad_act_SI, grad_low_SR, grad_w_TK, None, None, *of_down
 
-        # Through up: to the gradient of the tokens.
-        grad_x_TH = None
-        if ctx.needs_input_grad[0]:
-            grad_x_TH = combine(product(grad_SU, experts.up, up and up.a, not is_transposed, rows), rows)
-        grads_up: list[Tensor] = []
-        if adapter_up is not None:
-            x_SH = x_TH.new_empty(len(rows.order), hidden)
-            gather(x_TH, rows, x_SH)
-            grads_up = adapter_grads(adapter_up, (x_SH, low_up_SR), (grad_SU[:, :num_outputs], grad_low_up_SR), rows)
-        return grad_x_TH, grad_w_TK, None, None, *grads_up, *grads_down
+
+def _t(matrices: Tensor | None) -> Tensor | None:
+    """Each expert's matrix transposed; None stays None."""
+    return None if matrices is None else matrices.transpose(1, 2)
 
 
 def _spread(w_TK: Tensor, index_TK: Tensor, num_experts: int) -> Tensor:

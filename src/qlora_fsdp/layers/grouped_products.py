@@ -13,11 +13,11 @@ from torch.nn import functional as F
 from qlora_fsdp.layers.expert_rows import Rows
 from qlora_fsdp.layers.quantized_experts import QuantizedExpertWeight
 
-# What the dequantized weights of one product may take: as much as the rows that go in and come out, within these bounds.
-# If all experts need more, some of the product's columns are made at a time, for all experts, which asks the GPU for no
-# numbers of rows. So a short step, which may be meant for a small GPU, holds little at a time, and a long one loses
-# nothing: each slice reads all rows that go in, and copies what comes out into its columns.
-MIN_SLICE_BYTES, MAX_SLICE_BYTES = 2**28, 2**30
+# What the dequantized weights of one product may take: as much as the rows that go in and come out, within these
+# bounds. If all experts need more, some of the product's columns are made at a time, for all experts, which asks the
+# GPU for no numbers of rows. So a short step, which may be meant for a small GPU, holds little at a time, and a long
+# one loses nothing: each slice reads all rows that go in, and copies what comes out into its columns.
+MIN_SLICE_BYTES, MAX_SLICE_BYTES = 2**29, 2**30
 COLUMNS_MULTIPLE = 64  # blocks of 4-bit weights have so many columns
 
 ExpertWeight = QuantizedExpertWeight | nn.Parameter
@@ -50,6 +50,13 @@ def beside_low_rank(
     low = F.grouped_mm(factor, low_rank, offs=rows.ends)
     both[:, width:] = low
     return both, low
+
+
+def with_low_rank(factor: Tensor, low_rank: Tensor | None) -> Tensor:
+    """The factor and the columns behind it as one tensor, as `beside_low_rank` has laid them out."""
+    rank = 0 if low_rank is None else low_rank.shape[1]
+    shape = factor.shape[0], factor.shape[1] + rank
+    return factor.as_strided(shape, factor.stride(), factor.storage_offset())
 
 
 def product(input_SK: Tensor, weight: ExpertWeight, extra: Tensor | None, sums_over_rows: bool, rows: Rows) -> Tensor:

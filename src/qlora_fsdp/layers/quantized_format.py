@@ -32,6 +32,7 @@ from torch import Tensor
 from qlora_fsdp.common.quantized_shapes import QuantType, is_4bit, stored_parts
 from qlora_fsdp.common.sizes import BLOCKSIZE, NESTED_BLOCKSIZE
 from qlora_fsdp.layers.kernels import cpu_quantize
+from qlora_fsdp.layers.kernels.launch import moves
 
 INT8_DEQUANT_FACTOR = 1.0 / 127.0
 MAX_BNB_ELEMENTS = 2**31 - 1  # bitsandbytes' kernels count in 32 bits
@@ -150,11 +151,13 @@ class Format:
         """The weight [out_features, in_features] in `dtype`, from its whole (gathered) parts."""
         codes, scales = parts["codes"], parts["scales"]
         if codes.is_meta:
-            if (
-                self.double_quant and self.dequantizer == "bitsandbytes"
-            ):  # the scales are made first, and kept meanwhile
-                scales = torch.empty(out_features, in_features // self.blocksize, dtype=torch.float32, device="meta")
-            return torch.empty(out_features, in_features, dtype=dtype, device="meta")
+            # bitsandbytes makes the scales first, and keeps them meanwhile.
+            makes_scales = self.double_quant and self.dequantizer == "bitsandbytes"
+            num_scales = out_features * (in_features // self.blocksize) if makes_scales else 0
+            made = torch.empty(num_scales, dtype=torch.float32, device="meta")
+            out = torch.empty(out_features, in_features, dtype=dtype, device="meta")
+            moves(out.nbytes + 2 * made.nbytes + sum(part.nbytes for part in parts.values()))
+            return out
         if not self.is_4bit:
             rows = self.unpack(codes, in_features).view(torch.int8)
             out = torch.empty(rows.shape, dtype=dtype, device=rows.device)
@@ -184,23 +187,21 @@ class Format:
 
         Args:
             parts: the whole (gathered) parts of the weight.
-            out: [groups, rows, columns], in the dtype wanted; the weight is so many matrices, one below the other. Groups
-                and rows may be strided, as when adapters have columns or rows of their own between them. Columns are a
-                multiple of the block size.
+            out: [groups, rows, columns], in the dtype wanted; the weight is so many matrices, one below the other.
+                Groups and rows may be strided, as when adapters have columns or rows of their own between them. Columns
+                are a multiple of the block size.
             first_row: of each matrix.
             first_column: a multiple of the block size.
         """
-        if out.is_meta:
-            return
         codes, scales = parts["codes"], parts["scales"]
+        if out.is_meta:
+            moves(out.nbytes + out.numel() // (2 if self.is_4bit else 1))
+            return
         if self.is_4bit and out.is_cuda and has_triton():
             from qlora_fsdp.layers.kernels import triton_dequantize
 
-            books, nested = (
-                (code_book(self.quant_type, out.device), dynamic_map(out.device)),
-                parts.get("nested_scales"),
-            )
-            origin = first_row, first_column
+            books, origin = (code_book(self.quant_type, out.device), dynamic_map(out.device)), (first_row, first_column)
+            nested = parts.get("nested_scales")
             triton_dequantize.dequantize(codes, scales, nested, books, self.blocksize, out, origin=origin)
             return
         num_groups, num_rows, num_columns = out.shape

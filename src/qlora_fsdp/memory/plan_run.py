@@ -83,8 +83,6 @@ def plan_run(
     config: Config,
     model: TracedModel,
     quant: QuantConfig,
-    compute_bytes: int,
-    fused: frozenset[str],
     machine: Machine,
 ) -> RunPlan:
     """Choose what the settings leave open, and check the rest against the machine.
@@ -93,8 +91,6 @@ def plan_run(
         config: the settings of the run.
         model: the model, which can be asked what it takes under any settings.
         quant: how the weights are quantized, which a quantized checkpoint decides by itself.
-        compute_bytes: bytes of one element of an activation.
-        fused: the settings of `kernels` for which Liger's kernels are used.
         machine: what the run has.
 
     Raises:
@@ -109,8 +105,6 @@ def plan_run(
         machine.num_ranks,
         machine.local_num_ranks,
         1 if size == AUTO else size,
-        compute_bytes,
-        fused,
         machine.is_cuda,
     )
     choice = choose(work, machine.target, machine.gpu)

@@ -1,8 +1,9 @@
 """Predicts how long an optimizer step takes: operations over the GPU's rates, with transfers overlapped as FSDP2 does.
 
-The prediction is good enough to rank choices. It is not a promise: a GPU whose allocator has to search for memory is
-slower. How much of its datasheet's rates a GPU reaches was measured with 8B and with layers of 405B on H200s; the
-constants below come from there (docs/plan-validation.md).
+What a layer computes and how many bytes it moves is traced (tracing/operations.py), so that no kind of layer is
+described here. The prediction is good enough to rank choices. It is not a promise: a GPU whose allocator has to search
+for memory is slower. How much of its datasheet's rates a GPU reaches was found by fitting the first four constants
+below to more than 60 runs on H200s (docs/plan-validation.md).
 """
 
 from __future__ import annotations
@@ -15,15 +16,13 @@ from qlora_fsdp.memory.gpus import Gpu
 from qlora_fsdp.memory.parameter_bytes import sum_bytes
 from qlora_fsdp.memory.plan import MemoryPlan
 from qlora_fsdp.memory.policy import Policy
-from qlora_fsdp.memory.traced import Flops
+from qlora_fsdp.memory.traced import Operations
 from qlora_fsdp.memory.workload import Workload
 
-MATMUL = 0.61  # share of the datasheet's FLOP/s that matrix products reach, attention included
-MATMUL_FP8 = 0.50  # the same in fp8, with the time to quantize inputs
-COPY = 0.6  # share of the memory's bandwidth that dequantizing and copying gathered layers reach
-# How often the tensors that a layer keeps go through memory in forward, with and without fused kernels. It is twice as
-# often in backward.
-PASSES, PASSES_UNFUSED = 3.0, 7.0
+PRODUCTS = 0.66  # share of the datasheet's FLOP/s that matrix products reach
+PRODUCTS_FP8 = 0.60  # the same in fp8
+ATTENTION = 0.45  # share of the datasheet's FLOP/s, in 16 bits, that attention reaches
+MOVING = 0.5  # share of the memory's bandwidth that all else reaches: norms, gates, dequantization, copies of layers
 LAUNCH_SECONDS = 2.4e-3  # time of Python to start the kernels of a layer's forward; backward takes twice as long
 FSDP_LAUNCH_SECONDS = 0.7e-3  # added to that under FSDP
 REPLAY_SECONDS = 2e-3  # to start a micro-batch that is recorded as a CUDA graph, whatever is in it
@@ -91,36 +90,29 @@ def _launch_seconds(work: Workload, policies: Sequence[Policy]) -> float:
 
 def _layer_seconds(work: Workload, index: int, policy: Policy, gpu: Gpu) -> float:
     """Seconds of a layer's forward and backward, with its recomputation. Transfers run at the same time."""
-    kind, memory = work.layers[index], gpu.memory_gb_s * 1e9
-    use, kept = work.layer_use(index, policy), work.layer_use(index, Policy.none)
-    passes = PASSES if "rms_norm" in work.fused else PASSES_UNFUSED
-    traffic = passes * kept.saved / memory
-    dequantize = kind.matrix_elements * (work.compute_bytes + 0.5) / (memory * COPY)
-    forward = _product_seconds(use.forward_flops, gpu) + traffic + dequantize
-    backward = _product_seconds(use.backward_flops, gpu) + 2 * traffic + dequantize
-    if policy is Policy.selective:  # two norms are made again, each with a read and a write
-        backward += 4 * work.ends.hidden / memory
-    if policy.recomputes:  # its products are among those of backward
-        backward += traffic + dequantize
+    kind, use = work.layers[index], work.layer_use(index, policy)
+    forward, backward = _compute_seconds(use.in_forward, gpu), _compute_seconds(use.in_backward, gpu)
     num_bytes = sum_bytes(kind.tensors).total
     transfer = _transfer_seconds(work, num_bytes, gpu) + use.host / (gpu.host_gb_s * 1e9)
     back = transfer if work.reshards or policy is Policy.offload else 0.0
     if work.num_shards > 1:  # the shard into the flat buffer, and all of that out again; each is read and written
-        copies = 2.0 * num_bytes * (1 + 1 / work.num_shards) / (memory * COPY)
+        copies = 2.0 * num_bytes * (1 + 1 / work.num_shards) / (gpu.memory_gb_s * 1e9 * MOVING)
         forward, backward = forward + copies, backward + (copies if work.reshards else 0.0)
     return max(forward, transfer) + max(backward, back)
 
 
-def _product_seconds(flops: Flops, gpu: Gpu) -> float:
-    """Seconds of matrix products and attention."""
-    fp8 = gpu.fp8_tflops * MATMUL_FP8 or gpu.tflops * MATMUL
-    return flops.plain / (gpu.tflops * MATMUL * 1e12) + flops.fp8 / (fp8 * 1e12)
+def _compute_seconds(operations: Operations, gpu: Gpu) -> float:
+    """Seconds in which a GPU computes and moves bytes, one after the other."""
+    fp8 = gpu.fp8_tflops * PRODUCTS_FP8 or gpu.tflops * PRODUCTS
+    tera_seconds = operations.products / (gpu.tflops * PRODUCTS) + operations.fp8 / fp8
+    tera_seconds += operations.attention / (gpu.tflops * ATTENTION)
+    return tera_seconds / 1e12 + operations.moved / (gpu.memory_gb_s * 1e9 * MOVING)
 
 
 def _ends_seconds(work: Workload, gpu: Gpu) -> float:
     """Seconds of embeddings and head. Nothing overlaps their transfers; the head's gradient is made with the loss."""
     tables = sum_bytes(tensor for tensors in work.parts.ends.values() for tensor in tensors).embeddings
-    return _product_seconds(work.ends.flops, gpu) + _transfer_seconds(work, tables, gpu)
+    return _compute_seconds(work.ends.operations, gpu) + _transfer_seconds(work, tables, gpu)
 
 
 def _transfer_seconds(work: Workload, num_bytes: int, gpu: Gpu) -> float:

@@ -15,11 +15,28 @@ from qlora_fsdp.memory.policy import Policy
 
 
 @dataclass(frozen=True)
-class Flops:
-    """Floating-point operations, those of products in fp8 apart from all others."""
+class Operations:
+    """What a pass asks of a GPU.
 
-    plain: float = 0.0
+    Attributes:
+        products: floating-point operations of matrix products, large enough that the factors' bytes do not matter.
+        fp8: the same of products in fp8.
+        attention: floating-point operations of attention.
+        moved: bytes that everything else reads and writes: norms, gates, dequantization, and products of low rank.
+    """
+
+    products: float = 0.0
     fp8: float = 0.0
+    attention: float = 0.0
+    moved: float = 0.0
+
+    def __add__(self, other: Operations) -> Operations:
+        return Operations(
+            self.products + other.products,
+            self.fp8 + other.fp8,
+            self.attention + other.attention,
+            self.moved + other.moved,
+        )
 
 
 @dataclass(frozen=True)
@@ -32,8 +49,8 @@ class LayerUse:
         keeps_input: whether `saved` has its input. The first layer's may not: it needs no gradient.
         forward: most that forward takes beyond `saved`, its output included.
         backward: most that backward takes beyond `saved`, the gradients of its parameters included.
-        forward_flops: of forward.
-        backward_flops: of backward, with what is computed again.
+        in_forward: what forward asks of the GPU.
+        in_backward: what backward does, with what is computed again.
     """
 
     saved: int
@@ -41,8 +58,8 @@ class LayerUse:
     keeps_input: bool
     forward: int
     backward: int
-    forward_flops: Flops
-    backward_flops: Flops
+    in_forward: Operations
+    in_backward: Operations
 
 
 @dataclass(frozen=True)
@@ -56,7 +73,7 @@ class EndsUse:
         loss: most that norm, head and loss take in forward beyond `shared` and the last hidden states.
         loss_backward: most that their backward takes beyond `shared`, the gradients of parameters included.
         lookup_backward: the same of the backward of the embeddings.
-        flops: of head and loss, forward and backward.
+        operations: what embeddings, head and loss ask of the GPU, forward and backward.
     """
 
     hidden: int
@@ -65,7 +82,7 @@ class EndsUse:
     loss: int
     loss_backward: int
     lookup_backward: int
-    flops: Flops
+    operations: Operations
 
 
 @dataclass(frozen=True)
@@ -95,13 +112,11 @@ class LayerKind:
 
     Attributes:
         tensors: the parameters of one of them.
-        matrix_elements: elements of its frozen matrices, which are dequantized once a pass.
         largest_weight: bytes of the largest of them in the dtype of products.
-        num_quantized: linear layers that are quantized.
+        num_quantized: weights that are quantized: of linear layers, and of all experts together.
     """
 
     tensors: tuple[Tensor, ...]
-    matrix_elements: int
     largest_weight: int
     num_quantized: int
 
@@ -116,7 +131,8 @@ class ModelParts:
         ends: the parameters outside the layers, of each unit: `embeddings`, `head` and `root`.
         gathered_by_model: those of `embeddings` and `head` that the model gathers itself (model/causal_lm.py).
         num_parameters: of the base model, as its authors count them.
-        num_quantized: linear layers that are quantized.
+        num_quantized: weights that are quantized.
+        cached_bytes: what a cache keeps of one token: keys and values of all layers.
     """
 
     kinds: tuple[LayerKind, ...]
@@ -125,6 +141,7 @@ class ModelParts:
     gathered_by_model: frozenset[str]
     num_parameters: int
     num_quantized: int
+    cached_bytes: int = 0
 
 
 class TracedModel(Protocol):

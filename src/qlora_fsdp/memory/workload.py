@@ -14,7 +14,6 @@ from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.memory.traced import EndsUse, LayerKind, LayerUse, ModelParts, TracedModel
 
 LayerKey = tuple[int, Policy, bool]  # kind, policy, whether it is the model's first layer
-FUSED_KERNELS = frozenset({"rms_norm", "rotary", "glu", "cross_entropy"})
 
 
 @dataclass(frozen=True)
@@ -26,8 +25,6 @@ class Workload:
         num_ranks: all processes of the run, each with a GPU of its own.
         local_num_ranks: those of one host.
         micro_batch_size: sequences per rank and forward pass.
-        compute_bytes: bytes of one element of an activation: 2 in bfloat16, 4 in float32.
-        fused: the settings of `kernels` for which Liger's kernels are used.
         is_cuda: whether the rank has a GPU. If not, the plan is about host memory.
     """
 
@@ -36,8 +33,6 @@ class Workload:
     num_ranks: int
     local_num_ranks: int
     micro_batch_size: int
-    compute_bytes: int = 2
-    fused: frozenset[str] = FUSED_KERNELS
     is_cuda: bool = True
 
     @cached_property
@@ -101,7 +96,7 @@ class Workload:
     @property
     def num_tokens(self) -> int:
         """Most tokens of a micro-batch on one rank."""
-        return self.micro_batch_size * self.config.training.max_length
+        return self.micro_batch_size * self.config.sequence_length
 
     @property
     def num_micro_batches(self) -> int:

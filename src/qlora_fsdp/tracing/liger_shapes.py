@@ -1,15 +1,15 @@
 """What Liger's kernels keep and allocate, for a trace on meta: the package is installed on few hosts without a GPU.
 
 Each class stands for the autograd function of the same purpose in liger_kernel/ops (0.8): it saves what that one saves,
-and writes in place where that one does. This project's own kernels need no such description
-(layers/kernels/launch.py).
+reads and writes what that one does, and writes in place where that one does. This project's own kernels need no such
+description (layers/kernels/launch.py).
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -18,11 +18,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from qlora_fsdp.common.families import FAMILIES
 from qlora_fsdp.layers import head_loss
-from qlora_fsdp.layers.rewire import LIGER_MLPS
-
-GATED_MLPS = {family.gated_mlp for family in FAMILIES.values()} | LIGER_MLPS
+from qlora_fsdp.layers.gated import find_gated
 
 
 def put_in_shapes(model: nn.Module, kernels: Collection[str]) -> None:
@@ -35,8 +32,8 @@ def put_in_shapes(model: nn.Module, kernels: Collection[str]) -> None:
     for module in model.modules():
         if "rms_norm" in kernels and type(module).__name__.endswith("RMSNorm"):
             module.forward = partial(_normalize, module)
-        elif "glu" in kernels and type(module).__name__ in GATED_MLPS:
-            module.forward = partial(_gated_mlp, module)
+        elif "glu" in kernels and (gated := find_gated(module)) is not None:
+            module.forward = partial(_gated_mlp, module, gated.names)
 
 
 @contextmanager
@@ -63,12 +60,12 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, x.new_empty(x.shape[:-1], dtype=torch.float32), weight)
-        return torch.empty_like(x)
+        return x.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        weight = ctx.saved_tensors[2]
-        return torch.empty_like(grads[0]), torch.empty_like(weight) if weight.requires_grad else None
+        x, _, weight = ctx.saved_tensors
+        return x + grads[0], torch.empty_like(weight) if weight.requires_grad else None
 
 
 def _rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
@@ -81,21 +78,19 @@ class _Rotary(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
-        q, k = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k))
+        q, k = (x.transpose(1, 2).contiguous().transpose(1, 2).mul_(1) for x in (q, k))
         return q.view_as(q), k.view_as(k)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad_q, grad_k = (grad.transpose(1, 2).contiguous().transpose(1, 2) for grad in grads)
+        grad_q, grad_k = (grad.transpose(1, 2).contiguous().transpose(1, 2).mul_(1) for grad in grads)
         return grad_q, grad_k, None, None
 
 
-def _gated_mlp(mlp: Any, x: Tensor) -> Tensor:
-    if hasattr(mlp, "gate_up_proj"):
-        gate, up = mlp.gate_up_proj(x).chunk(2, -1)
-    else:
-        gate, up = mlp.gate_proj(x), mlp.up_proj(x)
-    return mlp.down_proj(_Gate.apply(gate, up))  # type: ignore[no-any-return,no-untyped-call]
+def _gated_mlp(mlp: nn.Module, names: Sequence[str], x: Tensor) -> Tensor:
+    *wide, down = (mlp.get_submodule(name) for name in names)
+    gate, up = (layer(x) for layer in wide) if len(wide) == 2 else wide[0](x).chunk(2, -1)
+    return down(_Gate.apply(gate, up))  # type: ignore[no-any-return,no-untyped-call]
 
 
 class _Gate(torch.autograd.Function):
@@ -105,12 +100,12 @@ class _Gate(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         gate, up = gate.contiguous(), up.contiguous()
         ctx.save_for_backward(gate, up)
-        return torch.empty_like(gate)
+        return gate * up
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
         gate, up = ctx.saved_tensors
-        return gate, up
+        return gate.mul_(grads[0]), up.mul_(grads[0])
 
 
 def _loss(hidden_ND: Tensor, weight_VD: Tensor, bias: Tensor | None, targets_N: Tensor, softcap: Any) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from math import prod
 from typing import Any
 
 import torch
@@ -13,7 +12,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from qlora_fsdp.memory.traced import Flops
+from qlora_fsdp.memory.traced import Operations
+from qlora_fsdp.tracing.operations import operations_of
 
 aten: Any = torch.ops.aten
 
@@ -27,6 +27,7 @@ class LiveBytes(TorchDispatchMode):
     Attributes:
         now: bytes that are alive.
         peak: most of them since `start_phase`.
+        operations: what was asked of the GPU since then.
     """
 
     def __init__(self, known: Iterable[Tensor]) -> None:
@@ -34,7 +35,7 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._storages: dict[int, weakref.ref[Any]] = {}
         self._is_paused = False
-        self._plain = self._fp8 = 0.0
+        self.operations = Operations()
         self.now = self.peak = 0
         self.know(known)
 
@@ -45,12 +46,7 @@ class LiveBytes(TorchDispatchMode):
 
     def start_phase(self) -> None:
         """Look for a new peak, and count operations anew."""
-        self.peak, self._plain, self._fp8 = self.now, 0.0, 0.0
-
-    @property
-    def flops(self) -> Flops:
-        """Operations of matrix products and attention since `start_phase`."""
-        return Flops(self._plain, self._fp8)
+        self.peak, self.operations = self.now, Operations()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -60,6 +56,11 @@ class LiveBytes(TorchDispatchMode):
             yield
         finally:
             self._is_paused = False
+
+    def move(self, num_bytes: int) -> None:
+        """Count what a kernel moves that is not one of torch's."""
+        if not self._is_paused:
+            self.operations += Operations(moved=num_bytes)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is aten._local_scalar_dense.default and args[0].is_meta:
@@ -71,12 +72,8 @@ class LiveBytes(TorchDispatchMode):
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
                 self._follow(leaf, leaf.untyped_storage().nbytes())
-        operation = func.overloadpacket
-        self.peak = max(self.peak, self.now + _bytes_inside(operation, args))
-        if operation is aten._scaled_mm:
-            self._fp8 += _flops(operation, args)
-        else:
-            self._plain += _flops(operation, args)
+        self.peak = max(self.peak, self.now + _bytes_inside(func.overloadpacket, args))
+        self.operations += operations_of(func, args, out)
         return out
 
     def _follow(self, tensor: Tensor, size: int) -> None:
@@ -113,36 +110,7 @@ def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor | None = None, *_: Any, **__:
     return a.new_empty(*a.shape[:-1], b.shape[-1])
 
 
-def _flops(operation: Any, args: Any) -> float:
-    """Floating-point operations of matrix products and of attention, which is causal; 0 of anything else."""
-    if operation in _PRODUCTS:
-        a, b = args[_PRODUCTS[operation] :][:2]
-        return float(2 * a.numel() * b.shape[-1])
-    name = operation._qualified_op_name
-    if name in _ATTENTION:
-        is_backward = name.endswith("_backward")
-        query, key, value = args[1:4] if is_backward else args[:3]  # the gradient comes before them
-        longest = key.shape[-2] if query.ndim == 4 else next(arg for arg in args if type(arg) is int)  # varlen's max_q
-        forward: float = 2.0 * prod(query.shape[:-1]) * longest * (query.shape[-1] + value.shape[-1]) / 2
-        return 2.5 * forward if is_backward else forward
-    return 0.0
-
-
-# By operation: the place of the first factor among its arguments.
-_PRODUCTS = {
-    aten.mm: 0,
-    aten.bmm: 0,
-    aten.addmm: 1,
-    aten.addmm_: 1,
-    aten.baddbmm: 1,
-    aten._scaled_mm: 0,
-    aten._grouped_mm: 0,
+_FLASH_BACKWARD = {
+    "aten::_scaled_dot_product_flash_attention_backward",
+    "torch_attn::_varlen_attn_backward",
 }
-_FORWARD = (
-    "aten::_scaled_dot_product_flash_attention",
-    "aten::_scaled_dot_product_efficient_attention",
-    "aten::_scaled_dot_product_flash_attention_for_cpu",
-    "torch_attn::_varlen_attn",
-)
-_FLASH_BACKWARD = {f"{_FORWARD[0]}_backward", f"{_FORWARD[3]}_backward"}
-_ATTENTION = {*_FORWARD, *(f"{name}_backward" for name in _FORWARD)}

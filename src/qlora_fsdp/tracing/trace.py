@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from qlora_fsdp.data.batch import Batch
-from qlora_fsdp.layers.kernels.launch import as_on_a_gpu
+from qlora_fsdp.layers.kernels.launch import as_on_a_gpu, bytes_moved
 from qlora_fsdp.layers.liger import stock_models
 from qlora_fsdp.memory.policy import Policy
-from qlora_fsdp.memory.traced import EndsUse, Flops, LayerUse
+from qlora_fsdp.memory.traced import EndsUse, LayerUse, Operations
 from qlora_fsdp.model.activations import set_activation_policy
 from qlora_fsdp.model.task_model import TaskModel
 from qlora_fsdp.tracing.fused_attention import fused_attention
@@ -58,7 +58,7 @@ class Trace:
         self.model, self.is_cuda, self.liger_kernels = model, is_cuda, liger_kernels
         self.calls: dict[nn.Module, _Call] = {}  # how each layer is called
         self.input_needs_gradient = False
-        with self._running(), LiveBytes([*model.parameters(), *model.buffers()]) as live:
+        with self._running(), LiveBytes([*model.parameters(), *model.buffers()]) as live, bytes_moved(live.move):
             self.ends = self._run_ends(live, batch.to("meta"))
 
     def layer(self, index: int, policy: Policy, is_first: bool = False) -> LayerUse:
@@ -78,7 +78,8 @@ class Trace:
             layer = copy.deepcopy(original, shared_configs(original))
             set_activation_policy([layer], [policy])
             call, needs_gradient = self.calls[original], not is_first or self.input_needs_gradient
-            with LiveBytes([*layer.parameters(), *layer.buffers(), *call.tensors()]) as live:
+            known = [*layer.parameters(), *layer.buffers(), *call.tensors()]
+            with LiveBytes(known) as live, bytes_moved(live.move):
                 return _run_layer(live, layer, call, needs_gradient)
 
     @contextmanager
@@ -97,10 +98,10 @@ class Trace:
         outputs, anchor = dict[nn.Module, Any](), _anchor()
         first_input: Callable[[], Any] = _nothing
         lookup = hidden = held = shared = loss = 0
-        in_backward: list[tuple[int, Flops]] = []  # peak and operations before each layer
+        in_backward: list[tuple[int, Operations]] = []  # peak and operations before each layer
 
         def pass_gradient() -> None:
-            in_backward.append((live.peak, live.flops))
+            in_backward.append((live.peak, live.operations))
             live.start_phase()
 
         def let_go(_: Any) -> None:
@@ -131,10 +132,10 @@ class Trace:
         live.start_phase()
         with replaced_forwards(self.model.layers, skip), gradients_freed(self.model.parameters()):
             total = self.model(batch)
-            loss, flops = max(loss, live.peak - held), live.flops
+            loss, operations = max(loss, live.peak - held), live.operations
             live.start_phase()
             total.backward()
-        backward_peak, backward_flops = in_backward[0]
+        backward_peak, backward_operations = in_backward[0]
         return EndsUse(
             hidden=hidden,
             shared=shared,
@@ -142,7 +143,7 @@ class Trace:
             loss=max(0, loss - shared - hidden),
             loss_backward=max(0, backward_peak - shared),
             lookup_backward=max(0, live.peak - shared),
-            flops=Flops(flops.plain + backward_flops.plain, flops.fp8 + backward_flops.fp8),
+            operations=operations + backward_operations,
         )
 
 
@@ -195,7 +196,7 @@ def _run_layer(live: LiveBytes, layer: nn.Module, call: _Call, needs_gradient: b
     y = _first_tensor(call.run(layer, x))
     del x
     saved = live.now - y.untyped_storage().nbytes()
-    forward_peak, forward_flops, keeps_input = live.peak, live.flops, kept_input() is not None
+    forward_peak, in_forward, keeps_input = live.peak, live.operations, kept_input() is not None
     live.start_phase()
     loss = Sink.apply(y)  # type: ignore[no-untyped-call]
     del y
@@ -206,8 +207,8 @@ def _run_layer(live: LiveBytes, layer: nn.Module, call: _Call, needs_gradient: b
         keeps_input=keeps_input,
         forward=forward_peak - saved,
         backward=live.peak - saved,
-        forward_flops=forward_flops,
-        backward_flops=live.flops,
+        in_forward=in_forward,
+        in_backward=live.operations,
     )
 
 

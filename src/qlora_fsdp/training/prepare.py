@@ -23,10 +23,11 @@ from qlora_fsdp.data.stream import open_stream
 from qlora_fsdp.memory.plan_run import Machine, RunPlan, plan_run, run_without_plan
 from qlora_fsdp.model.activations import MemoryFallback, set_activation_policy
 from qlora_fsdp.model.adapters import trainable_names
-from qlora_fsdp.model.assemble import AssembledModel, assemble, describe_base
+from qlora_fsdp.model.assemble import AssembledModel, describe_base, describe_layers
 from qlora_fsdp.model.classifier import Classifier
 from qlora_fsdp.model.count import FlopCounter, Sizes, count_bytes, count_flops, dtype_name
 from qlora_fsdp.model.positions import check_positions
+from qlora_fsdp.model.saved_adapter import SavedAdapter
 from qlora_fsdp.model.swap_layers import quant_settings
 from qlora_fsdp.model.task_model import TaskModel
 from qlora_fsdp.records.run_folder import log
@@ -35,6 +36,7 @@ from qlora_fsdp.runtime.hardware import choose_dtype, find_machine, hold_to, is_
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.tracing.model_tracer import UntraceableModel, trace_assembled
 from qlora_fsdp.training.memory_use import PhasePeaks, explain_early_shortage, start_snapshot
+from qlora_fsdp.training.start import assemble_on
 from qlora_fsdp.weights.quantized_cache import use_cache
 
 
@@ -46,6 +48,8 @@ class Prepared:
         config: the run's settings, with what was open decided: packing, the micro-batch, the sharding.
         assembled: the model on meta, and what it was assembled from.
         base: fingerprint of the model files; None for random weights.
+        base_layers: the same of the transformer layers alone, which an adapter remembers its base by.
+        start: the adapter that the run starts from; None for a new one.
         sizes: numbers and bytes of the parameters.
         flops: counts the FLOPs of a batch.
         data: sequences of tokenized rows, or a stream of them.
@@ -59,6 +63,8 @@ class Prepared:
     config: Config
     assembled: AssembledModel
     base: str | None
+    base_layers: str | None
+    start: SavedAdapter | None
     sizes: Sizes
     flops: FlopCounter
     data: PreparedData[TrainingData]
@@ -79,7 +85,12 @@ class Prepared:
 
 
 def prepare(
-    config: Config, processes: Processes, folder: Path, first_step: int = 0, kept: Mapping[str, Any] | None = None
+    config: Config,
+    processes: Processes,
+    folder: Path,
+    first_step: int = 0,
+    start: SavedAdapter | None = None,
+    kept: Mapping[str, Any] | None = None,
 ) -> Prepared:
     """Everything that can be found out before anything large exists. Collective.
 
@@ -88,6 +99,7 @@ def prepare(
         processes: all ranks take part.
         folder: the run folder.
         first_step: optimizer steps that a checkpoint has done already.
+        start: the adapter that the run starts from; None for a new one.
         kept: what was chosen for open settings when that checkpoint was written, by key. It is chosen again, unless it
             does not fit any more.
 
@@ -96,23 +108,30 @@ def prepare(
             is tried out or written to a cache finds no room.
     """
     try:
-        return _prepare(config, processes, folder, first_step, kept or {})
+        return _prepare(config, processes, folder, first_step, start, kept or {})
     except RuntimeError as error:
         if not is_shortage(error):
             raise
         raise explain_early_shortage(error, config.model.cache_quantized) from error
 
 
-def _prepare(config: Config, processes: Processes, folder: Path, first_step: int, kept: Mapping[str, Any]) -> Prepared:
+def _prepare(
+    config: Config,
+    processes: Processes,
+    folder: Path,
+    first_step: int,
+    start: SavedAdapter | None,
+    kept: Mapping[str, Any],
+) -> Prepared:
     device, dtype = processes.device, choose_dtype(config.training.precision, processes.device)
     ranks = f"{plural(processes.num_ranks, 'rank')} on {device.type}"
     default = f", on {config.data.path}, the default: data.path= names yours" if config.data.is_default else ""
     log.info(f"Run {config.run.name}: {ranks}, {dtype_name(dtype)}, in {folder}{default}")
     missing = replace_missing(config, device)
-    assembled = assemble(config, config.lora, processes, trains=True)
+    assembled = assemble_on(start, config, processes)
     model, meta = assembled.model, assembled.meta
     config = assembled.settle(config)
-    base = describe_base(meta.assignments, processes)
+    base, base_layers = describe_base(meta.assignments, processes), describe_layers(assembled, processes)
     if config.model.cache_quantized:
         meta.assignments = use_cache(meta.assignments, base, config.model.cache_folder, dtype, processes)
     machine = find_machine(config.memory.target_gib, processes)
@@ -129,7 +148,7 @@ def _prepare(config: Config, processes: Processes, folder: Path, first_step: int
     flops = count_flops(model, meta.config.get_text_config())
     is_auto = config.memory.activations is Activations.auto
     peaks = PhasePeaks(device, MemoryFallback(model.layers, run_plan.policies) if is_auto else None)
-    return Prepared(config, assembled, base, sizes, flops, data, split, machine, run_plan, peaks)
+    return Prepared(config, assembled, base, base_layers, start, sizes, flops, data, split, machine, run_plan, peaks)
 
 
 def _plan_memory(
@@ -160,8 +179,6 @@ def _plan(config: Config, assembled: AssembledModel, machine: Machine) -> RunPla
             config,
             trace_assembled(assembled, config, machine.is_cuda),
             quant_settings(assembled.meta.format, config.quant),
-            assembled.dtype.itemsize,
-            frozenset(assembled.liger_kernels) | ({"cross_entropy"} if assembled.loss_kernel != "torch" else set()),
             machine,
         )
     except UntraceableModel as error:

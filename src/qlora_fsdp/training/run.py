@@ -52,6 +52,7 @@ from qlora_fsdp.training.loop import TrainResult, train
 from qlora_fsdp.training.memory_use import explain_shortage
 from qlora_fsdp.training.optim import LocalOptimizer, make_optimizer
 from qlora_fsdp.training.prepare import Prepared, prepare
+from qlora_fsdp.training.reference import add_reference
 from qlora_fsdp.training.resume import (
     begin_attempt,
     check_base,
@@ -65,6 +66,7 @@ from qlora_fsdp.training.resume import (
     settings_of,
 )
 from qlora_fsdp.training.saver import Saver
+from qlora_fsdp.training.start import open_start
 from qlora_fsdp.training.step import StepRunner
 from qlora_fsdp.training.step_recorder import StepRecorder
 
@@ -103,10 +105,12 @@ def run(config: Config, world: World) -> dict[str, Any]:
             with summary.resuming():
                 verify_files(checkpoint, processes)
 
+        start = open_start(config, folder, processes, summary)
+
         # Second: the model without weights, the memory plan and the data. Most errors are found here, before anything
         # large is allocated.
         started = time.perf_counter()
-        prepared = prepare(config, processes, folder, 0 if checkpoint is None else checkpoint.step, kept)
+        prepared = prepare(config, processes, folder, 0 if checkpoint is None else checkpoint.step, start, kept)
         check_room(folder, prepared.sizes.num_trainable * 4, processes)  # float32
         if checkpoint is not None:
             check_data(checkpoint, prepared.data.train, config)
@@ -117,6 +121,7 @@ def run(config: Config, world: World) -> dict[str, Any]:
         with _explained_shortage(prepared, config, processes, folder, summary):
             loaded = _load_and_prove(prepared, processes)
             summary.loaded(loaded, setup_seconds=time.perf_counter() - started)
+            prepared = add_reference(prepared, processes)
             result = _train(prepared, config, processes, watch, folder, checkpoint, summary)
 
         seconds = time.perf_counter() - started
@@ -183,6 +188,8 @@ def _load_and_prove(prepared: Prepared, processes: Processes) -> dict[str, Any]:
 
     def fill_adapters(model: peft.PeftModel) -> None:
         initialize_adapters(model, config.lora.init_lora_weights, config.training.seed, prepared.assembled.tokens)
+        if prepared.start is not None:
+            prepared.start.load(model)
 
     loaded = materialize(
         prepared.assembled,
@@ -245,7 +252,8 @@ def _train(
     result.last_losses = [line["loss"] for line in before[-NUM_FINAL:]]
     norms = [line["grad_norm"] for line in before]
     bad_steps = BadSteps(config.training, folder, data.train, split, decode, norms, saver, processes)
-    generations = Generations(config.tracking, data.eval, prepared.tokenizer, processes)
+    trusted = config.model.trust_remote_code
+    generations = Generations(config.tracking, data.eval, prepared.tokenizer, processes, trusted)
     every_steps = config.training.eval_every_steps
     evaluation = Evaluation(data.eval, every_steps, split, generations, processes, peaks, journal, saver)
     passes = make_passes(prepared, prepared.config, trainable, processes)
@@ -291,7 +299,7 @@ def _describe_adapter(
     """What gives the facts for the model card whenever an adapter is written, and the settings saved with it."""
     form = find_form(config) if processes.is_main else None
     weights = getattr(prepared.model, "class_weights", None)
-    settings = saved_settings(config, None if weights is None else weights.tolist(), form)
+    settings = saved_settings(config, None if weights is None else weights.tolist(), form, prepared.base_layers)
     return partial(describe_adapter, prepared, config, result, folder, form, result.num_steps == 0), settings
 
 

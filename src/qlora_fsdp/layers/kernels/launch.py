@@ -1,15 +1,16 @@
 """What the Triton kernels' modules share: Triton itself, and launches that do nothing on meta.
 
-The memory plan runs layers on meta tensors, which have shapes and no memory (plan/trace.py). The functions around the
-kernels then allocate what they allocate on a GPU, and only the launch is left out. So a new kernel is planned without
-being described a second time. That works on hosts without Triton too, such as a laptop: only names are missing there.
+The memory plan runs layers on meta tensors, which have shapes and no memory (tracing/trace.py). The functions around
+the kernels then allocate what they allocate on a GPU, and only the launch is left out: the bytes of its tensors are
+counted in its place. So a new kernel is planned without being described a second time. That works on hosts without
+Triton too, such as a laptop: only names are missing there.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -40,22 +41,42 @@ except ImportError:
 
     triton = tl = _NoTriton
 
-__all__ = ["as_on_a_gpu", "kernel", "runs_kernels", "tl", "triton"]
+__all__ = ["as_on_a_gpu", "bytes_moved", "kernel", "moves", "runs_kernels", "tl", "triton"]
 _plans_gpu: ContextVar[bool] = ContextVar("plans_gpu", default=False)
+_moved: ContextVar[Callable[[int], None] | None] = ContextVar("moved", default=None)
 
 
 class kernel:  # a decorator
-    """Put on top of `@triton.jit`: the kernel is launched as always, but not if its first argument is on meta."""
+    """Put on top of `@triton.jit`: the kernel is launched as always, but if its first argument is on meta, counted."""
 
     def __init__(self, function: Any) -> None:
         self.function = function
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def launch(first: Tensor, *args: Any, **options: Any) -> None:
-            if not first.is_meta:
+            if first.is_meta:
+                moves(sum(arg.nbytes for arg in (first, *args) if isinstance(arg, Tensor)))
+            else:
                 self.function[grid](first, *args, **options)
 
         return launch
+
+
+def moves(num_bytes: int) -> None:
+    """Count what a kernel would read and write, which is not launched because its tensors are on meta."""
+    count = _moved.get()
+    if count is not None:
+        count(num_bytes)
+
+
+@contextmanager
+def bytes_moved(count: Callable[[int], None]) -> Iterator[None]:
+    """While it lasts, `count` is called with the bytes of every kernel that is left out."""
+    token = _moved.set(count)
+    try:
+        yield
+    finally:
+        _moved.reset(token)
 
 
 def runs_kernels(tensor: Tensor) -> bool:
