@@ -78,6 +78,7 @@ def run_ours(side: str, args: argparse.Namespace, checkpoint: Path, folder: Path
         *("accelerate", "launch", *launch_options(args), "-m", "qlora_fsdp.train"),
         *(f"model.path={checkpoint}", "data=random", f"run.folder={folder}/run"),
         *(f"training.max_length={args.max_length}", f"training.micro_batch_size={args.micro_batch_size}"),
+        *("training.global_batch_size=null", "fsdp.sharding_strategy=FULL_SHARD"),
         *(f"training.max_steps={args.steps}", "optim.lr_scheduler_type=constant", *overrides),
         *([f"memory.target_gib={args.cap_gib:g}"] if args.cap_gib else []),
     ]

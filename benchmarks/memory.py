@@ -65,7 +65,8 @@ class Case:
         return [
             *("experiment=dry_run", f"model={self.model}", "data.max_rows=64"),
             *(f"training.max_steps={self.steps}", f"training.max_length={self.length}"),
-            f"training.micro_batch_size={self.micro_batch_size}",
+            *(f"training.micro_batch_size={self.micro_batch_size}", "training.global_batch_size=null"),
+            "fsdp.sharding_strategy=FULL_SHARD",
             *(f"memory.activations={self.policy}", f"memory.target_gib={self.target_gib or 'null'}"),
             *(f"run.folder={folder}", "run.overwrite=true", f"data.cache_folder={folder}/cache", *self.overrides),
         ]

@@ -22,6 +22,7 @@ from qlora_fsdp.common.files import write_json
 from qlora_fsdp.common.hub import fetch_config_json
 from qlora_fsdp.common.startup import end_with_the_reader, quick_imports
 from qlora_fsdp.common.text import plural, show_duration, show_size
+from qlora_fsdp.config.batch_size import AUTO, round_default
 from qlora_fsdp.config.check_model import is_local_path
 from qlora_fsdp.config.check_settings import TRAINING, Needs, check_settings, check_world
 from qlora_fsdp.config.compose import load_config
@@ -30,7 +31,7 @@ from qlora_fsdp.config.model_config import describes_itself, read_config_json
 from qlora_fsdp.config.schema import Config, ModelConfig
 from qlora_fsdp.config.settings import problem_about
 from qlora_fsdp.config.world import World
-from qlora_fsdp.memory.choose import AUTO, MARGIN, Choice, choose, describe_choice
+from qlora_fsdp.memory.choose import MARGIN, Choice, choose, describe_choice
 from qlora_fsdp.memory.gpus import Hardware, parse_hardware, visible_hardware
 from qlora_fsdp.memory.plan import GIB
 from qlora_fsdp.memory.show import (
@@ -85,6 +86,7 @@ def preflight(argv: Sequence[str], file: Path) -> int:
     hardware, overrides = _split(argv)
     config = load_config(overrides, partial(check_settings, needs=NEEDS))
     _check(config, hardware)
+    config, rounded = round_default(config, hardware.count)
     size, values = config.training.micro_batch_size, _read_config(config.model)
     # From here on torch is needed, which takes seconds to import: mistakes in the settings were answered before.
     with quick_imports():
@@ -105,7 +107,7 @@ def preflight(argv: Sequence[str], file: Path) -> int:
     target = GIB * (config.memory.target_gib or hardware.gpu.gib * (1 - MARGIN))
     choice = choose(work, target, hardware.gpu)
     lines, figures = _describe(choice, hardware, target)
-    lines += padded
+    lines += [*padded, *([f"Note: {rounded}"] if rounded else [])]
     if not choice.fits:
         cheapest = cheapest_changes(work, target, hardware.gpu)
         missing = (choice.plan.needed - target) / GIB

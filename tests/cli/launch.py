@@ -22,6 +22,7 @@ from tests.helpers.ranks import StartedRanks
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests" / "helpers" / "bin" / "qlora-fsdp"  # the command of its own
+SHORT_STEPS = ["training.micro_batch_size=1", "training.global_batch_size=null"]  # a sequence a rank
 LAUNCHERS = {
     "qlora-fsdp": [str(SCRIPT), "train"],
     "python": ["-m", "qlora_fsdp.train"],

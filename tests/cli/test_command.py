@@ -11,12 +11,19 @@ import psutil
 import pytest
 
 from qlora_fsdp import __version__
-from tests.cli.launch import Launch
+from tests.cli.launch import SHORT_STEPS, Launch
 
 pytestmark = pytest.mark.distributed
 
 FIRST_LINE = f"qlora-fsdp {__version__}, 2 ranks: importing torch ...\n"
-TINY = ["model=tiny", "model.config.num_hidden_layers=1", "data=random", "training.max_length=32", "lora.r=4"]
+TINY = [
+    "model=tiny",
+    "model.config.num_hidden_layers=1",
+    "data=random",
+    "training.max_length=32",
+    "lora.r=4",
+    *SHORT_STEPS,
+]
 LONG_RUN = [*TINY, "training.max_steps=100000", "launch.num_processes=2"]
 OFFLOADING = """\
 compute_environment: LOCAL_MACHINE

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from qlora_fsdp.training.checkpoint import read_manifest
-from tests.cli.launch import Command, ForkedLaunch
+from tests.cli.launch import SHORT_STEPS, Command, ForkedLaunch
 from tests.helpers.full_disk import fill_disk, small_disk
 
 pytestmark = pytest.mark.distributed
 
-TINY = ["model=tiny", "model.config.num_hidden_layers=1", "data=random", "training.max_length=64"]
+TINY = ["model=tiny", "model.config.num_hidden_layers=1", "data=random", "training.max_length=64", *SHORT_STEPS]
 LONG_RUN = [*TINY, "training.max_steps=100000"]
 WARNING = r"metrics\.jsonl can't be written: {}\. Training goes on\."
 

@@ -14,12 +14,12 @@ from qlora_fsdp import __version__
 from qlora_fsdp.config.schema import CheckpointConfig, Config, RunConfig
 from qlora_fsdp.data.tokenize_source import ROWS_A_PROCESS
 from qlora_fsdp.training.resume import describe_kept
-from tests.cli.launch import ForkedLaunch, Launch
+from tests.cli.launch import SHORT_STEPS, ForkedLaunch, Launch
 from tests.cli.stages import at_stage, wait_until_signalled
 
 pytestmark = pytest.mark.distributed
 
-SETTINGS = ["model=tiny", "model.config.num_hidden_layers=1", "data=random", "data.max_rows=64"]
+SETTINGS = ["model=tiny", "model.config.num_hidden_layers=1", "data=random", "data.max_rows=64", *SHORT_STEPS]
 SETTINGS += ["training.max_length=32", "training.max_steps=6", "lora.r=4", "checkpoint.every_steps=2"]
 NOTHING, GOES_ON = "No step is saved: the same command starts again.", "the same command goes on from there."
 AT_THE_END = "SIGINT: the run saves and stops at the end of this step, or finishes if that is the last; another Ctrl-C"

@@ -25,13 +25,13 @@ from qlora_fsdp.common.errors import RankError
 from qlora_fsdp.records.run_state import checkpoint_folders
 from qlora_fsdp.runtime import heartbeats
 from qlora_fsdp.runtime.processes import PATIENCE
-from tests.cli.launch import Command, ForkedLaunch, Launch
+from tests.cli.launch import SHORT_STEPS, Command, ForkedLaunch, Launch
 from tests.cli.stages import at_stage
 from tests.helpers.ranks import Meeting
 
 pytestmark = pytest.mark.distributed
 
-TINY = ["model=tiny", "model.config.num_hidden_layers=1", "data=random", "training.max_length=64"]
+TINY = ["model=tiny", "model.config.num_hidden_layers=1", "data=random", "training.max_length=64", *SHORT_STEPS]
 LONG_RUN = [*TINY, "training.max_steps=100000"]
 EVALUATING = [*LONG_RUN, "data.max_rows=120", "data.eval_fraction=0.9", "training.eval_every_steps=2"]  # of 108 rows
 EVALUATING += ["training.micro_batch_size=1", "training.global_batch_size=1"]

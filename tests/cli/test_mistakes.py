@@ -152,7 +152,7 @@ STARTED: dict[str, tuple[list[str], list[str]]] = {
     "misspelt": (["lora.rank=8", "launch.num_processes=2"], ["lora.rank=8 is not a setting. Did you mean lora.r?"]),
     "three sequences on two ranks": (
         ["training.global_batch_size=3", "launch.num_processes=2"],
-        ["training.global_batch_size=3 is not a multiple of micro_batch_size 1 x 2 ranks"],
+        ["training.global_batch_size=3 is not a multiple of 2 ranks"],
     ),
 }
 

@@ -17,11 +17,18 @@ from qlora_fsdp.model import assemble, materialize
 from qlora_fsdp.model.causal_lm import CausalLM
 from qlora_fsdp.records.run_state import checkpoint_folders
 from qlora_fsdp.training import run
-from tests.cli.launch import ForkedLaunch
+from tests.cli.launch import SHORT_STEPS, ForkedLaunch
 
 pytestmark = pytest.mark.distributed
 
-SETTINGS = ["model=tiny", "data=random", "data.max_rows=16", "data.eval_fraction=0.5", "training.max_length=32"]
+SETTINGS = [
+    "model=tiny",
+    "data=random",
+    "data.max_rows=16",
+    "data.eval_fraction=0.5",
+    "training.max_length=32",
+    *SHORT_STEPS,
+]
 SETTINGS += ["training.max_steps=4", "training.eval_every_steps=2", "checkpoint.every_steps=1", "lora.r=4"]
 HUGE = ["training.micro_batch_size=100000", "training.max_steps=1"]
 PHASES = ["load", "forward", "backward", "step", "evaluation"]
@@ -92,7 +99,7 @@ def test_also_before_there_is_a_plan(ended: dict[str, ForkedLaunch]) -> None:
 
 def test_a_cpu_is_asked_beforehand(tmp_path: Path) -> None:
     """Where nothing else would tell: the kernel kills who takes too much host memory."""
-    command = ForkedLaunch(tmp_path, 2, "model=tiny", "data=random", *HUGE)
+    command = ForkedLaunch(tmp_path, 2, "model=tiny", "data=random", *SHORT_STEPS, *HUGE)
     assert command.finish() == 3
     (error,) = command.errors
     assert re.match(r"A rank's tensors need [\d.]+ GiB of host memory by the plan, with .* 100,000 x 2,048", error)

@@ -179,7 +179,7 @@ def test_what_is_not_what_it_seems(tmp_path: Path, capsys: pytest.CaptureFixture
         (["hardware=1xh200"], "model.path=null names no model. Set model to a preset"),
         (["hardware=1xh200", "model=llama3-8b", "lora.rr=8"], "lora.rr=8 is not a setting"),
         (["hardware=3xh200", "model=llama3-8b", "training.global_batch_size=4"], "Set training.global_batch_size=3"),
-        (["hardware=1xh200", "model=llama3-8b", "training.micro_batch_size=auto"], "needs a global batch to divide"),
+        (["hardware=1xh200", "model=llama3-8b", "training.global_batch_size=null"], "needs a global batch to divide"),
         (["hardware=1xh200", "model=llama3-8b", "fsdp=offload", "optim=adamw_8bit"], "optim.name=adamw_8bit keeps"),
         (["hardware=1xh200", "model=gemma3-27b", "quant.embeddings=int8"], "whose head shares its weight"),
         (["hardware=1xa100-80g", "model=llama3-8b", "compute=fp8"], "compute.matmul=fp8 can't be used"),

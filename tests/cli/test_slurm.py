@@ -16,7 +16,7 @@ import pytest
 
 from qlora_fsdp.records.run_state import read_json, slurm_queue
 from qlora_fsdp.status import show_status
-from tests.cli.launch import ROOT, child_environment
+from tests.cli.launch import ROOT, SHORT_STEPS, child_environment
 from tests.helpers.lines import read_lines
 
 NUM_NODES = 2
@@ -29,7 +29,7 @@ def has_slurm() -> bool:
 
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
-BASE = ["model=tiny", "data=random", "training.max_length=64"]
+BASE = ["model=tiny", "data=random", "training.max_length=64", *SHORT_STEPS]
 SWEEP = [
     *("-m", "hydra/launcher=slurm", "run.folder=sweep", "lora.r=2,4", "training.seed=0,1"),
     "training.max_steps=2",

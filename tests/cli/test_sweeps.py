@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from qlora_fsdp.status import show_status
-from tests.cli.launch import Launch
+from tests.cli.launch import SHORT_STEPS, Launch
 from tests.helpers.lines import read_lines
 
 pytestmark = pytest.mark.distributed
 SWEEP = [
-    *("-m", "model=tiny", "data=random", "training.max_length=64", "lora.r=2,4"),
+    *("-m", "model=tiny", "data=random", "training.max_length=64", "lora.r=2,4", *SHORT_STEPS),
     *("launch.num_processes=1", "launch.parallel=2"),
 ]
 

@@ -16,7 +16,7 @@ import peft
 import pytest
 
 from qlora_fsdp.records.run_state import checkpoint_folders
-from tests.cli.launch import Launch
+from tests.cli.launch import SHORT_STEPS, Launch
 from tests.helpers.lines import read_lines
 from tests.helpers.quick_config import load_config
 from tests.helpers.ranks import RanksFailed, once, run_ranks
@@ -150,6 +150,7 @@ def test_kills_at_random_moments(checkpoint: Callable[..., Path], rows: Path, tm
 def test_max_restarts_of_the_launcher_goes_on(tmp_path: Path):
     """A rank is killed; accelerate starts all again; run.overwrite, which began the run, does not begin it anew."""
     argv = ["model=tiny", "data=random", "training.max_length=64", "training.max_steps=40", "checkpoint.every_steps=5"]
+    argv += SHORT_STEPS
     launch = Launch(tmp_path, "accelerate with a restart", *argv, "run.overwrite=true")
     folder = launch.run_folder / "checkpoints"
     launch.wait_for(lambda: len(checkpoint_folders(folder)) > 1, "checkpoints")

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.cli.launch import Command, ForkedLaunch, Launch
+from tests.cli.launch import SHORT_STEPS, Command, ForkedLaunch, Launch
 from tests.cli.stages import at_stage
 
 NUM_RANKS = torch.cuda.device_count()
-RUN = ["model=tiny", "data=random", "training.max_length=64", "training.max_steps=400"]
+RUN = ["model=tiny", "data=random", *SHORT_STEPS, "training.max_length=64", "training.max_steps=400"]
 ENDLESS = [*RUN[:-1], "training.max_steps=100000"]
 SHORT_TIMEOUT = ["distributed.timeout_seconds=10"]
 needs_two = pytest.mark.skipif(NUM_RANKS < 2, reason="needs two GPUs")

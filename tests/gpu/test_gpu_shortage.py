@@ -13,12 +13,12 @@ from torch import Tensor
 
 from qlora_fsdp.model.causal_lm import CausalLM
 from qlora_fsdp.records.run_state import checkpoint_folders
-from tests.cli.launch import ForkedLaunch
+from tests.cli.launch import SHORT_STEPS, ForkedLaunch
 
 NUM_RANKS = torch.cuda.device_count()
 RUN = ["model=tiny", "data=random", "data.max_rows=64", "training.max_length=2048", "training.max_steps=4"]
 RUN += ["checkpoint.every_steps=1", "memory.snapshot=true"]
-RUN += ["compute.cuda_graph=false"]  # so that a forward of the model is a step
+RUN += [*SHORT_STEPS, "compute.cuda_graph=false"]  # so that a forward of the model is a step
 
 
 def starve() -> None:

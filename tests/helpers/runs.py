@@ -67,6 +67,7 @@ def settings(checkpoint: Path, rows: Path, *more: str, packing: bool = True) -> 
         "optim.warmup_ratio=0",
         "training.max_steps=20",
         "training.max_length=64",
+        "training.micro_batch_size=1",
         "training.global_batch_size=4",
         "training.learning_rate=1e-3",
         f"training.packing={str(packing).lower()}",

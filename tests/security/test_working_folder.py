@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.launch import SCRIPT, Launch
+from tests.cli.launch import SCRIPT, SHORT_STEPS, Launch
 
 # What torch, transformers, accelerate and Hydra import, or look for, by names that a folder may have too
 FILES = [
@@ -16,7 +16,14 @@ FILES = [
     *("flash_attn/__init__.py", "deepspeed.py", "torch_xla.py", "sitecustomize_of_ours.py", "yaml.py", "psutil.py"),
     *("runpy.py", "json.py", "qlora_fsdp/__init__.py", "qlora_fsdp/train.py"),
 ]
-TINY = ["model=tiny", "model.config.num_hidden_layers=1", "data=random", "training.max_length=32", "lora.r=4"]
+TINY = [
+    "model=tiny",
+    "model.config.num_hidden_layers=1",
+    "data=random",
+    "training.max_length=32",
+    "lora.r=4",
+    *SHORT_STEPS,
+]
 
 
 @pytest.fixture

@@ -229,7 +229,8 @@ def test_a_second_run_in_the_folder_is_refused(tmp_path: Path, processes: Proces
 
 
 def config(*more: str) -> Config:
-    return load_config(["model=tiny", "data=random", "training.max_steps=9", *more])
+    batch = ["training.micro_batch_size=1", "training.global_batch_size=null"]
+    return load_config(["model=tiny", "data=random", "training.max_steps=9", *batch, *more])
 
 
 def changes(old: list[str], new: list[str], old_ranks: int = 2, new_ranks: int = 2) -> list[str]:
@@ -303,7 +304,7 @@ def test_8bit_optimizer_needs_the_same_shards():
 
 def test_a_run_goes_on_with_what_auto_chose():
     """The same split and sharding at the same number of ranks, so that sums are made in the same order."""
-    settings = settings_of(config("fsdp=no_shard", "training.micro_batch_size=2"), 2)
+    settings = settings_of(config("fsdp=no_shard", "training.micro_batch_size=2", "training.global_batch_size=4"), 2)
     checkpoint = Checkpoint(Path("c"), 5, 2, json.loads(json.dumps(settings)), {})
     auto = ["training.micro_batch_size=auto", "training.global_batch_size=4"]
     kept = {"training.micro_batch_size": 2, "fsdp.sharding_strategy": ShardingStrategy.NO_SHARD}

@@ -13,6 +13,7 @@ import yaml
 from tests.helpers.quick_config import load_config
 
 from qlora_fsdp.common.errors import ConfigError, DeviceError
+from qlora_fsdp.config.batch_size import round_default
 from qlora_fsdp.config.check_settings import Needs, check_settings, check_world
 from qlora_fsdp.config.launch_environment import check_launch_environment, follow_launcher
 from qlora_fsdp.config.schema import Config, ShardingStrategy
@@ -305,6 +306,35 @@ class TestWorld:
             World.from_environment(environ)
 
 
+@pytest.mark.parametrize(
+    ("num_ranks", "more", "total"),
+    [
+        (1, [], 16),
+        (8, [], 16),
+        (3, [], 15),
+        (5, [], 15),
+        (32, [], 32),
+        (8, ["training.micro_batch_size=4"], 32),
+        (1, ["training.micro_batch_size=5"], 15),
+        (2, ["training.micro_batch_size=2", "training.global_batch_size=null"], None),
+        (2, ["training.global_batch_size=20"], 20),
+    ],
+)
+def test_the_default_batch_fits_any_number_of_ranks(num_ranks: int, more: list[str], total: int | None) -> None:
+    config, note = round_default(configure(*more), num_ranks)
+    assert config.training.global_batch_size == total
+    assert (note is not None) == (total not in (16, 20, None))
+    if note is not None:
+        assert f"training.global_batch_size={total}, the multiple of" in note
+    world = World(num_ranks, 0, num_ranks, 0)
+    assert check_world(configure(*more), world) == []
+
+
+def test_a_batch_that_was_chosen_is_not_rounded() -> None:
+    (problem,) = check_world(configure("training.global_batch_size=20"), World(3, 0, 3, 0))
+    assert str(problem).endswith("is not a multiple of 3 ranks. Set training.global_batch_size=21.")
+
+
 class TestLaunchEnvironment:
     @pytest.fixture
     def launch(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, str]]:
@@ -410,7 +440,7 @@ class TestLaunchEnvironment:
         environ = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4", "WORLD_SIZE": "2"}
         deepspeed, accumulation = sorted(map(str, check_launch_environment(configure(), environ)), reverse=True)
         assert "asks for DeepSpeed" in deepspeed
-        assert "contradicts training.global_batch_size=null" in accumulation
+        assert "contradicts training.global_batch_size=16" in accumulation
         assert "Set training.global_batch_size=8" in accumulation
         del environ["ACCELERATE_USE_DEEPSPEED"]
         assert check_launch_environment(configure("training.global_batch_size=8"), environ) == []

@@ -32,4 +32,4 @@ def test_every_default_is_within_its_bounds() -> None:
     bounded = {key: setting for key, setting in all_settings().items() if setting.bounds is not None}
     assert len(bounded) > 30
     for key, setting in bounded.items():
-        assert setting.default is None or setting.bounds.allow(setting.default), key
+        assert setting.default in (None, "auto") or setting.bounds.allow(setting.default), key

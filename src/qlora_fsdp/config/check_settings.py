@@ -12,6 +12,7 @@ from importlib.util import find_spec
 
 from qlora_fsdp.common.errors import Problem
 from qlora_fsdp.common.hub_names import is_repo_name
+from qlora_fsdp.config.batch_size import nearest_batch, round_default, sequences_at_once
 from qlora_fsdp.config.check_data import check_data
 from qlora_fsdp.config.check_model import check_model
 from qlora_fsdp.config.check_preference import check_preference
@@ -96,11 +97,12 @@ def _check_hub(config: Config) -> Iterator[Problem]:
 
 
 def _check_batch(config: Config, world: World) -> Iterator[Problem]:
+    config = round_default(config, world.num_ranks)[0]
     micro, total = config.training.micro_batch_size, config.training.global_batch_size
-    unit = (micro if isinstance(micro, int) else 1) * world.num_ranks  # auto divides what is left
+    unit = sequences_at_once(config, world.num_ranks)
     if total is None or unit < 1 or total < 1 or total % unit == 0:
         return
-    nearest = unit * max(1, round(total / unit))
+    nearest = nearest_batch(total, unit)
     reason = f"is not a multiple of micro_batch_size {micro} x {world.num_ranks} ranks = {unit}."
     if micro == "auto":
         reason = f"is not a multiple of {world.num_ranks} ranks."

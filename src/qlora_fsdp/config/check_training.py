@@ -69,11 +69,12 @@ def _training(config: Config) -> Iterator[Problem]:
     training = config.training
     size = training.micro_batch_size
     if size != "auto" and (isinstance(size, bool) or not isinstance(size, int)):
-        reason, fix = "must be a whole number or auto.", "Set training.micro_batch_size=1, the default."
+        reason, fix = "must be a whole number or auto.", "Set training.micro_batch_size=auto, the default."
         yield problem_with(config, "training.micro_batch_size", reason, fix)
     elif size == "auto" and training.global_batch_size is None:
         reason = "needs a global batch to divide, and training.global_batch_size=null follows from the micro-batch."
-        yield problem_with(config, "training.micro_batch_size", reason, "Set training.global_batch_size=16.")
+        fix = "Set training.global_batch_size=16, the default, or training.micro_batch_size=1."
+        yield problem_with(config, "training.micro_batch_size", reason, fix)
     if training.deterministic and config.model.attn_implementation is AttnImplementation.flash_attention_4:
         reason = "adds gradients in any order, and training.deterministic=true asks for one."
         yield problem_with(config, "model.attn_implementation", reason, "Set model.attn_implementation=auto.")

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from qlora_fsdp.common.errors import Problem
+from qlora_fsdp.config.batch_size import sequences_at_once
 from qlora_fsdp.config.schema import Activations, Config, Dtype, ShardingStrategy
 from qlora_fsdp.config.settings import show, value_of
 from qlora_fsdp.config.written import with_values
@@ -76,9 +77,8 @@ def _training(config: Config, environ: Mapping[str, str]) -> Iterator[Problem]:
         yield _contradiction(config, environ, name, key, f"{key}=bfloat16 and mixed_precision: bf16")
 
     num_accumulations = environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
-    is_number = isinstance(training.micro_batch_size, int)
-    if num_accumulations.isdecimal() and int(num_accumulations) > 1 and is_number:
-        wanted = int(num_accumulations) * training.micro_batch_size * int(environ.get("WORLD_SIZE", "1"))
+    if num_accumulations.isdecimal() and int(num_accumulations) > 1:
+        wanted = int(num_accumulations) * sequences_at_once(config, int(environ.get("WORLD_SIZE", "1")))
         if training.global_batch_size != wanted:
             name, key = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "training.global_batch_size"
             yield _contradiction(config, environ, name, key, f"{key}={wanted}")

@@ -12,14 +12,18 @@ from itertools import groupby, pairwise
 
 from typing_extensions import assert_never
 
+from qlora_fsdp.config.batch_size import AUTO
 from qlora_fsdp.config.schema import Activations, Config, ShardingStrategy
 from qlora_fsdp.memory.gpus import Gpu
+from qlora_fsdp.memory.model_bytes import ModelBytes
 from qlora_fsdp.memory.plan import GIB, MemoryPlan, planner
 from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.memory.speed import tokens_per_second
 from qlora_fsdp.memory.workload import Workload
 
-AUTO = "auto"  # a value of training.micro_batch_size
+# Tokens of a micro-batch that auto chooses, if a sequence has no more: more gains nothing, on a GPU and on a CPU.
+MAX_TOKENS, CPU_TOKENS = 2**15, 2**11
+CLOSE = 0.01  # a micro-batch whose predicted speed is so close to the best is as good
 MARGIN = 0.05  # share of the free memory that is not planned with
 SPARE = 0.10  # share of the target that whole copies must leave free, for they could do with less
 ROOM = 0.02  # share of the target that is left free if there is a choice, because plans are not exact
@@ -63,7 +67,12 @@ def choose(work: Workload, target: float, gpu: Gpu) -> Choice:
     split = _choose_rest(with_strategy(work, ShardingStrategy.FULL_SHARD), target, gpu)
     if not (fsdp.may_be_whole and work.num_ranks > 1 and work.is_cuda):
         return split
-    whole = _choose_rest(with_strategy(work, ShardingStrategy.NO_SHARD), target * (1 - SPARE), gpu)
+    copies = with_strategy(work, ShardingStrategy.NO_SHARD)
+    weights = sum(ModelBytes(copies).resident(with_training=False).values())
+    if weights > target:  # the common case of large models, without planning more
+        why = f"{weights / GIB:.2f} GiB for weights alone, and there are {target / GIB:.2f}"
+        return replace(split, sharding=f"The base is split (auto is FULL_SHARD): whole copies would take {why}")
+    whole = _choose_rest(copies, target * (1 - SPARE), gpu)
     gain = _speed(whole, gpu) / _speed(split, gpu) - 1
     needs = f"{whole.plan.needed / GIB:.2f} of {target / GIB:.2f} GiB"
     if whole.fits and (gain >= 0 or not split.fits):
@@ -85,17 +94,19 @@ def _speed(choice: Choice, gpu: Gpu) -> float:
 
 def _choose_rest(work: Workload, target: float, gpu: Gpu) -> Choice:
     """The fastest plan under the strategy that the settings name."""
-    choices = [
-        _choose_policies(replace(each, micro_batch_size=size), target)
-        for size in micro_batch_sizes(work)
-        for each in _ways_to_reshard(work)
-    ]
-    fitting = [choice for choice in choices if choice.fits]
+    choices: list[Choice] = []
+    for size in micro_batch_sizes(work):
+        some = [_choose_policies(replace(each, micro_batch_size=size), target) for each in _ways_to_reshard(work)]
+        choices += some
+        if not any(choice.fits for choice in some):
+            break  # nor would larger ones
+    fitting = sorted((choice for choice in choices if choice.fits), key=lambda choice: -_speed(choice, gpu))
     if not fitting and any(choice.plan.beside_graph for choice in choices):
         return replace(_choose_rest(_launched(work), target, gpu), gives_up_graph=True)
     if not fitting:
         return min(choices, key=lambda choice: choice.plan.needed)
-    return max(fitting, key=lambda choice: _speed(choice, gpu))
+    close = [choice for choice in fitting if _speed(choice, gpu) >= (1 - CLOSE) * _speed(fitting[0], gpu)]
+    return min(close, key=lambda choice: choice.plan.work.micro_batch_size)  # of equal sizes the first, the fastest
 
 
 def _launched(work: Workload) -> Workload:
@@ -105,13 +116,18 @@ def _launched(work: Workload) -> Workload:
 
 
 def micro_batch_sizes(work: Workload) -> list[int]:
-    """The micro-batch sizes to choose from: powers of two that divide a rank's part of the global batch."""
+    """The micro-batch sizes to choose from: powers of two that divide a rank's part of the global batch.
+
+    On a CPU it is one: no time is lost between kernels there, and the speed of GPUs predicts nothing.
+    """
     training = work.config.training
     if training.micro_batch_size != AUTO:
         return [work.micro_batch_size]
     assert training.global_batch_size is not None
     part = training.global_batch_size // work.num_ranks
-    return [size for size in (2**power for power in range(part.bit_length())) if part % size == 0]
+    most = max(1, (MAX_TOKENS if work.is_cuda else CPU_TOKENS) // training.max_length)
+    sizes = [size for size in (2**power for power in range(part.bit_length())) if part % size == 0 and size <= most]
+    return sizes if work.is_cuda else sizes[-1:]
 
 
 def _ways_to_reshard(work: Workload) -> Iterator[Workload]:

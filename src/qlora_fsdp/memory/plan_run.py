@@ -8,10 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from qlora_fsdp.common.errors import ConfigError, MemoryShortage
+from qlora_fsdp.config.batch_size import AUTO
 from qlora_fsdp.config.schema import Activations, Config, QuantConfig, ShardingStrategy
 from qlora_fsdp.config.settings import problem_with, show
 from qlora_fsdp.config.written import with_values
-from qlora_fsdp.memory.choose import AUTO, choose, describe_choice, describe_policies, fixed_policies
+from qlora_fsdp.memory.choose import choose, describe_choice, describe_policies, fixed_policies
 from qlora_fsdp.memory.gpus import Gpu
 from qlora_fsdp.memory.plan import GIB, MemoryPlan
 from qlora_fsdp.memory.policy import Policy

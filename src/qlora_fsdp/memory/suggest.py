@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
+from qlora_fsdp.config.batch_size import AUTO, round_default
 from qlora_fsdp.config.schema import Activations, Config, EmbeddingStorage, Optimizer, ShardingStrategy
 from qlora_fsdp.config.settings import show
 from qlora_fsdp.config.written import with_training
-from qlora_fsdp.memory.choose import AUTO, LADDER, choose, fixed_policies
+from qlora_fsdp.memory.choose import LADDER, choose, fixed_policies
 from qlora_fsdp.memory.gpus import Gpu
 from qlora_fsdp.memory.plan import MemoryPlan, make_plan
 from qlora_fsdp.memory.policy import Policy
@@ -103,8 +104,8 @@ def enough_gpus(work: Workload, target: float, gpu: Gpu) -> Change | None:
     num_ranks = work.num_ranks
     while 2 * num_ranks <= MAX_RANKS:
         num_ranks *= 2
-        total = work.config.training.global_batch_size
-        config = work.config
+        config, _ = round_default(work.config, num_ranks)
+        total = config.training.global_batch_size
         if total is not None and total % num_ranks:
             config = with_training(config, global_batch_size=None, micro_batch_size=1)
         more = replace(work, config=config, num_ranks=num_ranks, local_num_ranks=min(num_ranks, 8))

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from qlora_fsdp.common.errors import HubError
 from qlora_fsdp.common.text import show_bytes
+from qlora_fsdp.config.batch_size import round_default
 from qlora_fsdp.config.commands import saved_settings
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.config.world import World
@@ -87,6 +88,7 @@ def run(config: Config, world: World) -> dict[str, Any]:
         # First: can the settings be used on this hardware, and is there a checkpoint to resume from? Then the folder is
         # opened.
         check(config, _complete(world, processes))
+        config, rounded = round_default(config, processes.num_ranks)
         _check_hub(config, processes)
         checkpoint = processes.share(find_checkpoint(config) if processes.is_main else None)
         kept = choices_of(checkpoint, config, processes.num_ranks) if checkpoint is not None else {}
@@ -96,6 +98,8 @@ def run(config: Config, world: World) -> dict[str, Any]:
         folder = open_run_folder(config, processes, keep_records=is_own(checkpoint, config))
         summary.open(folder, processes.share(find_holder(folder) if processes.is_main else None))
         note_missing_key(config)
+        if rounded is not None:
+            log.info(f"Note: {rounded}")
         if checkpoint is not None:
             log.info(f"Going on from step {checkpoint.step}, {checkpoint.folder}; changed: {', '.join(changes) or '-'}")
             with summary.resuming():

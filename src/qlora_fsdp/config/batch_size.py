@@ -1,0 +1,33 @@
+"""The number of sequences of an optimizer step, on a number of ranks. Imports no torch.
+
+A batch size that somebody has chosen is kept or refused, because it is part of what a run learns. The default was
+chosen by nobody, and fits any number of ranks: it is rounded, and the log says so.
+"""
+
+from __future__ import annotations
+
+from qlora_fsdp.config.schema import DEFAULT_GLOBAL_BATCH, Config
+from qlora_fsdp.config.written import with_training
+
+AUTO = "auto"  # a value of training.micro_batch_size
+
+
+def sequences_at_once(config: Config, num_ranks: int) -> int:
+    """Sequences of one forward pass on all ranks. A global batch is a multiple of them; `auto` divides what is left."""
+    size = config.training.micro_batch_size
+    return (size if isinstance(size, int) else 1) * num_ranks
+
+
+def nearest_batch(total: int, unit: int) -> int:
+    """The multiple of `unit` that is nearest to `total`, and not 0."""
+    return unit * max(1, round(total / unit))
+
+
+def round_default(config: Config, num_ranks: int) -> tuple[Config, str | None]:
+    """The settings with a default global batch that these ranks can share, and a note if it was rounded."""
+    total, unit = config.training.global_batch_size, sequences_at_once(config, num_ranks)
+    if total != DEFAULT_GLOBAL_BATCH or unit < 1 or total % unit == 0:
+        return config, None
+    rounded = nearest_batch(total, unit)
+    note = f"training.global_batch_size={rounded}, the multiple of {unit} that is nearest to {total}, the default"
+    return with_training(config, global_batch_size=rounded), note
