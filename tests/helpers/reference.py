@@ -255,7 +255,7 @@ def find_targets(model: nn.Module, config: Config) -> tuple[list[str] | str | No
 
     kept = {*heads, *routers}
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name not in kept]
-    by_parameter = {name for name in linears if routers and name.rpartition(".")[2] in FORMER_EXPERTS}
+    by_parameter = {name for name in linears if (experts or routers) and name.rpartition(".")[2] in FORMER_EXPERTS}
     parameters = [f"{name}.{key}" for name, key in experts if wanted.experts and is_named(f"{name}.{key}")]
     for name in filter(is_named, sorted(by_parameter)):
         parameters.append(f"{name}.weight")

@@ -355,7 +355,8 @@ class LoraConfig:
     lora_alpha: float = field(default=32, metadata=bounds(above=0))
     # Dropout on the adapters' input.
     lora_dropout: float = field(default=0.0, metadata=bounds(at_least=0, below=1))
-    # The linear layers to adapt: a list of names or of ends of names; a regular expression; or `all-linear`.
+    # The linear layers to adapt: a list of names or of ends of names; a regular expression; or `all-linear`, which is
+    # all that a gradient reaches and that PEFT adapts.
     target_modules: Any = "all-linear"
     # Whether target_modules mean the experts of a mixture of experts too, each of which then gets its own adapter.
     experts: bool = True

@@ -22,8 +22,9 @@ MAX_PARAMETERS = 20_000_000  # a config with more is one whose sizes have names 
 _SIZES = {
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCAB),
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim"), HIDDEN),
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads"), NUM_HEADS),
-    **dict.fromkeys(("head_dim", "global_head_dim", "v_head_dim", "qk_nope_head_dim"), HEAD_DIM),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "linear_num_heads"), NUM_HEADS),
+    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), NUM_HEADS),
+    **dict.fromkeys(("head_dim", "global_head_dim", "v_head_dim", "qk_nope_head_dim", "linear_head_dim"), HEAD_DIM),
     **dict.fromkeys(("qk_rope_head_dim", "rotary_dim", "laurel_rank", "mamba_dt_rank"), HEAD_DIM // 2),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "hidden_size_per_layer_input"), HEAD_DIM),
     **dict.fromkeys(
@@ -31,11 +32,13 @@ _SIZES = {
             *("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "block_ff_dim", "intermediate_size_mlp"),
             *("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"),
             *("moe_shared_expert_intermediate_size", "expert_ffn_hidden_size"),
+            *("encoder_ffn_dim", "decoder_ffn_dim"),
         ),
         HIDDEN,
     ),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
-    **dict.fromkeys(("num_experts_per_tok", "moe_k", "n_group", "n_shared_experts", "moe_num_shared_experts"), 2),
+    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_k", "n_group", "num_expert_group"), 2),
+    **dict.fromkeys(("n_shared_experts", "moe_num_shared_experts"), 2),
     **dict.fromkeys(("mamba_d_state", "ssm_state_size", "mamba_d_head", "mamba_head_dim"), HEAD_DIM),
     **dict.fromkeys(("mamba_n_groups", "n_groups", "linear_num_key_heads"), 2),
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), HEAD_DIM),
@@ -109,7 +112,8 @@ def _fit_together(small: dict[str, Any], values: Mapping[str, Any]) -> None:
     if values.get("head_dim") is not None and values.get("head_dim") == values.get("qk_rope_head_dim"):
         small["head_dim"] = small["qk_rope_head_dim"]
     if values.get("topk_group") is not None:
-        small["topk_group"] = 1 if values["topk_group"] < values.get("n_group", 1) else small.get("n_group", 1)
+        key = "n_group" if "n_group" in values else "num_expert_group"
+        small["topk_group"] = 1 if values["topk_group"] < values.get(key, 1) else small.get(key, 1)
     for name, expand in _EXPANSIONS:
         if values.get(name) is not None:
             small[name] = int(values.get(expand, 2) * HIDDEN) // HEAD_DIM
