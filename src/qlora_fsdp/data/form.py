@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import islice
 
 from qlora_fsdp.common.errors import DataError
+from qlora_fsdp.config.data_sets import settings_for
 from qlora_fsdp.config.schema import Config, DataFormat, TaskName
 from qlora_fsdp.data.read import find_source, iterate_rows, training_paths
 from qlora_fsdp.data.row import BadRow, check_row
@@ -20,10 +21,11 @@ def find_form(config: Config) -> DataFormat | None:
     paths, form = training_paths(config.data), config.data.format
     if not paths or form is DataFormat.random or config.task.name is not TaskName.causal_lm:
         return None
+    data = settings_for(paths[0], config.data)
     try:
-        for _, raw in islice(iterate_rows(find_source(paths[0], config.data)), ROWS_LOOKED_AT):
+        for _, raw in islice(iterate_rows(find_source(paths[0], data)), ROWS_LOOKED_AT):
             try:
-                return check_row(raw, form)[0]
+                return check_row(raw, form, data.columns)[0]
             except BadRow:
                 continue
     except DataError:  # the rows were tokenized before, and are not there any more
