@@ -411,8 +411,8 @@ class DataConfig:
     mix_by: MixBy = MixBy.rows
     # Subset of a hub data set.
     name: str | None = None
-    # Split of a data set that has splits, with the rows of it to take: train, train[:5000], train[10%:]. Files that have
-    # no splits are train.
+    # Split of a data set that has splits, with the rows of it to take: train, train[:5000], train[10%:]. Files without
+    # splits are train.
     split: str = "train"
     # Held-out data of the same form. null: eval_fraction of the rows.
     eval_path: Any = field(default=None, metadata=TEXT_OR_LIST)
