@@ -65,12 +65,12 @@ def main(folder: str, paths: list[str]) -> None:
         tokenizer.chat_template = path.read_text()
         has_marks = has_generation_marks(tokenizer.chat_template)
         rows = [trace(seed) for seed in range(NUM_ROWS)]
-        batch = {"place": [""] * NUM_ROWS, "row": [json.dumps(row).encode() for row in rows]}
+        batch: dict[str, list[Any]] = {"place": [""] * NUM_ROWS, "row": [json.dumps(row).encode() for row in rows]}
         tokenize = RowTokenizer(tokenizer, DataFormat.messages, LossOn.completion, 2**20, BadRows.truncate)
-        num_tokens = sum(map(len, tokenize(batch)["tokens"])) // NUM_ROWS
+        num_tokens = sum(len(tokens) for tokens in tokenize(batch)["tokens"]) // NUM_ROWS
 
         def as_trl(rows: list[dict[str, Any]] = rows, has_marks: bool = has_marks) -> None:
-            options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": has_marks}
+            options: Any = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": has_marks}
             for row in rows:
                 tokenizer.apply_chat_template(row["messages"], tools=row["tools"], **options)
 

@@ -168,12 +168,29 @@ def test_refused(overrides: str, expected: str) -> None:
     ("overrides", "expected"),
     [
         (["data.path=org/a", "data.mix={org/b:1}"], "data.path=org/a contradicts data.mix={org/b: 1"),
-        (["data.mix={org/a:1,org/b:0}"], "has a weight that is not positive: org/b."),
+        (["data.mix={org/a:1,org/b:0}"], "names org/b, which has a weight that is not positive."),
         (["data.path=org/a", "data.streaming=true", "training.max_steps=null"], "data.streaming=true needs an end"),
         (["data.path=org/a", "data.streaming=true", "data.eval_fraction=0.1"], "can't be held out of data that is"),
         (["data.path=org/a", "data.streaming=true", "data.deduplicate=true"], "data.deduplicate=true needs all rows"),
         (["data.path=org/a", "data.streaming=true", "data.max_rows=9"], "data.max_rows=9 is drawn from all rows"),
         (["data.mix={a.jsonl:1}"], "names a.jsonl, which does not exist, seen from"),
+        (["data.mix={org/a:{weight:-1}}"], "names org/a, which has a weight that is not positive."),
+        (
+            ["data.mix={org/a:{wieght:1}}"],
+            "names org/a, which has wieght, and the settings of a data set are weight, max",
+        ),
+        (["data.mix={org/a:many}"], "names org/a, which has 'many', which is neither a weight nor a mapping"),
+        (["data.mix={org/a:{max_rows:0}}"], "has max_rows=0, which is no whole number of at least 1."),
+        (["data.mix={org/a:{columns:{question:prompt}}}"], "renames question, which no form of rows has."),
+        (["data.mix={org/a:{split:'train[5'}}"], "whose split train[5 is neither the name of a split nor a slice"),
+        (["data.split='train[a:]'"], "is neither the name of a split nor a slice such as train[:5000]"),
+        (["data.eval_split=test"], "has no effect without data.eval_path."),
+        (["data.mix_until=shortest"], "data.mix_until=shortest has no effect on one data set."),
+        (
+            ["data.mix={org/a:{max_rows:5}}", "data.streaming=true"],
+            "has max_rows of data sets, which data.streaming=true",
+        ),
+        (["data.mix={org/a:1}", "data.mix_by=tokens", "data.streaming=true"], "needs the lengths of all data sets"),
     ],
 )
 def test_mixes_and_streams_that_are_refused(overrides: list[str], expected: str) -> None:

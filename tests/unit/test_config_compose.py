@@ -132,7 +132,7 @@ def test_plus_before_a_group_is_accepted() -> None:
         ("lora.rank_pattern={q: x}", "must be a mapping {name: whole number}."),
         ("lora.rank_pattern=[q_proj]", "lora.rank_pattern=[q_proj] must be a mapping {name: whole number}."),
         ("optim.betas={}", "optim.betas={} must be a list of numbers such as [0.9,0.999]."),
-        ("data.mix=[]", "data.mix=[] must be a mapping {name: number}."),
+        ("data.mix=[]", "data.mix=[] must be a mapping {key: value}."),
         (
             "training.precision=bf16",
             "must be one of auto, bfloat16, float16, float32. Set training.precision=bfloat16.",

@@ -29,7 +29,17 @@ from tests.helpers.one_process import Alone, one_process
 from torch.distributed import HashStore
 
 from qlora_fsdp.common.errors import DataError
-from qlora_fsdp.config.schema import BadRows, Config, DataConfig, DataFormat, ModelConfig, TrainingConfig
+from qlora_fsdp.config.data_sets import slice_rows
+from qlora_fsdp.config.schema import (
+    BadRows,
+    Config,
+    DataConfig,
+    DataFormat,
+    MixBy,
+    MixUntil,
+    ModelConfig,
+    TrainingConfig,
+)
 from qlora_fsdp.data import json_list, row_files, tokenize_source
 from qlora_fsdp.data.run_data import PreparedData, prepare_data
 from qlora_fsdp.data.sequences import Sequences
@@ -656,3 +666,76 @@ def test_repeated_rows_are_told_and_left_out_on_demand(tmp_path, run):
     assert "2 rows letter by letter like an earlier one: left out" in str(left_out.report)
     other = write_lines(tmp_path / "b.jsonl", {"text": "a"}, {"text": "b"})
     assert "like an earlier one" not in str(run(other, deduplicate=True).report)
+
+
+def test_a_mix_until_the_shortest_repeats_no_row(tmp_path, run):
+    few = write_lines(tmp_path / "few.jsonl", *({"text": f"few {i}"} for i in range(10)))
+    many = write_lines(tmp_path / "many.jsonl", *({"text": f"many {i}"} for i in range(40)))
+    mix = {str(few): 2, str(many): 1}
+    prepared = run(None, mix=mix, mix_until=MixUntil.shortest)
+    found = texts(prepared.train)
+    assert [sum(text.startswith(name) for text in found) for name in ("few", "many")] == [10, 5]
+    assert len(set(found)) == 15
+    first, second = prepared.report.mix
+    assert f"mix: {few}: 10 rows once, 66.7% of the rows" in str(first)
+    assert f"mix: {many}: 5 of 40 rows once, 33.3% of the rows" in str(second)
+    assert texts(run(None, mix=mix, mix_until=MixUntil.shortest).train) == found
+    assert texts(run(None, mix=mix, mix_until=MixUntil.shortest, seed=1).train) != found
+
+
+def test_weights_of_a_mix_may_be_shares_of_tokens(tmp_path, run):
+    short = write_lines(tmp_path / "short.jsonl", *({"text": f"{i:08}"} for i in range(100)))
+    long = write_lines(tmp_path / "long.jsonl", *({"text": f"{i:048}"} for i in range(20)))
+    prepared = run(None, mix={str(short): 1, str(long): 1}, mix_by=MixBy.tokens)
+    assert [round(part.token_share, 2) for part in prepared.report.mix] == [0.5, 0.5]
+    assert [part.num_used_rows for part in prepared.report.mix] == [100, 20]  # 10 and 50 tokens a row
+
+
+def test_data_sets_of_a_mix_have_settings_of_their_own(tmp_path, run):
+    chats = write_lines(tmp_path / "chats.jsonl", *({"q": f"q{i}", "a": f"a{i}"} for i in range(30)))
+    talks = [
+        {"messages": [{"role": "user", "content": f"u{i}"}, {"role": "assistant", "content": "x"}]} for i in (1, 2)
+    ]
+    talks[1]["messages"].insert(0, {"role": "system", "content": "own"})
+    talk = write_lines(tmp_path / "talk.jsonl", *talks)
+    own = {"weight": 5, "split": "[10%:-7]", "columns": {"prompt": "q", "completion": "a"}, "max_rows": 10}
+    mix = {str(chats): own, str(talk): {"system_prompt": "Be kind."}}
+    prepared = run(None, mix=mix, max_length=256)
+    found = texts(prepared.train)
+    assert [part.num_rows for part in prepared.report.mix] == [10, 2]
+    assert {int(text[1:].split("a")[0]) for text in found if text.startswith("q")} <= set(range(3, 23))
+    assert sum("Be kind." in text for text in found) == sum("own" in text for text in found) == 1
+
+
+@pytest.mark.parametrize(
+    ("split", "expected"),
+    [("train[:3]", "012"), ("[8:]", "89"), ("train[-2:]", "89"), ("[20%:50%]", "234"), ("train", "0123456789")],
+)
+def test_a_slice_takes_these_rows_of_files(split: str, expected: str, tmp_path, run):
+    path = write_lines(tmp_path / "rows.jsonl", *({"text": str(i)} for i in range(10)))
+    assert "".join(texts(run(path, split=split).train)) == expected
+    rows = [{"text": str(i)} for i in range(10)]
+    assert [row["text"] for row in np.array(rows)[list(slice_rows(split, 10))]] == list(expected)
+
+
+def test_one_file_may_be_trained_on_and_held_out_by_slices(tmp_path, run):
+    path = write_lines(tmp_path / "rows.jsonl", *({"text": str(i)} for i in range(10)))
+    prepared = run(path, split="[:8]", eval_path=str(path), eval_split="[8:]", max_rows=4)
+    assert set(texts(prepared.train)) < set("01234567")
+    assert texts(prepared.eval) == ["8", "9"]
+
+
+def test_what_leaves_no_rows_is_told_in_one_message(tmp_path, run):
+    path = write_lines(tmp_path / "rows.jsonl", *({"text": str(i)} for i in range(3)))
+    with pytest.raises(DataError, match=r"data\.split=\[5:\] takes none of the 3 rows of .*rows\.jsonl"):
+        run(path, split="[5:]")
+    with pytest.raises(DataError, match=r"data\.split=train\[:1\]\+train\[2:\] can be used with hub data sets alone"):
+        run(path, split="train[:1]+train[2:]")
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("")
+    with pytest.raises(DataError, match=r"There is no usable row\. .*empty\.jsonl has no rows\n.*set data\.mix"):
+        run(None, mix={str(path): 1, str(empty): 1})
+    saved = tmp_path / "saved"
+    datasets.DatasetDict({"train": datasets.Dataset.from_list([{"text": "a"}])}).save_to_disk(saved)
+    with pytest.raises(DataError, match=r"data\.mix=.*saved has no split test: it has train"):
+        run(None, mix={str(saved): {"split": "test[:5]"}})

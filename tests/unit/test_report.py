@@ -227,3 +227,10 @@ def test_charts():
     assert [x for x, _ in points] == sorted(x for x, _ in points)
     texts = re.findall(r'text-anchor="end">([^<]*)<', chart("Loss", [Series("a", [0, 1], [5.79521, 5.79524])]))
     assert "5.79522" in texts and len(set(texts)) == len(texts), "labels that differ"
+
+
+def test_a_report_tells_how_often_the_rows_of_a_mix_were_seen(tmp_path: Path):
+    often = {"a.jsonl": "7 rows 1.86 times", "b.jsonl": "40 rows once"}
+    make_run(tmp_path / "run", 8, {"status": "finished", "mix": often}, num_steps=20)
+    write_report([tmp_path / "run"])
+    assert "a.jsonl: 7 rows 1.86 times; b.jsonl: 40 rows once" in (tmp_path / "run" / "report.html").read_text()

@@ -9,6 +9,7 @@ from typing import Any
 
 from qlora_fsdp.common.errors import Problem
 from qlora_fsdp.config.data_paths import as_paths, is_missing, is_pattern
+from qlora_fsdp.config.data_sets import explain_split, find_mistakes
 from qlora_fsdp.config.schema import Config, DataFormat, ProblemType, TaskName
 from qlora_fsdp.config.settings import SEVERAL_DATA_SETS, all_settings, problem_with, show, value_of
 
@@ -20,9 +21,13 @@ _COLUMNS = (
 )
 
 
+_SPLIT_FIX = "Write train, train[:5000] or train[10%:]."
+_NOT_STREAMED = ("max_rows", "split", "name", "columns", "system_prompt")  # one stream is made of all data sets
+
+
 def check_data(config: Config) -> Iterator[Problem]:
     """Yields what is wrong with `data` and `task`, and with the evaluation that they are to feed."""
-    for find_problems in (_data, _columns, _evaluation, _mix, _streaming, _task):
+    for find_problems in (_data, _splits, _columns, _evaluation, _mix, _streaming, _task):
         yield from find_problems(config)
 
 
@@ -64,18 +69,36 @@ def _paths(config: Config, key: str) -> Iterator[Problem]:
             yield problem_with(config, key, f"{named}does not exist, {here}.", fix)
 
 
+def _splits(config: Config) -> Iterator[Problem]:
+    for key in ("data.split", "data.eval_split"):
+        value = value_of(config, key)
+        if value is not None and (reason := explain_split(value)):
+            yield problem_with(config, key, f"{reason}.", _SPLIT_FIX)
+    if config.data.eval_split is not None and config.data.eval_path is None:
+        fix = "Set data.eval_path too: it may be the data set that is trained on."
+        yield problem_with(config, "data.eval_split", "has no effect without data.eval_path.", fix)
+
+
 def _columns(config: Config) -> Iterator[Problem]:
     columns = config.data.columns
+    yield from _names(config, "data.columns", columns)
+    if columns and config.data.format is DataFormat.random:
+        yield problem_with(config, "data.columns", "has no effect with data.format=random.", "Leave it out.")
+    if config.data.system_prompt is not None and config.task.name is not TaskName.causal_lm:
+        reason = f"has no effect with {show('task.name', config.task.name)}: rows are no conversations."
+        yield problem_with(config, "data.system_prompt", reason, "Leave it out.")
+
+
+def _names(config: Config, key: str, columns: dict[str, str]) -> Iterator[Problem]:
+    """The problem with a mapping of columns in the setting `key` that names what no form of rows has."""
     unknown = [name for name in columns if name not in _COLUMNS]
     if unknown:
         swapped = {theirs: ours for ours, theirs in columns.items()}
         reason = f"renames {', '.join(unknown)}, which no form of rows has. The names to set are {', '.join(_COLUMNS)}."
         fix = "Write {name here: name in the data}, such as {prompt: question, completion: answer}."
         if all(name in _COLUMNS for name in swapped):
-            fix = f"Did you mean {show('data.columns', swapped)}?"
-        yield problem_with(config, "data.columns", reason, fix)
-    elif columns and config.data.format is DataFormat.random:
-        yield problem_with(config, "data.columns", "has no effect with data.format=random.", "Leave it out.")
+            fix = f"Did you mean {show('data.columns', swapped)}?" if key == "data.columns" else "Swap the two names."
+        yield problem_with(config, key, reason, fix)
 
 
 def _evaluation(config: Config) -> Iterator[Problem]:
@@ -101,17 +124,25 @@ def _is_file(path: str) -> bool:
 def _mix(config: Config) -> Iterator[Problem]:
     data = config.data
     if not data.mix:
+        for key in ("data.mix_until", "data.mix_by"):
+            if value_of(config, key) != all_settings()[key].default:
+                fix = f"Set data.mix={{a.jsonl: 3, b.jsonl: 1}} too, or leave {key} out."
+                yield problem_with(config, key, "has no effect on one data set.", fix)
         return
     if data.path is not None:
         fix = "Set one of them: data.mix has the paths of all its data sets."
         yield problem_with(config, "data.path", f"contradicts {show('data.mix', data.mix)}.", fix)
     if data.format is DataFormat.random:
         yield problem_with(config, "data.mix", "has no effect with data.format=random.", "Set data.format=auto.")
-    bad = [path for path, weight in data.mix.items() if not 0 < weight < math.inf]
-    if bad:
-        fix = "Give each path a weight above 0, or leave it out."
-        yield problem_with(config, "data.mix", f"has a weight that is not positive: {', '.join(bad)}.", fix)
-    for path in data.mix:
+    for path, value in data.mix.items():
+        for mistake in find_mistakes(value):
+            fix = "Write {path: weight} or {path: {weight: 2, max_rows: 5000}}, with weights above 0."
+            yield problem_with(config, "data.mix", f"names {path}, which {mistake}.", fix)
+        own = value if isinstance(value, dict) else {}
+        if isinstance(own.get("columns"), dict):
+            yield from _names(config, "data.mix", own["columns"])
+        if isinstance(own.get("split"), str) and (reason := explain_split(own["split"])):
+            yield problem_with(config, "data.mix", f"names {path}, whose split {own['split']} {reason}.", _SPLIT_FIX)
         if is_missing(path):
             fix = "Set data.mix={path: weight, ...} with files or folders that do."
             yield problem_with(config, "data.mix", f"names {path}, which does not exist, seen from {Path.cwd()}.", fix)
@@ -130,6 +161,17 @@ def _streaming(config: Config) -> Iterator[Problem]:
     if data.max_rows is not None:
         reason = "is drawn from all rows, and with data.streaming=true these are not there."
         yield problem_with(config, "data.max_rows", reason, "Leave it out: training.max_steps tells the end.")
+    own = [key for value in data.mix.values() if isinstance(value, dict) for key in value if key in _NOT_STREAMED]
+    if own:
+        reason = f"has {', '.join(dict.fromkeys(own))} of data sets, which data.streaming=true can't use."
+        yield problem_with(config, "data.mix", reason, "Leave these out, or set data.streaming=false.")
+    if "[" in data.split:
+        reason = "counts rows, and with data.streaming=true nobody knows how many there are."
+        yield problem_with(config, "data.split", reason, "Set it to the name of a split.")
+    for key in ("data.mix_until", "data.mix_by"):
+        if value_of(config, key) != all_settings()[key].default:
+            reason = "needs the lengths of all data sets, and with data.streaming=true these are not known."
+            yield problem_with(config, key, reason, "Leave it out.")
     if data.deduplicate:
         reason = "needs all rows, and with data.streaming=true these are not there."
         yield problem_with(config, "data.deduplicate", reason, "Leave it out, or remove repeated rows beforehand.")

@@ -146,12 +146,19 @@ def _escape_keys(text: str) -> str | None:
         mapping = yaml.safe_load(text)
     except yaml.YAMLError:
         return None
-    if not isinstance(mapping, dict) or any(isinstance(value, (dict, list)) for value in mapping.values()):
-        return None
-    items = (
-        f"{re.sub(SPECIAL, BACKSLASHED, str(key))}: {quote(value) if isinstance(value, str) else value}"
-        for key, value in mapping.items()
-    )
+    return _write_mapping(mapping) if isinstance(mapping, dict) else None
+
+
+def _write_mapping(mapping: dict[Any, Any]) -> str | None:
+    """A mapping, whose values may be mappings, as Hydra reads it; None: it has lists."""
+    items = []
+    for key, value in mapping.items():
+        written = (
+            _write_mapping(value) if isinstance(value, dict) else quote(value) if isinstance(value, str) else value
+        )
+        if (written is None and value is not None) or isinstance(value, list):
+            return None
+        items.append(f"{re.sub(SPECIAL, BACKSLASHED, str(key))}: {'null' if written is None else written}")
     return f"{{{', '.join(items)}}}"
 
 

@@ -42,6 +42,16 @@ def bounds(*, at_least: float | None = None, above: float | None = None, below: 
 TEXT_OR_LIST = {"text_or_list": True}
 
 
+class MixUntil(Enum):
+    longest = "longest"
+    shortest = "shortest"
+
+
+class MixBy(Enum):
+    rows = "rows"
+    tokens = "tokens"
+
+
 class TaskName(Enum):
     causal_lm = "causal_lm"
     preference = "preference"
@@ -490,14 +500,24 @@ class DataConfig:
     # data named.
     path: Any = field(default=DEFAULT_DATA, metadata=TEXT_OR_LIST)
     # Several of these with their weights, in place of path: {chats.jsonl: 3, code.jsonl: 1} takes three of four rows
-    # from chats. An epoch has every row at least once. A data set that is small for its weight is repeated.
-    mix: dict[str, float] = field(default_factory=dict)
+    # from chats. A data set may have settings of its own, {code.jsonl: {weight: 1, max_rows: 5000}}: weight, max_rows,
+    # split, name, columns and system_prompt.
+    mix: dict[str, Any] = field(default_factory=dict)
+    # How long an epoch of a mix is. longest: until every row was seen, so that data sets which are small for their
+    # weight are repeated. shortest: until the first data set is used up, so that no row is repeated and the others are
+    # not seen whole.
+    mix_until: MixUntil = MixUntil.longest
+    # What the weights of a mix are shares of: its rows or its tokens.
+    mix_by: MixBy = MixBy.rows
     # Subset of a hub data set.
     name: str | None = None
-    # Split of a hub data set.
+    # Split of a data set that has splits, with the rows of it to take: train, train[:5000], train[10%:]. Files without
+    # splits are train.
     split: str = "train"
     # Held-out data of the same form. null: eval_fraction of the rows.
     eval_path: Any = field(default=None, metadata=TEXT_OR_LIST)
+    # Split of eval_path, with the rows of it to take. null: the name of data.split, and all rows.
+    eval_split: str | None = None
     # Part of the rows that is held out for evaluation when there is no eval_path. 0: no evaluation.
     eval_fraction: float = field(default=0.0, metadata=bounds(at_least=0, below=1))
     # Use at most this many rows, after shuffling by training.seed. For a mix this holds for each of its data sets.
@@ -508,6 +528,8 @@ class DataConfig:
     # The names that the data has for prompt, completion, messages, role, content, text, label and so on, where these
     # differ: {prompt: question, completion: answer}.
     columns: dict[str, str] = field(default_factory=dict)
+    # A system message for conversations that have none.
+    system_prompt: str | None = None
     # Whether to train on the completion, which is the assistant's turns, or on every token.
     loss_on: LossOn = LossOn.completion
     # A Jinja file, or the name of a template that ships here (chatml, llama3, alpaca). null: the tokenizer's own.

@@ -129,13 +129,17 @@ class MixPart:
     row_share: float
     token_share: float
 
-    def __str__(self) -> str:
+    @property
+    def often(self) -> str:
+        """How many rows an epoch has of it, and how often each."""
+        if self.num_used_rows < self.num_rows:
+            return f"{self.num_used_rows:,} of {plural(self.num_rows, 'row')} once"
         times = self.num_used_rows / self.num_rows
-        often = "once" if times == 1 else f"{times:.3g} times"
-        return (
-            f"mix: {self.path}: {plural(self.num_rows, 'row')} {often}, {self.row_share:.1%} of the rows and"
-            f" {self.token_share:.1%} of the tokens"
-        )
+        return f"{plural(self.num_rows, 'row')} {'once' if times == 1 else f'{times:.3g} times'}"
+
+    def __str__(self) -> str:
+        shares = f"{self.row_share:.1%} of the rows and {self.token_share:.1%} of the tokens"
+        return f"mix: {self.path}: {self.often}, {shares}"
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import islice
 
 from qlora_fsdp.common.errors import DataError
+from qlora_fsdp.config.data_sets import settings_for
 from qlora_fsdp.config.schema import Config, DataFormat, TaskName
 from qlora_fsdp.data.preferences import read_answers
 from qlora_fsdp.data.read import find_source, iterate_rows, training_paths
@@ -21,12 +22,13 @@ def find_form(config: Config) -> DataFormat | None:
     paths, form = training_paths(config.data), config.data.format
     if not paths or form is DataFormat.random or not config.task.is_causal:
         return None
+    data = settings_for(paths[0], config.data)
     try:
-        for _, raw in islice(iterate_rows(find_source(paths[0], config.data)), ROWS_LOOKED_AT):
+        for _, raw in islice(iterate_rows(find_source(paths[0], data)), ROWS_LOOKED_AT):
             try:
                 if config.task.name is TaskName.preference:
-                    return read_answers(raw, config.has_pairs, config.data.columns)[0].form
-                return check_row(raw, form)[0]
+                    return read_answers(raw, config.has_pairs, data.columns)[0].form
+                return check_row(raw, form, data.columns)[0]
             except BadRow:
                 continue
     except DataError:  # the rows were tokenized before, and are not there any more

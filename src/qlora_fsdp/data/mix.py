@@ -10,6 +10,7 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
+from qlora_fsdp.config.schema import MixUntil
 from qlora_fsdp.data.answers import Judged
 from qlora_fsdp.data.sequences import Indices, Rows
 from qlora_fsdp.data.tokenize import TokenRow
@@ -71,17 +72,25 @@ class MixedRows:
         return part, row - int(self.starts[part])
 
 
-def count_rows(num_rows: Sequence[int], weights: Sequence[float]) -> list[int]:
-    """How many rows of each data set an epoch has: as few as the weights allow if every row is to be seen once.
+def count_rows(num_rows: Sequence[int], weights: Sequence[float], until: MixUntil = MixUntil.longest) -> list[int]:
+    """How many rows of each data set an epoch has, in the shares of the weights.
 
-    So the data set that is largest for its weight is seen once, and the others are repeated.
+    Args:
+        num_rows: of each data set.
+        weights: of each data set, as shares of the rows.
+        until: `longest`: as few as it takes to see every row once. So the data set that is largest for its weight is
+            seen once, and the others are repeated. `shortest`: as many as there are without repeating one. So the data
+            set that is smallest for its weight is seen once, and of the others a part.
     """
+    if until is MixUntil.shortest:
+        scale = min(number / weight for number, weight in zip(num_rows, weights, strict=True))
+        return [min(number, max(1, round(weight * scale))) for number, weight in zip(num_rows, weights, strict=True)]
     scale = max(number / weight for number, weight in zip(num_rows, weights, strict=True))
     return [max(number, round(weight * scale)) for number, weight in zip(num_rows, weights, strict=True)]
 
 
 def repeat_rows(row_ids: Indices, count: int, seed: int, part: int) -> Indices:
-    """`count` rows of a data set: all of them as often as they fit, and some once more, drawn by the seed."""
+    """`count` rows of a data set: all of them as often as they fit, and some (once more), drawn by the seed."""
     times, left = divmod(count, len(row_ids))
     drawn = np.random.default_rng([seed, part]).permutation(row_ids)[:left]
     return np.concatenate([np.tile(row_ids, times), np.sort(drawn)])

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from qlora_fsdp.common.errors import DataError, UserError
 from qlora_fsdp.common.hub_names import path_exists
 from qlora_fsdp.config.data_paths import SUFFIXES, as_paths
+from qlora_fsdp.config.data_sets import hub_split, split_name
 from qlora_fsdp.config.schema import DataConfig, TaskConfig, TaskName
 from qlora_fsdp.config.settings import show
 from qlora_fsdp.data.find_files import find_files
@@ -74,7 +75,7 @@ def find_source(path: Paths, data: DataConfig, task: TaskConfig | None = None) -
     files: dict[RowFile, None] = {}  # a file that several patterns name is read once
     skipped: list[str] = []
     for one in as_paths(path):
-        found = find_files(one, data.split, setting)
+        found = find_files(one, split_name(data.split), setting)
         if found is None and isinstance(path, str):
             return replace(_find_on_hub(path, data), choose=choose)
         if found is None:
@@ -150,7 +151,7 @@ def _find_on_hub(path: str, data: DataConfig) -> Source:
     if looks_local or path.count("/") > 1:
         raise DataError(f"{setting}={path} does not exist. Set {setting} to {known_suffixes()} or a folder of these.")
     try:
-        hub = datasets.load_dataset(path, data.name, split=data.split, streaming=data.streaming)
+        hub = datasets.load_dataset(path, data.name, split=hub_split(data.split), streaming=data.streaming)
     except Exception as error:  # `datasets` and the hub client raise many unrelated types
         reason = " ".join(str(error).split())
         fix = f"Check the name, or download it and set {setting} to the folder."

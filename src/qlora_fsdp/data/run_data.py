@@ -16,7 +16,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.common.errors import DataError
-from qlora_fsdp.config.schema import Config, DataFormat
+from qlora_fsdp.config.data_sets import mixed_sets, settings_for, settings_for_evaluation
+from qlora_fsdp.config.schema import Config, DataConfig, DataFormat, MixBy
 from qlora_fsdp.data.answers import wrap_answers
 from qlora_fsdp.data.chat_markers import check_markers
 from qlora_fsdp.data.counts import DataReport, MixPart, ReadReport
@@ -74,7 +75,7 @@ def prepare_data(
     """
     notes = check_markers(tokenizer, config)
     if config.data.format is not DataFormat.random:
-        _tokenize_sources(_paths(config), config, tokenizer, processes)
+        _tokenize_sources(_sources(config), tokenizer, processes)
     prepared = _open(config, tokenizer, vocab_size)
     return replace(prepared, report=replace(prepared.report, notes=tuple(notes)))
 
@@ -85,8 +86,9 @@ def prepare_held_out(
     """Like `prepare_data`, but only for the held-out data in `data.eval_path`, which must be set."""
     path = config.data.eval_path
     assert path is not None
-    _tokenize_sources([path], config, tokenizer, processes)
-    rows, _ = load_source(path, config, tokenizer, vocab_size)
+    own = _for_evaluation(config)
+    _tokenize_sources([(path, own)], tokenizer, processes)
+    rows, _ = load_source(path, own, tokenizer, vocab_size)
     settings = SequenceSettings.of(config, tokenizer)
     return make_sequences(rows, np.arange(len(rows.lengths)), settings)
 
@@ -123,24 +125,30 @@ def count_data(sources: Iterable[ReadReport], train: Sequences, held_out: Sequen
     )
 
 
-def _paths(config: Config) -> list[Paths]:
-    """The paths of all sources: those of the training data, then `data.eval_path` if it is set."""
+def _sources(config: Config) -> list[tuple[Paths, Config]]:
+    """All sources, each with the settings that count for it: the training data, then `data.eval_path` if it is set."""
     paths = training_paths(config.data)
     if not paths:
         raise DataError(
             "data.path is not set. Set it to a file, a folder or a hub data set, or set data.format=random."
         )
-    return [*paths, *([config.data.eval_path] if config.data.eval_path is not None else [])]
+    sources = [(path, replace(config, data=settings_for(path, config.data))) for path in paths]
+    held_out = config.data.eval_path
+    return [*sources, *([(held_out, _for_evaluation(config))] if held_out is not None else [])]
+
+
+def _for_evaluation(config: Config) -> Config:
+    return replace(config, data=settings_for_evaluation(config.data))
 
 
 def _tokenize_sources(
-    paths: Iterable[Paths], config: Config, tokenizer: PreTrainedTokenizerBase, processes: Processes
+    sources: Iterable[tuple[Paths, Config]], tokenizer: PreTrainedTokenizerBase, processes: Processes
 ) -> None:
     """Tokenizes sources into the cache, on one rank per node, and waits for all ranks."""
     failure: Exception | None = None
     if processes.is_local_main:
         try:
-            for path in paths:
+            for path, config in sources:
                 tokenize_source(path, config, tokenizer)
         except Exception as error:
             failure = error
@@ -157,7 +165,7 @@ def _open(config: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -
     if data.format is DataFormat.random:
         train_rows = _random_rows(config, vocab_size)
     else:
-        loaded = [load_source(path, config, tokenizer, vocab_size) for path in _paths(config)]
+        loaded = [load_source(path, own, tokenizer, vocab_size) for path, own in _sources(config)]
         sources = [report for _, report in loaded]
         if data.eval_path is not None:
             eval_rows = loaded.pop()[0]
@@ -174,7 +182,7 @@ def _open(config: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -
         evaluation = make_sequences(train_rows, np.concatenate([held for _, held in held_out]), settings)
     mix: tuple[MixPart, ...] = ()
     if data.mix:
-        train_ids, mix = _mix(train_rows, train_ids, data.mix, training.seed)
+        train_ids, mix = _mix(train_rows, train_ids, data, training.seed)
     train = make_sequences(train_rows, np.concatenate(train_ids), settings)
     report = count_data(sources, train, evaluation)
     labels = count_labels(train.labels_of(np.arange(len(train))), config.task) if train.has_labels else {}
@@ -188,21 +196,23 @@ def _random_rows(config: Config, vocab_size: int) -> Rows:
     return wrap_answers(rows, np.arange(num_rows)[:, None] % 2, config, "random tokens")
 
 
-def _mix(
-    rows: Rows, parts: list[Indices], weights: dict[str, float], seed: int
-) -> tuple[list[Indices], tuple[MixPart, ...]]:
+def _mix(rows: Rows, parts: list[Indices], data: DataConfig, seed: int) -> tuple[list[Indices], tuple[MixPart, ...]]:
     """Repeats or draws rows so that each data set has the share of an epoch that its weight asks for.
 
     Args:
         rows: the rows of all data sets.
         parts: the row ids of each data set.
-        weights: the weight of each data set, by its path.
+        data: the weights of the data sets, what they are shares of, and when an epoch ends.
         seed: decides which rows are repeated once more.
 
     Returns:
         The row ids of an epoch, one array per data set, and counts of each data set for the report.
     """
-    counts = count_rows([len(ids) for ids in parts], list(weights.values()))
+    weights = {path: own.weight for path, own in mixed_sets(data).items()}
+    if data.mix_by is MixBy.tokens:  # what has longer rows needs fewer of them
+        lengths = [float(rows.lengths[ids].mean()) for ids in parts]
+        weights = {path: weight / length for (path, weight), length in zip(weights.items(), lengths, strict=True)}
+    counts = count_rows([len(ids) for ids in parts], list(weights.values()), data.mix_until)
     used = [repeat_rows(ids, count, seed, n) for n, (ids, count) in enumerate(zip(parts, counts, strict=True))]
     num_tokens = [int(rows.lengths[ids].sum()) for ids in used]
     shares = [

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.common import threads
+from qlora_fsdp.config.data_sets import mixed_sets
 from qlora_fsdp.config.schema import BadRows, Config
 from qlora_fsdp.data.cache import fingerprint
 from qlora_fsdp.data.chat_markers import check_markers
@@ -181,7 +182,7 @@ def _window_maker(config: Config, tokenizer: PreTrainedTokenizerBase, vocab_size
     data = config.data
     return WindowMaker(
         sources=[find_source(path, data, config.task) for path in training_paths(data)],
-        weights=list(data.mix.values()) or [1.0],
+        weights=[own.weight for own in mixed_sets(data).values()] or [1.0],
         tokenize=row_tokenizer(config, tokenizer),
         settings=SequenceSettings.of(config, tokenizer),
         buffer_rows=data.buffer_rows,
@@ -199,6 +200,7 @@ def _key(config: Config, tokenizer: PreTrainedTokenizerBase, maker: WindowMaker)
         [identities, maker.weights, data.format.value, data.loss_on.value, data.bad_rows.value],
         [training.max_length, training.packing is not False, training.seed, data.buffer_rows],
         *([data.columns] if data.columns else []),
+        *(["system", data.system_prompt] if data.system_prompt else []),
     )
 
 

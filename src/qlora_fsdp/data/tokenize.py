@@ -53,6 +53,7 @@ class RowTokenizer:
     max_length: int
     bad_rows: BadRows
     columns: Mapping[str, str] = field(default_factory=dict)
+    system_prompt: str | None = None
 
     def __call__(self, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
         """Maps columns `place` and `row` to those of FEATURES. A row may become several; a bad one stays, empty."""
@@ -66,6 +67,8 @@ class RowTokenizer:
         for place, raw in zip(batch["place"], batch["row"], strict=True):
             try:
                 form, fields = check_row(raw, self.data_format, self.columns)
+                if self.system_prompt and form is DataFormat.messages:
+                    fields = add_system_prompt(fields, self.system_prompt)
                 formatted.append((place, format_row(form, fields, self.loss_on, self.tokenizer)))
             except BadRow as bad:
                 add(place, bad.kind, bad.detail, *_NOTHING)
@@ -125,6 +128,12 @@ class RowTokenizer:
             piece_target = is_target[piece].copy()
             piece_target[:1] = False  # nothing stands before the first token to predict it from
             yield tokens[piece], piece_target
+
+
+def add_system_prompt(row: dict[str, Any], text: str) -> dict[str, Any]:
+    """A conversation that begins with a system message: its own, or else one that says `text`."""
+    has_one = row["messages"][0]["role"] in ("system", "developer")
+    return row if has_one else {**row, "messages": [{"role": "system", "content": text}, *row["messages"]]}
 
 
 def first_text(tokenizer: PreTrainedTokenizerBase, text: str, num_tokens: int) -> str:

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from qlora_fsdp.common.cache_folder import check_owner, close_to_others, find_cache, lock_mode, open_cache
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.common.files import fresh_folder, remove, remove_leftovers
+from qlora_fsdp.config.data_sets import slice_rows
 from qlora_fsdp.config.schema import BadRows, Config, TaskName
 from qlora_fsdp.data.answers import wrap_answers
 from qlora_fsdp.data.cache import check_targets, fingerprint, load_entry, write_entry
@@ -23,7 +24,7 @@ from qlora_fsdp.data.counts import ReadReport
 from qlora_fsdp.data.label_counts import label_width
 from qlora_fsdp.data.labels import LabelledRowTokenizer, check_lists
 from qlora_fsdp.data.preferences import PreferenceRowTokenizer
-from qlora_fsdp.data.read import Paths, Source, find_source, first_of_each, name_setting, read_rows, training_paths
+from qlora_fsdp.data.read import Paths, Source, find_source, first_of_each, name_setting, read_rows
 from qlora_fsdp.data.row import TOO_LONG
 from qlora_fsdp.data.sequences import Rows
 from qlora_fsdp.data.tokenize import FEATURES, RowTokenizer
@@ -39,11 +40,16 @@ ROWS_A_BATCH = 100  # rows may be whole books, and a batch is in memory together
 def tokenize_source(path: Paths, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
     """Writes the cache entry of a source, unless it is there already.
 
+    Args:
+        path: of the source.
+        config: its `data` is that of this source (see `config.data_sets`).
+        tokenizer: the result of `load_tokenizer`, with new tokens added.
+
     Raises:
         DataError: the source can't be read, has no usable row, or the cache folder can't be written.
     """
     source = find_source(path, config.data, config.task)
-    entry = _entry_folder(path, source, config, tokenizer)
+    entry = _entry_folder(source, config, tokenizer)
     try:
         if _is_whole(entry, config):  # also where the folder may only be read
             return
@@ -69,7 +75,7 @@ def load_source(
             nothing can be learned from.
     """
     source = find_source(path, config.data, config.task)
-    entry = _entry_folder(path, source, config, tokenizer)
+    entry = _entry_folder(source, config, tokenizer)
     try:
         check_owner(entry, config.data.cache_folder)
         rows, report = load_entry(entry)
@@ -99,7 +105,9 @@ def row_tokenizer(
         return LabelledRowTokenizer(tokenizer, config.task, max_length, data.bad_rows, data.columns)
     if config.task.name is TaskName.preference:
         return PreferenceRowTokenizer(tokenizer, config.has_pairs, max_length, data.bad_rows, data.columns)
-    return RowTokenizer(tokenizer, data.format, data.loss_on, max_length, data.bad_rows, data.columns)
+    return RowTokenizer(
+        tokenizer, data.format, data.loss_on, max_length, data.bad_rows, data.columns, data.system_prompt
+    )
 
 
 def _tokenize_into(
@@ -110,12 +118,14 @@ def _tokenize_into(
     with fresh_folder(entry) as temporary:
         raw = read_rows(source, temporary / "raw.arrow")
         num_bytes = raw.data.nbytes
+        if source.hub is None and "[" in data.split:  # of hub data sets, `datasets` has taken them already
+            raw = _take_split(raw, source, data.split)
+            num_bytes = num_bytes * len(raw) // max(1, raw.data.num_rows)
         firsts = first_of_each(raw)
         num_repeated = len(raw) - len(firsts)
         if data.deduplicate and num_repeated:
             raw = raw.select(firsts)
-        is_training_data = path in training_paths(data)
-        if is_training_data and data.max_rows is not None and data.max_rows < len(raw):
+        if data.max_rows is not None and data.max_rows < len(raw):
             chosen = np.random.default_rng(config.training.seed).permutation(len(raw))[: data.max_rows]
             num_bytes = num_bytes * data.max_rows // len(raw)
             raw = raw.select(np.sort(chosen))
@@ -140,6 +150,18 @@ def _tokenize_into(
         close_to_others(finished, data.cache_folder, [Path(file.path) for file in source.files if file.remote is None])
         remove(entry)  # it exists only if it is not whole
         finished.rename(entry)
+
+
+def _take_split(raw: datasets.Dataset, source: Source, split: str) -> datasets.Dataset:
+    """The rows that a split such as train[:5000] asks for.
+
+    Raises:
+        DataError: these are none.
+    """
+    taken = slice_rows(split, len(raw))
+    if len(raw) and not taken:
+        raise DataError(f"data.split={split} takes none of the {len(raw):,} rows of {source.path}. Set it to others.")
+    return raw.select(taken)
 
 
 def _num_processes(raw: datasets.Dataset, num_bytes: int, wanted: int | None) -> int | None:
@@ -186,10 +208,9 @@ def _is_whole(entry: Path, config: Config) -> bool:
     return True
 
 
-def _entry_folder(path: Paths, source: Source, config: Config, tokenizer: PreTrainedTokenizerBase) -> Path:
+def _entry_folder(source: Source, config: Config, tokenizer: PreTrainedTokenizerBase) -> Path:
     """The folder of the source's cache entry, named by everything that its tokens depend on."""
     data = config.data
-    max_rows = data.max_rows if path in training_paths(data) else None
     form: tuple[Any, ...] = (config.task.name.value, config.task.problem_type.value, config.task.labels)
     if config.task.name is TaskName.preference:
         form = (config.task.name.value, config.has_pairs)
@@ -200,10 +221,12 @@ def _entry_folder(path: Paths, source: Source, config: Config, tokenizer: PreTra
         data.loss_on.value,
         data.bad_rows.value,
         config.training.max_length,
-        max_rows,
-        config.training.seed if max_rows is not None else None,
+        data.max_rows,
+        config.training.seed if data.max_rows is not None else None,
         form if config.task.name is not TaskName.causal_lm else None,
         *([data.columns] if data.columns else []),  # without them a key is what it was before they existed
         *(["deduplicate"] if data.deduplicate else []),
+        *(["split", data.split] if source.hub is None and "[" in data.split else []),
+        *(["system", data.system_prompt] if data.system_prompt else []),
     )
     return find_cache(data.cache_folder, DEFAULT_CACHE_FOLDER) / key

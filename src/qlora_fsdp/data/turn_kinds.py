@@ -20,6 +20,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.data.chat_template import Conversation, Span, Trace, find_words
 from qlora_fsdp.data.row import BadRow
 
@@ -80,7 +81,8 @@ def find_by_kind(conversation: Conversation, trace: Trace, turns: list[int], fin
     words = find_words(template)
     users = [number for number, message in enumerate(messages) if message["role"] == "user"]
     says_markup = words is not None and any(words.search(str(messages[number].get("content"))) for number in users)
-    if says_markup or any(message["role"] == "system" for message in messages[1:]):
+    roles = {message["role"] for message in messages[1 if messages[0]["role"] == "system" else 0 :]}
+    if says_markup or not roles <= {"user", "assistant", "tool"}:
         return {}
     special_tokens = tuple(conversation.tokenizer.special_tokens_map.items())
     found = {}
@@ -107,7 +109,7 @@ def find_by_kind(conversation: Conversation, trace: Trace, turns: list[int], fin
 @lru_cache(maxsize=64)
 def can_trace(template: str, tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether tracing small conversations gives the text, and the marks, that transformers gives."""
-    call = {**ASSISTANT, "tool_calls": [CALL]}
+    is_proven, call = False, {**ASSISTANT, "tool_calls": [CALL]}
     for messages in ([USER, ASSISTANT, NEXT_USER, ASSISTANT], [SYSTEM, USER, call, ANSWER, ASSISTANT]):
         for tools in (None, TOOLS):
             conversation = Conversation(messages, tools, template, tokenizer)
@@ -121,7 +123,8 @@ def can_trace(template: str, tokenizer: PreTrainedTokenizerBase) -> bool:
                 return False
             if (trace.text, trace.marks) != expected:
                 return False
-    return True
+            is_proven = True
+    return is_proven
 
 
 @lru_cache(maxsize=4096)
@@ -139,7 +142,9 @@ def _learn(
     try:
         text, trace = conversation.render(conversation.messages), conversation.trace()
         span, part = find_turn(conversation, text, number), trace.parts.get(number)
-    except BadRow:
+    except DataError:
+        raise
+    except Exception:  # of any type; the conversation itself is rendered turn by turn then
         return None
     if trace.text != text or span is None or part is None or not part[0] <= span[0] <= part[1]:
         return None

@@ -113,9 +113,11 @@ def describe_model(run: Run) -> str:
 def describe_data(run: Run) -> str:
     """What it trains on."""
     settings = run.settings
+    mix, often = settings.get("data.mix"), run.summary.get("mix")
+    if isinstance(often, dict) and often:  # how often an epoch has the rows of each data set
+        return "; ".join(f"{path}: {text}" for path, text in often.items())
     if settings.get("data.format") == "random":
         return "random tokens"
-    mix = settings.get("data.mix")
     path = settings.get("data.path")
     named = ", ".join(map(str, mix)) if mix else ", ".join(map(str, path)) if isinstance(path, list) else path
     return str(named or "")

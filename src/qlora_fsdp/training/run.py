@@ -120,7 +120,8 @@ def run(config: Config, world: World) -> dict[str, Any]:
         # Third: load the weights, prove them, and train.
         with _explained_shortage(prepared, config, processes, folder, summary):
             loaded = _load_and_prove(prepared, processes)
-            summary.loaded(loaded, setup_seconds=time.perf_counter() - started)
+            mix = {part.path: part.often for part in prepared.data.report.mix}
+            summary.loaded(loaded | ({"mix": mix} if mix else {}), setup_seconds=time.perf_counter() - started)
             prepared = add_reference(prepared, processes)
             result = _train(prepared, config, processes, watch, folder, checkpoint, summary)
 

@@ -1,0 +1,128 @@
+"""The data sets of a run, with the settings that count for one of them alone, such as its weight, rows and split."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from qlora_fsdp.common.errors import DataError
+from qlora_fsdp.config.schema import DataConfig
+
+DEFAULT_SPLIT = "train"
+_SLICE = re.compile(r"(?P<name>[\w.-]*)(?:\[(?P<start>-?\d+%?)?:(?P<stop>-?\d+%?)?\])?")
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """A data set of `data.mix`. What is None here counts as it does for all data sets.
+
+    Attributes:
+        weight: its share of the mix, relative to the weights of the others.
+        max_rows: in place of data.max_rows.
+        split: in place of data.split.
+        name: in place of data.name.
+        columns: in place of data.columns.
+        system_prompt: in place of data.system_prompt.
+    """
+
+    weight: float = 1.0
+    max_rows: int | None = None
+    split: str | None = None
+    name: str | None = None
+    columns: dict[str, str] | None = None
+    system_prompt: str | None = None
+
+
+OWN_KEYS = tuple(field.name for field in fields(DataSet))
+
+
+def find_mistakes(value: Any) -> Iterator[str]:
+    """What is wrong with a value of data.mix, each as the end of a sentence about its data set."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        value = {"weight": value}
+    if not isinstance(value, Mapping):
+        yield f"has {value!r}, which is neither a weight nor a mapping such as {{weight: 2, max_rows: 5000}}"
+        return
+    unknown = [str(key) for key in value if key not in OWN_KEYS]
+    if unknown:
+        yield f"has {', '.join(unknown)}, and the settings of a data set are {', '.join(OWN_KEYS)}"
+    weight, max_rows = value.get("weight", 1.0), value.get("max_rows")
+    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight < math.inf:
+        yield "has a weight that is not positive"
+    if max_rows is not None and (isinstance(max_rows, bool) or not isinstance(max_rows, int) or max_rows < 1):
+        yield f"has max_rows={max_rows}, which is no whole number of at least 1"
+    for key in ("split", "name", "system_prompt"):
+        if not isinstance(value.get(key), (str, type(None))):
+            yield f"has {key}={value[key]}, which is no text"
+    columns = value.get("columns") or {}
+    if not isinstance(columns, Mapping) or not all(isinstance(name, str) for name in columns.values()):
+        yield f"has columns={columns}, which is no mapping {{name: name}}"
+
+
+def mixed_sets(data: DataConfig) -> dict[str, DataSet]:
+    """The data sets of data.mix by their paths, of which `find_mistakes` finds nothing to say."""
+    return {
+        path: DataSet(**value) if isinstance(value, Mapping) else DataSet(weight=float(value))
+        for path, value in data.mix.items()
+    }
+
+
+def settings_for(path: Any, data: DataConfig) -> DataConfig:
+    """The settings of data as they count for one data set of the training data."""
+    own = mixed_sets(data).get(path) if isinstance(path, str) else None
+    if own is None:
+        return data
+    given = {key: getattr(own, key) for key in OWN_KEYS if key != "weight" and getattr(own, key) is not None}
+    return replace(data, **given)
+
+
+def settings_for_evaluation(data: DataConfig) -> DataConfig:
+    """The settings of data as they count for data.eval_path: a slice of rows, or their number, is of training data."""
+    split = data.eval_split
+    if split is None:
+        split = data.split.partition("[")[0] or DEFAULT_SPLIT if "+" not in data.split else data.split
+    return replace(data, split=split, max_rows=None)
+
+
+def explain_split(split: str) -> str | None:
+    """What is wrong with a split; None: nothing. Sums of splits are left to `datasets`."""
+    if "+" in split or (_SLICE.fullmatch(split) and split):
+        return None
+    return "is neither the name of a split nor a slice such as train[:5000] or train[10%:]"
+
+
+def split_name(split: str) -> str:
+    """The name of a split, without the rows of it."""
+    return split.partition("[")[0] or DEFAULT_SPLIT
+
+
+def hub_split(split: str) -> str:
+    """A split as `datasets` takes it: with a name."""
+    return f"{DEFAULT_SPLIT}{split}" if split.startswith("[") else split
+
+
+def slice_rows(split: str, num_rows: int) -> range:
+    """The rows of a data set that a split asks for.
+
+    Args:
+        split: such as `train`, `train[:5000]`, `[10%:]` or `train[-100:]`; percents are rounded to whole rows.
+        num_rows: how many rows there are.
+
+    Raises:
+        DataError: it is a sum of splits, or no slice.
+    """
+    found = _SLICE.fullmatch(split)
+    if found is None:
+        raise DataError(
+            f"data.split={split} can be used with hub data sets alone. Set it to one slice, such as train[:5000]."
+        )
+
+    def edge(text: str | None, default: int) -> int:
+        if text is None:
+            return default
+        return round(int(text[:-1]) * num_rows / 100) if text.endswith("%") else int(text)
+
+    return range(num_rows)[edge(found["start"], 0) : edge(found["stop"], num_rows)]
