@@ -119,13 +119,18 @@ class Classifier(TaskModel):
                 assert_never(self.task.problem_type)
 
     def may_get_zero_gradient(self, name: str) -> bool:
-        """Parameters of the last layer may, because the head sees one token alone.
+        """Parameters of the last layer may, because the head sees one token alone."""
+        return may_be_unseen(self, name)
 
-        In Longformer, for example, its local attention has no influence on that token.
-        """
-        module: Any = self.layers[-1]
-        prefix = next(n for n, child in self.model.named_modules() if child is module)
-        return name.startswith(f"{prefix}.")
+
+def may_be_unseen(model: TaskModel, name: str) -> bool:
+    """Whether a parameter is of the last layer, of which a head sees one token alone.
+
+    In Longformer, for example, its local attention has no influence on that token.
+    """
+    module: Any = model.layers[-1]
+    prefix = next(n for n, child in model.model.named_modules() if child is module)
+    return name.startswith(f"{prefix}.")
 
 
 def _balance(task: TaskConfig, labels: NDArray[np.float32]) -> Tensor:
