@@ -69,5 +69,5 @@ class RewardModel(TaskModel):
         self._sums = None
 
     def may_get_zero_gradient(self, name: str) -> bool:
-        """Parameters of the last layer may, because the head sees one token alone."""
+        """Parameters of the last layer may, and rows of new tokens."""
         return may_be_unseen(self, name)
