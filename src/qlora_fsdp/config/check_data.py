@@ -17,7 +17,7 @@ _CHAT_TEMPLATES = Path(__file__).parents[1] / "data" / "templates"
 # What data.columns can rename: the keys that data/row.py and data/labels.py look for.
 _COLUMNS = (
     *("messages", "role", "content", "tools", "system", "prompt", "completion", "instruction", "input", "output"),
-    *("text", "label", "labels", "tokens", "chosen", "rejected"),
+    *("text", "label", "labels", "tokens", "chosen", "rejected", "margin"),
 )
 
 

@@ -30,6 +30,8 @@ def check_preference(config: Config) -> Iterator[Problem]:
         for key in changed:
             reason = f"has no effect with {show('task.name', config.task.name)}."
             yield problem_with(config, key, reason, f"Set task=preference too, or leave {key} out.")
+        if config.task.compares_answers:
+            yield from _data(config)
         return
     loss = config.preference.loss
     for key in changed:
@@ -42,13 +44,7 @@ def check_preference(config: Config) -> Iterator[Problem]:
 
 def _others(config: Config) -> Iterator[Problem]:
     """What the settings of other sections can't be with task=preference."""
-    if config.data.format not in (DataFormat.auto, DataFormat.random):
-        keys = "prompt, chosen and rejected" if config.has_pairs else "prompt, completion and label"
-        reason = f"has no effect with task.name=preference: rows have {keys}."
-        yield problem_with(config, "data.format", reason, "Set data.format=auto.")
-    if config.data.loss_on is not LossOn.completion:
-        reason = "has no effect with task.name=preference, which compares answers to the same prompt."
-        yield problem_with(config, "data.loss_on", reason, "Leave it out.")
+    yield from _data(config)
     if config.kernels.cross_entropy is Kernel.liger:
         reason = "can't be used with task.name=preference: Liger's kernel sums over all tokens, not over answers."
         yield problem_with(config, "kernels.cross_entropy", reason, "Set kernels.cross_entropy=auto.")
@@ -59,3 +55,18 @@ def _others(config: Config) -> Iterator[Problem]:
         if value_of(config, key):
             reason = "is trained beside the adapter, and with preference.precompute=false the reference would have it."
             yield problem_with(config, key, reason, "Set preference.precompute=true, or leave it out.")
+
+
+def _data(config: Config) -> Iterator[Problem]:
+    """What the settings of data can't be where answers are compared."""
+    name = show("task.name", config.task.name)
+    if config.data.format not in (DataFormat.auto, DataFormat.random):
+        keys = "prompt, chosen and rejected" if config.has_pairs else "prompt, completion and label"
+        reason = f"has no effect with {name}: rows have {keys}."
+        yield problem_with(config, "data.format", reason, "Set data.format=auto.")
+    if config.data.loss_on is not LossOn.completion:
+        reason = f"has no effect with {name}, which compares answers to the same prompt."
+        yield problem_with(config, "data.loss_on", reason, "Leave it out.")
+    if config.task.name is TaskName.reward and config.training.packing is True:
+        reason = f"lets rows share a sequence, and the head of {name} sees its last token alone."
+        yield problem_with(config, "training.packing", reason, "Set task=reward, or training=padded.")

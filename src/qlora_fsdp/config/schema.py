@@ -55,6 +55,7 @@ class MixBy(Enum):
 class TaskName(Enum):
     causal_lm = "causal_lm"
     preference = "preference"
+    reward = "reward"
     sequence_classification = "sequence_classification"
     token_classification = "token_classification"
 
@@ -223,8 +224,9 @@ class RunConfig:
 @dataclass
 class TaskConfig:
     # What the model learns. `causal_lm` is the next token. `preference` is which of two answers was chosen, {"prompt":
-    # ..., "chosen": ..., "rejected": ...}. The other two train a new head: on the labels of whole rows, {"text": ...,
-    # "label": ...}, or on the labels of words, {"tokens": [...], "labels": [...]}.
+    # ..., "chosen": ..., "rejected": ...}. `reward` learns the same by a number for each answer, which a new head gives
+    # (Bradley and Terry's loss); a row may have a "margin" that the numbers are to differ by. The other two train a new
+    # head on the labels of whole rows, {"text": ..., "label": ...}, or of words, {"tokens": [...], "labels": [...]}.
     name: TaskName = TaskName.causal_lm
     # Whether a row has one label, any number of labels (a list), or numbers. The names are those of transformers.
     problem_type: ProblemType = ProblemType.single_label_classification
@@ -239,6 +241,11 @@ class TaskConfig:
     def is_causal(self) -> bool:
         """Whether the model writes text: its head gives the next token."""
         return self.name in (TaskName.causal_lm, TaskName.preference)
+
+    @property
+    def compares_answers(self) -> bool:
+        """Whether a row of the data has answers to the same prompt, or an answer with a label."""
+        return self.name in (TaskName.preference, TaskName.reward)
 
     @property
     def has_labels(self) -> bool:
@@ -751,7 +758,8 @@ class Config:
     @property
     def has_pairs(self) -> bool:
         """Whether a row of the data is a prompt with two answers, which stay together in a sequence."""
-        return self.task.name is TaskName.preference and self.preference.loss.is_paired
+        is_paired = self.task.name is TaskName.reward or self.preference.loss.is_paired
+        return self.task.compares_answers and is_paired
 
     @property
     def sequence_length(self) -> int:

@@ -37,11 +37,24 @@ class Judged(Rows, Protocol):
     def read_mismatched(self, row: int) -> TokenRow: ...
 
 
+class Paired(Rows, Protocol):
+    """Pairs of answers: `PairedRows`, or a mix of these."""
+
+    @property
+    def margins(self) -> NDArray[np.float32] | None: ...
+
+
 @dataclass(frozen=True)
 class PairedRows:
-    """Pairs: rows 2p and 2p + 1 of `parts` are the chosen and the rejected answer of pair p, each behind its prompt."""
+    """Pairs: rows 2p and 2p + 1 of `parts` are the chosen and the rejected answer of pair p, each behind its prompt.
+
+    Attributes:
+        parts: the rows of tokens.
+        margins: float32 [num_pairs], of rewards; None where none are learned.
+    """
 
     parts: Rows
+    margins: NDArray[np.float32] | None = None
 
     num_answers = 2
 
@@ -134,17 +147,18 @@ def wrap_answers(rows: AnswerRows, labels: NDArray[Any], config: Config, path: s
 
     Args:
         rows: rows of tokens.
-        labels: [num_rows, 1] of answers with labels.
+        labels: [num_rows, 1] of answers with labels, and margins of rewards.
         config: `task`, `preference` and `training.max_length` are used.
         path: what the user calls the data.
 
     Raises:
         DataError: labels are all the same, so that nothing can be learned from them.
     """
-    if config.task.name is not TaskName.preference:
+    if not config.task.compares_answers:
         return rows
     if config.has_pairs:
-        return PairedRows(rows)
+        has_margins = config.task.name is TaskName.reward
+        return PairedRows(rows, labels[::2, 0].astype(np.float32) if has_margins else None)
     is_good = labels[:, 0] > 0
     if is_good.all() or not is_good.any():
         raise DataError(

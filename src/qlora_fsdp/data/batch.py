@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from qlora_fsdp.common.sizes import IGNORE_INDEX
-from qlora_fsdp.data.answers import Judged
+from qlora_fsdp.data.answers import Judged, Paired
 from qlora_fsdp.data.sequences import Indices, Sequences, TrainingData
 from qlora_fsdp.data.tokenize import TokenRow
 
@@ -40,6 +40,7 @@ class Batch:
             of each pair side by side, or one with a label each; the rows behind them are padding. 0: none are compared.
         is_good: bool [num_answers], the labels of answers; None of pairs.
         mismatched: of answers with labels, their prompts with other answers, row by row; else None.
+        margins: float32 [num_pairs], by which the rewards of a pair are to differ; None where none are learned.
         reference: float32 [num_pairs, 2], the log-probabilities of chosen and rejected answers under the model before
             training; or [num_answers, 2], those of answers and of the mismatched ones. None: each step computes them,
             or the loss needs none.
@@ -56,6 +57,7 @@ class Batch:
     num_answers: int = 0
     is_good: torch.Tensor | None = None
     mismatched: Batch | None = None
+    margins: torch.Tensor | None = None
     reference: torch.Tensor | None = None
 
     def to(self, device: torch.device | str) -> Batch:
@@ -161,6 +163,10 @@ def _collate_answers(sequences: Sequences, indices: Indices, micro_batch_size: i
         found["is_good"] = torch.from_numpy(judged.is_good[rows])
         mismatched = _lay_out_answers(sequences, indices, micro_batch_size, lambda row: [judged.read_mismatched(row)])
         found["mismatched"] = replace(mismatched, num_answers=len(rows))
+    else:
+        margins = cast(Paired, sequences.rows).margins
+        if margins is not None:
+            found["margins"] = torch.from_numpy(margins[rows])
     if sequences.reference is not None:
         found["reference"] = torch.from_numpy(sequences.reference[rows])
     return replace(batch, **found)

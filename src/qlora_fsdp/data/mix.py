@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qlora_fsdp.config.schema import MixUntil
-from qlora_fsdp.data.answers import Judged
+from qlora_fsdp.data.answers import Judged, Paired
 from qlora_fsdp.data.sequences import Indices, Rows
 from qlora_fsdp.data.tokenize import TokenRow
 
@@ -60,6 +60,12 @@ class MixedRows:
     def is_good(self) -> NDArray[np.bool_]:
         """The labels of answers, if all parts are such (`answers.Judged`)."""
         return np.concatenate([cast(Judged, part).is_good for part in self.parts])
+
+    @cached_property
+    def margins(self) -> NDArray[np.float32] | None:
+        """Of pairs (`answers.Paired`), as there."""
+        found = [cast(Paired, part).margins for part in self.parts]
+        return np.concatenate([margins for margins in found if margins is not None]) if found[0] is not None else None
 
     def read_mismatched(self, row: int) -> TokenRow:
         """The prompt of a row with another answer of its part."""

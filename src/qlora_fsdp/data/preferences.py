@@ -41,6 +41,7 @@ from qlora_fsdp.data.tokenize import FEATURES, RowTokenizer, TokenRow
 
 PAIR_KEYS = ("chosen", "rejected")
 JUDGED_KEYS = ("completion", "label")
+MARGIN, MAX_MARGIN = "margin", 1e6
 LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 
 
@@ -69,6 +70,7 @@ class PreferenceRowTokenizer:
         max_length: tokens of a prompt with one answer, at most.
         bad_rows: what becomes of longer ones.
         columns: data.columns.
+        has_margin: whether pairs get margins for their rewards.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -76,6 +78,7 @@ class PreferenceRowTokenizer:
     max_length: int
     bad_rows: BadRows
     columns: Mapping[str, str] = field(default_factory=dict)
+    has_margin: bool = False
 
     def __call__(self, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
         """Maps columns `place` and `row` to those of FEATURES. A bad row stays, empty."""
@@ -98,6 +101,7 @@ class PreferenceRowTokenizer:
         """
         inner = RowTokenizer(self.tokenizer, DataFormat.auto, LossOn.completion, self.max_length, self.bad_rows)
         answers = read_answers(raw, self.is_paired, self.columns)
+        margin = read_margin(raw, self.columns) if self.has_margin else None
         formatted = [self._format(answer) for answer in answers]
         found: list[TokenRow] = []
         problem, detail = "", ""
@@ -113,7 +117,8 @@ class PreferenceRowTokenizer:
         if self.is_paired and np.array_equal(found[0][0], found[1][0]):
             raise BadRow(SAME_ANSWERS, f"within {self.max_length} tokens" if problem else "")
         for answer, row in zip(answers, found, strict=True):
-            yield problem, detail, row, [] if answer.label is None else [float(answer.label)]
+            label = margin if self.has_margin else answer.label
+            yield problem, detail, row, [] if label is None else [float(label)]
             problem, detail = "", ""  # count a row once, not each of its answers
 
     def _format(self, answer: Answer) -> FormattedRow:
@@ -147,9 +152,24 @@ def read_answers(raw: bytes, is_paired: bool, columns: Mapping[str, str] = NO_CO
     return [_answer(row, prompt, key, turn_columns, label) for key, label in zip(PAIR_KEYS, labels, strict=True)]
 
 
+def read_margin(raw: bytes, columns: Mapping[str, str] = NO_COLUMNS) -> float:
+    """By how much the rewards of a row's answers are to differ, for the loss; 0 where the row does not say.
+
+    Raises:
+        BadRow: it is no number.
+    """
+    value = rename(parse_row(raw), columns).get(MARGIN)
+    if value is None:
+        return 0.0
+    if type(value) not in (int, float) or not abs(value) <= MAX_MARGIN:
+        raise BadRow(WRONG_LABEL, f"margin is {value!r}, which is no number up to {MAX_MARGIN:g}")
+    return float(value)
+
+
 def preference_columns(names: Sequence[str], columns: Mapping[str, str]) -> list[str]:
     """Of the columns of a table, those that preferences need; all of them if the table has no such columns."""
-    wanted = {columns.get(key, key) for key in ("prompt", *PAIR_KEYS, *JUDGED_KEYS, *MORE_KEYS[DataFormat.messages])}
+    keys = ("prompt", *PAIR_KEYS, *JUDGED_KEYS, MARGIN, *MORE_KEYS[DataFormat.messages])
+    wanted = {columns.get(key, key) for key in keys}
     return [name for name in names if name in wanted] or list(names)
 
 

@@ -23,7 +23,7 @@ from qlora_fsdp.common.errors import DataError, UserError
 from qlora_fsdp.common.hub_names import path_exists
 from qlora_fsdp.config.data_paths import SUFFIXES, as_paths
 from qlora_fsdp.config.data_sets import hub_split, split_name
-from qlora_fsdp.config.schema import DataConfig, TaskConfig, TaskName
+from qlora_fsdp.config.schema import DataConfig, TaskConfig
 from qlora_fsdp.config.settings import show
 from qlora_fsdp.data.find_files import find_files
 from qlora_fsdp.data.labels import used_label_columns
@@ -94,7 +94,7 @@ def find_source(path: Paths, data: DataConfig, task: TaskConfig | None = None) -
 def _choose(names: Sequence[str], data: DataConfig, task: TaskConfig) -> list[str]:
     if task.has_labels:
         return used_label_columns(names, data.columns, task)
-    if task.name is TaskName.preference:
+    if task.compares_answers:
         return preference_columns(names, data.columns)
     return used_columns(names, data.format, data.columns)
 

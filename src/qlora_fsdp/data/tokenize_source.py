@@ -103,8 +103,9 @@ def row_tokenizer(
     data, max_length = config.data, config.training.max_length
     if config.task.has_labels:
         return LabelledRowTokenizer(tokenizer, config.task, max_length, data.bad_rows, data.columns)
-    if config.task.name is TaskName.preference:
-        return PreferenceRowTokenizer(tokenizer, config.has_pairs, max_length, data.bad_rows, data.columns)
+    if config.task.compares_answers:
+        has_margin = config.task.name is TaskName.reward
+        return PreferenceRowTokenizer(tokenizer, config.has_pairs, max_length, data.bad_rows, data.columns, has_margin)
     return RowTokenizer(
         tokenizer, data.format, data.loss_on, max_length, data.bad_rows, data.columns, data.system_prompt
     )
@@ -145,7 +146,7 @@ def _tokenize_into(
         finished = temporary / "finished"
         finished.mkdir()
         read = ReadReport(source.path, len(raw), 0, 0, -1, (), _width(config), (), num_repeated, data.deduplicate)
-        counts_rows = config.task.name is TaskName.preference
+        counts_rows = config.task.compares_answers
         _check(write_entry(finished, read, tokenized, counts_rows), path, config)
         close_to_others(finished, data.cache_folder, [Path(file.path) for file in source.files if file.remote is None])
         remove(entry)  # it exists only if it is not whole
@@ -173,8 +174,8 @@ def _num_processes(raw: datasets.Dataset, num_bytes: int, wanted: int | None) ->
 
 def _width(config: Config) -> int:
     """Numbers per label; 0 without labels."""
-    if config.task.name is TaskName.preference:
-        return 0 if config.has_pairs else 1
+    if config.task.compares_answers:  # a label or a margin
+        return 0 if config.has_pairs and config.task.name is TaskName.preference else 1
     return label_width(config.task) if config.task.has_labels else 0
 
 
@@ -212,7 +213,7 @@ def _entry_folder(source: Source, config: Config, tokenizer: PreTrainedTokenizer
     """The folder of the source's cache entry, named by everything that its tokens depend on."""
     data = config.data
     form: tuple[Any, ...] = (config.task.name.value, config.task.problem_type.value, config.task.labels)
-    if config.task.name is TaskName.preference:
+    if config.task.compares_answers:
         form = (config.task.name.value, config.has_pairs)
     key = fingerprint(
         tokenizer,

@@ -46,6 +46,7 @@ NO_TOKENS = AddedTokens()
 PEFT_TASKS = {
     TaskName.causal_lm: "CAUSAL_LM",
     TaskName.preference: "CAUSAL_LM",
+    TaskName.reward: "SEQ_CLS",
     TaskName.sequence_classification: "SEQ_CLS",
     TaskName.token_classification: "TOKEN_CLS",
 }

@@ -33,6 +33,7 @@ from qlora_fsdp.model.inputs import has_recurrent_layers
 from qlora_fsdp.model.new_tokens import count_tokens
 from qlora_fsdp.model.packing import RECURRENT_KERNELS, Traits, check_causal, find_traits, settle_packing
 from qlora_fsdp.model.preference import PreferenceLM
+from qlora_fsdp.model.reward import RewardModel
 from qlora_fsdp.model.router_loss import RouterLoss, describe_router_loss
 from qlora_fsdp.model.targets import describe_left_out, find_left_out
 from qlora_fsdp.model.task_model import TaskModel
@@ -272,7 +273,7 @@ def adapt_model(
     Args:
         meta: the base model. A classifier's new head (`meta.head`) is trained in full, without an adapter.
         lora: the adapter's settings.
-        task: causal language modelling, preferences or a kind of classification.
+        task: causal language modelling, preferences, rewards or a kind of classification.
         tokens: the tokens whose rows in embeddings and head are trained.
         loss_kernel: what computes the loss of a frozen head.
         splits_head: as of `CausalLM`.
@@ -286,6 +287,9 @@ def adapt_model(
         case TaskName.preference:
             adapted = apply_adapters(meta.model, lora, tokens=tokens, unreached=unreached)
             return PreferenceLM(adapted, preference or PreferenceConfig(), loss_kernel, splits_head)
+        case TaskName.reward:
+            lora = replace(lora, modules_to_save=[*(lora.modules_to_save or []), *meta.head])
+            return RewardModel(apply_adapters(meta.model, lora, task.name, tokens))
         case TaskName.sequence_classification | TaskName.token_classification:
             lora = replace(lora, modules_to_save=[*(lora.modules_to_save or []), *meta.head])
             return Classifier(apply_adapters(meta.model, lora, task.name, tokens, unreached), task)

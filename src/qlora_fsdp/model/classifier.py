@@ -119,13 +119,19 @@ class Classifier(TaskModel):
                 assert_never(self.task.problem_type)
 
     def may_get_zero_gradient(self, name: str) -> bool:
-        """Parameters of the last layer may, because the head sees one token alone.
+        """Parameters of the last layer may, and rows of new tokens."""
+        return may_be_unseen(self, name)
 
-        In Longformer, for example, its local attention has no influence on that token.
-        """
-        module: Any = self.layers[-1]
-        prefix = next(n for n, child in self.model.named_modules() if child is module)
-        return name.startswith(f"{prefix}.")
+
+def may_be_unseen(model: TaskModel, name: str) -> bool:
+    """Whether a batch may give a parameter a gradient of zeros.
+
+    The head sees one token of the last layer alone: in Longformer, for example, local attention has no influence on
+    that token. And a batch may have none of the new tokens that have rows.
+    """
+    module: Any = model.layers[-1]
+    prefix = next(n for n, child in model.model.named_modules() if child is module)
+    return name.startswith(f"{prefix}.") or ".trainable_tokens_delta." in name
 
 
 def _balance(task: TaskConfig, labels: NDArray[np.float32]) -> Tensor:

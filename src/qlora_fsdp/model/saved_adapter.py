@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import peft
 import torch
 from peft.utils.constants import DUMMY_TARGET_MODULES
 from safetensors import safe_open
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from qlora_fsdp.common.errors import AdapterError
 from qlora_fsdp.common.text import plural
@@ -84,7 +86,10 @@ class SavedAdapter:
         new = tuple(f"base_model.model.{name}." for name in may_lack)
         missing = sorted(key for key in shapes.keys() - found.keys() if not key.startswith(new))
         problems = [f"{key} is missing" for key in missing]
-        problems += [f"{key} is not in the model" for key in sorted(found.keys() - shapes.keys())]
+        # A language model's adapter may have rows of its head for new tokens, of which a classifier has no use.
+        has_head = cast(PreTrainedModel, model.get_base_model()).get_output_embeddings() is not None
+        left_over = [key for key in sorted(found.keys() - shapes.keys()) if has_head or not key.endswith(TOKEN_ROWS)]
+        problems += [f"{key} is not in the model" for key in left_over]
         problems += [
             f"{key} is {list(found[key])}, in the model {list(shapes[key])}"
             for key in sorted(found.keys() & shapes.keys())

@@ -117,8 +117,7 @@ class ModelTracer:
         return self._trace(config, micro_batch_size).ends
 
     def _key(self, config: Config, micro_batch_size: int) -> tuple[str, int, int]:
-        padded_pairs = config.has_pairs and config.training.packing is False
-        return f"{_modules_key(config)}{padded_pairs}", config.sequence_length, micro_batch_size
+        return f"{_modules_key(config)}{_has_padded_pairs(config)}", config.sequence_length, micro_batch_size
 
     def _trace(self, config: Config, micro_batch_size: int) -> Trace:
         key = self._key(config, micro_batch_size)
@@ -243,9 +242,14 @@ def _names_a_layer(config: Config) -> bool:
     )
 
 
+def _has_padded_pairs(config: Config) -> bool:
+    """Whether each answer of a pair is a sequence of its own."""
+    return config.has_pairs and (config.training.packing is False or not config.task.is_causal)
+
+
 def _batch(config: Config, size: int) -> Batch:
     """A micro-batch of the largest size, on meta. Every sequence has a row and some padding, or several rows."""
-    if config.has_pairs and config.training.packing is False:
+    if _has_padded_pairs(config):
         size, length = 2 * size, config.training.max_length
     else:
         length = config.sequence_length
@@ -261,6 +265,9 @@ def _batch(config: Config, size: int) -> Batch:
             is_good = torch.empty(2 * size, dtype=torch.bool, device="meta")
             reference = reference if config.has_pairs else torch.empty(2 * size, 2, device="meta")
             return replace(batch, num_answers=2 * size, is_good=is_good, reference=reference)
+        case TaskName.reward:
+            counts = torch.empty(size, dtype=torch.int64, device="meta")
+            return replace(batch, num_answers=size, num_tokens=counts, margins=torch.empty(size // 2, device="meta"))
         case TaskName.sequence_classification:
             num_labels = size
         case TaskName.token_classification:
