@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from tests.helpers.one_process import one_process
+from tests.helpers.plans import traced
 from torch import nn
 from torch.nn import functional as F
 
@@ -34,6 +35,10 @@ from qlora_fsdp.data.run_data import PreparedData, prepare_data
 from qlora_fsdp.data.sequences import Sequences
 from qlora_fsdp.data.tokenizer import byte_tokenizer, load_tokenizer
 from qlora_fsdp.layers.rewire import attach_loss
+from qlora_fsdp.memory.gpus import find_gpu
+from qlora_fsdp.memory.policy import Policy
+from qlora_fsdp.memory.speed import tokens_per_second
+from qlora_fsdp.memory.workload import Workload
 
 BOS, EOS, PAD = 256, 257, 258
 TOKENIZER = byte_tokenizer()
@@ -254,3 +259,25 @@ def test_reference_reaches_the_batch_by_row(tmp_path: Path) -> None:
     lengths = (batch.targets != -100).sum().item()
     assert lengths == 20
     np.testing.assert_array_equal(batch.reference, reference[data.row_ids])
+
+
+def test_the_plan_has_room_for_pairs_and_time_for_the_reference() -> None:
+    def workload(*overrides: str) -> Workload:
+        config = load_config(["model=llama3.2-1b-base", "data.path=rows.jsonl", *overrides])
+        return Workload(traced(config), config, 1, 1, 1)
+
+    def kept(work: Workload) -> int:
+        return work.layer_use(0, Policy.none).saved + work.ends.loss + work.ends.loss_backward
+
+    sft = workload("training.max_length=1024", "compute.cuda_graph=false")
+    dpo = workload("training.max_length=512", "task=preference")
+    assert dpo.num_tokens == sft.num_tokens == 1024
+    assert kept(dpo) == pytest.approx(kept(sft), rel=0.01)
+    padded = workload("training.max_length=512", "task=preference", "training.packing=false")
+    assert kept(padded) == pytest.approx(kept(sft), rel=0.01)
+    policies, gpu = [Policy.none] * sft.num_layers, find_gpu("NVIDIA H200")
+    assert gpu is not None
+    speed = tokens_per_second(dpo, policies, gpu)
+    assert speed == pytest.approx(tokens_per_second(sft, policies, gpu), rel=0.01)
+    in_step = workload("training.max_length=512", "task=preference", "preference.precompute=false")
+    assert 0.6 * speed < tokens_per_second(in_step, policies, gpu) < 0.8 * speed
