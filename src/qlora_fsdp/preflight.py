@@ -203,7 +203,7 @@ def _describe(choice: Choice, hardware: Hardware, target: float) -> tuple[list[s
         f"{verdict}: {model} on {hardware.count} x {gpu.name} needs {plan.needed / GIB:.2f} GiB a GPU, and "
         f"{target / GIB:.2f} GiB of {gpu.gib:g} can be had",
         *([f"The GPUs: {hardware.note}"] if hardware.note else []),
-        f"{plural(work.num_shards, 'shard')}, micro-batch {work.micro_batch_size} x {config.training.max_length} "
+        f"{plural(work.num_shards, 'shard')}, micro-batch {work.micro_batch_size} x {config.sequence_length} "
         f"tokens, {work.num_micro_batches} a step; {describe_choice(plan)}",
         "",
         table(plan),

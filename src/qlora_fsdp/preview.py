@@ -114,16 +114,17 @@ def _rows(
         for row in used[(first <= used) & (used < last)][settings.first - 1 :][: settings.rows].tolist()
     ]
     for row, place in order:
-        [(tokens, is_target)] = data.rows.read(row)
-        if data.has_labels:
-            labels = data.labels_of(np.flatnonzero(data.row_ids == row)[:1])
-            about = f"{len(tokens)} tokens, labels: {name_labels(labels, config.task)}"
-        else:
+        parts = data.rows.read(row)
+        sides = ("", "") if len(parts) < 2 else (", chosen", ", rejected")
+        for (tokens, is_target), side in zip(parts, sides, strict=False):
             about = f"{len(tokens)} tokens, {int(is_target.sum())} trained on"
-        yield printable(f"--- {place}: {about}")
-        edges = [0, *(i for i in range(1, len(tokens)) if is_target[i] != is_target[i - 1]), len(tokens)]
-        parts = [(tokenizer.decode(tokens[a:b].tolist()), bool(is_target[a])) for a, b in pairwise(edges)]
-        yield "".join(_mark(str(text), trained, colored) for text, trained in parts)
+            if data.has_labels:
+                labels = data.labels_of(np.flatnonzero(data.row_ids == row)[:1])
+                about = f"{len(tokens)} tokens, labels: {name_labels(labels, config.task)}"
+            yield printable(f"--- {place}{side}: {about}")
+            edges = [0, *(i for i in range(1, len(tokens)) if is_target[i] != is_target[i - 1]), len(tokens)]
+            texts = [(tokenizer.decode(tokens[a:b].tolist()), bool(is_target[a])) for a, b in pairwise(edges)]
+            yield "".join(_mark(str(text), trained, colored) for text, trained in texts)
 
 
 def _mark(text: str, is_target: bool, colored: bool) -> str:

@@ -34,7 +34,7 @@ from qlora_fsdp.config.foreign_settings import (
     remote_code_problem,
 )
 from qlora_fsdp.config.overrides import chosen_groups
-from qlora_fsdp.config.schema import Config, DataFormat
+from qlora_fsdp.config.schema import Config, DataFormat, TaskName
 from qlora_fsdp.config.settings import value_of
 from qlora_fsdp.config.written import is_hidden
 
@@ -147,6 +147,8 @@ def saved_settings(
         values["model"]["path"] = str(Path(path).expanduser().resolve())
     if config.training.packing is not False:  # else it is a classifier, or the user's wish
         del values["training"]
+    if config.task.name is not TaskName.preference:
+        del values["preference"]
     if config.task.has_labels:
         values["task"]["class_weights"] = class_weights
     if trained_on is not None:

@@ -35,6 +35,10 @@ ALLOWED = {
         *("embeddings", "llm_int8_skip_modules"),
     ),
     "task": ("name", "problem_type", "labels", "class_weights"),
+    "preference": (
+        *("loss", "beta", "label_smoothing", "simpo_gamma"),
+        *("sft_weight", "desirable_weight", "undesirable_weight"),
+    ),
     "training": ("packing",),
 }
 # Adapters that were saved before this list existed have these two. A folder for the cache means nothing on another

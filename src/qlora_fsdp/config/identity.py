@@ -24,7 +24,7 @@ _HARMLESS = (
     *("model.name", "model.attn_implementation", "model.trust_remote_code"),
     *("model.cache_quantized", "model.cache_folder", "data.num_proc", "data.cache_folder"),
     *("training.micro_batch_size", "training.eval_every_steps", "training.on_bad_step", "training.grad_norm_spike"),
-    "training.deterministic",
+    *("training.deterministic", "preference.precompute"),
     "training.packing",  # what becomes of the rows is in the data, which is compared
 )
 

@@ -765,3 +765,14 @@ class Config:
     def sequence_length(self) -> int:
         """Most tokens of a packed sequence: there is room for a whole pair."""
         return self.training.max_length * (2 if self.has_pairs else 1)
+
+    @property
+    def num_extra_forwards(self) -> int:
+        """Forward passes of a micro-batch without a gradient, besides the one that is trained on.
+
+        The reference's, unless it is precomputed; and KTO's of mismatched answers, by the model and by the reference.
+        """
+        if self.task.name is not TaskName.preference:
+            return 0
+        in_step = self.preference.loss.needs_reference and not self.preference.precompute
+        return int(in_step) if self.has_pairs else 1 + 2 * int(in_step)

@@ -151,7 +151,7 @@ class DataReport:
         num_sequences: packs of rows; without packing, rows.
         num_rows: token rows in the sequences.
         num_tokens: tokens without padding.
-        num_target_tokens: positions with a loss.
+        num_target_tokens: positions with a loss; of a preference, pairs or answers.
         packing_efficiency: num_tokens divided by num_sequences x training.max_length.
         num_eval_sequences: 0 without evaluation data.
         num_eval_target_tokens: 0 without evaluation data.
@@ -159,6 +159,7 @@ class DataReport:
         mix: the data sets of a mix; empty without a mix.
         streamed_rows: rows that a stream reads at a time. All counts are of the first of these. 0: no stream.
         purpose: what the training data is used for, if it is not for training.
+        num_answers: as of `sequences.Rows`.
         notes: what is likely to be a mistake, though the run can go on.
     """
 
@@ -174,22 +175,29 @@ class DataReport:
     mix: tuple[MixPart, ...] = ()
     streamed_rows: int = 0
     purpose: str = "training"
+    num_answers: int = 0
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
+        counted = self._targets(self.num_target_tokens, f"{self.num_target_tokens:,} with a loss")
         lines = [
             *(str(source) for source in self.sources),
             *(str(part) for part in self.mix),
             *([f"streaming, {self.streamed_rows:,} rows at a time, of which the first:"] if self.streamed_rows else []),
             f"{self.purpose}: {plural(self.num_rows, 'row')} in {plural(self.num_sequences, 'sequence')},"
-            f" {self.packing_efficiency:.1%} full, {self.num_tokens:,} tokens, {self.num_target_tokens:,} with a loss",
+            f" {self.packing_efficiency:.1%} full, {self.num_tokens:,} tokens, {counted}",
         ]
         if self.num_eval_sequences:
-            lines.append(
-                f"evaluation: {plural(self.num_eval_sequences, 'sequence')},"
-                f" {self.num_eval_target_tokens:,} tokens with a loss"
-            )
+            with_loss = f"{self.num_eval_target_tokens:,} tokens with a loss"
+            counted = self._targets(self.num_eval_target_tokens, with_loss)
+            lines.append(f"evaluation: {plural(self.num_eval_sequences, 'sequence')}, {counted}")
         if self.label_counts:
             lines.append(f"labels: {', '.join(f'{name} {number:,}' for name, number in self.label_counts.items())}")
         lines += [f"warning: {note}" for note in self.notes]
         return "\n".join(lines)
+
+    def _targets(self, number: int, otherwise: str) -> str:
+        """What so many losses belong to: pairs or answers, or else what `otherwise` says."""
+        if not self.num_answers:
+            return otherwise
+        return plural(number, "pair" if self.num_answers == 2 else "answer")

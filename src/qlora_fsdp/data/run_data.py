@@ -122,6 +122,7 @@ def count_data(sources: Iterable[ReadReport], train: Sequences, held_out: Sequen
         packing_efficiency=num_tokens / (len(train) * train.max_length),
         num_eval_sequences=len(held_out) if held_out else 0,
         num_eval_target_tokens=int(held_out.num_targets.sum()) if held_out else 0,
+        num_answers=train.num_answers,
     )
 
 

@@ -146,8 +146,8 @@ def _tokenize_into(
         finished = temporary / "finished"
         finished.mkdir()
         read = ReadReport(source.path, len(raw), 0, 0, -1, (), _width(config), (), num_repeated, data.deduplicate)
-        counts_rows = config.task.compares_answers
-        _check(write_entry(finished, read, tokenized, counts_rows), path, config)
+        written = write_entry(finished, read, tokenized, config.task.compares_answers)
+        _check(replace(written, num_used_rows=written.num_used_rows // (2 if config.has_pairs else 1)), path, config)
         close_to_others(finished, data.cache_folder, [Path(file.path) for file in source.files if file.remote is None])
         remove(entry)  # it exists only if it is not whole
         finished.rename(entry)
@@ -189,10 +189,10 @@ def _check(report: ReadReport, path: Paths, config: Config) -> None:
     if report.num_used_rows == 0:
         what = f"{report}" if report.num_rows else f"{report.path} has no rows"
         where = name_setting(path, config.data)
-        raise DataError(
-            f"There is no usable row. {what}\nRepair the rows, or set {where}, data.columns"
-            + (" or task.labels." if config.task.has_labels else ", data.format, data.loss_on or training.max_length.")
-        )
+        more = " or task.labels" if config.task.has_labels else " or training.max_length"
+        if config.task.name is TaskName.causal_lm:
+            more = ", data.format, data.loss_on or training.max_length"
+        raise DataError(f"There is no usable row. {what}\nRepair the rows, or set {where}, data.columns{more}.")
 
 
 def _is_whole(entry: Path, config: Config) -> bool:

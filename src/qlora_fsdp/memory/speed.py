@@ -84,7 +84,7 @@ def _launch_seconds(work: Workload, policies: Sequence[Policy]) -> float:
     if work.is_cuda and why_not_captured(work.config, policies, work.config.lora.lora_dropout > 0) is None:
         return REPLAY_SECONDS
     num_recomputed = sum(policy.recomputes for policy in policies)
-    forwards = 3 * len(policies) + RECOMPUTED_LAUNCHES * num_recomputed
+    forwards = (3 + work.config.num_extra_forwards) * len(policies) + RECOMPUTED_LAUNCHES * num_recomputed
     return forwards * (LAUNCH_SECONDS + (FSDP_LAUNCH_SECONDS if work.uses_fsdp else 0.0))
 
 
@@ -98,7 +98,7 @@ def _layer_seconds(work: Workload, index: int, policy: Policy, gpu: Gpu) -> floa
     if work.num_shards > 1:  # the shard into the flat buffer, and all of that out again; each is read and written
         copies = 2.0 * num_bytes * (1 + 1 / work.num_shards) / (gpu.memory_gb_s * 1e9 * MOVING)
         forward, backward = forward + copies, backward + (copies if work.reshards else 0.0)
-    return max(forward, transfer) + max(backward, back)
+    return (1 + work.config.num_extra_forwards) * max(forward, transfer) + max(backward, back)
 
 
 def _compute_seconds(operations: Operations, gpu: Gpu) -> float:
@@ -112,7 +112,8 @@ def _compute_seconds(operations: Operations, gpu: Gpu) -> float:
 def _ends_seconds(work: Workload, gpu: Gpu) -> float:
     """Seconds of embeddings and head. Nothing overlaps their transfers; the head's gradient is made with the loss."""
     tables = sum_bytes(tensor for tensors in work.parts.ends.values() for tensor in tensors).embeddings
-    return _compute_seconds(work.ends.operations, gpu) + _transfer_seconds(work, tables, gpu)
+    once = _compute_seconds(work.ends.operations, gpu) + _transfer_seconds(work, tables, gpu)
+    return once * (1 + work.config.num_extra_forwards / 2)  # without a gradient it is half of the products
 
 
 def _transfer_seconds(work: Workload, num_bytes: int, gpu: Gpu) -> float:

@@ -59,6 +59,7 @@ class CardFacts:
         needs_merge: why vLLM can't serve the adapter beside its base; None if it can.
         prompt: how a prompt is written for the adapter.
         example: a prompt and what the model wrote; None if it wrote nothing during training.
+        loss: what the losses are means of.
     """
 
     base: str | None
@@ -76,6 +77,7 @@ class CardFacts:
     needs_merge: str | None = None
     prompt: str = ""
     example: tuple[str, str] | None = None
+    loss: str = "loss per token, in nats"
 
 
 def make_card(facts: CardFacts, usage: str, quantized_usage: str = "", is_classifier: bool = False) -> str:
@@ -182,7 +184,7 @@ def _losses(facts: CardFacts) -> str:
         rows.append(("training rows", first_steps, f"{end:.4f} in the last steps"))
     if not rows:
         return "No loss was recorded."
-    note = "Mean loss per token, in nats." + ("" if facts.eval_losses else " No held-out rows were evaluated.")
+    note = f"Mean {facts.loss}." + ("" if facts.eval_losses else " No held-out rows were evaluated.")
     return f"{_table(('Loss on', 'Before', 'After'), rows, is_code=False)}\n\n{note}"
 
 

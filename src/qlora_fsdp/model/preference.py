@@ -34,7 +34,7 @@ class PreferenceLM(CausalLM):
     Args:
         model: the wrapped model, on meta or not.
         settings: the loss and its numbers.
-        loss_kernel: as of `CausalLM`; Liger's gives no losses of single tokens, so plain torch takes its place.
+        loss_kernel: as of `CausalLM`, but not Liger's, which gives no losses of single tokens.
         splits_head: as of `CausalLM`.
 
     Attributes:

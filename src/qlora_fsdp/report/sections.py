@@ -98,6 +98,8 @@ def charts(runs: Sequence[Run]) -> str:
     for title, key in (
         ("Learning rate", "learning_rate"),
         ("Gradient norm, before clipping", "grad_norm"),
+        ("Rewards, chosen less rejected", "rewards/margins"),
+        ("Pairs whose chosen answer has the higher reward", "rewards/accuracies"),
         ("Tokens a second a GPU", "tokens_per_second_per_gpu"),
         ("Peak memory of the GPU, GiB", "gpu_peak_gib"),
         ("Memory of the host process, GiB", "host_rss_gib"),

@@ -8,7 +8,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.common.hub_names import hub_name
-from qlora_fsdp.config.schema import Config, DataFormat, ModelConfig
+from qlora_fsdp.config.schema import Config, DataFormat, ModelConfig, TaskName
 from qlora_fsdp.config.written import public_value
 from qlora_fsdp.data.format import ALPACA
 from qlora_fsdp.data.read import training_paths
@@ -76,7 +76,15 @@ def describe_adapter(
         needs_merge=_why_merge(prepared, config),
         prompt=_describe_prompt(form, prepared.tokenizer),
         example=_example(folder),
+        loss=_name_loss(config),
     )
+
+
+def _name_loss(config: Config) -> str:
+    """What a loss of the run is, and what it is a mean over."""
+    if config.task.name is TaskName.preference:
+        return f"{config.preference.loss.value} loss per {'pair' if config.has_pairs else 'answer'} of answers"
+    return "loss per label" if config.task.has_labels else CardFacts.loss
 
 
 def _base_name(config: Config) -> str:

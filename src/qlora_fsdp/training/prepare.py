@@ -219,5 +219,5 @@ def _prepare_data(
         log.info(f"Data: {line}")
     if beyond is not None:
         log.info(f"Note: {beyond}")
-    log.info(f"Steps: {split.num_steps} of {config.training.max_length} tokens a sequence at most")
+    log.info(f"Steps: {split.num_steps} of {config.sequence_length} tokens a sequence at most")
     return data, split
