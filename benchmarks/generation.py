@@ -5,7 +5,8 @@ r"""Tokens a second that are generated on one GPU: this project beside transform
 
 Both sides have the same random weights in nf4 with double quantization, the same random adapter (r=16 on all linear
 layers), and the same random prompts, and no text ends early. A figure is all new tokens over all seconds, prompts
-included. `first` is the first call, which records the CUDA graph; `tokens_s` the one after it.
+included, of a second call; the first records the CUDA graph. `likelihoods` are texts a second of which the last 20 of
+101 tokens are asked for, as tasks of multiple choice do.
 """
 
 from __future__ import annotations
@@ -17,18 +18,22 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import peft
 import torch
 from make_checkpoint import main as make_checkpoint
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GenerationConfig
+from safetensors.torch import save_file
+from torch.nn import functional as F
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, GenerationConfig
 
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.decoding.completer import Request
+from qlora_fsdp.decoding.likelihoods import Scorer, Text
 from qlora_fsdp.generate import GenerateSettings
 from qlora_fsdp.inference.completions import make_completer
 from qlora_fsdp.inference.trained import load_trained
+from qlora_fsdp.model.causal_lm import CausalLM
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.run_command import run_command
 
@@ -36,29 +41,34 @@ FIRST_WORD, NUM_WORDS = 3, 500  # of the random checkpoint's vocabulary
 
 
 def main() -> None:
-    """Run both sides; print the table and write the JSON."""
+    """Run the sides in turn; print the table and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=["tiny", "1b", "8b", "70b"], default="8b")
+    parser.add_argument("--sides", default="stock,ours")
     parser.add_argument("--prompts", default="1,8,64", help="numbers of prompts")
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--stock-new-tokens", type=int, default=48, help="of stock transformers, whose rate is steady")
+    parser.add_argument("--texts", type=int, default=400, help="whose likelihoods are asked for")
+    parser.add_argument("--sparse", action="store_true", help="weights of zeros, which take no time to write")
     parser.add_argument("--checkpoint", type=Path, help="a folder to keep the checkpoint in")
     parser.add_argument("--out", type=Path, default=Path("generation.json"))
     args = parser.parse_args()
+    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
         checkpoint, adapter = args.checkpoint or Path(scratch) / "base", Path(scratch) / "adapter"
         if not (checkpoint / "model.safetensors.index.json").is_file():
-            make_checkpoint(args.shape, checkpoint)
-        rows = run_stock(args, checkpoint, adapter)
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        rows += run_ours(args, adapter)
-    print(f"{'side':<8}{'prompts':>8}{'tokens/s':>12}{'ms/token':>10}{'first, s':>10}{'peak GiB':>10}")
+            make_checkpoint(args.shape, checkpoint, sparse=args.sparse)
+        write_adapter(checkpoint, adapter)
+        for side in args.sides.split(","):
+            rows += (run_ours if side == "ours" else run_stock)(args, checkpoint, adapter)
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+    print(f"{'side':<8}{'what':<16}{'a second':>12}{'ms/token':>10}{'first, s':>10}{'peak GiB':>10}")
     for row in rows:
         print(
-            f"{row['side']:<8}{row['prompts']:>8}{row['tokens_s']:>12,.1f}{row['ms_token']:>10.2f}"
+            f"{row['side']:<8}{row['what']:<16}{row['per_second']:>12,.1f}{row['ms_token']:>10.2f}"
             f"{row['first_s']:>10.2f}{row['peak_gib']:>10.1f}"
         )
     args.out.write_text(
@@ -66,8 +76,20 @@ def main() -> None:
     )
 
 
+def write_adapter(checkpoint: Path, folder: Path) -> None:
+    """A random LoRA adapter of all linear layers, as PEFT saves it."""
+    with torch.device("meta"):
+        base = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(checkpoint))
+    settings = peft.LoraConfig(r=16, lora_alpha=16, target_modules="all-linear")
+    shapes = peft.get_peft_model_state_dict(peft.get_peft_model(base, settings), save_embedding_layers=False)
+    settings.base_model_name_or_path, settings.inference_mode = str(checkpoint), True
+    settings.save_pretrained(str(folder))
+    tensors = {name: torch.randn(shape.shape) * 0.01 for name, shape in shapes.items()}
+    save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
+
+
 def run_stock(args: argparse.Namespace, checkpoint: Path, adapter: Path) -> list[dict[str, Any]]:
-    """Stock libraries' figures. Writes the adapter that both sides have."""
+    """Stock libraries' figures."""
     quant = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
@@ -77,12 +99,7 @@ def run_stock(args: argparse.Namespace, checkpoint: Path, adapter: Path) -> list
     base = AutoModelForCausalLM.from_pretrained(
         checkpoint, quantization_config=quant, dtype=torch.bfloat16, device_map={"": device()}
     )
-    model = peft.get_peft_model(base, peft.LoraConfig(r=16, lora_alpha=16, target_modules="all-linear"))
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.01)
-    model.save_pretrained(str(adapter))
-    model.eval()
+    model = peft.PeftModel.from_pretrained(base, str(adapter)).eval()
     base.generation_config.eos_token_id = None
     settings = GenerationConfig(do_sample=False, max_new_tokens=args.stock_new_tokens, pad_token_id=0)
 
@@ -92,10 +109,23 @@ def run_stock(args: argparse.Namespace, checkpoint: Path, adapter: Path) -> list
             output = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=settings)
         return int(output.numel() - ids.numel())
 
-    return measure("stock", args, complete)
+    def score(texts: list[Text]) -> int:
+        """As lm-eval's class for transformers models does it, eight texts of one length at a time."""
+        for start in range(0, len(texts), 8):
+            batch = texts[start : start + 8]
+            with torch.inference_mode():
+                logits = model(torch.tensor([text.tokens for text in batch], device=device())).logits
+                shares = F.log_softmax(logits, dim=-1, dtype=torch.float32)
+            for row, text in zip(shares, batch, strict=True):
+                asked, targets = row[-len(text.targets) :], torch.tensor(text.targets, device=device())
+                bool((asked.argmax(-1) == targets).all())
+                float(asked.gather(1, targets[:, None]).sum())
+        return len(texts)
+
+    return measure("stock", args, complete, score)
 
 
-def run_ours(args: argparse.Namespace, adapter: Path) -> list[dict[str, Any]]:
+def run_ours(args: argparse.Namespace, checkpoint: Path, adapter: Path) -> list[dict[str, Any]]:
     """This project's figures."""
     rows: list[dict[str, Any]] = []
 
@@ -103,16 +133,20 @@ def run_ours(args: argparse.Namespace, adapter: Path) -> list[dict[str, Any]]:
         trained = load_trained(config, settings.adapter, processes, generates=True)
         completer = make_completer(trained, config, GenerationConfig(do_sample=False), processes)
         assert completer is not None, "this model can't be completed in slots"
+        scorer = Scorer(cast(CausalLM, trained.model), processes.device)
 
         def complete(prompts: list[list[int]]) -> int:
             requests = [Request(prompt, args.new_tokens) for prompt in prompts]
             completer.complete(requests)
             return sum(len(request.completion) for request in requests)
 
-        rows.extend(measure("ours", args, complete, completer.release))
+        def score(texts: list[Text]) -> int:
+            return len(scorer.score(texts))
 
-    code = run_command([f"adapter={adapter}"], GenerateSettings, "", body, optional=["data.path"])
-    assert code == 0
+        rows.extend(measure("ours", args, complete, score, completer.release))
+
+    overrides = [f"adapter={adapter}", f"model.path={checkpoint}"]
+    assert run_command(overrides, GenerateSettings, "", body, optional=["data.path"]) == 0
     return rows
 
 
@@ -120,42 +154,46 @@ def measure(
     side: str,
     args: argparse.Namespace,
     complete: Callable[[list[list[int]]], int],
-    release: Callable[[], None] | None = None,
+    score: Callable[[list[Text]], int],
+    release: Callable[[], None] = lambda: None,
 ) -> list[dict[str, Any]]:
-    """A row for each number of prompts: the first call, and the second, by the clock."""
+    """A row for each number of prompts, and one of likelihoods: the first call, and the second, by the clock."""
     rows = []
     for number in map(int, args.prompts.split(",")):
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
-        prompts = random_prompts(number, args.prompt_tokens)
-        first_s, _ = timed(complete, prompts)
-        seconds, num_tokens = timed(complete, prompts)
-        rows.append(
-            {
-                "side": side,
-                "prompts": number,
-                "tokens_s": round(num_tokens / seconds, 1),
-                "ms_token": round(seconds / num_tokens * number * 1000, 2),
-                "first_s": round(first_s, 2),
-                "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if torch.cuda.is_available() else 0.0,
-            }
-        )
-        print(rows[-1], flush=True)
-        if release is not None:
-            release()
+        prompts = random_words(number, args.prompt_tokens)
+        rows.append({"side": side, "what": f"{number} prompts", **time_twice(complete, prompts, number)})
+        release()
+    texts = [Text(tuple(words[:-1]), tuple(words[-20:])) for words in random_words(args.texts, 101)]
+    rows.append({"side": side, "what": "likelihoods", **time_twice(score, texts, 1)})
     return rows
 
 
-def timed(complete: Callable[[list[list[int]]], int], prompts: list[list[int]]) -> tuple[float, int]:
-    """Seconds, and the tokens that were generated."""
+def time_twice(compute: Callable[[Any], int], inputs: Any, number: int) -> dict[str, Any]:
+    """Seconds of a first call; of a second one, tokens or texts a second, and ms for each of `number` at a time."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    first_s, _ = timed(compute, inputs)
+    seconds, num_done = timed(compute, inputs)
+    figures = {
+        "per_second": round(num_done / seconds, 1),
+        "ms_token": round(seconds / num_done * number * 1000, 2),
+        "first_s": round(first_s, 2),
+        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if torch.cuda.is_available() else 0.0,
+    }
+    print(figures, flush=True)
+    return figures
+
+
+def timed(compute: Callable[[Any], int], inputs: Any) -> tuple[float, int]:
+    """Seconds, and the tokens or texts that were done."""
     started = time.perf_counter()
-    num_tokens = complete(prompts)
+    num_done = compute(inputs)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    return time.perf_counter() - started, num_tokens
+    return time.perf_counter() - started, num_done
 
 
-def random_prompts(number: int, num_tokens: int) -> list[list[int]]:
+def random_words(number: int, num_tokens: int) -> list[list[int]]:
     """The same words for the same arguments."""
     generator = torch.Generator().manual_seed(number)
     found: list[list[int]] = torch.randint(FIRST_WORD, NUM_WORDS, (number, num_tokens), generator=generator).tolist()

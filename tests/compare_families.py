@@ -20,6 +20,7 @@ import sys
 import traceback
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -36,9 +37,12 @@ from transformers import (
 from transformers.utils.logging import disable_progress_bar
 
 from qlora_fsdp.common.errors import UserError
+from qlora_fsdp.model.attention_by_starts import BY_STARTS
 from qlora_fsdp.model.miniature import miniature
+from qlora_fsdp.model.row_trial import RowTrial
 from tests import conftest as conftest  # how this process computes
 from tests.helpers.checkpoints import FAMILIES, OTHER_FAMILIES, SHAPE, write_checkpoint
+from tests.helpers.plain_varlen import cpu_with_varlen
 from tests.helpers.ranks import RanksFailed, run_ranks
 from tests.helpers.reference import find_experts, stock_losses
 from tests.helpers.runs import settings, train_here, write_rows
@@ -47,15 +51,8 @@ DOCUMENT = Path(__file__).parents[1] / "docs" / "models.md"
 BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"
 VISION = {"model_type": "pixtral", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
 VISION |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
-# Gemma 3n's matrices of 4 columns can't be split into blocks of 64. It and Jamba take the weights of some layers and
-# compute with them by themselves, so that nothing depends on an adapter there.
-MORE = {
-    "gemma3n_text": [
-        "quant.llm_int8_skip_modules=[lm_head,correction_coefs,prediction_coefs]",
-        "lora.exclude_modules=[correction_coefs]",
-    ],
-    "jamba": ["lora.exclude_modules=[dt_proj]"],
-}
+# Gemma 3n's matrices of 4 columns can't be split into blocks of 64.
+MORE = {"gemma3n_text": ["quant.llm_int8_skip_modules=[lm_head,correction_coefs,prediction_coefs]"]}
 TOLERANCE = 1e-5
 MAX_REASON = 400
 TOO_NARROW = "would cross rows"  # of a refusal
@@ -84,17 +81,20 @@ class Comparison:
         experts: where they are computed, for the table.
         differences: the largest difference of a loss over all ranks, or why there is none, by whether rows were packed.
         settings: those that were needed beside the common ones.
+        needs_starts: whether only kernels of GPUs keep its packed rows apart, which plain torch then stands in for.
     """
 
     family: str
     experts: str = ""
     differences: dict[bool, float | str] = field(default_factory=dict)
     settings: list[str] = field(default_factory=list)
+    needs_starts: bool = False
 
     def row(self) -> str:
         """A line of the table."""
         name = f"{self.family} ({', '.join(self.settings)})" if self.settings else self.family
-        return f"| {' | '.join([name, self.experts, *map(_show, self.differences.values())])} |"
+        cells = [_show(found) + " on GPUs" * (each and self.needs_starts) for each, found in self.differences.items()]
+        return f"| {' | '.join([name, self.experts, *cells])} |"
 
 
 def _show(found: float | str) -> str:
@@ -135,12 +135,22 @@ def describe_experts(config: PretrainedConfig) -> str:
     return "full precision, frozen" if is_mixture else ""
 
 
-def train_each(cases: Mapping[Case, Sequence[str]]) -> dict[Case, list[float] | str]:
-    """Losses of runs on this rank of a world, or why there are none."""
+def needs_starts(config: PretrainedConfig) -> bool:
+    """Whether packed rows are kept apart by kernels that are told where rows start, and by no mask."""
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return False
+    trial = RowTrial(config, max_length=64)
+    by_masks = trial.why_not_packed("eager")
+    return by_masks is not None and trial.why_not_packed(BY_STARTS) is None
+
+
+def train_each(cases: Mapping[Case, Sequence[str]], by_starts: Sequence[Case]) -> dict[Case, list[float] | str]:
+    """Losses of runs on this rank of a world, some of them with kernels of GPUs, or why there are none."""
     found: dict[Case, list[float] | str] = {}
     for case, argv in cases.items():
         try:
-            found[case] = train_here(argv).losses
+            with cpu_with_varlen() if case in by_starts else nullcontext():
+                found[case] = train_here(argv).losses
         except UserError as error:
             found[case] = f"refused: {_first_line(error)}"
         except Exception as error:
@@ -161,6 +171,7 @@ def compare(families: Sequence[str], wanted: Wanted, folder: Path, more: Sequenc
         try:
             config = make_config(family)
             comparison.experts = describe_experts(config)
+            comparison.needs_starts = True in wanted.packings and needs_starts(config)
             checkpoint = write_checkpoint(config, folder / family)
         except Exception as error:
             comparison.differences = dict.fromkeys(wanted.packings, f"no tiny model: {_first_line(error)}")
@@ -168,11 +179,13 @@ def compare(families: Sequence[str], wanted: Wanted, folder: Path, more: Sequenc
         common = [f"training.max_steps={wanted.steps}", *comparison.settings]
         for packing in wanted.packings:
             cases[family, packing] = settings(checkpoint, rows, *common, packing=packing)
+    by_starts = [(each.family, True) for each in found if each.needs_starts]
     ours: dict[Case, list[list[float] | str]] = {case: [] for case in cases}
     for num_ranks in wanted.ranks:
         split = [f"training.micro_batch_size={max(1, 4 // num_ranks)}"]
         try:
-            worlds = run_ranks(num_ranks, train_each, {case: [*argv, *split] for case, argv in cases.items()})
+            split_cases = {case: [*argv, *split] for case, argv in cases.items()}
+            worlds = run_ranks(num_ranks, train_each, split_cases, by_starts)
         except RanksFailed as error:
             logging.error("%s on %d ranks: %s", families, num_ranks, error)
             worlds = [dict.fromkeys(cases, f"failed: {_last_line(error)}")]

@@ -40,7 +40,7 @@ Tasks of EleutherAI's lm-eval (pip install "qlora-fsdp[lm-eval]"), named as ther
   tasks=NAMES     tasks, groups, tags, or YAML files of your own, with commas between
   num_fewshot=N   examples before each question (default: the task's)
   limit=N         the first N rows of each task (default: all)
-  batch_size=8    requests a process at a time
+  batch_size=N    requests a process at a time, at most (default: as many as are fast)
   max_length=N    tokens of a request at most (default: as many as the model knows positions)
   apply_chat_template=true  ask in turns of a conversation (default: false)
 
@@ -59,7 +59,7 @@ class EvaluateSettings(AdapterSettings):
     tasks: str | None = None
     num_fewshot: int | None = None
     limit: int | None = None
-    batch_size: int = 8
+    batch_size: int | None = None
     max_length: int | None = None
     apply_chat_template: bool = False
 
@@ -128,7 +128,7 @@ def evaluate_on_tasks(settings: EvaluateSettings, config: Config, processes: Pro
     trained = load_trained(config, settings.adapter, processes, generates=True)
     started = time.perf_counter()
     found = evaluate_tasks(
-        SharedLM(ModelInStep(trained, processes), settings.batch_size, settings.max_length),
+        SharedLM(ModelInStep(trained, processes), config, settings.batch_size, settings.max_length),
         manager,
         names,
         num_fewshot=settings.num_fewshot,
@@ -148,7 +148,7 @@ def check_tasks(settings: EvaluateSettings, config: Config, names: Sequence[str]
     if find_spec("lm_eval") is None:
         fix = 'pip install "qlora-fsdp[lm-eval]"'
         problems.append(Problem(f"tasks={settings.tasks}", "needs lm-eval, which is not installed.", fix))
-    if config.task.name is not TaskName.causal_lm:
+    if not config.task.is_causal:
         reason = "asks for text, which a classifier has none of."
         problems.append(Problem(f"tasks={settings.tasks}", reason, "Set data.path to rows with labels instead."))
     if not names:

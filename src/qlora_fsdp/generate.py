@@ -17,7 +17,7 @@ from qlora_fsdp.common.errors import DataError, Problem, refuse
 from qlora_fsdp.common.startup import end_process, quick_imports
 from qlora_fsdp.common.text import for_stdout
 from qlora_fsdp.config.commands import AdapterSettings, read_trained_on
-from qlora_fsdp.config.schema import Config, TaskName
+from qlora_fsdp.config.schema import Config
 from qlora_fsdp.config.settings import show
 from qlora_fsdp.runtime.run_command import check_out, log, run_command, write_out
 
@@ -50,7 +50,6 @@ examples:
 """
 
 IN_UTF8 = "Type it in UTF-8."
-STOCK_BATCH_SIZE = 8  # prompts at a time where transformers completes them, whose cache grows
 
 
 @dataclass
@@ -116,7 +115,12 @@ def complete(
     import torch
 
     from qlora_fsdp.decoding.completer import Request
-    from qlora_fsdp.inference.completions import complete_by_transformers, make_completer, sampling_config
+    from qlora_fsdp.inference.completions import (
+        STOCK_BATCH_SIZE,
+        complete_by_transformers,
+        make_completer,
+        sampling_config,
+    )
 
     generation = sampling_config(trained, settings.temperature, settings.top_p, settings.max_new_tokens)
     completer = make_completer(trained, config, generation, processes, settings.batch_size)
@@ -143,7 +147,7 @@ def check_generation(settings: GenerateSettings, config: Config, others: Sequenc
         ConfigError: all problems that were found.
     """
     problems = list(others)
-    if config.task.name is not TaskName.causal_lm:
+    if not config.task.is_causal:
         fix = "Set adapter to one of a model that does, or use qlora_fsdp.evaluate."
         problems.append(Problem(show("task.name", config.task.name), "writes no text.", fix))
     for name in ("max_new_tokens", "batch_size"):

@@ -157,6 +157,7 @@ def _log_probabilities(
     from qlora_fsdp.inference.trained import load_trained
 
     trained = load_trained(config, adapter, processes, generates=True)
+    config.task.name = TaskName.causal_lm  # the rows are text, also where the adapter learned preferences
     config.training.packing, config.training.max_length = False, min(config.training.max_length, MAX_REPORT_TOKENS)
     data = prepare_data(config, trained.tokenizer, processes, trained.model.vocab_size).train
     found = []
@@ -192,7 +193,7 @@ def _check(settings: MergeSettings, config: Config, processes: Processes) -> Non
     rows = settings.report_data
     if rows is not None and not path_exists(rows):
         problems.append(Problem(f"report_data={rows}", "does not exist.", "Set report_data to a file of rows."))
-    if rows is not None and config.task.name is not TaskName.causal_lm:
+    if rows is not None and not config.task.is_causal:
         reason = "compares next-token predictions, which a classifier has none of."
         problems.append(Problem(f"report_data={rows}", reason, "Leave report_data out."))
     if settings.base == "dequantized" and not (config.quant.load_in_4bit or config.quant.load_in_8bit):

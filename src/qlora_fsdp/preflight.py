@@ -27,7 +27,7 @@ from qlora_fsdp.config.check_settings import TRAINING, Needs, check_settings, ch
 from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.config.data_paths import all_paths, match
 from qlora_fsdp.config.model_config import describes_itself, read_config_json
-from qlora_fsdp.config.schema import Config, ModelConfig, TaskName
+from qlora_fsdp.config.schema import Config, ModelConfig
 from qlora_fsdp.config.settings import problem_about
 from qlora_fsdp.config.world import World
 from qlora_fsdp.memory.choose import AUTO, MARGIN, Choice, choose, describe_choice
@@ -89,9 +89,11 @@ def preflight(argv: Sequence[str], file: Path) -> int:
     # From here on torch is needed, which takes seconds to import: mistakes in the settings were answered before.
     with quick_imports():
         from qlora_fsdp.model.find import make_config
+        from qlora_fsdp.model.rope import scale_rope
         from qlora_fsdp.tracing.model_tracer import trace_config
 
     model = make_config(values, _name(config))
+    scale_rope(model.get_text_config(), config.model.rope_scaling)
     config, padded = _settle_packing(config, model)
     work = Workload(
         trace_config(model, config),
@@ -153,7 +155,7 @@ def _settle_packing(config: Config, model: PretrainedConfig) -> tuple[Config, li
     Raises:
         ConfigError: the settings ask for packing, and the model's rows can't be packed.
     """
-    if config.training.packing is False or config.task.name is not TaskName.causal_lm:
+    if config.training.packing is False or not config.task.is_causal:
         return config, []
     from qlora_fsdp.model.packing import decide_packing, why_not_packed
 

@@ -74,9 +74,11 @@ def preview(settings: PreviewSettings, config: Config, processes: Processes) -> 
     from qlora_fsdp.data.stream import open_stream
     from qlora_fsdp.data.tokenizer import add_tokens, load_tokenizer
     from qlora_fsdp.model.chat_rows import check_chat_rows
+    from qlora_fsdp.training.start import load_start_tokenizer
     from qlora_fsdp.weights.safetensors_files import read_headers
 
-    tokenizer = load_tokenizer(config.model, config.data)
+    start = config.lora.start
+    tokenizer = load_tokenizer(config.model, config.data) if start is None else load_start_tokenizer(config)
     add_tokens(tokenizer, config.tokenizer)
     if config.data.streaming:
         streamed = open_stream(config, tokenizer, BatchSplit(1, 1, 1, 1, 1), processes, None, 0, len(tokenizer))
@@ -112,7 +114,7 @@ def _rows(
         for row in used[(first <= used) & (used < last)][settings.first - 1 :][: settings.rows].tolist()
     ]
     for row, place in order:
-        tokens, is_target = data.rows.read(row)
+        [(tokens, is_target)] = data.rows.read(row)
         if data.has_labels:
             labels = data.labels_of(np.flatnonzero(data.row_ids == row)[:1])
             about = f"{len(tokens)} tokens, labels: {name_labels(labels, config.task)}"

@@ -21,10 +21,11 @@ from qlora_fsdp.common.startup import announce, end_process, quick_imports
 from qlora_fsdp.config.check_settings import check_split
 from qlora_fsdp.config.command_line import parse_arguments
 from qlora_fsdp.config.compose import load_config
-from qlora_fsdp.config.launch_environment import check_launch_environment
+from qlora_fsdp.config.launch_environment import check_launch_environment, follow_launcher
 from qlora_fsdp.config.world import World
 from qlora_fsdp.launch.ranks import plan_ranks, start_ranks
 from qlora_fsdp.records.check_run_folder import check_run
+from qlora_fsdp.records.start_folder import find_start
 from qlora_fsdp.runtime.run_command import show_error
 
 
@@ -45,9 +46,10 @@ def main(argv: Sequence[str] | None = None, starts_ranks: bool = False) -> int:
             from qlora_fsdp.launch.multirun import start_jobs
 
             return start_jobs(arguments, os.environ)
-        config = load_config(argv, check_run, launches=starts_ranks)
+        config = load_config(argv, check_run, launches=starts_ranks, find_start=find_start)
         plan = plan_ranks(config, os.environ) if starts_ranks else None
         world = World.from_environment(os.environ) if plan is None else plan.world
+        config = follow_launcher(config, os.environ)
         problems = [*check_run(config), *check_launch_environment(config, os.environ)]
         if plan is not None and plan.number is not None:
             problems += check_split(config, world)

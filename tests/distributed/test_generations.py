@@ -19,11 +19,15 @@ pytestmark = pytest.mark.distributed
 NUM_TOKENS = 8
 
 
-def test_completions_are_those_of_stock_generate(checkpoint: Callable[..., Path], rows: Path, tmp_path: Path):
+@pytest.mark.parametrize("sharding", ["FULL_SHARD", "NO_SHARD"])  # together, a pass for every token; alone, in slots
+def test_completions_are_those_of_stock_generate(
+    sharding: str, checkpoint: Callable[..., Path], rows: Path, tmp_path: Path
+):
     model, folder = checkpoint("llama", torch.float32), tmp_path / "run"
     argv = settings(model, rows, "quant=none", "training.precision=float32", "training.max_steps=6")
     argv += ["data.eval_fraction=0.1", "training.eval_every_steps=3", "training.learning_rate=0.02"]
     argv += ["tracking.num_generations=3", f"tracking.generation_tokens={NUM_TOKENS}", f"run.folder={folder}"]
+    argv += [f"fsdp.sharding_strategy={sharding}"]
     run_ranks(2, train_all, {"run": argv})
     lines = read_lines(folder / "generations.jsonl")
     assert [line["step"] for line in lines] == [0] * 3 + [3] * 3 + [6] * 3

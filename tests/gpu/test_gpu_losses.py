@@ -28,8 +28,11 @@ FAMILY_CASES = [
     ("gemma2", True),
     ("gemma3_text", True),
     ("phi3", True),
+    ("gpt_oss", True),
+    ("deepseek_v3", True),
     ("llama", False),
     ("mistral", False),
+    ("gpt_oss", False),
 ]
 
 # Settings that must not change what is computed.

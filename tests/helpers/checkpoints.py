@@ -91,18 +91,22 @@ MOE_FAMILIES = {name: OTHER_FAMILIES[name] for name in ("qwen3_moe", "mixtral", 
 
 
 def make_checkpoint(
-    family: str, folder: Path, dtype: torch.dtype = torch.bfloat16, max_shard_size: str = "100KB"
+    family: str, folder: Path, dtype: torch.dtype = torch.bfloat16, max_shard_size: str = "100KB", seed: int = 0
 ) -> Path:
     """Write a random checkpoint of a family; weights are large enough that every layer matters."""
     config = AutoConfig.for_model(family, **SHAPE | (FAMILIES | OTHER_FAMILIES)[family], initializer_range=0.1)
-    return write_checkpoint(config, folder, dtype, max_shard_size)
+    return write_checkpoint(config, folder, dtype, max_shard_size, seed)
 
 
 def write_checkpoint(
-    config: PretrainedConfig, folder: Path, dtype: torch.dtype = torch.bfloat16, max_shard_size: str = "100KB"
+    config: PretrainedConfig,
+    folder: Path,
+    dtype: torch.dtype = torch.bfloat16,
+    max_shard_size: str = "100KB",
+    seed: int = 0,
 ) -> Path:
     """Write a random checkpoint of a config. What transformers begins with zeros, such as biases, is random too."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = _auto_class(config).from_config(config, dtype=dtype)
     for value in model.state_dict().values():
         if value.is_floating_point() and not value.any():

@@ -19,9 +19,6 @@ REAL: dict[str, dict[str, object]] = {
     "bert": {"is_decoder": True},
     "granite": {"logits_scaling": 8.0},
 }
-# What is known of each: with a mask, and where rows' starts are all that is known.
-SEE_ONE_ANOTHER = {"gpt_oss", "falcon", "jamba", "opt", "bloom", "bert"}
-NEED_KERNELS = {"granitemoehybrid", "qwen3_next", "qwen3_5_text", "bamba", "lfm2"}
 
 
 def real_config(family: str) -> PretrainedConfig:

@@ -7,12 +7,27 @@ that it is given, and the gradient of the logits from the output that it is give
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.nn.attention import varlen
+
+from qlora_fsdp.layers import attention
+
+
+@contextmanager
+def cpu_with_varlen() -> Iterator[None]:
+    """While it lasts, runs on a CPU choose varlen, as on a GPU that has it and no FlashAttention-4."""
+    register_plain_varlen()
+    with (
+        patch.object(attention, "_why_none_for_rows", lambda config, device, dtype: None),
+        patch.object(torch.cuda, "get_device_capability", lambda device=None: (8, 0)),
+    ):
+        yield
 
 
 @cache

@@ -42,7 +42,8 @@ from tests.helpers.quick_config import load_config
 Row = tuple[list[int], list[bool]]  # tokens, and which of them are targets
 MULTIMODAL = ("gemma3", "mistral3")  # these have a text decoder, `language_model`, beside towers for images
 EXPERT_WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
-ROUTERS = ("gate", "router")
+OWN_LINEARS = ("FalconLinear",)  # classes of linear layers that stock transformers leaves as they are
+ROUTERS = ("gate", "router", "classifier")
 FORMER_EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")  # PEFT takes layers of these names for experts
 
 
@@ -61,7 +62,7 @@ def stock_loss(model: nn.Module, rows: Path, max_length: int = 64) -> tuple[floa
         prompt, text = (256, *row["prompt"].encode()), (256, *(row["prompt"] + row["completion"]).encode(), 257)
         ids = torch.tensor([text[:max_length]])
         with torch.no_grad():
-            logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1]
+            logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
         targets = ids[0, len(prompt) :]
         loss_sum += F.cross_entropy(logits[:, :VOCAB], targets, reduction="sum").item()
         num_targets += len(targets)
@@ -72,8 +73,8 @@ def load_stock(folder: Path, quant: QuantConfig, device: str = "cpu", dtype: tor
     """`from_pretrained` with a BitsAndBytesConfig, as PEFT's documentation does it; a quantized checkpoint as it is.
 
     transformers leaves fused experts as they are, and quantizes routers that are linear layers: here the experts are
-    quantized, and no router is. Stock int8 also quantizes activations, which we do not: for int8 the layers hold the
-    dequantized weights, and so do experts in any format.
+    quantized, and no router is, and so are linear layers of a model's own class. Stock int8 also quantizes
+    activations, which we do not: for int8 the layers hold the dequantized weights, and so do experts in any format.
     """
     config = AutoConfig.from_pretrained(folder)
     auto_class = AutoModelForImageTextToText if config.model_type in MULTIMODAL else AutoModelForCausalLM
@@ -98,10 +99,17 @@ def load_stock(folder: Path, quant: QuantConfig, device: str = "cpu", dtype: tor
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]
     in_int8 = ends if quant.embeddings is EmbeddingStorage.int8 else []
     if quant.load_in_8bit and not _is_quantized(folder):
+        kept = [*(get_keys_to_not_convert(model) if skip is None else skip), *routers]
         linears = [(name, layer) for name, layer in model.named_modules() if type(layer) is nn.Linear]
-        in_int8 += [layer for name, layer in linears if layer not in ends and name not in routers]
+        in_int8 += [layer for name, layer in linears if layer not in ends and should_convert_module(name, kept)]
     for layer in in_int8:
         layer.weight.data = _through_int8(layer.weight.data)
+    for name, layer in model.named_modules():
+        if type(layer).__name__ in OWN_LINEARS and should_convert_module(name, skip or get_keys_to_not_convert(model)):
+            if quant.load_in_8bit:
+                layer.weight.data = _through_int8(layer.weight.data)
+            elif quant.load_in_4bit:
+                layer.weight.data = _through_4bit(layer.weight.data, quant)
     for name, key in find_experts(model):
         weight = getattr(model.get_submodule(name), key)
         if not should_convert_module(name, quant.llm_int8_skip_modules or []):
@@ -186,6 +194,9 @@ def add_lora(
     """
     wanted = config.lora
     target_modules, target_parameters = find_targets(model, config)
+    excluded = wanted.exclude_modules
+    if wanted.target_modules == "all-linear" and (refused := _refused_by_peft(model)):
+        excluded = [*(excluded or []), *refused]
     settings = peft.LoraConfig(
         task_type=task_type,
         r=wanted.r,
@@ -195,7 +206,7 @@ def add_lora(
         use_dora=wanted.use_dora,
         target_modules=target_modules,
         target_parameters=target_parameters,
-        exclude_modules=wanted.exclude_modules,
+        exclude_modules=excluded,
         modules_to_save=wanted.modules_to_save,
         rank_pattern=wanted.rank_pattern,
         alpha_pattern=wanted.alpha_pattern,
@@ -211,6 +222,20 @@ def add_lora(
             bound = math.sqrt(1 / weight.shape[1])
             weight.data.copy_(torch.empty(weight.shape).uniform_(-bound, bound, generator=generator))
     return wrapped
+
+
+def _refused_by_peft(model: nn.Module) -> list[str]:
+    """Ends of names of linear layers that stock PEFT does not adapt, found by asking for each in a copy on meta."""
+    refused = []
+    for end in {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}:
+        with torch.device("meta"):
+            on_meta = AutoModelForCausalLM.from_config(model.config)
+        try:
+            peft.get_peft_model(on_meta, peft.LoraConfig(target_modules=[end]))
+        except ValueError as error:
+            if "incompatible" in str(error):
+                refused.append(end)
+    return refused
 
 
 def find_targets(model: nn.Module, config: Config) -> tuple[list[str] | str | None, list[str] | None]:
@@ -230,7 +255,7 @@ def find_targets(model: nn.Module, config: Config) -> tuple[list[str] | str | No
 
     kept = {*heads, *routers}
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name not in kept]
-    by_parameter = {name for name in linears if experts and name.rpartition(".")[2] in FORMER_EXPERTS}
+    by_parameter = {name for name in linears if routers and name.rpartition(".")[2] in FORMER_EXPERTS}
     parameters = [f"{name}.{key}" for name, key in experts if wanted.experts and is_named(f"{name}.{key}")]
     for name in filter(is_named, sorted(by_parameter)):
         parameters.append(f"{name}.weight")
@@ -274,7 +299,7 @@ def train_stock(model: peft.PeftModel, steps: Sequence[Sequence[Row]], config: C
         loss_sum = 0.0
         for tokens, mask in rows:
             ids = torch.tensor([tokens], device=device)
-            logits = model(input_ids=ids).logits[0, :-1].float()
+            logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
             targets = torch.where(torch.tensor(mask[1:], device=device), ids[0, 1:], -100)
             loss = F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum") / total
             loss.backward()

@@ -53,8 +53,9 @@ def write_rows(file: Path, num_rows: int = 400) -> Path:
 
 
 def settings(checkpoint: Path, rows: Path, *more: str, packing: bool = True) -> list[str]:
-    """The command line of a short run: 20 steps of 4 sequences at a constant rate; `more` wins."""
+    """The command line of a short run: 20 steps of 4 sequences at a constant rate, sharded; `more` wins."""
     return [
+        *([] if any(text.startswith("fsdp=") for text in more) else ["fsdp=full_shard"]),
         f"model.path={checkpoint}",
         "model.tokenizer_path=bytes",
         f"data.path={rows}",

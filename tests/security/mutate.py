@@ -38,6 +38,7 @@ from qlora_fsdp import status
 from qlora_fsdp.common.errors import UserError, print_error
 from qlora_fsdp.common.files import digest_file
 from qlora_fsdp.config import compose
+from qlora_fsdp.config.adapter_config import ADAPTER_WEIGHTS, read_lora
 from qlora_fsdp.config.check_settings import Needs, check_settings
 from qlora_fsdp.config.commands import load_command
 from qlora_fsdp.config.schema import BadRows, DataConfig, DataFormat, LossOn, ModelConfig, QuantConfig
@@ -45,9 +46,9 @@ from qlora_fsdp.data.read import find_source, iterate_rows
 from qlora_fsdp.data.tokenize import RowTokenizer
 from qlora_fsdp.data.tokenizer import byte_tokenizer, load_tokenizer
 from qlora_fsdp.generate import GenerateSettings
-from qlora_fsdp.inference.saved_adapter import ADAPTER_WEIGHTS, read_lora, read_tokens
 from qlora_fsdp.model.build import BuildSettings, build_model
 from qlora_fsdp.model.find import find_model
+from qlora_fsdp.model.saved_adapter import SavedAdapter
 from qlora_fsdp.training.checkpoint import MANIFEST, digest_manifest, read_manifest
 from qlora_fsdp.weights.fill import fill_from_files
 from tests.helpers import quick_config
@@ -251,7 +252,7 @@ def _read_adapter(folder: Path) -> None:
         _, config = load_command([f"adapter={folder}", "prompt=x"], GenerateSettings, "")
     check_settings(config, Needs(optional=("data.path",)))
     read_lora(folder)
-    read_tokens(folder)
+    SavedAdapter(folder).read_tokens()
 
 
 def _make_run(folder: Path) -> None:

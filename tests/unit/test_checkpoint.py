@@ -17,7 +17,8 @@ from tests.helpers.quick_config import load_config
 from torch import Tensor, nn
 
 from qlora_fsdp.common.errors import ConfigError, ResumeError, RunFolderError
-from qlora_fsdp.config.schema import Config
+from qlora_fsdp.config.schema import Config, ShardingStrategy
+from qlora_fsdp.config.written import with_values
 from qlora_fsdp.records import run_folder
 from qlora_fsdp.records.journal import Journal
 from qlora_fsdp.records.run_folder import close_run_folder, open_run_folder
@@ -32,7 +33,14 @@ from qlora_fsdp.training.checkpoint import (
 )
 from qlora_fsdp.training.checkpoint_write import HostCopy, write_checkpoint
 from qlora_fsdp.training.optim import LocalAdamW8bit
-from qlora_fsdp.training.resume import begin_attempt, check_base, check_changes, find_checkpoint, settings_of
+from qlora_fsdp.training.resume import (
+    begin_attempt,
+    check_base,
+    check_changes,
+    choices_of,
+    find_checkpoint,
+    settings_of,
+)
 from qlora_fsdp.weights.safetensors_files import INDEX_NAME, SINGLE_NAME, fingerprint, read_headers
 
 
@@ -236,6 +244,7 @@ def test_harmless_changes_are_listed():
     assert {text.split("=")[0] for text in found} == {
         "run.name",
         "fsdp.cpu_offload",
+        "fsdp.sharding_strategy",
         "memory.activations",
         "training.micro_batch_size",
         "1 ranks (was 2)",
@@ -290,6 +299,20 @@ def test_8bit_optimizer_needs_the_same_shards():
         changes(both, both, new_ranks=4)
     with pytest.raises(ConfigError, match=r"fsdp\.sharding_strategy=NO_SHARD"):
         changes(both, [*both, "fsdp=no_shard"])
+
+
+def test_a_run_goes_on_with_what_auto_chose():
+    """The same split and sharding at the same number of ranks, so that sums are made in the same order."""
+    settings = settings_of(config("fsdp=no_shard", "training.micro_batch_size=2"), 2)
+    checkpoint = Checkpoint(Path("c"), 5, 2, json.loads(json.dumps(settings)), {})
+    auto = ["training.micro_batch_size=auto", "training.global_batch_size=4"]
+    kept = {"training.micro_batch_size": 2, "fsdp.sharding_strategy": ShardingStrategy.NO_SHARD}
+    assert choices_of(checkpoint, config(*auto), 2) == kept
+    assert choices_of(checkpoint, config(*auto), 4) == {}, "there the plan chooses anew"
+    assert choices_of(checkpoint, config("fsdp=full_shard", "training.micro_batch_size=1"), 2) == {}, "as typed"
+    size = {"training.micro_batch_size": 2}
+    assert choices_of(checkpoint, config(*auto, "fsdp.reshard_after_forward=true"), 2) == size, "it asks for parts"
+    assert check_changes(checkpoint, with_values(config(*auto), kept), 2) == []
 
 
 def test_metrics_end_where_the_checkpoint_was_written(tmp_path: Path):

@@ -8,7 +8,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from qlora_fsdp.common.errors import ConfigError
-from qlora_fsdp.config.commands import SETTINGS_FILE, AdapterSettings, load_command, saved_settings
+from qlora_fsdp.config.adapter_config import SETTINGS_FILE
+from qlora_fsdp.config.commands import AdapterSettings, load_command, saved_settings
 from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.config.foreign_settings import ALLOWED
 from qlora_fsdp.config.schema import Config, TaskName

@@ -14,8 +14,8 @@ from tests.helpers.quick_config import load_config
 
 from qlora_fsdp.common.errors import ConfigError, DeviceError
 from qlora_fsdp.config.check_settings import Needs, check_settings, check_world
-from qlora_fsdp.config.launch_environment import check_launch_environment
-from qlora_fsdp.config.schema import Config
+from qlora_fsdp.config.launch_environment import check_launch_environment, follow_launcher
+from qlora_fsdp.config.schema import Config, ShardingStrategy
 from qlora_fsdp.config.settings import all_settings
 from qlora_fsdp.config.world import World
 from qlora_fsdp.data.row_files import COMPRESSIONS, READERS, TEXT_SUFFIXES
@@ -141,7 +141,7 @@ def test_wandb_is_missed_before_the_run_where_a_key_turns_it_on(
         ("lora.rank_pattern={q_proj: 0}", "has a value that is not positive."),
         ("fsdp=no_shard fsdp.cpu_offload=true", "fsdp.cpu_offload=true needs shards to offload"),
         ("fsdp=offload optim=adamw_8bit", "optim.name=adamw_8bit keeps its state on the GPU"),
-        ("fsdp.hybrid_shard_size=4", "has no effect with fsdp.sharding_strategy=FULL_SHARD."),
+        ("fsdp.hybrid_shard_size=4", "has no effect with fsdp.sharding_strategy=auto."),
         ("fsdp=shard_grad_op fsdp.reshard_after_forward=true", "fsdp.reshard_after_forward=true contradicts"),
         ("fsdp=hybrid_shard fsdp.hybrid_shard_size=3", "does not divide 8 ranks. Set fsdp.hybrid_shard_size=4."),
         ("memory=recompute_half memory.every_k=1", "memory.every_k=1 must be at least 2"),
@@ -340,7 +340,7 @@ class TestLaunchEnvironment:
             ({"fsdp_offload_params": True}, [], ["fsdp=offload"], "FSDP_OFFLOAD_PARAMS=true fsdp.cpu_offload=false"),
             (
                 {"fsdp_sharding_strategy": 2},
-                [],
+                ["fsdp=full_shard"],
                 ["fsdp=shard_grad_op"],
                 "FSDP_SHARDING_STRATEGY=2 fsdp.sharding_strategy=FULL_SHARD",
             ),
@@ -391,6 +391,20 @@ class TestLaunchEnvironment:
         assert all(name in str(problem) for name in names.split())
         if agreeing is not None:
             assert check_launch_environment(configure(*agreeing), environ) == []
+
+    @pytest.mark.parametrize("written", ["NO_SHARD", "3", "no_shard"])
+    def test_sharding_that_an_accelerate_config_names_counts_in_the_place_of_auto(self, written: str) -> None:
+        environ = {"FSDP_SHARDING_STRATEGY": written}
+        config = follow_launcher(configure("run.name=a"), environ)
+        assert config.fsdp.sharding_strategy is ShardingStrategy.NO_SHARD
+        assert check_launch_environment(config, environ) == []
+        full = follow_launcher(configure(), {"FSDP_SHARDING_STRATEGY": "FULL_SHARD"})
+        assert full.fsdp.sharding_strategy is ShardingStrategy.FULL_SHARD
+        typed = configure("fsdp=shard_grad_op")
+        assert follow_launcher(typed, environ) is typed and len(check_launch_environment(typed, environ)) == 1
+        unknown = {"FSDP_SHARDING_STRATEGY": "HYBRID_SHARD_ZERO2"}
+        assert len(check_launch_environment(follow_launcher(configure(), unknown), unknown)) == 1
+        assert follow_launcher(configure(), {}).fsdp.sharding_strategy is ShardingStrategy.auto
 
     def test_variables_set_by_hand(self) -> None:
         environ = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4", "WORLD_SIZE": "2"}

@@ -7,13 +7,13 @@ import random
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from qlora_fsdp.common.errors import CheckpointError, DataError
 from qlora_fsdp.config.schema import BadRows, DataConfig, DataFormat, LossOn, ModelConfig
 from qlora_fsdp.data import tokenize as tokenize_module
-from qlora_fsdp.data.tokenize import RowTokenizer, first_text
+from qlora_fsdp.data.tokenize import RowTokenizer, find_targets, first_text
 from qlora_fsdp.data.tokenizer import load_tokenizer
 
 BOS, EOS = 256, 257
@@ -288,3 +288,28 @@ def test_saved_tokenizer_keeps_its_template_and_gets_a_pad_token(tmp_path):
     assert again.chat_template == tokenizer.chat_template
     assert again.pad_token_id == EOS
     assert again("a<eos>")["input_ids"] == [BOS, 97, EOS]
+
+
+@pytest.mark.parametrize("kind", ["bytes", "words", "metaspace", "unigram"])
+def test_targets_are_the_tokens_that_overlap_a_span(kind: str):
+    alphabet = "ab é漢👩\u0301\n  <"
+    pieces = [(c, -1.0) for c in ["▁", "<unk>", *alphabet]] + [("ab", -1.5), ("▁a", -1.5)]
+    vocab = {piece: number for number, (piece, _) in enumerate(pieces)}
+    if kind == "bytes":
+        backend = load_tokenizer(ModelConfig(tokenizer_path="bytes"), DataConfig()).backend_tokenizer
+    elif kind == "words":
+        backend = Tokenizer(models.WordPiece(vocab | {"##b": 90, "##a": 91}, unk_token="<unk>"))
+        backend.normalizer, backend.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
+    elif kind == "metaspace":
+        backend = Tokenizer(models.BPE(vocab, [("▁", "a"), ("a", "b")], unk_token="<unk>"))
+        backend.normalizer, backend.pre_tokenizer = normalizers.NFD(), pre_tokenizers.Metaspace()
+    else:
+        backend = Tokenizer(models.Unigram(pieces, unk_id=1, byte_fallback=False))
+        backend.normalizer, backend.pre_tokenizer = normalizers.NFKC(), pre_tokenizers.Metaspace()
+    rng = random.Random(kind)
+    for _ in range(200):
+        text = "".join(rng.choices(alphabet, k=rng.randint(0, 30)))
+        spans = [tuple(sorted(rng.choices(range(len(text) + 1), k=2))) for _ in range(rng.randint(0, 4))]
+        encoding = backend.encode(text, add_special_tokens=False)
+        expected = [any(a < end and b > start for start, end in spans) for a, b in encoding.offsets]
+        assert find_targets(encoding, spans).tolist() == expected, (text, spans)

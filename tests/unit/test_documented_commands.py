@@ -20,8 +20,9 @@ import pytest
 from qlora_fsdp import preflight
 from qlora_fsdp.__main__ import COMMANDS
 from qlora_fsdp.common.errors import Problem
+from qlora_fsdp.config.adapter_config import SETTINGS_FILE
 from qlora_fsdp.config.check_settings import check_settings
-from qlora_fsdp.config.commands import SETTINGS_FILE, AdapterSettings, load_command, saved_settings
+from qlora_fsdp.config.commands import AdapterSettings, load_command, saved_settings
 from qlora_fsdp.config.compose import load_config
 
 ROOT = Path(__file__).parents[2]
@@ -62,6 +63,7 @@ def find_commands(page: Path) -> list[Documented]:
     return found
 
 
+SAVED = {"peft_type": "LORA", "target_modules": ["q_proj"], "base_model_name_or_path": None}  # by PEFT, at least
 DOCUMENTED = [command for page in PAGES for command in find_commands(page)]
 
 
@@ -74,11 +76,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in names | {"held_out.jsonl"}:
         (folder / name.lstrip("/")).parent.mkdir(parents=True, exist_ok=True)
         (folder / name.lstrip("/")).write_text(row)
-    for run in ("run", "first"):
+    for run in ("run", "first", "sft"):
         adapter = folder / "outputs" / run / "adapter"
         adapter.mkdir(parents=True)
         (adapter / SETTINGS_FILE).write_text(saved_settings(load_config(["model=tiny", "data=random"])))
-        (adapter / "adapter_config.json").write_text('{"base_model_name_or_path": null}')
+        (adapter / "adapter_config.json").write_text(json.dumps(SAVED))
         (adapter / "adapter_model.safetensors").touch()
     (folder / "qwen3").mkdir()
     shape = load_config(["model=qwen3-8b"]).model.config

@@ -15,8 +15,8 @@ from tests.helpers.quick_config import load_config
 
 from qlora_fsdp.common.errors import ConfigError, MemoryShortage
 from qlora_fsdp.common.sizes import SLAB_BYTES
-from qlora_fsdp.config.schema import Activations
-from qlora_fsdp.memory.choose import ROOM, choose, describe_policies, next_smaller
+from qlora_fsdp.config.schema import Activations, ShardingStrategy
+from qlora_fsdp.memory.choose import ROOM, SPARE, choose, describe_policies, next_smaller, with_strategy
 from qlora_fsdp.memory.gpus import find_gpu, gpu_of_size, known_gpus, parse_hardware
 from qlora_fsdp.memory.plan import GIB, PHASES, MemoryPlan, make_plan
 from qlora_fsdp.memory.plan_run import Machine, plan_run, run_without_plan
@@ -40,7 +40,8 @@ WITHOUT_LIGER_LOSS = FUSED_KERNELS - {"cross_entropy"}
 
 def workload(*overrides: str, num_ranks: int = 1, fused: frozenset[str] = FUSED_KERNELS) -> Workload:
     """A run as most were when they were measured: kernels launched one by one, with Liger's loss. Overrides win."""
-    config = load_config(["compute.cuda_graph=false", "kernels.cross_entropy=liger", *overrides])
+    sharding = [] if any(text.startswith("fsdp=") for text in overrides) else ["fsdp=full_shard"]
+    config = load_config(["compute.cuda_graph=false", "kernels.cross_entropy=liger", *sharding, *overrides])
     size = config.training.micro_batch_size
     model = traced(config, fused)
     return Workload(model, config, num_ranks, min(8, num_ranks), 1 if size == "auto" else size)
@@ -327,6 +328,21 @@ def test_speed_of_recorded_micro_batches_is_what_was_measured(num_ranks, length,
     test_speed_is_what_was_measured(num_ranks, "llama3-8b", length, 1, settings, speed)
 
 
+def test_slots_of_generations_are_counted_beside_a_recorded_micro_batch():
+    """Llama 3 8B: 32 layers with 8 key heads of 128, bfloat16. Five texts take eight slots of 1,152 tokens."""
+    settings = ("model=llama3-8b", "training.max_length=1024", "training.micro_batch_size=1", "data.eval_fraction=0.1")
+    settings += ("compute.cuda_graph=true", "kernels.cross_entropy=auto", "memory=keep")
+    more = ("tracking.num_generations=5", "tracking.generation_tokens=100")
+    slots = 8 * 1152 * (32 * 8 * 2 * 128) * 2
+
+    def beside(num_ranks: int, *more: str) -> int:
+        return uniform(workload(*settings, *more, num_ranks=num_ranks), Policy.none).beside_graph
+
+    assert beside(1, *more) - beside(1) == slots
+    assert beside(4, "fsdp=no_shard", *more) - beside(4, "fsdp=no_shard") == slots / 4  # two texts a rank
+    assert beside(2, *more) == beside(2)  # a model in shards has none
+
+
 # The same of one GPU when it ran under FSDP: all but the first waited for Python.
 MEASURED_SPEEDS_UNDER_FSDP = [
     ("llama3-8b", 4096, 4, ("memory=keep",), 16088),
@@ -394,6 +410,52 @@ def test_room_for_the_whole_base_is_told_where_it_is_faster(model, gpu, more, is
     choice = choose(workload(f"model={model}", *more, num_ranks=4), target, known)
     lines = faster_lines(choice, target, known)
     assert ["fsdp=no_shard needs" in line for line in lines] == [True] * is_told
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "model", "gib", "more", "strategy"),
+    [
+        (2, "llama3-8b", 80, (), "NO_SHARD"),
+        (4, "llama3-8b", 24, (), "NO_SHARD"),  # recomputes a few layers, and is faster all the same
+        (4, "llama3-8b", 8, (), "FULL_SHARD"),
+        (2, "llama3-70b", 80, ("training.max_length=1024",), "NO_SHARD"),
+        (4, "llama3-70b", 40, ("training.max_length=1024",), "FULL_SHARD"),
+        (1, "llama3-8b", 80, (), "FULL_SHARD"),  # which is nothing for one rank
+        (2, "llama3-8b", 80, ("fsdp.cpu_offload=true",), "FULL_SHARD"),
+        (2, "llama3-8b", 80, ("fsdp.reshard_after_forward=true",), "FULL_SHARD"),
+        (2, "llama3-8b", 80, ("fsdp=full_shard",), "FULL_SHARD"),
+        (2, "llama3-8b", 80, ("fsdp=shard_grad_op",), "SHARD_GRAD_OP"),
+        (4, "llama3-70b", 40, ("fsdp=no_shard", "training.max_length=1024"), "NO_SHARD"),
+    ],
+)
+def test_whole_copies_are_chosen_where_there_is_room_to_spare(num_ranks, model, gib, more, strategy):
+    more = more if any("fsdp=" in text for text in more) else ("fsdp=auto", *more)
+    work = workload(f"model={model}", "compute.cuda_graph=true", *more, num_ranks=num_ranks)
+    choice = choose(work, gib * GIB, H200)
+    fsdp = choice.plan.work.config.fsdp
+    assert fsdp.sharding_strategy.name == strategy
+    if choice.sharding is None:
+        assert num_ranks == 1 or "fsdp=auto" not in more or not work.config.fsdp.may_be_whole
+        return
+    assert f"auto is {strategy}" in choice.sharding and faster_lines(choice, gib * GIB, H200) == [choice.sharding]
+    other = ShardingStrategy.FULL_SHARD if strategy == "NO_SHARD" else ShardingStrategy.NO_SHARD
+    by_hand = {each: choose(with_strategy(work, each), gib * GIB, H200) for each in (other, fsdp.sharding_strategy)}
+    if strategy == "NO_SHARD":
+        assert choice.plan.needed <= gib * GIB * (1 - SPARE)
+        speeds = [tokens_per_second(each.plan.work, each.plan.policies, H200) for each in by_hand.values()]
+        assert speeds[1] >= speeds[0] or not by_hand[other].fits
+    else:
+        assert by_hand[other].plan.needed > gib * GIB * (1 - SPARE)
+        assert (choice.plan, choice.fits) == (
+            by_hand[fsdp.sharding_strategy].plan,
+            by_hand[fsdp.sharding_strategy].fits,
+        )
+
+
+def test_on_a_cpu_the_base_is_split():
+    work = replace(workload("model=llama3-8b", "fsdp=auto", num_ranks=2), is_cuda=False)
+    choice = choose(work, 1000 * GIB, H200)
+    assert choice.plan.work.num_shards == 2 and choice.sharding is None
 
 
 def test_auto_fills_the_card_and_no_more():
@@ -592,12 +654,15 @@ def test_a_run_starts_with_the_whole_plan():
 
 
 def test_models_without_a_plan():
-    """Code that meta tensors can't run: all layers are recomputed, unless the settings name a policy."""
+    """Code that meta tensors can't run: what is open takes the least memory, and all layers are recomputed."""
     found = run_without_plan(load_config(["model=llama3-8b"]), 12, "a reason")
     assert found.plan is None and found.policies == (Policy.full,) * 12 and "a reason" in found.lines[0]
     config = load_config(["model=llama3-8b", "training.micro_batch_size=auto", "training.global_batch_size=8"])
-    with pytest.raises(ConfigError, match="micro_batch_size=auto needs the memory plan"):
-        run_without_plan(config, 12, "a reason")
+    found = run_without_plan(config, 12, "a reason")
+    assert (found.micro_batch_size, found.sharding_strategy) == (1, ShardingStrategy.FULL_SHARD)
+    assert "micro-batch 1, FULL_SHARD, activations of 12 layers recomputed" in found.lines[0]
+    config = load_config(["fsdp=no_shard", "training.micro_batch_size=2"])
+    assert run_without_plan(config, 12, "a reason").settle(config) == config
 
 
 @pytest.mark.parametrize("activations", list(Activations))

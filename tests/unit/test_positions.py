@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -73,10 +75,24 @@ def test_padding_beyond_a_table_is_refused() -> None:
         check_positions(model, model.config, make_data(41))  # a multiple of 8
 
 
-def test_rows_beyond_rotary_positions_are_told() -> None:
+def test_rows_beyond_rotary_positions_are_refused() -> None:
+    """But for random tokens, which measure speed or memory."""
     model = make_model("llama")
     assert num_learned_positions(model) is None
     assert check_positions(model, model.config, make_data(30, packing=True)) is None  # 90 tokens a sequence
-    note = check_positions(model, model.config, make_data(41))
+    note = check_positions(model, model.config, make_data(41))  # random tokens: a test of speed or memory
     assert note is not None
     assert "41 tokens, and the model was made for 40 positions" in note
+
+    class FileRows:
+        """The same rows, as if they were of a file."""
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(rows, name)
+
+    data = make_data(41)
+    rows = data.train.rows
+    data = replace(data, train=replace(data.train, rows=FileRows()))
+    fix = r"Set model\.rope_scaling=\{rope_type:yarn,factor:2\} to stretch them, or training\.max_length=40, which cuts"
+    with pytest.raises(DataError, match=rf"has 41 tokens, and the model was made for 40 positions\. {fix}"):
+        check_positions(model, model.config, data)

@@ -9,7 +9,8 @@ import pytest
 from tests.helpers.quick_config import load_config
 
 from qlora_fsdp.common import text
-from qlora_fsdp.config.commands import SETTINGS_FILE, read_trained_on, saved_settings
+from qlora_fsdp.config.adapter_config import SETTINGS_FILE
+from qlora_fsdp.config.commands import read_trained_on, saved_settings
 from qlora_fsdp.config.schema import DataFormat
 from qlora_fsdp.data.form import find_form
 from qlora_fsdp.data.tokenizer import byte_tokenizer, template_name

@@ -15,13 +15,13 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from qlora_fsdp.common.fused_mlp import MAX_RANK
 from qlora_fsdp.config.schema import Config, KernelsConfig, LoraConfig
 from qlora_fsdp.data.batch import Batch
-from qlora_fsdp.layers import Format, QuantizedExpertWeight
+from qlora_fsdp.layers import Format, QuantizedExpertWeight, QuantizedLinear
 from qlora_fsdp.layers.experts import expert_weight_names
 from qlora_fsdp.layers.kernels.launch import as_on_a_gpu, bytes_moved
 from qlora_fsdp.layers.lora import LoraLinear
+from qlora_fsdp.layers.mlp import MAX_RANK
 from qlora_fsdp.layers.rewire import rewire
 from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.memory.traced import Operations
@@ -343,3 +343,22 @@ def test_what_kernels_move_is_counted(double_quant: bool) -> None:
     stored = sum(part.nbytes for part in weight.parts())
     assert whole == Operations(moved=2 * 4 * 256 * 512 + stored)
     assert live.operations.moved == pytest.approx(whole.moved, rel=0.03)
+
+
+@pytest.mark.parametrize("dequantizer", ["bitsandbytes", "triton"])
+def test_the_setting_says_whose_kernel_dequantizes_and_what_it_needs_is_traced(dequantizer: str):
+    """bitsandbytes makes the scales first, float32, while the weight is made; the Triton kernel makes both at once."""
+    config = load_config([f"kernels.dequantize={dequantizer}"])
+    layers = [layer for layer in on_meta("llama", config).modules() if isinstance(layer, QuantizedLinear)]
+    assert len(layers) == 14 and {layer.format.dequantizer for layer in layers} == {dequantizer}
+    layer = layers[0]
+    with LiveBytes(layer.parameters()) as live:
+        weight = layer.weight
+    num_scales = weight.numel() // layer.blocksize if dequantizer == "bitsandbytes" else 0
+    assert live.peak == weight.nbytes + 4 * num_scales and live.now == weight.nbytes
+
+
+def test_experts_take_the_same_setting():
+    layers = on_meta("gpt_oss", load_config(["kernels.dequantize=triton"])).modules()
+    experts = [layer for layer in layers if isinstance(layer, QuantizedExpertWeight)]
+    assert experts and {layer.format.dequantizer for layer in experts} == {"triton"}

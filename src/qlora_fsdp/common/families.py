@@ -15,27 +15,24 @@ class Family:
     """Facts about one family.
 
     Attributes:
-        gated_mlp: transformers' class of its MLP, whose forward is down(act(gate(x)) * up(x)).
         prenorm_layer: transformers' class of its decoder layer, if the layer computes
             x + self_attn(input_layernorm(x)), and then x + mlp(post_attention_layernorm(x)); None if it does more.
     """
 
-    gated_mlp: str
     prenorm_layer: str | None
 
 
 FAMILIES = {
-    "llama": Family("LlamaMLP", "LlamaDecoderLayer"),
-    "mistral": Family("MistralMLP", "MistralDecoderLayer"),
-    "qwen2": Family("Qwen2MLP", "Qwen2DecoderLayer"),
-    "qwen3": Family("Qwen3MLP", "Qwen3DecoderLayer"),
-    "gemma2": Family("Gemma2MLP", None),
-    "gemma3_text": Family("Gemma3MLP", None),
-    "smollm3": Family("SmolLM3MLP", "SmolLM3DecoderLayer"),
-    "phi3": Family("Phi3MLP", "Phi3DecoderLayer"),
+    "llama": Family("LlamaDecoderLayer"),
+    "mistral": Family("MistralDecoderLayer"),
+    "qwen2": Family("Qwen2DecoderLayer"),
+    "qwen3": Family("Qwen3DecoderLayer"),
+    "gemma2": Family(None),
+    "gemma3_text": Family(None),
+    "smollm3": Family("SmolLM3DecoderLayer"),
+    "phi3": Family("Phi3DecoderLayer"),
 }
 
-GATED_MLPS = {family.gated_mlp for family in FAMILIES.values()}
 PRENORM_LAYERS = {family.prenorm_layer for family in FAMILIES.values() if family.prenorm_layer is not None}
 
 # Families for which Liger has kernels of norms, rotary embeddings and MLPs: those above, and these. A plan is made on

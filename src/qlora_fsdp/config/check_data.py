@@ -16,7 +16,7 @@ _CHAT_TEMPLATES = Path(__file__).parents[1] / "data" / "templates"
 # What data.columns can rename: the keys that data/row.py and data/labels.py look for.
 _COLUMNS = (
     *("messages", "role", "content", "tools", "system", "prompt", "completion", "instruction", "input", "output"),
-    *("text", "label", "labels", "tokens"),
+    *("text", "label", "labels", "tokens", "chosen", "rejected"),
 )
 
 
@@ -33,7 +33,8 @@ def _data(config: Config) -> Iterator[Problem]:
         fix = "Set data.path to a file, a folder or a hub name, or data=random for a dry run."
         yield problem_with(config, "data.path", "names no data.", fix)
     elif data.is_default and config.task.name is not TaskName.causal_lm:
-        reason = f"is the default and has no labels, which {show('task.name', config.task.name)} needs."
+        lacks = "labels" if config.task.has_labels else "answers to compare"
+        reason = f"is the default and has no {lacks}, which {show('task.name', config.task.name)} needs."
         yield problem_with(config, "data.path", reason, "Set data.path to a file, a folder or a hub name.")
     for key in ("data.path", "data.eval_path"):
         yield from _paths(config, key)
@@ -86,7 +87,7 @@ def _evaluation(config: Config) -> Iterator[Problem]:
         if config.tracking.num_generations > 0:
             yield problem_with(config, "tracking.num_generations", "has no held-out rows to complete.", fix)
     if config.tracking.num_generations > 0 and config.task.name is not TaskName.causal_lm:
-        reason = f"needs a model that writes, and task.name is {config.task.name.value}."
+        reason = f"needs rows with one answer to complete, and task.name is {config.task.name.value}."
         yield problem_with(config, "tracking.num_generations", reason, "Set it to 0.")
 
 
@@ -135,13 +136,14 @@ def _streaming(config: Config) -> Iterator[Problem]:
     if data.format is DataFormat.random:
         yield problem_with(config, "data.streaming", "has no effect with data.format=random.", "Leave it out.")
     if config.task.name is not TaskName.causal_lm:
-        reason = f"can't be used with {show('task.name', config.task.name)}: labels are counted beforehand."
+        what = "labels" if config.task.has_labels else "answers"
+        reason = f"can't be used with {show('task.name', config.task.name)}: {what} are counted beforehand."
         yield problem_with(config, "data.streaming", reason, "Set data.streaming=false.")
 
 
 def _task(config: Config) -> Iterator[Problem]:
     task = config.task
-    if task.name is TaskName.causal_lm:
+    if not task.has_labels:
         for key in ("task.problem_type", "task.labels", "task.class_weights"):
             if value_of(config, key) != all_settings()[key].default:
                 fix = f"Set task=sequence_classification or token_classification too, or leave {key} out."

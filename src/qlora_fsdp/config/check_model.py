@@ -11,12 +11,14 @@ from qlora_fsdp.config.schema import Config, DataFormat, Dtype, EmbeddingStorage
 from qlora_fsdp.config.settings import problem_about, problem_with, show, value_of
 
 NO_FLOAT16 = "needs loss scaling, which is not here: small gradients would become 0."
+ROPE_TYPES = ("yarn", "linear", "llama3")
+MAX_ROPE_FACTOR = 1024
 _INIT_LORA_WEIGHTS = ("gaussian", "orthogonal")  # besides true, those of PEFT's that leave the base weights alone
 
 
 def check_model(config: Config) -> Iterator[Problem]:
     """Yields what is wrong with `model`, `tokenizer`, `quant`, `lora` and `compute`."""
-    for find_problems in (_model, _tokens, _compute, _quant, _embeddings, _lora):
+    for find_problems in (_model, _rope_scaling, _tokens, _compute, _quant, _embeddings, _lora):
         yield from find_problems(config)
 
 
@@ -51,6 +53,19 @@ def _model(config: Config) -> Iterator[Problem]:
         yield from _missing(config, "model.path", "Set model.path to a folder with config.json and safetensors files.")
     if model.tokenizer_path not in (None, "bytes"):
         yield from _missing(config, "model.tokenizer_path", "Set model.tokenizer_path to a folder with a tokenizer.")
+
+
+def _rope_scaling(config: Config) -> Iterator[Problem]:
+    wanted, example = config.model.rope_scaling, "Set model.rope_scaling={rope_type:yarn,factor:4.0}."
+    if not wanted:
+        return
+    if wanted.get("rope_type") not in ROPE_TYPES:
+        reason = f"has no rope_type of {', '.join(ROPE_TYPES)}."
+        yield problem_with(config, "model.rope_scaling", reason, example)
+    factor = wanted.get("factor")
+    if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 1 < factor <= MAX_ROPE_FACTOR:
+        reason = f"needs a factor above 1, up to {MAX_ROPE_FACTOR}: how many times as many positions."
+        yield problem_with(config, "model.rope_scaling", reason, example)
 
 
 def _missing(config: Config, key: str, fix: str) -> Iterator[Problem]:

@@ -14,6 +14,7 @@ from qlora_fsdp.common.errors import Problem
 from qlora_fsdp.common.hub_names import is_repo_name
 from qlora_fsdp.config.check_data import check_data
 from qlora_fsdp.config.check_model import check_model
+from qlora_fsdp.config.check_preference import check_preference
 from qlora_fsdp.config.check_training import check_training
 from qlora_fsdp.config.schema import (
     AttnImplementation,
@@ -54,8 +55,8 @@ TRAINING = Needs()
 
 def check_settings(config: Config, needs: Needs = TRAINING) -> list[Problem]:
     """Returns what is wrong with the configuration whatever it runs on, as far as a command needs it."""
-    checks = (_check_bounds, check_model, check_data, check_training, check_trackers, _check_packages, _check_hub)
-    problems = (problem for find_problems in checks for problem in find_problems(config))
+    checks = (_check_bounds, check_model, check_data, check_preference, check_training, check_trackers)
+    problems = (problem for find in (*checks, _check_packages, _check_hub) for problem in find(config))
     return [problem for problem in problems if needs.concern(config, problem)]
 
 

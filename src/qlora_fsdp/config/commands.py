@@ -19,12 +19,14 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 from omegaconf import OmegaConf
 
 from qlora_fsdp.common.errors import ConfigError, Problem, refuse
-from qlora_fsdp.common.foreign_files import find_outside, read_small
+from qlora_fsdp.common.foreign_files import read_small
+from qlora_fsdp.config.adapter_config import SETTINGS_FILE, adapter_problems
 from qlora_fsdp.config.command_line import conf_folder
 from qlora_fsdp.config.compose import load_config, print_and_exit
 from qlora_fsdp.config.config_file import Sections
 from qlora_fsdp.config.foreign_settings import (
     ALLOWED,
+    BASE_FINGERPRINT,
     REMOTE_CODE,
     TRAINED_ON,
     read_base_model,
@@ -32,12 +34,9 @@ from qlora_fsdp.config.foreign_settings import (
     remote_code_problem,
 )
 from qlora_fsdp.config.overrides import chosen_groups
-from qlora_fsdp.config.schema import Config, DataFormat, TaskName
-from qlora_fsdp.config.settings import show, value_of
+from qlora_fsdp.config.schema import Config, DataFormat
+from qlora_fsdp.config.settings import value_of
 from qlora_fsdp.config.written import is_hidden
-
-SETTINGS_FILE = "qlora_fsdp.yaml"
-ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # the files of PEFT's
 
 # Training on random or streamed data needs an end, which these commands do not.
 WITHOUT_TRAINING: Sections = {"training": {"max_steps": 1}}
@@ -124,7 +123,10 @@ def load_command(
 
 
 def saved_settings(
-    config: Config, class_weights: list[float] | None = None, trained_on: DataFormat | None = None
+    config: Config,
+    class_weights: list[float] | None = None,
+    trained_on: DataFormat | None = None,
+    base_fingerprint: str | None = None,
 ) -> str:
     """Returns the text of SETTINGS_FILE: what is needed to build an adapter's model again, and to use it.
 
@@ -132,6 +134,7 @@ def saved_settings(
         config: the configuration of the run.
         class_weights: the weights of a classifier's labels, as numbers.
         trained_on: the form of the rows, by which prompts are written; None if it is unknown.
+        base_fingerprint: of the base's transformer layers; None for random weights.
     """
     values: dict[str, Any] = {
         section: {
@@ -144,10 +147,12 @@ def saved_settings(
         values["model"]["path"] = str(Path(path).expanduser().resolve())
     if config.training.packing is not False:  # else it is a classifier, or the user's wish
         del values["training"]
-    if config.task.name is not TaskName.causal_lm:
+    if config.task.has_labels:
         values["task"]["class_weights"] = class_weights
     if trained_on is not None:
         values[TRAINED_ON] = trained_on.value
+    if base_fingerprint is not None:
+        values[BASE_FINGERPRINT] = base_fingerprint
     return OmegaConf.to_yaml(OmegaConf.create(values))
 
 
@@ -199,16 +204,3 @@ def _convert(text: str, hint: Any) -> Any:
         except ValueError:
             raise ValueError("a whole number" if hint is int else "a number") from None
     return text
-
-
-def adapter_problems(adapter: str) -> list[Problem]:
-    """Returns why a folder can't be used as an adapter's: its files are not there, or one leads out of it."""
-    folder = Path(adapter).expanduser()
-    missing = [name for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS) if not (folder / name).is_file()]
-    if not missing:
-        reason, fix = "leads to a file outside the adapter's folder.", "Remove it, or copy that file there yourself."
-        return [Problem(str(file), reason, fix) for file in find_outside(folder)]
-    fix = "Set adapter to the folder that training wrote, run/adapter."
-    if (folder / "adapter" / ADAPTER_CONFIG).is_file():
-        fix = f"Set adapter={adapter}/adapter."
-    return [Problem(show("adapter", adapter), f"holds no adapter: no {' and no '.join(missing)}.", fix)]

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from contextvars import ContextVar
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -32,10 +33,21 @@ from qlora_fsdp.config.identity import plain_settings, sections_of
 from qlora_fsdp.config.overrides import chosen_groups, did_you_mean, escape, prepare_overrides
 from qlora_fsdp.config.schema import Config, DataFormat, Dtype
 from qlora_fsdp.config.settings import all_settings, unknown_setting, wrong_type
+from qlora_fsdp.config.start_adapter import (
+    FindStart,
+    find_contradictions,
+    read_start,
+    settle_targets,
+    start_problems,
+    typed_folder,
+)
 from qlora_fsdp.config.written import find_unresolvable, note_written
 
 # Hydra reads the folders of --config-dir by src/hydra_plugins/qlora_fsdp_folders.py, which checks their files.
 FOLDER_SCHEME = "settings://"
+
+# What stands in the place of the schema's defaults while settings are composed: those of an adapter (`lora.start`).
+stand_ins: ContextVar[Sections | None] = ContextVar("stand_ins", default=None)
 
 
 def load_config(
@@ -43,6 +55,7 @@ def load_config(
     check: Callable[[Config], list[Problem]] = check_settings,
     beneath: Sequence[Sections] = (),
     launches: bool = False,
+    find_start: FindStart = typed_folder,
 ) -> Config:
     """Reads the command line and composes the configuration.
 
@@ -55,6 +68,7 @@ def load_config(
         beneath: values by section and name that what is typed and the file of `--config` win over; later ones win over
             earlier ones.
         launches: whether this process starts ranks, so that settings of `launch` have an effect.
+        find_start: says where the adapter that `lora.start` names is to be read.
 
     Returns:
         The configuration, typed and with all interpolations resolved. It is well formed but not yet checked.
@@ -69,7 +83,7 @@ def load_config(
     given = read_given(arguments, beneath)
     overrides, unusable = prepare_overrides([*given.options, *arguments.overrides], arguments.folders)
     unusable += _without_effect(arguments, launches)
-    config, mistakes = read_config(_compose(overrides, arguments.folders, given.values))
+    config, mistakes = read_composed(partial(_compose, overrides, arguments.folders, given.values), find_start)
     if unusable:
         raise ConfigError([*unusable, *mistakes])
     if mistakes:
@@ -118,13 +132,57 @@ def read_given(arguments: Arguments, beneath: Sequence[Sections] = ()) -> FileSe
 
 def register_schema(given: Sections | None = None) -> None:
     """Gives Hydra what conf/config.yaml names besides files: the schema's defaults, and values of `read_given`."""
-    ConfigStore.instance().store("schema", node=_defaults())
+    _register_defaults()
     ConfigStore.instance().store("given", node=given or {})
+
+
+def _register_defaults() -> None:
+    instead = stand_ins.get() or {}
+    defaults = {section: {**names, **instead.get(section, {})} for section, names in _defaults().items()}
+    ConfigStore.instance().store("schema", node=defaults)
 
 
 @cache
 def _defaults() -> Any:
     return OmegaConf.to_container(OmegaConf.structured(Config), enum_to_str=True)
+
+
+def read_composed(
+    compose_all: Callable[[], DictConfig], find_start: FindStart = typed_folder
+) -> tuple[Config, list[Problem]]:
+    """Composes the plain values and checks them against the schema, and against the adapter that a run starts from.
+
+    With `lora.start` they are composed twice: what the adapter's settings change then is what nobody has written.
+
+    Args:
+        compose_all: has Hydra compose the values.
+        find_start: says where the adapter that `lora.start` names is to be read.
+
+    Returns:
+        As `read_config`.
+
+    Raises:
+        ConfigError, AdapterError: an interpolation can't be resolved, or an adapter can't be read.
+    """
+    config, mistakes = read_config(compose_all())
+    if config.lora.start is None:
+        return config, mistakes
+    folder = find_start(config)
+    problems = start_problems(config, folder)
+    if problems:
+        return config, [*mistakes, *problems]
+    start = read_start(folder)
+    token = stand_ins.set(start.defaults(config))
+    try:
+        _register_defaults()
+        config, mistakes = read_config(compose_all())
+    finally:
+        stand_ins.reset(token)
+        _register_defaults()
+    mistaken = {problem.setting for problem in mistakes}
+    problems = [problem for problem in find_contradictions(config, start) if problem.setting not in mistaken]
+    settle_targets(config, start)
+    return config, [*mistakes, *problems]
 
 
 def read_config(composed: DictConfig) -> tuple[Config, list[Problem]]:

@@ -29,7 +29,7 @@ Sections = dict[str, dict[str, Any]]  # values by section and name
 _SECTIONS = frozenset(key.partition(".")[0] for key in all_settings())
 
 # What makes a model another one: where another is typed, none of it counts.
-_OF_A_MODEL = ("name", "path", "revision", "tokenizer_path", "weights", "config")
+OF_A_MODEL = ("name", "path", "revision", "tokenizer_path", "weights", "config")
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def leave_out(values: Sections, groups: Collection[str], folders: Sequence[Path]
 def _decided_by(group: str, folders: Sequence[Path]) -> Iterator[str]:
     """The settings that the choice of an option of a group decides, whichever that is."""
     if group == "model":
-        yield from (f"model.{name}" for name in _OF_A_MODEL)
+        yield from (f"model.{name}" for name in OF_A_MODEL)
     if group in ("model", "experiment"):
         return
     if group in ("quant", "task"):

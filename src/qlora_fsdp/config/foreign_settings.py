@@ -26,7 +26,7 @@ from qlora_fsdp.config.settings import show
 ALLOWED = {
     "model": (
         *("name", "path", "revision", "tokenizer_path", "weights"),
-        *("attn_implementation", "cache_quantized", "config"),
+        *("attn_implementation", "cache_quantized", "config", "rope_scaling"),
     ),
     "tokenizer": ("add_tokens", "add_special_tokens"),
     "quant": (
@@ -42,7 +42,8 @@ ALLOWED = {
 REMOTE_CODE = "model.trust_remote_code"
 IGNORED = ("model.cache_folder", REMOTE_CODE)
 
-TRAINED_ON = "trained_on"  # a note beside the settings: the form of the rows, by which prompts are written
+# Notes beside the settings: the form of the rows, by which prompts are written; and what tells the base from others.
+TRAINED_ON, BASE_FINGERPRINT = "trained_on", "base_fingerprint"
 
 MAX_DEPTH = 8  # of lists and mappings inside one another, in a value
 _OTHER_SETTING = re.compile(r"\$\{[a-z]\w*(?:\.\w+)+\}")  # plain ${section.name}
@@ -66,7 +67,7 @@ def read_foreign_settings(file: Path) -> tuple[dict[str, dict[str, Any]], bool]:
         raise _unreadable(file, ValueError("it holds no sections with settings"))
     problems, kept = list[Problem](), dict[str, dict[str, Any]]()
     for section, names in values.items():
-        if section == TRAINED_ON and isinstance(names, str):
+        if section in (TRAINED_ON, BASE_FINGERPRINT) and isinstance(names, str):
             continue
         if section not in ALLOWED or not isinstance(names, dict):
             problems.append(_not_allowed(file, str(section), names))
@@ -111,8 +112,12 @@ def remote_code_problem(file: Path, base: str) -> Problem:
     return Problem(quote_setting(file, REMOTE_CODE, True), reason, f"If you trust that code, type {REMOTE_CODE}=true.")
 
 
-def read_base_model(adapter: Path) -> str | None:
+def read_base_model(adapter: Path, setting: str = "adapter") -> str | None:
     """Reads the name of the base model from an adapter's adapter_config.json; None if it names none.
+
+    Args:
+        adapter: the adapter's folder.
+        setting: what names it, for messages.
 
     Raises:
         ConfigError: the file can't be read, or the name is no plain text.
@@ -122,7 +127,7 @@ def read_base_model(adapter: Path) -> str | None:
         base = json.loads(read_text(file))["base_model_name_or_path"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         reason = f"has an adapter_config.json that can't be read: {shorten(repr(error))}."
-        raise ConfigError([Problem(show("adapter", adapter), reason, "Copy or download it again.")]) from None
+        raise ConfigError([Problem(show(setting, adapter), reason, "Copy or download it again.")]) from None
     if base is None:
         return None
     reasons = [reason for _, _, reason in _find_unplain("base_model_name_or_path", base)]

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from qlora_fsdp.common.errors import Problem
-from qlora_fsdp.config.schema import Activations, Config, Dtype
+from qlora_fsdp.config.schema import Activations, Config, Dtype, ShardingStrategy
 from qlora_fsdp.config.settings import show, value_of
+from qlora_fsdp.config.written import with_values
 
 # accelerate takes these names, or their numbers from 1.
 _STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
@@ -27,6 +28,14 @@ _OTHER_PARALLELISM = ("PARALLELISM_CONFIG_TP_SIZE", "PARALLELISM_CONFIG_CP_SIZE"
 def check_launch_environment(config: Config, environ: Mapping[str, str]) -> list[Problem]:
     """Returns the contradictions between the configuration and the variables that `accelerate launch` sets."""
     return [*_fsdp(config, environ), *_training(config, environ), *_repeatable(config, environ), *_engines(environ)]
+
+
+def follow_launcher(config: Config, environ: Mapping[str, str]) -> Config:
+    """The settings, with the sharding that an accelerate config for FSDP names in the place of auto."""
+    strategy = _strategy(environ.get("FSDP_SHARDING_STRATEGY", ""))
+    if config.fsdp.sharding_strategy is ShardingStrategy.auto and strategy in ShardingStrategy.__members__:
+        return with_values(config, {"fsdp.sharding_strategy": ShardingStrategy[strategy]})
+    return config
 
 
 def _fsdp(config: Config, environ: Mapping[str, str]) -> Iterator[Problem]:

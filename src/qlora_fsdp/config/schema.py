@@ -44,6 +44,7 @@ TEXT_OR_LIST = {"text_or_list": True}
 
 class TaskName(Enum):
     causal_lm = "causal_lm"
+    preference = "preference"
     sequence_classification = "sequence_classification"
     token_classification = "token_classification"
 
@@ -52,6 +53,27 @@ class ProblemType(Enum):
     single_label_classification = "single_label_classification"
     multi_label_classification = "multi_label_classification"
     regression = "regression"
+
+
+class PreferenceLoss(Enum):
+    dpo = "dpo"
+    ipo = "ipo"
+    hinge = "hinge"
+    robust = "robust"
+    simpo = "simpo"
+    cpo = "cpo"
+    orpo = "orpo"
+    kto = "kto"
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss compares the model with what it was before training."""
+        return self not in (PreferenceLoss.simpo, PreferenceLoss.cpo, PreferenceLoss.orpo)
+
+    @property
+    def is_paired(self) -> bool:
+        """Whether a row of the data has two answers, of which one was chosen; else one, with a label."""
+        return self is not PreferenceLoss.kto
 
 
 class Weights(Enum):
@@ -94,6 +116,7 @@ class Dtype(Enum):
 
 
 class ShardingStrategy(Enum):
+    auto = "auto"
     FULL_SHARD = "FULL_SHARD"
     SHARD_GRAD_OP = "SHARD_GRAD_OP"
     HYBRID_SHARD = "HYBRID_SHARD"
@@ -118,6 +141,11 @@ class Kernel(Enum):
     auto = "auto"
     liger = "liger"
     torch = "torch"
+
+
+class Dequantizer(Enum):
+    bitsandbytes = "bitsandbytes"
+    triton = "triton"
 
 
 class DataFormat(Enum):
@@ -184,8 +212,9 @@ class RunConfig:
 
 @dataclass
 class TaskConfig:
-    # What the model learns. `causal_lm` is the next token. The other two train a new head: on the labels of whole rows,
-    # {"text": ..., "label": ...}, or on the labels of words, {"tokens": [...], "labels": [...]}.
+    # What the model learns. `causal_lm` is the next token. `preference` is which of two answers was chosen, {"prompt":
+    # ..., "chosen": ..., "rejected": ...}. The other two train a new head: on the labels of whole rows, {"text": ...,
+    # "label": ...}, or on the labels of words, {"tokens": [...], "labels": [...]}.
     name: TaskName = TaskName.causal_lm
     # Whether a row has one label, any number of labels (a list), or numbers. The names are those of transformers.
     problem_type: ProblemType = ProblemType.single_label_classification
@@ -195,6 +224,54 @@ class TaskConfig:
     # Weights of the labels in the loss, in the same order. Where a row may have several labels, they weigh the positive
     # ones. `balanced` weighs each label inversely to how often it occurs. null weighs all alike.
     class_weights: Any = None
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether the model writes text: its head gives the next token."""
+        return self.name in (TaskName.causal_lm, TaskName.preference)
+
+    @property
+    def has_labels(self) -> bool:
+        """Whether a new head is trained on labels of rows or words."""
+        return self.name in (TaskName.sequence_classification, TaskName.token_classification)
+
+
+@dataclass
+class PreferenceConfig:
+    # The loss of task=preference. dpo (arXiv:2305.18290), ipo (arXiv:2310.12036), hinge (SLiC, arXiv:2305.10425),
+    # robust (arXiv:2403.00409) and kto (arXiv:2402.01306) compare the model with the base without the adapter, or with
+    # the adapter of lora.start. simpo (arXiv:2405.14734), cpo (arXiv:2401.08417) and orpo (arXiv:2403.07691) need no
+    # such reference.
+    loss: PreferenceLoss = PreferenceLoss.dpo
+    # How strongly the loss reacts to differences of log-probabilities: beta of the papers, but IPO's tau and ORPO's
+    # lambda. null: 2 for simpo, 0.1 for the others.
+    beta: float | None = field(default=None, metadata=bounds(above=0))
+    # Part of the pairs whose answers are taken to be swapped: of dpo (conservative DPO), robust, cpo and simpo.
+    label_smoothing: float = field(default=0.0, metadata=bounds(at_least=0, below=0.5))
+    # SimPO's gamma: how much larger, times beta, a chosen answer's mean log-probability is to be.
+    simpo_gamma: float = field(default=1.0, metadata=bounds(at_least=0))
+    # This many times the negative log-likelihood of the chosen answer, a mean over its tokens, is added to a pair's
+    # loss. With dpo this is RPO (arXiv:2404.19733). null: 1 for cpo and orpo, 0 for the others.
+    sft_weight: float | None = field(default=None, metadata=bounds(at_least=0))
+    # Of kto: the weight of answers whose label is true.
+    desirable_weight: float = field(default=1.0, metadata=bounds(above=0))
+    # Of kto: the weight of answers whose label is false.
+    undesirable_weight: float = field(default=1.0, metadata=bounds(above=0))
+    # Compute the reference's log-probabilities once, before training, and keep them beside the tokenized data. false
+    # computes them in each step, in a pass without gradient. Both are the same numbers.
+    precompute: bool = True
+
+    @property
+    def used_beta(self) -> float:
+        """`beta`, or what it is for the loss if it is null."""
+        return self.beta if self.beta is not None else 2.0 if self.loss is PreferenceLoss.simpo else 0.1
+
+    @property
+    def used_sft_weight(self) -> float:
+        """`sft_weight`, or what it is for the loss if it is null."""
+        if self.sft_weight is not None:
+            return self.sft_weight
+        return 1.0 if self.loss in (PreferenceLoss.cpo, PreferenceLoss.orpo) else 0.0
 
 
 @dataclass
@@ -226,6 +303,10 @@ class ModelConfig:
     # there counts, and must be of the same model. With model=custom it is for `model.weights=random`: used alone if it
     # has a model_type and model.path is no local folder, else over the config.json in model.path.
     config: dict[str, Any] = field(default_factory=dict)
+    # Scaled rotary embeddings, for rows longer than the model was made for (docs/long-rows.md). As transformers'
+    # rope_scaling: {rope_type: yarn, factor: 4.0}, with rope_type yarn, linear or llama3, and what else the type takes.
+    # Empty: what the model has.
+    rope_scaling: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -264,6 +345,10 @@ class QuantConfig:
 
 @dataclass
 class LoraConfig:
+    # Train on from a saved adapter: the folder of a LoRA adapter, of this project's or PEFT's. Its weights are where
+    # this run's adapter starts, and all other settings of this section but lora_dropout are its own: what is written
+    # may not contradict them. Without a model named, its base is the model. null: a new adapter.
+    start: str | None = None
     # Rank of the adapters.
     r: int = field(default=16, metadata=bounds(at_least=1))
     # The adapters' output is scaled by lora_alpha / r, or by lora_alpha / sqrt(r) with use_rslora.
@@ -293,10 +378,11 @@ class LoraConfig:
 
 @dataclass
 class FsdpConfig:
+    # auto: NO_SHARD where the memory plan has room to spare for whole copies and they are no slower, else FULL_SHARD.
     # FULL_SHARD: every rank holds a part of each layer. SHARD_GRAD_OP: the same, but layers stay gathered between
     # forward and backward. HYBRID_SHARD: parameters are sharded within groups of hybrid_shard_size ranks and replicated
     # between the groups. NO_SHARD: every rank holds all parameters.
-    sharding_strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD
+    sharding_strategy: ShardingStrategy = ShardingStrategy.auto
     # Free a layer after its forward, and gather it again for backward. null frees layers unless the memory plan has
     # room to keep all of them gathered.
     reshard_after_forward: bool | None = None
@@ -314,10 +400,19 @@ class FsdpConfig:
         """Whether layers are freed after their forward, unless the memory plan has room to keep them gathered."""
         return self.reshard_after_forward is not False and self.sharding_strategy is not ShardingStrategy.SHARD_GRAD_OP
 
+    @property
+    def may_be_whole(self) -> bool:
+        """Whether auto may give each rank the whole base: not if a setting says how its parts are to be handled."""
+        is_open = self.sharding_strategy is ShardingStrategy.auto
+        return is_open and not self.cpu_offload and self.reshard_after_forward is None
+
     def num_shards(self, num_ranks: int, local_num_ranks: int) -> int:
-        """Ranks among which every parameter is split, given the ranks in all and those of one node."""
+        """Ranks among which every parameter is split, given the ranks in all and those of one node.
+
+        `auto` is split like FULL_SHARD, which it is where no plan has chosen: on CPUs, and in use.
+        """
         match self.sharding_strategy:
-            case ShardingStrategy.FULL_SHARD | ShardingStrategy.SHARD_GRAD_OP:
+            case ShardingStrategy.auto | ShardingStrategy.FULL_SHARD | ShardingStrategy.SHARD_GRAD_OP:
                 return num_ranks
             case ShardingStrategy.HYBRID_SHARD:
                 return self.hybrid_shard_size or local_num_ranks
@@ -371,6 +466,10 @@ class KernelsConfig:
     # The loss over a frozen output head. auto: a Triton kernel of this project on a GPU; liger: Liger's, which asks the
     # device, so that steps can't be captured (compute.cuda_graph).
     cross_entropy: Kernel = Kernel.auto
+    # What dequantizes 4-bit weights on a GPU. bitsandbytes: its kernels, one for scales and one for codes. triton: a
+    # kernel of this project that does both in one pass; the same weights, and steps of 8B are 0.7 % faster. Parts of a
+    # weight (slices of experts) and fp8 take it in any case, because bitsandbytes' kernels write whole weights alone.
+    dequantize: Dequantizer = Dequantizer.bitsandbytes
     # Compute q, k and v together, and gate, up and down, where all of them are quantized and adapted without dropout or
     # DoRA. On a GPU with rms_norm=auto, each norm of a Llama, Mistral, Qwen 2 or Qwen 3 layer is also computed together
     # with its residual. false computes each by itself.
@@ -459,7 +558,8 @@ class OptimConfig:
 
 @dataclass
 class TrainingConfig:
-    # Most tokens per sequence.
+    # Most tokens per sequence. With task=preference it is most tokens of a prompt with one answer, and a sequence has
+    # room for two of these.
     max_length: int = field(default=2048, metadata=bounds(at_least=2))
     # Optimizer steps. It wins over num_epochs: the data is repeated as often as needed. null: num_epochs over the data.
     max_steps: int | None = field(default=None, metadata=bounds(at_least=1))
@@ -598,6 +698,7 @@ class SlurmConfig:
 class Config:
     run: RunConfig = field(default_factory=RunConfig)
     task: TaskConfig = field(default_factory=TaskConfig)
+    preference: PreferenceConfig = field(default_factory=PreferenceConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     quant: QuantConfig = field(default_factory=QuantConfig)
@@ -619,3 +720,13 @@ class Config:
     def __post_init__(self) -> None:
         """What was written for settings, by key, where it has a `${...}`; `written.py` says what that is for."""
         self.written: dict[str, Any] = {}
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether a row of the data is a prompt with two answers, which stay together in a sequence."""
+        return self.task.name is TaskName.preference and self.preference.loss.is_paired
+
+    @property
+    def sequence_length(self) -> int:
+        """Most tokens of a packed sequence: there is room for a whole pair."""
+        return self.training.max_length * (2 if self.has_pairs else 1)

@@ -57,6 +57,16 @@ def with_training(config: Config, **changes: Any) -> Config:
     return changed
 
 
+def with_values(config: Config, values: Mapping[str, Any]) -> Config:
+    """A copy of the settings with other values, by their keys. It still knows what was written for the others."""
+    changed = config
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        changed = replace(changed, **{section: replace(getattr(changed, section), **{name: value})})
+    changed.written = config.written
+    return changed
+
+
 def public_value(config: Config, key: str) -> Any:
     """Returns the value of a setting for the files of a run: what was written, if the environment gave it.
 

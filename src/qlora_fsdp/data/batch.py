@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from qlora_fsdp.common.sizes import IGNORE_INDEX
-from qlora_fsdp.data.sequences import Indices, TrainingData
-from qlora_fsdp.data.tokenize import Mask, Tokens
+from qlora_fsdp.data.answers import Judged
+from qlora_fsdp.data.sequences import Indices, Sequences, TrainingData
+from qlora_fsdp.data.tokenize import TokenRow
 
 LENGTH_MULTIPLE = 8  # matrix products run faster on lengths that are multiples of it
 
@@ -35,6 +36,13 @@ class Batch:
         label_positions: int64 [num_labels], what the labels belong to: their index among the B sequences, or among the
             B x L tokens if tokens have labels.
         num_tokens: int64 [B], tokens of each sequence without padding; of a labelled one L if it is all padding.
+        num_answers: of the rows, those at the beginning that are answers to compare, the chosen and the rejected one
+            of each pair side by side, or one with a label each; the rows behind them are padding. 0: none are compared.
+        is_good: bool [num_answers], the labels of answers; None of pairs.
+        mismatched: of answers with labels, their prompts with other answers, row by row; else None.
+        reference: float32 [num_pairs, 2], the log-probabilities of chosen and rejected answers under the model before
+            training; or [num_answers, 2], those of answers and of the mismatched ones. None: each step computes them,
+            or the loss needs none.
     """
 
     input_ids: torch.Tensor
@@ -45,6 +53,10 @@ class Batch:
     labels: torch.Tensor | None = None
     label_positions: torch.Tensor | None = None
     num_tokens: torch.Tensor | None = None
+    num_answers: int = 0
+    is_good: torch.Tensor | None = None
+    mismatched: Batch | None = None
+    reference: torch.Tensor | None = None
 
     def to(self, device: torch.device | str) -> Batch:
         """Copies the tensors to `device`. The host does not wait for the copy if they are pinned."""
@@ -58,6 +70,8 @@ class Batch:
         tensors: dict[str, Any] = {
             name: function(value) for name, value in vars(self).items() if isinstance(value, torch.Tensor)
         }
+        if self.mismatched is not None:
+            tensors["mismatched"] = self.mismatched._map(function)
         return replace(self, **tensors)
 
 
@@ -84,13 +98,16 @@ def collate(sequences: TrainingData, indices: Indices, *, micro_batch_size: int)
         micro_batch_size: B.
     """
     assert len(indices) <= micro_batch_size
+    if sequences.num_answers:
+        assert isinstance(sequences, Sequences)
+        return _collate_answers(sequences, indices, micro_batch_size)
     rows = [sequences.rows_of(int(index)) for index in indices] + [[]] * (micro_batch_size - len(indices))
     longest = int(sequences.lengths_of(indices).max(initial=1))
     batch = lay_out(rows, padded_length(sequences, longest), sequences.pad_token_id)
     return _with_labels(batch, rows, sequences.labels_of(indices)) if sequences.has_labels else batch
 
 
-def lay_out(rows: Sequence[Sequence[tuple[Tokens, Mask]]], length: int, pad_token_id: int) -> Batch:
+def lay_out(rows: Sequence[Sequence[TokenRow]], length: int, pad_token_id: int) -> Batch:
     """Lays out the rows of each sequence one behind another, with padding at the end.
 
     Padding belongs to the last row before it, with positions that go on. The row's tokens come first and see nothing of
@@ -134,7 +151,37 @@ def lay_out(rows: Sequence[Sequence[tuple[Tokens, Mask]]], length: int, pad_toke
     )
 
 
-def _with_labels(batch: Batch, rows: Sequence[Sequence[tuple[Tokens, Mask]]], labels: NDArray[np.float32]) -> Batch:
+def _collate_answers(sequences: Sequences, indices: Indices, micro_batch_size: int) -> Batch:
+    """The micro-batch of a preference. Without packing, every answer of a pair is a sequence of its own."""
+    rows = [row for index in indices for row in sequences.row_ids_of(int(index)).tolist()]
+    batch = _lay_out_answers(sequences, indices, micro_batch_size, sequences.rows.read)
+    found: dict[str, Any] = {"num_answers": len(rows) * sequences.num_answers}
+    if sequences.num_answers == 1:
+        judged = cast(Judged, sequences.rows)
+        found["is_good"] = torch.from_numpy(judged.is_good[rows])
+        mismatched = _lay_out_answers(sequences, indices, micro_batch_size, lambda row: [judged.read_mismatched(row)])
+        found["mismatched"] = replace(mismatched, num_answers=len(rows))
+    if sequences.reference is not None:
+        found["reference"] = torch.from_numpy(sequences.reference[rows])
+    return replace(batch, **found)
+
+
+def _lay_out_answers(
+    sequences: Sequences, indices: Indices, micro_batch_size: int, read: Callable[[int], list[TokenRow]]
+) -> Batch:
+    """The rows of tokens that `read` gives for each row of the sequences."""
+    rows = [[part for row in sequences.row_ids_of(int(i)).tolist() for part in read(row)] for i in indices]
+    if sequences.is_packed:
+        padded = rows + [[]] * (micro_batch_size - len(rows))
+        return lay_out(padded, sequences.max_length, sequences.pad_token_id)
+    alone = [[part] for parts in rows for part in parts]
+    longest = max((len(tokens) for [(tokens, _)] in alone), default=1)
+    length = min(-(-longest // LENGTH_MULTIPLE) * LENGTH_MULTIPLE, sequences.max_length // sequences.num_answers)
+    padded = alone + [[]] * (micro_batch_size * sequences.num_answers - len(alone))
+    return lay_out(padded, length, sequences.pad_token_id)
+
+
+def _with_labels(batch: Batch, rows: Sequence[Sequence[TokenRow]], labels: NDArray[np.float32]) -> Batch:
     """The batch of a classifier: its rows, one a sequence, have labels and no targets."""
     length = batch.input_ids.shape[1]
     positions: list[int] = []

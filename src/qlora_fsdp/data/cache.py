@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.data.counts import ProblemCounter, ReadReport
-from qlora_fsdp.data.tokenize import Mask, Tokens
+from qlora_fsdp.data.tokenize import Mask, TokenRow, Tokens
 
 CACHE_VERSION = 9  # to be raised when the same input gives other tokens
 REPORT = "report.json"
@@ -37,21 +38,35 @@ class TokenizedRows:
         starts: int64 [num_rows + 1], where rows begin in `tokens`.
         num_targets: int32 [num_rows], targets of each row; 1 for a row that has a label as a whole.
         labels: float32 [sum of num_targets, numbers per label], as `data.labels` reads them; [0, 0] without labels.
+        key: the cache entry's name, which tells these rows from any others; empty for rows that are in no entry.
     """
+
+    num_answers = 0  # not an annotated field: rows of an entry are compared by what wraps them (data/preferences.py)
 
     tokens: Tokens
     is_target: Mask
     starts: NDArray[np.int64]
     num_targets: NDArray[np.int32]
     labels: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 0), np.float32))
+    key: str = ""
 
     @property
     def lengths(self) -> NDArray[np.int64]:
         return np.diff(self.starts)
 
-    def read(self, row: int) -> tuple[Tokens, Mask]:
+    @property
+    def longest_parts(self) -> NDArray[np.int64]:
+        return self.lengths
+
+    @cached_property
+    def prompt_lengths(self) -> NDArray[np.int64]:
+        """Tokens before the first target of each row, [num_rows]."""
+        targets = np.flatnonzero(self.is_target)
+        return np.asarray(targets[np.searchsorted(targets, self.starts[:-1])] - self.starts[:-1])
+
+    def read(self, row: int) -> list[TokenRow]:
         span = slice(self.starts[row], self.starts[row + 1])
-        return self.tokens[span], self.is_target[span]
+        return [(self.tokens[span], self.is_target[span])]
 
 
 def check_targets(rows: TokenizedRows, path: str) -> None:
@@ -92,7 +107,7 @@ def fingerprint(tokenizer: PreTrainedTokenizerBase, *parts: Any) -> str:
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def write_entry(folder: Path, read: ReadReport, tokenized: datasets.Dataset) -> ReadReport:
+def write_entry(folder: Path, read: ReadReport, tokenized: datasets.Dataset, counts_rows: bool = False) -> ReadReport:
     """Writes tokenized rows (columns as in tokenize.FEATURES) to `folder`, which exists and is empty.
 
     Args:
@@ -100,6 +115,7 @@ def write_entry(folder: Path, read: ReadReport, tokenized: datasets.Dataset) -> 
         read: what is known of the rows before they are counted. With a label_width, a row without target tokens has
             its label as a whole.
         tokenized: the rows.
+        counts_rows: whether a loss belongs to a row as a whole, so that each has one target, however many tokens.
     """
     counter, label_width = ProblemCounter(), read.label_width
     num_tokens, max_token_id = 0, -1
@@ -118,7 +134,8 @@ def write_entry(folder: Path, read: ReadReport, tokenized: datasets.Dataset) -> 
             lengths.append(row_lengths.astype(np.int64))
             row_starts = np.cumsum(row_lengths) - row_lengths
             row_targets = np.add.reduceat(is_target, row_starts, dtype=np.int32)
-            num_targets.append(np.maximum(row_targets, 1) if label_width else row_targets)
+            least, most = int(label_width > 0 or counts_rows), 1 if counts_rows else None
+            num_targets.append(np.clip(row_targets, least, most))
             labels.append(_flat(table["labels"], np.float32))
             num_tokens += len(tokens)
             max_token_id = max(max_token_id, int(tokens.max()))
@@ -161,6 +178,7 @@ def load_entry(folder: Path) -> tuple[TokenizedRows, ReadReport]:
         labels=np.array(load("labels.bin", np.float32, num_labels * report.label_width)).reshape(
             num_labels, report.label_width
         ),
+        key=folder.name,
     )
     return rows, report
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.common.errors import DataError
-from qlora_fsdp.config.schema import Config, DataFormat, TaskName
+from qlora_fsdp.config.schema import Config, DataFormat
 from qlora_fsdp.data.tokenizer import encode, read_template
 
 # What templates have for tokens. Others, such as [INST] or <tools>, are plain text to many models that know them.
@@ -39,7 +39,7 @@ def find_markers(template: str) -> list[str]:
 def chosen_markers(config: Config) -> list[str]:
     """The markers of the template that data.chat_template names; none where no chats are trained on."""
     data = config.data
-    if data.chat_template is None or data.format in _NO_CHATS or config.task.name is not TaskName.causal_lm:
+    if data.chat_template is None or data.format in _NO_CHATS or not config.task.is_causal:
         return []
     return find_markers(read_template(data.chat_template))
 

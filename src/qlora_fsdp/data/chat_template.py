@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -23,7 +24,9 @@ RENDER_SECONDS = 30.0  # of processor time; honest templates take milliseconds
 RENDER_BYTES = 2**32
 MAX_CHARACTERS = 2**27
 ANOTHER = "Set data.chat_template to another."
-BEGIN, END = "_begin_message", "_end_message"
+BEGIN, END, MARK = "_begin_message", "_end_message", "_mark"
+MAX_WORD = 40  # characters; longer texts are instructions, for which no template looks
+_MARKUP = re.compile(r"[<>\[\]{}|]")
 
 
 @contextmanager
@@ -54,6 +57,22 @@ def check_length(text: str) -> None:
     """
     if len(text) > MAX_CHARACTERS:
         raise DataError(f"The chat template makes a text of {len(text):,} characters of one conversation. {ANOTHER}")
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A rendered conversation, with where its text comes from.
+
+    Attributes:
+        text: the same as the template gives without tracing.
+        parts: for each message the part of the text that it gave. A message that the template does not write in one
+            piece of one loop is missing.
+        marks: what the template marks by {% generation %}.
+    """
+
+    text: str
+    parts: dict[int, Span]
+    marks: list[Span]
 
 
 @dataclass(frozen=True)
@@ -115,12 +134,12 @@ class Conversation:
         check_length(texts[0])
         return texts[0], spans[0] if marks else []
 
-    def render_parts(self) -> tuple[str, dict[int, Span]]:
-        """The text of the whole conversation, and for each message the part of the text that it gave.
+    def trace(self) -> Trace:
+        """Renders the whole conversation once, and notes where each part of the text comes from.
 
         Templates write messages in a loop. Here every loop calls a function where its body begins and where it ends,
-        and the function notes how long the text is by then. A message that a template does not write in one piece of
-        one loop is missing from the result.
+        and the function notes how long the text is by then. So do {% generation %} marks, which transformers finds by
+        joining all text before each of them, in time that is quadratic in their number.
 
         Raises:
             Exception: of any type; templates compute, and their sandbox lets errors through.
@@ -128,6 +147,7 @@ class Conversation:
         messages = _name_reasoning([dict(message) for message in self.messages])
         numbers = {id(message): number for number, message in enumerate(messages)}
         blocks: list[str] = []
+        marks: list[Span] = []
         events: list[tuple[str, int, int]] = []  # begin or end, the message, the length of the text by then
         length = 0
 
@@ -136,36 +156,69 @@ class Conversation:
                 events.append((event, numbers[id(item)], length))
             return ""
 
+        def mark(caller: Callable[[], str]) -> str:
+            marked = caller()
+            marks.append((length, length + len(marked)))
+            return marked
+
         variables = {"messages": messages, "tools": self.tools, "documents": None, "add_generation_prompt": False}
-        calls = {BEGIN: lambda item: note(BEGIN, item), END: lambda item: note(END, item)}
+        calls = {BEGIN: partial(note, BEGIN), END: partial(note, END), MARK: mark}
         with limited_rendering():
             for block in _compile(self.template).generate({**self.tokenizer.special_tokens_map, **variables, **calls}):
                 blocks.append(block)
                 length += len(block)
+        text = "".join(blocks)
+        check_length(text)
+        return Trace(text, _whole_parts(events), marks)
 
-        parts: dict[int, list[tuple[int, int]]] = {}
-        for (event, number, start), (next_event, next_number, end) in pairwise(events):
-            if event == BEGIN and end > start:
-                is_whole = next_event == END and next_number == number
-                parts.setdefault(number, []).extend([(start, end)] if is_whole else [(-1, -1), (-1, -1)])
-        return "".join(blocks), {number: found[0] for number, found in parts.items() if len(found) == 1}
+
+def _whole_parts(events: list[tuple[str, int, int]]) -> dict[int, Span]:
+    """The parts of the text by the message that gave them, of messages that gave one whole part."""
+    parts: dict[int, list[Span]] = {}
+    for (event, number, start), (next_event, next_number, end) in pairwise(events):
+        if event == BEGIN and end > start:
+            is_whole = next_event == END and next_number == number
+            parts.setdefault(number, []).extend([(start, end)] if is_whole else [(-1, -1), (-1, -1)])
+    return {number: found[0] for number, found in parts.items() if len(found) == 1}
 
 
 @lru_cache(maxsize=8)
 def _compile(source: str) -> Template:
-    """The template with a call where the body of each loop begins, and one where it ends."""
+    """The template with calls where the body of each loop begins and ends, and in the place of {% generation %}."""
     environment = chat_template_utils._compile_jinja_template(source).environment
     tree = environment.parse(source)
     for loop in list(tree.find_all(nodes.For)):
         if isinstance(loop.target, nodes.Name):
-            loop.body = [_call(BEGIN, loop.target.name), *loop.body, _call(END, loop.target.name)]
+            loop.body = [_write(_call(BEGIN, loop.target.name)), *loop.body, _write(_call(END, loop.target.name))]
+    for block in tree.find_all(nodes.CallBlock):
+        if isinstance(block.call.node, nodes.ExtensionAttribute):  # the one that transformers adds
+            block.call = _call(MARK)
     tree.set_environment(environment)
     template: Template = Template.from_code(environment, environment.compile(tree), environment.make_globals(None))
     return template
 
 
-def _call(function: str, argument: str) -> nodes.Output:
-    call = nodes.Call(nodes.Name(function, "load"), [nodes.Name(argument, "load")], [], None, None)
+@lru_cache(maxsize=8)
+def find_texts(source: str) -> tuple[str, ...]:
+    """All text that a template has itself: what it writes as it is, and the constants of its expressions."""
+    tree = chat_template_utils._compile_jinja_template(source).environment.parse(source)
+    written = [node.data for node in tree.find_all(nodes.TemplateData)]
+    return *written, *(node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str))
+
+
+@lru_cache(maxsize=8)
+def find_words(source: str) -> re.Pattern[str] | None:
+    """The markup that a template may look for in what a message says, such as </think>; None: there is none."""
+    texts = {text.strip() for text in find_texts(source) if len(text) < MAX_WORD}
+    words = sorted((text for text in texts if len(text) > 2 and _MARKUP.search(text)), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, words))) if words else None
+
+
+def _call(function: str, *arguments: str) -> nodes.Call:
+    return nodes.Call(nodes.Name(function, "load"), [nodes.Name(name, "load") for name in arguments], [], None, None)
+
+
+def _write(call: nodes.Call) -> nodes.Output:
     output = nodes.Output([call])
     output.set_lineno(1)
     return output

@@ -10,8 +10,9 @@ from transformers import PreTrainedTokenizerBase
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.schema import LossOn
 from qlora_fsdp.data.chat_markers import explain_no_template
-from qlora_fsdp.data.chat_template import Conversation, Span
+from qlora_fsdp.data.chat_template import Conversation, Span, Trace, find_texts
 from qlora_fsdp.data.row import EMPTY, NO_TARGET, REFUSED, TRAIN_KEYS, BadRow, is_trained
+from qlora_fsdp.data.turn_kinds import can_trace
 from qlora_fsdp.data.turns import find_turns
 
 _TAG = re.compile("\ue001([0-9]+)\ue002")  # of Unicode's private use area, which no text should have
@@ -39,12 +40,28 @@ def format_messages(
     conversation = Conversation(messages, tools, template, tokenizer)
 
     has_marks = loss_on is LossOn.completion and has_generation_marks(template)
-    text, marks = conversation.render_marks() if has_marks else (conversation.render(messages), [])
-    check_calls(conversation, text)
+    trace = _trace(conversation)
+    if trace is not None:
+        text, marks = trace.text, trace.marks
+    else:
+        text, marks = conversation.render_marks() if has_marks else (conversation.render(messages), [])
+    check_calls(conversation, text, trace)
     if loss_on is LossOn.all:
         return text, ((0, len(text)),)
-    spans = _choose_marks(marks, messages, trained) if has_marks else find_turns(conversation, text, trained)
+    spans = _choose_marks(marks, messages, trained) if has_marks else find_turns(conversation, text, trace, trained)
     return text, tuple(spans)
+
+
+def _trace(conversation: Conversation) -> Trace | None:
+    """The one render that a conversation takes; None: the template can't be traced, or refuses the conversation."""
+    if not can_trace(conversation.template, conversation.tokenizer):
+        return None
+    try:
+        return conversation.trace()
+    except DataError:
+        raise
+    except Exception:  # transformers' own render tells what is wrong
+        return None
 
 
 def has_generation_marks(template: str) -> bool:
@@ -76,17 +93,20 @@ def _choose_marks(marks: list[Span], messages: list[dict[str, Any]], trained: li
     return [span for span, is_target in zip(marks, answers, strict=True) if is_target]
 
 
-def check_calls(conversation: Conversation, text: str) -> None:
+def check_calls(conversation: Conversation, text: str, trace: Trace | None = None) -> None:
     """Refuses a template that leaves calls of tools out: the model would learn to say nothing where it should call.
 
     Args:
         conversation: renders its messages.
         text: the text of all of them.
+        trace: which part of it came from which message; None: nobody knows.
 
     Raises:
         BadRow: a message's calls are left out.
     """
     calling = [number for number, message in enumerate(conversation.messages) if message.get("tool_calls")]
+    if trace is not None:
+        calling = [number for number in calling if not _names_call(conversation, trace, number)]
     written = _written_calls(conversation, text, calling) if len(calling) > 1 else set()
     for number in calling:
         if number in written:
@@ -99,6 +119,23 @@ def check_calls(conversation: Conversation, text: str) -> None:
         if is_left_out:
             fix = "set data.chat_template to one that has them"
             raise BadRow(REFUSED, f"it leaves out the tool_calls of message {number + 1}; {fix}")
+
+
+def _names_call(conversation: Conversation, trace: Trace, number: int) -> bool:
+    """Whether the text that a message gave has the name of the function it calls, which nothing but the call gives."""
+    message, part = conversation.messages[number], trace.parts.get(number)
+    calls = message["tool_calls"]
+    call = calls[0] if isinstance(calls, list) and isinstance(calls[0], dict) else {}
+    function = call.get("function", call)
+    name = function.get("name") if isinstance(function, dict) else None
+    if part is None or not isinstance(name, str) or not name:
+        return False
+    rest = trace.text[part[0] : part[1]]
+    for said in (str(value).strip() for key, value in message.items() if key != "tool_calls"):
+        if name in said and said not in rest:
+            return False
+        rest = rest.replace(said, "") if name in said else rest
+    return name in rest and not any(name in text for text in find_texts(conversation.template))
 
 
 def _written_calls(conversation: Conversation, text: str, calling: list[int]) -> set[int]:

@@ -6,6 +6,7 @@ from itertools import islice
 
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.schema import Config, DataFormat, TaskName
+from qlora_fsdp.data.preferences import read_answers
 from qlora_fsdp.data.read import find_source, iterate_rows, training_paths
 from qlora_fsdp.data.row import BadRow, check_row
 
@@ -18,11 +19,13 @@ def find_form(config: Config) -> DataFormat | None:
     None for random tokens, for a classifier's rows, and where no row can be read.
     """
     paths, form = training_paths(config.data), config.data.format
-    if not paths or form is DataFormat.random or config.task.name is not TaskName.causal_lm:
+    if not paths or form is DataFormat.random or not config.task.is_causal:
         return None
     try:
         for _, raw in islice(iterate_rows(find_source(paths[0], config.data)), ROWS_LOOKED_AT):
             try:
+                if config.task.name is TaskName.preference:
+                    return read_answers(raw, config.has_pairs, config.data.columns)[0].form
                 return check_row(raw, form)[0]
             except BadRow:
                 continue

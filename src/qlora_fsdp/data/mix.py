@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from qlora_fsdp.data.answers import Judged
 from qlora_fsdp.data.sequences import Indices, Rows
-from qlora_fsdp.data.tokenize import Mask, Tokens
+from qlora_fsdp.data.tokenize import TokenRow
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,19 @@ class MixedRows:
         return np.concatenate([part.lengths for part in self.parts])
 
     @cached_property
+    def longest_parts(self) -> NDArray[np.int64]:
+        return np.concatenate([part.longest_parts for part in self.parts])
+
+    @property
+    def key(self) -> str:
+        keys = [part.key for part in self.parts]
+        return "+".join(keys) if all(keys) else ""
+
+    @property
+    def num_answers(self) -> int:
+        return self.parts[0].num_answers
+
+    @cached_property
     def num_targets(self) -> NDArray[np.int32]:
         return np.concatenate([part.num_targets for part in self.parts])
 
@@ -36,9 +51,19 @@ class MixedRows:
     def labels(self) -> NDArray[np.float32]:
         return np.concatenate([part.labels for part in self.parts])
 
-    def read(self, row: int) -> tuple[Tokens, Mask]:
+    def read(self, row: int) -> list[TokenRow]:
         part, row = self.locate(row)
         return self.parts[part].read(row)
+
+    @cached_property
+    def is_good(self) -> NDArray[np.bool_]:
+        """The labels of answers, if all parts are such (`answers.Judged`)."""
+        return np.concatenate([cast(Judged, part).is_good for part in self.parts])
+
+    def read_mismatched(self, row: int) -> TokenRow:
+        """The prompt of a row with another answer of its part."""
+        part, row = self.locate(row)
+        return cast(Judged, self.parts[part]).read_mismatched(row)
 
     def locate(self, row: int) -> tuple[int, int]:
         """The part that a row is in, and the row's number there."""

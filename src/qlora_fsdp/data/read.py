@@ -26,6 +26,7 @@ from qlora_fsdp.config.schema import DataConfig, TaskConfig, TaskName
 from qlora_fsdp.config.settings import show
 from qlora_fsdp.data.find_files import find_files
 from qlora_fsdp.data.labels import used_label_columns
+from qlora_fsdp.data.preferences import preference_columns
 from qlora_fsdp.data.row import used_columns
 from qlora_fsdp.data.row_file import RowFile
 from qlora_fsdp.data.row_files import BROKEN, ChooseColumns, RawRow, dump_row, find_reader, known_suffixes, read_text
@@ -90,8 +91,10 @@ def find_source(path: Paths, data: DataConfig, task: TaskConfig | None = None) -
 
 
 def _choose(names: Sequence[str], data: DataConfig, task: TaskConfig) -> list[str]:
-    if task.name is not TaskName.causal_lm:
+    if task.has_labels:
         return used_label_columns(names, data.columns, task)
+    if task.name is TaskName.preference:
+        return preference_columns(names, data.columns)
     return used_columns(names, data.format, data.columns)
 
 

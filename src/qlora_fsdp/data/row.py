@@ -17,6 +17,7 @@ WRONG_TYPES = "wrong types"
 REFUSED = "refused by the chat template"
 NO_TARGET = "no target token"
 WRONG_LABEL = "wrong label"
+SAME_ANSWERS = "chosen and rejected are the same"
 TOO_LONG = "longer than training.max_length"
 
 REQUIRED_KEYS = {
@@ -90,7 +91,13 @@ def check_row(
     Raises:
         BadRow: the row can't be used.
     """
-    found = parse_row(raw)
+    return check_fields(parse_row(raw), data_format, columns)
+
+
+def check_fields(
+    found: dict[str, Any], data_format: DataFormat, columns: Mapping[str, str] = NO_COLUMNS
+) -> tuple[DataFormat, dict[str, Any]]:
+    """As `check_row`, of a row that is parsed already."""
     row = rename(found, columns)
     form = _detect(row, found, columns) if data_format is DataFormat.auto else data_format
     missing = [key for key in REQUIRED_KEYS[form] if key not in row]
@@ -107,12 +114,12 @@ def check_row(
         return form, {**row, "messages": messages, "tools": _read_tools(row.get("tools"))}
     for key in REQUIRED_KEYS[form]:
         if not isinstance(row[key], str):
-            raise BadRow(WRONG_TYPES, f"{key} is {_type_name(row[key])}, not text")
+            raise BadRow(WRONG_TYPES, f"{key} is {type_name(row[key])}, not text")
     answer = REQUIRED_KEYS[form][-1]
     if not row[answer].strip():
         raise BadRow(EMPTY, f"{answer} is empty")
     if form is DataFormat.instruction and not isinstance(row.get("input"), (str, type(None))):
-        raise BadRow(WRONG_TYPES, f"input is {_type_name(row['input'])}, not text")
+        raise BadRow(WRONG_TYPES, f"input is {type_name(row['input'])}, not text")
     return form, row
 
 
@@ -274,12 +281,12 @@ def is_trained(message: dict[str, Any]) -> bool:
 
 def _check_messages(messages: Any) -> None:
     if not isinstance(messages, list):
-        raise BadRow(WRONG_TYPES, f"messages is {_type_name(messages)}, not a list")
+        raise BadRow(WRONG_TYPES, f"messages is {type_name(messages)}, not a list")
     if not messages:
         raise BadRow(EMPTY, "messages is empty")
     for number, message in enumerate(messages, start=1):
         if not isinstance(message, dict):
-            raise BadRow(WRONG_TYPES, f"message {number} is {_type_name(message)}, not an object with role and content")
+            raise BadRow(WRONG_TYPES, f"message {number} is {type_name(message)}, not an object with role and content")
         if not isinstance(message.get("role"), str):
             raise BadRow(WRONG_KEYS, f"message {number} has no role (keys: {show_keys(message)}{TURN_HINT})")
         content = message.get("content")
@@ -287,7 +294,7 @@ def _check_messages(messages: Any) -> None:
             hint = "" if "content" in message else TURN_HINT
             raise BadRow(WRONG_KEYS, f"message {number} has no content (keys: {show_keys(message)}{hint})")
         if not isinstance(content, (str, list, type(None))):
-            raise BadRow(WRONG_TYPES, f"the content of message {number} is {_type_name(content)}, not text")
+            raise BadRow(WRONG_TYPES, f"the content of message {number} is {type_name(content)}, not text")
         for key in TRAIN_KEYS:
             if message.get(key, True) not in (True, False, None):  # 0 and 1 are among these
                 raise BadRow(WRONG_TYPES, f"{key} of message {number} is {message[key]!r}, neither 0 nor 1")
@@ -312,7 +319,7 @@ def _read_tools(tools: Any) -> list[dict[str, Any]] | None:
     if not tools:
         return None
     if not isinstance(tools, list):
-        raise BadRow(WRONG_TYPES, f"tools is {_type_name(tools)}, not a list of JSON schemas")
+        raise BadRow(WRONG_TYPES, f"tools is {type_name(tools)}, not a list of JSON schemas")
     for number, tool in enumerate(tools, start=1):
         function = tool.get("function", tool) if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -320,5 +327,6 @@ def _read_tools(tools: Any) -> list[dict[str, Any]] | None:
     return tools
 
 
-def _type_name(value: Any) -> str:
+def type_name(value: Any) -> str:
+    """The type of a value, for messages."""
     return "null" if value is None else type(value).__name__

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.schema import Config, DataFormat
-from qlora_fsdp.data.cache import TokenizedRows
+from qlora_fsdp.data.answers import wrap_answers
 from qlora_fsdp.data.chat_markers import check_markers
 from qlora_fsdp.data.counts import DataReport, MixPart, ReadReport
 from qlora_fsdp.data.label_counts import count_labels
@@ -87,7 +87,7 @@ def prepare_held_out(
     assert path is not None
     _tokenize_sources([path], config, tokenizer, processes)
     rows, _ = load_source(path, config, tokenizer, vocab_size)
-    settings = SequenceSettings.of(config.training, tokenizer)
+    settings = SequenceSettings.of(config, tokenizer)
     return make_sequences(rows, np.arange(len(rows.lengths)), settings)
 
 
@@ -150,12 +150,12 @@ def _tokenize_sources(
 def _open(config: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> PreparedData[Sequences]:
     """Opens the tokenized rows, holds some out for evaluation, mixes data sets, and makes sequences of the rows."""
     data, training = config.data, config.training
-    settings = SequenceSettings.of(training, tokenizer)
+    settings = SequenceSettings.of(config, tokenizer)
     sources: list[ReadReport] = []
     train_rows: Rows
-    eval_rows: TokenizedRows | None = None
+    eval_rows: Rows | None = None
     if data.format is DataFormat.random:
-        train_rows = RandomRows(data.max_rows or NUM_RANDOM_ROWS, training.max_length, vocab_size, training.seed)
+        train_rows = _random_rows(config, vocab_size)
     else:
         loaded = [load_source(path, config, tokenizer, vocab_size) for path in _paths(config)]
         sources = [report for _, report in loaded]
@@ -179,6 +179,13 @@ def _open(config: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -
     report = count_data(sources, train, evaluation)
     labels = count_labels(train.labels_of(np.arange(len(train))), config.task) if train.has_labels else {}
     return PreparedData(train, evaluation, replace(report, label_counts=labels, mix=mix))
+
+
+def _random_rows(config: Config, vocab_size: int) -> Rows:
+    """Random tokens; pairs of them, or labels in turn, where answers are compared."""
+    num_rows = (config.data.max_rows or NUM_RANDOM_ROWS) * (2 if config.has_pairs else 1)
+    rows = RandomRows(num_rows, config.training.max_length, vocab_size, config.training.seed)
+    return wrap_answers(rows, np.arange(num_rows)[:, None] % 2, config, "random tokens")
 
 
 def _mix(

@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from qlora_fsdp.config.schema import TrainingConfig
+from qlora_fsdp.config.schema import Config
 from qlora_fsdp.data.pack import pack
-from qlora_fsdp.data.tokenize import Mask, Tokens
+from qlora_fsdp.data.tokenize import TokenRow
 
 Indices = NDArray[np.int64]
 
@@ -34,17 +34,35 @@ class SequenceSettings:
     seed: int
 
     @classmethod
-    def of(cls, training: TrainingConfig, tokenizer: PreTrainedTokenizerBase) -> SequenceSettings:
+    def of(cls, config: Config, tokenizer: PreTrainedTokenizerBase) -> SequenceSettings:
         """The settings of a run; the tokenizer has a pad token."""
         assert isinstance(tokenizer.pad_token_id, int)
-        return cls(training.max_length, tokenizer.pad_token_id, training.packing is not False, training.seed)
+        training = config.training
+        return cls(config.sequence_length, tokenizer.pad_token_id, training.packing is not False, training.seed)
 
 
 class Rows(Protocol):
-    """Rows of tokens: `cache.TokenizedRows` or `RandomRows`."""
+    """What sequences are made of: `cache.TokenizedRows`, `RandomRows`, or answers (`preferences.py`).
+
+    Attributes:
+        lengths: the room that each takes in a sequence, in tokens.
+        longest_parts: tokens of the longest row of tokens in each; a pair has two, which stay together.
+        num_answers: of a preference, how many answers each has: 2 in a pair, 1 with a label; 0 where tokens or labels
+            are predicted.
+        key: tells these rows from any others; empty where nothing does.
+    """
 
     @property
     def lengths(self) -> NDArray[np.int64]: ...
+
+    @property
+    def longest_parts(self) -> NDArray[np.int64]: ...
+
+    @property
+    def num_answers(self) -> int: ...
+
+    @property
+    def key(self) -> str: ...
 
     @property
     def num_targets(self) -> NDArray[np.int32]: ...
@@ -52,7 +70,7 @@ class Rows(Protocol):
     @property
     def labels(self) -> NDArray[np.float32]: ...
 
-    def read(self, row: int) -> tuple[Tokens, Mask]: ...
+    def read(self, row: int) -> list[TokenRow]: ...
 
 
 class TrainingData(Protocol):
@@ -70,6 +88,9 @@ class TrainingData(Protocol):
     @property
     def has_labels(self) -> bool: ...
 
+    @property
+    def num_answers(self) -> int: ...
+
     def __len__(self) -> int: ...
 
     def order(self, first: int, last: int, seed: int) -> Indices: ...
@@ -80,7 +101,7 @@ class TrainingData(Protocol):
 
     def labels_of(self, indices: Indices) -> NDArray[np.float32]: ...
 
-    def rows_of(self, sequence: int) -> list[tuple[Tokens, Mask]]: ...
+    def rows_of(self, sequence: int) -> list[TokenRow]: ...
 
     def describe(self) -> dict[str, int]: ...
 
@@ -94,9 +115,20 @@ class RandomRows:
     vocab_size: int
     seed: int
 
+    num_answers = 0
+    key = ""
+
     @property
     def lengths(self) -> NDArray[np.int64]:
         return np.full(self.num_rows, self.length, dtype=np.int64)
+
+    @property
+    def longest_parts(self) -> NDArray[np.int64]:
+        return self.lengths
+
+    @property
+    def prompt_lengths(self) -> NDArray[np.int64]:
+        return np.ones(self.num_rows, dtype=np.int64)
 
     @property
     def num_targets(self) -> NDArray[np.int32]:
@@ -106,10 +138,10 @@ class RandomRows:
     def labels(self) -> NDArray[np.float32]:
         return np.zeros((self.num_rows, 0), dtype=np.float32)
 
-    def read(self, row: int) -> tuple[Tokens, Mask]:
+    def read(self, row: int) -> list[TokenRow]:
         rng = np.random.default_rng([self.seed, row])
         tokens = rng.integers(self.vocab_size, size=self.length, dtype=np.int32)
-        return tokens, np.arange(self.length) > 0
+        return [(tokens, np.arange(self.length) > 0)]
 
 
 @dataclass(frozen=True)
@@ -123,6 +155,8 @@ class Sequences:
         max_length: tokens per sequence, at most.
         pad_token_id: the token that fills sequences up.
         is_packed: whether sequences may hold several rows.
+        reference: float32 [len(rows), 2], log-probabilities of answers under the model before training (see
+            `Batch.reference`); None where each step computes them, or where none are needed.
     """
 
     rows: Rows
@@ -131,6 +165,7 @@ class Sequences:
     max_length: int
     pad_token_id: int
     is_packed: bool
+    reference: NDArray[np.float32] | None = None
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -144,6 +179,16 @@ class Sequences:
     def lengths(self) -> NDArray[np.int64]:
         """Tokens of each sequence, [num_sequences]."""
         return np.add.reduceat(self.rows.lengths[self.row_ids], self.starts[:-1], dtype=np.int64)
+
+    @property
+    def num_answers(self) -> int:
+        """`Rows.num_answers`."""
+        return self.rows.num_answers
+
+    @property
+    def longest_part(self) -> int:
+        """Tokens of the longest row of tokens that is in use."""
+        return int(self.rows.longest_parts[self.row_ids].max())
 
     @property
     def has_labels(self) -> bool:
@@ -184,10 +229,13 @@ class Sequences:
         """Number of positions with a target in these sequences, which is the weight of their mean loss."""
         return int(self.num_targets[indices].sum())
 
-    def rows_of(self, sequence: int) -> list[tuple[Tokens, Mask]]:
+    def row_ids_of(self, sequence: int) -> Indices:
+        """The rows of a sequence, by their index in `rows`."""
+        return self.row_ids[self.starts[sequence] : self.starts[sequence + 1]]
+
+    def rows_of(self, sequence: int) -> list[TokenRow]:
         """The rows of a sequence: tokens, and which of them are trained on."""
-        row_ids = self.row_ids[self.starts[sequence] : self.starts[sequence + 1]]
-        return [self.rows.read(int(row)) for row in row_ids]
+        return [part for row in self.row_ids_of(sequence) for part in self.rows.read(int(row))]
 
 
 @lru_cache(maxsize=2)  # every step asks for it

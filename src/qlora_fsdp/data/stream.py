@@ -48,6 +48,7 @@ class StreamedSequences:
     """
 
     has_labels = False
+    num_answers = 0
 
     def __init__(
         self,
@@ -182,7 +183,7 @@ def _window_maker(config: Config, tokenizer: PreTrainedTokenizerBase, vocab_size
         sources=[find_source(path, data, config.task) for path in training_paths(data)],
         weights=list(data.mix.values()) or [1.0],
         tokenize=row_tokenizer(config, tokenizer),
-        settings=SequenceSettings.of(config.training, tokenizer),
+        settings=SequenceSettings.of(config, tokenizer),
         buffer_rows=data.buffer_rows,
         vocab_size=vocab_size,
         strict=data.bad_rows is BadRows.error,

@@ -17,12 +17,15 @@ from qlora_fsdp.common.cache_folder import check_owner, close_to_others, find_ca
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.common.files import fresh_folder, remove, remove_leftovers
 from qlora_fsdp.config.schema import BadRows, Config, TaskName
-from qlora_fsdp.data.cache import TokenizedRows, check_targets, fingerprint, load_entry, write_entry
+from qlora_fsdp.data.answers import wrap_answers
+from qlora_fsdp.data.cache import check_targets, fingerprint, load_entry, write_entry
 from qlora_fsdp.data.counts import ReadReport
 from qlora_fsdp.data.label_counts import label_width
 from qlora_fsdp.data.labels import LabelledRowTokenizer, check_lists
+from qlora_fsdp.data.preferences import PreferenceRowTokenizer
 from qlora_fsdp.data.read import Paths, Source, find_source, first_of_each, name_setting, read_rows, training_paths
 from qlora_fsdp.data.row import TOO_LONG
+from qlora_fsdp.data.sequences import Rows
 from qlora_fsdp.data.tokenize import FEATURES, RowTokenizer
 
 DEFAULT_CACHE_FOLDER = "~/.cache/qlora_fsdp/data"
@@ -58,12 +61,12 @@ def tokenize_source(path: Paths, config: Config, tokenizer: PreTrainedTokenizerB
 
 def load_source(
     path: Paths, config: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: int
-) -> tuple[TokenizedRows, ReadReport]:
+) -> tuple[Rows, ReadReport]:
     """The rows of a source that `tokenize_source` has tokenized, mapped into memory.
 
     Raises:
-        DataError: the cache entry can't be read, has tokens that the model does not know, or targets that nothing can
-            be learned from.
+        DataError: the cache entry can't be read, has tokens that the model does not know, or targets or labels that
+            nothing can be learned from.
     """
     source = find_source(path, config.data, config.task)
     entry = _entry_folder(path, source, config, tokenizer)
@@ -80,9 +83,11 @@ def load_source(
             f"{path} has token {report.max_token_id}, but the model has only {vocab_size}: the tokenizer is not this"
             " model's. Set model.tokenizer_path to the tokenizer the model was trained with."
         )
-    if not _has_labels(config):
+    if config.task.name is TaskName.causal_lm:
         check_targets(rows, source.path)
-    return rows, replace(report, path=source.path, skipped=source.skipped)
+    wrapped = wrap_answers(rows, rows.labels, config, source.path)
+    num_used = len(wrapped.num_targets)
+    return wrapped, replace(report, path=source.path, skipped=source.skipped, num_used_rows=num_used)
 
 
 def row_tokenizer(
@@ -90,8 +95,10 @@ def row_tokenizer(
 ) -> Callable[[dict[str, list[Any]]], dict[str, list[Any]]]:
     """The function that makes token rows of raw rows, for `datasets.map`."""
     data, max_length = config.data, config.training.max_length
-    if _has_labels(config):
+    if config.task.has_labels:
         return LabelledRowTokenizer(tokenizer, config.task, max_length, data.bad_rows, data.columns)
+    if config.task.name is TaskName.preference:
+        return PreferenceRowTokenizer(tokenizer, config.has_pairs, max_length, data.bad_rows, data.columns)
     return RowTokenizer(tokenizer, data.format, data.loss_on, max_length, data.bad_rows, data.columns)
 
 
@@ -112,7 +119,7 @@ def _tokenize_into(
             chosen = np.random.default_rng(config.training.seed).permutation(len(raw))[: data.max_rows]
             num_bytes = num_bytes * data.max_rows // len(raw)
             raw = raw.select(np.sort(chosen))
-        if _has_labels(config):
+        if config.task.has_labels:
             check_lists(((row["place"], row["row"]) for row in raw), config.task, data.columns)
         tokenized = raw.map(
             row_tokenizer(config, tokenizer),
@@ -127,9 +134,9 @@ def _tokenize_into(
         )
         finished = temporary / "finished"
         finished.mkdir()
-        width = label_width(config.task) if _has_labels(config) else 0
-        read = ReadReport(source.path, len(raw), 0, 0, -1, (), width, (), num_repeated, data.deduplicate)
-        _check(write_entry(finished, read, tokenized), path, config)
+        read = ReadReport(source.path, len(raw), 0, 0, -1, (), _width(config), (), num_repeated, data.deduplicate)
+        counts_rows = config.task.name is TaskName.preference
+        _check(write_entry(finished, read, tokenized, counts_rows), path, config)
         close_to_others(finished, data.cache_folder, [Path(file.path) for file in source.files if file.remote is None])
         remove(entry)  # it exists only if it is not whole
         finished.rename(entry)
@@ -142,8 +149,11 @@ def _num_processes(raw: datasets.Dataset, num_bytes: int, wanted: int | None) ->
     return min(wanted or min(MAX_PROCESSES, len(os.sched_getaffinity(0))), len(raw))
 
 
-def _has_labels(config: Config) -> bool:
-    return config.task.name is not TaskName.causal_lm
+def _width(config: Config) -> int:
+    """Numbers per label; 0 without labels."""
+    if config.task.name is TaskName.preference:
+        return 0 if config.has_pairs else 1
+    return label_width(config.task) if config.task.has_labels else 0
 
 
 def _check(report: ReadReport, path: Paths, config: Config) -> None:
@@ -158,7 +168,7 @@ def _check(report: ReadReport, path: Paths, config: Config) -> None:
         where = name_setting(path, config.data)
         raise DataError(
             f"There is no usable row. {what}\nRepair the rows, or set {where}, data.columns"
-            + (" or task.labels." if _has_labels(config) else ", data.format, data.loss_on or training.max_length.")
+            + (" or task.labels." if config.task.has_labels else ", data.format, data.loss_on or training.max_length.")
         )
 
 
@@ -180,7 +190,9 @@ def _entry_folder(path: Paths, source: Source, config: Config, tokenizer: PreTra
     """The folder of the source's cache entry, named by everything that its tokens depend on."""
     data = config.data
     max_rows = data.max_rows if path in training_paths(data) else None
-    form = (config.task.name.value, config.task.problem_type.value, config.task.labels)
+    form: tuple[Any, ...] = (config.task.name.value, config.task.problem_type.value, config.task.labels)
+    if config.task.name is TaskName.preference:
+        form = (config.task.name.value, config.has_pairs)
     key = fingerprint(
         tokenizer,
         source.identity,
@@ -190,7 +202,7 @@ def _entry_folder(path: Paths, source: Source, config: Config, tokenizer: PreTra
         config.training.max_length,
         max_rows,
         config.training.seed if max_rows is not None else None,
-        form if _has_labels(config) else None,
+        form if config.task.name is not TaskName.causal_lm else None,
         *([data.columns] if data.columns else []),  # without them a key is what it was before they existed
         *(["deduplicate"] if data.deduplicate else []),
     )

@@ -1,8 +1,9 @@
 """Where the assistant's turns are in the text of a conversation, if the template does not mark them.
 
 A turn is found by rendering the conversation up to it and up to its end. That is two renders per turn, and long
-conversations have hundreds of turns. So it is done only for the first and the last turn of each kind. The other turns
-are found in one render that records which part of the text came from which message.
+conversations have hundreds of turns. So most turns are found otherwise, in one render that records which part of the
+text came from which message: by what the template writes around turns of their kind in small conversations
+(`turn_kinds`), or else around the first and the last turn of their kind in the conversation itself.
 """
 
 from __future__ import annotations
@@ -12,27 +13,32 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from qlora_fsdp.data.chat_template import Conversation, Span
+from qlora_fsdp.data.chat_template import Conversation, Span, Trace
 from qlora_fsdp.data.row import NO_TARGET, BadRow
+from qlora_fsdp.data.turn_kinds import find_by_kind
 
 _PROBE = "\ue000"  # of Unicode's private use area, which no text should have
 
 
-def find_turns(conversation: Conversation, text: str, trained: list[bool]) -> list[Span]:
+def find_turns(conversation: Conversation, text: str, trace: Trace | None, trained: list[bool]) -> list[Span]:
     """The assistant's turns to train on, each with its end marker, in the text of the whole conversation.
 
     Args:
         conversation: renders its messages.
         text: the whole conversation.
+        trace: which part of it came from which message; None: nobody knows.
         trained: for each message whether it is an answer to train on.
 
     Raises:
         BadRow: a turn can't be told from the rest.
     """
     turns = [number for number, is_target in enumerate(trained) if is_target]
-    spans = _find_alike(conversation, text, turns)
+    spans: dict[int, Span] = {}
+    if trace is not None:
+        spans = find_by_kind(conversation, trace, turns, find_turn)
+        spans |= _find_alike(conversation, trace, [number for number in turns if number not in spans])
     for number in turns:
-        span = spans.get(number) or _find_turn(conversation, text, number)
+        span = spans.get(number) or find_turn(conversation, text, number)
         if span is None:
             raise BadRow(
                 NO_TARGET,
@@ -43,10 +49,10 @@ def find_turns(conversation: Conversation, text: str, trained: list[bool]) -> li
     return [spans[number] for number in turns]
 
 
-def _find_alike(conversation: Conversation, text: str, turns: list[int]) -> dict[int, Span]:
+def _find_alike(conversation: Conversation, trace: Trace, turns: list[int]) -> dict[int, Span]:
     """Finds the turns of each kind of which there are three or more, without rendering each.
 
-    `_find_turn` finds the first and the last turn of a kind. Each of them is a part of the text without some characters
+    `find_turn` finds the first and the last turn of a kind. Each of them is a part of the text without some characters
     at its beginning and end, such as the header of the turn. If both leave out the same characters, the turns between
     them leave them out too. Turns that do not begin and end with these characters are missing from the result.
     """
@@ -55,21 +61,13 @@ def _find_alike(conversation: Conversation, text: str, turns: list[int]) -> dict
     last_user = max((n for n, message in enumerate(messages) if message["role"] == "user"), default=-1)
     for number in turns:
         kinds.setdefault(_kind(messages, number, last_user), []).append(number)
-    kinds = {kind: numbers for kind, numbers in kinds.items() if len(numbers) > 2}
-    if not kinds:
-        return {}
-    try:
-        traced, parts = conversation.render_parts()
-    except Exception:  # a template that can't be traced is rendered turn by turn
-        return {}
+    text, parts = trace.text, trace.parts
     spans: dict[int, Span] = {}
-    if traced != text:
-        return spans
-    for first, *others, last in kinds.values():
+    for first, *others, last in (numbers for numbers in kinds.values() if len(numbers) > 2):
         edges = set()
         for number in (first, last):
             try:
-                span, part = _find_turn(conversation, text, number), parts.get(number)
+                span, part = find_turn(conversation, text, number), parts.get(number)
             except BadRow:  # raised again in the order of the turns
                 break
             if span is None or part is None or not part[0] <= span[0] < span[1] <= part[1]:
@@ -109,7 +107,7 @@ def _trim(text: str, message: dict[str, Any], part: Span | None, head: str, tail
     return span if said in text[span[0] : span[1]] else None
 
 
-def _find_turn(conversation: Conversation, text: str, number: int) -> Span | None:
+def find_turn(conversation: Conversation, text: str, number: int) -> Span | None:
     """Finds the assistant's turn `messages[number]`, with its end marker, in the whole conversation `text`.
 
     It lies between the conversation rendered up to it, with the prompt for it, and the conversation rendered up to
@@ -156,4 +154,12 @@ def _common_tokens(text: str, other: str, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def _num_common(one: Sequence[Any], other: Sequence[Any]) -> int:
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    """How many items two texts or lists have in common at their beginnings; by halves, as these are compared in C."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -24,10 +24,9 @@ from qlora_fsdp.decoding.slots import SlotCache
 from qlora_fsdp.decoding.steps import Steps
 from qlora_fsdp.layers.decode_linear import DecodeLayers
 from qlora_fsdp.layers.slot_attention import Step, running
+from qlora_fsdp.memory.slots import MAX_SLOTS, round_length, round_slots
 
 PROMPT_TOKENS = 16_384  # tokens of prompts that are read in one call
-MAX_SLOTS = 64
-LENGTH_STEP = 128  # slots have a multiple of so many tokens
 MIN_CAPTURED = 16  # texts of fewer new tokens are not worth the time of recording
 CACHE_SHARE = 0.6  # of the free memory; the rest is for reading prompts
 
@@ -86,7 +85,8 @@ class Completer:
         end_token_ids: tokens that end a text.
         pad_token_id: any token.
         max_slots: texts that run at the same time, at most.
-        captures: record steps as CUDA graphs. False on a CPU.
+        captures: record steps as CUDA graphs, on a GPU.
+        prompt_tokens: of prompts that are read in one call, at most, unless a single prompt has more.
     """
 
     def __init__(
@@ -98,10 +98,11 @@ class Completer:
         pad_token_id: int,
         max_slots: int = MAX_SLOTS,
         captures: bool = True,
+        prompt_tokens: int = PROMPT_TOKENS,
     ) -> None:
         self.base, self.device, self.sampling = base, device, sampling
         self.ends, self.pad_token_id = frozenset(end_token_ids), pad_token_id
-        self.max_slots, self.captures = max_slots, captures
+        self.max_slots, self.captures, self.prompt_tokens = max_slots, captures, prompt_tokens
         self.layers = DecodeLayers(base)
         self.steps: Steps | None = None
 
@@ -119,6 +120,8 @@ class Completer:
             on_token: called with each new token, soon after it is there.
             is_stopped: asked in every step; where it says so, all texts end as they are.
         """
+        if not requests:
+            return
         # The longest texts first: those of one length end together, and what is left at the end is short.
         queue = deque(sorted(requests, key=lambda request: request.num_positions, reverse=True))
         with self.layers.in_use(), attending(self.base):
@@ -158,9 +161,15 @@ class Completer:
             running[slot] = request
         while admitted:
             num = len(admitted)
-            while num > 1 and num * len(admitted[num - 1].prompt) > PROMPT_TOKENS:
+            while num > 1 and num * len(admitted[num - 1].prompt) > self.prompt_tokens:
                 num -= 1
-            steps.admit(slots[:num], [request.prompt for request in admitted[:num]], self.pad_token_id)
+            try:
+                steps.admit(slots[:num], [request.prompt for request in admitted[:num]], self.pad_token_id)
+            except torch.OutOfMemoryError:
+                if num == 1:
+                    raise
+                self.prompt_tokens = num * len(admitted[num - 1].prompt) // 2  # from now on
+                continue
             admitted, slots = admitted[num:], slots[num:]
 
     def _look(
@@ -181,17 +190,26 @@ class Completer:
     def _steps_for(self, requests: Sequence[Request]) -> Steps:
         """Slots that are long enough for all texts: those that there are, or new ones."""
         longest = max(request.num_positions for request in requests)
-        wanted = _round_up(min(self.max_slots, len(requests)))
+        wanted = round_slots(min(self.max_slots, len(requests)))
         if self.steps is not None and self.steps.length >= longest and self.steps.num_slots >= wanted:
             return self.steps
         before = 0 if self.steps is None else self.steps.length
         self.release()
         cache, num_logits = self._probe()
         # A conversation grows: its slots grow by the double, so that few graphs are recorded.
-        length = -(-max(longest, min(2 * before, 2 * longest)) // LENGTH_STEP) * LENGTH_STEP
+        length = round_length(max(longest, min(2 * before, 2 * longest)))
         num_slots = min(wanted, max(1, self._free_bytes() // max(1, cache.token_bytes * length)))
         captures = self.captures and max(request.max_new_tokens for request in requests) >= MIN_CAPTURED
-        self.steps = Steps(self.base, self.sampling, num_slots, length, cache, num_logits, self.device, captures)
+        while self.steps is None:
+            try:
+                self.steps = Steps(
+                    self.base, self.sampling, num_slots, length, cache, num_logits, self.device, captures
+                )
+            except torch.OutOfMemoryError:
+                if num_slots == 1:
+                    raise
+                cache.free()
+                num_slots //= 2
         return self.steps
 
     def _probe(self) -> tuple[SlotCache, int]:
@@ -223,8 +241,3 @@ def _launch(steps: Steps, buffer: Tensor, running: list[Request | None]) -> _Lau
 
 def _host_tokens(steps: Steps) -> Tensor:
     return torch.empty(steps.num_slots, dtype=torch.int64, pin_memory=steps.device.type == "cuda")
-
-
-def _round_up(number: int) -> int:
-    """Sizes of which there are few: powers of two."""
-    return 1 << max(0, number - 1).bit_length()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -48,9 +49,9 @@ class Sampling:
     def of(cls, config: GenerationConfig) -> Sampling:
         """As a generation config says, for which `why_not` finds no reason."""
         penalty = config.repetition_penalty or 1.0
-        if not config.do_sample:
-            return cls(repetition_penalty=penalty)
         temperature = 1.0 if config.temperature is None else config.temperature
+        if not config.do_sample or temperature == 0:
+            return cls(repetition_penalty=penalty)
         return cls(temperature, config.top_k or None, 1.0 if config.top_p is None else config.top_p, penalty)
 
     def choose(self, logits: Tensor, seen: Tensor | None) -> Tensor:
@@ -86,6 +87,14 @@ def why_not(config: GenerationConfig) -> str | None:
         if name not in _KNOWN and not is_default and not is_unused:
             return f"the generation config sets {name}"
     return None
+
+
+def end_tokens(config: GenerationConfig) -> Sequence[int]:
+    """The tokens that end a text."""
+    found = config.eos_token_id
+    if found is None:
+        return []
+    return [found] if isinstance(found, int) else list(found)
 
 
 def _keep_top_p(logits: Tensor, top_p: float) -> Tensor:

@@ -56,6 +56,10 @@ class SlotLayer(CacheLayerMixin):
         self.values = torch.zeros(*sizes, self.shape.value_size, dtype=self.shape.dtype, device=device)
         self.is_initialized = True
 
+    def free(self) -> None:
+        """Give the memory back."""
+        self.keys = self.values = None
+
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Note the shape of a token."""
         self.shape = TokenShape(key_states.shape[1], key_states.shape[3], value_states.shape[3], key_states.dtype)
@@ -108,3 +112,8 @@ class SlotCache(Cache):
         """Take the memory of all slots, for texts of up to `length` tokens. To be called after a first call."""
         for layer in self.slot_layers:
             layer.allocate(num_slots, length, device)
+
+    def free(self) -> None:
+        """Give back the memory that `allocate` could take."""
+        for layer in self.slot_layers:
+            layer.free()

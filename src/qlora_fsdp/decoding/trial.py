@@ -23,7 +23,7 @@ from qlora_fsdp.model.row_trial import CPU, RowTrial
 
 TOLERANCE = 1e-4  # of the largest logit; rows whose past is wrong differ by a hundredth and more
 LENGTH = 32  # longer than the rows that are tried, and than the small model's windows
-MAX_LENGTH = 4096  # what is shorter in the model's config is made shorter in the small one
+MAX_LENGTH = 2**40  # so that windows of any length are made shorter than the rows
 
 
 def why_not_in_slots(config: PretrainedConfig, trust_remote_code: bool) -> str | None:

@@ -12,7 +12,7 @@ from peft.utils.other import TrainableTokensWrapper
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from qlora_fsdp.config.commands import ADAPTER_WEIGHTS
+from qlora_fsdp.config.adapter_config import ADAPTER_WEIGHTS
 from qlora_fsdp.layers.expert_lora import ExpertLora
 from qlora_fsdp.layers.lora import LoraLinear
 from qlora_fsdp.model.adapters import ADAPTER

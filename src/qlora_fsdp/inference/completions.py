@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,15 +10,18 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import GenerationConfig
 
 from qlora_fsdp.config.schema import Config
-from qlora_fsdp.decoding.completer import MAX_SLOTS, Completer
-from qlora_fsdp.decoding.sampling import Sampling, why_not
+from qlora_fsdp.decoding.completer import Completer
+from qlora_fsdp.decoding.sampling import Sampling, end_tokens, why_not
 from qlora_fsdp.decoding.trial import why_not_in_slots
 from qlora_fsdp.inference.prompts import pad_left
 from qlora_fsdp.inference.trained import generation_config
+from qlora_fsdp.memory.slots import MAX_SLOTS
 from qlora_fsdp.model.assemble import AssembledModel
 from qlora_fsdp.model.shard import bypassing_root
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.run_command import log
+
+STOCK_BATCH_SIZE = 8  # prompts at a time where transformers completes them, whose cache grows
 
 
 def make_completer(
@@ -118,11 +120,3 @@ def run_transformers(
             **options,
         )
     return output.cpu()
-
-
-def end_tokens(config: GenerationConfig) -> Sequence[int]:
-    """The tokens that end a text."""
-    found = config.eos_token_id
-    if found is None:
-        return []
-    return [found] if isinstance(found, int) else list(found)

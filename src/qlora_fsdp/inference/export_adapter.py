@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from qlora_fsdp.common.errors import AdapterError, RunFolderError
 from qlora_fsdp.common.files import replacing
-from qlora_fsdp.config.commands import ADAPTER_WEIGHTS
+from qlora_fsdp.config.adapter_config import ADAPTER_WEIGHTS
 from qlora_fsdp.inference.changes import Change, find_changes
 from qlora_fsdp.model.assemble import AssembledModel
 from qlora_fsdp.model.experts import expert_weights

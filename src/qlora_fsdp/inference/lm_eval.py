@@ -1,7 +1,8 @@
 """Run EleutherAI's lm-eval on the quantized base with its adapter, whole or sharded.
 
-lm-eval's own class for transformers models does the work: tokens, windows, stop sequences, likelihoods. This module
-gives it a model that runs under FSDP, and lets each process answer its share of the requests.
+lm-eval's own class for transformers models does the work: tokens, windows, stop sequences. This module gives it a model
+that runs under FSDP, and lets each process answer its share of the requests. Where a process has the whole model,
+likelihoods are computed in a few large calls, and texts are generated in slots (decoding/).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lm_eval.evaluator import simple_evaluate
@@ -20,14 +21,25 @@ from lm_eval.models.huggingface import HFLM, eval_logger
 from lm_eval.tasks import TaskManager
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
 from typing_extensions import assert_never
 
 from qlora_fsdp.common.errors import ConfigError, DataError, Problem
+from qlora_fsdp.config.schema import Config
 from qlora_fsdp.config.settings import show
+from qlora_fsdp.decoding.completer import Completer, Request
+from qlora_fsdp.decoding.likelihoods import Scorer, Text
+from qlora_fsdp.decoding.sampling import Sampling, why_not
+from qlora_fsdp.decoding.trial import why_not_in_slots
+from qlora_fsdp.inference.completions import STOCK_BATCH_SIZE, make_completer
 from qlora_fsdp.inference.trained import generation_config
+from qlora_fsdp.memory.slots import MAX_SLOTS
 from qlora_fsdp.model.assemble import AssembledModel
+from qlora_fsdp.model.causal_lm import CausalLM
 from qlora_fsdp.model.shard import bypassing_root
 from qlora_fsdp.runtime.processes import Processes
+from qlora_fsdp.runtime.run_command import log
 
 BOOTSTRAP_ITERS = 1000  # for standard errors that have no formula, such as perplexity's
 
@@ -105,22 +117,30 @@ class SharedLM(HFLM):  # type: ignore[misc]
 
     Args:
         model: what computes.
-        batch_size: requests that a rank answers at a time.
+        config: the run's settings.
+        batch_size: requests that a rank answers at a time; None for as many as are fast.
         max_length: most tokens of a request, counted from its end; None for as many as the model knows positions.
     """
 
-    def __init__(self, model: ModelInStep, batch_size: int, max_length: int | None) -> None:
+    def __init__(self, model: ModelInStep, config: Config, batch_size: int | None, max_length: int | None) -> None:
         eval_logger.disabled = True  # it warns of models given as objects, and of accelerate
+        reason = "the model is in shards" if model.is_sharded else None
+        reason = reason or why_not_in_slots(model.base.config, config.model.trust_remote_code)
+        if reason is not None:
+            log.info(f"Tasks: by transformers, {batch_size or STOCK_BATCH_SIZE} requests at a time ({reason})")
         super().__init__(
             model,
             backend="causal",
             tokenizer=model.trained.tokenizer,
-            batch_size=batch_size,
+            batch_size=batch_size or (STOCK_BATCH_SIZE if reason else MAX_SLOTS),
             max_length=max_length,
             softmax_dtype="float32",
         )
         eval_logger.disabled = False
-        self.processes = model.processes
+        self.processes, self.run_config = model.processes, config
+        trained = cast(CausalLM, model.trained.model)
+        self.scorer = None if reason else Scorer(trained, model.device, batch_size)
+        self.completer: Completer | None = None
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         return self._share(super().loglikelihood, requests)
@@ -130,6 +150,55 @@ class SharedLM(HFLM):  # type: ignore[misc]
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         return self._share(super().generate_until, requests)
+
+    def _loglikelihood_tokens(
+        self,
+        requests: Sequence[tuple[Any, list[int], list[int]]],
+        disable_tqdm: bool = False,
+        override_bs: int | None = None,
+    ) -> list[tuple[float, bool]]:
+        """Of each continuation after its context: the log-probability, and whether greedy search would write it."""
+        if self.scorer is None:
+            theirs: list[tuple[float, bool]] = super()._loglikelihood_tokens(requests, disable_tqdm, override_bs)
+            return theirs
+        texts = []
+        for _, context, continuation in requests:
+            tokens = (context + continuation)[-(self.max_length + 1) :]
+            texts.append(Text(tuple(tokens[:-1]), tuple(continuation)))
+        with tqdm(total=len(texts), disable=disable_tqdm or override_bs is not None, desc="Likelihoods") as bar:
+            answers = [(found.log_probability, found.is_greedy) for found in self.scorer.score(texts, bar.update)]
+        for (key, _, _), answer in zip(requests, answers, strict=True):
+            if key is not None:
+                self.cache_hook.add_partial("loglikelihood", key, answer)
+        return answers
+
+    def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **options: Any) -> Tensor:
+        """Prompts and completions, int64 [rows, length], padded between them and at the end."""
+        options.setdefault("temperature", 0.0)
+        samples = options.setdefault("do_sample", options["temperature"] > 0)
+        generation = generation_config(self.model.trained)
+        generation.update(**({} if samples else {"temperature": None, "top_p": None, "top_k": None}))
+        mask = options.pop("attention_mask", torch.ones_like(context))
+        unknown = generation.update(**{key: value for key, value in options.items() if samples or value})
+        if self.scorer is None or unknown or why_not(generation) is not None:
+            found: Tensor = super()._model_generate(context, max_length, stop, attention_mask=mask, **options)
+            return found
+        if self.completer is None or self.completer.sampling != Sampling.of(generation):
+            if self.completer is not None:
+                self.completer.release()
+            self.completer = make_completer(
+                self.model.trained, self.run_config, generation, self.processes, self.batch_size
+            )
+        assert self.completer is not None
+        num_new = max_length - context.shape[1]
+        stops = Stops(self.tokenizer, stop)
+        prompts = [row[is_token.bool()].tolist() for row, is_token in zip(context.cpu(), mask.cpu(), strict=True)]
+        requests = [Request(prompt, num_new, stops) for prompt in prompts]
+        self.completer.complete(requests)
+        longest = max(len(request.completion) for request in requests)
+        pad: int = self.tokenizer.pad_token_id
+        new = [request.completion + [pad] * (longest - len(request.completion)) for request in requests]
+        return torch.cat([context.cpu(), torch.tensor(new, dtype=torch.int64)], 1)
 
     def get_model_info(self) -> dict[str, Any]:
         return {}  # lm-eval would ask the hub
@@ -142,6 +211,26 @@ class SharedLM(HFLM):  # type: ignore[misc]
         for rank, part in enumerate(self.processes.gather(answers, patiently=True)):
             answered[rank :: self.processes.num_ranks] = part
         return answered
+
+
+class Stops:
+    """Whether a text has one of some stop sequences at its end.
+
+    Args:
+        tokenizer: the model's.
+        sequences: of characters.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, sequences: Sequence[str]) -> None:
+        self.tokenizer, self.sequences = tokenizer, [sequence for sequence in sequences if sequence]
+        # A sequence may be cut into tokens in more ways than one: two tokens more than its own are looked at.
+        lengths = [len(tokenizer.encode(sequence, add_special_tokens=False)) for sequence in self.sequences]
+        self.num_tokens = max(lengths, default=0) + 2
+
+    def __call__(self, tokens: list[int]) -> bool:
+        """Whether it has, after each new token."""
+        end = str(self.tokenizer.decode(tokens[-self.num_tokens :]))
+        return any(sequence in end for sequence in self.sequences)
 
 
 def find_tasks(names: Sequence[str]) -> TaskManager:

@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from qlora_fsdp.common.errors import CheckpointError, RunFolderError
 from qlora_fsdp.common.files import digest_file, remove_leftovers, replacing, write_json
-from qlora_fsdp.config.commands import ADAPTER_WEIGHTS
+from qlora_fsdp.config.adapter_config import ADAPTER_WEIGHTS
 from qlora_fsdp.inference.changes import Change, find_changes
 from qlora_fsdp.inference.merge_weights import (
     Merge,
@@ -34,6 +34,7 @@ from qlora_fsdp.inference.merge_weights import (
 from qlora_fsdp.layers import QuantizedLinear
 from qlora_fsdp.model.adapters import base_linears
 from qlora_fsdp.model.new_tokens import count_tokens
+from qlora_fsdp.model.rope import write_rope
 from qlora_fsdp.weights.assignment import Assignment
 from qlora_fsdp.weights.composed import ComposedTensor
 from qlora_fsdp.weights.safetensors_files import INDEX_NAME, SINGLE_NAME, StoredTensor
@@ -202,6 +203,7 @@ def _write_config(merge: Merge, folder: Path, untied: bool) -> None:
     num_tokens, num_rows = count_tokens(merge.meta.model)
     if num_tokens > num_rows:
         config.get("text_config", config)["vocab_size"] = num_tokens
+    write_rope(config.get("text_config", config), merge.meta.config.get_text_config())
     if untied:
         config["tie_word_embeddings"] = False
     if merge.quantize is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import peft
@@ -10,27 +11,22 @@ from transformers import GenerationConfig
 
 from qlora_fsdp.common.errors import AdapterError, CheckpointError
 from qlora_fsdp.common.text import plural
+from qlora_fsdp.config.adapter_config import read_lora
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.data.tokenizer import template_name
-from qlora_fsdp.inference.saved_adapter import (
-    NO_ADAPTER,
-    check_adapter,
-    check_values,
-    load_adapter,
-    read_lora,
-    read_tokens,
-)
 from qlora_fsdp.model.adapters import NO_TOKENS, initialize_adapters
 from qlora_fsdp.model.assemble import AssembledModel, assemble, describe_base
-from qlora_fsdp.model.classifier import Classifier
 from qlora_fsdp.model.count import dtype_name
 from qlora_fsdp.model.materialize import materialize
+from qlora_fsdp.model.saved_adapter import NO_ADAPTER, SavedAdapter
 from qlora_fsdp.model.task_model import TaskModel
 from qlora_fsdp.runtime.fallbacks import check_bitsandbytes
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.run_command import log
 from qlora_fsdp.weights.quantized_cache import use_cache
+
+WHOLE_SHARE = 0.6  # of a GPU's free memory that a whole model may take; the rest is for texts and what computing takes
 
 
 def assemble_trained(
@@ -49,8 +45,9 @@ def assemble_trained(
     """
     check_bitsandbytes(config, processes.device)
     folder = None if adapter is None else Path(adapter).expanduser()
-    lora = NO_ADAPTER if folder is None else read_lora(folder)
-    tokens = NO_TOKENS if folder is None else read_tokens(folder)
+    saved = None if folder is None else SavedAdapter(folder)
+    lora = NO_ADAPTER if folder is None else replace(read_lora(folder), lora_dropout=0.0)
+    tokens = NO_TOKENS if saved is None else saved.read_tokens()
     try:
         trained = assemble(
             config,
@@ -65,9 +62,9 @@ def assemble_trained(
         raise AdapterError(
             f"adapter={folder} does not fit the model: {error}\nSet model.path to the model that it was trained on."
         ) from error
-    if folder is not None:
-        check_adapter(trained.model.model, folder)
-        check_values(folder, processes)
+    if saved is not None:
+        saved.check(trained.model.model)
+        saved.check_values(processes)
     return trained
 
 
@@ -86,18 +83,32 @@ def load_trained(config: Config, adapter: str | None, processes: Processes, gene
     def fill_adapters(model: peft.PeftModel) -> None:
         initialize_adapters(model, True, config.training.seed, trained.tokens)
         if adapter is not None:
-            load_adapter(model, Path(adapter).expanduser())
+            SavedAdapter(Path(adapter).expanduser()).load(model)
 
-    loaded = materialize(trained, config, processes, fill_adapters, shards=processes.num_ranks > 1)
+    is_whole = fits_whole(trained, config, processes)
+    loaded = materialize(trained, config, processes, fill_adapters, shards=processes.num_ranks > 1 and not is_whole)
     trained.model.eval()
     if loaded.units:
         _run_from_the_root(trained.model, device)
+    whole = ", each with the whole model" if is_whole and processes.num_ranks > 1 else ""
+    template = f", chat template: {template_name(trained.tokenizer)}" if generates else ""
     log.info(
-        f"Model: {meta.model.name_or_path}, {meta.kind}, "
-        f"{dtype_name(trained.dtype)}, adapter: {adapter or 'none'}, {plural(processes.num_ranks, 'rank')} on "
-        f"{device.type}{f', chat template: {template_name(trained.tokenizer)}' if generates else ''}"
+        f"Model: {meta.model.name_or_path}, {meta.kind}, {dtype_name(trained.dtype)}, adapter: {adapter or 'none'}, "
+        f"{plural(processes.num_ranks, 'rank')} on {device.type}{whole}{template}"
     )
     return trained
+
+
+def fits_whole(trained: AssembledModel, config: Config, processes: Processes) -> bool:
+    """Whether each rank can have the whole model on its GPU, where nothing has to be gathered. Collective.
+
+    Not on a CPU, whose memory all ranks share, and not with fsdp=offload, which is asked for where memory is short.
+    """
+    if processes.device.type != "cuda" or config.fsdp.cpu_offload:
+        return False
+    num_bytes = sum(param.numel() * param.itemsize for param in trained.model.parameters())
+    free = -processes.max([-float(torch.cuda.mem_get_info(processes.device)[0])])[0]
+    return num_bytes <= WHOLE_SHARE * free
 
 
 def generation_config(trained: AssembledModel) -> GenerationConfig:
@@ -135,6 +146,6 @@ def _run_from_the_root(model: TaskModel, device: torch.device) -> None:
     starts = torch.tensor([0, 8], dtype=torch.int32)
     labels, label_positions = torch.zeros((0, 1)), torch.zeros(0, dtype=torch.int64)
     num_tokens = torch.tensor([8])
-    model(Batch(ones, ones, torch.arange(8)[None], starts, 8, labels, label_positions, num_tokens).to(device))
-    if isinstance(model, Classifier):
-        model.forget_outputs()
+    batch = Batch(ones, ones, torch.arange(8)[None], starts, 8, labels, label_positions, num_tokens)
+    model(replace(batch, is_good=torch.zeros(0, dtype=torch.bool)).to(device))
+    model.forget_outputs()

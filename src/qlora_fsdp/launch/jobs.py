@@ -6,6 +6,7 @@ import hashlib
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from omegaconf import DictConfig, open_dict
 
 from qlora_fsdp.common.errors import ConfigError, Problem
 from qlora_fsdp.config.check_settings import check_split
-from qlora_fsdp.config.compose import read_config
+from qlora_fsdp.config.compose import read_composed
 from qlora_fsdp.config.identity import NOT_THE_RUNS, find_changes, is_harmless, plain_settings, read_settings
 from qlora_fsdp.config.overrides import quote
 from qlora_fsdp.config.schema import Config
@@ -23,6 +24,7 @@ from qlora_fsdp.config.settings import problem_about, show
 from qlora_fsdp.config.world import World
 from qlora_fsdp.records.check_run_folder import check_run
 from qlora_fsdp.records.run_state import RunState, read_run
+from qlora_fsdp.records.start_folder import find_start
 
 MAX_NAME = 120  # characters of a folder's name
 
@@ -95,10 +97,7 @@ def collect_jobs(
         if "run.folder" in swept:
             fix = "Give one folder for the sweep; every job gets one of its own in it."
             problems.append(Problem(f"run.folder={swept['run.folder']}", "is swept over.", fix))
-        composed = compose([*texts, f"++run.folder={quote(str(own))}"])
-        with open_dict(composed):
-            del composed["hydra"]
-        config, mistakes = read_config(composed)
+        config, mistakes = read_composed(partial(_compose_job, compose, texts, own), find_start)
         if swept and "run.name" not in swept:  # in W&B each job needs a name of its own
             arguments = [text for text in arguments if not text.startswith("run.name=")]
             arguments.append(_as_typed("run.name", f"{config.run.name}__{own.name}"))
@@ -108,6 +107,14 @@ def collect_jobs(
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))  # most are the same for every job
     return jobs
+
+
+def _compose_job(compose: Callable[[list[str]], DictConfig], texts: Sequence[str], folder: Path) -> DictConfig:
+    """The plain values of a job's settings."""
+    composed = compose([*texts, f"++run.folder={quote(str(folder))}"])
+    with open_dict(composed):
+        del composed["hydra"]
+    return composed
 
 
 def job_name(swept: dict[str, str]) -> str:

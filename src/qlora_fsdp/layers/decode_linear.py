@@ -11,14 +11,14 @@ the same: a CUDA graph that was recorded with them reads what `refresh` has writ
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from qlora_fsdp.common.sizes import NESTED_BLOCKSIZE
-from qlora_fsdp.layers.lora import LoraLinear, LoraPart, active_part
+from qlora_fsdp.layers.lora import LoraLinear, LoraPart, active_part, join
 from qlora_fsdp.layers.matmul import Addend, DequantizedMatmul
 from qlora_fsdp.layers.mlp import GatedMlp
 from qlora_fsdp.layers.quantized_format import dynamic_map
@@ -29,7 +29,46 @@ from qlora_fsdp.layers.quantized_linear import QuantizedLinear, unflatten
 FEW_ROWS = 4
 # Rows up to which this also holds for weights of so many outputs, which keep all multiprocessors of a large GPU busy.
 WIDE_ROWS, WIDE = 32, 8448
+TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # children that are called with the same input
 _dequantized = DequantizedMatmul()
+
+
+class JoinedA:
+    """h = x A^T of layers that are called one after another with the same input, such as q, k and v: one product.
+
+    Args:
+        parts: the layers with their adapters, in the order in which they are called.
+    """
+
+    def __init__(self, parts: Sequence[LoraPart]) -> None:
+        self.parts = list(parts)
+        self.ranks = [part.lora_a.out_features for part in parts]
+        self.a_RI: Tensor | None = None
+        self._x: Tensor | None = None
+        self._h: tuple[Tensor, ...] = ()
+
+    def refresh(self) -> None:
+        """Copy the adapters as they are now."""
+        a_RI = join([part.lora_a.weight.detach() for part in self.parts], self.parts[0].layer.compute_dtype)
+        if self.a_RI is None:
+            self.a_RI = a_RI.clone()
+        else:
+            self.a_RI.copy_(a_RI)
+
+    def product(self, number: int, x: Tensor, x_NI: Tensor) -> Tensor:
+        """h [N, R] of one of the layers. The first one's call computes all; a call with another input, its own."""
+        assert self.a_RI is not None
+        if number == 0:
+            h_NR: Tensor = x_NI @ self.a_RI.t()
+            self._x, self._h = x, h_NR.split(self.ranks, 1)
+        if self._x is not x:
+            a_RI: Tensor = self.a_RI.split(self.ranks)[number]
+            return x_NI @ a_RI.t()
+        return self._h[number]
+
+    def forget(self) -> None:
+        """Let go of the last input."""
+        self._x, self._h = None, ()
 
 
 class DecodeLinear:
@@ -38,30 +77,33 @@ class DecodeLinear:
     Args:
         layer: whose codes are multiplied.
         part: the layer with its adapter; None without.
+        joined: computes the adapter's first product; None without an adapter.
+        number: of the layer among those of `joined`.
     """
 
-    def __init__(self, layer: QuantizedLinear, part: LoraPart | None) -> None:
-        self.layer, self.part = layer, part
-        self.a_IR: Tensor | None = None
-        self.b_RO: Tensor | None = None
+    def __init__(
+        self, layer: QuantizedLinear, part: LoraPart | None = None, joined: JoinedA | None = None, number: int = 0
+    ) -> None:
+        self.layer, self.part, self.joined, self.number = layer, part, joined, number
+        self.b_OR: Tensor | None = None
 
     def refresh(self) -> None:
         """Copy the adapter as it is now."""
-        if self.part is None:
+        if self.part is None or self.joined is None:
             return
-        dtype = self.layer.compute_dtype
-        a_RI = self.part.lora_a.weight.detach().to(dtype)
-        b_OR = (self.part.lora_b.weight.detach() * self.part.scaling).to(dtype)
-        if self.a_IR is None or self.b_RO is None:
-            self.a_IR, self.b_RO = a_RI.clone().t(), b_OR.t()
+        if self.number == 0:
+            self.joined.refresh()
+        b_OR = (self.part.lora_b.weight.detach() * self.part.scaling).to(self.layer.compute_dtype)
+        if self.b_OR is None:
+            self.b_OR = b_OR
         else:
-            self.a_IR.copy_(a_RI.t())
-            self.b_RO.copy_(b_OR.t())
+            self.b_OR.copy_(b_OR)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., I] -> [..., O]."""
-        x_NI = x.reshape(-1, x.shape[-1])
-        addend = None if self.a_IR is None or self.b_RO is None else Addend(x_NI @ self.a_IR, self.b_RO)
+        x_NI, addend = x.reshape(-1, x.shape[-1]), None
+        if self.joined is not None and self.b_OR is not None:
+            addend = Addend(self.joined.product(self.number, x, x_NI), self.b_OR.t())
         if multiplies_codes(self.layer, x_NI):
             y_NO = product_with_codes(self.layer, x_NI)
             return unflatten(y_NO if addend is None else addend.add_to(y_NO), x)
@@ -121,18 +163,26 @@ class DecodeLayers:
     def __init__(self, model: nn.Module) -> None:
         self.forwards: dict[nn.Module, DecodeLinear] = {}
         self.mlps: dict[nn.Module, GatedMlp] = {}
-        adapted: set[nn.Module] = set()
         for module in model.modules():
-            if isinstance(module, LoraLinear):
-                part = active_part(module)
-                if part is not None:
-                    adapted.add(part.layer)
-                    self.forwards[module] = DecodeLinear(part.layer, part)
+            self._find_adapted(module)
             if isinstance(forward := vars(module).get("forward"), GatedMlp):
                 self.mlps[module] = forward
+        adapted = {forward.layer for forward in self.forwards.values()}
         for module in model.modules():
             if isinstance(module, QuantizedLinear) and module not in adapted:
-                self.forwards[module] = DecodeLinear(module, None)
+                self.forwards[module] = DecodeLinear(module)
+
+    def _find_adapted(self, parent: nn.Module) -> None:
+        """The children of a module that have adapters, those with the same input together."""
+        children = {name: child for name, child in parent.named_children() if isinstance(child, LoraLinear)}
+        parts = {name: (child, part) for name, child in children.items() if (part := active_part(child)) is not None}
+        groups: list[tuple[str, ...]] = [names for names in TOGETHER if all(name in parts for name in names)]
+        groups += [(name,) for name in parts if not any(name in names for names in groups)]
+        for names in groups:
+            joined = JoinedA([parts[name][1] for name in names])
+            for number, name in enumerate(names):
+                child, part = parts[name]
+                self.forwards[child] = DecodeLinear(part.layer, part, joined, number)
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -145,7 +195,9 @@ class DecodeLayers:
         try:
             yield
         finally:
-            for module in self.forwards:
+            for module, forward in self.forwards.items():
                 del module.forward
+                if forward.joined is not None:
+                    forward.joined.forget()
             for module, mlp in self.mlps.items():
                 module.forward = mlp

@@ -4,6 +4,10 @@ Tokens go through the head in chunks. With a frozen head, forward computes the g
 pass, so that backward needs neither the logits nor the head. The idea is that of Liger's fused linear cross-entropy
 (arXiv:2410.10989). On a GPU one kernel turns a chunk of logits into losses and gradients
 (kernels/triton_cross_entropy.py).
+
+Each token's loss is a result of its own, because a preference weighs whole answers, and finds the weights in their
+sums. That costs nothing: a token's loss depends on its hidden state alone, whose gradient is a multiple of the one that
+forward has kept. Backward knows the factor.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from qlora_fsdp.layers.token_rows import TokenRows, join_columns, plain_table
 from qlora_fsdp.runtime.rows import gather_pieces, gather_whole, local_tensor, shard_group
 
 LossKernel = Literal["triton", "liger", "torch"]
+Reduction = Literal["sum", "none"]
 
 
 class HeadLoss:
@@ -44,20 +49,26 @@ class HeadLoss:
         self.new_rows = cast(TokenRows, head.token_adapter) if self.head is not head else None
         self.vocab_size = next(m.out_features for m in head.modules() if isinstance(m, nn.Linear))
 
-    def __call__(self, hidden_BLD: Tensor, targets_BL: Tensor | None = None) -> Tensor:
-        """The sum of -log p(target) over all targets that are not -100: a float32 scalar. Without targets, the logits.
+    def __call__(self, hidden_BLD: Tensor, targets_BL: Tensor | None = None, reduction: Reduction = "sum") -> Tensor:
+        """The loss -log p(target), and 0 for targets that are -100, in float32. Without targets, the logits.
 
         Args:
             hidden_BLD: final hidden states in the compute dtype.
             targets_BL: int64, the token that follows each position.
+            reduction: `sum` over all targets, a scalar; or `none`, the loss of each token, [B, L]. Liger has no `none`.
         """
         if targets_BL is None:
             return self.logits(hidden_BLD)  # type: ignore[no-any-return]
-        hidden, targets = hidden_BLD.flatten(0, 1), targets_BL.flatten()
+        losses = self._losses(hidden_BLD.flatten(0, 1), targets_BL.flatten(), reduction)
+        return losses.sum() if reduction == "sum" else losses.view(targets_BL.shape)
+
+    def _losses(self, hidden: Tensor, targets: Tensor, reduction: Reduction) -> Tensor:
+        """The loss of each token, [B * L], or of Liger's kernel the sum of all."""
         if self.is_frozen_linear:
             weight = _gather_weight(self.head, hidden.device)
             bias = None if self.head.bias is None else gather_whole(self.head.bias, hidden.device)
             if self.new_rows is None and self.kernel == "liger":
+                assert reduction == "sum"
                 return _liger_loss(hidden, weight, bias, targets, self.softcap)
             if self.new_rows is None and self.kernel == "triton":
                 return _FusedHeadLoss.apply(  # type: ignore[no-any-return,no-untyped-call]
@@ -69,16 +80,16 @@ class HeadLoss:
             )
         chunk = loss_chunk(self.vocab_size)
         losses = [
-            checkpoint(self._chunk_loss, h, t, use_reentrant=False)
+            checkpoint(self._chunk_losses, h, t, use_reentrant=False)
             for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True)
         ]
-        return torch.stack(losses).sum()
+        return torch.cat(losses)
 
-    def _chunk_loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
+    def _chunk_losses(self, hidden: Tensor, targets: Tensor) -> Tensor:
         logits = self.logits(hidden).float()
         if self.softcap is not None:
             logits = torch.tanh(logits / self.softcap) * self.softcap
-        return F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
+        return F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="none")
 
 
 def _gather_weight(layer: nn.Module, device: torch.device) -> Tensor:
@@ -107,7 +118,7 @@ def _liger_loss(
 
 
 class _FusedHeadLoss(torch.autograd.Function):
-    """Cross-entropy through a frozen linear head on a GPU; forward computes the gradient of the hidden states too.
+    """Each token's cross-entropy through a frozen linear head on a GPU, and the gradient of its hidden state.
 
     Shapes: as in `_FrozenHeadLoss`. A chunk of logits is held in the compute dtype alone: one kernel reads it, computes
     in float32, and puts the gradient in its place.
@@ -131,16 +142,16 @@ class _FusedHeadLoss(torch.autograd.Function):
                 torch.mm(logits, weight_VD, out=grad_ND[rows])
             del logits  # or it would be there while the next chunk is made
         ctx.save_for_backward(grad_ND)
-        return losses_N.sum()
+        return losses_N
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad_ND,) = ctx.saved_tensors
-        return (grad_ND.float() * grads[0]).to(grad_ND.dtype), None, None, None, None
+        return (grad_ND.float() * grads[0].unsqueeze(1)).to(grad_ND.dtype), None, None, None, None
 
 
 class _FrozenHeadLoss(torch.autograd.Function):
-    """Cross-entropy through a frozen linear head; forward computes the gradient of the hidden states too.
+    """Each token's cross-entropy through a frozen linear head, and the gradient of its hidden state.
 
     Shapes: hidden_ND, weight_VD, targets_N, new_KD; N tokens, D hidden size, V vocabulary, K trained rows of new tokens
     in float32. The first of these rows are for the token ids `replaced`, the others for the ids from V on.
@@ -160,9 +171,11 @@ class _FrozenHeadLoss(torch.autograd.Function):
     ) -> Tensor:
         wants_grad = ctx.needs_input_grad[0]
         grad_ND = torch.empty_like(hidden_ND) if wants_grad else None
-        grad_KD = torch.zeros_like(new_KD) if wants_grad and new_KD is not None else None
+        grad_NK = None
+        if wants_grad and new_KD is not None:
+            grad_NK = hidden_ND.new_zeros(len(hidden_ND), len(new_KD), dtype=torch.float32)
         cast_KD = None if new_KD is None else new_KD.to(hidden_ND.dtype)
-        loss = torch.zeros((), dtype=torch.float32, device=hidden_ND.device)
+        losses_N = torch.empty(len(hidden_ND), dtype=torch.float32, device=hidden_ND.device)
         for start in range(0, hidden_ND.shape[0], chunk):
             hidden, targets = hidden_ND[start : start + chunk], targets_N[start : start + chunk]
             logits = F.linear(hidden, weight_VD, bias).float()
@@ -173,7 +186,7 @@ class _FrozenHeadLoss(torch.autograd.Function):
             valid = (targets != IGNORE_INDEX).unsqueeze(1)
             index = targets.clamp(min=0).unsqueeze(1)
             norm = torch.logsumexp(logits, 1, keepdim=True)
-            loss += ((norm - logits.gather(1, index)) * valid).sum()
+            losses_N[start : start + chunk] = ((norm - logits.gather(1, index)) * valid).squeeze(1)
             if grad_ND is not None:
                 slope = None if softcap is None else 1.0 - (logits / softcap) ** 2
                 grad = logits.sub_(norm).exp_()  # softmax
@@ -182,20 +195,21 @@ class _FrozenHeadLoss(torch.autograd.Function):
                 if slope is not None:
                     grad.mul_(slope)
                 grad_NV = grad[:, : len(weight_VD)]
-                if cast_KD is not None and grad_KD is not None:
-                    grad_NK = torch.cat([grad_NV[:, replaced], grad[:, len(weight_VD) :]], 1)
+                if cast_KD is not None and grad_NK is not None:
+                    grad_new = torch.cat([grad_NV[:, replaced], grad[:, len(weight_VD) :]], 1)
+                    grad_NK[start : start + chunk] = grad_new
                     grad_NV.index_fill_(1, cast(Tensor, replaced), 0.0)
-                    grad_KD += grad_NK.t() @ hidden.float()
                 grad_ND[start : start + chunk] = grad_NV.to(weight_VD.dtype) @ weight_VD
                 if cast_KD is not None:
-                    grad_ND[start : start + chunk] += grad_NK.to(cast_KD.dtype) @ cast_KD
+                    grad_ND[start : start + chunk] += grad_new.to(cast_KD.dtype) @ cast_KD
                 del grad, grad_NV, slope
             del logits  # or it would be there while the next chunk is made
-        ctx.save_for_backward(grad_ND, grad_KD)
-        return loss
+        ctx.save_for_backward(grad_ND, grad_NK, None if grad_NK is None else hidden_ND)
+        return losses_N
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad_ND, grad_KD = ctx.saved_tensors
-        grad_new = None if grad_KD is None else grad_KD * grads[0]
-        return (grad_ND.float() * grads[0]).to(grad_ND.dtype), None, None, None, None, None, grad_new, None
+        grad_ND, grad_NK, hidden_ND = ctx.saved_tensors
+        factors = grads[0].unsqueeze(1)
+        grad_KD = None if grad_NK is None else (grad_NK * factors).t() @ hidden_ND.float()
+        return (grad_ND.float() * factors).to(grad_ND.dtype), None, None, None, None, None, grad_KD, None

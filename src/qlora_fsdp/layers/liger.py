@@ -108,6 +108,11 @@ def stock_models() -> Iterator[None]:
             setattr(owner, name, value)
 
 
+def stock_classes(kind: type) -> list[Any]:
+    """Transformers' classes in whose place a class of Liger's stands in this process; none for other classes."""
+    return [value for (owner, name), value in _stock.items() if vars(owner)[name] is kind]
+
+
 def _models_attributes() -> dict[tuple[Any, str], Any]:
     """What the imported files of transformers' models define, and what their classes do: by owner and name."""
     modules = [module for name, module in list(sys.modules.items()) if name.startswith(MODELS)]

@@ -18,6 +18,8 @@ from qlora_fsdp.layers.lora import LoraLinear, LoraPart, active_part, add_low_ra
 from qlora_fsdp.layers.matmul import Addend
 from qlora_fsdp.layers.norm import Make, made_again
 
+MAX_RANK = 64  # with larger adapters, a tile of the kernels (layers/kernels/triton_gate.py) takes too many registers
+
 
 class GatedMlp:
     """The forward of a gated MLP.
@@ -31,11 +33,11 @@ class GatedMlp:
     def __init__(self, mlp: nn.Module, layers: Sequence[LoraLinear], activation: Activation) -> None:
         self.plain, self.layers, self.activation = mlp.forward, list(layers), activation
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """x_BI -> y_BI."""
         parts = [part for layer in self.layers if (part := active_part(layer)) is not None]
-        if len(parts) < len(self.layers):
-            return self.plain(x)  # type: ignore[no-any-return]
+        if len(parts) < len(self.layers) or args or kwargs:
+            return self.plain(x, *args, **kwargs)  # type: ignore[no-any-return]
         *wide, down = parts
         last_norm = self.layers[0].last_norm
         kept, make = (None, None) if last_norm is None else last_norm.source_of(x)

@@ -20,9 +20,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.util import find_spec
+from typing import Literal
 
 import bitsandbytes.functional as bnb
 import torch
@@ -34,6 +35,7 @@ from qlora_fsdp.layers.kernels import cpu_quantize
 from qlora_fsdp.layers.kernels.launch import moves
 
 INT8_DEQUANT_FACTOR = 1.0 / 127.0
+MAX_BNB_ELEMENTS = 2**31 - 1  # bitsandbytes' kernels count in 32 bits
 STORAGE_DTYPES = {  # of the setting's values; STORAGE_BYTES in common/quantized_shapes.py has their sizes
     "auto": torch.bfloat16,  # every supported torch shards it
     "uint8": torch.uint8,
@@ -58,12 +60,15 @@ class Format:
         blocksize: 4-bit only: weights that share a scale.
         storage: dtype in which codes and quantized scales are kept and gathered. Its values mean nothing: only the
             bytes count.
+        dequantizer: 4-bit only: whose kernel dequantizes whole weights on a GPU (`kernels.dequantize`). It is no part
+            of what is stored.
     """
 
     quant_type: QuantType
     double_quant: bool = False
     blocksize: int = BLOCKSIZE
     storage: torch.dtype = torch.bfloat16
+    dequantizer: Literal["bitsandbytes", "triton"] = field(default="bitsandbytes", compare=False)
 
     @property
     def is_4bit(self) -> bool:
@@ -146,14 +151,19 @@ class Format:
         """The weight [out_features, in_features] in `dtype`, from its whole (gathered) parts."""
         codes, scales = parts["codes"], parts["scales"]
         if codes.is_meta:
+            # bitsandbytes makes the scales first, and keeps them meanwhile.
+            makes_scales = self.double_quant and self.dequantizer == "bitsandbytes"
+            num_scales = out_features * (in_features // self.blocksize) if makes_scales else 0
+            made = torch.empty(num_scales, dtype=torch.float32, device="meta")
             out = torch.empty(out_features, in_features, dtype=dtype, device="meta")
-            moves(out.nbytes + sum(part.nbytes for part in parts.values()))
+            moves(out.nbytes + 2 * made.nbytes + sum(part.nbytes for part in parts.values()))
             return out
         if not self.is_4bit:
             rows = self.unpack(codes, in_features).view(torch.int8)
             out = torch.empty(rows.shape, dtype=dtype, device=rows.device)
             return torch.mul(rows, (scales * INT8_DEQUANT_FACTOR).unsqueeze(1), out=out)  # in fp32, rounded once
-        if codes.is_cuda and has_triton():
+        is_too_large = out_features * in_features > MAX_BNB_ELEMENTS
+        if codes.is_cuda and (self.dequantizer == "triton" or is_too_large) and has_triton():
             from qlora_fsdp.layers.kernels import triton_dequantize
 
             out = torch.empty(out_features, in_features, dtype=dtype, device=codes.device)

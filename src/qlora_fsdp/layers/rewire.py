@@ -7,20 +7,23 @@ modules of this folder define the changes. Only this module makes them, at three
     moment                          function      change
     a causal LM is made             attach_loss   `head.forward` computes the loss, if it is given targets
     a run is prepared               rewire        in this order:
-                                                  1. `matmul` of quantized layers multiplies in fp8
-                                                  2. `__class__` of transformer layers joins norms and residuals
-                                                  3. `group` of q, k and v makes them one computation
-                                                  4. `forward` of gated MLPs becomes one computation
-                                                  5. `forward` of the heads' norms copies nothing
+                                                  1. `format` of 4-bit layers names the kernel that dequantizes
+                                                  2. `matmul` of quantized layers multiplies in fp8
+                                                  3. `__class__` of transformer layers joins norms and residuals
+                                                  4. `group` of q, k and v makes them one computation
+                                                  5. `forward` of gated MLPs becomes one computation
+                                                  6. `forward` of the heads' norms copies nothing
     a layer's activation policy     remake_norms  norms remember input and output in a `LastNorm`; linear layers ask
     is set, at the start or later                 it (`last_norm`) whether their input is a norm's output
 
-A layer that fits none of this stays as it is: a model whose modules have other names is computed one layer at a time.
+A gated MLP is recognised by what it computes (gated.py), q, k and v by their names. A layer that fits none of this
+stays as it is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any, NamedTuple, cast
 
@@ -28,21 +31,19 @@ from torch import nn
 from typing_extensions import assert_never
 
 from qlora_fsdp.common.errors import ConfigError, Problem
-from qlora_fsdp.common.families import GATED_MLPS, PRENORM_LAYERS
-from qlora_fsdp.common.fused_mlp import GATED, can_fuse_mlp
+from qlora_fsdp.common.families import PRENORM_LAYERS
 from qlora_fsdp.config.schema import ComputeConfig, Kernel, KernelsConfig, MatmulKind
-from qlora_fsdp.layers.gated_activation import Activation
+from qlora_fsdp.layers.gated import find_gated
 from qlora_fsdp.layers.head_loss import HeadLoss, LossKernel
 from qlora_fsdp.layers.lora import LoraLinear, SharedInput
 from qlora_fsdp.layers.matmul import FP8_MAX_BLOCKSIZE, FP8_MULTIPLE, Fp8Matmul
-from qlora_fsdp.layers.mlp import GatedMlp
+from qlora_fsdp.layers.mlp import MAX_RANK, GatedMlp
 from qlora_fsdp.layers.norm import LastNorm, PreNorm, normalize_and_remember, normalize_as_stored
+from qlora_fsdp.layers.quantized_experts import QuantizedExpertWeight
 from qlora_fsdp.layers.quantized_linear import QuantizedLinear
 
 HEAD_NORMS = ("q_norm", "k_norm")
 SAME_INPUT = ("q_proj", "k_proj", "v_proj")
-ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-LIGER_MLPS = {"LigerSwiGLUMLP", "LigerGEGLUMLP", "LigerPhi3SwiGLUMLP"}  # what Liger puts in the place of a gated MLP
 
 
 class Rewired(NamedTuple):
@@ -58,11 +59,14 @@ def rewire(model: nn.Module, compute: ComputeConfig, kernels: KernelsConfig) -> 
     Args:
         model: with adapters on quantized layers, on meta or not; changed in place.
         compute: says whether products are in fp8.
-        kernels: say whether layers are computed together, and norms and residuals too.
+        kernels: say what dequantizes, and whether layers are computed together, norms and residuals too.
 
     Raises:
         ConfigError: fp8 is asked for, and no layer can.
     """
+    for module in model.modules():
+        if isinstance(module, QuantizedLinear | QuantizedExpertWeight):
+            module.format = replace(module.format, dequantizer=kernels.dequantize.value)
     num_fp8 = use_fp8(model) if compute.matmul is MatmulKind.fp8 else 0
     num_groups = fuse_layers(model, kernels.rms_norm is Kernel.auto) if kernels.fuse_layers else 0
     return Rewired(num_fp8, num_groups)
@@ -141,21 +145,17 @@ def _group_same_input(module: nn.Module) -> bool:
 
 
 def _fuse_mlp(module: nn.Module) -> bool:
-    """Compute the layers of a gated MLP together, if their adapters, biases and activation allow it."""
-    if type(module).__name__ not in GATED_MLPS | LIGER_MLPS:
+    """Compute the layers of a gated MLP together, if their adapters and biases allow it."""
+    gated = find_gated(module)
+    layers = None if gated is None else _lora_children(module, gated.names)
+    if gated is None or layers is None:
         return False
-    config: Any = module.config
-    activation = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
-    for names in GATED:
-        layers = _lora_children(module, names)
-        if layers is None or activation not in ACTIVATIONS:
-            continue
-        ranks = [rank for layer in layers for rank in layer.r.values()]
-        has_bias = any(layer.base_layer.bias is not None for layer in layers[:-1])
-        if can_fuse_mlp(ranks, has_bias):
-            module.forward = GatedMlp(module, layers, ACTIVATIONS[activation])
-            return True
-    return False
+    ranks = [rank for layer in layers for rank in layer.r.values()]
+    has_bias = any(layer.base_layer.bias is not None for layer in layers[:-1])
+    if has_bias or not all(0 < rank <= MAX_RANK for rank in ranks):
+        return False
+    module.forward = GatedMlp(module, layers, gated.activation)
+    return True
 
 
 def _lora_children(module: nn.Module, names: Sequence[str]) -> list[LoraLinear] | None:

@@ -31,11 +31,21 @@ class Step:
 
     Args:
         positions: int64 [num_slots], where the one new token of each slot goes; None where prompts are read.
-        slots: int64 [rows], the slots of the prompts that are read; None in a step of all slots.
+        slots: int64 [rows], the slots of the prompts that are read; None if nothing is kept of them.
+        branches: int64 [rows, tokens], where prompts that are read have several ends: 0 for what all ends of a row
+            share, and a number for each end, which sees that and itself; None where they have one.
+        places: int64 [rows, tokens], the positions of these tokens.
     """
 
-    def __init__(self, positions: Tensor | None = None, slots: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        positions: Tensor | None = None,
+        slots: Tensor | None = None,
+        branches: Tensor | None = None,
+        places: Tensor | None = None,
+    ) -> None:
         self.positions, self.slots = positions, slots
+        self.branches, self.branch_places = branches, places
         self._places: dict[tuple[int, int], Tensor] = {}
         self._masks: dict[tuple[int, int | None, torch.dtype], Tensor] = {}
 
@@ -58,6 +68,20 @@ class Step:
             sees = (ago >= 0) if window is None else (ago >= 0) & (ago < window)
             hidden = torch.zeros(sees.shape, dtype=dtype, device=sees.device).masked_fill_(~sees, float("-inf"))
             self._masks[key] = hidden[:, None, None]
+        return self._masks[key]
+
+    def branch_mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
+        """The same for prompts with several ends: [rows, 1, tokens, tokens]."""
+        assert self.branches is not None and self.branch_places is not None
+        length = self.branches.shape[1]
+        key = (length, window, dtype)
+        if key not in self._masks:
+            of_key, of_query = self.branches[:, None, :], self.branches[:, :, None]
+            sees = ((of_key == 0) | (of_key == of_query)).tril()
+            if window is not None:
+                sees &= self.branch_places[:, :, None] - self.branch_places[:, None, :] < window
+            hidden = torch.zeros(sees.shape, dtype=dtype, device=sees.device).masked_fill_(~sees, float("-inf"))
+            self._masks[key] = hidden[:, None]
         return self._masks[key]
 
 
@@ -120,7 +144,8 @@ def attend_in_slots(
     step, scale = running_step(), query.shape[-1] ** -0.5 if scaling is None else scaling
     is_plain = softcap is None and s_aux is None
     if step.positions is None:
-        return _attend_to_prompt(query, key, value, scale, sliding_window, softcap, s_aux), None
+        seen = None if step.branches is None else step.branch_mask(sliding_window, query.dtype)
+        return _attend_to_prompt(query, key, value, scale, sliding_window, softcap, s_aux, seen), None
     mask = step.mask(key.shape[2], sliding_window, query.dtype)
     # The query heads that share a key head become its queries, so that keys are read once and copied nowhere.
     grouped = query.reshape(query.shape[0], key.shape[1], -1, query.shape[-1])
@@ -140,21 +165,26 @@ def _attend_to_prompt(
     window: int | None,
     softcap: float | None,
     s_aux: Tensor | None,
+    mask: Tensor | None,
 ) -> Tensor:
-    """[B, L, H, D] of queries that see the keys of the same call."""
+    """[B, L, H, D] of queries that see the keys of the same call: those before them, or what a mask says."""
     length, num_groups = query.shape[2], query.shape[1] // key.shape[1]
     is_plain = softcap is None and s_aux is None
-    if is_plain and (window is None or window >= length):
+    if is_plain and mask is None and (window is None or window >= length):
         out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=num_groups > 1)
         return out.transpose(1, 2)
     key, value = key.repeat_interleave(num_groups, 1), value.repeat_interleave(num_groups, 1)
     positions, blocks = torch.arange(length, device=query.device), []
     window = length if window is None else window
     for start in range(0, length, QUERY_BLOCK):
-        end, first = min(start + QUERY_BLOCK, length), max(0, start - window + 1)
-        ago = positions[start:end, None] - positions[first:end]
-        seen = torch.zeros(ago.shape, dtype=query.dtype, device=query.device)
-        seen.masked_fill_((ago < 0) | (ago >= window), float("-inf"))
+        end = min(start + QUERY_BLOCK, length)
+        first = max(0, start - window + 1) if mask is None else 0
+        if mask is None:
+            ago = positions[start:end, None] - positions[first:end]
+            seen = torch.zeros(ago.shape, dtype=query.dtype, device=query.device)
+            seen.masked_fill_((ago < 0) | (ago >= window), float("-inf"))
+        else:
+            seen = mask[:, :, start:end, :end]
         q, k, v = query[:, :, start:end], key[:, :, first:end], value[:, :, first:end]
         if is_plain:
             blocks.append(F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale))

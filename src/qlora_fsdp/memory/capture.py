@@ -26,8 +26,10 @@ def why_not_captured(config: Config, policies: Sequence[Policy], has_dropout: bo
         return "compute.cuda_graph=false"
     if config.fsdp.cpu_offload or Policy.offload in policies:
         return "what comes from host memory can't be part of it"
-    if config.task.name is not TaskName.causal_lm:
+    if config.task.has_labels:
         return "numbers of labels differ between micro-batches"
+    if config.task.name is TaskName.preference:
+        return "the loss of a pair needs both of its answers"
     if not config.training.packing:  # a graph for each length, the longest of which comes when memory is full
         return "lengths differ between micro-batches (training.packing=false)"
     if config.kernels.cross_entropy is Kernel.liger:

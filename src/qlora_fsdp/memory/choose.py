@@ -1,7 +1,7 @@
 """Chooses what the settings leave open, for the best predicted speed within a given memory.
 
-Open may be each layer's activation policy (`memory.activations=auto`), the micro-batch size, and whether layers stay
-gathered between forward and backward.
+Open may be each layer's activation policy (`memory.activations=auto`), the micro-batch size, whether each rank has the
+whole base or a part (`fsdp.sharding_strategy=auto`), and whether layers stay gathered between forward and backward.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ from itertools import groupby, pairwise
 
 from typing_extensions import assert_never
 
-from qlora_fsdp.config.schema import Activations, Config
+from qlora_fsdp.config.schema import Activations, Config, ShardingStrategy
 from qlora_fsdp.memory.gpus import Gpu
-from qlora_fsdp.memory.plan import MemoryPlan, planner
+from qlora_fsdp.memory.plan import GIB, MemoryPlan, planner
 from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.memory.speed import tokens_per_second
 from qlora_fsdp.memory.workload import Workload
 
 AUTO = "auto"  # a value of training.micro_batch_size
 MARGIN = 0.05  # share of the free memory that is not planned with
+SPARE = 0.10  # share of the target that whole copies must leave free, for they could do with less
 ROOM = 0.02  # share of the target that is left free if there is a choice, because plans are not exact
 LADDER = (Policy.none, Policy.selective, Policy.full, Policy.offload)  # from the fastest to the smallest
 _DESCRIPTIONS = {
@@ -36,14 +37,16 @@ class Choice:
     """The plan that was chosen.
 
     Attributes:
-        plan: the plan.
+        plan: its settings have what was open decided.
         fits: whether it fits the target.
         gives_up_graph: whether it does without a CUDA graph, which the settings ask for, because of the target.
+        sharding: why the base is whole or split, if that was open; else None.
     """
 
     plan: MemoryPlan
     fits: bool
     gives_up_graph: bool = False
+    sharding: str | None = None
 
 
 def choose(work: Workload, target: float, gpu: Gpu) -> Choice:
@@ -54,6 +57,34 @@ def choose(work: Workload, target: float, gpu: Gpu) -> Choice:
         target: bytes that the run may use, libraries included.
         gpu: its rates predict the speed.
     """
+    fsdp = work.config.fsdp
+    if fsdp.sharding_strategy is not ShardingStrategy.auto:
+        return _choose_rest(work, target, gpu)
+    split = _choose_rest(with_strategy(work, ShardingStrategy.FULL_SHARD), target, gpu)
+    if not (fsdp.may_be_whole and work.num_ranks > 1 and work.is_cuda):
+        return split
+    whole = _choose_rest(with_strategy(work, ShardingStrategy.NO_SHARD), target * (1 - SPARE), gpu)
+    gain = _speed(whole, gpu) / _speed(split, gpu) - 1
+    needs = f"{whole.plan.needed / GIB:.2f} of {target / GIB:.2f} GiB"
+    if whole.fits and (gain >= 0 or not split.fits):
+        why = f"{needs}, and {gain:.0%} faster than FULL_SHARD"
+        return replace(whole, sharding=f"Each GPU has the whole base (auto is NO_SHARD): {why}")
+    why = f"be {-gain:.0%} slower" if whole.fits else f"take {needs}, of which {SPARE:.0%} stay free"
+    return replace(split, sharding=f"The base is split (auto is FULL_SHARD): whole copies would {why}")
+
+
+def with_strategy(work: Workload, strategy: ShardingStrategy) -> Workload:
+    """The same run under another strategy."""
+    config = work.config
+    return replace(work, config=replace(config, fsdp=replace(config.fsdp, sharding_strategy=strategy)))
+
+
+def _speed(choice: Choice, gpu: Gpu) -> float:
+    return tokens_per_second(choice.plan.work, choice.plan.policies, gpu)
+
+
+def _choose_rest(work: Workload, target: float, gpu: Gpu) -> Choice:
+    """The fastest plan under the strategy that the settings name."""
     choices = [
         _choose_policies(replace(each, micro_batch_size=size), target)
         for size in micro_batch_sizes(work)
@@ -61,10 +92,10 @@ def choose(work: Workload, target: float, gpu: Gpu) -> Choice:
     ]
     fitting = [choice for choice in choices if choice.fits]
     if not fitting and any(choice.plan.beside_graph for choice in choices):
-        return replace(choose(_launched(work), target, gpu), gives_up_graph=True)
+        return replace(_choose_rest(_launched(work), target, gpu), gives_up_graph=True)
     if not fitting:
         return min(choices, key=lambda choice: choice.plan.needed)
-    return max(fitting, key=lambda choice: tokens_per_second(choice.plan.work, choice.plan.policies, gpu))
+    return max(fitting, key=lambda choice: _speed(choice, gpu))
 
 
 def _launched(work: Workload) -> Workload:

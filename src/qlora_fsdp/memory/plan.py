@@ -40,6 +40,7 @@ from qlora_fsdp.memory.capture import SPARE_BYTES, why_not_captured
 from qlora_fsdp.memory.model_bytes import BytesByPart, ModelBytes
 from qlora_fsdp.memory.parameter_bytes import sum_bytes
 from qlora_fsdp.memory.policy import Policy
+from qlora_fsdp.memory.slots import generation_bytes
 from qlora_fsdp.memory.traced import Tensor
 from qlora_fsdp.memory.workload import Workload
 
@@ -260,13 +261,21 @@ def _backward_moments(
 
 
 def _evaluation_bytes(work: Workload, model: ModelBytes) -> int:
-    """What an evaluation takes beyond the resident parts: a layer that runs, or the loss. 0 if nothing is held out."""
+    """What an evaluation takes beyond the resident parts: a layer that runs, or the loss; and the slots of generations.
+
+    0 if nothing is held out.
+    """
     data = work.config.data
     if data.eval_path is None and data.eval_fraction == 0:
         return 0
     layer = model.running_layer + model.ahead_in_forward(len(model.layers))
     layer += max(use.forward for use in work.layer_uses([Policy.full] * work.num_layers))
-    return work.ends.shared + max(layer, model.kept + model.gathered_end("head") + work.ends.loss) + WORKSPACE
+    return (
+        work.ends.shared
+        + max(layer, model.kept + model.gathered_end("head") + work.ends.loss)
+        + WORKSPACE
+        + generation_bytes(work)
+    )
 
 
 def _host(work: Workload, model: ModelBytes, policies: Sequence[Policy]) -> tuple[BytesByPart, int]:

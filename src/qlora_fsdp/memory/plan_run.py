@@ -8,8 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from qlora_fsdp.common.errors import ConfigError, MemoryShortage
-from qlora_fsdp.config.schema import Activations, Config, QuantConfig
+from qlora_fsdp.config.schema import Activations, Config, QuantConfig, ShardingStrategy
 from qlora_fsdp.config.settings import problem_with, show
+from qlora_fsdp.config.written import with_values
 from qlora_fsdp.memory.choose import AUTO, choose, describe_choice, describe_policies, fixed_policies
 from qlora_fsdp.memory.gpus import Gpu
 from qlora_fsdp.memory.plan import GIB, MemoryPlan
@@ -57,15 +58,24 @@ class RunPlan:
         plan: the predicted bytes; None for a model that can't be traced.
         policies: the activation policy of each layer.
         micro_batch_size: sequences per rank and forward pass.
+        sharding_strategy: how parameters are spread over the ranks.
         reshard_after_forward: whether layers are freed after their forward.
+        fits: whether it fits, by the plan.
         lines: what to tell the user.
     """
 
     plan: MemoryPlan | None
     policies: tuple[Policy, ...]
     micro_batch_size: int
+    sharding_strategy: ShardingStrategy
     reshard_after_forward: bool
+    fits: bool
     lines: tuple[str, ...]
+
+    def settle(self, config: Config) -> Config:
+        """The settings with what was open decided."""
+        chosen = {"training.micro_batch_size": self.micro_batch_size, "fsdp.sharding_strategy": self.sharding_strategy}
+        return with_values(config, chosen)
 
 
 def plan_run(
@@ -111,26 +121,26 @@ def plan_run(
     if not choice.fits and machine.is_cuda:
         cheapest = cheapest_changes(work, machine.target, machine.gpu)
         lines.append("This may not fit. What would, by the plan:\n" + changes_table(cheapest))
-    return RunPlan(plan, plan.policies, plan.work.micro_batch_size, plan.work.reshards, tuple(lines))
+    strategy, fits = plan.work.config.fsdp.sharding_strategy, choice.fits or not machine.is_cuda
+    size, reshards = plan.work.micro_batch_size, plan.work.reshards
+    return RunPlan(plan, plan.policies, size, strategy, reshards, fits, tuple(lines))
 
 
 def run_without_plan(config: Config, num_layers: int, reason: str) -> RunPlan:
-    """For a model that can't be traced: every layer is recomputed, unless the settings name a policy.
+    """For a model that can't be traced: what is open takes the least memory.
 
     Args:
         config: the settings of the run.
         num_layers: transformer layers of the model.
         reason: why it can't be traced.
     """
-    size = config.training.micro_batch_size
-    if size == AUTO:
-        problem = f"needs the memory plan, and this model can't be traced: {reason}."
-        raise ConfigError(
-            [problem_with(config, "training.micro_batch_size", problem, "Set training.micro_batch_size=1.")]
-        )
+    size, strategy = config.training.micro_batch_size, config.fsdp.sharding_strategy
+    size = 1 if size == AUTO else size
+    strategy = ShardingStrategy.FULL_SHARD if strategy is ShardingStrategy.auto else strategy
     policies = fixed_policies(config, num_layers) or (Policy.full,) * num_layers
-    line = f"no plan, as this model can't be traced: {reason}; activations {describe_policies(policies)}"
-    return RunPlan(None, policies, size, config.fsdp.reshards, (line,))
+    line = f"no plan, as this model can't be traced: {reason}; "
+    line += f"micro-batch {size}, {strategy.value}, activations {describe_policies(policies)}"
+    return RunPlan(None, policies, size, strategy, config.fsdp.reshards, True, (line,))
 
 
 def _reason(plan: MemoryPlan, machine: Machine) -> str:

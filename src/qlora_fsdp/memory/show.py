@@ -91,8 +91,10 @@ def waiting_lines(plan: MemoryPlan, gpu: Gpu) -> list[str]:
 
 
 def faster_lines(choice: Choice, target: float, gpu: Gpu) -> list[str]:
-    """One line if the run fits but would be faster with the whole base on each GPU (`whole_copies`); else none."""
+    """One line about whole copies of the base: what auto chose, or that they would be faster (`whole_copies`)."""
     plan = choice.plan
+    if choice.sharding is not None:
+        return [choice.sharding]
     whole = whole_copies(plan, target, gpu) if choice.fits else None
     if whole is None:
         return []
@@ -119,6 +121,7 @@ def as_json(plan: MemoryPlan) -> dict[str, Any]:
         "needed_gib": round(plan.needed / GIB, 3),
         "activations": describe_policies(plan.policies),
         "micro_batch_size": plan.work.micro_batch_size,
+        "sharding_strategy": plan.work.config.fsdp.sharding_strategy.value,
         "reshard_after_forward": plan.work.reshards,
         "host_gib_rank_0": _gib_values(plan.host),
         "pinned_gib_a_rank": round(plan.pinned / GIB, 3),

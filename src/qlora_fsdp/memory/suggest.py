@@ -136,7 +136,7 @@ def _candidates(work: Workload, policies: Sequence[Policy]) -> Iterator[_Values]
     elif size > 1:
         yield (("training", "micro_batch_size", 1),)
     strategy = config.fsdp.sharding_strategy
-    if strategy is not ShardingStrategy.FULL_SHARD and work.num_ranks > 1:
+    if strategy not in (ShardingStrategy.FULL_SHARD, ShardingStrategy.auto) and work.num_ranks > 1:
         yield (("fsdp", "sharding_strategy", ShardingStrategy.FULL_SHARD), ("fsdp", "hybrid_shard_size", None))
     if work.is_cuda and not config.fsdp.cpu_offload and strategy is not ShardingStrategy.NO_SHARD:
         yield (("fsdp", "cpu_offload", True), ("optim", "name", Optimizer.adamw))

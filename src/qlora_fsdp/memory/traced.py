@@ -132,6 +132,7 @@ class ModelParts:
         gathered_by_model: those of `embeddings` and `head` that the model gathers itself (model/causal_lm.py).
         num_parameters: of the base model, as its authors count them.
         num_quantized: weights that are quantized.
+        cached_bytes: what a cache keeps of one token: keys and values of all layers.
     """
 
     kinds: tuple[LayerKind, ...]
@@ -140,6 +141,7 @@ class ModelParts:
     gathered_by_model: frozenset[str]
     num_parameters: int
     num_quantized: int
+    cached_bytes: int = 0
 
 
 class TracedModel(Protocol):

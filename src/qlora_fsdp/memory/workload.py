@@ -96,7 +96,7 @@ class Workload:
     @property
     def num_tokens(self) -> int:
         """Most tokens of a micro-batch on one rank."""
-        return self.micro_batch_size * self.config.training.max_length
+        return self.micro_batch_size * self.config.sequence_length
 
     @property
     def num_micro_batches(self) -> int:

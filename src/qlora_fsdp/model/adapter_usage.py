@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 folder = "path/to/this/folder"
 tokenizer = AutoTokenizer.from_pretrained(folder)
-model = AutoModelForCausalLM.from_pretrained({base}){resize}
+model = AutoModelForCausalLM.from_pretrained({base}{rope}){resize}
 model = PeftModel.from_pretrained(model, folder)"""
 
 CLASSIFIER_USAGE = """\
@@ -32,7 +32,7 @@ from transformers import AutoConfig, {auto_class}
 
 folder = "path/to/this/folder"
 config = AutoConfig.from_pretrained(folder)  # has the labels; the head is in the adapter
-model = {auto_class}.from_pretrained({base}, config=config){resize}
+model = {auto_class}.from_pretrained({base}, config=config{rope}){resize}
 model = PeftModel.from_pretrained(model, folder)"""
 
 # bitsandbytes would quantize layers that were trained in full, and PEFT could not put the trained weights there.
@@ -57,6 +57,7 @@ EXPERTS = """\
 # {size} in {dtype} here.
 """
 
+ROPE = ", rope_parameters={rope}, max_position_embeddings={positions}"
 RESIZE = "\nmodel.resize_token_embeddings({num_tokens})  # as many as the tokenizer in this folder has"
 
 
@@ -65,12 +66,13 @@ def is_classifier(model: peft.PeftModel) -> bool:
     return str(model.peft_config[ADAPTER].task_type) in CLASSIFIERS
 
 
-def describe_usage(model: peft.PeftModel, base: str) -> tuple[str, str]:
+def describe_usage(model: peft.PeftModel, base: str, scales_rope: bool = False) -> tuple[str, str]:
     """The code that loads the adapter onto its base, and onto its quantized base.
 
     Args:
         model: PEFT's model.
         base: the hub name or the folder of the base model, as text that the code quotes.
+        scales_rope: whether it was trained with other rotary embeddings than the base's files say.
 
     Returns:
         Both codes. The second is empty if the base's usual BitsAndBytesConfig is enough.
@@ -79,9 +81,14 @@ def describe_usage(model: peft.PeftModel, base: str) -> tuple[str, str]:
     num_tokens, num_rows = count_tokens(base_model)
     resize = RESIZE.format(num_tokens=num_tokens) if num_tokens > num_rows else ""
     usage = (CLASSIFIER_USAGE if auto_class else USAGE).format(
-        base=json.dumps(base), resize=resize, auto_class=auto_class
+        base=json.dumps(base), resize=resize, auto_class=auto_class, rope=_rope(base_model) if scales_rope else ""
     )
     return usage, _quantized_usage(model, usage, json.dumps(base))
+
+
+def _rope(model: PreTrainedModel) -> str:
+    config = model.config.get_text_config()
+    return ROPE.format(rope=config.rope_parameters, positions=config.max_position_embeddings)
 
 
 def _quantized_usage(model: peft.PeftModel, usage: str, base: str) -> str:

@@ -45,6 +45,7 @@ _WRAPPERS = re.compile(
 NO_TOKENS = AddedTokens()
 PEFT_TASKS = {
     TaskName.causal_lm: "CAUSAL_LM",
+    TaskName.preference: "CAUSAL_LM",
     TaskName.sequence_classification: "SEQ_CLS",
     TaskName.token_classification: "TOKEN_CLS",
 }

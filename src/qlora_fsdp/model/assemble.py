@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from typing_extensions import assert_never
 
 from qlora_fsdp.common.errors import AdapterError, CheckpointError, ConfigError, Problem
-from qlora_fsdp.config.schema import Config, DataFormat, LoraConfig, TaskConfig, TaskName
+from qlora_fsdp.config.schema import Config, DataFormat, LoraConfig, PreferenceConfig, TaskConfig, TaskName
 from qlora_fsdp.config.written import public_value, with_training
 from qlora_fsdp.data.tokenizer import AddedTokens, add_tokens, byte_tokenizer, load_tokenizer
 from qlora_fsdp.layers.attention import choose_attention
@@ -32,6 +32,7 @@ from qlora_fsdp.model.find import ModelFiles, find_model
 from qlora_fsdp.model.inputs import has_recurrent_layers
 from qlora_fsdp.model.new_tokens import count_tokens
 from qlora_fsdp.model.packing import RECURRENT_KERNELS, Traits, check_causal, find_traits, settle_packing
+from qlora_fsdp.model.preference import PreferenceLM
 from qlora_fsdp.model.router_loss import RouterLoss, describe_router_loss
 from qlora_fsdp.model.targets import describe_left_out, find_left_out
 from qlora_fsdp.model.task_model import TaskModel
@@ -99,9 +100,9 @@ def assemble(
         config: `model`, `tokenizer`, `data`, `quant`, `task`, `training.precision`, `kernels` and `compute` are used.
         lora: the adapter's settings: `config.lora` in training; those saved with the adapter when it is used.
         processes: all ranks take part; the model will compute on their device.
-        trains: whether the model is trained. Only then Liger's kernels, fp8 products and fused layers are used, as the
-            settings say.
-        generates: choose an attention implementation that works with a cache and with padding on the left.
+        trains: whether the model is trained. Only then fp8 products and fused layers are used, as the settings say.
+        generates: choose an attention implementation that works with a cache and with padding on the left. Liger's
+            kernels are used as in training: in a step of one token, most of the time goes into starting kernels.
         tokenizer_folder: the folder of a saved adapter, whose tokenizer is preferred to the model's if it has one.
         saved_tokens: the tokens whose trained rows a saved adapter has; used if the settings name none.
 
@@ -110,7 +111,7 @@ def assemble(
     """
     device, dtype = processes.device, choose_dtype(config.training.precision, processes.device)
     files = find_model(config.model, processes.is_local_main, processes.first_error)
-    tokenizer = _find_tokenizer(config, files, tokenizer_folder, trains)
+    tokenizer = find_tokenizer(config, files.folder, tokenizer_folder, trains)
     tokens = add_tokens(tokenizer, config.tokenizer)
     if not tokens.ids:
         tokens = saved_tokens
@@ -118,7 +119,7 @@ def assemble(
     config, traits, attention, notes = _try_small(config, files, dtype, processes, generates)
     if trains:
         check_causal(files.config, traits)
-    liger_kernels = use_fused_kernels(config.kernels, files.config, device) if trains else []
+    liger_kernels = use_fused_kernels(config.kernels, files.config, device) if trains or generates else []
     loss_kernel = choose_loss_kernel(config.kernels.cross_entropy, device) if trains else "torch"
     meta = _build(config, lora, files, tokenizer, dtype, attention)
     if trains and config.training.deterministic and device.type == "cuda":
@@ -130,7 +131,10 @@ def assemble(
             "tokenizer, or trainable_token_indices in the adapter's adapter_config.json."
         )
     left_out = describe_left_out(meta.model, find_left_out(meta.model, lora, traits.unreached))
-    model = adapt_model(meta, lora, config.task, tokens, loss_kernel, traits.has_plain_head, traits.unreached)
+    model = adapt_model(
+        *(meta, lora, config.task, tokens, loss_kernel, traits.has_plain_head, traits.unreached),
+        preference=config.preference,
+    )
     rewired = rewire(model, config.compute, config.kernels) if trains else Rewired(num_fp8=0, num_groups=0)
     return AssembledModel(
         model,
@@ -185,7 +189,7 @@ def _try_small(
         The settings with packing decided, what was found, the name of the attention, and notes.
     """
     traits = find_traits(files.config, config, processes)
-    is_causal = config.task.name is TaskName.causal_lm and not generates
+    is_causal = config.task.is_causal and not generates
     wanted, device = config.model.attn_implementation.value, processes.device
     attention, slower = choose_attention(
         *(wanted, files.config, device, dtype, is_causal, traits.why_not_by_starts),
@@ -198,17 +202,23 @@ def _try_small(
     return config, traits, attention, notes
 
 
-def _find_tokenizer(
-    config: Config, files: ModelFiles, tokenizer_folder: Path | None, trains: bool
+def find_tokenizer(
+    config: Config, model_folder: Path | None, tokenizer_folder: Path | None, trains: bool
 ) -> PreTrainedTokenizerBase:
     """The saved adapter's tokenizer if it has one, else the model's.
+
+    Args:
+        config: `model` and `data` are used.
+        model_folder: of the model's files; None where they are not here.
+        tokenizer_folder: of the adapter; None without one, or where its tokenizer is not wanted.
+        trains: whether the tokenizer is for training.
 
     Training on random tokens needs no tokenizer, so it gets the built-in one and no file is read.
     `model.trust_remote_code` is meant for the base model: a tokenizer that an adapter brings or names runs no code.
     """
     if trains and config.data.format is DataFormat.random:
         return byte_tokenizer()
-    model = replace(config.model, path=str(files.folder) if files.folder is not None else config.model.path)
+    model = replace(config.model, path=config.model.path if model_folder is None else str(model_folder))
     if tokenizer_folder is not None and (tokenizer_folder / "tokenizer_config.json").is_file():
         model = replace(model, tokenizer_path=str(tokenizer_folder))
     if tokenizer_folder is None or model.tokenizer_path is None:
@@ -255,27 +265,41 @@ def adapt_model(
     loss_kernel: LossKernel = "torch",
     splits_head: bool = True,
     unreached: Collection[str] = (),
+    preference: PreferenceConfig | None = None,
 ) -> TaskModel:
     """Add the adapters to the model, in place, and wrap it in the `TaskModel` of its task.
 
     Args:
         meta: the base model. A classifier's new head (`meta.head`) is trained in full, without an adapter.
         lora: the adapter's settings.
-        task: causal language modelling or a kind of classification.
+        task: causal language modelling, preferences or a kind of classification.
         tokens: the tokens whose rows in embeddings and head are trained.
         loss_kernel: what computes the loss of a frozen head.
         splits_head: as of `CausalLM`.
         unreached: as of `find_targets`.
+        preference: the loss of task=preference; None: the default, where no loss is wanted.
     """
     match task.name:
         case TaskName.causal_lm:
             adapted = apply_adapters(meta.model, lora, tokens=tokens, unreached=unreached)
             return CausalLM(adapted, loss_kernel, splits_head)
+        case TaskName.preference:
+            adapted = apply_adapters(meta.model, lora, tokens=tokens, unreached=unreached)
+            return PreferenceLM(adapted, preference or PreferenceConfig(), loss_kernel, splits_head)
         case TaskName.sequence_classification | TaskName.token_classification:
             lora = replace(lora, modules_to_save=[*(lora.modules_to_save or []), *meta.head])
             return Classifier(apply_adapters(meta.model, lora, task.name, tokens, unreached), task)
         case _:
             assert_never(task.name)
+
+
+def describe_layers(assembled: AssembledModel, processes: Processes) -> str | None:
+    """Fingerprint of the files that fill the transformer layers; None if their weights are random. Collective.
+
+    Embeddings and heads are left out, so that it is the same whatever a model of these layers is trained for.
+    """
+    inside = {module for layer in assembled.model.layers for module in layer.modules()}
+    return describe_base([a for a in assembled.meta.assignments if a.module in inside], processes)
 
 
 def describe_base(assignments: Sequence[Assignment], processes: Processes) -> str | None:

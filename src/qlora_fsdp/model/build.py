@@ -38,6 +38,7 @@ from qlora_fsdp.model.parts import describe_task, find_decoder, find_head, find_
 from qlora_fsdp.model.swap_layers import (
     choose_format,
     note_experts,
+    note_nothing_quantized,
     swap_chosen_linears,
     swap_ends,
     swap_experts,
@@ -51,6 +52,7 @@ from qlora_fsdp.weights.scaled import METHODS, attach_scales
 
 AUTO_CLASSES: dict[TaskName, Any] = {
     TaskName.causal_lm: AutoModelForCausalLM,
+    TaskName.preference: AutoModelForCausalLM,
     TaskName.sequence_classification: AutoModelForSequenceClassification,
     TaskName.token_classification: AutoModelForTokenClassification,
 }
@@ -82,7 +84,7 @@ class BuildSettings:
 
     @property
     def is_classifier(self) -> bool:
-        return self.task.name is not TaskName.causal_lm
+        return not self.task.is_causal
 
 
 @dataclass
@@ -269,7 +271,7 @@ def _swap_layers(
             notes += swap_chosen_linears(model, format, quant, dtype, [*settings.keep, *head])
             swap_experts(model, format, quant, dtype)
     if format is not None:
-        notes += note_experts(model, format)
+        notes += [*note_nothing_quantized(model, format), *note_experts(model, format)]
     if quant.embeddings is EmbeddingStorage.int8:
         swap_ends(model, parse_storage(quant.bnb_4bit_quant_storage.value), dtype, has_new_head=bool(head))
     return format, notes

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from qlora_fsdp.common.sizes import IGNORE_INDEX
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.layers import QuantizedEmbedding
-from qlora_fsdp.layers.head_loss import LossKernel
+from qlora_fsdp.layers.head_loss import LossKernel, Reduction
 from qlora_fsdp.layers.rewire import attach_loss
 from qlora_fsdp.model.inputs import has_recurrent_layers, lay_out_for, row_markers
 from qlora_fsdp.model.positions import first_position
@@ -60,6 +60,17 @@ class CausalLM(TaskModel):
 
         The router's loss, if there is one, is added to each target's.
         """
+        loss, router_loss = self.losses(batch, "sum")
+        return loss if router_loss is None else loss + router_loss * (batch.targets != IGNORE_INDEX).sum()
+
+    def losses(self, batch: Batch, reduction: Reduction) -> tuple[Tensor, Tensor | None]:
+        """The cross-entropy, 0 where there is no target, and the router's loss, if there is one, a mean over tokens.
+
+        Args:
+            batch: the micro-batch.
+            reduction: `sum`, a scalar, or `none`, the loss of each token: float32 [B, L], or [1, B * L] of a model
+                whose kernels want one sequence.
+        """
         given, batch = batch, lay_out_for(batch, self.is_recurrent)
         inputs = row_markers(batch, self.is_recurrent)
         if self.first_position:
@@ -74,12 +85,12 @@ class CausalLM(TaskModel):
         if self.splits_head:
             outputs = self.base.get_decoder()(**inputs)
             compute = head.forward if self.head in self.gathered_by_model else head  # calling `head` runs FSDP's hooks
-            loss: Tensor = compute(outputs.last_hidden_state, batch.targets)
+            loss: Tensor = compute(outputs.last_hidden_state, batch.targets, reduction)
         else:
             outputs = self.base(**inputs)
             logits = outputs.logits.float().flatten(0, 1)
-            loss = F.cross_entropy(logits, batch.targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
-        return loss if self.router_loss is None else loss + self.router_loss.of(outputs.router_logits, given)
+            loss = F.cross_entropy(logits, batch.targets.flatten(), ignore_index=IGNORE_INDEX, reduction=reduction)
+        return loss, None if self.router_loss is None else self.router_loss.of(outputs.router_logits, given)
 
     def may_get_zero_gradient(self, name: str) -> bool:
         """Rows of new tokens may, because a batch may have none of these tokens."""

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from typing import NamedTuple, cast
 
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 from transformers import PretrainedConfig, PreTrainedModel
 
 from qlora_fsdp.common.errors import CheckpointError
-from qlora_fsdp.layers.experts import expert_weight_names
+from qlora_fsdp.layers.experts import expert_weight_names, mentions_experts
 from qlora_fsdp.layers.grouped_products import ExpertWeight
 
 # Names that a weight of fused experts had in earlier versions of the models, as linear layers of each expert. Model
@@ -80,20 +81,35 @@ def check_num_chosen(model: PreTrainedModel) -> None:
 def find_routers(model: nn.Module) -> set[str]:
     """Names of the modules that score experts.
 
-    They lie beside fused experts and have a matrix of one row for each of them; or transformers calls them routers
-    (Llama 4's, whose experts are not computed here, gives more than a product).
+    They lie beside experts, whoever computes these, and have a matrix of one row for each of them.
     """
-    routers = {name for name, module in model.named_modules() if _is_called_router(module)}
-    for place in expert_weights(model):
-        num_experts = place.weight_in(model).shape[0]
-        block = place.module.rpartition(".")[0]
+    routers = set()
+    for experts, num_experts in _all_experts(model).items():
+        block = experts.rpartition(".")[0]
         for name, module in model.get_submodule(block).named_modules(prefix=block):
             weight = module._parameters.get("weight")
-            is_inside = name == place.module or name.startswith(f"{place.module}.")
+            is_inside = name == experts or name.startswith(f"{experts}.")
             if weight is not None and weight.ndim == 2 and weight.shape[0] == num_experts and not is_inside:
                 routers.add(name)
     return routers
 
 
-def _is_called_router(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) and type(module).__name__.endswith("Router")
+def _all_experts(model: nn.Module) -> dict[str, int]:
+    """Names of the modules of fused experts, and of those that a model computes in a way of its own: how many each has.
+
+    The latter are told by their parameters, one tensor for all experts.
+    """
+    fused = {place.module: int(place.weight_in(model).shape[0]) for place in expert_weights(model)}
+    return {name: len(found[0]) for name, found in other_experts(model).items()} | fused
+
+
+def other_experts(model: nn.Module) -> dict[str, list[nn.Parameter]]:
+    """Modules of experts that transformers does not let others compute, by their names: their weights."""
+    if not isinstance(model, PreTrainedModel) or not mentions_experts(model.config):
+        return {}
+    found = {
+        name: [p for p in module.parameters(recurse=False) if p.ndim > 2 and len(p) > 1]
+        for name, module in model.named_modules()
+        if not isinstance(module, _ConvNd) and not expert_weight_names(module)
+    }
+    return {name: params for name, params in found.items() if params}

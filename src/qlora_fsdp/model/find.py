@@ -24,6 +24,7 @@ from qlora_fsdp.common.model_figures import MAX_CONFIG_BYTES, find_bad_size
 from qlora_fsdp.common.text import shorten
 from qlora_fsdp.config.model_config import check_same_model, describes_itself, read_config_json
 from qlora_fsdp.config.schema import ModelConfig, Weights
+from qlora_fsdp.model.rope import scale_rope
 from qlora_fsdp.weights.safetensors_files import StoredTensor, read_headers
 
 MAX_REASON = 400  # characters of a library's message
@@ -84,6 +85,7 @@ def find_model(config: ModelConfig, is_main: bool, first_error: FirstError) -> M
         check_same_model(config, hf_config.to_dict())
         if config.name == "custom" and config.weights is Weights.random:
             hf_config.get_text_config().update(dict(config.config))
+        scale_rope(hf_config.get_text_config(), config.rope_scaling)
     except UserError:
         raise
     except Exception as error:  # the file may hold anything

@@ -47,9 +47,11 @@ class CardFacts:
         base_name: what the base is called otherwise: its preset's name, or the name of its folder.
         license: the base model's license, by its name on the hub; None if unknown.
         data: what was trained on; empty for random tokens.
+        start: the folder of the adapter that was trained on, without the path to it; None for a new adapter.
         settings: what was set, by the setting's name or in words, in the order of the table.
         num_steps: optimizer steps of the whole run.
         is_final: whether all of them are done; else the adapter is part of a checkpoint.
+        scales_rope: whether its rotary embeddings are not those of the base's files.
         eval_losses: losses of the held-out rows by the number of steps done; empty if there are none.
         train_losses: mean losses of the first training steps, if these are known, and of the last; None if there are
             none.
@@ -63,9 +65,11 @@ class CardFacts:
     base_name: str = "a local model"
     license: str | None = None
     data: tuple[CardData, ...] = ()
+    start: str | None = None
     settings: tuple[tuple[str, str], ...] = ()
     num_steps: int = 0
     is_final: bool = True
+    scales_rope: bool = False
     eval_losses: tuple[tuple[int, float], ...] = ()
     train_losses: tuple[float | None, float] | None = None
     rank: int = 8
@@ -86,7 +90,7 @@ def make_card(facts: CardFacts, usage: str, quantized_usage: str = "", is_classi
     base = f"[{facts.base}](https://huggingface.co/{facts.base})" if facts.base else code(facts.base_name)
     parts = [
         f"# LoRA adapter for {facts.base or code(facts.base_name)}",
-        f"A LoRA adapter for {base}, trained with qlora-fsdp {__version__}: {_steps(facts)}.",
+        f"A LoRA adapter for {base}, trained with qlora-fsdp {__version__}: {_steps(facts)}{_start(facts)}.",
         "## Data",
         _data(facts),
         "## Loss",
@@ -147,6 +151,10 @@ def _front_matter(facts: CardFacts, is_classifier: bool) -> str:
 def _steps(facts: CardFacts) -> str:
     steps = plural(facts.num_steps, "step")
     return steps if facts.is_final else f"a checkpoint of a run of {steps}"
+
+
+def _start(facts: CardFacts) -> str:
+    return "" if facts.start is None else f" on from the adapter {code(facts.start)}"
 
 
 def _data(facts: CardFacts) -> str:

@@ -14,10 +14,10 @@ run. What is proven depends on that:
 
 - `sdpa` and `eager` are called as they are: transformers' masks, the model's classes and the call are proven.
 - `varlen` and FlashAttention are told where rows start, and get no mask. A function of plain torch stands in for them
-  that knows nothing else: a token sees those before it in its row, as far as its window. That proves that the model
-  hands starts and windows down to its attention, and asks for nothing that the kernel leaves out (gpt-oss has sinks,
-  and Gemma 2 caps logits, which varlen does not). That the kernel computes what the function computes is for its own
-  tests (tests/gpu/test_gpu_attention.py).
+  that knows what they know: a token sees those before it in its row, as far as its window, and its heads' sinks
+  (attention_by_starts.py). That proves that the model hands starts and windows down to its attention, and asks for
+  nothing that the kernel leaves out (Gemma 2 caps logits, which varlen does not). That the kernel computes what the
+  function computes is for its own tests (tests/gpu/test_gpu_attention.py).
 - Kernels of layers that carry a state run on GPUs alone. Where they are installed, so does the trial of such a model.
 - What begins only after thousands of tokens is not reached, such as the second set of rotary factors of Phi 3.
 
@@ -33,7 +33,7 @@ import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
 from qlora_fsdp.common.errors import CheckpointError, ConfigError
-from qlora_fsdp.config.schema import Config, TaskName
+from qlora_fsdp.config.schema import Config
 from qlora_fsdp.config.settings import problem_with
 from qlora_fsdp.config.written import with_training
 from qlora_fsdp.layers.attention import FLASH_4, VARLEN
@@ -88,7 +88,7 @@ def try_small(model: PretrainedConfig, config: Config, device: torch.device = CP
         for_gpu: whether it will run on a GPU, so that it is asked about kernels that get rows' starts.
     """
     trial = _trial(model, config, device)
-    if config.task.name is not TaskName.causal_lm:
+    if not config.task.is_causal:
         return Traits(has_plain_head=False, why_not_by_starts=None, unreached=trial.unreached)
     by_starts = trial.why_not_packed(BY_STARTS) if for_gpu else None
     return Traits(trial.has_plain_head(), by_starts, trial.unreached, trial.why_not_causal())
@@ -135,8 +135,8 @@ def decide_packing(config: Config, model: PretrainedConfig, reason: str | None) 
     if wanted is True and reason is not None:
         fix = "Set training.packing=auto, which pads the rows of such a model."
         raise ConfigError([problem_with(config, "training.packing", f"can't be used with {name}: {reason}.", fix)])
-    packs = wanted is not False and reason is None and config.task.name is TaskName.causal_lm
-    is_told = wanted == "auto" and reason is not None and config.task.name is TaskName.causal_lm
+    packs = wanted is not False and reason is None and config.task.is_causal
+    is_told = wanted == "auto" and reason is not None and config.task.is_causal
     notes = [f"rows of {name} are padded: {reason}"] if is_told else []
     return with_training(config, packing=packs), notes
 
@@ -150,7 +150,7 @@ def why_not_packed(config: Config, model: PretrainedConfig, attention: str, devi
         attention: the implementation of attention, as `choose_attention` or `model.attn_implementation` names it.
         device: where the model will run.
     """
-    if config.training.packing is False or config.task.name is not TaskName.causal_lm:
+    if config.training.packing is False or not config.task.is_causal:
         return None
     trial = _trial(model, config, device)
     if trial.num_positions is not None and trial.num_positions < config.training.max_length:

@@ -12,7 +12,8 @@ from transformers import PretrainedConfig
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.data.batch import padded_length
 from qlora_fsdp.data.run_data import PreparedData
-from qlora_fsdp.data.sequences import Sequences, TrainingData
+from qlora_fsdp.data.sequences import RandomRows, Sequences, TrainingData
+from qlora_fsdp.model.rope import needed_factor
 
 _TABLES = ("position_embeddings", "wpe", "embed_positions")  # in BERT and its relatives, GPT-2, OPT
 
@@ -47,15 +48,14 @@ def check_positions(model: nn.Module, config: PretrainedConfig, data: PreparedDa
         data: all rows, or a stream of them. The longest row of a stream is unknown, so its limit counts.
 
     Returns:
-        A note for the log if rows go beyond `max_position_embeddings` of a model that computes positions, else None.
+        A note for the log if rows go beyond `max_position_embeddings` of a model that computes positions, and they are
+        of random tokens, which a test of speed or memory may have, or of a stream, whose longest is unknown; else None.
 
     Raises:
-        DataError: rows go beyond a table of positions.
+        DataError: rows go beyond a table of positions, or beyond the positions that rotary embeddings were made for.
     """
     sets = [part for part in (data.train, data.eval) if part is not None]
-    longest = max(
-        int(part.rows.lengths[part.row_ids].max()) if isinstance(part, Sequences) else part.max_length for part in sets
-    )
+    longest = max(part.longest_part if isinstance(part, Sequences) else part.max_length for part in sets)
     table = num_learned_positions(model)
     if table is not None and longest <= table < max(padded_length(part, longest) for part in sets):
         raise DataError(
@@ -68,9 +68,13 @@ def check_positions(model: nn.Module, config: PretrainedConfig, data: PreparedDa
             f"Set training.max_length={table}, which cuts rows there, or with data.bad_rows=skip leaves them out."
         )
     known = getattr(config, "max_position_embeddings", None)
-    if table is None and known is not None and longest > known:
-        return (
-            f"the longest row has {longest:,} tokens, and the model was made for {known:,} positions "
-            f"(max_position_embeddings); training.max_length={known} cuts rows there"
-        )
-    return None
+    if table is not None or known is None or longest <= known:
+        return None
+    is_known = any(isinstance(part, Sequences) and not isinstance(part.rows, RandomRows) for part in sets)
+    has, made = f"longest row has {longest:,} tokens", f"the model was made for {known:,} positions"
+    if not is_known:
+        return f"the {has if isinstance(sets[0], Sequences) else f'limit of rows is {longest:,} tokens'}, and {made}"
+    stretch = ""
+    if getattr(config, "rope_parameters", None):
+        stretch = f"model.rope_scaling={{rope_type:yarn,factor:{needed_factor(config, longest)}}} to stretch them, or "
+    raise DataError(f"The {has}, and {made}. Set {stretch}training.max_length={known}, which cuts rows there.")

@@ -11,7 +11,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from qlora_fsdp.common.errors import ConfigError, Problem
-from qlora_fsdp.common.sizes import IGNORE_INDEX
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.model.experts import has_experts
 
@@ -42,7 +41,7 @@ class RouterLoss:
         self.top_k: int = cast(Any, base).num_experts_per_tok
 
     def of(self, router_logits: tuple[Tensor, ...], batch: Batch) -> Tensor:
-        """The loss of a micro-batch, a float32 scalar, times the number of its targets.
+        """The loss of a micro-batch, a float32 scalar.
 
         Args:
             router_logits: of each layer, [B * L, E].
@@ -52,7 +51,7 @@ class RouterLoss:
         column = torch.arange(batch.input_ids.shape[1], device=batch.input_ids.device)
         is_token = (column < batch.num_tokens[:, None]).long()
         loss = self.function(router_logits, self.num_experts, self.top_k, is_token)
-        return self.coef * loss * (batch.targets != IGNORE_INDEX).sum()
+        return self.coef * loss
 
 
 def describe_router_loss(base: PreTrainedModel, coef: float) -> list[str]:

@@ -21,7 +21,7 @@ from qlora_fsdp.common.disk import write_elsewhere
 from qlora_fsdp.common.errors import RunFolderError
 from qlora_fsdp.common.files import remove_leftovers, replacing
 from qlora_fsdp.common.hub_names import LOCAL_BASE
-from qlora_fsdp.config.commands import SETTINGS_FILE
+from qlora_fsdp.config.adapter_config import SETTINGS_FILE
 from qlora_fsdp.model.adapter_usage import describe_usage, is_classifier
 from qlora_fsdp.model.adapters import ADAPTER
 from qlora_fsdp.model.model_card import CardFacts, make_card
@@ -140,7 +140,7 @@ def write_adapter(
         tokenizer.save_pretrained(str(folder))
     if is_classifier(model):
         cast(PreTrainedModel, model.get_base_model()).config.save_pretrained(folder)  # labels' names, the head's size
-    usage, quantized_usage = describe_usage(model, card.base or LOCAL_BASE)
+    usage, quantized_usage = describe_usage(model, card.base or LOCAL_BASE, card.scales_rope)
     text = make_card(card, usage, quantized_usage, is_classifier(model))
     (folder / "README.md").write_text(text, encoding="utf-8")
     (folder / SETTINGS_FILE).write_text(settings, encoding="utf-8")

@@ -157,10 +157,10 @@ def free_gathered(model: nn.Module) -> None:
 
 
 def make_mesh(config: FsdpConfig, processes: Processes) -> DeviceMesh:
-    """A mesh of shape [shards] for FULL_SHARD and SHARD_GRAD_OP, else of shape [replicas, shards]."""
+    """A mesh of shape [shards] where all ranks share each parameter, else of shape [replicas, shards]."""
     device, num_shards = processes.device.type, config.num_shards(processes.num_ranks, processes.local_num_ranks)
     match config.sharding_strategy:
-        case ShardingStrategy.FULL_SHARD | ShardingStrategy.SHARD_GRAD_OP:
+        case ShardingStrategy.auto | ShardingStrategy.FULL_SHARD | ShardingStrategy.SHARD_GRAD_OP:
             return init_device_mesh(device, (num_shards,), mesh_dim_names=("shard",))
         case ShardingStrategy.HYBRID_SHARD | ShardingStrategy.NO_SHARD:
             shape = (processes.num_ranks // num_shards, num_shards)

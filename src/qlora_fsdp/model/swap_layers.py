@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import torch
 from torch import nn
-from torch.nn.modules.conv import _ConvNd
 from transformers import PreTrainedModel
 from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
@@ -18,9 +17,9 @@ from qlora_fsdp.common.text import plural, show_bytes, show_size
 from qlora_fsdp.config.check_model import int8_embeddings_problem
 from qlora_fsdp.config.schema import QuantConfig
 from qlora_fsdp.layers import Format, QuantizedEmbedding, QuantizedExpertWeight, QuantizedLinear, parse_storage
-from qlora_fsdp.layers.experts import mentions_experts
 from qlora_fsdp.model.count import dtype_name
-from qlora_fsdp.model.experts import ExpertWeightPlace, expert_weights, find_routers
+from qlora_fsdp.model.experts import ExpertWeightPlace, expert_weights, find_routers, other_experts
+from qlora_fsdp.model.linear_classes import computes_linear
 from qlora_fsdp.weights.safetensors_files import list_some
 
 
@@ -170,19 +169,23 @@ def swap_ends(model: PreTrainedModel, storage: torch.dtype, dtype: torch.dtype, 
         model.set_submodule(names[id(head)], _quantized_like(head, format, dtype))
 
 
+def note_nothing_quantized(model: PreTrainedModel, format: Format) -> list[str]:
+    """A note if no layer of the model is quantized, though the settings ask for it."""
+    if any(isinstance(module, (QuantizedLinear, QuantizedExpertWeight)) for module in model.modules()):
+        return []
+    return [
+        f"nothing is quantized: {type(model).__name__} has no layers for {format.quant_type}, which is for linear "
+        f"layers and fused experts, or the settings leave them all out. Its weights stay in {dtype_name(model.dtype)}"
+    ]
+
+
 def note_experts(model: PreTrainedModel, format: Format) -> list[str]:
     """A note if the model's experts are single tensors, which stay in full precision.
 
     Experts are most of such a model, so it is far larger than its number of bits suggests.
     """
-    if not mentions_experts(model.config):
-        return []
-    found = {
-        name: [p for p in module.parameters(recurse=False) if p.ndim > 2 and len(p) > 1]
-        for name, module in model.named_modules()
-        if not isinstance(module, (QuantizedLinear, _ConvNd))
-    }
-    names, params = [name for name in found if found[name]], [p for each in found.values() for p in each]
+    found = other_experts(model)
+    names, params = list(found), [p for each in found.values() for p in each]
     if not params:
         return []
     modules = f"{plural(len(names), 'module')} such as {names[0]}"
@@ -195,7 +198,7 @@ def note_experts(model: PreTrainedModel, format: Format) -> list[str]:
 
 def _swap_linears(model: nn.Module, choose: Callable[[str, nn.Linear], Format | None], dtype: torch.dtype) -> None:
     for name, layer in list(model.named_modules()):
-        if type(layer) is not nn.Linear:
+        if not isinstance(layer, nn.Linear) or not computes_linear(layer):
             continue
         format = choose(name, layer)
         if format is not None:

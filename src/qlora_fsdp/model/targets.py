@@ -1,7 +1,8 @@
 """Find what gets an adapter: linear layers, and the weights of fused experts.
 
 `all-linear` means every linear layer that an adapter can be trained on. Left out are those that no gradient reaches
-(reached.py), and those for which PEFT has no adapters.
+(reached.py), those for which PEFT has no adapters, and those whose class computes more than a product
+(linear_classes.py).
 
 A model without experts is left to PEFT, which finds the layers that `lora.target_modules` name. With experts, or a
 router, this module finds them. PEFT takes names such as `gate_proj` for what experts were called before transformers
@@ -29,6 +30,7 @@ from qlora_fsdp.common.errors import AdapterError
 from qlora_fsdp.common.module_names import fits_pattern, is_target, limited_matching
 from qlora_fsdp.config.schema import LoraConfig
 from qlora_fsdp.model.experts import ExpertWeightPlace, expert_weights, find_routers
+from qlora_fsdp.model.linear_classes import computes_linear
 from qlora_fsdp.model.parts import find_decoder
 from qlora_fsdp.model.reached import general_name
 
@@ -65,15 +67,17 @@ class LeftOut:
     Attributes:
         unreached: no gradient reaches them.
         refused: PEFT has no adapters for them.
+        other: their class computes something else than the product with their weight.
     """
 
     unreached: frozenset[str] = frozenset()
     refused: frozenset[str] = frozenset()
+    other: frozenset[str] = frozenset()
 
     @property
     def names(self) -> frozenset[str]:
         """All of them."""
-        return self.unreached | self.refused
+        return self.unreached | self.refused | self.other
 
 
 def find_left_out(model: PreTrainedModel, config: LoraConfig, unreached: Collection[str]) -> LeftOut:
@@ -86,16 +90,23 @@ def find_left_out(model: PreTrainedModel, config: LoraConfig, unreached: Collect
     """
     if config.target_modules != "all-linear":
         return LeftOut()
-    named = [name for name in _all_linear(model, config) if not _is_excluded(name, config)]
+    routers, modules = find_routers(model), dict(model.named_modules())
+    named = [name for name in _all_linear(model, config) - routers if not _is_excluded(name, config)]
+    linears = {name: layer for name in named if isinstance(layer := modules.get(name), nn.Linear)}
     return LeftOut(
         frozenset(name for name in named if general_name(model, name) in unreached),
         frozenset(name for name in named if not _takes_adapter(model, name.rpartition(".")[2])),
+        frozenset(name for name, layer in linears.items() if not computes_linear(layer)),
     )
 
 
 def describe_left_out(model: PreTrainedModel, left_out: LeftOut) -> list[str]:
     """Notes for the log, which name the layers that `all-linear` leaves out."""
-    why = {"that no gradient reaches": left_out.unreached, "that PEFT refuses to adapt": left_out.refused}
+    why = {
+        "that no gradient reaches": left_out.unreached,
+        "that PEFT refuses to adapt": left_out.refused,
+        "whose classes compute something of their own": left_out.other,
+    }
     return [
         f"lora.target_modules=all-linear leaves out linear layers {reason}: "
         + ", ".join(sorted({general_name(model, name) for name in names}))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import cast
 
 import peft
@@ -27,11 +27,13 @@ class TaskModel(nn.Module):
         gathered_by_model: those of these two units that the model gathers itself, where forward uses them
             (`gather_whole`).
         sums_gradients: what `shard.set_gradient_sync` was told last.
+        looks_ahead: whether `look_ahead` is to be called before the losses of a step's or an evaluation's batches.
     """
 
     splits_head = False
     gathered_by_model: Sequence[nn.Module] = ()
     sums_gradients: bool | None = None
+    looks_ahead = False
 
     def __init__(self, model: peft.PeftModel) -> None:
         super().__init__()
@@ -67,6 +69,26 @@ class TaskModel(nn.Module):
         """Sum of the losses of the batch's targets, not divided by their number: float32 scalar."""
         raise NotImplementedError
 
+    def look_ahead(self, batches: Iterable[Batch], processes: Processes) -> None:
+        """See all of this rank's batches of a step, or of an evaluation, before their losses are asked for. Collective.
+
+        Args:
+            batches: on the host.
+            processes: all ranks take part.
+        """
+
+    def with_reference(self, batch: Batch) -> Batch:
+        """A batch on the device with what has to be computed for it by another call of the model. Collective."""
+        return batch
+
+    def take_sums(self) -> Tensor | None:
+        """What this rank's forward passes have measured besides the loss since the last call; None: nothing."""
+        return None
+
+    def name_figures(self, sums: Sequence[float]) -> dict[str, float]:
+        """Figures by name, of the numbers of `take_sums`, one after another and summed over ranks."""
+        return {}
+
     def take_metrics(self, processes: Processes) -> dict[str, float]:
         """Figures besides the loss, over all evaluation passes since the last call. Collective."""
         return {}
@@ -74,3 +96,6 @@ class TaskModel(nn.Module):
     def may_get_zero_gradient(self, name: str) -> bool:
         """Whether a trained parameter may have a gradient of zeros without anything being wrong."""
         return False
+
+    def forget_outputs(self) -> None:
+        """Drop what `take_sums` and `take_metrics` would take into account."""

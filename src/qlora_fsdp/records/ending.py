@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from qlora_fsdp.common.text import show_duration
-from qlora_fsdp.config.schema import Config, TaskName, Weights
+from qlora_fsdp.config.schema import Config, Weights
 from qlora_fsdp.records.run_state import read_metrics
 
 
@@ -24,7 +24,7 @@ def describe_end(config: Config, folder: Path, summary: Mapping[str, Any]) -> st
     first = next((line["loss"] for line in read_metrics(folder) if line.get("loss") is not None), None)
     lines += _before_and_after("training loss", first, summary.get("final_loss"))
     lines += _before_and_after("evaluation loss", summary.get("initial_eval_loss"), summary.get("eval_loss"))
-    is_causal, is_random = config.task.name is TaskName.causal_lm, config.model.weights is Weights.random
+    is_causal, is_random = config.task.is_causal, config.model.weights is Weights.random
     commands = commands_for(folder / "adapter", is_causal, is_random)
     named = {"adapter": folder / "adapter", "report": folder / "report.html"}
     lines += [f"  {name:<16} {path}" for name, path in named.items() if path.exists()]

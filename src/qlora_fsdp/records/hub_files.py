@@ -12,7 +12,7 @@ import yaml
 
 from qlora_fsdp.common.errors import ConfigError, Problem, refuse
 from qlora_fsdp.common.hub_names import LOCAL_BASE, hub_name
-from qlora_fsdp.config.commands import ADAPTER_CONFIG, ADAPTER_WEIGHTS, SETTINGS_FILE, adapter_problems
+from qlora_fsdp.config.adapter_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, SETTINGS_FILE, adapter_problems
 from qlora_fsdp.config.settings import show
 
 # An adapter's config, a classifier's labels, and what tokenizers of transformers save. Nothing else is uploaded.

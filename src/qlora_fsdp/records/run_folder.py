@@ -15,6 +15,7 @@ wandb.json         the id that W&B knows the run by, if tracking.wandb is on
 stream.jsonl       where the windows of the data begin, if data.streaming is set
 memory-RANK.pickle torch's record of allocations after a shortage, if memory.snapshot is set
 adapter/           the result
+start_adapter/     a copy of the adapter that the run started from, if lora.start is set
 .qlora_fsdp        says that the folder is a run's (ownership.py)
 .lock              held by the run that is writing here
 .attempt           which start of which launch that is, so that a restart knows to resume

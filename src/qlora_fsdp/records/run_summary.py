@@ -42,6 +42,10 @@ class RunSummary:
         yield
         self.figures["resume_seconds"] = self.figures.get("resume_seconds", 0.0) + time.perf_counter() - started
 
+    def starts_from(self, adapter: str, digest: str) -> None:
+        """The adapter that `lora.start` names, and the SHA-256 of its weights."""
+        self.figures["started_from"] = {"adapter": adapter, "sha256": digest}
+
     def loaded(self, figures: dict[str, Any], setup_seconds: float) -> None:
         """The model is loaded and proven; all that came before the first step took `setup_seconds`."""
         self.figures |= figures | {"setup_seconds": setup_seconds}

@@ -141,7 +141,7 @@ def next_commands(run: Run) -> list[str]:
     if adapter is None:
         command = run.environment.get("command")
         return [str(command)] if command and run.state.status in ("failed", "interrupted", "stopped") else []
-    is_causal = run.settings.get("task.name", "causal_lm") == "causal_lm"
+    is_causal = run.settings.get("task.name", "causal_lm") in ("causal_lm", "preference")
     return commands_for(adapter, is_causal, is_random=run.settings.get("model.weights") == "random")
 
 

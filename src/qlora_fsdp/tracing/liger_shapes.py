@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -18,11 +18,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from qlora_fsdp.common.families import FAMILIES
 from qlora_fsdp.layers import head_loss
-from qlora_fsdp.layers.rewire import LIGER_MLPS
-
-GATED_MLPS = {family.gated_mlp for family in FAMILIES.values()} | LIGER_MLPS
+from qlora_fsdp.layers.gated import find_gated
 
 
 def put_in_shapes(model: nn.Module, kernels: Collection[str]) -> None:
@@ -35,8 +32,8 @@ def put_in_shapes(model: nn.Module, kernels: Collection[str]) -> None:
     for module in model.modules():
         if "rms_norm" in kernels and type(module).__name__.endswith("RMSNorm"):
             module.forward = partial(_normalize, module)
-        elif "glu" in kernels and type(module).__name__ in GATED_MLPS:
-            module.forward = partial(_gated_mlp, module)
+        elif "glu" in kernels and (gated := find_gated(module)) is not None:
+            module.forward = partial(_gated_mlp, module, gated.names)
 
 
 @contextmanager
@@ -90,12 +87,10 @@ class _Rotary(torch.autograd.Function):
         return grad_q, grad_k, None, None
 
 
-def _gated_mlp(mlp: Any, x: Tensor) -> Tensor:
-    if hasattr(mlp, "gate_up_proj"):
-        gate, up = mlp.gate_up_proj(x).chunk(2, -1)
-    else:
-        gate, up = mlp.gate_proj(x), mlp.up_proj(x)
-    return mlp.down_proj(_Gate.apply(gate, up))  # type: ignore[no-any-return,no-untyped-call]
+def _gated_mlp(mlp: nn.Module, names: Sequence[str], x: Tensor) -> Tensor:
+    *wide, down = (mlp.get_submodule(name) for name in names)
+    gate, up = (layer(x) for layer in wide) if len(wide) == 2 else wide[0](x).chunk(2, -1)
+    return down(_Gate.apply(gate, up))  # type: ignore[no-any-return,no-untyped-call]
 
 
 class _Gate(torch.autograd.Function):

@@ -117,7 +117,8 @@ class ModelTracer:
         return self._trace(config, micro_batch_size).ends
 
     def _key(self, config: Config, micro_batch_size: int) -> tuple[str, int, int]:
-        return _modules_key(config), config.training.max_length, micro_batch_size
+        padded_pairs = config.has_pairs and config.training.packing is False
+        return f"{_modules_key(config)}{padded_pairs}", config.sequence_length, micro_batch_size
 
     def _trace(self, config: Config, micro_batch_size: int) -> Trace:
         key = self._key(config, micro_batch_size)
@@ -151,7 +152,9 @@ class ModelTracer:
             meta = build_model(self.files, settings)
         put_in_shapes(meta.model, computing.liger_kernels)
         loss, splits_head, unreached = computing.loss_kernel, computing.splits_head, computing.unreached
-        model = adapt_model(meta, config.lora, config.task, self.tokens, loss, splits_head, unreached)
+        model = adapt_model(
+            *(meta, config.lora, config.task, self.tokens, loss, splits_head, unreached), preference=config.preference
+        )
         rewire(model, config.compute, config.kernels)
         if not model.layers:
             raise ValueError("it has no transformer layers")
@@ -175,7 +178,7 @@ class _Built:
 
 def trace_assembled(assembled: AssembledModel, config: Config, is_cuda: bool) -> ModelTracer:
     """The tracer of a model that is about to be trained."""
-    is_causal = config.task.name is TaskName.causal_lm
+    is_causal = config.task.is_causal
     attention = assembled.attention
     if is_cuda:
         attention = traced_attention(attention, assembled.files.config, assembled.dtype, is_causal)
@@ -187,7 +190,7 @@ def trace_assembled(assembled: AssembledModel, config: Config, is_cuda: bool) ->
 def trace_config(model_config: PretrainedConfig, config: Config) -> ModelTracer:
     """The tracer of a model of which only the config is known, for a run on recent GPUs."""
     dtype = torch.float32 if config.training.precision is Dtype.float32 else torch.bfloat16
-    is_causal, text = config.task.name is TaskName.causal_lm, model_config.get_text_config()
+    is_causal, text = config.task.is_causal, model_config.get_text_config()
     traits = try_small(model_config, config)
     check_causal(model_config, traits)
     wanted = config.model.attn_implementation.value
@@ -226,7 +229,8 @@ def _explained() -> Iterator[None]:
 
 def _modules_key(config: Config) -> str:
     """Equal for settings that make the same modules."""
-    return repr((config.quant, config.lora, config.task, config.kernels, config.compute.matmul))
+    made_of = (config.quant, config.lora, config.task, config.preference.loss, config.kernels, config.compute.matmul)
+    return repr(made_of)
 
 
 def _names_a_layer(config: Config) -> bool:
@@ -241,13 +245,22 @@ def _names_a_layer(config: Config) -> bool:
 
 def _batch(config: Config, size: int) -> Batch:
     """A micro-batch of the largest size, on meta. Every sequence has a row and some padding, or several rows."""
-    length = config.training.max_length
+    if config.has_pairs and config.training.packing is False:
+        size, length = 2 * size, config.training.max_length
+    else:
+        length = config.sequence_length
     ids = torch.empty(size, length, dtype=torch.int64, device="meta")
     starts = torch.empty(2 * size + 1, dtype=torch.int32, device="meta")
     batch = Batch(ids, ids, ids, starts, length)
     match config.task.name:
         case TaskName.causal_lm:
             return batch
+        case TaskName.preference:
+            # With the reference's log-probabilities: a pass that finds them keeps nothing, and takes less than this.
+            reference = torch.empty(size, 2, device="meta")
+            is_good = torch.empty(2 * size, dtype=torch.bool, device="meta")
+            reference = reference if config.has_pairs else torch.empty(2 * size, 2, device="meta")
+            return replace(batch, num_answers=2 * size, is_good=is_good, reference=reference)
         case TaskName.sequence_classification:
             num_labels = size
         case TaskName.token_classification:

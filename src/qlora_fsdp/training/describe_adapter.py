@@ -65,9 +65,11 @@ def describe_adapter(
         base_name=_base_name(config),
         license=read_license(prepared.assembled.files.folder),
         data=_data(prepared, config),
+        start=_start(config),
         settings=_settings(prepared, config),
         num_steps=prepared.split.num_steps,
         is_final=is_final,
+        scales_rope=bool(config.model.rope_scaling),
         eval_losses=tuple(result.eval_losses),
         train_losses=train_losses,
         rank=max(config.lora.r, *config.lora.rank_pattern.values(), 1),
@@ -80,6 +82,12 @@ def describe_adapter(
 def _base_name(config: Config) -> str:
     name, path = public_value(config, "model.name"), public_value(config, "model.path")
     return str(name) if name != ModelConfig.name or path is None else Path(path).expanduser().resolve().name
+
+
+def _start(config: Config) -> str | None:
+    """The last parts of the start's path: `sft/adapter`, as every run calls its own `adapter`."""
+    path = public_value(config, "lora.start")
+    return None if path is None else "/".join(Path(path).expanduser().resolve().parts[-2:])
 
 
 def _data(prepared: Prepared, config: Config) -> tuple[CardData, ...]:

@@ -96,11 +96,15 @@ def evaluate(
     everything = np.arange(len(data))
     loss_sum = torch.zeros((), dtype=torch.float32, device=processes.device)
     stopped = False
+    model.forget_outputs()
+    if model.looks_ahead:
+        with closing(prefetch(micro_batches_of(data, everything, split, processes.rank))) as batches:
+            model.look_ahead(batches, processes)
     with closing(prefetch(micro_batches_of(data, everything, split, processes.rank))) as batches:
         for batch in batches:
             if stopped := is_stopped():
                 break
-            loss_sum += model(batch.to(processes.device))
+            loss_sum += model(model.with_reference(batch.to(processes.device)))
     model.train(was_training)
     free_gathered(model)
     if stopped:

@@ -2,37 +2,55 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from qlora_fsdp.common.text import first_line
 from qlora_fsdp.config.schema import TrackingConfig
 from qlora_fsdp.data.sequences import Sequences
+from qlora_fsdp.decoding.completer import Completer, Request
+from qlora_fsdp.decoding.sampling import Sampling, end_tokens
+from qlora_fsdp.decoding.trial import why_not_in_slots
+from qlora_fsdp.memory.slots import MAX_SLOTS
 from qlora_fsdp.model.shard import bypassing_root
 from qlora_fsdp.model.task_model import TaskModel
 from qlora_fsdp.runtime.processes import Processes
+
+log = logging.getLogger("qlora_fsdp")
 
 
 class Generations:
     """Completes the same prompts at every evaluation, with the likeliest token each time (greedy decoding).
 
     The prompt of a row ends where its first target begins; it is a question, say, or the first turns of a conversation.
-    Where the whole row is a target, the prompt is its first half. The ranks share the prompts. There is no cache of
-    keys and values: every new token takes a forward pass over all tokens before it, with training's own attention. That
-    is fast enough for a few short completions.
+    Where the whole row is a target, the prompt is its first half. The ranks share the prompts.
+
+    Where each rank has the whole model, texts are completed in slots (decoding/), whose memory is given back before
+    training goes on. A model in shards is gathered layer by layer for every token, and has no cache of keys and values:
+    every new token takes a forward pass over all tokens before it, with training's own attention.
 
     Args:
         config: how many rows, and how many new tokens for each.
         data: the held-out rows; None: there is nothing to complete.
         tokenizer: of the model.
         processes: all ranks take part.
+        trust_remote_code: run model code that comes with the model's files.
     """
 
     def __init__(
-        self, config: TrackingConfig, data: Sequences | None, tokenizer: PreTrainedTokenizerBase, processes: Processes
+        self,
+        config: TrackingConfig,
+        data: Sequences | None,
+        tokenizer: PreTrainedTokenizerBase,
+        processes: Processes,
+        trust_remote_code: bool = False,
     ) -> None:
-        self.tokenizer, self.processes = tokenizer, processes
+        self.tokenizer, self.processes, self.trust_remote_code = tokenizer, processes, trust_remote_code
+        self.uses_slots: bool | None = None  # decided when the model is there
         self.rows: list[tuple[list[int], list[int]]] = []  # the prompt's tokens, and those after it in the data
         for sequence in range(len(data) if data is not None and config.num_generations else 0):
             assert data is not None
@@ -59,22 +77,10 @@ class Generations:
         """
         if not self.rows:
             return []
-        was_training, base = model.training, model.base
+        was_training = model.training
         model.eval()
-        mine: dict[int, str] = {}
-        rank, num_ranks = self.processes.rank, self.processes.num_ranks
-        with bypassing_root(model, trains=True):
-            for start in range(0, len(self.rows), num_ranks):
-                # A rank that has no prompt left completes the last one too, because all ranks take part in gathers.
-                number = min(start + rank, len(self.rows) - 1)
-                prompt = torch.tensor([self.rows[number][0]], device=self.processes.device)
-                output = base.generate(  # type: ignore[operator]
-                    prompt,
-                    attention_mask=torch.ones_like(prompt),
-                    generation_config=self.settings,
-                    synced_gpus=num_ranks > 1,
-                )
-                mine[number] = self._text(output[0, prompt.shape[1] :].tolist())
+        mine = self._complete_in_slots(model) if self._can_use_slots(model) else None
+        mine = self._complete_by_passes(model) if mine is None else mine
         model.train(was_training)
         texts: dict[int, str] = {}
         for part in self.processes.gather(mine):
@@ -83,6 +89,58 @@ class Generations:
             {"prompt": self._text(prompt), "completion": texts[number], "reference": self._text(reference)}
             for number, (prompt, reference) in enumerate(self.rows)
         ]
+
+    def _can_use_slots(self, model: TaskModel) -> bool:
+        """Whether each rank completes its prompts alone. The first call finds out, and logs why not."""
+        if self.uses_slots is None:
+            reason = "the model is in shards" if isinstance(model, FSDPModule) else None
+            reason = reason or why_not_in_slots(model.base.config, self.trust_remote_code)
+            self.uses_slots = reason is None
+            if reason is not None:
+                log.info(f"Generations: a pass through the model for every token ({reason})")
+        return self.uses_slots
+
+    def _complete_in_slots(self, model: TaskModel) -> dict[int, str] | None:
+        """Every n-th prompt's completion, for n ranks, by its number; None if there is no memory for a cache."""
+        numbers = range(self.processes.rank, len(self.rows), self.processes.num_ranks)
+        if not numbers:
+            return {}
+        requests = [Request(self.rows[number][0], self.settings.max_new_tokens or 1) for number in numbers]
+        completer = Completer(
+            model.base,
+            self.processes.device,
+            Sampling(),
+            end_tokens(self.settings),
+            self.settings.pad_token_id or 0,
+            min(MAX_SLOTS, len(numbers)),
+            prompt_tokens=max(len(request.prompt) for request in requests),  # what training reads in one row
+        )
+        try:
+            completer.complete(requests)
+        except torch.OutOfMemoryError as error:
+            log.warning(f"Generations: a pass through the model for every token: {first_line(error)}")
+            return None
+        finally:
+            completer.release()
+        return {number: self._text(request.completion) for number, request in zip(numbers, requests, strict=True)}
+
+    def _complete_by_passes(self, model: TaskModel) -> dict[int, str]:
+        """The same, by transformers, a prompt of each rank at a time. Collective for a model in shards."""
+        rank, num_ranks, base = self.processes.rank, self.processes.num_ranks, model.base
+        mine: dict[int, str] = {}
+        with bypassing_root(model, trains=True) as is_sharded:
+            for start in range(0, len(self.rows), num_ranks):
+                # A rank that has no prompt left completes the last one too, because all ranks take part in gathers.
+                number = min(start + rank, len(self.rows) - 1)
+                prompt = torch.tensor([self.rows[number][0]], device=self.processes.device)
+                output = base.generate(  # type: ignore[operator]
+                    prompt,
+                    attention_mask=torch.ones_like(prompt),
+                    generation_config=self.settings,
+                    synced_gpus=is_sharded,
+                )
+                mine[number] = self._text(output[0, prompt.shape[1] :].tolist())
+        return mine
 
     def _text(self, tokens: list[int]) -> str:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))

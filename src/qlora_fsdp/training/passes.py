@@ -58,7 +58,7 @@ class EagerPasses:
         set_gradient_sync(self.model, enabled=is_last or self.deterministic)
         batch = with_room(batch, Key.of(batch), self.device) if self.deterministic else batch.to(self.device)
         self.peaks.enter("forward")
-        loss: Tensor = self.model(batch) / self.num_targets
+        loss: Tensor = self.model(self.model.with_reference(batch)) / self.num_targets
         self.peaks.enter("backward")
         loss.backward()
         return loss.detach()

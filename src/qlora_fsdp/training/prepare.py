@@ -5,13 +5,17 @@ The model is assembled on the meta device, its memory is planned, and the data i
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.common.text import plural, show_size
-from qlora_fsdp.config.schema import Activations, Config
+from qlora_fsdp.config.schema import Activations, Config, Optimizer
+from qlora_fsdp.config.settings import show
+from qlora_fsdp.config.written import with_values
 from qlora_fsdp.data.run_data import PreparedData, prepare_data
 from qlora_fsdp.data.sequences import TrainingData
 from qlora_fsdp.data.split import BatchSplit, split_batches
@@ -19,10 +23,11 @@ from qlora_fsdp.data.stream import open_stream
 from qlora_fsdp.memory.plan_run import Machine, RunPlan, plan_run, run_without_plan
 from qlora_fsdp.model.activations import MemoryFallback, set_activation_policy
 from qlora_fsdp.model.adapters import trainable_names
-from qlora_fsdp.model.assemble import AssembledModel, assemble, describe_base
+from qlora_fsdp.model.assemble import AssembledModel, describe_base, describe_layers
 from qlora_fsdp.model.classifier import Classifier
 from qlora_fsdp.model.count import FlopCounter, Sizes, count_bytes, count_flops, dtype_name
 from qlora_fsdp.model.positions import check_positions
+from qlora_fsdp.model.saved_adapter import SavedAdapter
 from qlora_fsdp.model.swap_layers import quant_settings
 from qlora_fsdp.model.task_model import TaskModel
 from qlora_fsdp.records.run_folder import log
@@ -31,6 +36,7 @@ from qlora_fsdp.runtime.hardware import choose_dtype, find_machine, hold_to, is_
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.tracing.model_tracer import UntraceableModel, trace_assembled
 from qlora_fsdp.training.memory_use import PhasePeaks, explain_early_shortage, start_snapshot
+from qlora_fsdp.training.start import assemble_on
 from qlora_fsdp.weights.quantized_cache import use_cache
 
 
@@ -39,9 +45,11 @@ class Prepared:
     """A run whose weights do not exist yet.
 
     Attributes:
-        config: the run's settings, with `training.packing` decided.
+        config: the run's settings, with what was open decided: packing, the micro-batch, the sharding.
         assembled: the model on meta, and what it was assembled from.
         base: fingerprint of the model files; None for random weights.
+        base_layers: the same of the transformer layers alone, which an adapter remembers its base by.
+        start: the adapter that the run starts from; None for a new one.
         sizes: numbers and bytes of the parameters.
         flops: counts the FLOPs of a batch.
         data: sequences of tokenized rows, or a stream of them.
@@ -55,6 +63,8 @@ class Prepared:
     config: Config
     assembled: AssembledModel
     base: str | None
+    base_layers: str | None
+    start: SavedAdapter | None
     sizes: Sizes
     flops: FlopCounter
     data: PreparedData[TrainingData]
@@ -74,7 +84,14 @@ class Prepared:
         return self.assembled.tokenizer
 
 
-def prepare(config: Config, processes: Processes, folder: Path, first_step: int = 0) -> Prepared:
+def prepare(
+    config: Config,
+    processes: Processes,
+    folder: Path,
+    first_step: int = 0,
+    start: SavedAdapter | None = None,
+    kept: Mapping[str, Any] | None = None,
+) -> Prepared:
     """Everything that can be found out before anything large exists. Collective.
 
     Args:
@@ -82,33 +99,44 @@ def prepare(config: Config, processes: Processes, folder: Path, first_step: int 
         processes: all ranks take part.
         folder: the run folder.
         first_step: optimizer steps that a checkpoint has done already.
+        start: the adapter that the run starts from; None for a new one.
+        kept: what was chosen for open settings when that checkpoint was written, by key. It is chosen again, unless it
+            does not fit any more.
 
     Raises:
         UserError: the model, the data, the settings or the hardware do not go together; a MemoryShortage where what
             is tried out or written to a cache finds no room.
     """
     try:
-        return _prepare(config, processes, folder, first_step)
+        return _prepare(config, processes, folder, first_step, start, kept or {})
     except RuntimeError as error:
         if not is_shortage(error):
             raise
         raise explain_early_shortage(error, config.model.cache_quantized) from error
 
 
-def _prepare(config: Config, processes: Processes, folder: Path, first_step: int) -> Prepared:
+def _prepare(
+    config: Config,
+    processes: Processes,
+    folder: Path,
+    first_step: int,
+    start: SavedAdapter | None,
+    kept: Mapping[str, Any],
+) -> Prepared:
     device, dtype = processes.device, choose_dtype(config.training.precision, processes.device)
     ranks = f"{plural(processes.num_ranks, 'rank')} on {device.type}"
     default = f", on {config.data.path}, the default: data.path= names yours" if config.data.is_default else ""
     log.info(f"Run {config.run.name}: {ranks}, {dtype_name(dtype)}, in {folder}{default}")
     missing = replace_missing(config, device)
-    assembled = assemble(config, config.lora, processes, trains=True)
+    assembled = assemble_on(start, config, processes)
     model, meta = assembled.model, assembled.meta
     config = assembled.settle(config)
-    base = describe_base(meta.assignments, processes)
+    base, base_layers = describe_base(meta.assignments, processes), describe_layers(assembled, processes)
     if config.model.cache_quantized:
         meta.assignments = use_cache(meta.assignments, base, config.model.cache_folder, dtype, processes)
     machine = find_machine(config.memory.target_gib, processes)
-    run_plan = _plan_memory(config, assembled, machine, processes)
+    run_plan = _plan_memory(config, assembled, machine, processes, kept)
+    config = run_plan.settle(config)
     num_shards = config.fsdp.num_shards(processes.num_ranks, processes.local_num_ranks)
     sizes = count_bytes(model, processes.rank % num_shards, num_shards)
     for note in (*missing, *assembled.notes):
@@ -116,18 +144,26 @@ def _prepare(config: Config, processes: Processes, folder: Path, first_step: int
     _log_model(assembled, sizes)
     for line in run_plan.lines:
         log.info(f"Memory: {line}")
-    data, split = _prepare_data(config, assembled, run_plan, processes, folder, first_step)
+    data, split = _prepare_data(config, assembled, processes, folder, first_step)
     flops = count_flops(model, meta.config.get_text_config())
     is_auto = config.memory.activations is Activations.auto
     peaks = PhasePeaks(device, MemoryFallback(model.layers, run_plan.policies) if is_auto else None)
-    return Prepared(config, assembled, base, sizes, flops, data, split, machine, run_plan, peaks)
+    return Prepared(config, assembled, base, base_layers, start, sizes, flops, data, split, machine, run_plan, peaks)
 
 
-def _plan_memory(config: Config, assembled: AssembledModel, machine: Machine, processes: Processes) -> RunPlan:
-    """Choose each layer's activation policy and the size of a micro-batch, and hold the GPU to its target."""
+def _plan_memory(
+    config: Config, assembled: AssembledModel, machine: Machine, processes: Processes, kept: Mapping[str, Any]
+) -> RunPlan:
+    """Choose what the settings leave open, and hold the GPU to its target."""
     model, device = assembled.model, processes.device
     # Every rank takes rank 0's plan, which depends on the speed measured on its GPU.
-    run_plan: RunPlan = processes.share(_plan(config, assembled, machine) if processes.is_main else None)
+    wanted = _plan(with_values(config, kept), assembled, machine) if processes.is_main else None
+    is_bound = config.optim.name is Optimizer.adamw_8bit  # its state fits no other shards
+    if wanted is not None and kept and not wanted.fits and not is_bound:
+        chosen = ", ".join(show(key, value) for key, value in kept.items())
+        log.info(f"Memory: what the checkpoint was trained with does not fit here, and is chosen anew: {chosen}")
+        wanted = _plan(config, assembled, machine)
+    run_plan: RunPlan = processes.share(wanted)
     set_activation_policy(model.layers, run_plan.policies)
     if config.memory.target_gib is not None:
         hold_to(machine.target, run_plan.plan.library_bytes if run_plan.plan is not None else 0, device)
@@ -163,21 +199,19 @@ def _log_model(assembled: AssembledModel, sizes: Sizes) -> None:
 def _prepare_data(
     config: Config,
     assembled: AssembledModel,
-    run_plan: RunPlan,
     processes: Processes,
     folder: Path,
     first_step: int,
 ) -> tuple[PreparedData[TrainingData], BatchSplit]:
     """Tokenize the data, or open a stream of it, and divide it into steps."""
     model, meta, tokenizer = assembled.model, assembled.meta, assembled.tokenizer
-    training = replace(config.training, micro_batch_size=run_plan.micro_batch_size)
     data: PreparedData[TrainingData]
     if config.data.streaming:
-        split = split_batches(training, processes.num_ranks, 0)  # training.max_steps says where a stream ends
+        split = split_batches(config.training, processes.num_ranks, 0)  # training.max_steps says where a stream ends
         data = open_stream(config, tokenizer, split, processes, folder, first_step, model.vocab_size)
     else:
         data = prepare_data(config, tokenizer, processes, model.vocab_size)
-        split = split_batches(training, processes.num_ranks, len(data.train))
+        split = split_batches(config.training, processes.num_ranks, len(data.train))
     beyond = check_positions(meta.model, meta.config.get_text_config(), data)
     if isinstance(model, Classifier):
         model.weigh_classes(data.train, processes.device)

@@ -10,12 +10,16 @@ from qlora_fsdp.common.errors import ConfigError, Problem, ResumeError
 from qlora_fsdp.common.files import write_json
 from qlora_fsdp.common.text import printable
 from qlora_fsdp.config.identity import find_changes, is_harmless, plain_settings
-from qlora_fsdp.config.schema import Config, Optimizer
+from qlora_fsdp.config.schema import Config, Optimizer, ShardingStrategy
 from qlora_fsdp.config.settings import show
 from qlora_fsdp.data.sequences import TrainingData
-from qlora_fsdp.records.run_state import ATTEMPT, checkpoint_folders, describe_attempt, read_json, step_of
+from qlora_fsdp.memory.choose import AUTO
+from qlora_fsdp.records.run_state import ATTEMPT, checkpoint_folders, describe_attempt, step_of
+from qlora_fsdp.records.start_folder import checkpoint_to_resume, own_checkpoints
 from qlora_fsdp.training.checkpoint import ANEW, MANIFEST, Checkpoint, read_manifest, remove_checkpoints, resume_hint
 
+OPEN = ("training.micro_batch_size", "fsdp.sharding_strategy")  # what `auto` chooses by the memory plan
+WHOLE_OR_SPLIT = (ShardingStrategy.NO_SHARD.value, ShardingStrategy.FULL_SHARD.value)
 # Each rank saves its own state of adamw_8bit, which fits no other shards.
 SHARDS = ("fsdp.sharding_strategy", "fsdp.hybrid_shard_size")
 
@@ -23,37 +27,22 @@ SHARDS = ("fsdp.sharding_strategy", "fsdp.hybrid_shard_size")
 def find_checkpoint(config: Config) -> Checkpoint | None:
     """The checkpoint that `checkpoint.resume` asks for; None where the run starts anew. Rank 0 calls this.
 
-    A batch system or torchrun starts the command again where it was preempted or a rank was lost. Such a restart
-    resumes from the newest checkpoint: `run.overwrite` and `checkpoint.resume` were obeyed by the first start, and are
-    not obeyed again.
-
     Raises:
         ResumeError: the checkpoint is missing or not whole.
     """
-    own, resume = checkpoint_folders(_own_folder(config)), config.checkpoint.resume
-    if own and is_restart(config):
-        return read_manifest(own[-1])
-    if resume == "none" or (resume == "auto" and config.run.overwrite):
+    folder, resume = checkpoint_to_resume(config), config.checkpoint.resume
+    if folder is None:
         return None
-    if resume != "auto":
-        given = Path(resume).expanduser().resolve()
-        if not (given / MANIFEST).exists():
-            inside = checkpoint_folders(given) or checkpoint_folders(given / "checkpoints")
-            fix = f"Set checkpoint.resume={inside[-1]}, the newest in it." if inside else resume_hint(given)
-            raise ResumeError(f"checkpoint.resume={resume} is no checkpoint: it has no {MANIFEST}. {fix}")
-        return read_manifest(given)
-    return read_manifest(own[-1]) if own else None
-
-
-def is_restart(config: Config) -> bool:
-    """Whether an earlier attempt of this same launch has begun to train in the run folder."""
-    before, now = read_json(Path(config.run.folder).expanduser() / ATTEMPT), describe_attempt(os.environ)
-    return bool(before) and before["launch"] == now["launch"] and before["restarts"] < now["restarts"]
+    if folder.parent != own_checkpoints(config) and not (folder / MANIFEST).exists():
+        inside = checkpoint_folders(folder) or checkpoint_folders(folder / "checkpoints")
+        fix = f"Set checkpoint.resume={inside[-1]}, the newest in it." if inside else resume_hint(folder)
+        raise ResumeError(f"checkpoint.resume={resume} is no checkpoint: it has no {MANIFEST}. {fix}")
+    return read_manifest(folder)
 
 
 def is_own(checkpoint: Checkpoint | None, config: Config) -> bool:
     """Whether the checkpoint is in the run's own folder."""
-    return checkpoint is not None and checkpoint.folder.parent == _own_folder(config)
+    return checkpoint is not None and checkpoint.folder.parent == own_checkpoints(config)
 
 
 def begin_attempt(checkpoint: Checkpoint | None, run_folder: Path) -> None:
@@ -68,6 +57,23 @@ def begin_attempt(checkpoint: Checkpoint | None, run_folder: Path) -> None:
         keep = folders[: folders.index(checkpoint.folder) + 1]
     remove_checkpoints(folder, keep)
     write_json(run_folder / ATTEMPT, describe_attempt(os.environ))
+
+
+def choices_of(checkpoint: Checkpoint, config: Config, num_ranks: int) -> dict[str, Any]:
+    """What was chosen for settings that are `auto` when the checkpoint was written, by key.
+
+    At the same number of ranks a run goes on with it, so that its sums are made in the same order.
+    """
+    if num_ranks != checkpoint.num_ranks:
+        return {}
+    found: dict[str, Any] = {}
+    size, strategy = (checkpoint.settings.get(key) for key in OPEN)
+    if config.training.micro_batch_size == AUTO and isinstance(size, int) and size > 0:
+        found[OPEN[0]] = size
+    possible = WHOLE_OR_SPLIT if config.fsdp.may_be_whole else WHOLE_OR_SPLIT[1:]
+    if config.fsdp.sharding_strategy is ShardingStrategy.auto and strategy in possible:
+        found[OPEN[1]] = ShardingStrategy(strategy)
+    return found
 
 
 def settings_of(config: Config, num_ranks: int) -> dict[str, Any]:
@@ -153,13 +159,9 @@ def check_base(checkpoint: Checkpoint, base: str | None, config: Config) -> None
 
 def describe_kept(config: Config) -> str:
     """What a run that a signal ends can be resumed from, for its message."""
-    own, resume = checkpoint_folders(_own_folder(config)), config.checkpoint.resume
+    own, resume = checkpoint_folders(own_checkpoints(config)), config.checkpoint.resume
     if not own:
         return "No step is saved: the same command starts again."
     setting = show("checkpoint.resume", resume) if resume != "auto" else "run.overwrite=true"
     without = f"without {setting} " if resume != "auto" or config.run.overwrite else ""
     return f"Step {step_of(own[-1])} is saved: {without}the same command goes on from there."
-
-
-def _own_folder(config: Config) -> Path:
-    return Path(config.run.folder).expanduser().resolve() / "checkpoints"

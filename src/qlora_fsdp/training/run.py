@@ -19,6 +19,7 @@ from qlora_fsdp.common.text import show_bytes
 from qlora_fsdp.config.commands import saved_settings
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.config.world import World
+from qlora_fsdp.config.written import with_values
 from qlora_fsdp.data.form import find_form
 from qlora_fsdp.memory.show import as_json
 from qlora_fsdp.model.adapters import initialize_adapters
@@ -50,18 +51,21 @@ from qlora_fsdp.training.loop import TrainResult, train
 from qlora_fsdp.training.memory_use import explain_shortage
 from qlora_fsdp.training.optim import LocalOptimizer, make_optimizer
 from qlora_fsdp.training.prepare import Prepared, prepare
+from qlora_fsdp.training.reference import add_reference
 from qlora_fsdp.training.resume import (
     begin_attempt,
     check_base,
     check_changes,
     check_data,
     check_step,
+    choices_of,
     describe_kept,
     find_checkpoint,
     is_own,
     settings_of,
 )
 from qlora_fsdp.training.saver import Saver
+from qlora_fsdp.training.start import open_start
 from qlora_fsdp.training.step import StepRunner
 from qlora_fsdp.training.step_recorder import StepRecorder
 
@@ -85,7 +89,10 @@ def run(config: Config, world: World) -> dict[str, Any]:
         check(config, _complete(world, processes))
         _check_hub(config, processes)
         checkpoint = processes.share(find_checkpoint(config) if processes.is_main else None)
-        changes = check_changes(checkpoint, config, processes.num_ranks) if checkpoint is not None else []
+        kept = choices_of(checkpoint, config, processes.num_ranks) if checkpoint is not None else {}
+        changes = []
+        if checkpoint is not None:
+            changes = check_changes(checkpoint, with_values(config, kept), processes.num_ranks)
         folder = open_run_folder(config, processes, keep_records=is_own(checkpoint, config))
         summary.open(folder, processes.share(find_holder(folder) if processes.is_main else None))
         note_missing_key(config)
@@ -94,10 +101,12 @@ def run(config: Config, world: World) -> dict[str, Any]:
             with summary.resuming():
                 verify_files(checkpoint, processes)
 
+        start = open_start(config, folder, processes, summary)
+
         # Second: the model without weights, the memory plan and the data. Most errors are found here, before anything
         # large is allocated.
         started = time.perf_counter()
-        prepared = prepare(config, processes, folder, 0 if checkpoint is None else checkpoint.step)
+        prepared = prepare(config, processes, folder, 0 if checkpoint is None else checkpoint.step, start, kept)
         check_room(folder, prepared.sizes.num_trainable * 4, processes)  # float32
         if checkpoint is not None:
             check_data(checkpoint, prepared.data.train, config)
@@ -106,8 +115,9 @@ def run(config: Config, world: World) -> dict[str, Any]:
 
         # Third: load the weights, prove them, and train.
         with _explained_shortage(prepared, config, processes, folder, summary):
-            loaded = _load_and_prove(prepared, config, processes)
+            loaded = _load_and_prove(prepared, processes)
             summary.loaded(loaded, setup_seconds=time.perf_counter() - started)
+            prepared = add_reference(prepared, processes)
             result = _train(prepared, config, processes, watch, folder, checkpoint, summary)
 
         seconds = time.perf_counter() - started
@@ -168,11 +178,14 @@ def _explained_shortage(
             summary.measured(None if plan is None else as_json(plan), measured)
 
 
-def _load_and_prove(prepared: Prepared, config: Config, processes: Processes) -> dict[str, Any]:
+def _load_and_prove(prepared: Prepared, processes: Processes) -> dict[str, Any]:
     """Shard the model, fill and prove every shard, and return figures for summary.json."""
+    config = prepared.config
 
     def fill_adapters(model: peft.PeftModel) -> None:
         initialize_adapters(model, config.lora.init_lora_weights, config.training.seed, prepared.assembled.tokens)
+        if prepared.start is not None:
+            prepared.start.load(model)
 
     loaded = materialize(
         prepared.assembled,
@@ -235,7 +248,8 @@ def _train(
     result.last_losses = [line["loss"] for line in before[-NUM_FINAL:]]
     norms = [line["grad_norm"] for line in before]
     bad_steps = BadSteps(config.training, folder, data.train, split, decode, norms, saver, processes)
-    generations = Generations(config.tracking, data.eval, prepared.tokenizer, processes)
+    trusted = config.model.trust_remote_code
+    generations = Generations(config.tracking, data.eval, prepared.tokenizer, processes, trusted)
     every_steps = config.training.eval_every_steps
     evaluation = Evaluation(data.eval, every_steps, split, generations, processes, peaks, journal, saver)
     passes = make_passes(prepared, prepared.config, trainable, processes)
@@ -281,7 +295,7 @@ def _describe_adapter(
     """What gives the facts for the model card whenever an adapter is written, and the settings saved with it."""
     form = find_form(config) if processes.is_main else None
     weights = getattr(prepared.model, "class_weights", None)
-    settings = saved_settings(config, None if weights is None else weights.tolist(), form)
+    settings = saved_settings(config, None if weights is None else weights.tolist(), form, prepared.base_layers)
     return partial(describe_adapter, prepared, config, result, folder, form, result.num_steps == 0), settings
 
 
@@ -296,7 +310,7 @@ def _checkpoint_content(
         folder / "checkpoints",
         result.num_steps,
         processes.num_ranks,
-        settings_of(config, processes.num_ranks),
+        settings_of(prepared.run_plan.settle(config), processes.num_ranks),
         prepared.data.train.describe(),
         prepared.base,
         result.eval_losses,

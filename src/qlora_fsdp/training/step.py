@@ -10,9 +10,11 @@ whether to update. With offloaded parameters the optimizer runs on the CPU, so t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import islice
+from types import MappingProxyType
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -42,11 +44,13 @@ class StepFigures(NamedTuple):
         grad_norm: norm of the gradient before clipping.
         max_expert_load: the rows of a layer's busiest expert over the mean of its experts, the mean over the layers;
             None for a model without experts. 1 is even, and the number of experts the most there can be.
+        metrics: the task's other figures, by name.
     """
 
     loss: float
     grad_norm: float
     max_expert_load: float | None = None
+    metrics: Mapping[str, float] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -127,13 +131,28 @@ class StepRunner:
         loss = _sum_over_ranks(local_loss.double())
         is_good = loss.isfinite() & norm.isfinite() & (norm <= norm_limit)
         is_bad = (~is_good).float()
-        wait = _start_reading(loss, norm, *self._max_expert_load())
+        wait = self._start_reading(loss, norm)
         if batch.step < GRADIENT_CHECK_STEPS and not is_bad.item():
             check_gradients(self.model, batch.step, is_first_update, self.processes)
         self.optimizer.found_inf = is_bad  # torch's name: the optimizer changes nothing where this is 1
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return StepResult(wait, micro_losses, num_flops)
+
+    def _start_reading(self, loss: Tensor, norm: Tensor) -> Callable[[], StepFigures]:
+        """Start copying the step's figures to the host; returns a function that waits for them only."""
+        loads, sums = self._max_expert_load(), self.model.take_sums()
+        measured = [] if sums is None else list(_sum_over_ranks(sums).flatten())
+        wait_for_values = _start_copying(loss, norm, *loads, *measured)
+
+        def wait() -> StepFigures:
+            values = wait_for_values()
+            first = 2 + len(loads)
+            return StepFigures(
+                values[0], values[1], values[2] if loads else None, self.model.name_figures(values[first:])
+            )
+
+        return wait
 
     def _max_expert_load(self) -> list[Tensor]:
         """`StepFigures.max_expert_load` on the device; nothing for a model without experts. Counting begins anew."""
@@ -159,6 +178,10 @@ class StepRunner:
         loss_sum, num_flops = torch.zeros((), dtype=torch.float32, device=self.processes.device), 0.0
         micro_losses = []
         self.passes.begin_step(max(1, batch.num_targets))
+        if self.model.looks_ahead:
+            seen = list(islice(micro_batches, batch.num_micro_batches))
+            self.model.look_ahead(seen, self.processes)
+            micro_batches = iter(seen)
         for micro in range(batch.num_micro_batches):
             micro_batch = next(micro_batches)
             num_flops += self.flops.of_batch(micro_batch.sequence_starts)
@@ -175,7 +198,7 @@ def _sum_over_ranks(value: Tensor) -> Tensor:
     return value
 
 
-def _start_reading(*figures: Tensor) -> Callable[[], StepFigures]:
+def _start_copying(*figures: Tensor) -> Callable[[], list[float]]:
     """Start copying a step's figures, scalars on the device, to the host.
 
     Returns a function that waits for this copy only.
@@ -187,9 +210,9 @@ def _start_reading(*figures: Tensor) -> Callable[[], StepFigures]:
         on_host.copy_(values, non_blocking=True)
         copied.record()
 
-    def wait() -> StepFigures:
+    def wait() -> list[float]:
         if copied is not None:
             copied.synchronize()
-        return StepFigures(*on_host.tolist())
+        return cast(list[float], on_host.tolist())
 
     return wait

@@ -91,6 +91,7 @@ class StepRecorder:
             "tokens_per_second_per_gpu": round(speed / self.num_ranks, 1),
             "mfu": None if self.peak_flops is None else round(num_flops / seconds / self.peak_flops, 4),
         }
+        figures |= {name: _finite(value) for name, value in measured.metrics.items()}
         if measured.max_expert_load is not None:
             figures["max_expert_load"] = round(measured.max_expert_load, 4)
         self.deferred.hold(figures)

@@ -1,0 +1,61 @@
+"""Checks of the settings of preferences. Part of `check_settings`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from qlora_fsdp.common.errors import Problem
+from qlora_fsdp.config.schema import Config, DataFormat, Kernel, LossOn, PreferenceLoss, TaskName
+from qlora_fsdp.config.settings import all_settings, problem_with, show, value_of
+
+# The losses that each of these settings is a part of; the others of the section are parts of all.
+_USED_BY = {
+    "preference.label_smoothing": (
+        *(PreferenceLoss.dpo, PreferenceLoss.robust),
+        *(PreferenceLoss.cpo, PreferenceLoss.simpo),
+    ),
+    "preference.simpo_gamma": (PreferenceLoss.simpo,),
+    "preference.sft_weight": tuple(loss for loss in PreferenceLoss if loss.is_paired),
+    "preference.desirable_weight": (PreferenceLoss.kto,),
+    "preference.undesirable_weight": (PreferenceLoss.kto,),
+    "preference.precompute": tuple(loss for loss in PreferenceLoss if loss.needs_reference),
+}
+
+
+def check_preference(config: Config) -> Iterator[Problem]:
+    """Yields what is wrong with `preference`, and with what goes with it."""
+    own = [key for key in all_settings() if key.startswith("preference.")]
+    changed = [key for key in own if value_of(config, key) != all_settings()[key].default]
+    if config.task.name is not TaskName.preference:
+        for key in changed:
+            reason = f"has no effect with {show('task.name', config.task.name)}."
+            yield problem_with(config, key, reason, f"Set task=preference too, or leave {key} out.")
+        return
+    loss = config.preference.loss
+    for key in changed:
+        if loss not in _USED_BY.get(key, (loss,)):
+            losses = ", ".join(each.value for each in _USED_BY[key])
+            reason = f"has no effect with {show('preference.loss', loss)}."
+            yield problem_with(config, key, reason, f"Leave it out, or set preference.loss to one of {losses}.")
+    yield from _others(config)
+
+
+def _others(config: Config) -> Iterator[Problem]:
+    """What the settings of other sections can't be with task=preference."""
+    if config.data.format not in (DataFormat.auto, DataFormat.random):
+        keys = "prompt, chosen and rejected" if config.has_pairs else "prompt, completion and label"
+        reason = f"has no effect with task.name=preference: rows have {keys}."
+        yield problem_with(config, "data.format", reason, "Set data.format=auto.")
+    if config.data.loss_on is not LossOn.completion:
+        reason = "has no effect with task.name=preference, which compares answers to the same prompt."
+        yield problem_with(config, "data.loss_on", reason, "Leave it out.")
+    if config.kernels.cross_entropy is Kernel.liger:
+        reason = "can't be used with task.name=preference: Liger's kernel sums over all tokens, not over answers."
+        yield problem_with(config, "kernels.cross_entropy", reason, "Set kernels.cross_entropy=auto.")
+    has_own_reference = config.preference.precompute or config.lora.start is not None
+    if has_own_reference or not config.preference.loss.needs_reference:
+        return
+    for key in ("tokenizer.add_tokens", "tokenizer.add_special_tokens", "lora.modules_to_save"):
+        if value_of(config, key):
+            reason = "is trained beside the adapter, and with preference.precompute=false the reference would have it."
+            yield problem_with(config, key, reason, "Set preference.precompute=true, or leave it out.")

@@ -1,0 +1,137 @@
+"""`lora.start=FOLDER`: what the settings of a run follow from when it trains on from a saved adapter.
+
+The adapter's own settings stand where the schema's defaults stood. So a run need not repeat them, and whatever is
+written differently, on the command line, in a file or an experiment, is a contradiction that can be named. The dropout
+alone may be another one, because it is of the training and not of the adapter. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qlora_fsdp.common.errors import Problem
+from qlora_fsdp.common.hub_names import hub_name
+from qlora_fsdp.config.adapter_config import SETTINGS_FILE, adapter_problems, read_lora
+from qlora_fsdp.config.bounded_yaml import read_yaml
+from qlora_fsdp.config.config_file import OF_A_MODEL, Sections
+from qlora_fsdp.config.foreign_settings import BASE_FINGERPRINT, read_base_model, read_foreign_settings
+from qlora_fsdp.config.schema import Config, LoraConfig, ModelConfig, Weights
+from qlora_fsdp.config.settings import problem_about, problem_with, show
+
+SETTING = "lora.start"
+ADAPTERS_OWN = (
+    *("r", "lora_alpha", "target_modules", "experts", "exclude_modules", "modules_to_save", "init_lora_weights"),
+    *("use_rslora", "use_dora", "rank_pattern", "alpha_pattern"),
+)
+FindStart = Callable[[Config], Path]  # where the adapter that lora.start names is to be read
+
+
+@dataclass(frozen=True)
+class StartAdapter:
+    """What is known of the adapter that a run starts from, before torch is imported.
+
+    Attributes:
+        folder: where it is read: what `lora.start` names, or the copy that the run made of it.
+        lora: its settings.
+        base: what its adapter_config.json calls the base model; None if it names none.
+        fingerprint: of the base's weights, if this project has trained the adapter; None if it is unknown.
+        model: the settings of the base, for a run that names no model itself.
+        quant: the settings of the base's quantization in training, by name; empty if they are unknown.
+    """
+
+    folder: Path
+    lora: LoraConfig
+    base: str | None
+    fingerprint: str | None
+    model: dict[str, Any]
+    quant: dict[str, Any]
+
+    def defaults(self, config: Config) -> Sections:
+        """What stands in the place of the schema's defaults, given the settings as they are without the adapter."""
+        model = config.model
+        names_model = (
+            model.name != ModelConfig.name or model.path is not None or model.weights is not Weights.checkpoint
+        )
+        lora = {name: getattr(self.lora, name) for name in (*ADAPTERS_OWN, "lora_dropout")}
+        return {"lora": lora} | ({} if names_model else {"model": self.model})
+
+
+def typed_folder(config: Config) -> Path:
+    """The folder that `lora.start` names."""
+    assert config.lora.start is not None
+    return Path(config.lora.start).expanduser()
+
+
+def start_problems(config: Config, folder: Path) -> list[Problem]:
+    """Returns why the folder can't be read as an adapter's; it is what `lora.start` names, or a run's copy of it."""
+    typed = str(config.lora.start)
+    return adapter_problems(typed if folder == typed_folder(config) else str(folder), SETTING)
+
+
+def read_start(folder: Path) -> StartAdapter:
+    """Reads what an adapter's folder says of the adapter and its base. Anybody may have written it.
+
+    Raises:
+        AdapterError, ConfigError: it is no LoRA adapter, or one that is not supported, or its files can't be used.
+    """
+    base, saved, fingerprint = read_base_model(folder, SETTING), Sections(), None
+    file = folder / SETTINGS_FILE
+    if file.is_file():
+        saved, _ = read_foreign_settings(file)
+        note = read_yaml(file, allows_aliases=False).get(BASE_FINGERPRINT)
+        fingerprint = note if isinstance(note, str) else None
+    model = {name: value for name, value in saved.get("model", {}).items() if name in OF_A_MODEL}
+    if (folder / "tokenizer_config.json").is_file():  # its own tokenizer is nearer than the one that was named
+        model.pop("tokenizer_path", None)
+    return StartAdapter(
+        folder, read_lora(folder, SETTING), base, fingerprint, model or {"path": base}, saved.get("quant", {})
+    )
+
+
+def find_contradictions(config: Config, start: StartAdapter) -> Iterator[Problem]:
+    """Yields the settings that somebody wrote and that the adapter does not have, and a base that is not its own.
+
+    `target_modules=all-linear` means what only the model can tell; it is compared when the model is built.
+    """
+    for name in ADAPTERS_OWN:
+        value, own = getattr(config.lora, name), getattr(start.lora, name)
+        is_told_later = name == "target_modules" and value == "all-linear"
+        has_no_meaning = name == "experts" and value is True  # of a model that has none, or of targets that name none
+        if _unordered(value) != _unordered(own) and not is_told_later and not has_no_meaning:
+            key = f"lora.{name}"
+            reason = f"contradicts {show(SETTING, config.lora.start)}, whose adapter has {show(key, own)}."
+            if name == "init_lora_weights":
+                reason = f"has no effect: the adapter starts from {show(SETTING, config.lora.start)}."
+            yield problem_about(key, value, reason, f"Leave {key} out, or start without {SETTING}.")
+    name = config.model.path or config.model.name
+    if start.fingerprint is None and start.base is not None and not _may_be_same(name, start.base):
+        reason = f"is not the base of {show(SETTING, config.lora.start)}, which was trained on {start.base}."
+        fix = f"Set model.path={start.base}, or leave the model out. If both are one model, write the one's name as "
+        fix += "base_model_name_or_path into the adapter's adapter_config.json."
+        yield problem_with(config, "model.path", reason, fix)
+
+
+def settle_targets(config: Config, start: StartAdapter) -> None:
+    """Takes the adapter's word on experts, where what was written says nothing else."""
+    if config.lora.target_modules != "all-linear":
+        config.lora.experts = start.lora.experts
+
+
+def _unordered(value: Any) -> Any:
+    """A value in which the order of a list's names is of no account."""
+    return sorted(set(value)) if isinstance(value, list) else value
+
+
+def _may_be_same(one: str, other: str) -> bool:
+    """Whether two names may be one model: folders and hub names are compared by their last part."""
+    return one == other or _last_part(one) == _last_part(other)
+
+
+def _last_part(name: str) -> str:
+    try:
+        return Path(hub_name(name) or Path(name).expanduser().resolve()).name.lower()
+    except (OSError, RuntimeError, ValueError):  # it is no path
+        return name

@@ -1,0 +1,154 @@
+"""Answers that are compared, as what stays together in a sequence: a pair of them, or one with its label.
+
+These wrap the rows of a data set, which are tokenized and cached as any other. Held out, mixed, packed and batched is
+then a whole pair at a time, because it is what the wrapper calls a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qlora_fsdp.common.errors import DataError
+from qlora_fsdp.config.schema import Config, TaskName
+from qlora_fsdp.data.sequences import Rows
+from qlora_fsdp.data.tokenize import TokenRow
+
+NO_LABELS = np.zeros((0, 0), np.float32)
+
+
+class AnswerRows(Rows, Protocol):
+    """Rows of tokens, each a prompt and an answer: `cache.TokenizedRows` or `RandomRows`."""
+
+    @property
+    def prompt_lengths(self) -> NDArray[np.int64]: ...
+
+
+class Judged(Rows, Protocol):
+    """Answers with labels: `JudgedRows`, or a mix of these."""
+
+    @property
+    def is_good(self) -> NDArray[np.bool_]: ...
+
+    def read_mismatched(self, row: int) -> TokenRow: ...
+
+
+@dataclass(frozen=True)
+class PairedRows:
+    """Pairs: rows 2p and 2p + 1 of `parts` are the chosen and the rejected answer of pair p, each behind its prompt."""
+
+    parts: Rows
+
+    num_answers = 2
+
+    @property
+    def key(self) -> str:
+        return self.parts.key
+
+    @cached_property
+    def lengths(self) -> NDArray[np.int64]:
+        lengths = self.parts.lengths
+        return lengths[::2] + lengths[1::2]
+
+    @cached_property
+    def longest_parts(self) -> NDArray[np.int64]:
+        lengths = self.parts.lengths
+        return np.maximum(lengths[::2], lengths[1::2], dtype=np.int64)
+
+    @property
+    def num_targets(self) -> NDArray[np.int32]:
+        """A pair has one loss."""
+        return np.ones(len(self.lengths), dtype=np.int32)
+
+    @property
+    def labels(self) -> NDArray[np.float32]:
+        return NO_LABELS
+
+    def read(self, row: int) -> list[TokenRow]:
+        return [*self.parts.read(2 * row), *self.parts.read(2 * row + 1)]
+
+
+@dataclass(frozen=True)
+class JudgedRows:
+    """Answers that are good or not, one a row, and for each its prompt with another row's answer.
+
+    The second says how far the model has moved on answers that belong to no prompt (KTO's reference point). The other
+    answer is that of the row before, whatever batch the row is in, so that a step does not depend on how it is split.
+
+    Attributes:
+        parts: the rows of tokens.
+        is_good: bool [num_rows], the labels.
+        max_length: tokens of a prompt with one answer, at most.
+    """
+
+    parts: AnswerRows
+    is_good: NDArray[np.bool_]
+    max_length: int
+
+    num_answers = 1
+
+    @property
+    def key(self) -> str:
+        return self.parts.key
+
+    @cached_property
+    def lengths(self) -> NDArray[np.int64]:
+        """The room for either of the two, which are in sequences of their own."""
+        prompts = self.parts.prompt_lengths
+        mismatched = prompts + np.roll(self.parts.lengths - prompts, 1)
+        return np.maximum(self.parts.lengths, np.minimum(mismatched, self.max_length))
+
+    @property
+    def longest_parts(self) -> NDArray[np.int64]:
+        return self.lengths
+
+    @property
+    def num_targets(self) -> NDArray[np.int32]:
+        """An answer has one loss."""
+        return np.ones(len(self.is_good), dtype=np.int32)
+
+    @property
+    def labels(self) -> NDArray[np.float32]:
+        return NO_LABELS
+
+    def read(self, row: int) -> list[TokenRow]:
+        return self.parts.read(row)
+
+    def read_mismatched(self, row: int) -> TokenRow:
+        """The prompt of a row with the answer of the row before it; for the first row, of the last."""
+        [(tokens, is_target)] = self.parts.read(row)
+        before = (row or len(self.is_good)) - 1
+        [(others, other_targets)] = self.parts.read(before)
+        own, other = int(self.parts.prompt_lengths[row]), int(self.parts.prompt_lengths[before])
+        joined = np.concatenate([tokens[:own], others[other:]])
+        targets = np.concatenate([is_target[:own], other_targets[other:]])
+        return joined[: self.max_length], targets[: self.max_length]
+
+
+def wrap_answers(rows: AnswerRows, labels: NDArray[Any], config: Config, path: str) -> Rows:
+    """The rows of a data set as the task needs them: as they are, unless answers are compared.
+
+    Args:
+        rows: rows of tokens.
+        labels: [num_rows, 1] of answers with labels.
+        config: `task`, `preference` and `training.max_length` are used.
+        path: what the user calls the data.
+
+    Raises:
+        DataError: labels are all the same, so that nothing can be learned from them.
+    """
+    if config.task.name is not TaskName.preference:
+        return rows
+    if config.has_pairs:
+        return PairedRows(rows)
+    is_good = labels[:, 0] > 0
+    if is_good.all() or not is_good.any():
+        raise DataError(
+            f"{path}: every label is {'true' if is_good.all() else 'false'}. preference.loss=kto learns from good and "
+            "from bad answers. Add rows of the other kind; for good answers alone set task=causal_lm."
+        )
+    return JudgedRows(rows, is_good, config.training.max_length)

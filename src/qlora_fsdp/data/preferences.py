@@ -1,0 +1,206 @@
+"""Stages 2 to 4 for preferences: rows with a prompt and answers, checked and tokenized as rows of tokens.
+
+A pair is {"prompt": ..., "chosen": ..., "rejected": ...}, each text or a list of messages; without a prompt it is what
+both answers begin with. An answer with a label is {"prompt": ..., "completion": ..., "label": true or false}. Prompt
+and answer are written and tokenized as a row of `prompt_completion` or of `messages` is, with the loss on the answer.
+A pair becomes two rows of tokens, the chosen answer's and the rejected one's behind it; if one of them can't be used,
+neither is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from qlora_fsdp.config.schema import BadRows, DataFormat, LossOn
+from qlora_fsdp.data.format import FormattedRow, format_row
+from qlora_fsdp.data.row import (
+    EMPTY,
+    MORE_KEYS,
+    NO_COLUMNS,
+    NO_TARGET,
+    SAME_ANSWERS,
+    TOO_LONG,
+    TRAIN_KEYS,
+    TURN_KEYS,
+    WRONG_KEYS,
+    WRONG_LABEL,
+    WRONG_TYPES,
+    BadRow,
+    check_fields,
+    parse_row,
+    rename,
+    show_keys,
+    type_name,
+)
+from qlora_fsdp.data.tokenize import FEATURES, RowTokenizer, TokenRow
+
+PAIR_KEYS = ("chosen", "rejected")
+JUDGED_KEYS = ("completion", "label")
+LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A prompt with one answer, as a row of a form that `format_row` knows.
+
+    Attributes:
+        form: prompt_completion or messages.
+        fields: the keys of the form.
+        label: whether the answer is a good one; None in a pair.
+    """
+
+    form: DataFormat
+    fields: dict[str, Any]
+    label: bool | None = None
+
+
+@dataclass(frozen=True)
+class PreferenceRowTokenizer:
+    """Checks, formats and tokenizes batches of raw rows; the function of `datasets.map`.
+
+    Attributes:
+        tokenizer: the model's.
+        is_paired: whether each two rows of tokens are a pair; else each has a label.
+        max_length: tokens of a prompt with one answer, at most.
+        bad_rows: what becomes of longer ones.
+        columns: data.columns.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    is_paired: bool
+    max_length: int
+    bad_rows: BadRows
+    columns: Mapping[str, str] = field(default_factory=dict)
+
+    def __call__(self, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        """Maps columns `place` and `row` to those of FEATURES. A bad row stays, empty."""
+        out: dict[str, list[Any]] = {name: [] for name in FEATURES}
+        for place, raw in zip(batch["place"], batch["row"], strict=True):
+            try:
+                rows = list(self._tokenize(raw))
+            except BadRow as bad:
+                rows = [(bad.kind, bad.detail, (np.zeros(0, np.int32), np.zeros(0, np.bool_)), [])]
+            for problem, detail, (tokens, is_target), labels in rows:
+                for name, value in zip(FEATURES, (place, problem, detail, tokens, is_target, labels), strict=True):
+                    out[name].append(value)
+        return out
+
+    def _tokenize(self, raw: bytes) -> Iterator[tuple[str, str, TokenRow, list[float]]]:
+        """Problem, detail, tokens and labels of each answer of a row.
+
+        Raises:
+            BadRow: the row can't be used.
+        """
+        inner = RowTokenizer(self.tokenizer, DataFormat.auto, LossOn.completion, self.max_length, self.bad_rows)
+        answers = read_answers(raw, self.is_paired, self.columns)
+        formatted = [self._format(answer) for answer in answers]
+        found: list[TokenRow] = []
+        problem, detail = "", ""
+        for tokens, is_target, length in inner.encode(formatted):
+            if len(tokens) > self.max_length:
+                problem, detail = TOO_LONG, detail or length
+                if self.bad_rows is not BadRows.truncate:
+                    raise BadRow(problem, detail)
+            found += inner.cut(tokens, is_target, may_split=False)
+            if not found[-1][1].any():
+                within = f"within {self.max_length} tokens, which the prompt alone fills" if problem else ""
+                raise BadRow(NO_TARGET, within)
+        if self.is_paired and np.array_equal(found[0][0], found[1][0]):
+            raise BadRow(SAME_ANSWERS, f"within {self.max_length} tokens" if problem else "")
+        for answer, row in zip(answers, found, strict=True):
+            yield problem, detail, row, [] if answer.label is None else [float(answer.label)]
+            problem, detail = "", ""  # count a row once, not each of its answers
+
+    def _format(self, answer: Answer) -> FormattedRow:
+        return format_row(answer.form, answer.fields, LossOn.completion, self.tokenizer)
+
+
+def read_answers(raw: bytes, is_paired: bool, columns: Mapping[str, str] = NO_COLUMNS) -> list[Answer]:
+    """The answers of a row, each with its prompt: the chosen and the rejected one, or one with a label.
+
+    A pair where labels are wanted becomes two answers, a good one and a bad one.
+
+    Raises:
+        BadRow: the row can't be used.
+    """
+    found = parse_row(raw)
+    row = rename(found, columns)
+    has_pair = all(key in row for key in PAIR_KEYS)
+    keys = PAIR_KEYS if is_paired or has_pair else ("prompt", *JUDGED_KEYS)
+    missing = [key for key in keys if key not in row]
+    if missing:
+        lacks = f"no {' and no '.join(missing)}; keys are {show_keys(found)}"
+        raise BadRow(WRONG_KEYS, f"{lacks}; data.columns={{{missing[0]}: NAME}} says which it is")
+    turn_columns = {key: columns[key] for key in TURN_KEYS if key in columns}
+    if not has_pair:
+        return [_answer(row, row["prompt"], "completion", turn_columns, _read_label(row["label"]))]
+    labels = (None, None) if is_paired else (True, False)
+    if row["chosen"] == row["rejected"]:
+        raise BadRow(SAME_ANSWERS)
+    prompt, *answers = _find_prompt(row)
+    row = row | dict(zip(PAIR_KEYS, answers, strict=True))
+    return [_answer(row, prompt, key, turn_columns, label) for key, label in zip(PAIR_KEYS, labels, strict=True)]
+
+
+def preference_columns(names: Sequence[str], columns: Mapping[str, str]) -> list[str]:
+    """Of the columns of a table, those that preferences need; all of them if the table has no such columns."""
+    wanted = {columns.get(key, key) for key in ("prompt", *PAIR_KEYS, *JUDGED_KEYS, *MORE_KEYS[DataFormat.messages])}
+    return [name for name in names if name in wanted] or list(names)
+
+
+def _find_prompt(row: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+    """Prompt, chosen and rejected answer of a pair, without the beginning that both answers share if it is the prompt.
+
+    Some data sets have a prompt as text and, as answers, whole conversations that begin with it.
+    """
+    prompt, chosen, rejected = row.get("prompt"), row["chosen"], row["rejected"]
+    are_turns = isinstance(chosen, list) and isinstance(rejected, list)
+    if are_turns and isinstance(prompt, str):
+        if not (chosen and rejected and chosen[0] == rejected[0]):
+            return [{TURN_KEYS[0]: "user", TURN_KEYS[1]: prompt}], chosen, rejected
+        prompt = None
+    if prompt is not None:
+        return prompt, chosen, rejected
+    if are_turns:
+        shortest = min(len(chosen), len(rejected))
+        shared = next((n for n in range(shortest) if chosen[n] != rejected[n]), shortest)
+        return chosen[:shared], chosen[shared:], rejected[shared:]
+    if isinstance(chosen, str) and isinstance(rejected, str):
+        shortest = min(len(chosen), len(rejected))
+        begins = next((n for n in range(shortest) if chosen[n] != rejected[n]), shortest)
+        begins = len(chosen[:begins].rstrip())  # a space before a word is part of the word
+        return chosen[:begins], chosen[begins:], rejected[begins:]
+    return "", chosen, rejected
+
+
+def _answer(
+    row: Mapping[str, Any], prompt: Any, key: str, turn_columns: Mapping[str, str], label: bool | None
+) -> Answer:
+    """A prompt with the answer under `key`, checked."""
+    answer = row[key]
+    for name, value in (("prompt", prompt), (key, answer)):
+        if not isinstance(value, (str, list)):
+            raise BadRow(WRONG_TYPES, f"{name} is {type_name(value)}, neither text nor a list of messages")
+    if not (answer.strip() if isinstance(answer, str) else answer):
+        raise BadRow(EMPTY, f"{key} is empty")
+    if isinstance(prompt, str) and isinstance(answer, str):
+        return Answer(DataFormat.prompt_completion, {"prompt": prompt, "completion": answer}, label)
+    if isinstance(answer, str):
+        answer = [{"role": "assistant", "content": answer}]
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}] if prompt else []
+    untrained = [turn | {TRAIN_KEYS[0]: False} if isinstance(turn, dict) else turn for turn in prompt]
+    messages = {"messages": [*untrained, *answer], "tools": row.get("tools")}
+    return Answer(*check_fields(messages, DataFormat.messages, turn_columns), label)
+
+
+def _read_label(value: Any) -> bool:
+    found = LABELS.get(str(value).strip().lower()) if isinstance(value, (bool, int, float, str)) else None
+    if found is None:
+        raise BadRow(WRONG_LABEL, f"label is {value!r}, neither true nor false")
+    return found

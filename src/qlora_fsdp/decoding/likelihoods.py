@@ -1,0 +1,204 @@
+"""Log-likelihoods of many short texts, a few large calls of the model in place of many small ones.
+
+Texts are sorted by length and padded at their ends, where no other token sees it, so that a call has thousands of
+tokens and little padding. Answers to one question, as tasks of multiple choice have them, follow it in one row, which
+is read once; an answer sees the question and itself. The head computes logits of the tokens that are asked for alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from qlora_fsdp.decoding.attending import attending
+from qlora_fsdp.layers.decode_linear import DecodeLayers
+from qlora_fsdp.layers.slot_attention import Step, running
+from qlora_fsdp.model.causal_lm import CausalLM
+
+CALL_TOKENS = 16_384  # tokens of one call, padding included
+ROW_TOKENS = 4096  # of a question and its answers, at most, unless it is one text
+HEAD_TOKENS = 1024  # tokens whose logits exist at the same time
+
+
+class Text(NamedTuple):
+    """A text whose last tokens are asked for.
+
+    Attributes:
+        tokens: what the model reads, all but the last of the text.
+        targets: the text's last tokens; the first of them follows `tokens[-len(targets)]`.
+    """
+
+    tokens: tuple[int, ...]
+    targets: tuple[int, ...]
+
+    @property
+    def question(self) -> tuple[int, ...]:
+        """What comes before the targets."""
+        return self.tokens[: len(self.tokens) - len(self.targets) + 1]
+
+    @property
+    def answer(self) -> tuple[int, ...]:
+        """The targets that are read, all but the last."""
+        return self.tokens[len(self.tokens) - len(self.targets) + 1 :]
+
+
+class Row(NamedTuple):
+    """A question, and the answers that follow it.
+
+    Attributes:
+        question: tokens.
+        answers: the numbers of the texts that have each answer; their last targets, which are not read, may differ.
+    """
+
+    question: tuple[int, ...]
+    answers: dict[tuple[int, ...], list[int]]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are read."""
+        return len(self.question) + sum(map(len, self.answers))
+
+    @property
+    def num_texts(self) -> int:
+        """Texts of all answers."""
+        return sum(map(len, self.answers.values()))
+
+
+class Likelihood(NamedTuple):
+    """Of a text's targets: the sum of their log-probabilities, and whether each is the likeliest token."""
+
+    log_probability: float
+    is_greedy: bool
+
+
+class Scorer:
+    """Computes log-likelihoods on one device.
+
+    Args:
+        model: with weights, not sharded, in evaluation mode, of a kind that `why_not_in_slots` has nothing against.
+        device: where it is.
+        max_rows: rows of one call, at most.
+    """
+
+    def __init__(self, model: CausalLM, device: torch.device, max_rows: int | None = None) -> None:
+        self.model, self.device, self.max_rows = model, device, max_rows
+        self.layers = DecodeLayers(model)
+
+    @torch.no_grad()
+    def score(self, texts: Sequence[Text], on_done: Callable[[int], Any] = lambda number: None) -> list[Likelihood]:
+        """The likelihoods of all texts, in their order.
+
+        Args:
+            texts: what several have in common is read once.
+            on_done: called with the number of texts that are done since the last time.
+        """
+        found: dict[int, Likelihood] = {}
+        before: tuple[list[int], Tensor, Tensor] | None = None
+
+        def fetch() -> None:
+            if before is not None:
+                call, sums, are_greedy = before
+                found.update(zip(call, map(Likelihood, sums.tolist(), are_greedy.tolist()), strict=True))
+                on_done(len(call))
+
+        with self.layers.in_use(), attending(self.model.base):
+            for rows in self._split(find_rows(texts)):
+                numbers = [number for row in rows for of_answer in row.answers.values() for number in of_answer]
+                queued = (numbers, *self._call(rows, texts))
+                fetch()  # while the device computes what was queued
+                before = queued
+            fetch()
+        return [found[number] for number in range(len(texts))]
+
+    def _split(self, rows: Sequence[Row]) -> Iterator[list[Row]]:
+        """Calls of rows of about the same length, the longest first."""
+        call: list[Row] = []
+        for row in sorted(rows, key=lambda row: row.num_tokens, reverse=True):
+            is_full = (len(call) + 1) * call[0].num_tokens > CALL_TOKENS if call else False
+            if is_full or len(call) == self.max_rows:
+                yield call
+                call = []
+            call.append(row)
+        if call:
+            yield call
+
+    def _call(self, rows: Sequence[Row], texts: Sequence[Text]) -> tuple[Tensor, Tensor]:
+        """Sums of log-probabilities, float32 [texts]; whether all targets are the likeliest tokens, bool [texts].
+
+        Texts are those of the rows, one row after another.
+        """
+        laid_out, places = _lay_out(rows, texts)
+        tokens, branches, positions = laid_out.to(self.device).unbind(0)
+        numbers, in_rows, in_columns, targets = places.to(self.device).unbind(1)
+        has_branches = any(len(row.answers) > 1 for row in rows)
+        base: Any = self.model.base
+        with running(Step(branches=branches, places=positions) if has_branches else Step()):
+            inputs = {"input_ids": tokens, "position_ids": positions, "use_cache": False}
+            if self.model.splits_head:
+                outputs = base.get_decoder()(**inputs).last_hidden_state
+            else:
+                outputs = base(**inputs).logits
+        chosen = outputs[in_rows, in_columns]
+        log_probabilities, are_missed = [], []
+        for part, target in zip(chosen.split(HEAD_TOKENS), targets.split(HEAD_TOKENS), strict=True):
+            logits = self._logits(part).float()
+            log_probabilities.append(logits.log_softmax(-1).gather(1, target[:, None])[:, 0])
+            are_missed.append((logits.argmax(-1) != target).float())
+        zeros = torch.zeros(sum(row.num_texts for row in rows), device=self.device)
+        sums = zeros.index_add(0, numbers, torch.cat(log_probabilities))
+        return sums, zeros.index_add(0, numbers, torch.cat(are_missed)) == 0
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        if not self.model.splits_head:
+            return hidden
+        base: Any = self.model.base
+        logits = base.get_output_embeddings()(hidden[None])[0]
+        cap = getattr(base.config, "final_logit_softcapping", None)
+        return logits if cap is None else cap * torch.tanh(logits / cap)  # type: ignore[no-any-return]
+
+
+def find_rows(texts: Sequence[Text]) -> list[Row]:
+    """Put texts with the same question into one row, if it is longer than their answers: else reading it is cheap."""
+    rows: list[Row] = []
+    open_rows: dict[tuple[int, ...], Row] = {}
+    for number, text in enumerate(texts):
+        question, answer = text.question, text.answer
+        is_short = len(answer) < len(question)
+        row = open_rows.get(question) if is_short else None
+        if row is None or (answer not in row.answers and row.num_tokens + len(answer) > ROW_TOKENS):
+            row = Row(question, {})
+            rows.append(row)
+        if is_short:
+            open_rows[question] = row
+        row.answers.setdefault(answer, []).append(number)
+    return rows
+
+
+def _lay_out(rows: Sequence[Row], texts: Sequence[Text]) -> tuple[Tensor, Tensor]:
+    """Tokens, branches and positions, int64 [3, rows, longest]; and where the targets are, int64 [targets, 4].
+
+    The latter are the number of a target's text among those of the rows, its row, the column of the token before it,
+    and the target itself.
+    """
+    laid_out = torch.zeros(3, len(rows), max(row.num_tokens for row in rows), dtype=torch.int64)
+    laid_out[1] = -1  # padding is a branch that nobody sees
+    places: list[tuple[int, int, int, int]] = []
+    num_texts = 0
+    for index, row in enumerate(rows):
+        start = len(row.question)
+        laid_out[0, index, :start], laid_out[1, index, :start] = torch.tensor(row.question), 0
+        laid_out[2, index, :start] = torch.arange(start)
+        for branch, (answer, numbers) in enumerate(row.answers.items(), start=1):
+            end = start + len(answer)
+            laid_out[0, index, start:end], laid_out[1, index, start:end] = torch.tensor(answer), branch
+            laid_out[2, index, start:end] = torch.arange(len(row.question), len(row.question) + len(answer))
+            columns = [len(row.question) - 1, *range(start, end)]
+            for number in numbers:
+                targets = texts[number].targets
+                places += [(num_texts, index, column, t) for column, t in zip(columns, targets, strict=True)]
+                num_texts += 1
+            start = end
+    return laid_out, torch.tensor(places)

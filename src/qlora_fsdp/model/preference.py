@@ -1,0 +1,219 @@
+"""A causal language model that learns from preferences: which of two answers was chosen, or which answers were good."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any, Literal, cast
+
+import peft
+import torch
+from peft.tuners.lora import LoraLayer
+from torch import Tensor
+
+from qlora_fsdp.common.sizes import IGNORE_INDEX
+from qlora_fsdp.config.schema import PreferenceConfig
+from qlora_fsdp.data.batch import Batch
+from qlora_fsdp.layers.head_loss import LossKernel
+from qlora_fsdp.model.causal_lm import CausalLM
+from qlora_fsdp.model.frozen_copy import FrozenCopy
+from qlora_fsdp.model.preference_loss import Pairs, figure_names, judged_losses, pair_losses
+from qlora_fsdp.runtime.processes import Processes
+
+Wanted = Literal["loss", "log_probs", "reference"]
+
+
+class PreferenceLM(CausalLM):
+    """A PEFT-wrapped causal language model with the loss of a preference.
+
+    The reference costs no second model. It is the same sharded base without the adapter, or with the adapter that
+    training started from: its log-probabilities come with the batch, computed before the first step
+    (`training/reference.py`), or from a pass without gradient.
+
+    Args:
+        model: the wrapped model, on meta or not.
+        settings: the loss and its numbers.
+        loss_kernel: as of `CausalLM`; Liger's gives no losses of single tokens, so plain torch takes its place.
+        splits_head: as of `CausalLM`.
+
+    Attributes:
+        starts_from_adapter: whether the reference is the adapter with which training starts, and not the base.
+        frozen: that adapter, where passes of the reference are made during training.
+    """
+
+    def __init__(
+        self,
+        model: peft.PeftModel,
+        settings: PreferenceConfig,
+        loss_kernel: LossKernel = "torch",
+        splits_head: bool = True,
+    ) -> None:
+        super().__init__(model, loss_kernel, splits_head)
+        self.settings = settings
+        self.figure_names = figure_names(self.settings)
+        self.looks_ahead = not self.settings.loss.is_paired
+        self.starts_from_adapter, self.frozen = False, cast(FrozenCopy | None, None)
+        self._sums: Tensor | None = None  # of figures and of what they are about, since they were last taken: [K, 2]
+        self._kl = 0.0
+
+    def forward(self, batch: Batch, wants: Wanted = "loss") -> Tensor:
+        """Sum of the losses of the batch's pairs or answers, not divided by their number: float32 scalar.
+
+        Args:
+            batch: answers, and no other rows.
+            wants: what to return: that, or float32 [num_answers], the answers' log-probabilities under the model or
+                under the reference. FSDP gathers for calls of the whole model alone, so all three are such.
+        """
+        match wants:
+            case "log_probs":
+                return self._log_probs(batch)[0]
+            case "reference":
+                return self.reference_log_probs(batch)
+            case "loss":
+                return self._loss(batch)
+
+    def _loss(self, batch: Batch) -> Tensor:
+        reference = batch.reference
+        if reference is None and self.settings.loss.needs_reference:
+            reference = self.reference_log_probs(batch)
+        logps, num_tokens, router_loss = self._log_probs(batch)
+        if self.settings.loss.is_paired:
+            by_pairs = None if reference is None else reference.view(-1, 2)
+            pairs = Pairs(logps.view(-1, 2), num_tokens.view(-1, 2), by_pairs)
+            losses, values = pair_losses(pairs, self.settings)
+            is_about = torch.ones_like(values, dtype=torch.bool)
+        else:
+            assert reference is not None and batch.is_good is not None
+            own = reference if reference.ndim == 1 else reference[:, 0]
+            kl = logps.new_tensor(self._kl)
+            losses, values, is_about = judged_losses(logps, own, batch.is_good, kl, self.settings)
+        self._add(values, is_about)
+        return losses.sum() if router_loss is None else losses.sum() + router_loss * len(losses)
+
+    def _log_probs(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Log-probabilities and tokens of each answer, float32 [num_answers], and the router's loss or None."""
+        losses, router_loss = self.losses(batch, "none")
+        is_target = (batch.targets != IGNORE_INDEX).float()
+        both = torch.stack([-losses.flatten(), is_target.flatten()])
+        logps, num_tokens = _sum_rows(both, batch)[:, : batch.num_answers]
+        return logps, num_tokens, router_loss
+
+    def reference_log_probs(self, batch: Batch) -> Tensor:
+        """The answers' log-probabilities under the reference: float32 [num_answers], without gradient."""
+        with self._reference():
+            return self._log_probs(batch)[0]
+
+    @contextmanager
+    def _reference(self) -> Iterator[None]:
+        """A context in which the model is the reference: without dropout and gradient, and without LoRA.
+
+        An adapter that training started from is part of the reference, and stays on. PEFT's own `disable_adapter` also
+        changes which parameters require gradients, which FSDP may not see changed.
+        """
+        switches: list[Any] = [module for module in self.model.modules() if isinstance(module, LoraLayer)]
+        switches = [] if self.starts_from_adapter else switches
+        was_training = self.training
+        self.eval()
+        for module in switches:
+            module._disable_adapters = True
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            for module in switches:
+                module._disable_adapters = False
+            self.train(was_training)
+
+    def freeze_start(self, keeps_copy: bool) -> None:
+        """Take the adapter as it is now, which training starts from, for the reference.
+
+        Args:
+            keeps_copy: whether the reference is asked for once training has begun.
+        """
+        self.starts_from_adapter = True
+        self.frozen = FrozenCopy(self) if keeps_copy else None
+
+    def with_reference(self, batch: Batch) -> Batch:
+        """The batch with the reference's log-probabilities, where only a frozen copy of the adapter gives them.
+
+        The copy changes places with the adapter, which FSDP allows between calls of the whole model alone.
+        """
+        if self.frozen is None or batch.reference is not None:
+            return batch
+        with self.frozen.in_place():
+            return replace(batch, reference=self.reference_of(batch))
+
+    def reference_of(self, batch: Batch) -> Tensor:
+        """What `Batch.reference` holds for a batch on the device: float32 [num_rows, 2]."""
+        values: Tensor = self(batch, "reference")
+        if batch.mismatched is None:
+            return values.view(-1, 2)
+        return torch.stack([values, self(batch.mismatched, "reference")], 1)
+
+    @torch.no_grad()
+    def look_ahead(self, batches: Iterable[Batch], processes: Processes) -> None:
+        """Find how far the model has moved from the reference, over all batches and ranks, which KTO compares with.
+
+        Args:
+            batches: this rank's, of a whole step or evaluation; the losses of the same batches are asked for next.
+            processes: all ranks take part.
+        """
+        sums, was_training = torch.zeros(2, dtype=torch.float64, device=processes.device), self.training
+        self.eval()
+        for batch in batches:
+            assert batch.mismatched is not None
+            mismatched = batch.mismatched.to(processes.device)
+            logps = self(mismatched, "log_probs")
+            if batch.reference is not None:
+                reference = batch.reference[:, 1].to(processes.device)
+            else:
+                with nullcontext() if self.frozen is None else self.frozen.in_place():
+                    reference = self(mismatched, "reference")
+            sums += torch.stack([(logps - reference).double().sum(), sums.new_tensor(len(logps))])
+        self.train(was_training)
+        total, count = processes.sum(sums.tolist())
+        self._kl = max(0.0, total / max(1.0, count))
+
+    def _add(self, values: Tensor, is_about: Tensor) -> None:
+        """Add to the sums of the figures. `is_about` says which values count; without a row for `kl`, that is added."""
+        sums = torch.stack([(values * is_about).double().sum(1), is_about.double().sum(1)], 1)
+        if len(sums) < len(self.figure_names):
+            sums = torch.cat([sums, sums.new_tensor([[self._kl, 1.0]])])
+        self._sums = sums if self._sums is None else self._sums + sums
+
+    def take_sums(self) -> Tensor | None:
+        """Sums of the figures and numbers of what they are about since the last call, float64 [K, 2] on the device."""
+        sums, self._sums = self._sums, None
+        return sums
+
+    def name_figures(self, sums: Sequence[float]) -> dict[str, float]:
+        """Figures by name, of the numbers of `take_sums`, one after another and summed over ranks."""
+        pairs = zip(self.figure_names, sums[::2], sums[1::2], strict=True)
+        figures = {name: value / count for name, value, count in pairs if count}
+        means = [figures.get(f"rewards/{side}") for side in ("chosen", "rejected")]
+        if "rewards/margins" not in self.figure_names and means[0] is not None and means[1] is not None:
+            figures["rewards/margins"] = means[0] - means[1]
+        return figures
+
+    def take_metrics(self, processes: Processes) -> dict[str, float]:
+        """The figures of all ranks since the last call. Collective."""
+        sums = self.take_sums()
+        mine = [0.0] * (2 * len(self.figure_names)) if sums is None else sums.flatten().tolist()
+        return self.name_figures(processes.sum(mine))
+
+    def forget_outputs(self) -> None:
+        """Drop what `take_metrics` would take into account."""
+        self._sums = None
+
+
+def _sum_rows(values_KN: Tensor, batch: Batch) -> Tensor:
+    """Sums of K values of each token over the rows of a batch, [K, R].
+
+    Rows are laid side by side and summed, which is the same sum at every run; adding up by index is not, on a GPU.
+    """
+    starts = batch.sequence_starts.long()
+    columns = torch.arange(batch.max_row_length, device=starts.device)
+    is_own = columns < starts.diff()[:, None]
+    index = torch.where(is_own, starts[:-1, None] + columns, 0)
+    return (values_KN[:, index] * is_own).sum(2)

@@ -1,0 +1,136 @@
+"""The weights of a saved adapter, maybe from elsewhere: the checks that they fit the model, and reading them into it.
+
+Its settings are read by config/adapter_config.py. An adapter is named by a setting, `adapter` of the commands that use
+one or `lora.start` of a run that trains on from one, and every message says by which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+import peft
+import torch
+from peft.utils.constants import DUMMY_TARGET_MODULES
+from safetensors import safe_open
+from torch import Tensor
+
+from qlora_fsdp.common.errors import AdapterError
+from qlora_fsdp.common.text import plural
+from qlora_fsdp.config.adapter_config import ADAPTER_WEIGHTS, read_adapter_config, read_shapes
+from qlora_fsdp.config.schema import LoraConfig
+from qlora_fsdp.data.tokenizer import AddedTokens
+from qlora_fsdp.model.adapters import ADAPTER
+from qlora_fsdp.runtime.processes import Processes
+from qlora_fsdp.runtime.rows import local_rows, local_tensor
+
+TOKEN_ROWS = "token_adapter.trainable_tokens_delta"  # how the names of such rows end there
+NO_ADAPTER = LoraConfig(r=1, target_modules=DUMMY_TARGET_MODULES)  # PEFT's wrapper around a model without adapters
+BASE_FIX = "Set model.path to the model that it was trained on"
+MAX_LISTED = 10  # tensors that do not fit
+
+
+@dataclass(frozen=True)
+class SavedAdapter:
+    """An adapter in PEFT's files.
+
+    Attributes:
+        folder: where these are.
+        setting: what names the folder: `adapter` or `lora.start`.
+        digest: SHA-256 of the weights, where it was asked for.
+    """
+
+    folder: Path
+    setting: str = "adapter"
+    digest: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.setting}={self.folder}"
+
+    def read_tokens(self) -> AddedTokens:
+        """The tokens that the adapter has rows for.
+
+        Raises:
+            AdapterError: what names the tokens is no list of ids, or the adapter's file has another number of rows.
+        """
+        saved = read_adapter_config(self.folder, self.setting).get("trainable_token_indices")
+        if not saved:
+            return AddedTokens()
+        ids = next(iter(saved.values())) if isinstance(saved, dict) else saved
+        shapes = read_shapes(self.folder, str(self))
+        stored = {shape[0] for key, shape in shapes.items() if key.endswith(TOKEN_ROWS) and shape}
+        if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < 2**31 for i in ids) or stored != {len(ids)}:
+            raise AdapterError(
+                f"{self}: trainable_token_indices in adapter_config.json are not the tokens that its file has rows "
+                "for. Copy it again."
+            )
+        has_two = isinstance(saved, dict) and len(saved) > 1
+        return AddedTokens(frozenset(ids), vocab_size=max(ids) + 1, with_head=has_two)
+
+    def check(self, model: peft.PeftModel, may_lack: Collection[str] = (), fix: str = BASE_FIX) -> None:
+        """Compare the adapter with the model, which may be on meta, before anything large is read.
+
+        Args:
+            model: with the layers of the adapter.
+            may_lack: modules of the base, by name, of which the adapter needs no weights: a new head.
+            fix: what to do if it does not fit, for the message.
+
+        Raises:
+            AdapterError: its file is damaged, or tensors are missing, left over or of another shape.
+        """
+        shapes = {key: tuple(param.shape) for key, param in adapter_parameters(model).items()}
+        found = read_shapes(self.folder, str(self))
+        new = tuple(f"base_model.model.{name}." for name in may_lack)
+        missing = sorted(key for key in shapes.keys() - found.keys() if not key.startswith(new))
+        problems = [f"{key} is missing" for key in missing]
+        problems += [f"{key} is not in the model" for key in sorted(found.keys() - shapes.keys())]
+        problems += [
+            f"{key} is {list(found[key])}, in the model {list(shapes[key])}"
+            for key in sorted(found.keys() & shapes.keys())
+            if found[key] != shapes[key]
+        ]
+        if problems:
+            shown = "\n".join(f"  - {problem}" for problem in problems[:MAX_LISTED])
+            raise AdapterError(f"{self} does not fit the model ({len(problems)} tensors). {fix}:\n{shown}")
+
+    def check_values(self, processes: Processes) -> None:
+        """Look for NaN and infinite values in an adapter that passed `check`. Each rank reads its share.
+
+        Raises:
+            AdapterError: there are some. Every rank raises it.
+        """
+        problem = None
+        with safe_open(self.folder / ADAPTER_WEIGHTS, "pt") as file:
+            for key in sorted(file.keys())[processes.rank :: processes.num_ranks]:
+                num_bad = int((~torch.isfinite(file.get_tensor(key))).sum())
+                if num_bad > 0:
+                    problem = (
+                        f"{self}: {key} has {plural(num_bad, 'NaN or infinite value')}. Set {self.setting} to an "
+                        "intact copy, or to the adapter of an earlier checkpoint."
+                    )
+                    break
+        if (text := processes.first_error(problem)) is not None:
+            raise AdapterError(text)
+
+    @torch.no_grad()
+    def load(self, model: peft.PeftModel) -> None:
+        """Copy the adapter, which has passed `check`, into the model. Of a sharded one each rank copies its own rows.
+
+        Parameters that the adapter has no weights of stay as they are.
+        """
+        with safe_open(self.folder / ADAPTER_WEIGHTS, "pt") as file:
+            stored = set(file.keys())
+            for key, param in adapter_parameters(model).items():
+                if key in stored:
+                    first, last = local_rows(param)
+                    local_tensor(param).copy_(file.get_slice(key)[first:last])
+
+
+def adapter_parameters(model: peft.PeftModel) -> dict[str, Tensor]:
+    """The trained parameters by their keys in an adapter's file."""
+    trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    params: dict[str, Tensor] = peft.get_peft_model_state_dict(
+        model, state_dict=trained, adapter_name=ADAPTER, save_embedding_layers=False
+    )
+    return params

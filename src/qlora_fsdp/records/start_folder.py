@@ -1,0 +1,87 @@
+"""Where a run finds what it continues: the checkpoint that it resumes from, and the adapter that it started from.
+
+A run that trains on from an adapter (`lora.start`) keeps a copy of it. Once there is a checkpoint, the run reads the
+copy alone: its settings, its tokenizer, and its weights where these are still asked for. So the adapter may be moved,
+replaced or removed meanwhile. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from qlora_fsdp.common.files import remove_leftovers, replacing
+from qlora_fsdp.common.foreign_files import open_regular
+from qlora_fsdp.config.adapter_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, SETTINGS_FILE
+from qlora_fsdp.config.schema import Config
+from qlora_fsdp.config.start_adapter import typed_folder
+from qlora_fsdp.records.run_state import (
+    ATTEMPT,
+    START_FOLDER,
+    SUMMARY_FILE,
+    checkpoint_folders,
+    describe_attempt,
+    read_json,
+)
+
+DONE = "finished"  # the status of a run
+# What tokenizers of transformers save, besides the files of the adapter itself.
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+
+
+def checkpoint_to_resume(config: Config) -> Path | None:
+    """The folder of the checkpoint that `checkpoint.resume` asks for; None where the run starts anew.
+
+    A batch system or torchrun starts the command again where it was preempted or a rank was lost. Such a restart
+    resumes from the newest checkpoint: `run.overwrite` and `checkpoint.resume` were obeyed by the first start, and are
+    not obeyed again. Whether the folder holds a checkpoint is not looked at.
+    """
+    own, resume = checkpoint_folders(own_checkpoints(config)), config.checkpoint.resume
+    if own and is_restart(config):
+        return own[-1]
+    if resume == "none" or (resume == "auto" and config.run.overwrite):
+        return None
+    if resume != "auto":
+        return Path(resume).expanduser().resolve()
+    return own[-1] if own else None
+
+
+def own_checkpoints(config: Config) -> Path:
+    """The folder of the run's own checkpoints."""
+    return Path(config.run.folder).expanduser().resolve() / "checkpoints"
+
+
+def is_restart(config: Config) -> bool:
+    """Whether an earlier attempt of this same launch has begun to train in the run folder."""
+    before, now = read_json(Path(config.run.folder).expanduser() / ATTEMPT), describe_attempt(os.environ)
+    return bool(before) and before["launch"] == now["launch"] and before["restarts"] < now["restarts"]
+
+
+def find_start(config: Config) -> Path:
+    """The folder in which the adapter of `lora.start` is read: that of a run that is resumed, or the one typed."""
+    checkpoint, run_folder = checkpoint_to_resume(config), own_checkpoints(config).parent
+    copy = None if checkpoint is None else checkpoint.parent.parent / START_FOLDER
+    if checkpoint is None and not config.run.overwrite and read_json(run_folder / SUMMARY_FILE).get("status") == DONE:
+        copy = run_folder / START_FOLDER  # a job of a sweep that has nothing left to do
+    return copy if copy is not None and (copy / ADAPTER_CONFIG).is_file() else typed_folder(config)
+
+
+def keep_start(folder: Path, run_folder: Path) -> None:
+    """Copies the adapter in `folder` to the run folder, if it is not there already. Rank 0 calls this.
+
+    Raises:
+        OSError: it can't be written, or a file is none of the adapter's folder.
+    """
+    target = run_folder / START_FOLDER
+    if folder.resolve() == target.resolve():
+        return
+    remove_leftovers(target)
+    with replacing(target) as temporary:
+        temporary.mkdir()
+        for name in (ADAPTER_CONFIG, SETTINGS_FILE, *TOKENIZER_FILES):
+            if (folder / name).is_file():
+                with open_regular(folder, name) as source, (temporary / name).open("xb") as copy:
+                    shutil.copyfileobj(source, copy)
+        with (folder / ADAPTER_WEIGHTS).open("rb") as source, (temporary / ADAPTER_WEIGHTS).open("xb") as copy:
+            shutil.copyfileobj(source, copy)  # weights may be links to another disk

@@ -1,0 +1,123 @@
+"""Training on from a saved adapter (`lora.start`): where it is read, whether it fits, and what is said about it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from qlora_fsdp.common.errors import AdapterError
+from qlora_fsdp.common.files import digest_file
+from qlora_fsdp.config.adapter_config import ADAPTER_WEIGHTS
+from qlora_fsdp.config.schema import Config
+from qlora_fsdp.config.settings import show, value_of
+from qlora_fsdp.config.start_adapter import SETTING, StartAdapter, read_start
+from qlora_fsdp.config.written import public_value
+from qlora_fsdp.data.tokenizer import AddedTokens
+from qlora_fsdp.model.assemble import AssembledModel, assemble, describe_layers, find_tokenizer
+from qlora_fsdp.model.saved_adapter import BASE_FIX, SavedAdapter
+from qlora_fsdp.records.run_folder import writing
+from qlora_fsdp.records.run_state import START_FOLDER
+from qlora_fsdp.records.run_summary import RunSummary
+from qlora_fsdp.records.start_folder import find_start, keep_start
+from qlora_fsdp.runtime.processes import Processes
+
+# Settings of the quantized base after which its weights are other numbers.
+QUANTIZATION = ("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type")
+
+
+def open_start(config: Config, folder: Path, processes: Processes, summary: RunSummary) -> SavedAdapter | None:
+    """The adapter that the run starts from, of which the run folder gets a copy; None for a new one. Collective.
+
+    A run that resumes reads the copy, and needs what `lora.start` names no more.
+
+    Raises:
+        RunFolderError: the copy can't be written.
+    """
+    if config.lora.start is None:
+        return None
+    found = None
+    if processes.is_main:
+        place = find_start(config)
+        with writing(folder):
+            keep_start(place, folder)
+        found = place, digest_file(folder / START_FOLDER / ADAPTER_WEIGHTS)
+    place, digest = processes.share(found)
+    summary.starts_from(str(public_value(config, SETTING)), digest)
+    return SavedAdapter(place, SETTING, digest)
+
+
+def assemble_on(start: SavedAdapter | None, config: Config, processes: Processes) -> AssembledModel:
+    """The model on meta with its adapters: those that `config.lora` describes, which are the start's. Collective.
+
+    Args:
+        start: the adapter that the run starts from. Its tokenizer is used, which may know more tokens and another chat
+            template than the base's, unless the settings name one; with tokens of its own in any case.
+        config: the run's settings.
+        processes: all ranks take part.
+
+    Raises:
+        AdapterError: it does not fit the model, was trained on other weights, or has NaN or infinite values.
+    """
+    if start is None:
+        return assemble(config, config.lora, processes, trains=True)
+    about, tokens = read_start(start.folder), start.read_tokens()
+    folder = _tokenizer_folder(start, config, tokens)
+    try:
+        assembled = assemble(config, config.lora, processes, trains=True, tokenizer_folder=folder, saved_tokens=tokens)
+    except AdapterError as error:
+        raise AdapterError(f"{start} does not fit the model: {error}") from error
+    fix = BASE_FIX
+    fix += ", and leave lora.target_modules out" if config.lora.target_modules == "all-linear" else ""
+    start.check(assembled.model.model, assembled.meta.head, fix + _about_tokens(config, tokens))
+    check_base(start, about, config, describe_layers(assembled, processes))
+    start.check_values(processes)
+    return replace(assembled, notes=[*assembled.notes, *_notes(start, about, config)])
+
+
+def load_start_tokenizer(config: Config) -> PreTrainedTokenizerBase:
+    """The tokenizer of a run that starts from an adapter, for those who look at its data alone."""
+    start = SavedAdapter(find_start(config), SETTING)
+    return find_tokenizer(config, None, _tokenizer_folder(start, config, start.read_tokens()), trains=False)
+
+
+def _tokenizer_folder(start: SavedAdapter, config: Config, tokens: AddedTokens) -> Path | None:
+    return start.folder if config.model.tokenizer_path is None or tokens.ids else None
+
+
+def check_base(start: SavedAdapter, about: StartAdapter, config: Config, fingerprint: str | None) -> None:
+    """Refuse other weights than the adapter was trained on, whatever their folder is called.
+
+    Args:
+        start: the adapter.
+        about: what its folder says.
+        config: the run's settings.
+        fingerprint: of the run's base; None for random weights.
+
+    Raises:
+        AdapterError: the folder knows its base, and this is another one.
+    """
+    if about.fingerprint is not None and about.fingerprint != fingerprint:
+        base = config.model.path or config.model.name
+        raise AdapterError(
+            f"model.path={base} holds other weights than those that {start} was trained on, which was called "
+            f"{about.base}. Set model.path to these."
+        )
+
+
+def _about_tokens(config: Config, tokens: AddedTokens) -> str:
+    wanted = [*config.tokenizer.add_tokens, *config.tokenizer.add_special_tokens]
+    return ", and leave out tokenizer.add_tokens: its own tokens are known" if wanted or tokens.ids else ""
+
+
+def _notes(start: SavedAdapter, about: StartAdapter, config: Config) -> list[str]:
+    """What the user should know of the start, one sentence each."""
+    notes = [f"The adapter starts from {start.folder}."]
+    values = {name: about.quant[name] for name in QUANTIZATION if name in about.quant}
+    here = {name: value_of(config, f"quant.{name}") for name in values}
+    differing = [name for name in values if show("", values[name]) != show("", here[name])]
+    if differing:
+        was = ", ".join(show(f"quant.{name}", values[name]) for name in differing)
+        notes.append(f"It was trained on a base with {was}, which is quantized in another way here.")
+    return notes

@@ -1,0 +1,119 @@
+"""Preferences: losses and figures of stock libraries at 1 and 2 ranks, packed and padded, precomputed and not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from qlora_fsdp.config.compose import load_config
+from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.preferences import stock_figures, write_judged, write_pairs
+from tests.helpers.ranks import once, run_ranks
+from tests.helpers.runs import settings, train_all
+
+pytestmark = pytest.mark.distributed
+NUM_STEPS = 6
+LOSS = "preference.loss="
+CASES = {
+    "dpo, twenty steps": ["training.max_steps=20"],
+    "dpo, padded": ["training.packing=false", "preference.beta=0.3"],
+    "dpo, reference in the step": ["preference.precompute=false", "memory.activations=full"],
+    "dpo, padded, reference in the step": ["training.packing=false", "preference.precompute=false"],
+    "conservative dpo": ["preference.label_smoothing=0.2", "data.eval_fraction=0.2", "training.eval_every_steps=2"],
+    "dpo with likelihood": ["preference.sft_weight=0.5", "memory.activations=selective"],
+    "dpo, cut rows": ["training.max_length=32"],
+    "ipo": [f"{LOSS}ipo"],
+    "hinge": [f"{LOSS}hinge", "fsdp.reshard_after_forward=false", "preference.precompute=false"],
+    "robust": [f"{LOSS}robust", "preference.label_smoothing=0.1"],
+    "simpo": [f"{LOSS}simpo", "preference.simpo_gamma=0.5"],
+    "cpo": [f"{LOSS}cpo"],
+    "cpo, padded": [f"{LOSS}cpo", "preference.sft_weight=0.0", "training.packing=false"],
+    "orpo": [f"{LOSS}orpo", "lora.modules_to_save=[lm_head]"],
+    "kto": [f"{LOSS}kto", "preference.desirable_weight=1.5"],
+    "kto, padded, reference in the step": [f"{LOSS}kto", "training.packing=false", "preference.precompute=false"],
+}
+MICRO = {1: 4, 2: 1}  # sequences a rank a forward pass: on two ranks a step is two of these
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("preferences")
+    make_checkpoint("llama", folder / "model")
+    write_pairs(folder / "pairs.jsonl")
+    write_judged(folder / "judged.jsonl")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def argv(folder: Path) -> Callable[[str, int], list[str]]:
+    """`argv(case, num_ranks)`: the settings of a case."""
+
+    def make(case: str, num_ranks: int) -> list[str]:
+        more = CASES[case]
+        rows = folder / ("judged.jsonl" if case.startswith("kto") else "pairs.jsonl")
+        run = folder / f"{case.replace(' ', '_').replace(',', '')}-{num_ranks}"
+        own = ["task=preference", f"training.max_steps={NUM_STEPS}", f"training.micro_batch_size={MICRO[num_ranks]}"]
+        return [*settings(folder / "model", rows), *own, f"run.folder={run}", *more]
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def runs(argv: Callable[[str, int], list[str]]) -> Callable[[int], list[dict[str, object]]]:
+    """`runs(num_ranks)`: every case on so many ranks."""
+
+    def run(num_ranks: int) -> list[dict[str, object]]:
+        return run_ranks(num_ranks, train_all, {case: argv(case, num_ranks) for case in CASES})
+
+    return once(run)
+
+
+def lines_of(argv: list[str], kind: str = "loss") -> list[dict[str, float]]:
+    """The lines of a run's metrics.jsonl that have a figure."""
+    file = Path(load_config(argv).run.folder) / "metrics.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    return [line for line in lines if kind in line]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("case", CASES)
+def test_stock_libraries_give_the_same_figures(runs, argv, case: str, num_ranks: int) -> None:
+    runs(num_ranks)
+    expected, lines = stock_of(tuple(argv(case, 1))), lines_of(argv(case, num_ranks))
+    assert len(lines) == len(expected) >= NUM_STEPS
+    for line, figures in zip(lines, expected, strict=True):
+        assert line["loss"] == pytest.approx(figures["loss"], abs=1e-5)
+        assert {name: line[name] for name in figures} == pytest.approx(figures, abs=1e-5, rel=1e-5)
+    assert expected[0]["loss"] != pytest.approx(expected[-1]["loss"], abs=1e-3)
+
+
+stock_of = once(lambda argv: stock_figures(argv))
+
+
+@pytest.mark.parametrize("case", ["dpo, twenty steps", "kto"])
+def test_one_and_two_ranks_save_the_same_adapter(runs, argv, case: str) -> None:
+    runs(1), runs(2)
+    one, two = (
+        load_file(Path(load_config(argv(case, n)).run.folder) / "adapter/adapter_model.safetensors") for n in (1, 2)
+    )
+    assert one.keys() == two.keys()
+    for name in one:
+        assert (one[name] - two[name]).abs().max() < 2e-4
+
+
+def test_evaluation_has_the_figures_of_held_out_pairs(runs, argv) -> None:
+    runs(1), runs(2)
+    one, two = (lines_of(argv("conservative dpo", n), "eval_loss") for n in (1, 2))
+    assert [line["step"] for line in one] == [0, 2, 4, 6]
+    assert one[0]["eval_rewards/margins"] == 0
+    assert 0 < one[-1]["eval_rewards/accuracies"] <= 1
+    assert one[-1]["eval_rewards/margins"] == pytest.approx(
+        one[-1]["eval_rewards/chosen"] - one[-1]["eval_rewards/rejected"], abs=1e-5
+    )
+    for first, second in zip(one, two, strict=True):
+        del first["eval_seconds"], second["eval_seconds"]
+        assert first == pytest.approx(second, abs=1e-5, rel=1e-5)

@@ -1,0 +1,79 @@
+"""Whose kernels dequantize the weights of a training run, by their names in torch's profiler, launched and recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from torch.profiler import ProfilerActivity, profile
+
+from tests.helpers.experts import make_experts
+from tests.helpers.ranks import once, run_ranks
+from tests.helpers.runs import settings, train_here
+
+BITSANDBYTES, TRITON = "kDequantizeBlockwise", "_dequantize_kernel"
+NUM_STEPS = 5
+CASES = {
+    "default": [],
+    "launched": ["compute.cuda_graph=false"],
+    "recomputed": ["memory=recompute"],
+    "without double quantization": ["quant.bnb_4bit_use_double_quant=false"],
+    "fp4": ["quant=fp4"],
+    "triton": ["kernels.dequantize=triton"],
+    "fp8": ["compute=fp8"],
+    "experts": [],
+}
+
+
+def train_profiled(cases: dict[str, Sequence[str]]) -> dict[str, tuple[list[float], dict[str, int]]]:
+    """Losses of each run, and how often each kernel ran in it."""
+    found = {}
+    for case, argv in cases.items():
+        with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+            trained = train_here(argv)
+        found[case] = trained.losses, {event.key: event.count for event in profiled.key_averages()}
+    return found
+
+
+@pytest.fixture(scope="module")
+def ran(checkpoint: Callable[..., Path], rows: Path, tmp_path_factory: pytest.TempPathFactory):
+    folder = tmp_path_factory.mktemp("profiled")
+    models = {case: checkpoint("llama") for case in CASES} | {"experts": make_experts("mixtral", folder / "mixtral")}
+    runs = {
+        case: settings(models[case], rows, f"training.max_steps={NUM_STEPS}", "training.packing=auto", *more)
+        for case, more in CASES.items()
+    }
+    world = once(lambda: run_ranks(1, train_profiled, runs, gpu=True)[0])
+
+    def find(case: str) -> tuple[list[float], int, int]:
+        """Losses, and how often bitsandbytes' kernels and ours dequantized."""
+        losses, kernels = world()[case]
+        counts = [sum(n for key, n in kernels.items() if name in key) for name in (BITSANDBYTES, TRITON)]
+        return losses, counts[0], counts[1]
+
+    return find
+
+
+@pytest.mark.parametrize("case", ["default", "launched", "recomputed", "without double quantization", "fp4"])
+def test_bitsandbytes_dequantizes(ran, case: str):
+    """Two layers of seven matrices, forward and backward, in every step: the scales too with double quantization."""
+    losses, by_bitsandbytes, by_triton = ran(case)
+    kernels_a_weight = 1 if case == "without double quantization" else 2
+    assert by_bitsandbytes >= NUM_STEPS * 2 * 7 * 2 * kernels_a_weight and by_triton == 0
+    assert losses[-1] < losses[0]
+
+
+def test_triton_dequantizes_if_asked(ran):
+    losses, by_bitsandbytes, by_triton = ran("triton")
+    assert by_triton >= NUM_STEPS * 2 * 7 * 2 and by_bitsandbytes == 0
+    assert losses == pytest.approx(ran("default")[0], rel=1e-3)
+
+
+def test_fp8_is_filled_by_triton(ran):
+    assert ran("fp8")[2] > 0
+
+
+def test_parts_of_experts_are_dequantized_by_triton_and_attention_by_bitsandbytes(ran):
+    _, by_bitsandbytes, by_triton = ran("experts")
+    assert by_bitsandbytes > 0 and by_triton > 0

@@ -1,0 +1,91 @@
+"""Products while text is generated: bitsandbytes' own with codes, and layers that follow their adapters."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.helpers.fused import adapt, make_parts
+from torch import nn
+from torch.nn import functional as F
+
+from qlora_fsdp.layers import Format, QuantizedLinear
+from qlora_fsdp.layers.decode_linear import DecodeLayers, has_whole_blocks, product_with_codes
+from qlora_fsdp.layers.lora import LoraLinear
+from qlora_fsdp.layers.rewire import fuse_layers
+
+
+def quantized(format: Format, in_features: int = 128) -> QuantizedLinear:
+    torch.manual_seed(0)
+    layer = QuantizedLinear(in_features, 96, True, format, torch.float32, "cpu")
+    codes, scales = format.quantize_rows(torch.randn(96, in_features))
+    layer.codes.copy_(codes)
+    if format.double_quant:
+        scales, nested = format.quantize_scales(scales)
+        layer.nested_scales.copy_(nested)
+    layer.scales.copy_(scales)
+    assert layer.bias is not None
+    layer.bias.copy_(torch.randn(96))
+    return layer
+
+
+@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
+@pytest.mark.parametrize("double_quant", [False, True])
+@pytest.mark.parametrize("storage", [torch.bfloat16, torch.uint8])
+def test_products_with_codes(quant_type: str, double_quant: bool, storage: torch.dtype):
+    layer = quantized(Format(quant_type, double_quant, storage=storage))  # type: ignore[arg-type]
+    assert has_whole_blocks(layer)
+    x = torch.randn(3, 128)
+    expected = F.linear(x, layer.weight, layer.bias)
+    assert (product_with_codes(layer, x) - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+def test_weights_whose_codes_are_not_multiplied_as_they_are():
+    assert not has_whole_blocks(quantized(Format("int8")))
+    assert not has_whole_blocks(quantized(Format("nf4", double_quant=True), 192))  # 3 scales a row, in units of 2 bytes
+    assert has_whole_blocks(quantized(Format("nf4", double_quant=True, storage=torch.uint8), 192))
+
+
+@pytest.mark.parametrize("fuses", [False, True])
+@pytest.mark.parametrize("format", [Format("nf4", double_quant=True), Format("int8")], ids=str)
+def test_layers_follow_their_adapters_and_are_put_back(format: Format, fuses: bool):
+    """A layer that was fused for training, too; `refresh` writes where a recorded graph reads."""
+    ours, reference = make_parts(format, "silu", torch.float32, "cpu")
+    if fuses:
+        assert fuse_layers(ours) == 2
+    layers, x = DecodeLayers(ours), torch.randn(2, 5, 128)
+    places = None
+    for _ in range(2):
+        with torch.no_grad():
+            expected = reference(x.double())
+            with layers.in_use():
+                found = ours(x)
+        assert (found - expected).norm() < 1e-5 * expected.norm()
+        copies = [copy for f in layers.forwards.values() if f.joined is not None for copy in (f.joined.a_RI, f.b_OR)]
+        now = [copy.data_ptr() for copy in copies if copy is not None]
+        assert len(now) == 12 and len(set(now)) == 6 + 3 and places in (None, now)  # q, k and v; gate and up; down
+        places = now
+        for name, parameter in ours.named_parameters():  # as an optimizer would
+            if "lora_" in name:
+                parameter.data += 0.1
+                reference.get_parameter(name).data += 0.1
+    y = ours(x.requires_grad_())
+    y.sum().backward()  # training goes on as before
+    assert all(p.grad is not None for name, p in ours.named_parameters() if "lora_" in name)
+    assert (y - reference(x.double())).norm() < 1e-5 * y.norm()
+
+
+def test_a_base_without_adapters():
+    model = nn.Sequential(quantized(Format("nf4")), nn.ReLU())
+    x = torch.randn(2, 128)
+    expected = model(x)
+    layers = DecodeLayers(model)
+    assert len(layers.forwards) == 1
+    with layers.in_use():
+        assert torch.equal(model(x), expected)
+    assert "forward" not in vars(model[0])
+
+
+def test_adapters_that_are_computed_otherwise_are_left_alone():
+    plain = adapt(nn.ModuleDict({"q_proj": nn.Linear(8, 8)}), ours=True)  # a base that is not quantized
+    assert isinstance(plain.base_model.model["q_proj"], LoraLinear)
+    assert not DecodeLayers(plain).forwards

@@ -1,0 +1,234 @@
+"""Texts in slots against transformers' own `generate`, logits and warpers, in float32 on the CPU."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    DeepseekV3Config,
+    Gemma2Config,
+    GenerationConfig,
+    GptOssConfig,
+    JambaConfig,
+    Llama4TextConfig,
+    LlamaConfig,
+    MambaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+)
+from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
+
+from qlora_fsdp.decoding.completer import Completer, Request
+from qlora_fsdp.decoding.sampling import Sampling, why_not
+from qlora_fsdp.decoding.slots import SlotCache
+from qlora_fsdp.decoding.steps import Steps
+from qlora_fsdp.decoding.trial import why_not_in_slots
+
+CPU = torch.device("cpu")
+VOCAB, ENDS = 100, [5, 6, 7, 8, 9]
+LENGTHS = (1, 5, 13, 2, 20, 9, 7)  # tokens of the prompts
+NUM_NEW = (12, 7, 20, 3, 9, 14, 30)
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+}
+FAMILIES: dict[str, PretrainedConfig] = {
+    "llama": LlamaConfig(**SIZES),
+    "norms of heads": Qwen3Config(**SIZES),
+    "windows": MistralConfig(**SIZES, sliding_window=6),
+    "windows and caps": Gemma2Config(**SIZES, sliding_window=6, tie_word_embeddings=False),
+    "windows, sinks and experts": GptOssConfig(**SIZES, sliding_window=6, num_local_experts=4),
+    "keys wider than values": DeepseekV3Config(
+        **{**SIZES, "num_key_value_heads": 4, "head_dim": 8},
+        q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16, n_routed_experts=4,
+        n_group=1, topk_group=1, num_experts_per_tok=2, moe_intermediate_size=32, first_k_dense_replace=1,
+    ),
+}  # fmt: skip
+
+
+@cache
+def build(family: str) -> PreTrainedModel:
+    """Weights so large that the likeliest token is clear."""
+    torch.manual_seed(0)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        FAMILIES[family], dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            nn.init.normal_(parameter, std=2 * parameter.shape[-1] ** -0.5)
+    return model
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(10, VOCAB, (length,), generator=generator).tolist() for length in LENGTHS]
+
+
+def stock(model: PreTrainedModel, prompt: list[int], num_new: int, **options: Any) -> list[int]:
+    ids = torch.tensor([prompt])
+    output = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_new, do_sample=False, eos_token_id=ENDS,
+        pad_token_id=0, **options,
+    )  # fmt: skip
+    return output[0, len(prompt) :].tolist()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("num_slots", [1, 3, 64])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_completions_are_those_of_transformers(family: str, num_slots: int):
+    """Prompts of many lengths; some end at a token, some at their number; fewer slots than prompts, and more."""
+    model = build(family)
+    expected = [stock(model, prompt, number) for prompt, number in zip(prompts(), NUM_NEW, strict=True)]
+    found = [Request(prompt, number) for prompt, number in zip(prompts(), NUM_NEW, strict=True)]
+    completer = Completer(model, CPU, Sampling(), ENDS, 0, num_slots)
+    completer.complete(found)
+    assert [request.completion for request in found] == expected
+    assert {len(text) == number for text, number in zip(expected, NUM_NEW, strict=True)} == {True, False}
+    assert model.config._attn_implementation == "eager"
+    longer = Request(prompts()[4] * 6, 40)  # than the slots that there are
+    completer.complete([longer])
+    assert longer.completion == stock(model, longer.prompt, 40)
+
+
+def test_a_penalty_for_repetition_is_that_of_transformers():
+    model = build("llama")
+    found = [Request(prompt, number) for prompt, number in zip(prompts(), NUM_NEW, strict=True)]
+    Completer(model, CPU, Sampling(repetition_penalty=1.5), ENDS, 0, 3).complete(found)
+    expected = [stock(model, request.prompt, request.max_new_tokens, repetition_penalty=1.5) for request in found]
+    assert [request.completion for request in found] == expected
+    plain = [stock(model, request.prompt, request.max_new_tokens) for request in found]
+    assert plain != expected
+
+
+def test_no_prompts_are_no_work():
+    Completer(build("llama"), CPU, Sampling(), ENDS, 0).complete([])
+
+
+def test_tokens_are_handed_out_and_a_stop_ends_all_texts():
+    found, handed = [Request(prompt, 30) for prompt in prompts()], []
+    completer = Completer(build("llama"), CPU, Sampling(), [], 0, 2)
+
+    def hand_out(request: Request, token: int) -> None:
+        handed.append((request, token))
+
+    completer.complete(found, hand_out, lambda: len(handed) >= 9)
+    for request in found:
+        assert [token for owner, token in handed if owner is request] == request.completion
+    assert sum(bool(request.completion) for request in found) == 2  # the others never began
+
+
+def test_a_request_may_say_itself_where_it_ends():
+    model = build("llama")
+    whole = stock(model, prompts()[2], 20)
+    ended = Request(prompts()[2], 20, lambda tokens: len(tokens) == 3)
+    other = Request(prompts()[4], 9)
+    Completer(model, CPU, Sampling(), ENDS, 0, 2).complete([ended, other])
+    assert ended.completion == whole[:3] and other.completion == stock(model, other.prompt, 9)
+
+
+def test_prompts_are_read_in_calls_of_limited_size():
+    model, sizes = build("llama"), []
+    embeddings = model.get_input_embeddings()
+    hook = embeddings.register_forward_pre_hook(lambda module, inputs: sizes.append(inputs[0].numel()))
+    found = [Request(prompt, 5) for prompt in prompts()]
+    Completer(model, CPU, Sampling(), ENDS, 0, prompt_tokens=30).complete(found)
+    hook.remove()
+    assert max(sizes) <= 30 < sum(LENGTHS)
+    assert [request.completion for request in found] == [stock(model, prompt, 5) for prompt in prompts()]
+
+
+def test_calls_that_do_not_fit_are_made_smaller(monkeypatch: pytest.MonkeyPatch):
+    """As if a call of more than two prompts took more memory than there is, and four slots too."""
+    admit, allocate, sizes = Steps.admit, SlotCache.allocate, []
+
+    def admit_two(steps: Steps, slots: list[int], prompts: list[list[int]], pad_token_id: int) -> None:
+        sizes.append(len(prompts))
+        if len(prompts) > 2:
+            raise torch.OutOfMemoryError
+        admit(steps, slots, prompts, pad_token_id)
+
+    def allocate_three(cache: SlotCache, num_slots: int, *others: Any) -> None:
+        if num_slots > 3:
+            raise torch.OutOfMemoryError
+        allocate(cache, num_slots, *others)
+
+    model = build("llama")
+    monkeypatch.setattr(Steps, "admit", admit_two)
+    found = [Request(prompt, 5) for prompt in prompts()]
+    Completer(model, CPU, Sampling(), ENDS, 0).complete(found)
+    assert max(sizes) == 7 and min(sizes) == 1
+    monkeypatch.setattr(SlotCache, "allocate", allocate_three)
+    few = [Request(prompt, 5) for prompt in prompts()]
+    completer = Completer(model, CPU, Sampling(), ENDS, 0)
+    completer.complete(few)
+    assert completer.steps is not None and completer.steps.num_slots == 2
+    expected = [stock(model, prompt, 5) for prompt in prompts()]
+    assert [request.completion for request in found] == [request.completion for request in few] == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (BloomConfig(), "logits would differ"),
+        (MambaConfig(), "a state from token to token"),
+        (Llama4TextConfig(), "logits would differ"),  # chunks of 8,192 tokens
+        (JambaConfig(), "a state from token to token"),
+        (Gemma2Config(), None),
+        (GptOssConfig(), None),
+        (DeepseekV3Config(), None),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_models_that_slots_are_not_enough_for_are_found_out(config: PretrainedConfig, reason: str | None):
+    found = why_not_in_slots(config, trust_remote_code=False)
+    assert found is None if reason is None else reason in (found or "")
+
+
+def logits(num_rows: int = 4) -> Tensor:
+    return 2 * torch.randn(num_rows, 50, generator=torch.Generator().manual_seed(2))
+
+
+@pytest.mark.parametrize("settings", [{"top_p": 0.7}, {"top_k": 5}, {"top_p": 0.9, "top_k": 8}, {}], ids=str)
+def test_tokens_are_drawn_by_the_shares_that_transformers_gives_them(settings: dict[str, Any]):
+    """20,000 draws of each row: shares differ by less than four standard deviations."""
+    rows, shares = logits(), logits() / 1.3
+    if "top_k" in settings:
+        shares = TopKLogitsWarper(settings["top_k"])(None, shares)  # type: ignore[arg-type]
+    if "top_p" in settings:
+        shares = TopPLogitsWarper(settings["top_p"])(None, shares)  # type: ignore[arg-type]
+    torch.manual_seed(0)
+    expected, number = shares.softmax(-1), 20_000
+    for row, share in zip(rows, expected, strict=True):
+        drawn = Sampling(temperature=1.3, **settings).choose(row.expand(number, -1), None)
+        found = torch.bincount(drawn, minlength=50) / number
+        assert (found[share == 0] == 0).all()
+        assert ((found - share).abs() <= 4 * (share * (1 - share) / number).sqrt() + 1e-6).all()
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_known"),
+    [
+        ({"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.1}, True),
+        ({"do_sample": False, "min_p": 0.1}, True),
+        ({"do_sample": True, "min_p": 0.1}, False),
+        ({"num_beams": 4}, False),
+        ({"no_repeat_ngram_size": 3}, False),
+        ({"suppress_tokens": [3]}, False),
+    ],
+)
+def test_settings_that_are_not_known_are_left_to_transformers(settings: dict[str, Any], is_known: bool):
+    assert (why_not(GenerationConfig(**settings)) is None) is is_known
