@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 
 import torch
+from bitsandbytes.optim.adamw import AdamW8bit
 from torch import nn
 
-from qlora_fsdp.config.schema import OptimConfig
+from qlora_fsdp.config.schema import OptimConfig, Optimizer
 from qlora_fsdp.training.optim import make_optimizer
 
 
@@ -37,3 +38,23 @@ def test_adamw_is_torchs_own_bit_for_bit():
         assert torch.equal(param, expected)
     for key in ("exp_avg", "exp_avg_sq", "step"):
         assert torch.equal(optimizer.state[ours[0]][key], reference.state[plain[0]][key])
+
+
+def test_8_bit_adamw_is_bitsandbytes_own_bit_for_bit():
+    """With state in 8 bits and, of a small tensor, in 32; one of them without a gradient now and then."""
+    torch.manual_seed(0)
+    ours = nn.ParameterList([nn.Parameter(torch.randn(64, 256)), nn.Parameter(torch.randn(300))])
+    plain = copy.deepcopy(ours)
+    optimizer = make_optimizer(ours, OptimConfig(name=Optimizer.adamw_8bit, weight_decay=0.1), 1e-2)
+    reference = AdamW8bit(list(plain), lr=1e-2, weight_decay=0.1)
+    for step in range(4):
+        for index, (param, expected) in enumerate(zip(ours, plain, strict=True)):
+            param.grad = None if index == step % 3 else torch.randn(256, 64).t() if index == 0 else torch.randn(300)
+            expected.grad = None if param.grad is None else param.grad.clone()
+        for made in (optimizer, reference):
+            made.param_groups[0]["lr"] = 1e-2 / (step + 1)
+            made.step()
+        optimizer.found_inf = torch.ones(())
+        optimizer.step()  # changes nothing
+        optimizer.found_inf = torch.zeros(())
+        assert all(map(torch.equal, ours, plain))

@@ -93,15 +93,25 @@ class LocalAdamW8bit(torch.optim.Optimizer):
         self.pairs = [(p, nn.Parameter(local_tensor(p))) for p in params if local_tensor(p).numel()]
         self.inner = AdamW8bit([local for _, local in self.pairs], **options)
 
+    @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         if self.found_inf is not None and self.found_inf.item():
             return
-        for group in self.inner.param_groups:
-            group["lr"] = self.param_groups[0]["lr"]
-        for param, local in self.pairs:
-            local.grad = None if param.grad is None else local_tensor(param.grad)
-        self.inner.step()
-        for _, local in self.pairs:
+        inner = self.inner
+        (group,) = inner.param_groups
+        group["lr"] = self.param_groups[0]["lr"]
+        if not inner.initialized:
+            inner.check_overrides()
+            inner.to_gpu()  # the state that a checkpoint has brought
+            inner.initialized = True
+        # As bitsandbytes' own `step`, which also waits for the GPU after each tensor: some hundred times, for nothing.
+        for index, (param, local) in enumerate(self.pairs):
+            if param.grad is None:
+                continue
+            local.grad = local_tensor(param.grad)
+            if not inner.state[local]:
+                inner.init_state(group, local, 0, index)
+            inner.update_step(group, local, 0, index)
             local.grad = None
 
 
