@@ -38,7 +38,10 @@ TYPED: list[tuple[list[str], list[str]]] = [
     ([*CHATS, "data.eval_fraction=5"], ["data.eval_fraction=5.0 must be", "less than 1", "Set data.eval_fraction="]),
     ([*CHATS, "data.loss_on=assistant"], ["data.loss_on=assistant must be one of completion, all"]),
     ([*CHATS, "data.max_rows=0"], ["data.max_rows=0 must be", "at least 1"]),
-    (["train", "model=tiny", "data.mix={chats.jsonl: 0}"], ["data.mix={chats.jsonl: 0.0} has a weight that is not"]),
+    (
+        ["train", "model=tiny", "data.mix={chats.jsonl: 0}"],
+        ["names chats.jsonl, which has a weight that is not positive"],
+    ),
     ([*CHATS, "training.eval_every_steps=5"], ["training.eval_every_steps=5 has no data to evaluate on"]),
     # Names of other programs
     ([*TRAIN, "lora.rank=8"], ["lora.rank=8 is not a setting. Did you mean lora.r?"]),
@@ -79,7 +82,7 @@ TYPED: list[tuple[list[str], list[str]]] = [
     (["chat", "adapter=run"], ["adapter=run holds no adapter", "Set adapter=run/adapter"]),
     (["chat"], ["model.path=null names no model. Set adapter to the folder that training wrote"]),
     (["generate", "adapter=run/adapter", "prompt=a", "temprature=0.7"], ["Did you mean temperature?"]),
-    (["evaluate", "adapter=nowhere", "data=chats.jsonl"], ["adapter=nowhere holds no adapter", "Set adapter to"]),
+    (["evaluate", "adapter=nowhere", "data=chats.jsonl"], ["adapter=nowhere holds no adapter", "set adapter=FOLDER"]),
     (["merge", "out=merged"], ["names no model. Set adapter to the folder that training wrote"]),
     (["push", "adapter=run/adapter"], ["repo is not set. Set repo=ORG/NAME."]),
     (["status", "nowhere"], ["nowhere is not there. Name a run.folder"]),

@@ -140,9 +140,10 @@ def test_own_model_and_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
 def test_what_is_not_what_it_seems(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """float32 takes twice the activations, and more for attention, whose kernels for it keep repeated keys and values;
     data that is not here gives no hours of its own; random weights are made; weights that don't fit."""
-    named = run_preflight(tmp_path, "model=llama3-8b", "hardware=1x80gib", "memory=keep")[1]
+    common = ["model=llama3-8b", "hardware=1x80gib", "memory=keep", "training.micro_batch_size=2"]
+    named = run_preflight(tmp_path, *common)[1]
     wide = ["training.precision=float32", "data.path=rows.jsonl"]
-    figures = run_preflight(tmp_path, "model=llama3-8b", "hardware=1x80gib", "memory=keep", *wide)[1]
+    figures = run_preflight(tmp_path, *common, *wide)[1]
     activations = [each["plan"]["phases"]["backward"]["activations"] for each in (figures, named)]
     assert 2 * activations[1] <= activations[0] < 2.5 * activations[1]
     assert figures["num_tokens_from"] == "an example: rows.jsonl is not here"

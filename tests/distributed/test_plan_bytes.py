@@ -69,6 +69,7 @@ CASES: dict[str, list[str]] = {
 
 # Where embeddings, head and logits are nearly all there is, or what DoRA keeps.
 WIDE = ["model.config.vocab_size=20000", "training.max_length=256", "training.precision=float32", "memory=recompute"]
+WIDE += ["training.global_batch_size=null"]  # a step of one micro-batch, which keeps no gradients of others
 PEAKS = {
     "head": ["lora.modules_to_save=[lm_head]"],
     "adapted head": ["lora.target_modules=[q_proj,down_proj,lm_head]"],

@@ -229,7 +229,7 @@ def _refused_by_peft(model: nn.Module) -> list[str]:
     refused = []
     for end in {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}:
         with torch.device("meta"):
-            on_meta = AutoModelForCausalLM.from_config(model.config)
+            on_meta = type(model)(model.config)
         try:
             peft.get_peft_model(on_meta, peft.LoraConfig(target_modules=[end]))
         except ValueError as error:
