@@ -81,8 +81,9 @@ def _splits(config: Config) -> Iterator[Problem]:
 
 def _columns(config: Config) -> Iterator[Problem]:
     columns = config.data.columns
-    yield from _names(config, "data.columns", columns)
-    if columns and config.data.format is DataFormat.random:
+    unknown = list(_names(config, "data.columns", columns))
+    yield from unknown
+    if columns and not unknown and config.data.format is DataFormat.random:
         yield problem_with(config, "data.columns", "has no effect with data.format=random.", "Leave it out.")
     if config.data.system_prompt is not None and config.task.name is not TaskName.causal_lm:
         reason = f"has no effect with {show('task.name', config.task.name)}: rows are no conversations."
