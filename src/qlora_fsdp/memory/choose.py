@@ -6,14 +6,16 @@ whole base or a part (`fsdp.sharding_strategy=auto`), and whether layers stay ga
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
+from typing import Any
 
 from typing_extensions import assert_never
 
 from qlora_fsdp.config.batch_size import AUTO
 from qlora_fsdp.config.schema import Activations, Config, ShardingStrategy
+from qlora_fsdp.config.written import with_values
 from qlora_fsdp.memory.gpus import Gpu
 from qlora_fsdp.memory.model_bytes import ModelBytes
 from qlora_fsdp.memory.plan import GIB, MemoryPlan, planner
@@ -84,8 +86,12 @@ def choose(work: Workload, target: float, gpu: Gpu) -> Choice:
 
 def with_strategy(work: Workload, strategy: ShardingStrategy) -> Workload:
     """The same run under another strategy."""
-    config = work.config
-    return replace(work, config=replace(config, fsdp=replace(config.fsdp, sharding_strategy=strategy)))
+    return _with_values(work, {"fsdp.sharding_strategy": strategy})
+
+
+def _with_values(work: Workload, values: Mapping[str, Any]) -> Workload:
+    """The same run under other settings, by their keys."""
+    return replace(work, config=with_values(work.config, values))
 
 
 def _speed(choice: Choice, gpu: Gpu) -> float:
@@ -111,8 +117,7 @@ def _choose_rest(work: Workload, target: float, gpu: Gpu) -> Choice:
 
 def _launched(work: Workload) -> Workload:
     """The run with kernels that are launched one by one, as it does where a CUDA graph would leave too little room."""
-    config = work.config
-    return replace(work, config=replace(config, compute=replace(config.compute, cuda_graph=False)))
+    return _with_values(work, {"compute.cuda_graph": False})
 
 
 def micro_batch_sizes(work: Workload) -> list[int]:
@@ -135,7 +140,7 @@ def _ways_to_reshard(work: Workload) -> Iterator[Workload]:
     fsdp = work.config.fsdp
     is_open = fsdp.reshard_after_forward is None and work.reshards
     if is_open and work.num_shards > 1 and work.is_cuda and not fsdp.cpu_offload:
-        yield replace(work, config=replace(work.config, fsdp=replace(fsdp, reshard_after_forward=False)))
+        yield _with_values(work, {"fsdp.reshard_after_forward": False})
     yield work
 
 

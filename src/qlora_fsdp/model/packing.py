@@ -35,7 +35,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 from qlora_fsdp.common.errors import CheckpointError, ConfigError
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.config.settings import problem_with
-from qlora_fsdp.config.written import with_training
+from qlora_fsdp.config.written import with_values
 from qlora_fsdp.layers.attention import FLASH_4, VARLEN
 from qlora_fsdp.model.attention_by_starts import BY_STARTS, BY_STARTS_CAPPED
 from qlora_fsdp.model.row_trial import CPU, RowTrial
@@ -138,7 +138,7 @@ def decide_packing(config: Config, model: PretrainedConfig, reason: str | None) 
     packs = wanted is not False and reason is None and config.task.is_causal
     is_told = wanted == "auto" and reason is not None and config.task.is_causal
     notes = [f"rows of {name} are padded: {reason}"] if is_told else []
-    return with_training(config, packing=packs), notes
+    return with_values(config, {"training.packing": packs}), notes
 
 
 def why_not_packed(config: Config, model: PretrainedConfig, attention: str, device: torch.device = CPU) -> str | None:

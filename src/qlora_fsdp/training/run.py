@@ -23,7 +23,7 @@ from qlora_fsdp.config.world import World
 from qlora_fsdp.config.written import with_values
 from qlora_fsdp.data.form import find_form
 from qlora_fsdp.memory.show import as_json
-from qlora_fsdp.model.adapters import initialize_adapters
+from qlora_fsdp.model.initialize_adapters import initialize_adapters
 from qlora_fsdp.model.materialize import materialize
 from qlora_fsdp.model.model_card import CardFacts
 from qlora_fsdp.model.save_adapter import adapter_keys, save_adapter, write_adapter
