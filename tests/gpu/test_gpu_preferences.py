@@ -35,7 +35,6 @@ CASES = {
     "padded": ["training.packing=false"],
     "recomputed": ["memory=recompute"],
     "kto": [KTO],
-    "layers by themselves": ["kernels.fuse_layers=false"],
 }
 FIRST = {"kto": 0.5}  # 1 - sigmoid(0); of the others -log sigmoid(0)
 
