@@ -25,7 +25,7 @@ import yaml
 from accelerate import init_empty_weights
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM
 
 GIB = 2**30
 PRESETS = Path(__file__).resolve().parents[1] / "conf" / "model"
@@ -73,7 +73,7 @@ def main() -> None:
     print(f"RESULT {json.dumps(figures)}", flush=True)
 
 
-def make_model(args: argparse.Namespace, device: torch.device) -> PreTrainedModel:
+def make_model(args: argparse.Namespace, device: torch.device) -> Any:
     """A model of a preset's shape: random weights, those of linear layers but the head and the routers in nf4."""
     values: dict[str, Any] = yaml.safe_load((PRESETS / f"{args.model}.yaml").read_text())["config"]
     config = AutoConfig.for_model(**values | ({"num_hidden_layers": args.layers} if args.layers else {}))
@@ -83,7 +83,7 @@ def make_model(args: argparse.Namespace, device: torch.device) -> PreTrainedMode
 
         MODEL_TYPE_TO_APPLY_LIGER_FN[config.model_type](swiglu=False)
     with init_empty_weights(include_buffers=False):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     for parent in list(model.modules()):
         for name, child in parent.named_children():
             if type(child) is nn.Linear and child is not model.get_output_embeddings():
@@ -97,15 +97,15 @@ def make_model(args: argparse.Namespace, device: torch.device) -> PreTrainedMode
     return model.to(device)
 
 
-def quantized(linear: nn.Linear, device: torch.device) -> bnb.nn.Linear4bit:
+def quantized(linear: nn.Linear, device: torch.device) -> nn.Module:
     """A layer of the same shape with random weights in nf4."""
-    layer = bnb.nn.Linear4bit(
-        linear.in_features, linear.out_features, linear.bias is not None, torch.bfloat16, quant_type="nf4", device="meta"
-    )
+    kinds: Any = bnb.nn
+    sizes, has_bias = (linear.in_features, linear.out_features), linear.bias is not None
+    layer: nn.Module = kinds.Linear4bit(*sizes, has_bias, torch.bfloat16, quant_type="nf4", device="meta")
     weight = torch.empty(linear.weight.shape, dtype=torch.bfloat16, device=device).normal_(std=0.02)
-    layer.weight = bnb.nn.Params4bit(weight, requires_grad=False, quant_type="nf4", compress_statistics=True)
-    layer.weight.module = layer
-    layer.weight = layer.weight._quantize(device)
+    params = kinds.Params4bit(weight, requires_grad=False, quant_type="nf4", compress_statistics=True)
+    params.module = layer  # which gets the scales
+    layer.weight = params.to(device)
     return layer
 
 
@@ -117,7 +117,7 @@ def without_memory(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parame
                 yield module, name, param
 
 
-def train(model: nn.Module, args: argparse.Namespace, device: torch.device) -> tuple[list[float], list[float]]:
+def train(model: Any, args: argparse.Namespace, device: torch.device) -> tuple[list[float], list[float]]:
     """Seconds and loss of each step, on random tokens."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4, fused=True)
     generator = torch.Generator(device).manual_seed(1)

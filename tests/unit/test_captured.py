@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.helpers.plans import traced
 
 from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.data.batch import Batch
@@ -11,7 +12,6 @@ from qlora_fsdp.memory.capture import is_captured, why_not_captured
 from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.memory.workload import Workload
 from qlora_fsdp.training.batch_key import Key, fill_starts
-from tests.helpers.plans import traced
 
 STEPS = ("training.max_steps=1", "training.max_length=2048")
 

@@ -21,9 +21,7 @@ def is_captured(work: Workload, policies: Sequence[Policy]) -> bool:
     return work.is_cuda and why_not_captured(work.config, policies, has_dropout, shards_experts) is None
 
 
-def why_not_captured(
-    config: Config, policies: Sequence[Policy], has_dropout: bool, shards_experts: bool
-) -> str | None:
+def why_not_captured(config: Config, policies: Sequence[Policy], has_dropout: bool, shards_experts: bool) -> str | None:
     """Why micro-batches are not recorded; None if they are, unless the model itself prevents it.
 
     Args:
