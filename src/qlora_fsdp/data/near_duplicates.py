@@ -47,7 +47,7 @@ def find_near_duplicates(rows: Rows, ids: Indices, hashes: Hashes, data: DataCon
     places = read_kept(file, data)  # among ids, as row numbers may be others in another mix
     if places is None or places.dtype != np.int64 or (len(places) and int(places.max()) >= len(ids)):
         places = _find(rows, ids, float(data.near_duplicates or 1.0))
-        keep(file, places)
+        keep(file, places, rows)
     return np.asarray(ids[places])
 
 
@@ -61,7 +61,8 @@ def _find(rows: Rows, ids: Indices, threshold: float) -> Indices:
         ) from error
     common = _common_shingles(rows, ids)
     empty = MinHash(num_perm=NUM_PERMUTATIONS, hashfunc=int)  # the shingles are hashes already
-    index = MinHashLSH(threshold=threshold, num_perm=NUM_PERMUTATIONS)
+    # What the index finds is compared, so it may find too much, and should miss little.
+    index = MinHashLSH(threshold=threshold, num_perm=NUM_PERMUTATIONS, weights=(0.1, 0.9))
     signatures = np.empty((len(ids), NUM_PERMUTATIONS), dtype=empty.hashvalues.dtype)
     found = []
     for place, row in enumerate(ids.tolist()):

@@ -50,7 +50,7 @@ def hash_rows(rows: Rows, data: DataConfig) -> Hashes:
     found = read_kept(file, data)
     if found is None or found.shape != rows.lengths.shape or found.dtype != np.uint64:
         found = _hash(rows)
-        keep(file, found)
+        keep(file, found, rows)
     return np.asarray(found)
 
 
@@ -85,9 +85,20 @@ def read_kept(file: Path | None, data: DataConfig) -> NDArray[np.generic] | None
     return None
 
 
-def keep(file: Path | None, found: NDArray[np.generic]) -> None:
-    """Keeps an array for later runs, which do without it where it can't be written."""
+def keep(file: Path | None, found: NDArray[np.generic], rows: Rows) -> None:
+    """Keeps an array for later runs, which do without it where it can't be written.
+
+    Args:
+        file: from `name_file`; None: the array is not kept.
+        found: what was found out about the rows.
+        rows: who may not read the tokens of all of these may not read the file.
+    """
     with suppress(OSError):
         if file is not None:
-            with replacing(file) as temporary, temporary.open("wb") as stream:
-                np.save(stream, found)
+            mode = 0o666
+            for key in filter(None, rows.key.split("+")):
+                mode &= (file.parent / key).stat().st_mode
+            with replacing(file) as temporary:
+                with temporary.open("wb") as stream:
+                    np.save(stream, found)
+                temporary.chmod(mode | 0o600)
