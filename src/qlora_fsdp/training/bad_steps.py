@@ -129,14 +129,16 @@ class BadSteps:
             The file; None if the disk does not take it.
         """
         file = self.folder / BAD_STEPS_FOLDER / f"step-{step + 1:08}.json"
-        losses = self.processes.gather([loss.item() for loss in micro_losses])
+        size, num_ranks, rank = self.split.micro_batch_size, self.split.num_ranks, self.processes.rank
+        parts = micro_batch_indices(indices, rank=rank, num_ranks=num_ranks, micro_batch_size=size)
+        own = [
+            self._describe(int(sequence), loss.item())
+            for part, loss in zip(parts, micro_losses, strict=False)
+            for sequence in part
+        ]
+        gathered = self.processes.gather(own)  # streamed rows are on the rank that trains on them alone
         if self.processes.is_main:
-            found: list[dict[str, Any]] = []
-            size, num_ranks = self.split.micro_batch_size, self.split.num_ranks
-            for rank in range(num_ranks):
-                parts = micro_batch_indices(indices, rank=rank, num_ranks=num_ranks, micro_batch_size=size)
-                for part, part_loss in zip(parts, losses[rank], strict=False):
-                    found += [self._describe(int(sequence), rank, part_loss) for sequence in part]
+            found = [entry for entries in gathered for entry in entries]
             found.sort(key=lambda entry: -math.inf if entry["loss"] is None else -entry["loss"])
             step_facts = {"step": step + 1, "reason": reason, "loss": _finite(loss), "grad_norm": _finite(norm)}
             facts = step_facts | {"action": self.config.on_bad_step.name, "sequences": found}
@@ -144,10 +146,10 @@ class BadSteps:
         is_written = self.processes.share(file.is_file() if self.processes.is_main else None)
         return file if is_written else None
 
-    def _describe(self, sequence: int, rank: int, loss: float) -> dict[str, Any]:
+    def _describe(self, sequence: int, loss: float) -> dict[str, Any]:
         """A sequence with the texts of its rows, as an entry of the file."""
         texts = [self.decode(tokens.tolist()) for tokens, _ in self.data.rows_of(sequence)]
-        return {"sequence": sequence, "rank": rank, "loss": _finite(loss), "rows": texts}
+        return {"sequence": sequence, "rank": self.processes.rank, "loss": _finite(loss), "rows": texts}
 
 
 def _write_facts(facts: dict[str, Any], file: Path) -> None:
