@@ -278,15 +278,19 @@ def test_policies_change_no_bit(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_host_buffers_are_as_many_as_the_tensors_and_no_larger_than_the_largest_needs(monkeypatch: pytest.MonkeyPatch):
-    """Whatever lengths the batches have, in whatever order."""
+    """Whatever lengths the batches have, in whatever order; and made once if the plan says how long they get."""
     monkeypatch.setattr(input_offload, "MIN_BYTES", 0)
-    inputs = input_offload.InputOffload()
-    for length in (500, 700, 1100, 1200, 90, 2000, 1300, 2048):
-        tensors = [torch.randn(length, 4) for _ in range(3)]
-        packed = [inputs._pack(tensor) for tensor in tensors]
-        for tensor, one in reversed(list(zip(tensors, packed, strict=True))):
-            assert torch.equal(inputs._unpack(one), tensor)
-    assert [buffer.nbytes for buffer in inputs.free] == [2048 * 4 * 4] * 3
+    monkeypatch.setattr(input_offload, "offload_buffer_bytes", lambda num_bytes: num_bytes)
+    for planned in (0, 2048 * 4 * 4):
+        inputs, addresses = input_offload.InputOffload(planned), set[int]()
+        for length in (500, 700, 1100, 1200, 90, 2000, 1300, 2048):
+            tensors = [torch.randn(length, 4) for _ in range(3)]
+            packed = [inputs._pack(tensor) for tensor in tensors]
+            for tensor, one in reversed(list(zip(tensors, packed, strict=True))):
+                assert torch.equal(inputs._unpack(one), tensor)
+            addresses |= {buffer.data_ptr() for buffer in inputs.free}
+        assert [buffer.nbytes for buffer in inputs.free] == [2048 * 4 * 4] * 3
+        assert not planned or len(addresses) == 3
 
 
 def test_offloaded_layers_keep_nothing(monkeypatch: pytest.MonkeyPatch):

@@ -453,12 +453,21 @@ class MemoryConfig:
     activations: Activations = Activations.auto
     # The k of every_k.
     every_k: int = 2
+    # Tokens that gated MLPs, experts and norms compute at a time, so that what they need does not grow with the length
+    # (docs/long-rows.md). The results are the same but for rounding. auto: all at once, or 8192 of long micro-batches
+    # if the run fits or is faster so, by the memory plan. null: all at once.
+    tile_tokens: Any = field(default="auto", metadata=bounds(at_least=64))
     # GiB of each GPU that the run may use in all. The limit is enforced, so that a large GPU can stand for a smaller
     # one. null: the free memory less 5 %, by which auto decides.
     target_gib: float | None = field(default=None, metadata=bounds(above=0))
     # When the GPU runs out of memory, write torch's record of allocations to the run folder, for
     # pytorch.org/memory_viz. This slows steps a little.
     snapshot: bool = False
+
+    @property
+    def num_tile_tokens(self) -> int | None:
+        """Tokens of a tile; None for all at once, which also is what auto does where no plan has chosen."""
+        return None if self.tile_tokens == "auto" else self.tile_tokens
 
 
 @dataclass

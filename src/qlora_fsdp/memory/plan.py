@@ -34,7 +34,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from qlora_fsdp.common.sizes import NUM_BUFFERS, PIECE_BYTES, SLAB_BYTES
+from qlora_fsdp.common.sizes import NUM_BUFFERS, PIECE_BYTES, SLAB_BYTES, offload_buffer_bytes
 from qlora_fsdp.config.schema import Weights
 from qlora_fsdp.memory.capture import SPARE_BYTES, is_captured
 from qlora_fsdp.memory.model_bytes import BytesByPart, ModelBytes
@@ -294,7 +294,7 @@ def _host(work: Workload, model: ModelBytes, policies: Sequence[Policy]) -> tupl
         pinned += parts["parameters"]
     offloaded = [use.host for use in work.layer_uses(policies) if use.host]
     if offloaded:
-        parts["activations"] = sum(_next_power_of_two(size) for size in offloaded)
+        parts["activations"] = sum(map(offload_buffer_bytes, offloaded))
         pinned += parts["activations"]
     return parts, pinned
 

@@ -38,6 +38,9 @@ class Operations:
             self.moved + other.moved,
         )
 
+    def __mul__(self, number: int) -> Operations:
+        return Operations(self.products * number, self.fp8 * number, self.attention * number, self.moved * number)
+
 
 @dataclass(frozen=True)
 class LayerUse:

@@ -105,11 +105,12 @@ class ModelTracer:
         self, config: Config, micro_batch_size: int, kind: int, policy: Policy, is_first: bool = False
     ) -> LayerUse:
         """What one layer of a kind takes; `is_first` for the first layer of the model."""
-        key = (*self._key(config, micro_batch_size), kind, policy, is_first)
+        tile = config.memory.num_tile_tokens
+        key = (*self._key(config, micro_batch_size), kind, policy, is_first, tile)
         if key not in self._uses:
             trace = self._trace(config, micro_batch_size)
             with _explained():
-                self._uses[key] = trace.layer(self._built(config).stand_ins[kind], policy, is_first)
+                self._uses[key] = trace.layer(self._built(config).stand_ins[kind], policy, is_first, tile)
         return self._uses[key]
 
     def ends_use(self, config: Config, micro_batch_size: int) -> EndsUse:
