@@ -132,10 +132,12 @@ class BadSteps:
         losses = self.processes.gather([loss.item() for loss in micro_losses])
         if self.processes.is_main:
             found: list[dict[str, Any]] = []
-            size, num_ranks = self.split.micro_batch_size, self.split.num_ranks
-            for rank in range(num_ranks):
-                parts = micro_batch_indices(indices, rank=rank, num_ranks=num_ranks, micro_batch_size=size)
-                for part, part_loss in zip(parts, losses[rank], strict=False):
+            size, num_groups, num_slices = self.split.micro_batch_size, self.split.num_groups, self.split.num_slices
+            for group in range(num_groups):
+                parts = micro_batch_indices(indices, rank=group, num_ranks=num_groups, micro_batch_size=size)
+                rank = group * num_slices  # the first of those that have a slice each
+                part_losses = map(sum, zip(*losses[rank : rank + num_slices], strict=True))
+                for part, part_loss in zip(parts, part_losses, strict=False):
                     found += [self._describe(int(sequence), rank, part_loss) for sequence in part]
             found.sort(key=lambda entry: -math.inf if entry["loss"] is None else -entry["loss"])
             step_facts = {"step": step + 1, "reason": reason, "loss": _finite(loss), "grad_norm": _finite(norm)}
