@@ -100,10 +100,10 @@ class RowTrial:
         return self.found[attention]
 
     def _try(self, attention: str) -> str | None:
+        length, rows = (SLICE_LENGTH, "sliced") if attention == BY_SLICES else (LENGTH, "packed")
         try:
             model = self._build(attention)
             model.load_state_dict(self.model.state_dict())
-            length, rows = (SLICE_LENGTH, "sliced") if attention == BY_SLICES else (LENGTH, "packed")
             packed = _compute_packed(model, self.rows, length)
             changed = _compute_packed(model, _change(self.rows), length)
         except Exception as error:
