@@ -244,7 +244,12 @@ def test_refused_by_the_device_only(override: str, world: World, expected: str) 
     [
         (3, 8, [], "does not divide 8 ranks, of which so many share each sequence. Set it to one of 1, 2, 4, 8, or"),
         (16, 8, [], "does not divide 8 ranks"),
-        (2, 8, ["task=preference", "data.format=auto", "data.path=org/x"], "can't be used with task.name=preference: a"),
+        (
+            2,
+            8,
+            ["task=preference", "data.format=auto", "data.path=org/x"],
+            "can't be used with task.name=preference: a",
+        ),
         (2, 8, ["training.router_aux_loss_coef=0.1"], "can't be used with training.router_aux_loss_coef=0.1: a rank"),
         (2, 8, ["model.attn_implementation=sdpa"], "Set distributed.context_parallel=1, or model.attn_implementation="),
         (2, 8, ["training.global_batch_size=6"], "is not a multiple of 4 groups of ranks. Set training.global_batch"),

@@ -33,7 +33,7 @@ from qlora_fsdp.model.causal_lm import CausalLM
 from qlora_fsdp.model.miniature import miniature
 from qlora_fsdp.model.packing import Traits
 from qlora_fsdp.model.row_trial import RowTrial
-from qlora_fsdp.model.slices import check_slices
+from qlora_fsdp.model.slices import check_slices, whole_attention
 
 LONG = 2**20  # tokens of a sequence, so that every window is reached
 RUN = ["model=llama3-8b", "data=random", "training.max_steps=1"]
@@ -87,7 +87,6 @@ def test_the_verdict_is_that_of_a_plain_check(family: str, reason: str | None):
         ("gpt_oss", None),
         ("deepseek_v3", None),
         ("gpt2", None),
-        ("gemma2", "sliced rows are not what they are alone (their logits differ by "),  # capped logits
         ("bloom", "sliced rows see one another (logits change by "),  # attention code of its own
         ("mamba", "sliced rows "),
         ("rwkv", "sliced rows "),
@@ -147,6 +146,25 @@ def test_what_else_keeps_ranks_from_sharing_sequences(change: dict[str, Any], re
     model = LlamaConfig(**{"max_position_embeddings": 2048, "hidden_size": 3840} | change)
     with nullcontext() if reason is None else pytest.raises(ConfigError, match=reason):
         check_slices(model, config, Traits(True, None))
+
+
+@pytest.mark.parametrize(
+    ("family", "attention", "device", "found"),
+    [
+        ("llama", VARLEN, "cuda", VARLEN),
+        ("llama", "sdpa", "cpu", BY_STARTS),
+        ("llama", "sdpa", "cuda", "needs attention that is told where rows start: too old."),
+        ("gemma2", "sdpa", "cpu", "it can't cap attention logits, as this model does"),
+    ],
+)
+def test_ranks_that_share_sequences_attend_by_starts(family: str, attention: str, device: str, found: str):
+    config = load_config([*RUN, "distributed.context_parallel=2"])
+    args = (attention, "too old", AutoConfig.for_model(family), config, torch.device(device))
+    if found in (VARLEN, BY_STARTS):
+        assert whole_attention(*args) == found
+    else:
+        with pytest.raises(ConfigError, match=found):
+            whole_attention(*args)
 
 
 @pytest.mark.parametrize(

@@ -209,7 +209,7 @@ def _try_small(
     notes = [slower] if slower else []
     if slices:
         check_slices(files.config, config, traits)
-        attention = whole_attention(attention, slower, config, device)
+        attention = whole_attention(attention, slower, files.config, config, device)
     if not generates:
         config, padded = settle_packing(config, files.config, attention, processes)
         notes += padded

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 from qlora_fsdp.common.errors import ConfigError
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.config.settings import problem_with
-from qlora_fsdp.layers.attention import FLASH_4, VARLEN
+from qlora_fsdp.layers.attention import FLASH_4, VARLEN, why_not_by_starts
 from qlora_fsdp.layers.sliced_attention import check_heads
 from qlora_fsdp.model.attention_by_starts import BY_STARTS, register_stand_ins
 from qlora_fsdp.model.packing import Traits, class_name
@@ -53,24 +53,28 @@ def _kind_by_longest(text: PretrainedConfig, max_length: int) -> str | None:
     return None
 
 
-def whole_attention(attention: str, slower: str | None, config: Config, device: torch.device) -> str:
+def whole_attention(
+    attention: str, slower: str | None, model: PretrainedConfig, config: Config, device: torch.device
+) -> str:
     """The attention that computes whole sequences where ranks share them: one that is told where rows start.
 
     Args:
         attention: what `choose_attention` has chosen.
         slower: its note.
+        model: the model's config.
         config: the settings.
         device: where the model runs. On a CPU plain torch computes it, with matrices of all queries and keys.
 
     Raises:
-        ConfigError: on this GPU no such attention computes the model.
+        ConfigError: here no such attention computes the model.
     """
     if attention in (VARLEN, FLASH_4):
         return attention
-    if device.type == "cpu":
+    reason = why_not_by_starts(model.get_text_config()) if device.type == "cpu" else slower
+    if device.type == "cpu" and reason is None:
         register_stand_ins()
         return BY_STARTS
-    reason = f"needs attention that is told where rows start: {slower or f'{attention} is not'}."
+    reason = f"needs attention that is told where rows start: {reason or f'{attention} is not'}."
     raise ConfigError([problem_with(config, SETTING, reason, FIX)])
 
 

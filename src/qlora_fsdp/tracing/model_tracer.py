@@ -200,7 +200,7 @@ def trace_config(model_config: PretrainedConfig, config: Config) -> ModelTracer:
     attention = traced_attention(wanted, model_config, dtype, is_causal, traits.why_not_by_starts)
     if config.distributed.context_parallel > 1:
         check_slices(model_config, config, traits)
-        attention = whole_attention(attention, None, config, torch.device("cuda"))
+        attention = whole_attention(attention, None, model_config, config, torch.device("cuda"))
     chosen = {name: getattr(config.kernels, name) for name in ("rms_norm", "rotary", "glu")}
     if mentions_experts(model_config):  # Liger's kernels of MLPs are not used for these (layers/liger.py)
         del chosen["glu"]
