@@ -15,7 +15,7 @@ AUTO = "auto"  # a value of training.micro_batch_size
 def sequences_at_once(config: Config, num_ranks: int) -> int:
     """Sequences of one forward pass on all ranks. A global batch is a multiple of them; `auto` divides what is left."""
     size = config.training.micro_batch_size
-    return (size if isinstance(size, int) else 1) * num_ranks
+    return (size if isinstance(size, int) else 1) * config.distributed.num_groups(num_ranks)
 
 
 def nearest_batch(total: int, unit: int) -> int:

@@ -707,6 +707,13 @@ class HubConfig:
 class DistributedConfig:
     # A collective that takes longer than this means that a rank is gone or stuck, and ends all ranks.
     timeout_seconds: int = field(default=600, metadata=bounds(at_least=1))
+    # Ranks that share each sequence: every one computes a slice of it, so that rows can be as many times as long. It
+    # divides the ranks and the model's attention heads. The losses do not depend on it (docs/long-rows.md).
+    context_parallel: int = field(default=1, metadata=bounds(at_least=1))
+
+    def num_groups(self, num_ranks: int) -> int:
+        """Groups of ranks that have sequences of their own, which a step's are divided among."""
+        return max(1, num_ranks // max(1, self.context_parallel))
 
 
 @dataclass
@@ -792,6 +799,11 @@ class Config:
     def sequence_length(self) -> int:
         """Most tokens of a packed sequence: there is room for a whole pair."""
         return self.training.max_length * (2 if self.has_pairs else 1)
+
+    @property
+    def slice_length(self) -> int:
+        """Most tokens of a sequence that one rank computes."""
+        return -(self.sequence_length // -self.distributed.context_parallel)
 
     @property
     def num_extra_forwards(self) -> int:

@@ -144,8 +144,9 @@ def micro_batch_sizes(work: Workload) -> list[int]:
     if training.micro_batch_size != AUTO:
         return [work.micro_batch_size]
     assert training.global_batch_size is not None
-    part = training.global_batch_size // work.num_ranks
-    most = max(1, (MAX_TOKENS if work.is_cuda else CPU_TOKENS) // training.max_length)
+    part = training.global_batch_size // work.num_groups
+    length = -(training.max_length // -work.config.distributed.context_parallel)
+    most = max(1, (MAX_TOKENS if work.is_cuda else CPU_TOKENS) // length)
     sizes = [size for size in (2**power for power in range(part.bit_length())) if part % size == 0 and size <= most]
     return sizes if work.is_cuda else sizes[-1:]
 

@@ -106,7 +106,7 @@ def enough_gpus(work: Workload, target: float, gpu: Gpu) -> Change | None:
         num_ranks *= 2
         config, _ = round_default(work.config, num_ranks)
         total = config.training.global_batch_size
-        if total is not None and total % num_ranks:
+        if total is not None and total % config.distributed.num_groups(num_ranks):
             config = with_values(config, {"training.global_batch_size": None, "training.micro_batch_size": 1})
         more = replace(work, config=config, num_ranks=num_ranks, local_num_ranks=min(num_ranks, 8))
         choice = choose(more, target, gpu)

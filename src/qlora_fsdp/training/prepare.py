@@ -30,6 +30,7 @@ from qlora_fsdp.model.count import FlopCounter, Sizes, count_bytes, count_flops,
 from qlora_fsdp.model.input_offload import InputOffload
 from qlora_fsdp.model.positions import check_positions
 from qlora_fsdp.model.saved_adapter import SavedAdapter
+from qlora_fsdp.model.slices import describe_slices
 from qlora_fsdp.model.swap_layers import quant_settings
 from qlora_fsdp.model.task_model import TaskModel
 from qlora_fsdp.records.run_folder import log
@@ -150,7 +151,8 @@ def _prepare(
         log.info(f"Memory: {line}")
     data, split = _prepare_data(config, assembled, processes, folder, first_step)
     flops = count_flops(model, meta.config.get_text_config())
-    is_auto = config.memory.activations is Activations.auto
+    # A layer that is computed again exchanges heads again, so ranks that share sequences keep to one policy.
+    is_auto = config.memory.activations is Activations.auto and config.distributed.context_parallel == 1
     peaks = PhasePeaks(device, MemoryFallback(model.layers, run_plan.policies, inputs) if is_auto else None)
     return Prepared(config, assembled, base, base_layers, start, sizes, flops, data, split, machine, run_plan, peaks)
 
@@ -210,12 +212,13 @@ def _prepare_data(
     """Tokenize the data, or open a stream of it, and divide it into steps."""
     model, meta, tokenizer = assembled.model, assembled.meta, assembled.tokenizer
     data: PreparedData[TrainingData]
+    num_slices = config.distributed.context_parallel
     if config.data.streaming:
-        split = split_batches(config.training, processes.num_ranks, 0)  # training.max_steps says where a stream ends
+        split = split_batches(config.training, processes.num_ranks, 0, num_slices)  # max_steps says where it ends
         data = open_stream(config, tokenizer, split, processes, folder, first_step, model.vocab_size)
     else:
         data = prepare_data(config, tokenizer, processes, model.vocab_size)
-        split = split_batches(config.training, processes.num_ranks, len(data.train))
+        split = split_batches(config.training, processes.num_ranks, len(data.train), num_slices)
     beyond = check_positions(meta.model, meta.config.get_text_config(), data)
     if isinstance(model, Classifier):
         model.weigh_classes(data.train, processes.device)
@@ -223,5 +226,6 @@ def _prepare_data(
         log.info(f"Data: {line}")
     if beyond is not None:
         log.info(f"Note: {beyond}")
-    log.info(f"Steps: {split.num_steps} of {config.sequence_length} tokens a sequence at most")
+    slices = describe_slices(config)
+    log.info(f"Steps: {split.num_steps} of {config.sequence_length} tokens a sequence at most{slices}")
     return data, split
