@@ -20,7 +20,7 @@ if __name__ == "__main__":
 from qlora_fsdp.common.errors import CheckpointError, Problem, refuse
 from qlora_fsdp.common.startup import end_process, is_first_rank
 from qlora_fsdp.common.terminal import colored as colored_text
-from qlora_fsdp.common.text import printable, shorten
+from qlora_fsdp.common.text import plural, printable, shorten
 from qlora_fsdp.config.commands import AdapterSettings
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.runtime.run_command import run_command
@@ -143,6 +143,8 @@ def _figures(data: PreparedData[Sequences], config: Config) -> Iterator[str]:
     """What was read, the lengths of the rows as bars, and how much of a batch would be padding."""
     import numpy as np
 
+    from qlora_fsdp.model.slices import describe_slices
+
     yield from ("---", *map(printable, str(data.report).splitlines()))
     lengths = data.train.rows.lengths[data.train.row_ids]
     middle, tail = np.percentile(lengths, [50, 95]).astype(int)
@@ -152,6 +154,10 @@ def _figures(data: PreparedData[Sequences], config: Config) -> Iterator[str]:
     for low, count in zip(range(lengths.min(), lengths.max() + 1, width), counts, strict=True):
         bar = "#" * round(BAR_WIDTH * count / counts.max())
         yield f"  {low:>7} to {low + width - 1:<7} {count:>9,} {bar}".rstrip()
+    slices = describe_slices(config)
+    if slices:
+        longer = plural(int((lengths > config.slice_length).sum()), "row")
+        yield f"sequences of {config.sequence_length} tokens{slices}; {longer} longer than a slice"
     if not config.training.packing:
         padding = 1 - lengths.mean() / lengths.max()
         yield f"without packing, up to {padding:.0%} of a batch of all rows would be padding"

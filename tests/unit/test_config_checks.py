@@ -245,6 +245,29 @@ def test_refused_by_the_device_only(override: str, world: World, expected: str) 
     assert expected in message
 
 
+@pytest.mark.parametrize(
+    ("num_slices", "num_ranks", "more", "expected"),
+    [
+        (3, 8, [], "does not divide 8 ranks, of which so many share each sequence. Set it to one of 1, 2, 4, 8, or"),
+        (16, 8, [], "does not divide 8 ranks"),
+        (
+            2,
+            8,
+            ["task=preference", "data.format=auto", "data.path=org/x"],
+            "can't be used with task.name=preference: a",
+        ),
+        (2, 8, ["training.router_aux_loss_coef=0.1"], "can't be used with training.router_aux_loss_coef=0.1: a rank"),
+        (2, 8, ["model.attn_implementation=sdpa"], "Set distributed.context_parallel=1, or model.attn_implementation="),
+        (2, 8, ["training.global_batch_size=6"], "is not a multiple of 4 groups of ranks. Set training.global_batch"),
+    ],
+)
+def test_ranks_that_cannot_share_sequences(num_slices: int, num_ranks: int, more: list[str], expected: str) -> None:
+    world = World(num_ranks, 0, num_ranks, 0, device_type="cuda")
+    found = complaints(configure(f"distributed.context_parallel={num_slices}", *more), world)
+    assert [problem for problem in found if expected in problem], found
+    assert complaints(configure("distributed.context_parallel=2", "training.global_batch_size=4"), world) == []
+
+
 def test_all_problems_are_raised_at_once() -> None:
     config = configure("training.global_batch_size=7", "lora.init_lora_weights=eva", "lora.r=0")
     with pytest.raises(ConfigError, match="3 settings can't be used") as caught:

@@ -453,12 +453,21 @@ class MemoryConfig:
     activations: Activations = Activations.auto
     # The k of every_k.
     every_k: int = 2
+    # Tokens that gated MLPs, experts and norms compute at a time, so that what they need does not grow with the length
+    # (docs/long-rows.md). The results are the same but for rounding. auto: all at once, or 8192 of long micro-batches
+    # if the run fits or is faster so, by the memory plan. null: all at once.
+    tile_tokens: Any = field(default="auto", metadata=bounds(at_least=64))
     # GiB of each GPU that the run may use in all. The limit is enforced, so that a large GPU can stand for a smaller
     # one. null: the free memory less 5 %, by which auto decides.
     target_gib: float | None = field(default=None, metadata=bounds(above=0))
     # When the GPU runs out of memory, write torch's record of allocations to the run folder, for
     # pytorch.org/memory_viz. This slows steps a little.
     snapshot: bool = False
+
+    @property
+    def num_tile_tokens(self) -> int | None:
+        """Tokens of a tile; None for all at once, which also is what auto does where no plan has chosen."""
+        return None if self.tile_tokens == "auto" else self.tile_tokens
 
 
 @dataclass
@@ -698,6 +707,13 @@ class HubConfig:
 class DistributedConfig:
     # A collective that takes longer than this means that a rank is gone or stuck, and ends all ranks.
     timeout_seconds: int = field(default=600, metadata=bounds(at_least=1))
+    # Ranks that share each sequence: every one computes a slice of it, so that rows can be as many times as long. It
+    # divides the ranks and the model's attention heads. The losses do not depend on it (docs/long-rows.md).
+    context_parallel: int = field(default=1, metadata=bounds(at_least=1))
+
+    def num_groups(self, num_ranks: int) -> int:
+        """Groups of ranks that have sequences of their own, which a step's are divided among."""
+        return max(1, num_ranks // max(1, self.context_parallel))
 
 
 @dataclass
@@ -783,6 +799,11 @@ class Config:
     def sequence_length(self) -> int:
         """Most tokens of a packed sequence: there is room for a whole pair."""
         return self.training.max_length * (2 if self.has_pairs else 1)
+
+    @property
+    def slice_length(self) -> int:
+        """Most tokens of a sequence that one rank computes."""
+        return -(self.sequence_length // -self.distributed.context_parallel)
 
     @property
     def num_extra_forwards(self) -> int:
