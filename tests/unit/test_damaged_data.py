@@ -118,7 +118,7 @@ def test_a_shard_with_a_renamed_column_is_named(tmp_path: Path) -> None:
     assert "60 rows read, 40 used" in report
     assert "20 rows left out (wrong keys): part-1.parquet row 1, part-1.parquet row 2" in report
     assert "set data.columns={prompt: question}" in report
-    with pytest.raises(DataError, match=r"data\.bad_rows=error, and .*20 rows left out \(wrong keys\): part-1"):
+    with pytest.raises(DataError, match=r"data\.bad_rows=error, and .*\n.*20 rows left out \(wrong keys\): part-1"):
         prepare(str(folder), tmp_path / "cache", bad_rows=BadRows.error)
 
 

@@ -111,7 +111,7 @@ def _cleaning(config: Config) -> Iterator[Problem]:
     elif data.streaming:
         reason = "needs all rows, and with data.streaming=true these are not there."
     for key in _OF_ALL_ROWS if reason else ():
-        if getattr(data, key) not in (None, False):
+        if value_of(config, f"data.{key}") != all_settings()[f"data.{key}"].default:
             yield problem_with(config, f"data.{key}", reason, "Leave it out.")
     if data.near_duplicates is not None and find_spec("datasketch") is None:
         reason = "needs the package datasketch, which is not installed."
