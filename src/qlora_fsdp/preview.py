@@ -21,6 +21,7 @@ from qlora_fsdp.common.errors import CheckpointError, Problem, refuse
 from qlora_fsdp.common.startup import end_process, is_first_rank
 from qlora_fsdp.common.terminal import colored as colored_text
 from qlora_fsdp.common.text import plural, printable, shorten
+from qlora_fsdp.config.batch_size import describe_slices
 from qlora_fsdp.config.commands import AdapterSettings
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.runtime.run_command import run_command
@@ -142,8 +143,6 @@ def _mark(text: str, is_target: bool, colored: bool) -> str:
 def _figures(data: PreparedData[Sequences], config: Config) -> Iterator[str]:
     """What was read, the lengths of the rows as bars, and how much of a batch would be padding."""
     import numpy as np
-
-    from qlora_fsdp.model.slices import describe_slices
 
     yield from ("---", *map(printable, str(data.report).splitlines()))
     lengths = data.train.rows.lengths[data.train.row_ids]

@@ -18,14 +18,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from qlora_fsdp.layers.attention import VARLEN
 from qlora_fsdp.layers.sliced_attention import slice_attention
 from qlora_fsdp.model.attention_by_starts import BY_STARTS, attend_by_starts, register_stand_ins
-from qlora_fsdp.model.task_model import TaskModel
 from qlora_fsdp.runtime.mesh import join_context_group
-from qlora_fsdp.runtime.processes import Processes, start_processes, stop_processes
+from qlora_fsdp.runtime.processes import start_processes, stop_processes
 from tests.helpers.checkpoints import SHAPE, write_checkpoint
 from tests.helpers.plain_varlen import cpu_with_varlen
 from tests.helpers.ranks import Meeting, once, run_ranks
 from tests.helpers.reference import stock_losses
-from tests.helpers.runs import Trained, settings, train_all
+from tests.helpers.runs import Trained, attention_of, settings, train_all
 
 pytestmark = pytest.mark.distributed
 TOLERANCE = 1e-5
@@ -75,22 +74,25 @@ def train_sliced(cases: Mapping[str, Sequence[str]]) -> dict[str, tuple[Trained,
         folder = next(text.partition("=")[2] for text in argv if text.startswith("run.folder="))
         if "gpt_oss" in folder:
             with cpu_with_varlen():
-                trained = train_all({case: argv}, chosen_attention)[case]
+                trained = train_all({case: argv}, attention_of)[case]
         else:
-            trained = train_all({case: argv}, chosen_attention)[case]
+            trained = train_all({case: argv}, attention_of)[case]
         lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
         found[case] = trained, [line["grad_norm"] for line in lines if "grad_norm" in line]
     return found
 
 
-def chosen_attention(model: TaskModel, processes: Processes) -> str:
-    return model.base.config._attn_implementation
-
-
 @pytest.fixture(scope="module")
-def runs(argv) -> Callable[[int], list[dict[str, tuple[Trained, list[float]]]]]:
+def runs(argv, tmp_path_factory) -> Callable[[int], list[dict[str, tuple[Trained, list[float]]]]]:
+    folder = tmp_path_factory.mktemp("runs")
+
     def run(num_ranks: int) -> list[dict[str, tuple[Trained, list[float]]]]:
         cases = {case: argv(case, sliced=True) for case, (ranks, *_) in CASES.items() if ranks == num_ranks}
+        if num_ranks == 2:
+            few = ["training.max_steps=6", "checkpoint.every_steps=4"]
+            kept = f"checkpoint.resume={folder}/kept/checkpoints/step-00000004"
+            cases["kept"] = [*argv("packed", sliced=True), *few, f"run.folder={folder}/kept"]
+            cases["gone on"] = [*argv("packed", sliced=False), *few, f"run.folder={folder}/gone-on", kept]
         return run_ranks(num_ranks, train_sliced, cases)
 
     return once(run)
@@ -116,6 +118,12 @@ def test_gradients_have_the_norm_of_one_process(runs, argv):
     assert len(alone) == 20
     for rank in runs(2):
         assert rank["packed"][1] == pytest.approx(alone, rel=TOLERANCE)
+
+
+def test_a_run_goes_on_at_another_number_of_slices(runs):
+    straight, gone_on = (runs(2)[0][case][0] for case in ("packed", "gone on"))
+    assert "slices" not in gone_on.inspected
+    assert gone_on.losses == pytest.approx(straight.losses[4:6], abs=TOLERANCE)
 
 
 # Heads of queries and of keys, and ranks: as many keys' heads as ranks, fewer, and numbers that do not divide.

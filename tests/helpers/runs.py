@@ -112,6 +112,11 @@ def train_all(
     return {case: train_here(argv, inspect, train) for case, argv in cases.items()}
 
 
+def attention_of(model: TaskModel, processes: Processes) -> str:
+    """The name of the model's attention in transformers' registry."""
+    return str(model.base.config._attn_implementation)
+
+
 @torch.no_grad()
 def logits_of(model: TaskModel, input_ids: Tensor) -> Tensor:
     """Logits of the sharded model: float32 [B, L, V] on the CPU."""

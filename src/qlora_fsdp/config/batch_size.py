@@ -1,4 +1,4 @@
-"""The number of sequences of an optimizer step, on a number of ranks. Imports no torch.
+"""The number of sequences of an optimizer step, on a number of ranks, and how ranks share them. Imports no torch.
 
 A batch size that somebody has chosen is kept or refused, because it is part of what a run learns. The default was
 chosen by nobody, and fits any number of ranks: it is rounded, and the log says so.
@@ -31,3 +31,13 @@ def round_default(config: Config, num_ranks: int) -> tuple[Config, str | None]:
     rounded = nearest_batch(total, unit)
     note = f"training.global_batch_size={rounded}, the multiple of {unit} that is nearest to {total}, the default"
     return with_values(config, {"training.global_batch_size": rounded}), note
+
+
+def describe_slices(config: Config) -> str:
+    """How ranks share sequences, behind what a sequence is; empty if they do not."""
+    num_slices = config.distributed.context_parallel
+    if num_slices == 1:
+        return ""
+    missing = num_slices * config.slice_length - config.sequence_length
+    padded = f", with {missing} of padding that distributed.context_parallel={num_slices} needs" if missing else ""
+    return f", each in {num_slices} slices of {config.slice_length} on as many ranks{padded}"

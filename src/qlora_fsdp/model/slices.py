@@ -76,13 +76,3 @@ def whole_attention(
         return BY_STARTS
     reason = f"needs attention that is told where rows start: {reason or f'{attention} is not'}."
     raise ConfigError([problem_with(config, SETTING, reason, FIX)])
-
-
-def describe_slices(config: Config) -> str:
-    """How ranks share sequences, behind what a sequence is; empty if they do not."""
-    num_slices = config.distributed.context_parallel
-    if num_slices == 1:
-        return ""
-    missing = num_slices * config.slice_length - config.sequence_length
-    padded = f", with {missing} of padding that {SETTING}={num_slices} needs" if missing else ""
-    return f", each in {num_slices} slices of {config.slice_length} on as many ranks{padded}"

@@ -13,6 +13,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.common.text import plural, show_size
+from qlora_fsdp.config.batch_size import describe_slices
 from qlora_fsdp.config.schema import Activations, Config, Optimizer
 from qlora_fsdp.config.settings import show
 from qlora_fsdp.config.written import with_values
@@ -30,7 +31,6 @@ from qlora_fsdp.model.count import FlopCounter, Sizes, count_bytes, count_flops,
 from qlora_fsdp.model.input_offload import InputOffload
 from qlora_fsdp.model.positions import check_positions
 from qlora_fsdp.model.saved_adapter import SavedAdapter
-from qlora_fsdp.model.slices import describe_slices
 from qlora_fsdp.model.swap_layers import quant_settings
 from qlora_fsdp.model.task_model import TaskModel
 from qlora_fsdp.records.run_folder import log
