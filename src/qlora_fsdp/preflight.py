@@ -25,7 +25,7 @@ from qlora_fsdp.common.files import write_json
 from qlora_fsdp.common.hub import fetch_config_json
 from qlora_fsdp.common.startup import end_with_the_reader, quick_imports
 from qlora_fsdp.common.text import format_table, plural, show_duration, show_size
-from qlora_fsdp.config.batch_size import AUTO, round_default
+from qlora_fsdp.config.batch_size import AUTO, describe_slices, round_default
 from qlora_fsdp.config.check_model import is_local_path
 from qlora_fsdp.config.check_settings import TRAINING, Needs, check_settings, check_world
 from qlora_fsdp.config.compose import load_config
@@ -264,7 +264,7 @@ def _describe(choice: Choice, hardware: Hardware, target: float) -> tuple[list[s
         f"{target / GIB:.2f} GiB of {gpu.gib:g} can be had",
         *([f"The GPUs: {hardware.note}"] if hardware.note else []),
         f"{plural(work.num_shards, 'shard')}, micro-batch {work.micro_batch_size} x {config.sequence_length} "
-        f"tokens, {work.num_micro_batches} a step; {describe_choice(plan)}",
+        f"tokens{describe_slices(config)}, {work.num_micro_batches} a step; {describe_choice(plan)}",
         "",
         table(plan),
         "",

@@ -1,4 +1,4 @@
-"""On a GPU: what the memory plan predicts is what is allocated, and neither activation policies nor tiles change a loss."""
+"""On a GPU: what the memory plan predicts is what is allocated, and no activation policy and no tile changes a loss."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from qlora_fsdp.config.schema import Config, KernelsConfig, LoraConfig
 from qlora_fsdp.data.batch import Batch
+from qlora_fsdp.data.tokenizer import NO_TOKENS
 from qlora_fsdp.layers import Format, QuantizedExpertWeight, QuantizedLinear
 from qlora_fsdp.layers.experts import expert_weight_names
 from qlora_fsdp.layers.kernels.launch import as_on_a_gpu, bytes_moved
@@ -27,7 +28,7 @@ from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.memory.traced import Operations
 from qlora_fsdp.model import input_offload
 from qlora_fsdp.model.activations import set_activation_policy
-from qlora_fsdp.model.adapters import NO_TOKENS, apply_adapters
+from qlora_fsdp.model.adapters import apply_adapters
 from qlora_fsdp.model.build import BuildSettings, build_model
 from qlora_fsdp.model.causal_lm import CausalLM
 from qlora_fsdp.model.find import ModelFiles, make_config

@@ -17,13 +17,14 @@ from qlora_fsdp.config.schema import (
     OnBadStep,
     Optimizer,
     ShardingStrategy,
+    TaskName,
 )
-from qlora_fsdp.config.settings import all_settings, nearest_settings, problem_with, show
+from qlora_fsdp.config.settings import all_settings, nearest_settings, problem_with, show, value_of
 
 
 def check_training(config: Config) -> Iterator[Problem]:
-    """Yields what is wrong with `fsdp`, `memory`, `optim`, `training`, `checkpoint`, `launch` and `slurm`."""
-    for find_problems in (_fsdp, _memory, _optim, _training, _checkpoint, _launch):
+    """Yields what is wrong with all sections from `fsdp` to `slurm` but `data` and `tracking`."""
+    for find_problems in (_fsdp, _memory, _optim, _training, _checkpoint, _slices, _launch):
         yield from find_problems(config)
 
 
@@ -118,6 +119,29 @@ def _checkpoint(config: Config) -> Iterator[Problem]:
     if training.on_bad_step is OnBadStep.rollback and has_none:
         fix = "Set checkpoint.every_steps=100, or training.on_bad_step=skip."
         yield problem_with(config, "training.on_bad_step", "has no checkpoints to go back to.", fix)
+
+
+def _slices(config: Config) -> Iterator[Problem]:
+    """What ranks that share sequences can't do."""
+    if config.distributed.context_parallel == 1:
+        return
+    kernels = AttnImplementation
+    by_starts = (kernels.auto, kernels.varlen, kernels.flash_attention_4)
+    whole = "a rank has slices, and this needs whole sequences"
+    can_not = {
+        "task.name": (config.task.name is not TaskName.causal_lm, whole),
+        "training.router_aux_loss_coef": (config.training.router_aux_loss_coef > 0, whole),
+        "tracking.num_generations": (config.tracking.num_generations > 0, whole),
+        "model.attn_implementation": (
+            config.model.attn_implementation not in by_starts,
+            "a mask is of a slice, and only attention that is told where rows start sees all of a sequence",
+        ),
+    }
+    for key, (is_wanted, reason) in can_not.items():
+        if is_wanted:
+            fix = f"Set distributed.context_parallel=1, or {show(key, all_settings()[key].default)}."
+            reason = f"can't be used with {show(key, value_of(config, key))}: {reason}."
+            yield problem_with(config, "distributed.context_parallel", reason, fix)
 
 
 def _launch(config: Config) -> Iterator[Problem]:

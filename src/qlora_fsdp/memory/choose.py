@@ -7,16 +7,18 @@ stay gathered between forward and backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from math import inf
+from typing import Any
 
 from typing_extensions import assert_never
 
 from qlora_fsdp.config.batch_size import AUTO
 from qlora_fsdp.config.check_training import why_no_tiles
 from qlora_fsdp.config.schema import Activations, Config, ShardingStrategy
+from qlora_fsdp.config.written import with_values
 from qlora_fsdp.memory.gpus import Gpu
 from qlora_fsdp.memory.model_bytes import ModelBytes
 from qlora_fsdp.memory.plan import GIB, MemoryPlan, planner
@@ -94,8 +96,12 @@ def choose(work: Workload, target: float, gpu: Gpu, host: float = inf) -> Choice
 
 def with_strategy(work: Workload, strategy: ShardingStrategy) -> Workload:
     """The same run under another strategy."""
-    config = work.config
-    return replace(work, config=replace(config, fsdp=replace(config.fsdp, sharding_strategy=strategy)))
+    return _with_values(work, {"fsdp.sharding_strategy": strategy})
+
+
+def _with_values(work: Workload, values: Mapping[str, Any]) -> Workload:
+    """The same run under other settings, by their keys."""
+    return replace(work, config=with_values(work.config, values))
 
 
 def _speed(choice: Choice, gpu: Gpu) -> float:
@@ -126,8 +132,7 @@ def _choose_rest(work: Workload, target: float, gpu: Gpu, host: float) -> Choice
 
 def _launched(work: Workload) -> Workload:
     """The run with kernels that are launched one by one, as it does where a CUDA graph would leave too little room."""
-    config = work.config
-    return replace(work, config=replace(config, compute=replace(config.compute, cuda_graph=False)))
+    return _with_values(work, {"compute.cuda_graph": False})
 
 
 def micro_batch_sizes(work: Workload) -> list[int]:
@@ -139,8 +144,9 @@ def micro_batch_sizes(work: Workload) -> list[int]:
     if training.micro_batch_size != AUTO:
         return [work.micro_batch_size]
     assert training.global_batch_size is not None
-    part = training.global_batch_size // work.num_ranks
-    most = max(1, (MAX_TOKENS if work.is_cuda else CPU_TOKENS) // training.max_length)
+    part = training.global_batch_size // work.num_groups
+    length = -(training.max_length // -work.config.distributed.context_parallel)
+    most = max(1, (MAX_TOKENS if work.is_cuda else CPU_TOKENS) // length)
     sizes = [size for size in (2**power for power in range(part.bit_length())) if part % size == 0 and size <= most]
     return sizes if work.is_cuda else sizes[-1:]
 
@@ -150,7 +156,7 @@ def _ways_to_reshard(work: Workload) -> Iterator[Workload]:
     fsdp = work.config.fsdp
     is_open = fsdp.reshard_after_forward is None and work.reshards
     if is_open and work.num_shards > 1 and work.is_cuda and not fsdp.cpu_offload:
-        yield replace(work, config=replace(work.config, fsdp=replace(fsdp, reshard_after_forward=False)))
+        yield _with_values(work, {"fsdp.reshard_after_forward": False})
     yield work
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 
-from qlora_fsdp.config.written import with_training
+from qlora_fsdp.config.written import with_values
 from qlora_fsdp.memory.choose import fixed_policies, with_tiles
 from qlora_fsdp.memory.plan import MemoryPlan, make_plan
 from qlora_fsdp.memory.policy import Policy
@@ -43,7 +43,14 @@ def longest(work: Workload, target: float) -> MemoryPlan | None:
 
 def smallest_plan(work: Workload, length: int) -> MemoryPlan:
     """The plan that needs least for rows of so many tokens, within what the settings say."""
-    config = with_training(work.config, max_length=length, micro_batch_size=1, global_batch_size=work.num_ranks)
+    config = with_values(
+        work.config,
+        {
+            "training.max_length": length,
+            "training.micro_batch_size": 1,
+            "training.global_batch_size": work.num_ranks,
+        },
+    )
     work = replace(work, config=config, micro_batch_size=1)
     work = with_tiles(work) or work
     policies = fixed_policies(config, work.num_layers) or (Policy.offload,) * work.num_layers

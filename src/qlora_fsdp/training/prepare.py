@@ -13,6 +13,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.common.text import plural, show_size
+from qlora_fsdp.config.batch_size import describe_slices
 from qlora_fsdp.config.schema import Activations, Config, Optimizer
 from qlora_fsdp.config.settings import show
 from qlora_fsdp.config.written import with_values
@@ -150,7 +151,8 @@ def _prepare(
         log.info(f"Memory: {line}")
     data, split = _prepare_data(config, assembled, processes, folder, first_step)
     flops = count_flops(model, meta.config.get_text_config())
-    is_auto = config.memory.activations is Activations.auto
+    # A layer that is computed again exchanges heads again, so ranks that share sequences keep to one policy.
+    is_auto = config.memory.activations is Activations.auto and config.distributed.context_parallel == 1
     peaks = PhasePeaks(device, MemoryFallback(model.layers, run_plan.policies, inputs) if is_auto else None)
     return Prepared(config, assembled, base, base_layers, start, sizes, flops, data, split, machine, run_plan, peaks)
 
@@ -210,12 +212,13 @@ def _prepare_data(
     """Tokenize the data, or open a stream of it, and divide it into steps."""
     model, meta, tokenizer = assembled.model, assembled.meta, assembled.tokenizer
     data: PreparedData[TrainingData]
+    num_slices = config.distributed.context_parallel
     if config.data.streaming:
-        split = split_batches(config.training, processes.num_ranks, 0)  # training.max_steps says where a stream ends
+        split = split_batches(config.training, processes.num_ranks, 0, num_slices)  # max_steps says where it ends
         data = open_stream(config, tokenizer, split, processes, folder, first_step, model.vocab_size)
     else:
         data = prepare_data(config, tokenizer, processes, model.vocab_size)
-        split = split_batches(config.training, processes.num_ranks, len(data.train))
+        split = split_batches(config.training, processes.num_ranks, len(data.train), num_slices)
     beyond = check_positions(meta.model, meta.config.get_text_config(), data)
     if isinstance(model, Classifier):
         model.weigh_classes(data.train, processes.device)
@@ -223,5 +226,6 @@ def _prepare_data(
         log.info(f"Data: {line}")
     if beyond is not None:
         log.info(f"Note: {beyond}")
-    log.info(f"Steps: {split.num_steps} of {config.sequence_length} tokens a sequence at most")
+    slices = describe_slices(config)
+    log.info(f"Steps: {split.num_steps} of {config.sequence_length} tokens a sequence at most{slices}")
     return data, split
