@@ -10,15 +10,12 @@ import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import datasets
-import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from qlora_fsdp.common.errors import DataError, UserError
 from qlora_fsdp.common.hub_names import path_exists
@@ -129,20 +126,6 @@ def read_rows(source: Source, file: Path) -> datasets.Dataset:
             places, contents = zip(*batch, strict=True)
             writer.write_batch(pa.record_batch([places, contents], schema=schema))
     return datasets.Dataset.from_file(str(file))
-
-
-def first_of_each(raw: datasets.Dataset) -> NDArray[np.int64]:
-    """The rows that are not letter by letter like an earlier one, by a hash of 64 bits: int64 [num_rows], sorted.
-
-    Blank rows all stay: each is told with its place.
-    """
-    hashes = np.empty(len(raw), dtype=np.uint64)
-    start = 0
-    for table in raw.with_format("arrow").iter(batch_size=ROWS_A_BATCH):
-        for number, row in enumerate(table["row"].to_pylist(), start=start):
-            hashes[number] = int.from_bytes(blake2b(row or str(number).encode(), digest_size=8).digest(), "little")
-        start += len(table)
-    return np.sort(np.unique(hashes, return_index=True)[1])
 
 
 def _find_on_hub(path: str, data: DataConfig) -> Source:

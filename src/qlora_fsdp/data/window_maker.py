@@ -177,7 +177,7 @@ class WindowMaker:
         sequences = make_sequences(without_tokens, np.arange(len(lengths)), replace(self.settings, seed=seed))
         order = np.random.default_rng(seed).permutation(len(sequences))
         users_of_sequences = np.empty(len(sequences), dtype=np.int64)
-        users_of_sequences[order] = self.split.ranks_of(first_sequence + np.arange(len(sequences)))
+        users_of_sequences[order] = self.split.groups_of(first_sequence + np.arange(len(sequences)))
         users = np.empty(len(lengths), dtype=np.int64)
         users[sequences.row_ids] = np.repeat(users_of_sequences, np.diff(sequences.starts))
         return replace(sequences, rows=self._swap(without_tokens, share.tokens, makers, users)), order
@@ -191,14 +191,16 @@ class WindowMaker:
             rows: all rows of the window, without their tokens.
             tokens: those of this rank's share.
             makers: [num_rows], the rank that has made each row.
-            users: [num_rows], the rank that trains on it.
+            users: [num_rows], the group of ranks that trains on it: each rank of it gets the whole row.
         """
-        rank, num_ranks = self.processes.rank, self.processes.num_ranks
-        made, used = np.flatnonzero(makers == rank), np.flatnonzero(users == rank)
-        to_send = np.argsort(users[made], kind="stable")
+        rank, num_ranks, num_slices = self.processes.rank, self.processes.num_ranks, self.split.num_slices
+        made, used = np.flatnonzero(makers == rank), np.flatnonzero(users == rank // num_slices)
+        receivers = (users[made, None] * num_slices + np.arange(num_slices)).ravel()
+        to_send = np.argsort(receivers, kind="stable") // num_slices
         received = used[np.argsort(makers[used], kind="stable")]
         flat = np.concatenate([np.zeros(0, np.int32), *(tokens[row] for row in to_send)])
-        num_sent = np.bincount(users[made], rows.lengths[made], num_ranks).astype(int).tolist()
+        lengths_sent = np.repeat(rows.lengths[made], num_slices)
+        num_sent = np.bincount(receivers, lengths_sent, num_ranks).astype(int).tolist()
         num_received = np.bincount(makers[used], rows.lengths[used], num_ranks).astype(int).tolist()
         found = self.processes.swap(torch.from_numpy(flat), num_sent, num_received).numpy()
         starts = rows.starts.copy()
