@@ -23,6 +23,8 @@ import pyarrow as pa
 import pyarrow.feather
 import pyarrow.parquet
 import pytest
+from tests.helpers.streams import NUM_SEQUENCES, SETTINGS, TOKENIZER, row_tokenizer
+from tests.helpers.streams import stream as stream_on
 
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.schema import DataConfig
@@ -34,8 +36,6 @@ from qlora_fsdp.data.stream import StreamedSequences
 from qlora_fsdp.data.windows import find_place, note_place
 from qlora_fsdp.data.workers import Workers
 from qlora_fsdp.runtime.processes import Processes, start_processes, stop_processes
-from tests.helpers.streams import NUM_SEQUENCES, SETTINGS, TOKENIZER, row_tokenizer
-from tests.helpers.streams import stream as stream_on
 
 
 @pytest.fixture(scope="module", autouse=True)
