@@ -1,13 +1,13 @@
 """CPU time of the whole job to stream rows, at several numbers of ranks, and how soon a resumed run has its rows.
 
-usage: python benchmarks/streaming.py TOKENIZER_FOLDER [--rows 20000] [--buffer-rows 2000] [--ranks 1 2 4]
-                                      [--kind jsonl|parquet|jsonl.gz] [--seek ROWS] [setting=value ...]
+usage: python benchmarks/streaming.py TOKENIZER_FOLDER [--rows 20000] [--buffer-rows 1900] [--ranks 1 2 4]
+                                      [--kind jsonl|parquet|jsonl.gz] [--resume] [--seek ROWS] [setting=value ...]
 
 Conversations of some 366 tokens on average are written to a file. So many ranks (processes of this host that meet over
 gloo) stream it and make the micro-batches of every step, as training does, but compute nothing. CPU time is user and
 system time of all ranks and of their workers, from before the stream is opened to after the last batch; imports of a
-rank are no part of it. The digest is one of all tokens and targets by step: it must not depend on the ranks. Then each
-job is started again at 90 % of its steps, and the time until its first batch is there is measured.
+rank are no part of it. The digest is one of all tokens and targets by step: it must not depend on the ranks. With
+--resume each job is started again at 90 % of its steps, and tells how soon its first batch is there.
 
 With --seek ROWS, the first of these rows are repeated to so many in a file, and the seconds are told until 1,000 rows
 from 90 % of them on are there: by the position that a run has noted, and from the beginning. Nothing is tokenized.
@@ -63,6 +63,11 @@ def write_rows(file: Path, num_rows: int, num_times: int = 1) -> None:
             out.write(text)
 
 
+def count_steps(num_rows: int) -> int:
+    """Steps of a job over so many rows."""
+    return int(KEPT * num_rows * TOKENS_A_ROW / MAX_LENGTH / BATCH_SIZE)
+
+
 def rank_main(arguments: argparse.Namespace, folder: Path, first_step: int) -> None:
     """What a rank does: stream, make batches, and print the figures of the job on rank 0."""
     import psutil
@@ -80,7 +85,7 @@ def rank_main(arguments: argparse.Namespace, folder: Path, first_step: int) -> N
     data = DataConfig(path=arguments.file, streaming=True, buffer_rows=arguments.buffer_rows, **own)
     training = TrainingConfig(packing=True, max_length=MAX_LENGTH, max_steps=1)
     config = replace(Config(), data=data, training=training)
-    num_steps = int(KEPT * arguments.rows * TOKENS_A_ROW / MAX_LENGTH / BATCH_SIZE)
+    num_steps = count_steps(arguments.rows)
     size = BATCH_SIZE // processes.num_ranks
     split = BatchSplit(size, BATCH_SIZE, processes.num_ranks, num_steps, num_steps * BATCH_SIZE)
 
@@ -173,9 +178,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tokenizer")
     parser.add_argument("--rows", type=int, default=20_000)
-    parser.add_argument("--buffer-rows", type=int, default=2_000)
+    parser.add_argument("--buffer-rows", type=int, default=1_900)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--kind", default="jsonl")
+    parser.add_argument("--resume", action="store_true")
     parser.add_argument("--seek", type=int, default=0)
     parser.add_argument("--file", default="")
     parser.add_argument("settings", nargs="*", help="of data, in JSON, such as num_proc=2")
@@ -194,8 +200,8 @@ def main() -> None:
             folder = Path(temporary) / str(num_ranks)
             folder.mkdir()
             start_ranks(num_ranks, folder, 0)
-            num_steps = int(KEPT * arguments.rows * TOKENS_A_ROW / MAX_LENGTH / BATCH_SIZE)
-            start_ranks(num_ranks, folder, int(0.9 * num_steps))
+            if arguments.resume:
+                start_ranks(num_ranks, folder, int(0.9 * count_steps(arguments.rows)))
 
 
 if __name__ == "__main__":
