@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -57,6 +58,7 @@ class Workers:
             mine, theirs = context.Pipe()
             context.Process(target=_serve, args=(theirs, self.tokenize), daemon=True).start()
             theirs.close()
+            weakref.finalize(self, mine.close)  # also before multiprocessing waits for its processes at the end
             self._idle.put(mine)
         self._is_started = True
 
