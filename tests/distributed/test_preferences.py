@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
@@ -15,7 +16,7 @@ from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.preferences import stock_figures, write_judged, write_pairs
 from tests.helpers.ranks import once, run_ranks
 from tests.helpers.reference import save_stock_adapter
-from tests.helpers.runs import settings, train_all
+from tests.helpers.runs import Trained, settings, train_all
 
 pytestmark = pytest.mark.distributed
 NUM_STEPS = 4
@@ -46,6 +47,12 @@ ON_MORE = {
     "dpo, padded, twelve": ["training.packing=false", "preference.precompute=false", *MORE_RANKS],
     "kto, twelve": [f"{LOSS}kto", *MORE_RANKS],
 }
+# Runs that go on from a checkpoint, with an empty cache: the reference is what the model was before its first step.
+RESUMED = {
+    "dpo resumed": [],
+    "dpo from an adapter resumed": [START],
+    "kto resumed": [f"{LOSS}kto", "training.packing=false"],
+}
 MICRO = {1: 4, 2: 1, 3: 2, 4: 1}  # sequences a rank a forward pass: on two ranks a step is two of these
 
 
@@ -64,7 +71,7 @@ def argv(folder: Path) -> Callable[[str, int], list[str]]:
     """`argv(case, num_ranks)`: the settings of a case."""
 
     def make(case: str, num_ranks: int) -> list[str]:
-        more = [text.replace("ADAPTER", str(folder / "adapter")) for text in (CASES | ON_MORE)[case]]
+        more = [text.replace("ADAPTER", str(folder / "adapter")) for text in (CASES | ON_MORE | RESUMED)[case]]
         rows = folder / ("judged.jsonl" if case.startswith("kto") else "pairs.jsonl")
         run = folder / f"{case.replace(' ', '_').replace(',', '')}-{num_ranks}"
         own = ["task=preference", f"training.max_steps={NUM_STEPS}", f"training.micro_batch_size={MICRO[num_ranks]}"]
@@ -74,12 +81,17 @@ def argv(folder: Path) -> Callable[[str, int], list[str]]:
 
 
 @pytest.fixture(scope="module")
-def runs(argv: Callable[[str, int], list[str]]) -> Callable[[int], list[dict[str, object]]]:
+def runs(argv: Callable[[str, int], list[str]]) -> Callable[[int], list[dict[Any, Trained]]]:
     """`runs(num_ranks)`: every case on so many ranks."""
 
-    def run(num_ranks: int) -> list[dict[str, object]]:
-        cases = CASES if num_ranks < 3 else ON_MORE
-        return run_ranks(num_ranks, train_all, {case: argv(case, num_ranks) for case in cases})
+    def run(num_ranks: int) -> list[dict[Any, Trained]]:
+        wanted = {case: argv(case, num_ranks) for case in (CASES if num_ranks < 3 else ON_MORE)}
+        for case in RESUMED if num_ranks == 2 else ():
+            plain, folder = argv(case, 2), Path(load_config(argv(case, 2)).run.folder)
+            wanted[case, "straight"] = [*plain, "checkpoint.every_steps=2"]
+            places = [f"run.folder={folder}-on", f"data.cache_folder={folder}-cache"]
+            wanted[case, "resumed"] = [*plain, *places, f"checkpoint.resume={folder}/checkpoints/step-00000002"]
+        return run_ranks(num_ranks, train_all, wanted)
 
     return once(run)
 
@@ -114,6 +126,15 @@ def test_one_and_two_ranks_save_the_same_adapter(runs, argv, case: str) -> None:
     assert one.keys() == two.keys()
     for name in one:
         assert (one[name] - two[name]).abs().max() < 2e-4
+
+
+@pytest.mark.parametrize("case", RESUMED)
+def test_a_resumed_run_is_the_same_bit_for_bit(runs, argv, case: str) -> None:
+    found = runs(2)[0]
+    assert found[case, "resumed"].losses == found[case, "straight"].losses[2:]
+    folder = load_config(argv(case, 2)).run.folder
+    straight, resumed = (Path(f"{folder}{end}", "adapter/adapter_model.safetensors") for end in ("", "-on"))
+    assert straight.read_bytes() == resumed.read_bytes()
 
 
 def test_evaluation_has_the_figures_of_held_out_pairs(runs, argv) -> None:
