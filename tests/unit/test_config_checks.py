@@ -171,7 +171,13 @@ def test_refused(overrides: str, expected: str) -> None:
         (["data.mix={org/a:1,org/b:0}"], "names org/b, which has a weight that is not positive."),
         (["data.path=org/a", "data.streaming=true", "training.max_steps=null"], "data.streaming=true needs an end"),
         (["data.path=org/a", "data.streaming=true", "data.eval_fraction=0.1"], "can't be held out of data that is"),
-        (["data.path=org/a", "data.streaming=true", "data.deduplicate=true"], "data.deduplicate=true needs all rows"),
+        (["data.path=org/a", "data.streaming=true", "data.near_duplicates=0.8"], "near_duplicates=0.8 needs all rows"),
+        (["data.path=org/a", "data.streaming=true", "data.seed=0"], "data.seed=0 needs all rows"),
+        (["data.decontaminate=true"], "data.decontaminate=true has no evaluation data to compare with."),
+        (["data.max_tokens=64", "training.max_length=64"], "has no effect: rows are cut at training.max_length=64."),
+        (["data.min_tokens=65", "training.max_length=64"], "leaves no row: training.max_length=64 is below it."),
+        (["data.min_tokens=9", "data.max_tokens=8"], "leaves no row: data.max_tokens=8 is below it."),
+        (["data.near_duplicates=1"], "data.near_duplicates=1.0 must be"),
         (["data.path=org/a", "data.streaming=true", "data.max_rows=9"], "data.max_rows=9 is drawn from all rows"),
         (["data.mix={a.jsonl:1}"], "names a.jsonl, which does not exist, seen from"),
         (["data.mix={org/a:{weight:-1}}"], "names org/a, which has a weight that is not positive."),
@@ -237,6 +243,29 @@ def test_refused_by_the_device_only(override: str, world: World, expected: str) 
     assert complaints(config) == []
     (message,) = complaints(config, world)
     assert expected in message
+
+
+@pytest.mark.parametrize(
+    ("num_slices", "num_ranks", "more", "expected"),
+    [
+        (3, 8, [], "does not divide 8 ranks, of which so many share each sequence. Set it to one of 1, 2, 4, 8, or"),
+        (16, 8, [], "does not divide 8 ranks"),
+        (
+            2,
+            8,
+            ["task=preference", "data.format=auto", "data.path=org/x"],
+            "can't be used with task.name=preference: a",
+        ),
+        (2, 8, ["training.router_aux_loss_coef=0.1"], "can't be used with training.router_aux_loss_coef=0.1: a rank"),
+        (2, 8, ["model.attn_implementation=sdpa"], "Set distributed.context_parallel=1, or model.attn_implementation="),
+        (2, 8, ["training.global_batch_size=6"], "is not a multiple of 4 groups of ranks. Set training.global_batch"),
+    ],
+)
+def test_ranks_that_cannot_share_sequences(num_slices: int, num_ranks: int, more: list[str], expected: str) -> None:
+    world = World(num_ranks, 0, num_ranks, 0, device_type="cuda")
+    found = complaints(configure(f"distributed.context_parallel={num_slices}", *more), world)
+    assert [problem for problem in found if expected in problem], found
+    assert complaints(configure("distributed.context_parallel=2", "training.global_batch_size=4"), world) == []
 
 
 def test_all_problems_are_raised_at_once() -> None:

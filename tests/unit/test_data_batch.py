@@ -13,6 +13,8 @@ from qlora_fsdp.data.cache import TokenizedRows
 from qlora_fsdp.data.pack import pack
 from qlora_fsdp.data.prefetch import prefetch
 from qlora_fsdp.data.sequences import Sequences, SequenceSettings, epoch_order, make_sequences
+from qlora_fsdp.data.split import BatchSplit
+from qlora_fsdp.training.batches import micro_batches_of
 
 
 def make_rows(*rows: tuple[list[int], str]) -> TokenizedRows:
@@ -57,6 +59,33 @@ def test_collate_rows_without_packing():
     assert num_targets(batch) == 2
     empty = collate(sequences, np.array([], dtype=np.int64), micro_batch_size=1)
     assert empty.input_ids.shape == (1, 8) and num_targets(empty) == 0
+
+
+def test_slices_know_of_the_rows_around_them():
+    """A target is in the next slice, a row goes on in it, and all rows' starts are those in whole sequences."""
+    batch = collate(PACKED, np.array([0, 1]), micro_batch_size=2, num_slices=4)
+    slices = [batch.slice(index, 4) for index in range(4)]
+    for name in ("input_ids", "targets", "position_ids"):
+        joined = torch.cat([getattr(part, name) for part in slices], dim=1)
+        assert torch.equal(joined, getattr(batch, name))
+    assert slices[0].targets.tolist() == [[-100, 6], [2, 3]]  # 6 is the next slice's first token
+    assert slices[1].position_ids.tolist() == [[2, 3], [2, 3]]
+    assert all(part.sequence_starts.tolist() == [0, 4, 8, 16] for part in slices)
+    assert all((part.max_row_length, part.whole_length) == (8, 8) for part in slices)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_sequences_are_padded_to_slices_of_one_length(packing):
+    """With positions that the model knows: no more than without slices."""
+    sequences = make_sequences(ROWS, np.array([0, 1, 2]), SequenceSettings(8, 0, packing, seed=0))
+    indices = np.arange(len(sequences))
+    plain = collate(sequences, indices, micro_batch_size=3)
+    batch = collate(sequences, indices, micro_batch_size=3, num_slices=3)
+    assert batch.input_ids.shape == (3, 9)
+    assert torch.equal(batch.targets[:, :8], plain.targets) and num_targets(batch) == num_targets(plain)
+    assert torch.equal(batch.position_ids[:, :8], plain.position_ids)
+    assert batch.position_ids.max() == 7
+    assert [batch.slice(index, 3).input_ids.shape for index in range(3)] == [(3, 3)] * 3
 
 
 def test_full_sequences_have_no_padding_row():
@@ -120,6 +149,13 @@ def test_the_split_does_not_change_the_global_batches():
             assert len({len(micro_batches) for micro_batches in ranks}) == 1
             in_order = [m[r] for m in zip(*ranks, strict=True) for r in range(num_ranks)]
             np.testing.assert_array_equal(np.concatenate(in_order), expected)
+
+
+def test_ranks_that_share_sequences_get_the_same_ones():
+    split = BatchSplit(1, 2, 2, num_steps=1, num_sequences=2, num_slices=2)  # two groups of two ranks
+    ranks = [next(micro_batches_of(PACKED, np.array([0, 1]), split, rank)) for rank in range(4)]
+    assert [batch.input_ids[0].tolist() for batch in ranks] == [[4, 5, 6, 7], [8, 9, 0, 0], [1, 2, 3, 0], [0, 0, 0, 0]]
+    assert split.num_micro_batches(2) == 1
 
 
 def test_epochs_are_different_seeded_permutations():

@@ -53,7 +53,7 @@ def test_two_processes_on_this_host(tmp_path: Path):
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     findings = {finding["what"]: finding for finding in json.loads(file.read_text())}
-    for what in ("Python", "torch", "bitsandbytes", "host memory", "disk", "hub", "SLURM", "all-reduce", "all-gather"):
+    for what in ("Python", "torch", "bitsandbytes", "host memory", "disk", "hub", "SLURM", "all-reduce", "all-to-all"):
         assert what in findings, done.stderr
         assert done.stdout.count(f"  {what:<14}  ") == 1  # rank 0 alone prints
     assert {finding["level"] for finding in findings.values()} <= {"green", "yellow"}, done.stdout

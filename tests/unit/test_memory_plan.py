@@ -16,6 +16,7 @@ from tests.helpers.quick_config import load_config
 from qlora_fsdp.common.errors import ConfigError, MemoryShortage
 from qlora_fsdp.common.sizes import SLAB_BYTES
 from qlora_fsdp.config.schema import Activations, ShardingStrategy
+from qlora_fsdp.data.tokenizer import NO_TOKENS
 from qlora_fsdp.memory.choose import (
     CLOSE,
     ROOM,
@@ -34,7 +35,7 @@ from qlora_fsdp.memory.show import faster_lines, waiting_lines
 from qlora_fsdp.memory.speed import load_seconds, tokens_per_second
 from qlora_fsdp.memory.suggest import enough_gpus, largest_savings, smaller_runs
 from qlora_fsdp.memory.workload import Workload
-from qlora_fsdp.model.adapters import NO_TOKENS, apply_adapters
+from qlora_fsdp.model.adapters import apply_adapters
 from qlora_fsdp.model.build import BuildSettings, build_model
 from qlora_fsdp.model.causal_lm import CausalLM
 from qlora_fsdp.model.count import count_bytes
@@ -399,6 +400,23 @@ def test_load_takes_as_long_as_was_measured(num_ranks, model, more, seconds):
 def test_random_weights_are_made_as_fast_as_was_measured(num_ranks, model, seconds):
     plan = uniform(workload(f"model={model}", "model.weights=random", num_ranks=num_ranks))
     assert load_seconds(plan) == {"random": pytest.approx(seconds, rel=0.2)}
+
+
+def test_ranks_that_share_sequences_keep_a_slice_each():
+    """As much as a sequence of a slice's length, and the outputs of attention twice: for its backward, by heads, and
+    for the next layer's, by tokens. Attention takes as many times as long as there are slices."""
+    length = 8192
+    alone = workload("model=llama3-8b", f"training.max_length={length}")
+    more = (f"training.max_length={2 * length}", "distributed.context_parallel=2")
+    shared = workload("model=llama3-8b", *more, num_ranks=2)
+    assert (shared.num_tokens, shared.num_micro_batches) == (alone.num_tokens, alone.num_micro_batches)
+    for policy, twice in ((Policy.none, 2 * length * 4096), (Policy.full, 0)):
+        ours, theirs = shared.layer_use(1, policy), alone.layer_use(1, policy)
+        assert ours.saved == theirs.saved + twice
+        assert ours.in_forward.attention == 2 * theirs.in_forward.attention
+        assert ours.in_forward.products == theirs.in_forward.products
+    assert (shared.ends.hidden, shared.ends.loss) == (alone.ends.hidden, alone.ends.loss)
+    assert choose(replace(shared, num_ranks=8), 76 * GIB, H200).fits
 
 
 def test_who_waits_for_python_is_told():

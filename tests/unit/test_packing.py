@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -27,10 +28,12 @@ from qlora_fsdp.data.batch import lay_out
 from qlora_fsdp.layers.attention import VARLEN
 from qlora_fsdp.model import miniature as small_configs
 from qlora_fsdp.model import packing
-from qlora_fsdp.model.attention_by_starts import BY_STARTS, BY_STARTS_CAPPED
+from qlora_fsdp.model.attention_by_starts import BY_SLICES, BY_STARTS, BY_STARTS_CAPPED
 from qlora_fsdp.model.causal_lm import CausalLM
 from qlora_fsdp.model.miniature import miniature
+from qlora_fsdp.model.packing import Traits
 from qlora_fsdp.model.row_trial import RowTrial
+from qlora_fsdp.model.slices import check_slices, whole_attention
 
 LONG = 2**20  # tokens of a sequence, so that every window is reached
 RUN = ["model=llama3-8b", "data=random", "training.max_steps=1"]
@@ -74,6 +77,94 @@ def test_the_verdict_is_that_of_a_plain_check(family: str, reason: str | None):
     found = RowTrial(real_config(family), LONG).why_not_packed("eager")
     assert found is None if reason is None else str(found).startswith(reason)
     assert packed_rows_stay_apart(family) == (found is None)
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("llama", None),
+        ("gemma3_text", None),
+        ("gpt_oss", None),
+        ("deepseek_v3", None),
+        ("gpt2", None),
+        ("bloom", "sliced rows see one another (logits change by "),  # attention code of its own
+        ("mamba", "sliced rows "),
+        ("rwkv", "sliced rows "),
+        ("jamba", "sliced rows "),
+        ("lfm2", "sliced rows can't be computed (ValueError: `causal_conv1d_fn`"),
+    ],
+)
+def test_ranks_share_sequences_only_if_tokens_meet_in_attention(family: str, reason: str | None):
+    found = RowTrial(real_config(family), LONG).why_not_packed(BY_SLICES)
+    assert found is None if reason is None else str(found).startswith(reason)
+
+
+def test_a_convolution_over_tokens_is_found_out_in_slices(monkeypatch: pytest.MonkeyPatch):
+    """Rows alone and packed pass: it knows where rows start. But it does not see the slice before its own."""
+
+    class Mixing(modeling_llama.LlamaMLP):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x + F.pad(x[:, :-1], (0, 0, 1, 0)) * self.continues[..., None])
+
+    def marked(self, *args: Any, position_ids: Tensor, **kwargs: Any) -> Any:
+        Mixing.continues = (position_ids > 0).float()
+        return forward(self, *args, position_ids=position_ids, **kwargs)
+
+    forward = modeling_llama.LlamaModel.forward
+    monkeypatch.setattr(modeling_llama, "LlamaMLP", Mixing)
+    monkeypatch.setattr(modeling_llama.LlamaModel, "forward", marked)
+    monkeypatch.setattr(modeling_llama.LlamaForCausalLM, "forward", _with_positions(modeling_llama.LlamaForCausalLM))
+    trial = RowTrial(LlamaConfig(), LONG)
+    assert (trial.error, trial.why_not_packed(BY_STARTS)) == (None, None)
+    assert "sliced rows are not what they are alone" in str(trial.why_not_packed(BY_SLICES))
+
+
+def _with_positions(cls: type) -> Any:
+    """The class's forward, which is told positions also where a row is alone."""
+    plain = cls.forward
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, **kwargs: Any) -> Any:
+        positions = torch.arange(input_ids.shape[1])[None] if position_ids is None else position_ids
+        return plain(self, input_ids, position_ids=positions, **kwargs)
+
+    return forward
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, None),
+        ({"num_attention_heads": 30, "num_key_value_heads": 30}, "does not divide the model's 30 attention heads"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+            "can't be used with rope_type dynamic: a slice would take the factors of its own longest position",
+        ),
+    ],
+)
+def test_what_else_keeps_ranks_from_sharing_sequences(change: dict[str, Any], reason: str | None):
+    config = load_config([*RUN, "distributed.context_parallel=4", "training.max_length=4096"])
+    model = LlamaConfig(**{"max_position_embeddings": 2048, "hidden_size": 3840} | change)
+    with nullcontext() if reason is None else pytest.raises(ConfigError, match=reason):
+        check_slices(model, config, Traits(True, None))
+
+
+@pytest.mark.parametrize(
+    ("family", "attention", "device", "found"),
+    [
+        ("llama", VARLEN, "cuda", VARLEN),
+        ("llama", "sdpa", "cpu", BY_STARTS),
+        ("llama", "sdpa", "cuda", "needs attention that is told where rows start: too old."),
+        ("gemma2", "sdpa", "cpu", "it can't cap attention logits, as this model does"),
+    ],
+)
+def test_ranks_that_share_sequences_attend_by_starts(family: str, attention: str, device: str, found: str):
+    config = load_config([*RUN, "distributed.context_parallel=2"])
+    args = (attention, "too old", AutoConfig.for_model(family), config, torch.device(device))
+    if found in (VARLEN, BY_STARTS):
+        assert whole_attention(*args) == found
+    else:
+        with pytest.raises(ConfigError, match=found):
+            whole_attention(*args)
 
 
 @pytest.mark.parametrize(
@@ -228,6 +319,15 @@ def test_auto_pads_what_does_not_and_says_why():
         settle("jamba", "training.max_length=64", "training.packing=true")
     config, notes = settle("jamba", "training.packing=false")
     assert config.training.packing is False and notes == []
+
+
+def test_auto_attention_is_what_recent_gpus_compute_with_in_the_runs_precision():
+    """Sinks have no kernel in float32, and gpt-oss's masks ignore rows: the run pads there, and so does the plan."""
+    sizes = {"hidden_size": 64, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config, notes = settle("gpt_oss", attention="auto", **sizes)
+    assert config.training.packing is True and notes == []
+    config, (note,) = settle("gpt_oss", "training.precision=float32", attention="auto", **sizes)
+    assert config.training.packing is False and "rows of GptOssForCausalLM are padded" in note
 
 
 def test_padding_must_not_go_beyond_a_table_of_positions():

@@ -1,4 +1,4 @@
-"""The number of sequences of an optimizer step, on a number of ranks. Imports no torch.
+"""The number of sequences of an optimizer step, on a number of ranks, and how ranks share them. Imports no torch.
 
 A batch size that somebody has chosen is kept or refused, because it is part of what a run learns. The default was
 chosen by nobody, and fits any number of ranks: it is rounded, and the log says so.
@@ -7,7 +7,7 @@ chosen by nobody, and fits any number of ranks: it is rounded, and the log says 
 from __future__ import annotations
 
 from qlora_fsdp.config.schema import DEFAULT_GLOBAL_BATCH, Config
-from qlora_fsdp.config.written import with_training
+from qlora_fsdp.config.written import with_values
 
 AUTO = "auto"  # a value of training.micro_batch_size
 
@@ -15,7 +15,7 @@ AUTO = "auto"  # a value of training.micro_batch_size
 def sequences_at_once(config: Config, num_ranks: int) -> int:
     """Sequences of one forward pass on all ranks. A global batch is a multiple of them; `auto` divides what is left."""
     size = config.training.micro_batch_size
-    return (size if isinstance(size, int) else 1) * num_ranks
+    return (size if isinstance(size, int) else 1) * config.distributed.num_groups(num_ranks)
 
 
 def nearest_batch(total: int, unit: int) -> int:
@@ -30,4 +30,14 @@ def round_default(config: Config, num_ranks: int) -> tuple[Config, str | None]:
         return config, None
     rounded = nearest_batch(total, unit)
     note = f"training.global_batch_size={rounded}, the multiple of {unit} that is nearest to {total}, the default"
-    return with_training(config, global_batch_size=rounded), note
+    return with_values(config, {"training.global_batch_size": rounded}), note
+
+
+def describe_slices(config: Config) -> str:
+    """How ranks share sequences, behind what a sequence is; empty if they do not."""
+    num_slices = config.distributed.context_parallel
+    if num_slices == 1:
+        return ""
+    missing = num_slices * config.slice_length - config.sequence_length
+    padded = f", with {missing} of padding that distributed.context_parallel={num_slices} needs" if missing else ""
+    return f", each in {num_slices} slices of {config.slice_length} on as many ranks{padded}"

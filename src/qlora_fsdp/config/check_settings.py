@@ -68,7 +68,7 @@ def check_world(config: Config, world: World) -> list[Problem]:
 
 def check_split(config: Config, world: World) -> list[Problem]:
     """Returns what is wrong with the configuration on this number of processes, whatever the device."""
-    return [*_check_batch(config, world), *_check_shard_groups(config, world)]
+    return [*_check_slices(config, world), *_check_batch(config, world), *_check_shard_groups(config, world)]
 
 
 def _check_bounds(config: Config) -> Iterator[Problem]:
@@ -96,16 +96,27 @@ def _check_hub(config: Config) -> Iterator[Problem]:
         yield problem_with(config, "hub.repo", "can't be the name of a repository.", "Set hub.repo=ORG/NAME.")
 
 
+def _check_slices(config: Config, world: World) -> Iterator[Problem]:
+    num_slices = config.distributed.context_parallel
+    if num_slices < 1 or world.num_ranks % num_slices == 0:
+        return
+    divisors = ", ".join(str(n) for n in range(1, world.num_ranks + 1) if world.num_ranks % n == 0)
+    reason = f"does not divide {world.num_ranks} ranks, of which so many share each sequence."
+    fix = f"Set it to one of {divisors}, or start a multiple of {num_slices} processes."
+    yield problem_with(config, "distributed.context_parallel", reason, fix)
+
+
 def _check_batch(config: Config, world: World) -> Iterator[Problem]:
     config = round_default(config, world.num_ranks)[0]
     micro, total = config.training.micro_batch_size, config.training.global_batch_size
-    unit = sequences_at_once(config, world.num_ranks)
+    unit, num_groups = sequences_at_once(config, world.num_ranks), config.distributed.num_groups(world.num_ranks)
     if total is None or unit < 1 or total < 1 or total % unit == 0:
         return
     nearest = nearest_batch(total, unit)
-    reason = f"is not a multiple of micro_batch_size {micro} x {world.num_ranks} ranks = {unit}."
+    groups = f"{num_groups} ranks" if num_groups == world.num_ranks else f"{num_groups} groups of ranks"
+    reason = f"is not a multiple of micro_batch_size {micro} x {groups} = {unit}."
     if micro == "auto":
-        reason = f"is not a multiple of {world.num_ranks} ranks."
+        reason = f"is not a multiple of {groups}."
     yield problem_with(config, "training.global_batch_size", reason, f"Set training.global_batch_size={nearest}.")
 
 

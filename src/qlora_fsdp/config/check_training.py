@@ -17,13 +17,14 @@ from qlora_fsdp.config.schema import (
     OnBadStep,
     Optimizer,
     ShardingStrategy,
+    TaskName,
 )
-from qlora_fsdp.config.settings import all_settings, nearest_settings, problem_with, show
+from qlora_fsdp.config.settings import all_settings, nearest_settings, problem_with, show, value_of
 
 
 def check_training(config: Config) -> Iterator[Problem]:
-    """Yields what is wrong with `fsdp`, `memory`, `optim`, `training`, `checkpoint`, `launch` and `slurm`."""
-    for find_problems in (_fsdp, _memory, _optim, _training, _checkpoint, _launch):
+    """Yields what is wrong with all sections from `fsdp` to `slurm` but `data` and `tracking`."""
+    for find_problems in (_fsdp, _memory, _optim, _training, _checkpoint, _slices, _launch):
         yield from find_problems(config)
 
 
@@ -53,6 +54,12 @@ def _memory(config: Config) -> Iterator[Problem]:
     if memory.activations is not Activations.every_k and memory.every_k != all_settings()["memory.every_k"].default:
         reason = f"has no effect with {show('memory.activations', memory.activations)}."
         yield problem_with(config, "memory.every_k", reason, "Set memory.activations=every_k too.")
+    tile = memory.tile_tokens
+    if tile not in ("auto", None) and (isinstance(tile, bool) or not isinstance(tile, int)):
+        fix = "Set memory.tile_tokens=auto, the default."
+        yield problem_with(config, "memory.tile_tokens", "must be a whole number, auto or null.", fix)
+    elif tile not in ("auto", None) and (why := why_no_tiles(config)) is not None:
+        yield problem_with(config, "memory.tile_tokens", f"can't be used: {why}.", "Set memory.tile_tokens=auto.")
 
 
 def _optim(config: Config) -> Iterator[Problem]:
@@ -88,6 +95,12 @@ def _training(config: Config) -> Iterator[Problem]:
         yield problem_with(config, "training.max_steps", reason, "Set training.max_steps=10.")
 
 
+def why_no_tiles(config: Config) -> str | None:
+    """Why layers can't be computed in tiles; None if they can."""
+    drops = config.lora.lora_dropout > 0
+    return "backward computes a tile again, and lora.lora_dropout would drop other values then" if drops else None
+
+
 def _checkpoint(config: Config) -> Iterator[Problem]:
     for key in config.checkpoint.allow_changes:
         if key not in all_settings():
@@ -106,6 +119,29 @@ def _checkpoint(config: Config) -> Iterator[Problem]:
     if training.on_bad_step is OnBadStep.rollback and has_none:
         fix = "Set checkpoint.every_steps=100, or training.on_bad_step=skip."
         yield problem_with(config, "training.on_bad_step", "has no checkpoints to go back to.", fix)
+
+
+def _slices(config: Config) -> Iterator[Problem]:
+    """What ranks that share sequences can't do."""
+    if config.distributed.context_parallel == 1:
+        return
+    kernels = AttnImplementation
+    by_starts = (kernels.auto, kernels.varlen, kernels.flash_attention_4)
+    whole = "a rank has slices, and this needs whole sequences"
+    can_not = {
+        "task.name": (config.task.name is not TaskName.causal_lm, whole),
+        "training.router_aux_loss_coef": (config.training.router_aux_loss_coef > 0, whole),
+        "tracking.num_generations": (config.tracking.num_generations > 0, whole),
+        "model.attn_implementation": (
+            config.model.attn_implementation not in by_starts,
+            "a mask is of a slice, and only attention that is told where rows start sees all of a sequence",
+        ),
+    }
+    for key, (is_wanted, reason) in can_not.items():
+        if is_wanted:
+            fix = f"Set distributed.context_parallel=1, or {show(key, all_settings()[key].default)}."
+            reason = f"can't be used with {show(key, value_of(config, key))}: {reason}."
+            yield problem_with(config, "distributed.context_parallel", reason, fix)
 
 
 def _launch(config: Config) -> Iterator[Problem]:

@@ -2,6 +2,10 @@
 
 The whole data is put in order first, and divided among ranks and micro-batches afterwards. So the same data gives the
 same global batches at any number of ranks and any micro-batch size.
+
+With `distributed.context_parallel` a group of ranks has the same sequences, and each rank a slice of every one. It is
+cut when all is laid out: tokens keep the positions and the targets that they have in the whole sequence, so that the
+target of a slice's last token is the first token of the next.
 """
 
 from __future__ import annotations
@@ -24,13 +28,14 @@ LENGTH_MULTIPLE = 8  # matrix products run faster on lengths that are multiples 
 
 @dataclass(frozen=True)
 class Batch:
-    """A micro-batch of B sequences of L tokens.
+    """A micro-batch of B sequences of L tokens, or a slice of each, with L tokens in it and the starts of all rows.
 
     Attributes:
         input_ids: int64 [B, L].
         targets: int64 [B, L], the token that follows in the same row, or -100 where there is no loss.
         position_ids: int64 [B, L], from 0 in each row. Padding at the end of a sequence belongs to its last row.
-        sequence_starts: int32 [num_rows + 1], where rows begin in the flattened B x L tokens, and B x L at the end.
+        sequence_starts: int32 [num_rows + 1], where rows begin in the flattened B x L tokens, and B x L at the end; of
+            slices where they begin in the whole sequences.
         max_row_length: number of tokens of the longest row, with the padding behind it.
         labels: float32 [num_labels, numbers per label]; None where tokens are predicted.
         label_positions: int64 [num_labels], what the labels belong to: their index among the B sequences, or among the
@@ -44,6 +49,7 @@ class Batch:
         reference: float32 [num_pairs, 2], the log-probabilities of chosen and rejected answers under the model before
             training; or [num_answers, 2], those of answers and of the mismatched ones. None: each step computes them,
             or the loss needs none.
+        num_slices: slices of a sequence; 1: sequences are whole.
     """
 
     input_ids: torch.Tensor
@@ -59,6 +65,12 @@ class Batch:
     mismatched: Batch | None = None
     margins: torch.Tensor | None = None
     reference: torch.Tensor | None = None
+    num_slices: int = 1
+
+    @property
+    def whole_length(self) -> int:
+        """Tokens of a whole sequence."""
+        return self.input_ids.shape[1] * self.num_slices
 
     def to(self, device: torch.device | str) -> Batch:
         """Copies the tensors to `device`. The host does not wait for the copy if they are pinned."""
@@ -76,9 +88,16 @@ class Batch:
             tensors["mismatched"] = self.mismatched._map(function)
         return replace(self, **tensors)
 
+    def slice(self, index: int, num_slices: int) -> Batch:
+        """One of so many slices of a whole micro-batch whose tokens are predicted; they divide its length."""
+        length = self.input_ids.shape[1] // num_slices
+        part = slice(index * length, (index + 1) * length)
+        own = {name: getattr(self, name)[:, part].contiguous() for name in ("input_ids", "targets", "position_ids")}
+        return replace(self, **own, num_slices=num_slices)
+
 
 def micro_batch_indices(global_indices: Indices, *, rank: int, num_ranks: int, micro_batch_size: int) -> list[Indices]:
-    """This rank's micro-batches of a global batch.
+    """The micro-batches of one rank, or of one group of ranks, of a global batch.
 
     Micro-batch m of rank r is `global_indices[(m * num_ranks + r) * micro_batch_size :][:micro_batch_size]`. All ranks
     have the same number of micro-batches. If the global batch is short, some of the last ones are short or empty.
@@ -88,7 +107,7 @@ def micro_batch_indices(global_indices: Indices, *, rank: int, num_ranks: int, m
     return [global_indices[start : start + micro_batch_size] for start in starts]
 
 
-def collate(sequences: TrainingData, indices: Indices, *, micro_batch_size: int) -> Batch:
+def collate(sequences: TrainingData, indices: Indices, *, micro_batch_size: int, num_slices: int = 1) -> Batch:
     """Makes the tensors of a micro-batch, on the CPU.
 
     With packing, L is max_length, so that shapes never change. Otherwise it is the length of the longest row in the
@@ -98,6 +117,7 @@ def collate(sequences: TrainingData, indices: Indices, *, micro_batch_size: int)
         sequences: the data.
         indices: the sequences of the micro-batch. If they are fewer than B, the rest is padding without targets.
         micro_batch_size: B.
+        num_slices: a number that has to divide L: there may be more padding for it.
     """
     assert len(indices) <= micro_batch_size
     if sequences.num_answers:
@@ -105,7 +125,9 @@ def collate(sequences: TrainingData, indices: Indices, *, micro_batch_size: int)
         return _collate_answers(sequences, indices, micro_batch_size)
     rows = [sequences.rows_of(int(index)) for index in indices] + [[]] * (micro_batch_size - len(indices))
     longest = int(sequences.lengths_of(indices).max(initial=1))
-    batch = lay_out(rows, padded_length(sequences, longest), sequences.pad_token_id)
+    length = padded_length(sequences, longest)
+    batch = lay_out(rows, -(length // -num_slices) * num_slices, sequences.pad_token_id)
+    batch.position_ids.clamp_(max=length - 1)  # the model may know no more of them
     return _with_labels(batch, rows, sequences.labels_of(indices)) if sequences.has_labels else batch
 
 

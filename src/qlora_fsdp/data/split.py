@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from qlora_fsdp.config.schema import TrainingConfig
 
 
@@ -13,32 +16,39 @@ class BatchSplit:
     """How the data is cut into steps, and a step into micro-batches.
 
     Attributes:
-        micro_batch_size: sequences a rank a forward pass.
+        micro_batch_size: sequences of a forward pass of a group.
         global_batch_size: sequences an optimizer step, over all ranks.
-        num_ranks: processes that share a step.
+        num_groups: groups of ranks that share a step; those of a group have the same sequences.
         num_steps: optimizer steps of the run.
         num_sequences: sequences the run trains on, repeated ones counted again.
+        num_slices: ranks of a group, each of which has a slice of every sequence (`distributed.context_parallel`).
     """
 
     micro_batch_size: int
     global_batch_size: int
-    num_ranks: int
+    num_groups: int
     num_steps: int
     num_sequences: int
+    num_slices: int = 1
 
     def num_micro_batches(self, num_sequences: int) -> int:
         """Forward passes of each rank for a step of so many sequences."""
-        return math.ceil(num_sequences / (self.num_ranks * self.micro_batch_size))
+        return math.ceil(num_sequences / (self.num_groups * self.micro_batch_size))
+
+    def groups_of(self, sequences: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The group of ranks that computes each sequence of a run, by its number in the run's order."""
+        return sequences % self.global_batch_size // self.micro_batch_size % self.num_groups
 
 
-def split_batches(training: TrainingConfig, num_ranks: int, num_sequences: int) -> BatchSplit:
+def split_batches(training: TrainingConfig, num_ranks: int, num_sequences: int, num_slices: int = 1) -> BatchSplit:
     """The split for a data set of `num_sequences` sequences; the last step of the run may be short."""
+    num_groups = num_ranks // num_slices
     # `auto` is a number by the time that a run trains; whoever only evaluates takes one sequence at a time.
     micro_batch_size = training.micro_batch_size if isinstance(training.micro_batch_size, int) else 1
-    global_batch_size = training.global_batch_size or micro_batch_size * num_ranks
+    global_batch_size = training.global_batch_size or micro_batch_size * num_groups
     if training.max_steps is not None:
         total = training.max_steps * global_batch_size
     else:
         total = max(1, round(training.num_epochs * num_sequences))
     num_steps = math.ceil(total / global_batch_size)
-    return BatchSplit(micro_batch_size, global_batch_size, num_ranks, num_steps, total)
+    return BatchSplit(micro_batch_size, global_batch_size, num_groups, num_steps, total, num_slices)

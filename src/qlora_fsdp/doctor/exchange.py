@@ -15,7 +15,10 @@ EXCHANGED_BYTES = {"cuda": 256 * 2**20, "cpu": 16 * 2**20}
 
 
 def check_exchange(processes: Processes) -> Iterator[Finding]:
-    """The rates of all-reduce and all-gather between the processes, counted as NCCL's own tests count them."""
+    """The rates of exchanges between the processes, counted as NCCL's own tests count them.
+
+    Gradients are summed by all-reduce, layers gathered, and ranks that share sequences exchange heads by all-to-all.
+    """
     import torch
     import torch.distributed as dist
 
@@ -25,9 +28,12 @@ def check_exchange(processes: Processes) -> Iterator[Finding]:
     num_bytes = EXCHANGED_BYTES[device.type] // size * size
     whole = torch.ones(num_bytes // 2, dtype=torch.bfloat16, device=device)
     part = torch.ones(num_bytes // 2 // size, dtype=torch.bfloat16, device=device)
+    sent = whole[: len(part) * size]  # as much to each
+    received = torch.empty_like(sent)
     exchanges: dict[str, tuple[float, Callable[[], object]]] = {
         "all-reduce": (2 * (size - 1) / size, lambda: dist.all_reduce(whole)),
         "all-gather": ((size - 1) / size, lambda: gather_rows(part, len(whole), dist.group.WORLD)),
+        "all-to-all": ((size - 1) / size, lambda: dist.all_to_all_single(received, sent)),
     }
     for name, (factor, exchange) in exchanges.items():
         rate = num_bytes * factor / seconds_of(exchange, device) / 1e9

@@ -119,13 +119,18 @@ def _why_not_this_model(config: PretrainedConfig, dtype: torch.dtype) -> str | N
     """The same for any recent GPU."""
     if dtype not in (torch.bfloat16, torch.float16):
         return f"it computes in bfloat16 or float16, not {dtype}"
+    size = head_dim(config)
+    if size > MAX_HEAD_DIM or size % 8:
+        return f"its head size {size} is not a multiple of 8 up to {MAX_HEAD_DIM}"
+    return why_not_by_starts(config)
+
+
+def why_not_by_starts(config: PretrainedConfig) -> str | None:
+    """What this model's attention does and attention that is told where rows start can't, anywhere; None: nothing."""
     if getattr(config, "attn_logit_softcapping", None):
         return "it can't cap attention logits, as this model does"
     if getattr(config, "attention_dropout", None):
         return "it can't drop attention weights, as this model does (attention_dropout)"
-    size = head_dim(config)
-    if size > MAX_HEAD_DIM or size % 8:
-        return f"its head size {size} is not a multiple of 8 up to {MAX_HEAD_DIM}"
     return None
 
 

@@ -34,9 +34,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from qlora_fsdp.common.sizes import NUM_BUFFERS, PIECE_BYTES, SLAB_BYTES
+from qlora_fsdp.common.sizes import NUM_BUFFERS, PIECE_BYTES, SLAB_BYTES, offload_buffer_bytes
 from qlora_fsdp.config.schema import Weights
-from qlora_fsdp.memory.capture import SPARE_BYTES, why_not_captured
+from qlora_fsdp.memory.capture import SPARE_BYTES, is_captured
 from qlora_fsdp.memory.model_bytes import BytesByPart, ModelBytes
 from qlora_fsdp.memory.parameter_bytes import sum_bytes
 from qlora_fsdp.memory.policy import Policy
@@ -54,6 +54,7 @@ WORKSPACE = 64 * MIB  # both workspaces of cuBLAS, in torch's own pool: of forwa
 CUDA_CONTEXT = 770 * MIB  # the driver and the kernels' code, outside torch's pool
 NCCL = 830 * MIB  # outside torch's pool, with several ranks
 NCCL_ALONE = 530 * MIB  # the same for a single rank that uses FSDP
+NCCL_SLICES = 400 * MIB  # of a second communicator, for ranks that share sequences; assumed, not measured yet
 # What torch's allocator holds beyond the tensors, with expandable segments: 3 % of what is allocated and freed in a
 # step, and 128 MiB because it has a range of memory for each stream and size class, whose last page is partly used.
 FRAGMENTATION, LAST_PAGES = 0.03, 128 * MIB
@@ -107,7 +108,8 @@ class MemoryPlan:
         if not self.work.is_cuda:
             return 0
         alone = NCCL_ALONE if self.work.uses_fsdp else 0
-        return CUDA_CONTEXT + (NCCL if self.work.num_ranks > 1 else alone)
+        shared = NCCL_SLICES if self.work.config.distributed.context_parallel > 1 else 0
+        return CUDA_CONTEXT + (NCCL if self.work.num_ranks > 1 else alone) + shared
 
     @property
     def host_needed(self) -> int:
@@ -139,7 +141,7 @@ def planner(work: Workload) -> Callable[[Sequence[Policy]], MemoryPlan]:
 
 
 def _plan(work: Workload, model: ModelBytes, policies: Sequence[Policy]) -> MemoryPlan:
-    has_graph = work.is_cuda and why_not_captured(work.config, policies, work.config.lora.lora_dropout > 0) is None
+    has_graph = is_captured(work, policies)
     resident = model.resident(with_training=True)
     if has_graph:  # its gradients stay where they are
         resident["gradients"] = max(resident["gradients"], model.shard.adapters)
@@ -294,7 +296,7 @@ def _host(work: Workload, model: ModelBytes, policies: Sequence[Policy]) -> tupl
         pinned += parts["parameters"]
     offloaded = [use.host for use in work.layer_uses(policies) if use.host]
     if offloaded:
-        parts["activations"] = sum(_next_power_of_two(size) for size in offloaded)
+        parts["activations"] = sum(map(offload_buffer_bytes, offloaded))
         pinned += parts["activations"]
     return parts, pinned
 

@@ -84,6 +84,11 @@ class Workload:
         return self.config.fsdp.num_shards(self.num_ranks, self.local_num_ranks)
 
     @property
+    def num_groups(self) -> int:
+        """Groups of ranks that have sequences of their own."""
+        return self.config.distributed.num_groups(self.num_ranks)
+
+    @property
     def uses_fsdp(self) -> bool:
         """Whether FSDP takes part (model/shard.py). If not, nothing is gathered."""
         return self.config.fsdp.uses_fsdp(self.num_shards)
@@ -96,10 +101,10 @@ class Workload:
     @property
     def num_tokens(self) -> int:
         """Most tokens of a micro-batch on one rank."""
-        return self.micro_batch_size * self.config.sequence_length
+        return self.micro_batch_size * self.config.slice_length
 
     @property
     def num_micro_batches(self) -> int:
         """Forward passes per rank and optimizer step."""
         total = self.config.training.global_batch_size
-        return 1 if total is None else math.ceil(total / (self.num_ranks * self.micro_batch_size))
+        return 1 if total is None else math.ceil(total / (self.num_groups * self.micro_batch_size))

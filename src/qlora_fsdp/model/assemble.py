@@ -15,15 +15,16 @@ import torch
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import assert_never
 
-from qlora_fsdp.common.errors import AdapterError, CheckpointError, ConfigError, Problem
-from qlora_fsdp.config.schema import Config, DataFormat, LoraConfig, PreferenceConfig, TaskConfig, TaskName
-from qlora_fsdp.config.written import public_value, with_training
-from qlora_fsdp.data.tokenizer import AddedTokens, add_tokens, byte_tokenizer, load_tokenizer
+from qlora_fsdp.common.errors import AdapterError, ConfigError, Problem
+from qlora_fsdp.config.schema import Config, LoraConfig, PreferenceConfig, TaskConfig, TaskName
+from qlora_fsdp.config.written import public_value, with_values
+from qlora_fsdp.data.tokenizer import NO_TOKENS, AddedTokens, add_tokens, find_tokenizer
 from qlora_fsdp.layers.attention import choose_attention
 from qlora_fsdp.layers.head_loss import LossKernel
 from qlora_fsdp.layers.liger import choose_loss_kernel, use_fused_kernels
 from qlora_fsdp.layers.rewire import Rewired, rewire
-from qlora_fsdp.model.adapters import NO_TOKENS, apply_adapters
+from qlora_fsdp.layers.sliced_attention import slice_attention
+from qlora_fsdp.model.adapters import apply_adapters
 from qlora_fsdp.model.build import BuildSettings, MetaModel, build_model
 from qlora_fsdp.model.causal_lm import CausalLM
 from qlora_fsdp.model.chat_rows import check_chat_rows
@@ -35,9 +36,11 @@ from qlora_fsdp.model.packing import RECURRENT_KERNELS, Traits, check_causal, fi
 from qlora_fsdp.model.preference import PreferenceLM
 from qlora_fsdp.model.reward import RewardModel
 from qlora_fsdp.model.router_loss import RouterLoss, describe_router_loss
+from qlora_fsdp.model.slices import check_slices, whole_attention
 from qlora_fsdp.model.targets import describe_left_out, find_left_out
 from qlora_fsdp.model.task_model import TaskModel
 from qlora_fsdp.runtime.hardware import choose_dtype
+from qlora_fsdp.runtime.mesh import join_context_group
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.weights.assignment import Assignment
 from qlora_fsdp.weights.safetensors_files import fingerprint
@@ -55,7 +58,7 @@ class AssembledModel:
         tokens: the tokens that `tokenizer` settings or a saved adapter name; their rows in embeddings and head are
             trained.
         dtype: the compute dtype: of base parameters that are not quantized, and of the matrix products.
-        attention: name of the attention implementation.
+        attention: name of the attention implementation, which computes whole sequences though ranks may share them.
         packs_rows: whether several rows share a sequence.
         unreached: linear layers that no gradient reaches, as of `Traits`.
         liger_kernels: the settings (`rms_norm`, `rotary`, `glu`, `cross_entropy`) whose kernels are Liger's.
@@ -82,7 +85,7 @@ class AssembledModel:
 
     def settle(self, config: Config) -> Config:
         """The settings, with `training.packing` decided."""
-        return with_training(config, packing=self.packs_rows)
+        return with_values(config, {"training.packing": self.packs_rows})
 
 
 def assemble(
@@ -99,6 +102,7 @@ def assemble(
 
     Args:
         config: `model`, `tokenizer`, `data`, `quant`, `task`, `training.precision`, `kernels` and `compute` are used.
+            Training takes `distributed.context_parallel` too.
         lora: the adapter's settings: `config.lora` in training; those saved with the adapter when it is used.
         processes: all ranks take part; the model will compute on their device.
         trains: whether the model is trained. Only then fp8 products and fused layers are used, as the settings say.
@@ -117,12 +121,16 @@ def assemble(
     if not tokens.ids:
         tokens = saved_tokens
     # Before Liger puts kernels for GPUs into transformers' classes, which small models have too.
-    config, traits, attention, notes = _try_small(config, files, dtype, processes, generates)
+    num_slices = config.distributed.context_parallel if trains else 1
+    config, traits, attention, notes = _try_small(config, files, dtype, processes, generates, num_slices > 1)
     if trains:
         check_causal(files.config, traits)
     liger_kernels = use_fused_kernels(config.kernels, files.config, device) if trains or generates else []
     loss_kernel = choose_loss_kernel(config.kernels.cross_entropy, device) if trains else "torch"
-    meta = _build(config, lora, files, tokenizer, dtype, attention)
+    name = attention
+    if num_slices > 1:
+        name = slice_attention(attention, num_slices, join_context_group(processes, num_slices))
+    meta = _build(config, lora, files, tokenizer, dtype, name)
     if trains and config.training.deterministic and device.type == "cuda":
         _refuse_recurrent_kernels(meta)
     num_rows = count_tokens(meta.model)[1] if tokens.ids else 0
@@ -182,9 +190,11 @@ def _refuse_recurrent_kernels(meta: MetaModel) -> None:
 
 
 def _try_small(
-    config: Config, files: ModelFiles, dtype: torch.dtype, processes: Processes, generates: bool
+    config: Config, files: ModelFiles, dtype: torch.dtype, processes: Processes, generates: bool, slices: bool
 ) -> tuple[Config, Traits, str, list[str]]:
     """Choose the attention and decide `training.packing=auto`, from what a small model shows. Collective.
+
+    If ranks are to share sequences (`slices`), a model that can't be cut is refused.
 
     Returns:
         The settings with packing decided, what was found, the name of the attention, and notes.
@@ -197,42 +207,13 @@ def _try_small(
         deterministic=config.training.deterministic and not generates,
     )
     notes = [slower] if slower else []
+    if slices:
+        check_slices(files.config, config, traits)
+        attention = whole_attention(attention, slower, files.config, config, device)
     if not generates:
         config, padded = settle_packing(config, files.config, attention, processes)
         notes += padded
     return config, traits, attention, notes
-
-
-def find_tokenizer(
-    config: Config, model_folder: Path | None, tokenizer_folder: Path | None, trains: bool
-) -> PreTrainedTokenizerBase:
-    """The saved adapter's tokenizer if it has one, else the model's.
-
-    Args:
-        config: `model` and `data` are used.
-        model_folder: of the model's files; None where they are not here.
-        tokenizer_folder: of the adapter; None without one, or where its tokenizer is not wanted.
-        trains: whether the tokenizer is for training.
-
-    Training on random tokens needs no tokenizer, so it gets the built-in one and no file is read.
-    `model.trust_remote_code` is meant for the base model: a tokenizer that an adapter brings or names runs no code.
-    """
-    if trains and config.data.format is DataFormat.random:
-        return byte_tokenizer()
-    model = replace(config.model, path=config.model.path if model_folder is None else str(model_folder))
-    if tokenizer_folder is not None and (tokenizer_folder / "tokenizer_config.json").is_file():
-        model = replace(model, tokenizer_path=str(tokenizer_folder))
-    if tokenizer_folder is None or model.tokenizer_path is None:
-        return load_tokenizer(model, config.data)
-    try:
-        return load_tokenizer(replace(model, trust_remote_code=False), config.data)
-    except CheckpointError as error:
-        if not model.trust_remote_code:
-            raise
-        raise CheckpointError(
-            f"{error} model.trust_remote_code=true is for the base model alone: a tokenizer that an adapter brings or "
-            "names may not come with code of its own. Remove it from the adapter, and the base's tokenizer is used."
-        ) from error
 
 
 def _build(
@@ -280,19 +261,18 @@ def adapt_model(
         unreached: as of `find_targets`.
         preference: the loss of task=preference; None: the default, where no loss is wanted.
     """
+    if meta.head:
+        lora = replace(lora, modules_to_save=[*(lora.modules_to_save or []), *meta.head])
+    adapted = apply_adapters(meta.model, lora, task.name, tokens, unreached)
     match task.name:
         case TaskName.causal_lm:
-            adapted = apply_adapters(meta.model, lora, tokens=tokens, unreached=unreached)
             return CausalLM(adapted, loss_kernel, splits_head)
         case TaskName.preference:
-            adapted = apply_adapters(meta.model, lora, tokens=tokens, unreached=unreached)
             return PreferenceLM(adapted, preference or PreferenceConfig(), loss_kernel, splits_head)
         case TaskName.reward:
-            lora = replace(lora, modules_to_save=[*(lora.modules_to_save or []), *meta.head])
-            return RewardModel(apply_adapters(meta.model, lora, task.name, tokens))
+            return RewardModel(adapted)
         case TaskName.sequence_classification | TaskName.token_classification:
-            lora = replace(lora, modules_to_save=[*(lora.modules_to_save or []), *meta.head])
-            return Classifier(apply_adapters(meta.model, lora, task.name, tokens, unreached), task)
+            return Classifier(adapted, task)
         case _:
             assert_never(task.name)
 

@@ -3,6 +3,8 @@
 It stands in for these kernels where they can't run, in the trial of packing (row_trial.py). What they leave out of a
 model's attention it leaves out too, so that a model which needs more is found out. Two kinds of kernels know different
 things: ours compute sinks and cap no logits (layers/varlen.py), and FlashAttention 2 is the other way round.
+
+Runs on a CPU whose ranks share sequences compute with it too: a mask of the model's knows slices alone.
 """
 
 from __future__ import annotations
@@ -17,11 +19,13 @@ from transformers import AttentionInterface
 
 BY_STARTS = "qlora_fsdp_by_starts"  # what varlen computes
 BY_STARTS_CAPPED = "qlora_fsdp_by_starts_capped"  # what FlashAttention 2 computes
+BY_SLICES = "qlora_fsdp_by_slices"  # what varlen computes for ranks that share sequences (layers/sliced_attention.py)
 
 
 def register_stand_ins() -> None:
-    """Put both functions into transformers' registry of attention."""
+    """Put these functions into transformers' registry of attention."""
     AttentionInterface.register(BY_STARTS, attend_by_starts)
+    AttentionInterface.register(BY_SLICES, attend_by_slices)
     AttentionInterface.register(BY_STARTS_CAPPED, partial(attend_by_starts, caps=True))
 
 
@@ -80,3 +84,17 @@ def attend_by_starts(
         logits = torch.cat([logits, s_aux.view(1, -1, 1, 1).expand(batch, -1, length, 1)], dim=-1)
     shares = F.softmax(logits, dim=-1)[..., :length]
     return (shares @ value).transpose(1, 2).contiguous(), None
+
+
+def attend_by_slices(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """The same for slices of sequences, which are there side by side, as if each were on a rank of its own.
+
+    Shapes: as of `attend_by_starts`, with slices in the place of sequences, in their order. Rows start in the tokens of
+    all of them. In the model nothing else knows which slices belong together.
+    """
+    num_slices = len(query)
+    query, key, value = (x.transpose(1, 2).flatten(0, 1)[None].transpose(1, 2) for x in (query, key, value))
+    out, _ = attend_by_starts(module, query, key, value, attention_mask, **kwargs)
+    return out.view(num_slices, -1, *out.shape[2:]), None

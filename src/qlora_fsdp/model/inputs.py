@@ -41,7 +41,7 @@ def row_markers(batch: Batch, is_recurrent: bool) -> dict[str, Any]:
         is_recurrent: whether the model has recurrent layers.
     """
     inputs: dict[str, Any] = {"position_ids": batch.position_ids, "use_cache": False}
-    if has_several_rows(batch):
+    if has_several_rows(batch) or batch.num_slices > 1:
         inputs |= {
             "cu_seq_lens_q": batch.sequence_starts,
             "cu_seq_lens_k": batch.sequence_starts,

@@ -19,6 +19,8 @@ run. What is proven depends on that:
   nothing that the kernel leaves out (Gemma 2 caps logits, which varlen does not). That the kernel computes what the
   function computes is for its own tests (tests/gpu/test_gpu_attention.py).
 - Kernels of layers that carry a state run on GPUs alone. Where they are installed, so does the trial of such a model.
+- Ranks that share sequences (`distributed.context_parallel`) have slices, whose tokens may meet in attention alone. The
+  small model computes slices side by side, with attention that joins them: a convolution or a state ends at each.
 - What begins only after thousands of tokens is not reached, such as the second set of rotary factors of Phi 3.
 
 Rank 0 decides, and all ranks get its verdict. What can't be tried is padded, which is right for any model.
@@ -33,11 +35,11 @@ import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
 from qlora_fsdp.common.errors import CheckpointError, ConfigError
-from qlora_fsdp.config.schema import Config
+from qlora_fsdp.config.schema import Config, Dtype
 from qlora_fsdp.config.settings import problem_with
-from qlora_fsdp.config.written import with_training
-from qlora_fsdp.layers.attention import FLASH_4, VARLEN
-from qlora_fsdp.model.attention_by_starts import BY_STARTS, BY_STARTS_CAPPED
+from qlora_fsdp.config.written import with_values
+from qlora_fsdp.layers.attention import FLASH_4, VARLEN, traced_attention
+from qlora_fsdp.model.attention_by_starts import BY_SLICES, BY_STARTS, BY_STARTS_CAPPED
 from qlora_fsdp.model.row_trial import CPU, RowTrial
 from qlora_fsdp.runtime.processes import Processes
 
@@ -56,12 +58,14 @@ class Traits:
             they do, or if it was not asked.
         unreached: linear layers that got no gradient, by their `general_name` (reached.py).
         why_not_causal: why the model can't learn to predict the next token; None if it can, or if it was not asked.
+        why_not_sliced: why ranks can't share sequences of this model; None if they can, or if it was not asked.
     """
 
     has_plain_head: bool
     why_not_by_starts: str | None
     unreached: frozenset[str] = frozenset()
     why_not_causal: str | None = None
+    why_not_sliced: str | None = None
 
 
 def find_traits(model: PretrainedConfig, config: Config, processes: Processes) -> Traits:
@@ -69,7 +73,7 @@ def find_traits(model: PretrainedConfig, config: Config, processes: Processes) -
 
     Args:
         model: the model's config.
-        config: `task`, `training.max_length` and `model.trust_remote_code` are used.
+        config: `task`, `training.max_length`, `distributed.context_parallel` and `model.trust_remote_code` are used.
         processes: all ranks take part.
     """
     is_gpu = processes.device.type == "cuda"
@@ -91,7 +95,8 @@ def try_small(model: PretrainedConfig, config: Config, device: torch.device = CP
     if not config.task.is_causal:
         return Traits(has_plain_head=False, why_not_by_starts=None, unreached=trial.unreached)
     by_starts = trial.why_not_packed(BY_STARTS) if for_gpu else None
-    return Traits(trial.has_plain_head(), by_starts, trial.unreached, trial.why_not_causal())
+    by_slices = trial.why_not_packed(BY_SLICES) if config.distributed.context_parallel > 1 else None
+    return Traits(trial.has_plain_head(), by_starts, trial.unreached, trial.why_not_causal(), by_slices)
 
 
 def check_causal(model: PretrainedConfig, traits: Traits) -> None:
@@ -138,7 +143,7 @@ def decide_packing(config: Config, model: PretrainedConfig, reason: str | None) 
     packs = wanted is not False and reason is None and config.task.is_causal
     is_told = wanted == "auto" and reason is not None and config.task.is_causal
     notes = [f"rows of {name} are padded: {reason}"] if is_told else []
-    return with_training(config, packing=packs), notes
+    return with_values(config, {"training.packing": packs}), notes
 
 
 def why_not_packed(config: Config, model: PretrainedConfig, attention: str, device: torch.device = CPU) -> str | None:
@@ -147,7 +152,8 @@ def why_not_packed(config: Config, model: PretrainedConfig, attention: str, devi
     Args:
         config: `task`, `training` and `model.trust_remote_code` are used.
         model: the model's config. Of a multimodal model that of its text decoder counts.
-        attention: the implementation of attention, as `choose_attention` or `model.attn_implementation` names it.
+        attention: the implementation of attention, as `choose_attention` or `model.attn_implementation` names it;
+            `auto` is what recent GPUs compute with.
         device: where the model will run.
     """
     if config.training.packing is False or not config.task.is_causal:
@@ -158,10 +164,15 @@ def why_not_packed(config: Config, model: PretrainedConfig, attention: str, devi
             f"it has embeddings of {trial.num_positions:,} positions, and with the padding at its end a row may have "
             f"training.max_length={config.training.max_length}"
         )
-    if attention != "auto":
-        return trial.why_not_packed(_stand_in(attention))
-    # What `auto` becomes depends on the GPU: kernels that take starts wherever they can, or else a mask.
-    return trial.why_not_packed(BY_STARTS) and trial.why_not_packed("sdpa") and trial.why_not_packed("eager")
+    if attention == "auto":
+        dtype, by_starts = planned_dtype(config), trial.why_not_packed(BY_STARTS)
+        attention = traced_attention("auto", model, dtype, is_causal=True, why_not_by_starts=by_starts)
+    return trial.why_not_packed(_stand_in(attention))
+
+
+def planned_dtype(config: Config) -> torch.dtype:
+    """The compute dtype of a run on recent GPUs, of which no GPU is asked."""
+    return torch.float32 if config.training.precision is Dtype.float32 else torch.bfloat16
 
 
 def class_name(model: PretrainedConfig) -> str:
@@ -190,7 +201,7 @@ def _trial(model: PretrainedConfig, config: Config, device: torch.device) -> Row
 
 def _stand_in(attention: str) -> str:
     """What computes in the place of an implementation of attention."""
-    if attention in (VARLEN, FLASH_4, "varlen", "flash_attention_4"):
+    if attention in (VARLEN, FLASH_4, BY_STARTS, "varlen", "flash_attention_4"):
         return BY_STARTS
     if attention in ("eager", "sdpa"):
         return attention

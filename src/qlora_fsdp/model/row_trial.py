@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from qlora_fsdp.data.batch import lay_out
 from qlora_fsdp.layers.liger import stock_models
-from qlora_fsdp.model.attention_by_starts import register_stand_ins
+from qlora_fsdp.model.attention_by_starts import BY_SLICES, register_stand_ins
 from qlora_fsdp.model.inputs import has_recurrent_layers, lay_out_for, row_markers
 from qlora_fsdp.model.miniature import MAX_PARAMETERS, VOCAB, miniature
 from qlora_fsdp.model.positions import num_learned_positions
@@ -35,8 +35,10 @@ GPU_TOLERANCE = 0.02
 # Rows by sequence, in tokens: some longer than the small model's windows, a short one first, padding behind the last.
 ROWS = ((5, 19, 3), (11, 13))
 LENGTH = 27
+SLICE_LENGTH = 9  # of slices, where ranks share sequences: rows begin, end and go on in all of them
 CHANGED = (0, 2, 4)  # these of the five rows get other tokens, and the others must not notice
 FIRST_TOKEN = 3  # those before it are special
+PER_TOKEN = ("input_ids", "position_ids", "seq_idx")  # arguments of the model's forward with a value for each token
 
 
 @dataclass(frozen=True)
@@ -98,12 +100,14 @@ class RowTrial:
         return self.found[attention]
 
     def _try(self, attention: str) -> str | None:
+        length, rows = (SLICE_LENGTH, "sliced") if attention == BY_SLICES else (LENGTH, "packed")
         try:
             model = self._build(attention)
             model.load_state_dict(self.model.state_dict())
-            packed, changed = _compute_packed(model, self.rows), _compute_packed(model, _change(self.rows))
+            packed = _compute_packed(model, self.rows, length)
+            changed = _compute_packed(model, _change(self.rows), length)
         except Exception as error:
-            return f"packed rows can't be computed ({_first_line(error)})"
+            return f"{rows} rows can't be computed ({_first_line(error)})"
         others = [row for row in range(len(self.rows)) if row not in CHANGED]
         is_gpu = self.device.type != "cpu"
         for what, tolerance, before, after, alone in (
@@ -113,11 +117,11 @@ class RowTrial:
             tolerance = GPU_TOLERANCE if is_gpu else tolerance
             change = _difference([before[row] for row in others], [after[row] for row in others])
             if not change <= tolerance:
-                return f"packed rows see one another ({what} change by {change:.1g} of the largest)"
+                return f"{rows} rows see one another ({what} change by {change:.1g} of the largest)"
             difference = _difference(before, alone)
             if not difference <= tolerance:
                 return (
-                    f"packed rows are not what they are alone (their {what} differ by {difference:.1g} of the largest)"
+                    f"{rows} rows are not what they are alone (their {what} differ by {difference:.1g} of the largest)"
                 )
         return None
 
@@ -218,14 +222,24 @@ def _compute_alone(model: PreTrainedModel, rows: Sequence[Tensor], linears: Reac
     return _Result(logits, gradients)
 
 
-def _compute_packed(model: PreTrainedModel, rows: Sequence[Tensor]) -> _Result:
-    """All rows in one batch, as training computes them. The gradient is that of the sum over all rows."""
+def _compute_packed(model: PreTrainedModel, rows: Sequence[Tensor], length: int) -> _Result:
+    """All rows in one batch, as training computes them. The gradient is that of the sum over all rows.
+
+    Args:
+        model: a small model.
+        rows: the rows of all sequences.
+        length: of what the model gets: LENGTH for sequences, SLICE_LENGTH for slices of them, side by side.
+    """
     pairs = iter([(row.numpy().astype(np.int32), np.ones(len(row), dtype=bool)) for row in rows])
     sequences = [[next(pairs) for _ in part] for part in ROWS]
     is_recurrent = has_recurrent_layers(model)
     batch = lay_out_for(lay_out(sequences, LENGTH, pad_token_id=0).to(model.device), is_recurrent)
+    inputs = {"input_ids": batch.input_ids, **row_markers(batch, is_recurrent)}
+    if length < LENGTH:
+        in_tokens = {name: value for name, value in inputs.items() if name in PER_TOKEN}
+        inputs |= {name: value.view(-1, length) for name, value in in_tokens.items()}
     with _embedded(model) as embedded:
-        output = model(input_ids=batch.input_ids, **row_markers(batch, is_recurrent))
+        output = model(**inputs)
     logits = output.logits.flatten(0, 1)
     starts = [index * LENGTH + sum(part[:n]) for index, part in enumerate(ROWS) for n in range(len(part))]
     places = [slice(start, start + len(row)) for start, row in zip(starts, rows, strict=True)]

@@ -19,7 +19,7 @@ from typing_extensions import assert_never
 from qlora_fsdp.common.errors import CheckpointError, UserError
 from qlora_fsdp.common.families import LIGER_FAMILIES
 from qlora_fsdp.common.text import shorten
-from qlora_fsdp.config.schema import Config, Dtype, Kernel, TaskName
+from qlora_fsdp.config.schema import Config, Kernel, TaskName
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.data.label_counts import label_width
 from qlora_fsdp.data.tokenizer import AddedTokens
@@ -28,12 +28,14 @@ from qlora_fsdp.layers.experts import mentions_experts
 from qlora_fsdp.layers.head_loss import LossKernel
 from qlora_fsdp.layers.liger import stock_models
 from qlora_fsdp.layers.rewire import rewire
+from qlora_fsdp.layers.sliced_attention import slice_attention
 from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.memory.traced import EndsUse, LayerUse, ModelParts
 from qlora_fsdp.model.assemble import AssembledModel, adapt_model
 from qlora_fsdp.model.build import BuildSettings, build_model
 from qlora_fsdp.model.find import ModelFiles
-from qlora_fsdp.model.packing import check_causal, try_small
+from qlora_fsdp.model.packing import check_causal, planned_dtype, try_small
+from qlora_fsdp.model.slices import check_slices, whole_attention
 from qlora_fsdp.model.task_model import TaskModel
 from qlora_fsdp.tracing.liger_shapes import put_in_shapes
 from qlora_fsdp.tracing.model_parts import count_parts, find_kinds
@@ -50,7 +52,8 @@ class Computing:
 
     Attributes:
         dtype: of activations.
-        attention: a name in transformers' registry; `eager`, `sdpa` or varlen can be traced.
+        attention: a name in transformers' registry; `eager`, `sdpa` or varlen can be traced. It computes whole
+            sequences, though ranks may share them.
         liger_kernels: the settings of `kernels` for which Liger's are used.
         loss_kernel: what computes the loss of a frozen head.
         is_cuda: whether it computes on a GPU.
@@ -105,11 +108,12 @@ class ModelTracer:
         self, config: Config, micro_batch_size: int, kind: int, policy: Policy, is_first: bool = False
     ) -> LayerUse:
         """What one layer of a kind takes; `is_first` for the first layer of the model."""
-        key = (*self._key(config, micro_batch_size), kind, policy, is_first)
+        tile = config.memory.num_tile_tokens
+        key = (*self._key(config, micro_batch_size), kind, policy, is_first, tile)
         if key not in self._uses:
             trace = self._trace(config, micro_batch_size)
             with _explained():
-                self._uses[key] = trace.layer(self._built(config).stand_ins[kind], policy, is_first)
+                self._uses[key] = trace.layer(self._built(config).stand_ins[kind], policy, is_first, tile)
         return self._uses[key]
 
     def ends_use(self, config: Config, micro_batch_size: int) -> EndsUse:
@@ -136,11 +140,12 @@ class ModelTracer:
         return self._models[key]
 
     def _build(self, config: Config) -> _Built:
-        computing = self.computing
+        computing, num_slices = self.computing, config.distributed.context_parallel
+        attention = computing.attention
         settings = BuildSettings(
             config.quant,
             computing.dtype,
-            computing.attention,
+            slice_attention(attention, num_slices, None) if num_slices > 1 else attention,
             config.task,
             keep=list(config.lora.modules_to_save or []),
             pad_token_id=0,
@@ -188,12 +193,14 @@ def trace_assembled(assembled: AssembledModel, config: Config, is_cuda: bool) ->
 
 def trace_config(model_config: PretrainedConfig, config: Config) -> ModelTracer:
     """The tracer of a model of which only the config is known, for a run on recent GPUs."""
-    dtype = torch.float32 if config.training.precision is Dtype.float32 else torch.bfloat16
-    is_causal, text = config.task.is_causal, model_config.get_text_config()
+    dtype, is_causal, text = planned_dtype(config), config.task.is_causal, model_config.get_text_config()
     traits = try_small(model_config, config)
     check_causal(model_config, traits)
     wanted = config.model.attn_implementation.value
     attention = traced_attention(wanted, model_config, dtype, is_causal, traits.why_not_by_starts)
+    if config.distributed.context_parallel > 1:
+        check_slices(model_config, config, traits)
+        attention = whole_attention(attention, None, model_config, config, torch.device("cuda"))
     chosen = {name: getattr(config.kernels, name) for name in ("rms_norm", "rotary", "glu")}
     if mentions_experts(model_config):  # Liger's kernels of MLPs are not used for these (layers/liger.py)
         del chosen["glu"]
@@ -229,7 +236,7 @@ def _explained() -> Iterator[None]:
 def _modules_key(config: Config) -> str:
     """Equal for settings that make the same modules."""
     made_of = (config.quant, config.lora, config.task, config.preference.loss, config.kernels, config.compute.matmul)
-    return repr(made_of)
+    return repr((*made_of, config.distributed.context_parallel))
 
 
 def _names_a_layer(config: Config) -> bool:
@@ -248,14 +255,15 @@ def _has_padded_pairs(config: Config) -> bool:
 
 
 def _batch(config: Config, size: int) -> Batch:
-    """A micro-batch of the largest size, on meta. Every sequence has a row and some padding, or several rows."""
+    """A rank's micro-batch of the largest size, on meta. Every sequence has a row and some padding, or several rows."""
     if _has_padded_pairs(config):
         size, length = 2 * size, config.training.max_length
     else:
-        length = config.sequence_length
+        length = config.slice_length
+    num_slices = config.distributed.context_parallel
     ids = torch.empty(size, length, dtype=torch.int64, device="meta")
     starts = torch.empty(2 * size + 1, dtype=torch.int32, device="meta")
-    batch = Batch(ids, ids, ids, starts, length)
+    batch = Batch(ids, ids, ids, starts, num_slices * length, num_slices=num_slices)
     match config.task.name:
         case TaskName.causal_lm:
             return batch

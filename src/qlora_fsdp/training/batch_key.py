@@ -38,9 +38,9 @@ class Key(NamedTuple):
         size, length = batch.input_ids.shape
         num_rows = len(batch.sequence_starts) - 1
         if num_rows == size:
-            return cls(size, length, 0, length)
+            return cls(size, length, 0, batch.whole_length)
         longest = _round_up(batch.max_row_length, MIN_LONGEST)
-        return cls(size, length, _round_up(num_rows, MIN_ROWS), min(length, longest))
+        return cls(size, length, _round_up(num_rows, MIN_ROWS), min(batch.whole_length, longest))
 
     def holds(self, other: Key) -> bool:
         """Whether a graph of this key can compute a micro-batch of the other."""
@@ -61,7 +61,7 @@ def with_room(batch: Batch, key: Key, device: torch.device) -> Batch:
 
 def fill_starts(starts: Tensor, batch: Batch) -> None:
     """Write where rows start. What is left of the tensor are rows without tokens, at the end."""
-    starts.fill_(batch.input_ids.numel())
+    starts.fill_(len(batch.input_ids) * batch.whole_length)
     starts[: len(batch.sequence_starts)].copy_(batch.sequence_starts, non_blocking=True)
 
 

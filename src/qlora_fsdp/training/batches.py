@@ -42,7 +42,7 @@ class GlobalBatches:
         data: all of it, on every rank.
         split: how the sequences of a step spread over ranks and micro-batches.
         seed: of the order.
-        rank: whose micro-batches `micro_batches` makes.
+        rank: whose micro-batches `micro_batches` makes, of whole sequences or of its slice of each.
     """
 
     def __init__(self, data: TrainingData, split: BatchSplit, seed: int, rank: int) -> None:
@@ -73,6 +73,8 @@ class GlobalBatches:
 
 def micro_batches_of(data: TrainingData, indices: Indices, split: BatchSplit, rank: int) -> Iterator[Batch]:
     """A rank's micro-batches of the sequences `indices`, as tensors on the CPU."""
-    size = split.micro_batch_size
-    for micro in micro_batch_indices(indices, rank=rank, num_ranks=split.num_ranks, micro_batch_size=size):
-        yield collate(data, micro, micro_batch_size=size)
+    size, num_slices = split.micro_batch_size, split.num_slices
+    group, index = divmod(rank, num_slices)
+    for micro in micro_batch_indices(indices, rank=group, num_ranks=split.num_groups, micro_batch_size=size):
+        batch = collate(data, micro, micro_batch_size=size, num_slices=num_slices)
+        yield batch if num_slices == 1 else batch.slice(index, num_slices)

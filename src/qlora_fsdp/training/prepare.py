@@ -13,6 +13,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.common.text import plural, show_size
+from qlora_fsdp.config.batch_size import describe_slices
 from qlora_fsdp.config.schema import Activations, Config, Optimizer
 from qlora_fsdp.config.settings import show
 from qlora_fsdp.config.written import with_values
@@ -20,12 +21,14 @@ from qlora_fsdp.data.run_data import PreparedData, prepare_data
 from qlora_fsdp.data.sequences import TrainingData
 from qlora_fsdp.data.split import BatchSplit, split_batches
 from qlora_fsdp.data.stream import open_stream
+from qlora_fsdp.layers.rewire import use_tiles
 from qlora_fsdp.memory.plan_run import Machine, RunPlan, plan_run, run_without_plan
 from qlora_fsdp.model.activations import MemoryFallback, set_activation_policy
 from qlora_fsdp.model.adapters import trainable_names
 from qlora_fsdp.model.assemble import AssembledModel, describe_base, describe_layers
 from qlora_fsdp.model.classifier import Classifier
 from qlora_fsdp.model.count import FlopCounter, Sizes, count_bytes, count_flops, dtype_name
+from qlora_fsdp.model.input_offload import InputOffload
 from qlora_fsdp.model.positions import check_positions
 from qlora_fsdp.model.saved_adapter import SavedAdapter
 from qlora_fsdp.model.swap_layers import quant_settings
@@ -136,6 +139,8 @@ def _prepare(
         meta.assignments = use_cache(meta.assignments, base, config.model.cache_folder, dtype, processes)
     machine = find_machine(config.memory.target_gib, processes)
     run_plan = _plan_memory(config, assembled, machine, processes, kept)
+    inputs = InputOffload(run_plan.input_bytes)
+    set_activation_policy(model.layers, run_plan.policies, inputs)
     config = run_plan.settle(config)
     num_shards = config.fsdp.num_shards(processes.num_ranks, processes.local_num_ranks)
     sizes = count_bytes(model, processes.rank % num_shards, num_shards)
@@ -146,8 +151,9 @@ def _prepare(
         log.info(f"Memory: {line}")
     data, split = _prepare_data(config, assembled, processes, folder, first_step)
     flops = count_flops(model, meta.config.get_text_config())
-    is_auto = config.memory.activations is Activations.auto
-    peaks = PhasePeaks(device, MemoryFallback(model.layers, run_plan.policies) if is_auto else None)
+    # A layer that is computed again exchanges heads again, so ranks that share sequences keep to one policy.
+    is_auto = config.memory.activations is Activations.auto and config.distributed.context_parallel == 1
+    peaks = PhasePeaks(device, MemoryFallback(model.layers, run_plan.policies, inputs) if is_auto else None)
     return Prepared(config, assembled, base, base_layers, start, sizes, flops, data, split, machine, run_plan, peaks)
 
 
@@ -164,7 +170,7 @@ def _plan_memory(
         log.info(f"Memory: what the checkpoint was trained with does not fit here, and is chosen anew: {chosen}")
         wanted = _plan(config, assembled, machine)
     run_plan: RunPlan = processes.share(wanted)
-    set_activation_policy(model.layers, run_plan.policies)
+    use_tiles(model.layers, run_plan.num_tile_tokens)
     if config.memory.target_gib is not None:
         hold_to(machine.target, run_plan.plan.library_bytes if run_plan.plan is not None else 0, device)
     if config.memory.snapshot:
@@ -206,12 +212,13 @@ def _prepare_data(
     """Tokenize the data, or open a stream of it, and divide it into steps."""
     model, meta, tokenizer = assembled.model, assembled.meta, assembled.tokenizer
     data: PreparedData[TrainingData]
+    num_slices = config.distributed.context_parallel
     if config.data.streaming:
-        split = split_batches(config.training, processes.num_ranks, 0)  # training.max_steps says where a stream ends
+        split = split_batches(config.training, processes.num_ranks, 0, num_slices)  # max_steps says where it ends
         data = open_stream(config, tokenizer, split, processes, folder, first_step, model.vocab_size)
     else:
         data = prepare_data(config, tokenizer, processes, model.vocab_size)
-        split = split_batches(config.training, processes.num_ranks, len(data.train))
+        split = split_batches(config.training, processes.num_ranks, len(data.train), num_slices)
     beyond = check_positions(meta.model, meta.config.get_text_config(), data)
     if isinstance(model, Classifier):
         model.weigh_classes(data.train, processes.device)
@@ -219,5 +226,6 @@ def _prepare_data(
         log.info(f"Data: {line}")
     if beyond is not None:
         log.info(f"Note: {beyond}")
-    log.info(f"Steps: {split.num_steps} of {config.sequence_length} tokens a sequence at most")
+    slices = describe_slices(config)
+    log.info(f"Steps: {split.num_steps} of {config.sequence_length} tokens a sequence at most{slices}")
     return data, split

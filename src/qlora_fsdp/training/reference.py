@@ -117,8 +117,8 @@ def _missing(uses: list[Use], found: Found, split: BatchSplit) -> Iterator[list[
     """
     is_missing = np.isnan(found).max(1)
     for use in uses:
-        options = {"num_ranks": split.num_ranks, "micro_batch_size": split.micro_batch_size}
-        by_rank = [micro_batch_indices(use.indices, rank=rank, **options) for rank in range(split.num_ranks)]
+        options = {"num_ranks": split.num_groups, "micro_batch_size": split.micro_batch_size}
+        by_rank = [micro_batch_indices(use.indices, rank=rank, **options) for rank in range(split.num_groups)]
         for together in zip(*by_rank, strict=True):
             of_ranks = [Use(use.data, indices) for indices in together]
             rows = np.concatenate([own.rows() for own in of_ranks])

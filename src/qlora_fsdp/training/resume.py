@@ -18,6 +18,7 @@ from qlora_fsdp.records.run_state import ATTEMPT, checkpoint_folders, describe_a
 from qlora_fsdp.records.start_folder import checkpoint_to_resume, own_checkpoints
 from qlora_fsdp.training.checkpoint import ANEW, MANIFEST, Checkpoint, read_manifest, remove_checkpoints, resume_hint
 
+SLICES = "distributed.context_parallel"
 OPEN = ("training.micro_batch_size", "fsdp.sharding_strategy")  # what `auto` chooses by the memory plan
 WHOLE_OR_SPLIT = (ShardingStrategy.NO_SHARD.value, ShardingStrategy.FULL_SHARD.value)
 # Each rank saves its own state of adamw_8bit, which fits no other shards.
@@ -62,9 +63,10 @@ def begin_attempt(checkpoint: Checkpoint | None, run_folder: Path) -> None:
 def choices_of(checkpoint: Checkpoint, config: Config, num_ranks: int) -> dict[str, Any]:
     """What was chosen for settings that are `auto` when the checkpoint was written, by key.
 
-    At the same number of ranks a run goes on with it, so that its sums are made in the same order.
+    At the same number of ranks, and of slices, a run goes on with it, so that its sums are made in the same order.
     """
-    if num_ranks != checkpoint.num_ranks:
+    num_slices = config.distributed.context_parallel
+    if num_ranks != checkpoint.num_ranks or num_slices != checkpoint.settings.get(SLICES, 1):
         return {}
     found: dict[str, Any] = {}
     size, strategy = (checkpoint.settings.get(key) for key in OPEN)
@@ -80,7 +82,7 @@ def settings_of(config: Config, num_ranks: int) -> dict[str, Any]:
     """Every setting by its key, as in a manifest. A global batch size that follows from the ranks is written out."""
     settings = plain_settings(config)
     settings["training.global_batch_size"] = (
-        config.training.global_batch_size or config.training.micro_batch_size * num_ranks
+        config.training.global_batch_size or config.training.micro_batch_size * config.distributed.num_groups(num_ranks)
     )
     return settings
 

@@ -1,0 +1,78 @@
+"""Can ranks share the sequences of a model (`distributed.context_parallel`), and which attention computes them?
+
+That tokens of a model meet in attention alone, through a function that is told where rows start, is shown by a small
+model (packing.py). Here are the rest of the conditions, and the messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from transformers import PretrainedConfig
+
+from qlora_fsdp.common.errors import ConfigError
+from qlora_fsdp.config.schema import Config
+from qlora_fsdp.config.settings import problem_with
+from qlora_fsdp.layers.attention import FLASH_4, VARLEN, why_not_by_starts
+from qlora_fsdp.layers.sliced_attention import check_heads
+from qlora_fsdp.model.attention_by_starts import BY_STARTS, register_stand_ins
+from qlora_fsdp.model.packing import Traits, class_name
+
+SETTING = "distributed.context_parallel"
+FIX = "Set distributed.context_parallel=1."
+_BY_LONGEST = ("dynamic", "longrope")  # types of rotary embeddings whose factors follow from a batch's longest position
+
+
+def check_slices(model: PretrainedConfig, config: Config, traits: Traits) -> None:
+    """Refuse to let ranks share the sequences of a model that can't be computed in slices.
+
+    Raises:
+        ConfigError: its tokens meet outside attention, its heads can't be divided, or its positions depend on others.
+    """
+    text = model.get_text_config()
+    if traits.why_not_sliced is not None:
+        reason = f"can't be used with {class_name(model)}, whose sequences can't be cut: {traits.why_not_sliced}."
+        raise ConfigError([problem_with(config, SETTING, reason, FIX)])
+    check_heads(text.num_attention_heads, config.distributed.context_parallel)
+    kind = _kind_by_longest(text, config.training.max_length)
+    if kind is not None:
+        reason = f"can't be used with rope_type {kind}: a slice would take the factors of its own longest position."
+        fix = f"Set {SETTING}=1, or training.max_length to what the model was trained on first."
+        raise ConfigError([problem_with(config, SETTING, reason, fix)])
+
+
+def _kind_by_longest(text: PretrainedConfig, max_length: int) -> str | None:
+    """The type of rotary embeddings whose factors would differ between slices of such a length; None if none would."""
+    known = getattr(text, "max_position_embeddings", None) or max_length
+    parameters = getattr(text, "rope_parameters", None) or {}
+    for part in (parameters, *(value for value in parameters.values() if isinstance(value, Mapping))):
+        kind = part.get("rope_type")
+        if kind in _BY_LONGEST and max_length > part.get("original_max_position_embeddings", known):
+            return str(kind)
+    return None
+
+
+def whole_attention(
+    attention: str, slower: str | None, model: PretrainedConfig, config: Config, device: torch.device
+) -> str:
+    """The attention that computes whole sequences where ranks share them: one that is told where rows start.
+
+    Args:
+        attention: what `choose_attention` has chosen.
+        slower: its note.
+        model: the model's config.
+        config: the settings.
+        device: where the model runs. On a CPU plain torch computes it, with matrices of all queries and keys.
+
+    Raises:
+        ConfigError: here no such attention computes the model.
+    """
+    if attention in (VARLEN, FLASH_4):
+        return attention
+    reason = why_not_by_starts(model.get_text_config()) if device.type == "cpu" else slower
+    if device.type == "cpu" and reason is None:
+        register_stand_ins()
+        return BY_STARTS
+    reason = f"needs attention that is told where rows start: {reason or f'{attention} is not'}."
+    raise ConfigError([problem_with(config, SETTING, reason, FIX)])

@@ -1,0 +1,172 @@
+"""Ranks that share sequences (`distributed.context_parallel`) against stock libraries in one process, in float32.
+
+The stock libraries compute a row at a time: no packing, no slices, no exchange.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from qlora_fsdp.layers.attention import VARLEN
+from qlora_fsdp.layers.sliced_attention import slice_attention
+from qlora_fsdp.model.attention_by_starts import BY_STARTS, attend_by_starts, register_stand_ins
+from qlora_fsdp.runtime.mesh import join_context_group
+from qlora_fsdp.runtime.processes import start_processes, stop_processes
+from tests.helpers.checkpoints import SHAPE, write_checkpoint
+from tests.helpers.plain_varlen import cpu_with_varlen
+from tests.helpers.ranks import Meeting, once, run_ranks
+from tests.helpers.reference import stock_losses
+from tests.helpers.runs import Trained, attention_of, settings, train_all
+
+pytestmark = pytest.mark.distributed
+TOLERANCE = 1e-5
+FEW_STEPS = "training.max_steps=8"
+
+# Ranks, ranks that share a sequence, family and settings. Sequences of 64 tokens hold rows of 10 to 60, which straddle
+# slices; windows are of 16 tokens; all but deepseek_v3 have two heads of keys for four of queries.
+CASES: dict[str, tuple[int, int, str, list[str]]] = {
+    "packed": (2, 2, "llama", []),
+    "windows": (2, 2, "mistral", []),
+    "sinks, windows and experts": (2, 2, "gpt_oss", [FEW_STEPS]),
+    "latent attention and experts": (2, 2, "deepseek_v3", [FEW_STEPS]),
+    "a row a sequence": (2, 2, "llama", [FEW_STEPS, "training.packing=false"]),
+    "two sequences at once": (2, 2, "llama", [FEW_STEPS, "training.micro_batch_size=2"]),
+    "a length that is no multiple": (2, 2, "opt", [FEW_STEPS, "training.max_length=63"]),
+    "layers computed again": (2, 2, "llama", [FEW_STEPS, "memory.activations=full"]),
+    "the base on every rank": (2, 2, "llama", [FEW_STEPS, "fsdp.sharding_strategy=NO_SHARD"]),
+    "repeatable": (2, 2, "llama", [FEW_STEPS, "training.deterministic=true"]),
+    "evaluated": (2, 2, "llama", [FEW_STEPS, "data.eval_fraction=0.1", "training.eval_every_steps=3"]),
+    "three ranks": (3, 3, "six_heads", []),
+    "four ranks, two heads of keys": (4, 4, "llama", []),
+    "two groups of two": (4, 2, "mistral", []),
+}
+CHANGES_DATA = ("data.", "training.max_length", "training.packing")  # the reference needs these too
+
+
+@pytest.fixture(scope="module")
+def argv(checkpoint: Callable[..., Path], rows: Path, tmp_path_factory) -> Callable[..., list[str]]:
+    """The command line of a case; without slices that of the reference."""
+    shape = SHAPE | {"num_attention_heads": 6, "head_dim": 32}
+    config = AutoConfig.for_model("qwen3", **shape, initializer_range=0.1)
+    six_heads = write_checkpoint(config, tmp_path_factory.mktemp("six_heads") / "model")
+
+    def make(case: str, sliced: bool) -> list[str]:
+        _, num_slices, family, more = CASES[case]
+        folder = six_heads if family == "six_heads" else checkpoint(family)
+        more = more if sliced else [each for each in more if each.startswith((*CHANGES_DATA, FEW_STEPS))]
+        return settings(folder, rows, *more, *([f"distributed.context_parallel={num_slices}"] if sliced else []))
+
+    return make
+
+
+def train_sliced(cases: Mapping[str, Sequence[str]]) -> dict[str, tuple[Trained, list[float]]]:
+    """Runs on this rank of a world, and the gradient's norm in every step; varlen computes those with sinks."""
+    found = {}
+    for case, argv in cases.items():
+        folder = next(text.partition("=")[2] for text in argv if text.startswith("run.folder="))
+        if "gpt_oss" in folder:
+            with cpu_with_varlen():
+                trained = train_all({case: argv}, attention_of)[case]
+        else:
+            trained = train_all({case: argv}, attention_of)[case]
+        lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+        found[case] = trained, [line["grad_norm"] for line in lines if "grad_norm" in line]
+    return found
+
+
+@pytest.fixture(scope="module")
+def runs(argv, tmp_path_factory) -> Callable[[int], list[dict[str, tuple[Trained, list[float]]]]]:
+    folder = tmp_path_factory.mktemp("runs")
+
+    def run(num_ranks: int) -> list[dict[str, tuple[Trained, list[float]]]]:
+        cases = {case: argv(case, sliced=True) for case, (ranks, *_) in CASES.items() if ranks == num_ranks}
+        if num_ranks == 2:
+            few = ["training.max_steps=6", "checkpoint.every_steps=4"]
+            kept = f"checkpoint.resume={folder}/kept/checkpoints/step-00000004"
+            cases["kept"] = [*argv("packed", sliced=True), *few, f"run.folder={folder}/kept"]
+            cases["gone on"] = [*argv("packed", sliced=False), *few, f"run.folder={folder}/gone-on", kept]
+        return run_ranks(num_ranks, train_sliced, cases)
+
+    return once(run)
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] if CASES[case][0] > 2 else []) for case in CASES]
+)
+def test_losses_and_gradients_are_those_of_one_process(runs, argv, case: str):
+    num_ranks, num_slices, family, _ = CASES[case]
+    expected = stock_losses(argv(case, sliced=False))
+    for rank in runs(num_ranks):
+        trained, _ = rank[case]
+        assert trained.losses == pytest.approx(expected, abs=TOLERANCE)
+        whole = VARLEN if family == "gpt_oss" else BY_STARTS
+        assert trained.inspected == f"{whole}_in_{num_slices}_slices"
+    assert expected[-1] < expected[0]
+
+
+def test_gradients_have_the_norm_of_one_process(runs, argv):
+    """Adam hides how large gradients are. test_losses.py compares a run without slices with stock libraries."""
+    alone = run_ranks(1, train_sliced, {"packed": argv("packed", sliced=True)[:-1]})[0]["packed"][1]
+    assert len(alone) == 20
+    for rank in runs(2):
+        assert rank["packed"][1] == pytest.approx(alone, rel=TOLERANCE)
+
+
+def test_a_run_goes_on_at_another_number_of_slices(runs):
+    straight, gone_on = (runs(2)[0][case][0] for case in ("packed", "gone on"))
+    assert "slices" not in gone_on.inspected
+    assert gone_on.losses == pytest.approx(straight.losses[4:6], abs=TOLERANCE)
+
+
+# Heads of queries and of keys, and ranks: as many keys' heads as ranks, fewer, and numbers that do not divide.
+HEADS = [(4, 2, 2), (4, 1, 2), (6, 3, 3), (12, 4, 3), (6, 2, 3)]
+NUM_SEQUENCES, LENGTH, STARTS = 2, 12, (0, 5, 12, 16, 24)
+
+
+def attend(num_slices: int, heads: Sequence[tuple[int, int, int]]) -> list[float]:
+    """On this rank: the largest difference of output and gradients from attention to whole sequences, of each case."""
+    register_stand_ins()
+    Meeting.new_port()
+    processes = start_processes(60, use_cpu=True)
+    try:
+        name = slice_attention(BY_STARTS, num_slices, join_context_group(processes, num_slices))
+        return [_difference(name, processes.rank, *case) for case in heads]
+    finally:
+        stop_processes()
+
+
+def _difference(name: str, rank: int, num_heads: int, num_key_heads: int, num_slices: int) -> float:
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(num: int, width: int) -> torch.Tensor:
+        return torch.randn(NUM_SEQUENCES, num, LENGTH, width, generator=generator, requires_grad=True)
+
+    whole = [draw(num_heads, 8), draw(num_key_heads, 8), draw(num_key_heads, 6)]
+    sinks = torch.randn(num_heads, generator=generator, requires_grad=True)
+    weights = torch.randn(NUM_SEQUENCES, LENGTH, num_heads, 6, generator=generator)
+    told = {"cu_seq_lens_q": torch.tensor(STARTS, dtype=torch.int32), "sliding_window": 4}
+    expected, _ = attend_by_starts(torch.nn.Identity(), *whole, None, s_aux=sinks, **told)
+    expected_grads = torch.autograd.grad((expected * weights).sum(), [*whole, sinks])
+    own = slice(rank * LENGTH // num_slices, (rank + 1) * LENGTH // num_slices)
+    mine = [x.detach()[:, :, own].clone().requires_grad_() for x in whole]
+    found, _ = ALL_ATTENTION_FUNCTIONS[name](torch.nn.Identity(), *mine, None, s_aux=sinks, **told)
+    grads = torch.autograd.grad((found * weights[:, own]).sum(), [*mine, sinks])
+    dist.all_reduce(grads[-1])  # each rank has those of its heads
+    pairs = [(found, expected[:, own]), (grads[-1], expected_grads[-1])]
+    pairs += [(a, b[:, :, own]) for a, b in zip(grads[:3], expected_grads[:3], strict=True)]
+    return max(float((a - b).abs().max()) for a, b in pairs)
+
+
+@pytest.mark.parametrize("num_slices", [2, 3])
+def test_attention_of_slices_is_that_of_whole_sequences(num_slices: int):
+    cases = [case for case in HEADS if case[2] == num_slices]
+    for differences in run_ranks(num_slices, attend, num_slices, cases):
+        assert differences == pytest.approx([0.0] * len(cases), abs=TOLERANCE)
