@@ -4,8 +4,10 @@ r"""This project beside TRL's recipe, on the same random checkpoint, in the same
     python benchmarks/compare.py --shape 8b --num-gpus 2 --max-length 4096 --micro-batch-size 4 \
         --sides ours,ours:memory=keep,trl-fsdp2-liger
 
-A side is `ours`, with overrides behind colons, or `trl-fsdp1`, `trl-fsdp2`, with `-liger` for its fused kernels. Prints
-a row a side and writes JSON. Speed is the median step after the second; memory the most that tensors held on any GPU;
+A side is `ours`, with overrides behind colons, or `trl-fsdp1`, `trl-fsdp2`, `trl-ddp`, with `-keep` behind it for
+activations that are kept and `-liger` for its fused kernels. With `--task dpo` a micro-batch is of pairs, of
+`--max-length` tokens a side, and `reference_s` are the seconds of the reference's pass before the first step. Prints a
+row a side and writes JSON. Speed is the median step after the second; memory the most that tensors held on any GPU;
 MFU the model's FLOPs, without recomputation, over the bf16 matrix rate measured on this host before the sides run; and
 the ratio is to the fastest side of TRL. `to_first_step_s` counts from the end of the imports,
 `launch_to_first_row_s` from the command itself, imports of torch included, to the first step's line in metrics.jsonl.
@@ -33,6 +35,7 @@ PACKAGES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "trl"
 def main() -> None:
     """Run all sides in turn; print the table and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--task", choices=["sft", "dpo"], default="sft")
     parser.add_argument("--shape", choices=["tiny", "8b", "70b"], default="8b")
     parser.add_argument("--num-gpus", type=int, default=1)
     parser.add_argument("--max-length", type=int, default=4096)
@@ -79,6 +82,7 @@ def run_ours(side: str, args: argparse.Namespace, checkpoint: Path, folder: Path
         *(f"model.path={checkpoint}", "data=random", f"run.folder={folder}/run"),
         *(f"training.max_length={args.max_length}", f"training.micro_batch_size={args.micro_batch_size}"),
         *("training.global_batch_size=null", "fsdp.sharding_strategy=FULL_SHARD"),
+        *(["task=preference"] if args.task == "dpo" else []),
         *(f"training.max_steps={args.steps}", "optim.lr_scheduler_type=constant", *overrides),
         *([f"memory.target_gib={args.cap_gib:g}"] if args.cap_gib else []),
     ]
@@ -91,15 +95,17 @@ def run_ours(side: str, args: argparse.Namespace, checkpoint: Path, folder: Path
     if summary["status"] != "finished":
         return {"failed": summary.get("error", log[-400:])}
     step_seconds = sorted(step["seconds"] for step in steps[2:])[len(steps[2:]) // 2]
+    reference = re.search(r"Reference: .* computed in ([\d.]+) s", (folder / "run" / "train.log").read_text())
     return {
         "load_s": round(summary["load_seconds"], 2),
         "to_first_step_s": round(summary["setup_seconds"], 1),
         "launch_to_first_row_s": first_row_s,
-        "load_peak_gib": round(summary["load_gpu_peak_gib"], 2),
-        "peak_gib": round(summary["step_gpu_peak_gib"], 2),
+        "load_peak_gib": round(summary["load_gpu_peak_gib"] or 0.0, 2),
+        "peak_gib": round(summary["step_gpu_peak_gib"] or 0.0, 2),
         "host_gib": round(steps[-1]["host_rss_gib"], 1),
         "step_s": round(step_seconds, 3),
-        "tokens_s_gpu": round(args.max_length * args.micro_batch_size / step_seconds),
+        "reference_s": float(reference[1]) if reference else None,
+        "tokens_s_gpu": round(tokens_of(args) / step_seconds),
         "datasheet_mfu": steps[-1]["mfu"],
         "losses": [round(step["loss"], 4) for step in steps],
     }
@@ -107,11 +113,16 @@ def run_ours(side: str, args: argparse.Namespace, checkpoint: Path, folder: Path
 
 def run_trl(side: str, args: argparse.Namespace, checkpoint: Path, folder: Path) -> dict[str, Any]:
     """TRL's figures, from the line that trl_sft.py prints on each rank."""
-    config = HERE / ("fsdp2.yaml" if "fsdp2" in side else "fsdp1.yaml")
+    import torch
+
+    _, way, *more = side.split("-")
+    config = [] if way == "ddp" else ["--config_file", str(HERE / f"{way}.yaml")]
     command = [
-        *("accelerate", "launch", "--config_file", str(config), *launch_options(args), str(HERE / "trl_sft.py")),
+        *("accelerate", "launch", *config, *launch_options(args), str(HERE / "trl_sft.py"), "--task", args.task),
         *("--model", str(checkpoint), "--seq", str(args.max_length), "--mbs", str(args.micro_batch_size)),
-        *("--steps", str(args.steps), *(["--liger"] if side.endswith("-liger") else [])),
+        *("--steps", str(args.steps), *(["--liger"] if "liger" in more else [])),
+        *(["--no-checkpointing"] if "keep" in more else []),
+        *([] if torch.cuda.is_available() else ["--cpu"]),
         *(["--cap", str(args.cap_gib)] if args.cap_gib else []),
     ]
     log, _ = launch(command)
@@ -127,10 +138,16 @@ def run_trl(side: str, args: argparse.Namespace, checkpoint: Path, folder: Path)
         "peak_gib": max(r["training_peak_gib"] for r in results),
         "host_gib": max(r["host_rss_gib"] for r in results),
         "step_s": first["step_s"],
+        "reference_s": first["reference_s"],
         "tokens_s_gpu": first["tokens_s_gpu"],
         "datasheet_mfu": None,
         "losses": first["losses"],
     }
+
+
+def tokens_of(args: argparse.Namespace) -> int:
+    """Tokens of a rank's micro-batch; of pairs on both sides."""
+    return int(args.max_length * args.micro_batch_size) * (2 if args.task == "dpo" else 1)
 
 
 def measure_matrix_rate() -> float | None:
@@ -191,7 +208,8 @@ def gpu_name() -> str:
 
 def print_table(rows: list[dict[str, Any]]) -> None:
     """A line a side; of a side that failed, its error."""
-    columns = ["load_s", "load_peak_gib", "launch_to_first_row_s", "step_s", "tokens_s_gpu", "ratio", "mfu", "peak_gib"]
+    columns = ["load_s", "load_peak_gib", "launch_to_first_row_s", "reference_s"]
+    columns += ["step_s", "tokens_s_gpu", "ratio", "mfu", "peak_gib"]
     width = max(len(row["side"]) for row in rows)
     print(" " * width + "".join(f"{column:>22}" for column in columns))
     for row in rows:

@@ -25,6 +25,7 @@ import torch
 from make_checkpoint import main as make_checkpoint
 from safetensors.torch import save_file
 from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, GenerationConfig
 
 from qlora_fsdp.config.schema import Config
@@ -50,6 +51,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--stock-new-tokens", type=int, default=48, help="of stock transformers, whose rate is steady")
     parser.add_argument("--texts", type=int, default=400, help="whose likelihoods are asked for")
+    parser.add_argument("--profile", action="store_true", help="list our kernels, most time first")
     parser.add_argument("--sparse", action="store_true", help="weights of zeros, which take no time to write")
     parser.add_argument("--checkpoint", type=Path, help="a folder to keep the checkpoint in")
     parser.add_argument("--out", type=Path, default=Path("generation.json"))
@@ -144,6 +146,8 @@ def run_ours(args: argparse.Namespace, checkpoint: Path, adapter: Path) -> list[
             return len(scorer.score(texts))
 
         rows.extend(measure("ours", args, complete, score, completer.release))
+        if args.profile:
+            list_kernels(complete, random_words(1, args.prompt_tokens), args.new_tokens)
 
     overrides = [f"adapter={adapter}", f"model.path={checkpoint}"]
     assert run_command(overrides, GenerateSettings, "", body, optional=["data.path"]) == 0
@@ -157,26 +161,27 @@ def measure(
     score: Callable[[list[Text]], int],
     release: Callable[[], None] = lambda: None,
 ) -> list[dict[str, Any]]:
-    """A row for each number of prompts, and one of likelihoods: the first call, and the second, by the clock."""
+    """A row for each number of prompts, and one of likelihoods: the first call, and the third, by the clock."""
     rows = []
     for number in map(int, args.prompts.split(",")):
         prompts = random_words(number, args.prompt_tokens)
-        rows.append({"side": side, "what": f"{number} prompts", **time_twice(complete, prompts, number)})
+        rows.append({"side": side, "what": f"{number} prompts", **time_calls(complete, prompts, number)})
         release()
     answers = iter(random_words(args.texts, 20))
     questions = [words for words in random_words(-(args.texts // -4), 80) for _ in range(4)][: args.texts]
     texts = [
         Text((*question, *answer[:-1]), tuple(answer)) for question, answer in zip(questions, answers, strict=True)
     ]
-    rows.append({"side": side, "what": "likelihoods", **time_twice(score, texts, 1)})
+    rows.append({"side": side, "what": "likelihoods", **time_calls(score, texts, 1)})
     return rows
 
 
-def time_twice(compute: Callable[[Any], int], inputs: Any, number: int) -> dict[str, Any]:
-    """Seconds of a first call; of a second one, tokens or texts a second, and ms for each of `number` at a time."""
+def time_calls(compute: Callable[[Any], int], inputs: Any, number: int) -> dict[str, Any]:
+    """Seconds of a first call; of a third one, tokens or texts a second, and ms for each of `number` at a time."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     first_s, _ = timed(compute, inputs)
+    timed(compute, inputs)
     seconds, num_done = timed(compute, inputs)
     figures = {
         "per_second": round(num_done / seconds, 1),
@@ -186,6 +191,20 @@ def time_twice(compute: Callable[[Any], int], inputs: Any, number: int) -> dict[
     }
     print(figures, flush=True)
     return figures
+
+
+def list_kernels(compute: Callable[[list[list[int]]], int], prompts: list[list[int]], num_tokens: int) -> None:
+    """Print the kernels of a fourth call: microseconds and launches for each new token, those of prompts among them."""
+    for _ in range(3):
+        compute(prompts)
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        compute(prompts)
+    kernels = sorted(profiler.key_averages(), key=lambda kernel: -kernel.self_device_time_total)
+    print(f"{'us/token':>10}{'a token':>9}  kernel")
+    for kernel in kernels[:40]:
+        print(
+            f"{kernel.self_device_time_total / num_tokens:>10.1f}{kernel.count / num_tokens:>9.1f}  {kernel.key[:110]}"
+        )
 
 
 def timed(compute: Callable[[Any], int], inputs: Any) -> tuple[float, int]:

@@ -91,7 +91,7 @@ def evaluate_on_data(settings: EvaluateSettings, config: Config, processes: Proc
     config = trained.settle(config)
     for note in trained.notes:
         log.info(f"Note: {note}")
-    data = prepare_data(config, trained.tokenizer, processes, trained.model.vocab_size)
+    data = prepare_data(config, trained.tokenizer, processes, trained.model.vocab_size, for_training=False)
     for line in str(replace(data.report, purpose="evaluation")).splitlines():
         log.info(f"Data: {line}")
     beyond = check_positions(trained.model, trained.meta.config.get_text_config(), data)

@@ -159,7 +159,7 @@ def _log_probabilities(
     trained = load_trained(config, adapter, processes, generates=True)
     config.task.name = TaskName.causal_lm  # the rows are text, also where the adapter learned preferences
     config.training.packing, config.training.max_length = False, min(config.training.max_length, MAX_REPORT_TOKENS)
-    data = prepare_data(config, trained.tokenizer, processes, trained.model.vocab_size).train
+    data = prepare_data(config, trained.tokenizer, processes, trained.model.vocab_size, for_training=False).train
     found = []
     for number in range(min(settings.report_rows, len(data))):
         ((tokens, is_target),) = data.rows_of(number)

@@ -4,6 +4,8 @@ The command line is that of the run, and `hardware=` besides; without it, the GP
 
     python -m qlora_fsdp.preflight model=llama3-70b hardware=2x24gib training.max_length=2048
 
+`training.max_length=max` asks for the longest rows that fit.
+
 A preset needs no download. Of another model on the hub, config.json is downloaded. Whether its rows can be packed is
 tried with a small model, which takes torch; mistakes in the settings are told before torch is imported.
 """
@@ -13,6 +15,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +24,7 @@ from qlora_fsdp.common.errors import CheckpointError, ConfigError, Problem, User
 from qlora_fsdp.common.files import write_json
 from qlora_fsdp.common.hub import fetch_config_json
 from qlora_fsdp.common.startup import end_with_the_reader, quick_imports
-from qlora_fsdp.common.text import plural, show_duration, show_size
+from qlora_fsdp.common.text import format_table, plural, show_duration, show_size
 from qlora_fsdp.config.batch_size import AUTO, describe_slices, round_default
 from qlora_fsdp.config.check_model import is_local_path
 from qlora_fsdp.config.check_settings import TRAINING, Needs, check_settings, check_world
@@ -32,7 +35,8 @@ from qlora_fsdp.config.schema import Config, ModelConfig
 from qlora_fsdp.config.settings import problem_about
 from qlora_fsdp.config.world import World
 from qlora_fsdp.memory.choose import MARGIN, Choice, choose, describe_choice
-from qlora_fsdp.memory.gpus import Hardware, parse_hardware, visible_hardware
+from qlora_fsdp.memory.gpus import GPUS_A_HOST, Hardware, parse_hardware, visible_hardware
+from qlora_fsdp.memory.longest import longest
 from qlora_fsdp.memory.plan import GIB
 from qlora_fsdp.memory.show import (
     as_json,
@@ -54,6 +58,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 DOES_NOT_FIT = 3  # exit code
+LONGEST = "training.max_length=max"  # what is typed to ask for the longest rows
+COUNTS = (1, 2, 4, 8)  # of GPUs, for which it is told
 BYTES_A_TOKEN = 4.0  # of text in a file of rows, as an estimate
 # A run also needs data, a tokenizer and a folder to write to. The model may be named by its shape alone, and the end of
 # the run matters only for its duration.
@@ -84,6 +90,8 @@ def preflight(argv: Sequence[str], file: Path) -> int:
         print(f"{__doc__.strip()}\n\nusage: {USAGE}")
         return 0
     hardware, overrides = _split(argv)
+    asks_for_longest = LONGEST in overrides
+    overrides = [text for text in overrides if text != LONGEST]
     config = load_config(overrides, partial(check_settings, needs=NEEDS))
     _check(config, hardware)
     config, rounded = round_default(config, hardware.count)
@@ -105,6 +113,11 @@ def preflight(argv: Sequence[str], file: Path) -> int:
         1 if size == AUTO else size,
     )
     target = GIB * (config.memory.target_gib or hardware.gpu.gib * (1 - MARGIN))
+    if asks_for_longest:
+        lines, figures = _describe_longest(work, hardware, target, model)
+        _write(file, figures)
+        print("\n".join([*lines, *padded]))
+        return 0 if figures["longest"] else DOES_NOT_FIT
     choice = choose(work, target, hardware.gpu)
     lines, figures = _describe(choice, hardware, target)
     lines += [*padded, *([f"Note: {rounded}"] if rounded else [])]
@@ -123,12 +136,59 @@ def preflight(argv: Sequence[str], file: Path) -> int:
         typed = shlex.join(overrides)
         lines += [f"Next, see what is trained on: qlora-fsdp preview {typed}", f"Then: qlora-fsdp train {typed}"]
     print("\n".join(lines))
+    _write(file, figures)
+    return 0 if choice.fits else DOES_NOT_FIT
+
+
+def _write(file: Path, figures: Mapping[str, Any]) -> None:
     try:
         write_json(file, figures)
     except OSError as error:
         problem = Problem(str(file), f"can't be written: {error.strerror}.", "Start it in another folder.")
         raise ConfigError([problem]) from error
-    return 0 if choice.fits else DOES_NOT_FIT
+
+
+def _describe_longest(
+    work: Workload, hardware: Hardware, target: float, model: PretrainedConfig
+) -> tuple[list[str], dict[str, Any]]:
+    """Returns the lines to print about the longest rows on 1, 2, 4 and 8 GPUs, and what preflight.json holds."""
+    found = []
+    for count in sorted({*COUNTS, hardware.count}):
+        plan = longest(replace(work, num_ranks=count, local_num_ranks=min(count, GPUS_A_HOST)), target)
+        if plan is not None:
+            found.append(plan)
+    gpu, config = hardware.gpu, work.config
+    if not found:
+        return [f"No rows of {_name(config)} fit in {target / GIB:.2f} GiB a GPU, however short"], {"longest": []}
+    figures = [
+        {
+            "gpus": plan.work.num_ranks,
+            "max_length": plan.work.config.training.max_length,
+            "needed_gib": plan.needed / GIB,
+            "host_gib": plan.host_needed / GIB,
+            "tokens_per_second": tokens_per_second(plan.work, plan.policies, gpu),
+        }
+        for plan in found
+    ]
+    rows = [
+        {
+            "GPUs": str(row["gpus"]),
+            "tokens a row": f"{row['max_length']:,}",
+            "GiB a GPU": f"{row['needed_gib']:.1f}",
+            "GiB a host": f"{row['host_gib']:.1f}",
+            "tokens/s": f"{row['tokens_per_second']:,.0f}",
+        }
+        for row in figures
+    ]
+    lines = [
+        f"The longest rows of {_name(config)} on GPUs of {gpu.gib:g} GiB, of which {target / GIB:.2f} can be had, by "
+        f"the plan: one row a GPU, {describe_choice(found[0])}",
+        format_table(rows),
+    ]
+    positions = getattr(model.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and positions < figures[-1]["max_length"]:
+        lines.append(f"The model knows {positions:,} positions: model.rope_scaling stretches them (docs/long-rows.md)")
+    return lines, {"longest": figures}
 
 
 def _read_config(model: ModelConfig) -> Mapping[str, Any]:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,7 @@ if __name__ == "__main__":
 from qlora_fsdp.common.errors import CheckpointError, Problem, refuse
 from qlora_fsdp.common.startup import end_process, is_first_rank
 from qlora_fsdp.common.terminal import colored as colored_text
-from qlora_fsdp.common.text import plural, printable
+from qlora_fsdp.common.text import plural, printable, shorten
 from qlora_fsdp.config.batch_size import describe_slices
 from qlora_fsdp.config.commands import AdapterSettings
 from qlora_fsdp.config.schema import Config
@@ -51,6 +51,10 @@ examples:
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # what a terminal obeys, but for tabs and line breaks
 NUM_BINS = 12
 BAR_WIDTH = 40
+EXAMPLE_TOKENS, EXAMPLE_LETTERS = (
+    20,
+    100,
+)  # of a row that cleaning has found, around the place where its answer begins
 
 
 @dataclass
@@ -93,7 +97,8 @@ def preview(settings: PreviewSettings, config: Config, processes: Processes) -> 
         notes = check_chat_rows(read_headers(model_folder), tokenizer, config) if config.model.path else []
         data = replace(data, report=replace(data.report, notes=(*data.report.notes, *notes)))
     colored = settings.color == "always" or (settings.color == "auto" and sys.stdout.isatty())
-    for line in (*_rows(data.train, tokenizer, settings, config, colored), *_figures(data, config)):
+    shown = (_rows(data.train, tokenizer, settings, config, colored), _figures(data, config), _cleaned(data, tokenizer))
+    for line in chain.from_iterable(shown):
         print(line)
 
 
@@ -155,6 +160,18 @@ def _figures(data: PreparedData[Sequences], config: Config) -> Iterator[str]:
     if not config.training.packing:
         padding = 1 - lengths.mean() / lengths.max()
         yield f"without packing, up to {padding:.0%} of a batch of all rows would be padding"
+
+
+def _cleaned(data: PreparedData[Sequences], tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+    """The beginnings of some rows of each kind that cleaning has found."""
+    for cleaning in data.report.cleanings:
+        yield printable(f"--- {cleaning}, such as:")
+        for row in cleaning.examples:
+            tokens, is_target = data.train.rows.read(row)[0]
+            first_target = int(is_target.argmax())  # what comes before may be alike in all rows
+            shown = tokens[max(0, first_target - EXAMPLE_TOKENS) : first_target + EXAMPLE_TOKENS]
+            text = " ".join(str(tokenizer.decode(shown.tolist())).split())
+            yield f"  {shorten(text, EXAMPLE_LETTERS)}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -15,6 +15,7 @@ import torch
 
 import qlora_fsdp
 import qlora_fsdp.training.run as pipeline
+import qlora_fsdp.training.train_adapter as stage
 from qlora_fsdp import preflight
 from qlora_fsdp.common.errors import ConfigError, MemoryShortage
 from qlora_fsdp.config.world import World
@@ -200,7 +201,7 @@ def run_out_of_memory(folder: Path) -> tuple[str, int, dict[str, Any]]:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ...")
 
     Meeting.new_port()
-    pipeline.train = fail
+    stage.train = fail
     arguments = ["model=tiny", "data=random", "training.max_steps=2", "data.max_rows=8", f"run.folder={folder}"]
     try:
         pipeline.run(load_config(arguments), World())

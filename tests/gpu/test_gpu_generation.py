@@ -13,11 +13,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from qlora_fsdp.decoding.completer import Completer, Request
 from qlora_fsdp.decoding.sampling import Sampling
-from qlora_fsdp.layers.decode_linear import product_with_codes
+from qlora_fsdp.layers.decode_linear import DecodeLayers, product_with_codes
 from qlora_fsdp.layers.quantized_format import Format
 from qlora_fsdp.layers.quantized_linear import QuantizedLinear
 from qlora_fsdp.model.task_model import TaskModel
 from qlora_fsdp.runtime.processes import Processes
+from tests.helpers.fused import make_parts
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import settings, train_all
 
@@ -106,6 +107,43 @@ def test_products_with_codes_are_those_with_the_dequantized_weight(rows: int, do
     expected = F.linear(x.double(), layer.weight.double(), layer.bias.double())
     found = product_with_codes(layer, x)
     assert (found - expected).abs().max() / expected.abs().max() < 0.01
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8])
+def test_adapted_layers_in_branches_of_a_graph(rows: int) -> None:
+    """The graph sees the adapters as `refresh` has written them last."""
+    ours, reference = make_parts(Format("nf4"), "silu", torch.bfloat16, "cuda")
+    layers, x = DecodeLayers(ours), torch.randn(rows, 128, device=GPU).bfloat16()
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), layers.in_use():
+        launched = ours(x)
+        with torch.cuda.graph(graph):
+            recorded = ours(x)
+    for found in (launched, recorded, recorded):
+        graph.replay()
+        expected = reference(x.cpu().double()).detach()
+        assert (found.cpu() - expected).norm() < 1e-2 * expected.norm()
+        if found is launched:
+            continue
+        for name, parameter in ours.named_parameters():
+            if "lora_" in name:
+                parameter.data += 0.1
+                reference.get_parameter(name).data += 0.1
+        layers.refresh()
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_prompts_of_a_shape_that_comes_again_are_recorded(model: PreTrainedModel, number: int) -> None:
+    completer = Completer(model, GPU, Sampling(), [7, 8, 9], 0, max_slots=4)
+    expected = complete(model, Sampling(), 4, captures=False)
+    num_graphs = []
+    for chosen in (slice(number), slice(number), slice(1, 1 + number), slice(number)):
+        requests = [Request(prompt, NUM_NEW - index % 3) for index, prompt in enumerate(prompts(4))][chosen]
+        completer.complete(requests)
+        assert [request.completion for request in requests] == expected[chosen]
+        assert completer.steps is not None
+        num_graphs.append(len(completer.steps.prompts.graphs))
+    assert num_graphs == [0, 1, 1, 1]
 
 
 def complete_both_ways(model: TaskModel, processes: Processes) -> list[list[list[int]]]:

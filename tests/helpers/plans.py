@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from qlora_fsdp.config.schema import Config
+from qlora_fsdp.data.tokenizer import NO_TOKENS
 from qlora_fsdp.layers.attention import traced_attention
-from qlora_fsdp.model.adapters import NO_TOKENS
 from qlora_fsdp.model.find import ModelFiles, make_config
 from qlora_fsdp.tracing.model_tracer import Computing, ModelTracer
 

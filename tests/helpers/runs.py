@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 import qlora_fsdp.training.run as pipeline
+import qlora_fsdp.training.train_adapter as stage
 from qlora_fsdp.config.world import World
 from qlora_fsdp.layers import QuantizedLinear
 from qlora_fsdp.model.shard import bypassing_root
@@ -88,7 +89,7 @@ def train_here(argv: Sequence[str], inspect: Inspect | None = None, train: bool 
     """One run on this rank of a world, through the whole pipeline; without `train`, only up to the loop."""
     Meeting.new_port()
     seen: dict[str, Any] = {}
-    train_stage = pipeline.train
+    train_stage = stage.train
 
     def train_and_inspect(runner: StepRunner, *args: Any) -> TrainResult:
         result = train_stage(runner, *args) if train else TrainResult()
@@ -96,11 +97,11 @@ def train_here(argv: Sequence[str], inspect: Inspect | None = None, train: bool 
         seen["inspected"] = inspect(runner.model, runner.processes) if inspect is not None else None
         return result
 
-    pipeline.train = train_and_inspect
+    stage.train = train_and_inspect
     try:
         pipeline.run(load_config(argv), World.from_environment(os.environ))
     finally:
-        pipeline.train = train_stage
+        stage.train = train_stage
     return Trained(**seen)
 
 

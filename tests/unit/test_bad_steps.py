@@ -23,7 +23,7 @@ NORMS = [1.0 + 0.01 * i for i in range(20)]
 def judge(folder: Path, norms: list[float], **config: Any) -> BadSteps:
     rows = RandomRows(8, 4, 10, 0)
     data = make_sequences(rows, np.arange(8), SequenceSettings(4, 0, packing=False, seed=0))
-    processes: Any = SimpleNamespace(gather=lambda value: [value], share=lambda value: value, is_main=True)
+    processes: Any = SimpleNamespace(rank=0, is_main=True, gather=lambda value: [value], share=lambda value: value)
     saver: Any = SimpleNamespace(save=lambda step: Saved(True, f"Step {step} is saved."), restore=lambda: None)
     return BadSteps(TrainingConfig(**config), folder, data, BatchSplit(2, 2, 1, 4, 8), str, norms, saver, processes)
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.helpers.plans import traced
 
 from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.data.batch import Batch
-from qlora_fsdp.memory.capture import why_not_captured
+from qlora_fsdp.memory.capture import is_captured, why_not_captured
 from qlora_fsdp.memory.policy import Policy
+from qlora_fsdp.memory.workload import Workload
 from qlora_fsdp.training.batch_key import Key, fill_starts
+
+STEPS = ("training.max_steps=1", "training.max_length=2048")
 
 
 def batch(lengths: list[list[int]], length: int) -> Batch:
@@ -42,6 +46,16 @@ def test_the_rest_of_the_starts_are_rows_without_tokens():
 
 
 @pytest.mark.parametrize(
+    ("model", "sharding", "expected"),
+    [("qwen3-30b-a3b", "FULL_SHARD", False), ("qwen3-30b-a3b", "NO_SHARD", True), ("qwen3-8b", "FULL_SHARD", True)],
+)
+def test_plan_counts_no_graph_of_experts_under_fsdp(model: str, sharding: str, expected: bool):
+    config = load_config([f"model={model}", f"fsdp.sharding_strategy={sharding}", "data=random", *STEPS])
+    work = Workload(traced(config), config, num_ranks=2, local_num_ranks=2, micro_batch_size=1)
+    assert is_captured(work, [Policy.none] * work.num_layers) is expected
+
+
+@pytest.mark.parametrize(
     ("settings", "policy", "reason"),
     [
         ([], Policy.none, None),
@@ -58,5 +72,6 @@ def test_the_rest_of_the_starts_are_rows_without_tokens():
 )
 def test_which_runs_record(settings: list[str], policy: Policy, reason: str | None):
     config = load_config(["model=tiny", "data=random", "training.max_steps=1", *settings])
-    found = why_not_captured(config, [Policy.none, policy], has_dropout=config.lora.lora_dropout > 0)
+    has_dropout = config.lora.lora_dropout > 0
+    found = why_not_captured(config, [Policy.none, policy], has_dropout, shards_experts=False)
     assert (found is None) if reason is None else reason in (found or "")

@@ -57,6 +57,7 @@ def run(tmp_path: Path) -> Callable[..., PreparedData]:
     ) -> PreparedData:
         training_keys = {key: settings.pop(key) for key in ("max_length", "seed", "packing") if key in settings}
         path = str(path) if isinstance(path, Path) else path
+        settings |= {"seed": settings.pop("data_seed")} if "data_seed" in settings else {}
         data = DataConfig(path=path, cache_folder=str(tmp_path / "cache"), **settings)
         config = Config(data=data, training=TrainingConfig(**{"max_length": 64, **training_keys}))
         return prepare_data(config, TOKENIZER, one_process(0 if is_main else 1), vocab_size)
@@ -302,6 +303,7 @@ def test_folders(tmp_path, run):
 
 def test_parquet_messages_with_missing_fields(tmp_path, run):
     chats = [[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo", "name": "bot"}]] * 2
+    chats[1] = [{"role": "user", "content": "Ho"}, *chats[0][1:]]
     pq.write_table(pa.Table.from_pylist([{"messages": chat} for chat in chats]), tmp_path / "a.parquet")
     prepared = run(tmp_path / "a.parquet", max_length=128)
     assert prepared.report.num_target_tokens == 2 * len([*b"Yo<|im_end|>", "<eos>"])
@@ -655,19 +657,6 @@ def test_files_on_the_web(tmp_path, run):
         run(f"{place}/a.jsonl")
 
 
-def test_repeated_rows_are_told_and_left_out_on_demand(tmp_path, run):
-    path = write_lines(tmp_path / "a.jsonl", *[{"text": "a"}, b"", {"text": "b"}, {"text": "a"}, b"", {"text": "a"}])
-    for _ in range(2):  # from the cache too
-        told = run(path)
-        assert texts(told.train) == ["a", "a", "a", "b"]
-        assert "2 rows letter by letter like an earlier one: used; data.deduplicate=true leaves" in str(told.report)
-    left_out = run(path, deduplicate=True)
-    assert texts(left_out.train) == ["a", "b"] and "4 rows read, 2 used" in str(left_out.report)
-    assert "2 rows letter by letter like an earlier one: left out" in str(left_out.report)
-    other = write_lines(tmp_path / "b.jsonl", {"text": "a"}, {"text": "b"})
-    assert "like an earlier one" not in str(run(other, deduplicate=True).report)
-
-
 def test_a_mix_until_the_shortest_repeats_no_row(tmp_path, run):
     few = write_lines(tmp_path / "few.jsonl", *({"text": f"few {i}"} for i in range(10)))
     many = write_lines(tmp_path / "many.jsonl", *({"text": f"many {i}"} for i in range(40)))
@@ -723,6 +712,15 @@ def test_one_file_may_be_trained_on_and_held_out_by_slices(tmp_path, run):
     prepared = run(path, split="[:8]", eval_path=str(path), eval_split="[8:]", max_rows=4)
     assert set(texts(prepared.train)) < set("01234567")
     assert texts(prepared.eval) == ["8", "9"]
+
+
+def test_data_seed_chooses_rows_whatever_the_seed_of_training(tmp_path, run):
+    path = write_lines(tmp_path / "rows.jsonl", *({"text": str(i)} for i in range(100)))
+    first = run(path, max_rows=40, eval_fraction=0.25, data_seed=3)
+    again = run(path, max_rows=40, eval_fraction=0.25, data_seed=3, seed=1)
+    assert (texts(first.train), texts(first.eval)) == (texts(again.train), texts(again.eval))
+    others = [run(path, max_rows=40, eval_fraction=0.25, seed=3), run(path, max_rows=40, data_seed=4)]
+    assert texts(others[0].train) == texts(first.train) and set(texts(others[1].train)) != set(texts(first.train))
 
 
 def test_what_leaves_no_rows_is_told_in_one_message(tmp_path, run):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.helpers.fused import adapt, make_parts
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qlora_fsdp.layers import Format, QuantizedLinear
+from qlora_fsdp.layers import Format, QuantizedLinear, decode_linear
 from qlora_fsdp.layers.decode_linear import DecodeLayers, has_whole_blocks, product_with_codes
 from qlora_fsdp.layers.lora import LoraLinear
 from qlora_fsdp.layers.rewire import fuse_layers
@@ -60,9 +60,8 @@ def test_layers_follow_their_adapters_and_are_put_back(format: Format, fuses: bo
             with layers.in_use():
                 found = ours(x)
         assert (found - expected).norm() < 1e-5 * expected.norm()
-        copies = [copy for f in layers.forwards.values() if f.joined is not None for copy in (f.joined.a_RI, f.b_OR)]
-        now = [copy.data_ptr() for copy in copies if copy is not None]
-        assert len(now) == 12 and len(set(now)) == 6 + 3 and places in (None, now)  # q, k and v; gate and up; down
+        now = [copy.data_ptr() for group in layers.groups for copy in (*group.a, *group.b)]
+        assert len(layers.groups) == 3 and len(set(now)) == 12 and places in (None, now)  # q, k, v; gate, up; down
         places = now
         for name, parameter in ours.named_parameters():  # as an optimizer would
             if "lora_" in name:
@@ -72,6 +71,29 @@ def test_layers_follow_their_adapters_and_are_put_back(format: Format, fuses: bo
     y.sum().backward()  # training goes on as before
     assert all(p.grad is not None for name, p in ours.named_parameters() if "lora_" in name)
     assert (y - reference(x.double())).norm() < 1e-5 * y.norm()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the kernels themselves")
+@pytest.mark.parametrize("rows", [1, 3, 8])
+def test_few_rows_take_two_kernels_for_all_adapters(monkeypatch: pytest.MonkeyPatch, rows: int):
+    """In Triton's interpreter, and with bitsandbytes' product on the CPU."""
+    kernels = pytest.importorskip("qlora_fsdp.layers.kernels.triton_low_rank")
+    monkeypatch.setattr(kernels, "TILE", 512)
+    monkeypatch.setattr(decode_linear, "multiplies_codes", lambda layer, x: True)
+    num_layers, add_second = [], kernels.add_second
+
+    def watched(h_NR: Tensor, factors: list[Tensor], outputs: list[Tensor]) -> None:
+        num_layers.append(len(factors))
+        add_second(h_NR, factors, outputs)
+
+    monkeypatch.setattr(kernels, "add_second", watched)
+    ours, reference = make_parts(Format("nf4"), "silu", torch.float32, "cpu")
+    x = torch.randn(rows, 128)
+    with torch.no_grad(), DecodeLayers(ours).in_use():
+        found = ours(x)
+        expected = reference(x.double())
+    assert num_layers == [3, 2, 1]  # q, k and v; gate and up; down
+    assert (found - expected).norm() < 1e-5 * expected.norm()
 
 
 def test_a_base_without_adapters():

@@ -122,7 +122,8 @@ def one_job(settings: list[str]) -> list[str]:
 
 def is_supposed(problem: Problem) -> bool:
     """Whether it is about a file that only the page's reader has."""
-    return "does not exist" in problem.reason or problem.setting == "checkpoint.resume"
+    is_missing = any(text in problem.reason for text in ("does not exist", "matches no file"))
+    return is_missing or problem.setting == "checkpoint.resume"
 
 
 def check(name: str, settings: list[str], folder: Path) -> None:

@@ -31,7 +31,8 @@ from qlora_fsdp.layers.expert_adapter import ExpertAdapter
 from qlora_fsdp.layers.expert_gate import Activation, Gate, find_gate
 from qlora_fsdp.layers.expert_rows import ActivationBackward, activate, sort_rows
 from qlora_fsdp.layers.experts import count_loads, expert_weight_names, experts_forward
-from qlora_fsdp.model.adapters import ADAPTER, apply_adapters
+from qlora_fsdp.layers.token_rows import ADAPTER
+from qlora_fsdp.model.adapters import apply_adapters
 from qlora_fsdp.model.experts import expert_weights, find_routers
 from qlora_fsdp.model.router_loss import RouterLoss, describe_router_loss
 

@@ -34,7 +34,9 @@ def prepare(
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = Config(
         task=TaskConfig(TaskName[name], form, labels),
-        data=DataConfig(path=str(file), cache_folder=str(folder / "cache"), bad_rows=BadRows.truncate),
+        data=DataConfig(
+            path=str(file), cache_folder=str(folder / "cache"), bad_rows=BadRows.truncate, deduplicate=False
+        ),
         training=TrainingConfig(max_length=16, packing=False),
     )
     return prepare_data(config, byte_tokenizer(), one_process(), 259)

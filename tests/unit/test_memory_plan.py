@@ -16,6 +16,7 @@ from tests.helpers.quick_config import load_config
 from qlora_fsdp.common.errors import ConfigError, MemoryShortage
 from qlora_fsdp.common.sizes import SLAB_BYTES
 from qlora_fsdp.config.schema import Activations, ShardingStrategy
+from qlora_fsdp.data.tokenizer import NO_TOKENS
 from qlora_fsdp.memory.choose import (
     CLOSE,
     ROOM,
@@ -34,7 +35,7 @@ from qlora_fsdp.memory.show import faster_lines, waiting_lines
 from qlora_fsdp.memory.speed import load_seconds, tokens_per_second
 from qlora_fsdp.memory.suggest import enough_gpus, largest_savings, smaller_runs
 from qlora_fsdp.memory.workload import Workload
-from qlora_fsdp.model.adapters import NO_TOKENS, apply_adapters
+from qlora_fsdp.model.adapters import apply_adapters
 from qlora_fsdp.model.build import BuildSettings, build_model
 from qlora_fsdp.model.causal_lm import CausalLM
 from qlora_fsdp.model.count import count_bytes

@@ -321,6 +321,15 @@ def test_auto_pads_what_does_not_and_says_why():
     assert config.training.packing is False and notes == []
 
 
+def test_auto_attention_is_what_recent_gpus_compute_with_in_the_runs_precision():
+    """Sinks have no kernel in float32, and gpt-oss's masks ignore rows: the run pads there, and so does the plan."""
+    sizes = {"hidden_size": 64, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config, notes = settle("gpt_oss", attention="auto", **sizes)
+    assert config.training.packing is True and notes == []
+    config, (note,) = settle("gpt_oss", "training.precision=float32", attention="auto", **sizes)
+    assert config.training.packing is False and "rows of GptOssForCausalLM are padded" in note
+
+
 def test_padding_must_not_go_beyond_a_table_of_positions():
     config, (note,) = settle("gpt2")
     assert config.training.packing is False

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +17,29 @@ from qlora_fsdp.config.schema import BadRows, DataConfig, DataFormat, LossOn
 from qlora_fsdp.data.batch import collate
 from qlora_fsdp.data.read import find_source
 from qlora_fsdp.data.sequences import SequenceSettings
+from qlora_fsdp.data.split import BatchSplit
 from qlora_fsdp.data.stream import StreamedSequences
 from qlora_fsdp.data.tokenize import RowTokenizer
 from qlora_fsdp.data.tokenizer import byte_tokenizer
-from qlora_fsdp.data.windows import WindowMaker, find_place, note_place
+from qlora_fsdp.data.window_maker import WindowMaker
+from qlora_fsdp.data.windows import find_place, note_place
+from qlora_fsdp.runtime.processes import Processes, start_processes, stop_processes
 
 TOKENIZER = byte_tokenizer()
 NUM_SEQUENCES = 60
+
+
+@pytest.fixture(scope="module", autouse=True)
+def processes() -> Iterator[Processes]:
+    """One process, which exchanges rows with itself."""
+    started = start_processes(60, use_cpu=True)
+    _started.append(started)
+    yield started
+    stop_processes()
+    _started.clear()
+
+
+_started: list[Processes] = []
 
 
 def write(file: Path, *rows: Any) -> Path:
@@ -35,9 +53,10 @@ def stream(
     tokenize = RowTokenizer(TOKENIZER, DataFormat.auto, LossOn.completion, 32, BadRows.skip)
     sources = [find_source(str(path), DataConfig(streaming=True)) for path in paths]
     settings = SequenceSettings(max_length=32, pad_token_id=258, packing=packing, seed=3)
-    making = {"buffer_rows": 20, "vocab_size": 259, "strict": False}
+    split = BatchSplit(1, 4, 1, NUM_SEQUENCES // 4, NUM_SEQUENCES)
+    making = {"map_batches": partial(map, tokenize), "buffer_rows": 20, "vocab_size": 259, "strict": False}
     making = {key: more.pop(key, value) for key, value in making.items()}
-    maker = WindowMaker(sources, weights, tokenize, settings, **making)
+    maker = WindowMaker(sources, weights, settings=settings, split=split, processes=_started[0], **making)
     return StreamedSequences(maker, num_sequences=NUM_SEQUENCES, num_kept=20, key="ab" * 16, **more)
 
 
@@ -59,7 +78,7 @@ def test_from_any_window_on_a_stream_is_the_same(tmp_path: Path):
         assert start is not None and start.sequence <= first
         again = stream([rows], start=start)
         assert texts(again, first, NUM_SEQUENCES) == found[first:]
-    assert start.window > 2 and start.num_drawn[0] > 33 > start.num_read[0]  # in a later pass over the file
+    assert start.window > 2 and start.num_drawn[0] > 33 > start.positions[0].number  # in a later pass over the file
     assert find_place([places], "another", 40) is None and find_place([tmp_path / "none"], "key", 0) is None
 
 

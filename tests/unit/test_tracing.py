@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from qlora_fsdp.config.schema import Config, KernelsConfig, LoraConfig
 from qlora_fsdp.data.batch import Batch
+from qlora_fsdp.data.tokenizer import NO_TOKENS
 from qlora_fsdp.layers import Format, QuantizedExpertWeight, QuantizedLinear
 from qlora_fsdp.layers.experts import expert_weight_names
 from qlora_fsdp.layers.kernels.launch import as_on_a_gpu, bytes_moved
@@ -27,7 +28,7 @@ from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.memory.traced import Operations
 from qlora_fsdp.model import input_offload
 from qlora_fsdp.model.activations import set_activation_policy
-from qlora_fsdp.model.adapters import NO_TOKENS, apply_adapters
+from qlora_fsdp.model.adapters import apply_adapters
 from qlora_fsdp.model.build import BuildSettings, build_model
 from qlora_fsdp.model.causal_lm import CausalLM
 from qlora_fsdp.model.find import ModelFiles, make_config
@@ -277,15 +278,19 @@ def test_policies_change_no_bit(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_host_buffers_are_as_many_as_the_tensors_and_no_larger_than_the_largest_needs(monkeypatch: pytest.MonkeyPatch):
-    """Whatever lengths the batches have, in whatever order."""
+    """Whatever lengths the batches have, in whatever order; and made once if the plan says how long they get."""
     monkeypatch.setattr(input_offload, "MIN_BYTES", 0)
-    inputs = input_offload.InputOffload()
-    for length in (500, 700, 1100, 1200, 90, 2000, 1300, 2048):
-        tensors = [torch.randn(length, 4) for _ in range(3)]
-        packed = [inputs._pack(tensor) for tensor in tensors]
-        for tensor, one in reversed(list(zip(tensors, packed, strict=True))):
-            assert torch.equal(inputs._unpack(one), tensor)
-    assert [buffer.nbytes for buffer in inputs.free] == [2048 * 4 * 4] * 3
+    monkeypatch.setattr(input_offload, "offload_buffer_bytes", lambda num_bytes: num_bytes)
+    for planned in (0, 2048 * 4 * 4):
+        inputs, addresses = input_offload.InputOffload(planned), set[int]()
+        for length in (500, 700, 1100, 1200, 90, 2000, 1300, 2048):
+            tensors = [torch.randn(length, 4) for _ in range(3)]
+            packed = [inputs._pack(tensor) for tensor in tensors]
+            for tensor, one in reversed(list(zip(tensors, packed, strict=True))):
+                assert torch.equal(inputs._unpack(one), tensor)
+            addresses |= {buffer.data_ptr() for buffer in inputs.free}
+        assert [buffer.nbytes for buffer in inputs.free] == [2048 * 4 * 4] * 3
+        assert not planned or len(addresses) == 3
 
 
 def test_offloaded_layers_keep_nothing(monkeypatch: pytest.MonkeyPatch):

@@ -24,3 +24,10 @@ NESTED_BLOCKSIZE = 256
 
 # A checkpoint is written from a copy of the trained state, which is in slabs of host memory of this size.
 SLAB_BYTES = 64 * 2**20
+
+PINNED_UNIT = 2**21  # bytes; a huge page
+
+
+def offload_buffer_bytes(num_bytes: int) -> int:
+    """Bytes of the host buffer in which an offloaded tensor of so many bytes waits for backward."""
+    return -(num_bytes // -PINNED_UNIT) * PINNED_UNIT

@@ -57,6 +57,11 @@ def plural(number: int, what: str) -> str:
     return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
 
 
+def join_words(words: Sequence[str]) -> str:
+    """Returns `a`, `a and b`, or `a, b and c`."""
+    return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
+
+
 def show_size(number: int) -> str:
     """Returns a number of parameters, such as `70.55 B` or `3.48 M`."""
     return f"{number / 1e9:.2f} B" if number >= 1e8 else f"{number / 1e6:.2f} M"

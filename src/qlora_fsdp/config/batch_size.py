@@ -7,7 +7,7 @@ chosen by nobody, and fits any number of ranks: it is rounded, and the log says 
 from __future__ import annotations
 
 from qlora_fsdp.config.schema import DEFAULT_GLOBAL_BATCH, Config
-from qlora_fsdp.config.written import with_training
+from qlora_fsdp.config.written import with_values
 
 AUTO = "auto"  # a value of training.micro_batch_size
 
@@ -30,7 +30,7 @@ def round_default(config: Config, num_ranks: int) -> tuple[Config, str | None]:
         return config, None
     rounded = nearest_batch(total, unit)
     note = f"training.global_batch_size={rounded}, the multiple of {unit} that is nearest to {total}, the default"
-    return with_training(config, global_batch_size=rounded), note
+    return with_values(config, {"training.global_batch_size": rounded}), note
 
 
 def describe_slices(config: Config) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +20,15 @@ _COLUMNS = (
     *("messages", "role", "content", "tools", "system", "prompt", "completion", "instruction", "input", "output"),
     *("text", "label", "labels", "tokens", "chosen", "rejected", "margin"),
 )
-
-
 _SPLIT_FIX = "Write train, train[:5000] or train[10%:]."
 _NOT_STREAMED = ("max_rows", "split", "name", "columns", "system_prompt")  # one stream is made of all data sets
+# What is done with all rows, before the first of them is trained on.
+_OF_ALL_ROWS = ("near_duplicates", "decontaminate", "min_tokens", "max_tokens", "seed")
 
 
 def check_data(config: Config) -> Iterator[Problem]:
     """Yields what is wrong with `data` and `task`, and with the evaluation that they are to feed."""
-    for find_problems in (_data, _splits, _columns, _evaluation, _mix, _streaming, _task):
+    for find_problems in (_data, _splits, _columns, _cleaning, _evaluation, _mix, _streaming, _task):
         yield from find_problems(config)
 
 
@@ -102,6 +103,32 @@ def _names(config: Config, key: str, columns: dict[str, str]) -> Iterator[Proble
         yield problem_with(config, key, reason, fix)
 
 
+def _cleaning(config: Config) -> Iterator[Problem]:
+    data, max_length = config.data, config.training.max_length
+    reason = ""
+    if data.format is DataFormat.random:
+        reason = "has no effect with data.format=random."
+    elif data.streaming:
+        reason = "needs all rows, and with data.streaming=true these are not there."
+    for key in _OF_ALL_ROWS if reason else ():
+        if value_of(config, f"data.{key}") != all_settings()[f"data.{key}"].default:
+            yield problem_with(config, f"data.{key}", reason, "Leave it out.")
+    if data.near_duplicates is not None and find_spec("datasketch") is None:
+        reason = "needs the package datasketch, which is not installed."
+        yield problem_with(config, "data.near_duplicates", reason, "Run pip install datasketch, or leave it out.")
+    if data.decontaminate and data.eval_path is None and data.eval_fraction == 0:
+        fix = "Set data.eval_path, or data.eval_fraction=0.05."
+        yield problem_with(config, "data.decontaminate", "has no evaluation data to compare with.", fix)
+    if data.max_tokens is not None and data.max_tokens >= max_length:
+        reason = f"has no effect: rows are cut at training.max_length={max_length}."
+        fix = "Set it lower, or data.bad_rows=skip, which leaves out rows that would be cut."
+        yield problem_with(config, "data.max_tokens", reason, fix)
+    longest = max_length if data.max_tokens is None else data.max_tokens
+    if data.min_tokens is not None and data.min_tokens > longest:
+        key = "training.max_length" if data.max_tokens is None else "data.max_tokens"
+        yield problem_with(config, "data.min_tokens", f"leaves no row: {key}={longest} is below it.", "Set it lower.")
+
+
 def _evaluation(config: Config) -> Iterator[Problem]:
     data = config.data
     if data.eval_path is None and data.eval_fraction == 0:
@@ -173,9 +200,6 @@ def _streaming(config: Config) -> Iterator[Problem]:
         if value_of(config, key) != all_settings()[key].default:
             reason = "needs the lengths of all data sets, and with data.streaming=true these are not known."
             yield problem_with(config, key, reason, "Leave it out.")
-    if data.deduplicate:
-        reason = "needs all rows, and with data.streaming=true these are not there."
-        yield problem_with(config, "data.deduplicate", reason, "Leave it out, or remove repeated rows beforehand.")
     if data.format is DataFormat.random:
         yield problem_with(config, "data.streaming", "has no effect with data.format=random.", "Leave it out.")
     if config.task.name is not TaskName.causal_lm:

@@ -54,6 +54,12 @@ def _memory(config: Config) -> Iterator[Problem]:
     if memory.activations is not Activations.every_k and memory.every_k != all_settings()["memory.every_k"].default:
         reason = f"has no effect with {show('memory.activations', memory.activations)}."
         yield problem_with(config, "memory.every_k", reason, "Set memory.activations=every_k too.")
+    tile = memory.tile_tokens
+    if tile not in ("auto", None) and (isinstance(tile, bool) or not isinstance(tile, int)):
+        fix = "Set memory.tile_tokens=auto, the default."
+        yield problem_with(config, "memory.tile_tokens", "must be a whole number, auto or null.", fix)
+    elif tile not in ("auto", None) and (why := why_no_tiles(config)) is not None:
+        yield problem_with(config, "memory.tile_tokens", f"can't be used: {why}.", "Set memory.tile_tokens=auto.")
 
 
 def _optim(config: Config) -> Iterator[Problem]:
@@ -87,6 +93,12 @@ def _training(config: Config) -> Iterator[Problem]:
     if config.data.format is DataFormat.random and training.max_steps is None and config.data.max_rows is None:
         reason = "sets no end, and random data (data.format=random) has none."
         yield problem_with(config, "training.max_steps", reason, "Set training.max_steps=10.")
+
+
+def why_no_tiles(config: Config) -> str | None:
+    """Why layers can't be computed in tiles; None if they can."""
+    drops = config.lora.lora_dropout > 0
+    return "backward computes a tile again, and lora.lora_dropout would drop other values then" if drops else None
 
 
 def _checkpoint(config: Config) -> Iterator[Problem]:

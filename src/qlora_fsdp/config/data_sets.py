@@ -83,7 +83,7 @@ def settings_for_evaluation(data: DataConfig) -> DataConfig:
     """The settings of data as they count for data.eval_path: a slice of rows, or their number, is of training data."""
     split = data.eval_split
     if split is None:
-        split = data.split.partition("[")[0] or DEFAULT_SPLIT if "+" not in data.split else data.split
+        split = data.split if "+" in data.split else split_name(data.split)
     return replace(data, split=split, max_rows=None)
 
 

@@ -453,12 +453,21 @@ class MemoryConfig:
     activations: Activations = Activations.auto
     # The k of every_k.
     every_k: int = 2
+    # Tokens that gated MLPs, experts and norms compute at a time, so that what they need does not grow with the length
+    # (docs/long-rows.md). The results are the same but for rounding. auto: all at once, or 8192 of long micro-batches
+    # if the run fits or is faster so, by the memory plan. null: all at once.
+    tile_tokens: Any = field(default="auto", metadata=bounds(at_least=64))
     # GiB of each GPU that the run may use in all. The limit is enforced, so that a large GPU can stand for a smaller
     # one. null: the free memory less 5 %, by which auto decides.
     target_gib: float | None = field(default=None, metadata=bounds(above=0))
     # When the GPU runs out of memory, write torch's record of allocations to the run folder, for
     # pytorch.org/memory_viz. This slows steps a little.
     snapshot: bool = False
+
+    @property
+    def num_tile_tokens(self) -> int | None:
+        """Tokens of a tile; None for all at once, which also is what auto does where no plan has chosen."""
+        return None if self.tile_tokens == "auto" else self.tile_tokens
 
 
 @dataclass
@@ -527,9 +536,12 @@ class DataConfig:
     eval_split: str | None = None
     # Part of the rows that is held out for evaluation when there is no eval_path. 0: no evaluation.
     eval_fraction: float = field(default=0.0, metadata=bounds(at_least=0, below=1))
-    # Use at most this many rows, after shuffling by training.seed. For a mix this holds for each of its data sets.
-    # null: all rows.
+    # Use at most this many rows, drawn by data.seed; the first ones are data.split=train[:5000]. For a mix this holds
+    # for each of its data sets. null: all rows.
     max_rows: int | None = field(default=None, metadata=bounds(at_least=1))
+    # Seed of the choice of rows: by max_rows, by eval_fraction, and by a mix. Set it to compare runs of different
+    # training.seed on the same rows. null: training.seed.
+    seed: int | None = field(default=None, metadata=bounds(at_least=0, below=2**31))
     # Form of the rows. `auto` looks at their keys. `random` makes random tokens, for dry runs.
     format: DataFormat = DataFormat.auto
     # The names that the data has for prompt, completion, messages, role, content, text, label and so on, where these
@@ -547,9 +559,19 @@ class DataConfig:
     # Times its size that a file of rows may unpack to (.gz, .bz2, .xz, .zst; Parquet and Arrow compress inside). A file
     # that unpacks to more was probably made to fill memory and disks. Up to 128 MiB any file may unpack to.
     max_unpack_ratio: int = field(default=200, metadata=bounds(at_least=1))
-    # Leave out rows that are letter by letter like an earlier one of the same data set. Without it they are only
-    # counted.
-    deduplicate: bool = False
+    # Leave out rows of the training data that have the same tokens, targets and label as an earlier one, also of
+    # another data set of a mix. Evaluation data and streams stay as they are.
+    deduplicate: bool = True
+    # Leave out rows of the training data that are nearly the same as an earlier one: with at least this share of runs
+    # of five tokens in common (Jaccard's index, estimated by MinHash; needs the package datasketch). 0.8 is usual.
+    near_duplicates: float | None = field(default=None, metadata=bounds(above=0, below=1))
+    # Leave out rows of the training data that are in the evaluation data too. Without it they are only counted.
+    decontaminate: bool = False
+    # Leave out rows of the training data with fewer tokens. With pairs the longer answer counts, with its prompt.
+    min_tokens: int | None = field(default=None, metadata=bounds(at_least=1))
+    # Leave out rows of the training data with more tokens, at most training.max_length. Rows that are longer than that
+    # are cut first (data.bad_rows).
+    max_tokens: int | None = field(default=None, metadata=bounds(at_least=1))
     # Read the rows while training, in the order of the files. This is for data that is larger than the disk. It needs
     # training.max_steps to know the end, and data.eval_path to evaluate. Every rank reads and tokenizes all rows.
     streaming: bool = False
@@ -767,6 +789,11 @@ class Config:
         """Whether a row of the data is a prompt with two answers, which stay together in a sequence."""
         is_paired = self.task.name is TaskName.reward or self.preference.loss.is_paired
         return self.task.compares_answers and is_paired
+
+    @property
+    def row_seed(self) -> int:
+        """The seed by which rows are chosen from data sets."""
+        return self.training.seed if self.data.seed is None else self.data.seed
 
     @property
     def sequence_length(self) -> int:

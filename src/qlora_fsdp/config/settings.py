@@ -203,13 +203,17 @@ def _walk(config_class: type, prefix: str) -> Iterator[Setting]:
         yield Setting(key, hint, is_optional, default, comment, metadata.get("bounds"), "text_or_list" in metadata)
 
 
+@cache
+def _source() -> tuple[list[str], dict[str, ast.ClassDef]]:
+    """The lines of the schema, and its classes by name. Parsed once: `inspect` would parse it anew for each class."""
+    source = inspect.getsource(schema)
+    return source.splitlines(), {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
+
+
 def _comments(config_class: type) -> dict[str, str]:
     """The comment lines right above each field of a dataclass, joined."""
-    source = inspect.getsource(config_class)
-    lines, comments = source.splitlines(), {}
-    class_node = ast.parse(source).body[0]
-    assert isinstance(class_node, ast.ClassDef)
-    for node in class_node.body:
+    comments, (lines, classes) = {}, _source()
+    for node in classes[config_class.__name__].body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             above = []
             for line in reversed(lines[: node.lineno - 1]):

@@ -50,13 +50,6 @@ def is_hidden(config: Config, key: str) -> bool:
     return public_value(config, key) is not value_of(config, key)
 
 
-def with_training(config: Config, **changes: Any) -> Config:
-    """A copy of the settings with changes in `training`. It still knows what was written for the others."""
-    changed = replace(config, training=replace(config.training, **changes))
-    changed.written = config.written
-    return changed
-
-
 def with_values(config: Config, values: Mapping[str, Any]) -> Config:
     """A copy of the settings with other values, by their keys. It still knows what was written for the others."""
     changed = config

@@ -80,8 +80,6 @@ class ReadReport:
         label_width: numbers per label; 0 without labels.
         skipped: which files of a folder are left out, and why. It is not stored, as such files do not change the
             tokens.
-        num_repeated: rows that are letter by letter like an earlier one, of all rows there are.
-        leaves_out_repeated: whether these are left out, and not counted among num_rows.
     """
 
     path: str
@@ -92,14 +90,9 @@ class ReadReport:
     problems: tuple[RowProblem, ...]
     label_width: int = 0
     skipped: tuple[str, ...] = ()
-    num_repeated: int = 0
-    leaves_out_repeated: bool = False
 
     def __str__(self) -> str:
         lines = [f"{self.path}: {plural(self.num_rows, 'row')} read, {self.num_used_rows:,} used"]
-        if self.num_repeated:
-            done = "left out" if self.leaves_out_repeated else "used; data.deduplicate=true leaves such rows out"
-            lines.append(f"  {plural(self.num_repeated, 'row')} letter by letter like an earlier one: {done}")
         return "\n".join([*lines, *(f"  {line}" for line in (*self.skipped, *self.problems))])
 
     def to_json(self) -> dict[str, Any]:
@@ -109,6 +102,29 @@ class ReadReport:
     def from_json(cls, value: dict[str, Any]) -> ReadReport:
         problems = tuple(RowProblem(**{**p, "examples": tuple(p["examples"])}) for p in value["problems"])
         return cls(**{**value, "problems": problems, "skipped": ()})
+
+
+@dataclass(frozen=True)
+class Cleaning:
+    """Rows of the training data that are left out, or that somebody may want to leave out (`clean`).
+
+    Attributes:
+        what: what is the matter with them.
+        hint: the setting that leaves them out, or that would.
+        num_rows: how many they are.
+        examples: the numbers of the first few of them among the rows of all data sets.
+        leaves_out: whether they are left out.
+    """
+
+    what: str
+    hint: str
+    num_rows: int
+    examples: tuple[int, ...]
+    leaves_out: bool = True
+
+    def __str__(self) -> str:
+        done = "left out" if self.leaves_out else "used"
+        return f"{plural(self.num_rows, 'row')} {done} ({self.what}; {self.hint})"
 
 
 @dataclass(frozen=True)
@@ -157,6 +173,7 @@ class DataReport:
         num_eval_target_tokens: 0 without evaluation data.
         label_counts: number of rows by label; empty without labels.
         mix: the data sets of a mix; empty without a mix.
+        cleanings: what cleaning has found.
         streamed_rows: rows that a stream reads at a time. All counts are of the first of these. 0: no stream.
         purpose: what the training data is used for, if it is not for training.
         num_answers: as of `sequences.Rows`.
@@ -173,6 +190,7 @@ class DataReport:
     num_eval_target_tokens: int
     label_counts: dict[str, int] = field(default_factory=dict)
     mix: tuple[MixPart, ...] = ()
+    cleanings: tuple[Cleaning, ...] = ()
     streamed_rows: int = 0
     purpose: str = "training"
     num_answers: int = 0
@@ -182,6 +200,7 @@ class DataReport:
         counted = self._targets(self.num_target_tokens, f"{self.num_target_tokens:,} with a loss")
         lines = [
             *(str(source) for source in self.sources),
+            *(f"cleaning: {cleaning}" for cleaning in self.cleanings),
             *(str(part) for part in self.mix),
             *([f"streaming, {self.streamed_rows:,} rows at a time, of which the first:"] if self.streamed_rows else []),
             f"{self.purpose}: {plural(self.num_rows, 'row')} in {plural(self.num_sequences, 'sequence')},"

@@ -6,18 +6,16 @@ JSONL pass through in constant memory.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import datasets
-import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from qlora_fsdp.common.errors import DataError, UserError
 from qlora_fsdp.common.hub_names import path_exists
@@ -27,6 +25,7 @@ from qlora_fsdp.config.schema import DataConfig, TaskConfig
 from qlora_fsdp.config.settings import show
 from qlora_fsdp.data.find_files import find_files
 from qlora_fsdp.data.labels import used_label_columns
+from qlora_fsdp.data.position import Position
 from qlora_fsdp.data.preferences import preference_columns
 from qlora_fsdp.data.row import used_columns
 from qlora_fsdp.data.row_file import RowFile
@@ -129,20 +128,6 @@ def read_rows(source: Source, file: Path) -> datasets.Dataset:
     return datasets.Dataset.from_file(str(file))
 
 
-def first_of_each(raw: datasets.Dataset) -> NDArray[np.int64]:
-    """The rows that are not letter by letter like an earlier one, by a hash of 64 bits: int64 [num_rows], sorted.
-
-    Blank rows all stay: each is told with its place.
-    """
-    hashes = np.empty(len(raw), dtype=np.uint64)
-    start = 0
-    for table in raw.with_format("arrow").iter(batch_size=ROWS_A_BATCH):
-        for number, row in enumerate(table["row"].to_pylist(), start=start):
-            hashes[number] = int.from_bytes(blake2b(row or str(number).encode(), digest_size=8).digest(), "little")
-        start += len(table)
-    return np.sort(np.unique(hashes, return_index=True)[1])
-
-
 def _find_on_hub(path: str, data: DataConfig) -> Source:
     setting = name_setting(path, data)
     if path_exists(path):  # a pipe, a device
@@ -165,23 +150,49 @@ def _find_on_hub(path: str, data: DataConfig) -> Source:
     return Source(path, (), ["hub", path, data.name, data.split, state], hub)
 
 
-def iterate_rows(source: Source) -> Iterator[RawRow]:
+def iterate_rows(source: Source, position: Position | None = None) -> Iterator[RawRow]:
     """The raw rows of a source, one after another.
+
+    Args:
+        source: where the rows come from.
+        position: where to begin; moved along with each row. None: at the beginning.
 
     Raises:
         DataError: a file can't be read at all.
     """
+    position = position or Position()
     if source.hub is not None:
-        names = source.hub.column_names  # None of some streams
-        hub = source.hub if names is None else source.hub.select_columns(source.choose(names))
-        for number, row in enumerate(hub, start=1):
-            yield f"{source.path} row {number}", dump_row(row)
-    for file in source.files:
+        yield from _iterate_hub(source, source.hub, position)
+    for number in range(position.file, len(source.files)):
+        if number > position.file:
+            position.file = number
+            position.move(0, 0)
+        num_skipped, position.num_taken = position.num_taken, 0
+        file = source.files[number]
         try:
             unpacking = Unpacking(file, source.max_unpack_ratio)
-            yield from unpacking.count((find_reader(file) or read_text)(file, source.choose, unpacking))
+            rows = unpacking.count((find_reader(file) or read_text)(file, source.choose, unpacking, position))
+            for index, row in enumerate(rows):
+                position.num_taken += 1
+                if index >= num_skipped:
+                    yield row
         except Exception as error:
             if isinstance(error, UserError) or not (file.remote or isinstance(error, BROKEN)):
                 raise
             # Remote file systems raise types of their own.
             raise DataError(f"{file} can't be read: {error}. Repair it, or leave it out.") from error
+
+
+def _iterate_hub(
+    source: Source, hub: datasets.Dataset | datasets.IterableDataset, position: Position
+) -> Iterator[RawRow]:
+    """The rows of a hub data set. In one that is streamed, `datasets` knows how to begin at a position."""
+    names = hub.column_names  # None of some streams
+    # A copy, because a stream that has been told where to begin begins there each time.
+    hub = copy.copy(hub) if names is None else hub.select_columns(source.choose(names))
+    if position.hub is not None:
+        hub.load_state_dict(position.hub)
+    for number, row in enumerate(hub, start=position.number + 1):
+        if isinstance(hub, datasets.IterableDataset):
+            position.number, position.hub = number, hub.state_dict()
+        yield f"{source.path} row {number}", dump_row(row)

@@ -14,8 +14,10 @@ import io
 import json
 import lzma
 import zlib
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import accumulate
 from pathlib import PurePosixPath
 from typing import IO, Any
 
@@ -24,12 +26,14 @@ import pyarrow.parquet as pq
 
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.data.json_list import NotAList, read_list
+from qlora_fsdp.data.position import Position
 from qlora_fsdp.data.row_file import RowFile
 from qlora_fsdp.data.unpacking import Unpacking
 
 RawRow = tuple[str, bytes]  # place, JSON
 ChooseColumns = Callable[[Sequence[str]], list[str]]  # of the columns that a file has, those to read
-Reader = Callable[[RowFile, ChooseColumns, Unpacking], Iterator[RawRow]]
+# Reads from a position on, and tells the position at which reading can begin again as it goes.
+Reader = Callable[[RowFile, ChooseColumns, Unpacking, Position], Iterator[RawRow]]
 
 TEXT_SUFFIXES = (".txt", ".md")
 BATCH_ROWS = 1000  # of Parquet and Arrow files
@@ -54,7 +58,7 @@ def known_suffixes() -> str:
     return f"{', '.join((*READERS, *TEXT_SUFFIXES))} ({packed})"
 
 
-def read_text(file: RowFile, choose: ChooseColumns, unpacking: Unpacking) -> Iterator[RawRow]:
+def read_text(file: RowFile, choose: ChooseColumns, unpacking: Unpacking, position: Position) -> Iterator[RawRow]:
     """The one row of a file of plain text."""
     with file.open() as stream:
         text = stream.read().decode("utf-8-sig", errors="surrogateescape")
@@ -89,25 +93,33 @@ def _open_zstd(stream: IO[bytes]) -> IO[bytes]:
     return io.BufferedReader(decompressed)
 
 
-def _read_jsonl(file: RowFile, choose: ChooseColumns, unpacking: Unpacking) -> Iterator[RawRow]:
+def _read_jsonl(file: RowFile, choose: ChooseColumns, unpacking: Unpacking, position: Position) -> Iterator[RawRow]:
+    can_seek = file.suffix not in COMPRESSIONS
     with _open(file, unpacking) as lines:
-        last = 0  # the last line that is a row
-        for number, line in enumerate(lines, start=1):
+        if position.start:
+            lines.seek(position.start)
+        start = end = position.start
+        last = position.number  # the last line that is a row
+        for number, line in enumerate(lines, start=last + 1):
+            end += len(line)
             if number == 1:
                 line = line.removeprefix(b"\xef\xbb\xbf")
             if not line.strip():
                 continue
+            if can_seek:
+                position.move(start, last)
+            start = end
             # Blank lines are rows, and bad ones, only if another row follows.
             yield from ((f"{file.name}:{blank}", b"") for blank in range(last + 1, number))
             last = number
             yield f"{file.name}:{number}", line.rstrip(b"\r\n")
 
 
-def _read_json(file: RowFile, choose: ChooseColumns, unpacking: Unpacking) -> Iterator[RawRow]:
+def _read_json(file: RowFile, choose: ChooseColumns, unpacking: Unpacking, position: Position) -> Iterator[RawRow]:
     with _open(file, unpacking) as stream:
         is_list = stream.read(1024).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
     if not is_list:  # one row per line, under the name .json
-        yield from _read_jsonl(file, choose, unpacking)
+        yield from _read_jsonl(file, choose, unpacking, position)
         return
     with _open(file, unpacking) as stream:
         try:
@@ -119,7 +131,7 @@ def _read_json(file: RowFile, choose: ChooseColumns, unpacking: Unpacking) -> It
             ) from error
 
 
-def _read_csv(file: RowFile, choose: ChooseColumns, unpacking: Unpacking) -> Iterator[RawRow]:
+def _read_csv(file: RowFile, choose: ChooseColumns, unpacking: Unpacking, position: Position) -> Iterator[RawRow]:
     csv.field_size_limit(2**31 - 1)  # the default refuses cells over 128 KiB
     with _open(file, unpacking) as contents:
         stream = io.TextIOWrapper(contents, encoding="utf-8-sig", errors="surrogateescape", newline="")
@@ -159,17 +171,25 @@ def _take(kept: list[str]) -> list[str]:
     return taken
 
 
-def _read_parquet(file: RowFile, choose: ChooseColumns, unpacking: Unpacking) -> Iterator[RawRow]:
+def _read_parquet(file: RowFile, choose: ChooseColumns, unpacking: Unpacking, position: Position) -> Iterator[RawRow]:
     with file.open() as stream:
         unpacking.watch(stream)
         with pq.ParquetFile(stream) as table:
             names = choose(table.schema_arrow.names)
+            groups, num_before = _groups_from(table, position.start)
             # Where memory has a limit, a thread that can't start would end the process.
-            batches = table.iter_batches(batch_size=BATCH_ROWS, columns=names, use_threads=False)
-            yield from _read_batches(file, batches, unpacking)
+            batches = table.iter_batches(BATCH_ROWS, row_groups=groups, columns=names, use_threads=False)
+            yield from _read_batches(file, batches, unpacking, position, num_before)
 
 
-def _read_arrow(file: RowFile, choose: ChooseColumns, unpacking: Unpacking) -> Iterator[RawRow]:
+def _groups_from(table: pq.ParquetFile, start: int) -> tuple[list[int], int]:
+    """The row groups from that of row `start` on, and the rows before them."""
+    ends = list(accumulate(table.metadata.row_group(group).num_rows for group in range(table.num_row_groups)))
+    first = bisect_right(ends, start)
+    return list(range(first, len(ends))), ends[first - 1] if first else 0
+
+
+def _read_arrow(file: RowFile, choose: ChooseColumns, unpacking: Unpacking, position: Position) -> Iterator[RawRow]:
     """Rows of an Arrow file, in the form of a stream, as `datasets` writes it, or of a file with an index (Feather)."""
     with file.open() as stream:
         unpacking.watch(stream)
@@ -181,19 +201,28 @@ def _read_arrow(file: RowFile, choose: ChooseColumns, unpacking: Unpacking) -> I
         else:
             batches = iter(pa.ipc.open_stream(stream))
         pieces = (batch.slice(start, BATCH_ROWS) for batch in batches for start in range(0, len(batch), BATCH_ROWS))
-        yield from _read_batches(file, (piece.select(choose(piece.schema.names)) for piece in pieces), unpacking)
+        chosen = (piece.select(choose(piece.schema.names)) for piece in pieces)
+        yield from _read_batches(file, chosen, unpacking, position, num_before=0)
 
 
-def _read_batches(file: RowFile, batches: Iterator[pa.RecordBatch], unpacking: Unpacking) -> Iterator[RawRow]:
-    number = 0
-    while (rows := unpacking.take(batches, _dump_rows)) is not None:
+def _read_batches(
+    file: RowFile, batches: Iterator[pa.RecordBatch], unpacking: Unpacking, position: Position, num_before: int
+) -> Iterator[RawRow]:
+    """The rows of batches, of which the first begins behind `num_before` rows. Those before `position` are dropped."""
+    number = num_before
+
+    def dump_rows(batch: pa.RecordBatch) -> list[bytes]:
+        nonlocal number
+        rest = batch.slice(min(len(batch), max(0, position.start - number)))
+        number += len(batch) - len(rest)
+        return [dump_row(row) for row in rest.to_pylist()]
+
+    while (rows := unpacking.take(batches, dump_rows)) is not None:
+        if rows:
+            position.move(number, number)
         for row in rows:
             number += 1
             yield f"{file.name} row {number}", row
-
-
-def _dump_rows(batch: pa.RecordBatch) -> list[bytes]:
-    return [dump_row(row) for row in batch.to_pylist()]
 
 
 READERS: dict[str, Reader] = {

@@ -7,7 +7,7 @@ is streamed (data.streaming) is opened by `stream.py` instead.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Generic, TypeVar
@@ -20,10 +20,12 @@ from qlora_fsdp.config.data_sets import mixed_sets, settings_for, settings_for_e
 from qlora_fsdp.config.schema import Config, DataConfig, DataFormat, MixBy
 from qlora_fsdp.data.answers import wrap_answers
 from qlora_fsdp.data.chat_markers import check_markers
+from qlora_fsdp.data.clean import clean_rows, compare_with_held_out
 from qlora_fsdp.data.counts import DataReport, MixPart, ReadReport
 from qlora_fsdp.data.label_counts import count_labels
 from qlora_fsdp.data.mix import MixedRows, count_rows, repeat_rows
 from qlora_fsdp.data.read import Paths, training_paths
+from qlora_fsdp.data.row_hashes import hash_rows
 from qlora_fsdp.data.sequences import (
     Indices,
     RandomRows,
@@ -57,7 +59,12 @@ class PreparedData(Generic[Train]):
 
 
 def prepare_data(
-    config: Config, tokenizer: PreTrainedTokenizerBase, processes: Processes, vocab_size: int
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    processes: Processes,
+    vocab_size: int,
+    *,
+    for_training: bool = True,
 ) -> PreparedData[Sequences]:
     """Tokenizes the data unless it is in the cache already, and opens it. Every rank calls this.
 
@@ -69,6 +76,7 @@ def prepare_data(
         tokenizer: the result of `load_tokenizer`, with new tokens added.
         processes: all ranks take part.
         vocab_size: number of tokens that the model's embeddings know, new ones included. Every id must be below it.
+        for_training: whether the data is cleaned (`clean`). What a model is measured on stays as it is.
 
     Raises:
         DataError: the data can't be used; raised on every rank.
@@ -76,7 +84,7 @@ def prepare_data(
     notes = check_markers(tokenizer, config)
     if config.data.format is not DataFormat.random:
         _tokenize_sources(_sources(config), tokenizer, processes)
-    prepared = _open(config, tokenizer, vocab_size)
+    prepared = _open_first(lambda: _open(config, tokenizer, vocab_size, for_training), processes)
     return replace(prepared, report=replace(prepared.report, notes=tuple(notes)))
 
 
@@ -156,9 +164,23 @@ def _tokenize_sources(
     raise_on_all(failure, processes)
 
 
-def _open(config: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> PreparedData[Sequences]:
-    """Opens the tokenized rows, holds some out for evaluation, mixes data sets, and makes sequences of the rows."""
-    data, training = config.data, config.training
+def _open_first(open_data: Callable[[], PreparedData[Sequences]], processes: Processes) -> PreparedData[Sequences]:
+    """Opens the data on one rank per node, which keeps what cleaning finds, and then on the others, which read that."""
+    prepared, failure = None, None
+    if processes.is_local_main:
+        try:
+            prepared = open_data()
+        except Exception as error:
+            failure = error
+    raise_on_all(failure, processes)
+    return prepared or open_data()
+
+
+def _open(
+    config: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: int, for_training: bool
+) -> PreparedData[Sequences]:
+    """Opens the tokenized rows, cleans them, holds some out for evaluation, mixes data sets, and makes sequences."""
+    data = config.data
     settings = SequenceSettings.of(config, tokenizer)
     sources: list[ReadReport] = []
     train_rows: Rows
@@ -174,20 +196,31 @@ def _open(config: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -
 
     starts = train_rows.starts if isinstance(train_rows, MixedRows) else [0, len(train_rows.lengths)]
     train_ids = [np.arange(first, last) for first, last in pairwise(starts)]  # one array per data set
-    evaluation: Sequences | None = None
+    names = [report.path for report in sources[: len(train_ids)]]
+    cleaned = clean_rows(train_rows, train_ids, names, data) if for_training and sources else None
+    cleanings = () if cleaned is None else cleaned.cleanings
+    train_ids = train_ids if cleaned is None else cleaned.parts
+    eval_ids: Indices | None = None
     if eval_rows is not None:
-        evaluation = make_sequences(eval_rows, np.arange(len(eval_rows.lengths)), settings)
+        eval_ids = np.arange(len(eval_rows.lengths))
     elif data.eval_fraction > 0:
-        held_out = [_hold_out(ids, data.eval_fraction, training.seed) for ids in train_ids]
-        train_ids = [kept for kept, _ in held_out]
-        evaluation = make_sequences(train_rows, np.concatenate([held for _, held in held_out]), settings)
+        eval_rows = train_rows
+        held_out = [_hold_out(ids, data.eval_fraction, config.row_seed) for ids in train_ids]
+        train_ids, eval_ids = [kept for kept, _ in held_out], np.concatenate([held for _, held in held_out])
+    evaluation = None
+    if eval_rows is not None and eval_ids is not None:
+        evaluation = make_sequences(eval_rows, eval_ids, settings)
+        if cleaned is not None:
+            hashes = cleaned.hashes if eval_rows is train_rows else hash_rows(eval_rows, data)
+            train_ids, leaked = compare_with_held_out(train_ids, cleaned.hashes, hashes[eval_ids], names, data)
+            cleanings += leaked
     mix: tuple[MixPart, ...] = ()
     if data.mix:
-        train_ids, mix = _mix(train_rows, train_ids, data, training.seed)
+        train_ids, mix = _mix(train_rows, train_ids, data, config.row_seed)
     train = make_sequences(train_rows, np.concatenate(train_ids), settings)
     report = count_data(sources, train, evaluation)
     labels = count_labels(train.labels_of(np.arange(len(train))), config.task) if train.has_labels else {}
-    return PreparedData(train, evaluation, replace(report, label_counts=labels, mix=mix))
+    return PreparedData(train, evaluation, replace(report, label_counts=labels, mix=mix, cleanings=cleanings))
 
 
 def _random_rows(config: Config, vocab_size: int) -> Rows:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from qlora_fsdp.config.schema import TrainingConfig
 
 
@@ -31,6 +34,10 @@ class BatchSplit:
     def num_micro_batches(self, num_sequences: int) -> int:
         """Forward passes of each rank for a step of so many sequences."""
         return math.ceil(num_sequences / (self.num_groups * self.micro_batch_size))
+
+    def groups_of(self, sequences: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The group of ranks that computes each sequence of a run, by its number in the run's order."""
+        return sequences % self.global_batch_size // self.micro_batch_size % self.num_groups
 
 
 def split_batches(training: TrainingConfig, num_ranks: int, num_sequences: int, num_slices: int = 1) -> BatchSplit:

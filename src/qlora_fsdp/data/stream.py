@@ -1,14 +1,15 @@
 """Data that is read while it is trained on, because it is larger than the disk.
 
-A thread makes the next window of rows while the present one is trained on (see `windows`). Every rank makes every
-window, so the global batches are the same at any number of ranks. The run folder's stream.jsonl lists where windows
-begin. A run that resumes reads its data up to the window that it needs, and tokenizes from there.
+A thread of each rank makes the next window of rows while the present one is trained on. The ranks do so together (see
+`window_maker`), and the global batches are the same at any number of ranks. The run folder's stream.jsonl lists where
+windows begin, in the run and in the files. A run that resumes reads and tokenizes from the window that it needs.
 """
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -19,17 +20,20 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.common import threads
+from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.data_sets import mixed_sets
-from qlora_fsdp.config.schema import BadRows, Config
+from qlora_fsdp.config.schema import BadRows, Config, DataConfig
 from qlora_fsdp.data.cache import fingerprint
 from qlora_fsdp.data.chat_markers import check_markers
-from qlora_fsdp.data.read import find_source, training_paths
+from qlora_fsdp.data.read import Source, find_source, training_paths
 from qlora_fsdp.data.run_data import PreparedData, count_data, prepare_held_out, raise_on_all
 from qlora_fsdp.data.sequences import Indices, Sequences, SequenceSettings
 from qlora_fsdp.data.split import BatchSplit
 from qlora_fsdp.data.tokenize import Mask, Tokens
-from qlora_fsdp.data.tokenize_source import row_tokenizer
-from qlora_fsdp.data.windows import Place, Window, WindowMaker, find_place, note_place
+from qlora_fsdp.data.tokenize_source import MAX_PROCESSES, ROWS_A_PROCESS, row_tokenizer
+from qlora_fsdp.data.window_maker import WindowMaker
+from qlora_fsdp.data.windows import Place, Window, find_place, note_place
+from qlora_fsdp.data.workers import Workers
 from qlora_fsdp.records.run_state import STREAM_FILE
 from qlora_fsdp.runtime.processes import Processes
 
@@ -65,9 +69,7 @@ class StreamedSequences:
         settings = maker.settings
         self.max_length, self.pad_token_id = settings.max_length, settings.pad_token_id
         self.is_packed = settings.packing
-        nothing = [0] * len(maker.sources)
-        start = start or Place(0, 0, nothing, nothing)
-        self._rows = maker.read(start)
+        start = start or Place.first(len(maker.sources))
         self._lock, self._windows = threading.Lock(), [self._make(start)]
         self._next = self._make_ahead()
 
@@ -108,20 +110,30 @@ class StreamedSequences:
 
     def _find(self, index: int) -> tuple[Sequences, int]:
         """The sequences of the window that has sequence `index` of the run, and its number among them."""
-        with self._lock:
-            while index >= self._windows[-1].next_place.sequence:
-                self._windows.append(self._next.result())
-                self._next = self._make_ahead()
-            oldest = index - self.num_kept
-            self._windows = [w for w in self._windows if w.next_place.sequence > oldest]
-            window = next(w for w in reversed(self._windows) if w.place.sequence <= index)
-        return window.sequences, int(window.order[index - window.place.sequence])
+        while True:
+            with self._lock:
+                if index < self._windows[-1].next_place.sequence:
+                    oldest = index - self.num_kept
+                    self._windows = [w for w in self._windows if w.next_place.sequence > oldest]
+                    window = next(w for w in reversed(self._windows) if w.place.sequence <= index)
+                    return window.sequences, int(window.order[index - window.place.sequence])
+                coming = self._next
+            assert coming is not None
+            # Not under the lock: the thread that makes batches may wait for a window that this rank's other thread has
+            # to train up to, because all ranks make a window together.
+            window = coming.result()
+            with self._lock:
+                if self._next is coming:
+                    self._windows.append(window)
+                    self._next = self._make_ahead()
 
-    def _make_ahead(self) -> Future[Window]:
-        return threads.begin(partial(self._make, self._windows[-1].next_place), "stream")
+    def _make_ahead(self) -> Future[Window] | None:
+        """Begins to make the next window, unless the run ends before it."""
+        place = self._windows[-1].next_place
+        return threads.begin(partial(self._make, place), "stream") if place.sequence < self.num_sequences else None
 
     def _make(self, place: Place) -> Window:
-        window = self.maker.make(place, self._rows)
+        window = self.maker.make(place)
         self.note(window)
         return window
 
@@ -150,25 +162,28 @@ def open_stream(
         DataError: the data can't be used; raised on every rank.
     """
     notes = check_markers(tokenizer, config)
-    stream: StreamedSequences | None = None
+    sources: list[Source] = []
     failure: Exception | None = None
     try:
-        maker = _window_maker(config, tokenizer, vocab_size)
-        key = _key(config, tokenizer, maker)
-        file = None if folder is None else folder / STREAM_FILE
-        done = first_step * split.global_batch_size
-        stream = StreamedSequences(
-            maker,
-            num_sequences=split.num_sequences,
-            num_kept=BATCHES_KEPT * split.global_batch_size,
-            key=key,
-            start=None if file is None else find_place(_place_files(config, file), key, done),
-            note=partial(note_place, file, key) if file is not None and processes.is_main else lambda window: None,
-        )
+        sources = [find_source(path, config.data, config.task) for path in training_paths(config.data)]
     except Exception as error:
         failure = error
     raise_on_all(failure, processes)
-    assert stream is not None
+    _check_same(sources, processes)
+    # Hosts may have copies of the data that are of another time, and only rank 0's has the run folder for sure.
+    key = processes.share(_key(config, tokenizer, sources) if processes.is_main else None)
+    file = None if folder is None else folder / STREAM_FILE
+    done = first_step * split.global_batch_size
+    is_noted = file is not None and processes.is_main
+    start = processes.share(find_place(_place_files(config, file), key, done) if file and is_noted else None)
+    stream = StreamedSequences(
+        _window_maker(config, tokenizer, sources, vocab_size, split, processes.for_thread()),
+        num_sequences=split.num_sequences,
+        num_kept=BATCHES_KEPT * split.global_batch_size,
+        key=key,
+        start=start,
+        note=partial(note_place, file, key) if file and is_noted else lambda window: None,
+    )
     held_out = None
     if config.data.eval_path is not None:
         whole = replace(config, data=replace(config.data, streaming=False))
@@ -178,26 +193,61 @@ def open_stream(
     return PreparedData(stream, held_out, replace(report, streamed_rows=config.data.buffer_rows, notes=tuple(notes)))
 
 
-def _window_maker(config: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> WindowMaker:
+def _check_same(sources: Sequence[Source], processes: Processes) -> None:
+    """Refuses data that has other files on one host than on another: each rank reads some of them for all ranks."""
+    named = processes.gather([[file.name for file in source.files] for source in sources])
+    for rank, lists in enumerate(named):
+        for source, own, first in zip(sources, lists, named[0], strict=True):
+            if own != first:
+                name = min(set(own) ^ set(first), default="another order")
+                raise DataError(
+                    f"{source.path} has other files on rank {rank} than on rank 0: {name}. Streamed data must be the"
+                    " same on every host. Set data.path or data.mix to a shared folder, or copy it again."
+                )
+
+
+def _window_maker(
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    sources: Sequence[Source],
+    vocab_size: int,
+    split: BatchSplit,
+    processes: Processes,
+) -> WindowMaker:
     data = config.data
+    tokenize = row_tokenizer(config, tokenizer)
+    num_workers = _num_workers(data, processes)
     return WindowMaker(
-        sources=[find_source(path, data, config.task) for path in training_paths(data)],
+        sources=sources,
         weights=[own.weight for own in mixed_sets(data).values()] or [1.0],
-        tokenize=row_tokenizer(config, tokenizer),
+        map_batches=Workers(tokenize, num_workers).map if num_workers else partial(map, tokenize),
         settings=SequenceSettings.of(config, tokenizer),
         buffer_rows=data.buffer_rows,
         vocab_size=vocab_size,
         strict=data.bad_rows is BadRows.error,
+        split=split,
+        processes=processes,
     )
 
 
-def _key(config: Config, tokenizer: PreTrainedTokenizerBase, maker: WindowMaker) -> str:
+def _num_workers(data: DataConfig, processes: Processes) -> int:
+    """Processes that tokenize for this rank; 0: a thread of the rank does, as where windows are too small for more."""
+    if data.num_proc is not None:
+        return data.num_proc
+    if data.buffer_rows < ROWS_A_PROCESS:
+        return 0
+    num_cores = len(os.sched_getaffinity(0)) // processes.local_num_ranks
+    return max(0, min(MAX_PROCESSES, num_cores - 1))  # a core for training itself
+
+
+def _key(config: Config, tokenizer: PreTrainedTokenizerBase, sources: Sequence[Source]) -> str:
     """A hash of everything that the windows depend on."""
     data, training = config.data, config.training
-    identities = [source.identity for source in maker.sources]
+    identities = [source.identity for source in sources]
+    weights = [own.weight for own in mixed_sets(data).values()] or [1.0]
     return fingerprint(
         tokenizer,
-        [identities, maker.weights, data.format.value, data.loss_on.value, data.bad_rows.value],
+        [identities, weights, data.format.value, data.loss_on.value, data.bad_rows.value],
         [training.max_length, training.packing is not False, training.seed, data.buffer_rows],
         *([data.columns] if data.columns else []),
         *(["system", data.system_prompt] if data.system_prompt else []),

@@ -24,7 +24,7 @@ from qlora_fsdp.data.counts import ReadReport
 from qlora_fsdp.data.label_counts import label_width
 from qlora_fsdp.data.labels import LabelledRowTokenizer, check_lists
 from qlora_fsdp.data.preferences import PreferenceRowTokenizer
-from qlora_fsdp.data.read import Paths, Source, find_source, first_of_each, name_setting, read_rows
+from qlora_fsdp.data.read import Paths, Source, find_source, name_setting, read_rows
 from qlora_fsdp.data.row import TOO_LONG
 from qlora_fsdp.data.sequences import Rows
 from qlora_fsdp.data.tokenize import FEATURES, RowTokenizer
@@ -122,12 +122,8 @@ def _tokenize_into(
         if source.hub is None and "[" in data.split:  # of hub data sets, `datasets` has taken them already
             raw = _take_split(raw, source, data.split)
             num_bytes = num_bytes * len(raw) // max(1, raw.data.num_rows)
-        firsts = first_of_each(raw)
-        num_repeated = len(raw) - len(firsts)
-        if data.deduplicate and num_repeated:
-            raw = raw.select(firsts)
         if data.max_rows is not None and data.max_rows < len(raw):
-            chosen = np.random.default_rng(config.training.seed).permutation(len(raw))[: data.max_rows]
+            chosen = np.random.default_rng(config.row_seed).permutation(len(raw))[: data.max_rows]
             num_bytes = num_bytes * data.max_rows // len(raw)
             raw = raw.select(np.sort(chosen))
         if config.task.has_labels:
@@ -145,7 +141,7 @@ def _tokenize_into(
         )
         finished = temporary / "finished"
         finished.mkdir()
-        read = ReadReport(source.path, len(raw), 0, 0, -1, (), _width(config), (), num_repeated, data.deduplicate)
+        read = ReadReport(source.path, len(raw), 0, 0, -1, (), _width(config))
         written = write_entry(finished, read, tokenized, config.task.compares_answers)
         _check(replace(written, num_used_rows=written.num_used_rows // (2 if config.has_pairs else 1)), path, config)
         close_to_others(finished, data.cache_folder, [Path(file.path) for file in source.files if file.remote is None])
@@ -223,10 +219,9 @@ def _entry_folder(source: Source, config: Config, tokenizer: PreTrainedTokenizer
         data.bad_rows.value,
         config.training.max_length,
         data.max_rows,
-        config.training.seed if data.max_rows is not None else None,
+        config.row_seed if data.max_rows is not None else None,
         form if config.task.name is not TaskName.causal_lm else None,
         *([data.columns] if data.columns else []),  # without them a key is what it was before they existed
-        *(["deduplicate"] if data.deduplicate else []),
         *(["split", data.split] if source.hub is None and "[" in data.split else []),
         *(["system", data.system_prompt] if data.system_prompt else []),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from qlora_fsdp.common.errors import CheckpointError, DataError
 from qlora_fsdp.common.foreign_files import find_outside
 from qlora_fsdp.common.model_figures import LARGEST
 from qlora_fsdp.common.text import shorten
-from qlora_fsdp.config.schema import DataConfig, ModelConfig, TokenizerConfig
+from qlora_fsdp.config.schema import Config, DataConfig, DataFormat, ModelConfig, TokenizerConfig
 
 MAX_TEMPLATE = 2**20  # characters of a tokenizer's chat templates
 TEMPLATES = ("chatml", "llama3", "alpaca")
@@ -44,6 +44,41 @@ class AddedTokens:
     fresh: frozenset[int] = frozenset()
     vocab_size: int = 0
     with_head: bool = True
+
+
+NO_TOKENS = AddedTokens()
+
+
+def find_tokenizer(
+    config: Config, model_folder: Path | None, tokenizer_folder: Path | None, trains: bool
+) -> PreTrainedTokenizerBase:
+    """The saved adapter's tokenizer if it has one, else the model's.
+
+    Args:
+        config: `model` and `data` are used.
+        model_folder: of the model's files; None where they are not here.
+        tokenizer_folder: of the adapter; None without one, or where its tokenizer is not wanted.
+        trains: whether the tokenizer is for training.
+
+    Training on random tokens needs no tokenizer, so it gets the built-in one and no file is read.
+    `model.trust_remote_code` is meant for the base model: a tokenizer that an adapter brings or names runs no code.
+    """
+    if trains and config.data.format is DataFormat.random:
+        return byte_tokenizer()
+    model = replace(config.model, path=config.model.path if model_folder is None else str(model_folder))
+    if tokenizer_folder is not None and (tokenizer_folder / "tokenizer_config.json").is_file():
+        model = replace(model, tokenizer_path=str(tokenizer_folder))
+    if tokenizer_folder is None or model.tokenizer_path is None:
+        return load_tokenizer(model, config.data)
+    try:
+        return load_tokenizer(replace(model, trust_remote_code=False), config.data)
+    except CheckpointError as error:
+        if not model.trust_remote_code:
+            raise
+        raise CheckpointError(
+            f"{error} model.trust_remote_code=true is for the base model alone: a tokenizer that an adapter brings or "
+            "names may not come with code of its own. Remove it from the adapter, and the base's tokenizer is used."
+        ) from error
 
 
 def load_tokenizer(model: ModelConfig, data: DataConfig) -> PreTrainedTokenizerBase:

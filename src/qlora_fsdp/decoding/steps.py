@@ -7,21 +7,18 @@ device that a step changes itself, so the next step can be launched before anybo
 
 from __future__ import annotations
 
-import logging
-import time
-from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from qlora_fsdp.common.text import first_line
+from qlora_fsdp.decoding.prompts import Prompts
+from qlora_fsdp.decoding.recording import record
 from qlora_fsdp.decoding.sampling import Sampling
 from qlora_fsdp.decoding.slots import SlotCache
 from qlora_fsdp.layers.slot_attention import Step, running
 
 WARM_UP = 2  # steps that are launched kernel by kernel, which compiles what they need
-log = logging.getLogger("qlora_fsdp")
 
 
 class Steps:
@@ -58,6 +55,8 @@ class Steps:
         self.sampling, self.num_slots, self.length, self.cache = sampling, num_slots, length, cache
         self.device = device
         self.captures = captures and device.type == "cuda"
+        self.pool = torch.cuda.graph_pool_handle() if self.captures else None
+        self.prompts = Prompts(self._call, length, device, self.pool)
         cache.allocate(num_slots, length, device)
         self.tokens = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self.positions = torch.zeros(num_slots, dtype=torch.int64, device=device)
@@ -75,13 +74,9 @@ class Steps:
             prompts: tokens, at least one each, of roughly the same number.
             pad_token_id: fills up shorter prompts at their end, where no other token sees it.
         """
-        longest = max(map(len, prompts)) - 1
         rows = torch.tensor(slots, dtype=torch.int64).to(self.device)
-        if longest > 0:
-            padded = torch.tensor([(prompt[:-1] + [pad_token_id] * longest)[:longest] for prompt in prompts])
-            positions = torch.arange(longest, device=self.device).expand(len(prompts), -1)
-            with running(Step(slots=rows)):
-                self._call(padded.to(self.device), positions)
+        if max(map(len, prompts)) > 1:
+            self.prompts.read(slots, [prompt[:-1] for prompt in prompts], pad_token_id)
         last = torch.tensor([[prompt[-1], len(prompt) - 1] for prompt in prompts]).to(self.device)
         self.tokens.index_copy_(0, rows, last[:, 0])
         self.positions.index_copy_(0, rows, last[:, 1])
@@ -93,7 +88,8 @@ class Steps:
     def run(self) -> Tensor:
         """Queue a step of all slots. Returns `tokens`, which it changes."""
         if self.captures and self.graph is None and self.num_run >= WARM_UP:
-            self._record()
+            self.graph = record(self._advance, self.pool, f"a step of {self.num_slots} texts")
+            self.captures = self.graph is not None
         self.num_run += 1
         if self.graph is not None:
             self.graph.replay()
@@ -124,27 +120,3 @@ class Steps:
             logits_to_keep=1,
         )
         return output.logits  # type: ignore[no-any-return]
-
-    def _record(self) -> None:
-        """Record a step. If that fails, steps go on kernel by kernel."""
-        started = time.perf_counter()
-        torch.cuda.synchronize(self.device)
-        graph = torch.cuda.CUDAGraph()
-        try:
-            # Other threads may prepare batches meanwhile: what they ask of CUDA is not recorded.
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                self._advance()
-        except RuntimeError as error:
-            with suppress(RuntimeError):
-                torch.cuda.synchronize(self.device)
-            torch.cuda.empty_cache()
-            self.captures = False
-            log.warning(
-                f"Generation: no CUDA graph could be recorded, its kernels are launched one by one: {first_line(error)}"
-            )
-            return
-        self.graph = graph
-        log.info(
-            f"Generation: a step of {self.num_slots} texts recorded as a CUDA graph "
-            f"in {time.perf_counter() - started:.1f} s"
-        )

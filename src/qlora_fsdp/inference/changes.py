@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from qlora_fsdp.config.adapter_config import ADAPTER_WEIGHTS
 from qlora_fsdp.layers.expert_lora import ExpertLora
 from qlora_fsdp.layers.lora import LoraLinear
-from qlora_fsdp.model.adapters import ADAPTER
+from qlora_fsdp.layers.token_rows import ADAPTER
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,7 +19,14 @@ from tempfile import TemporaryDirectory
 
 from qlora_fsdp.common.errors import Interrupted, LaunchError, RankError, UserError, print_error
 from qlora_fsdp.common.run_key import NODE_KEY, make_key
-from qlora_fsdp.common.startup import ENDING_FILE, NO_RUN, PARENT_PID, end_with_parent, leave_working_folder_out
+from qlora_fsdp.common.startup import (
+    ENDING_FILE,
+    NO_RUN,
+    PARENT_PID,
+    end_with_parent,
+    leave_working_folder_out,
+    quick_imports,
+)
 from qlora_fsdp.common.text import first_line
 from qlora_fsdp.runtime.signals import SIGNALS
 
@@ -78,9 +85,10 @@ def _launch(argv: Sequence[str] | None) -> None:
         RankFailed: a rank has failed, or a signal came to this process. All ranks have ended.
         LaunchError: the ranks can't be started.
     """
-    from accelerate.commands.launch import launch_command, launch_command_parser
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    with quick_imports():
+        from accelerate.commands.launch import launch_command, launch_command_parser
+        from torch.distributed.elastic.multiprocessing.api import SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     logging.disable()  # torch's logs here are about ranks that end
     try:

@@ -11,14 +11,15 @@ the same: a CUDA graph that was recorded with them reads what `refresh` has writ
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
 
 from qlora_fsdp.common.sizes import NESTED_BLOCKSIZE
-from qlora_fsdp.layers.lora import LoraLinear, LoraPart, active_part, join
+from qlora_fsdp.layers.lora import LoraLinear, LoraPart, active_part
 from qlora_fsdp.layers.matmul import Addend, DequantizedMatmul
 from qlora_fsdp.layers.mlp import GatedMlp
 from qlora_fsdp.layers.quantized_format import dynamic_map
@@ -30,85 +31,131 @@ FEW_ROWS = 4
 # Rows up to which this also holds for weights of so many outputs, which keep all multiprocessors of a large GPU busy.
 WIDE_ROWS, WIDE = 32, 8448
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # children that are called with the same input
+# Up to so many rows two kernels compute the adapters of all layers that share an input (kernels/triton_low_rank.py).
+# With more, cuBLAS' products are faster than a program for each row of A.
+MAX_ROWS = 8
+REFRESHED = 64  # adapters that are copied at a time: of so many B there are scaled copies in float32 meanwhile
 _dequantized = DequantizedMatmul()
 
 
-class JoinedA:
-    """h = x A^T of layers that are called one after another with the same input, such as q, k and v: one product.
+class DecodeGroup:
+    """Quantized layers that are called one after another with the same input, such as q, k and v; or one layer.
+
+    The first one's call computes the outputs of all.
 
     Args:
-        parts: the layers with their adapters, in the order in which they are called.
+        layers: whose codes are multiplied, in the order in which they are called.
+        parts: the same with their adapters; none if they have none.
     """
 
-    def __init__(self, parts: Sequence[LoraPart]) -> None:
-        self.parts = list(parts)
+    def __init__(self, layers: Sequence[QuantizedLinear], parts: Sequence[LoraPart] = ()) -> None:
+        self.layers, self.parts = list(layers), list(parts)
         self.ranks = [part.lora_a.out_features for part in parts]
-        self.a_RI: Tensor | None = None
+        self.a_RI: Tensor | None = None  # A of all layers, one below another, in the compute dtype
+        self.a: list[Tensor] = []  # its parts
+        self.b: list[Tensor] = []  # B of each layer, [O, R], scaled
         self._x: Tensor | None = None
-        self._h: tuple[Tensor, ...] = ()
+        self._outputs: dict[int, Tensor] = {}
 
-    def refresh(self) -> None:
-        """Copy the adapters as they are now."""
-        a_RI = join([part.lora_a.weight.detach() for part in self.parts], self.parts[0].layer.compute_dtype)
-        if self.a_RI is None:
-            self.a_RI = a_RI.clone()
-        else:
-            self.a_RI.copy_(a_RI)
+    def allocate(self) -> None:
+        """Take the memory of the adapters' copies, unless there is some."""
+        if self.parts and not self.a:
+            dtype, example = self.layers[0].compute_dtype, self.parts[0].lora_a.weight
+            self.a_RI = torch.empty(sum(self.ranks), example.shape[1], dtype=dtype, device=example.device)
+            self.a = list(self.a_RI.split(self.ranks))
+            self.b = [torch.empty_like(part.lora_b.weight, dtype=dtype) for part in self.parts]
 
-    def product(self, number: int, x: Tensor, x_NI: Tensor) -> Tensor:
-        """h [N, R] of one of the layers. The first one's call computes all; a call with another input, its own."""
-        assert self.a_RI is not None
+    def output(self, number: int, x: Tensor) -> Tensor:
+        """The output [..., O] of one of the layers. If its input is not that of the first, it is computed alone."""
         if number == 0:
-            h_NR: Tensor = x_NI @ self.a_RI.t()
-            self._x, self._h = x, h_NR.split(self.ranks, 1)
-        if self._x is not x:
-            a_RI: Tensor = self.a_RI.split(self.ranks)[number]
-            return x_NI @ a_RI.t()
-        return self._h[number]
+            self._x, self._outputs = x, dict(enumerate(self._compute(x.reshape(-1, x.shape[-1]))))
+        if self._x is not x or number not in self._outputs:
+            return unflatten(self._compute(x.reshape(-1, x.shape[-1]), number)[0], x)
+        y_NO = self._outputs.pop(number)
+        if not self._outputs:
+            self.forget()
+        return unflatten(y_NO, x)
 
     def forget(self) -> None:
-        """Let go of the last input."""
-        self._x, self._h = None, ()
+        """Let go of the last input, and of outputs that nobody has fetched."""
+        self._x, self._outputs = None, {}
+
+    def _compute(self, x_NI: Tensor, number: int | None = None) -> list[Tensor]:
+        """The outputs [N, O] of all layers, or of one of them."""
+        some = slice(None) if number is None else slice(number, number + 1)
+        layers = self.layers[some]
+        if not self.parts:
+            return [_output(layer, x_NI) for layer in layers]
+        a_RI, b, ranks = self.a_RI if number is None else self.a[number], self.b[some], self.ranks[some]
+        assert a_RI is not None
+        if len(x_NI) <= MAX_ROWS and all(multiplies_codes(layer, x_NI) for layer in layers):
+            return _outputs_of_few_rows(x_NI, layers, a_RI, b)
+        h_NR: Tensor = x_NI @ a_RI.t()
+        addends = [Addend(h, factor.t()) for h, factor in zip(h_NR.split(ranks, 1), b, strict=True)]
+        return [_output(layer, x_NI, addend) for layer, addend in zip(layers, addends, strict=True)]
 
 
 class DecodeLinear:
-    """The forward of a quantized layer, with its adapter or without, while text is generated.
+    """The forward of a layer, quantized and perhaps adapted, while text is generated.
 
     Args:
-        layer: whose codes are multiplied.
-        part: the layer with its adapter; None without.
-        joined: computes the adapter's first product; None without an adapter.
-        number: of the layer among those of `joined`.
+        group: computes it.
+        number: of the layer in the group.
     """
 
-    def __init__(
-        self, layer: QuantizedLinear, part: LoraPart | None = None, joined: JoinedA | None = None, number: int = 0
-    ) -> None:
-        self.layer, self.part, self.joined, self.number = layer, part, joined, number
-        self.b_OR: Tensor | None = None
-
-    def refresh(self) -> None:
-        """Copy the adapter as it is now."""
-        if self.part is None or self.joined is None:
-            return
-        if self.number == 0:
-            self.joined.refresh()
-        b_OR = (self.part.lora_b.weight.detach() * self.part.scaling).to(self.layer.compute_dtype)
-        if self.b_OR is None:
-            self.b_OR = b_OR
-        else:
-            self.b_OR.copy_(b_OR)
+    def __init__(self, group: DecodeGroup, number: int = 0) -> None:
+        self.group, self.number = group, number
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., I] -> [..., O]."""
-        x_NI, addend = x.reshape(-1, x.shape[-1]), None
-        if self.joined is not None and self.b_OR is not None:
-            addend = Addend(self.joined.product(self.number, x, x_NI), self.b_OR.t())
-        if multiplies_codes(self.layer, x_NI):
-            y_NO = product_with_codes(self.layer, x_NI)
-            return unflatten(y_NO if addend is None else addend.add_to(y_NO), x)
-        (y_NO,) = _dequantized.outputs(x_NI, [self.layer], None if addend is None else [addend])
-        return unflatten(y_NO, x)
+        return self.group.output(self.number, x)
+
+
+def _output(layer: QuantizedLinear, x_NI: Tensor, addend: Addend | None = None) -> Tensor:
+    """The output of a layer, with what its adapter adds."""
+    if multiplies_codes(layer, x_NI):
+        y_NO = product_with_codes(layer, x_NI)
+        return y_NO if addend is None else addend.add_to(y_NO)
+    return _dequantized.outputs(x_NI, [layer], None if addend is None else [addend])[0]
+
+
+def _outputs_of_few_rows(
+    x_NI: Tensor, layers: Sequence[QuantizedLinear], a_RI: Tensor, b: Sequence[Tensor]
+) -> list[Tensor]:
+    """The outputs of layers that multiply codes: a kernel for each, and two for all of their adapters."""
+    from qlora_fsdp.layers.kernels import triton_low_rank
+
+    products = [partial(product_with_codes, layer, x_NI) for layer in layers]
+    *outputs, h_NR = in_branches([*products, partial(triton_low_rank.first, x_NI, a_RI)])
+    triton_low_rank.add_second(h_NR, b, outputs)
+    return outputs
+
+
+def in_branches(computations: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
+    """The results of computations that do not need one another.
+
+    One row keeps a small part of a GPU busy. So where a CUDA graph is recorded, the computations become branches of it,
+    which run at the same time. Kernels that are launched one by one wait for the host, and gain nothing from that.
+    """
+    if not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
+        return [compute() for compute in computations]
+    main = torch.cuda.current_stream()
+    streams = _branch_streams(main.device, len(computations) - 1)
+    for stream in streams:
+        stream.wait_stream(main)
+    results = []
+    for stream, compute in zip((main, *streams), computations, strict=True):
+        with torch.cuda.stream(stream):
+            results.append(compute())
+    for stream in streams:
+        # A result goes back to the stream's own free memory, which the next branches take after they have waited.
+        main.wait_stream(stream)
+    return results
+
+
+@cache
+def _branch_streams(device: torch.device, number: int) -> list[torch.cuda.Stream]:
+    return [torch.cuda.Stream(device) for _ in range(number)]
 
 
 def multiplies_codes(layer: QuantizedLinear, x_NI: Tensor) -> bool:
@@ -167,10 +214,11 @@ class DecodeLayers:
             self._find_adapted(module)
             if isinstance(forward := vars(module).get("forward"), GatedMlp):
                 self.mlps[module] = forward
-        adapted = {forward.layer for forward in self.forwards.values()}
+        adapted = {layer for forward in self.forwards.values() for layer in forward.group.layers}
         for module in model.modules():
             if isinstance(module, QuantizedLinear) and module not in adapted:
-                self.forwards[module] = DecodeLinear(module)
+                self.forwards[module] = DecodeLinear(DecodeGroup([module]))
+        self.groups = [forward.group for forward in self.forwards.values() if forward.number == 0]
 
     def _find_adapted(self, parent: nn.Module) -> None:
         """The children of a module that have adapters, those with the same input together."""
@@ -179,25 +227,40 @@ class DecodeLayers:
         groups: list[tuple[str, ...]] = [names for names in TOGETHER if all(name in parts for name in names)]
         groups += [(name,) for name in parts if not any(name in names for names in groups)]
         for names in groups:
-            joined = JoinedA([parts[name][1] for name in names])
+            found = [parts[name][1] for name in names]
+            group = DecodeGroup([part.layer for part in found], found)
             for number, name in enumerate(names):
-                child, part = parts[name]
-                self.forwards[child] = DecodeLinear(part.layer, part, joined, number)
+                self.forwards[parts[name][0]] = DecodeLinear(group, number)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Copy the adapters as they are now, many with one kernel."""
+        for group in self.groups:
+            group.allocate()
+        parts = [part for group in self.groups for part in group.parts]
+        a, b = [copy for group in self.groups for copy in group.a], [copy for group in self.groups for copy in group.b]
+        for start in range(0, len(parts), REFRESHED):
+            some = slice(start, start + REFRESHED)
+            torch._foreach_copy_(a[some], [part.lora_a.weight for part in parts[some]])
+            scaled = torch._foreach_mul(
+                [part.lora_b.weight for part in parts[some]], [part.scaling for part in parts[some]]
+            )
+            torch._foreach_copy_(b[some], scaled)
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """While it lasts, the layers compute so, with the adapters as they were when it began."""
+        self.refresh()
         for module, forward in self.forwards.items():
-            forward.refresh()
             module.forward = forward
         for module, mlp in self.mlps.items():
             module.forward = mlp.plain
         try:
             yield
         finally:
-            for module, forward in self.forwards.items():
+            for module in self.forwards:
                 del module.forward
-                if forward.joined is not None:
-                    forward.joined.forget()
+            for group in self.groups:
+                group.forget()
             for module, mlp in self.mlps.items():
                 module.forward = mlp

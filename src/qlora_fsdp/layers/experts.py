@@ -29,6 +29,7 @@ from qlora_fsdp.layers.expert_gate import Activation
 from qlora_fsdp.layers.expert_rows import ActivationBackward, Rows, activate, combine, gather, sort_rows
 from qlora_fsdp.layers.grouped_products import ExpertWeight, beside_low_rank, product, with_low_rank
 from qlora_fsdp.layers.quantized_experts import QuantizedExpertWeight
+from qlora_fsdp.layers.tiles import Tiles, in_tiles
 
 EXPERTS_IMPLEMENTATION = "qlora_fsdp"
 
@@ -70,12 +71,28 @@ def experts_forward(
     Returns:
         y_TH in the dtype of x.
     """
-    experts = Experts(module, adapters or {})
+    adapters = adapters or {}
+    num_tokens = cast(int | None, getattr(module, "tile_tokens", None))
+    if num_tokens is None or len(hidden_states) <= num_tokens:
+        return _compute(module, adapters, hidden_states, top_k_weights, top_k_index)
+    compute = partial(_compute, module, adapters)
+    tiles = Tiles(num_tokens, compute, compute, partial(_weights, adapters))
+    return in_tiles(tiles, hidden_states, top_k_weights, top_k_index)
+
+
+def _weights(adapters: Mapping[str, ExpertAdapter]) -> list[Tensor]:
+    return [linear.weight for adapter in adapters.values() for linear in (adapter.lora_a, adapter.lora_b)]
+
+
+def _compute(
+    module: nn.Module, adapters: Mapping[str, ExpertAdapter], x_TH: Tensor, w_TK: Tensor, index_TK: Tensor
+) -> Tensor:
+    experts = Experts(module, adapters)
     up, down = experts.adapters
     trained = [*([up.lora_a.weight, up.lora_b.weight] if up else []), *([down.lora_a.weight] if down else [])]
-    act_SI, low_SR = _Up.apply(hidden_states, top_k_weights, top_k_index, experts, *trained)  # type: ignore[no-untyped-call]
+    act_SI, low_SR = _Up.apply(x_TH, w_TK, index_TK, experts, *trained)  # type: ignore[no-untyped-call]
     trained = [down.lora_b.weight] if down else []
-    return _Down.apply(act_SI, low_SR, top_k_weights, top_k_index, experts, *trained)  # type: ignore[no-any-return,no-untyped-call]
+    return _Down.apply(act_SI, low_SR, w_TK, index_TK, experts, *trained)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def _forward_or_transformers(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:

@@ -125,7 +125,9 @@ def lora_outputs(x: Tensor, parts: Sequence[LoraPart], last_norm: LastNorm | Non
     return add_low_rank(x, h_NR, parts)
 
 
-def add_low_rank(x: Tensor, h_NR: Tensor, parts: Sequence[LoraPart], h_is_of_x: bool = True) -> tuple[Tensor, ...]:
+def add_low_rank(
+    x: Tensor, h_NR: Tensor, parts: Sequence[LoraPart], h_is_of_x: bool = True, has_values: bool = True
+) -> tuple[Tensor, ...]:
     """y = x W^T + b + s h B^T of each part.
 
     Args:
@@ -134,10 +136,11 @@ def add_low_rank(x: Tensor, h_NR: Tensor, parts: Sequence[LoraPart], h_is_of_x: 
         parts: the layers and their adapters.
         h_is_of_x: whether the gradient of x includes what x contributes through h = x A^T. False if the function that
             computed h takes care of that itself, as `mlp.py` does.
+        has_values: whether the results are computed. If not, they have the graph for backward and no values.
     """
     biases = [part.layer.bias for part in parts]
     lora_b = [part.lora_b.weight for part in parts]
-    return _AddLowRank.apply(x, h_NR, parts, h_is_of_x, *lora_b, *biases)  # type: ignore[no-any-return,no-untyped-call]
+    return _AddLowRank.apply(x, h_NR, parts, h_is_of_x, has_values, *lora_b, *biases)  # type: ignore[no-any-return,no-untyped-call]
 
 
 class _LowRank(torch.autograd.Function):
@@ -166,11 +169,16 @@ class _AddLowRank(torch.autograd.Function):
         h_NR: Tensor,
         parts: Sequence[LoraPart],
         h_is_of_x: bool,
+        has_values: bool,
         *weights: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        layers, ranks = [part.layer for part in parts], _split_ranks(h_NR, parts)
-        addends = [Addend(h, _b(p, x.dtype).t()) for h, p in zip(ranks, parts, strict=True)]
-        outputs = layers[0].matmul.outputs(x.reshape(-1, x.shape[-1]), layers, addends)
+        layers, x_NI = [part.layer for part in parts], x.reshape(-1, x.shape[-1])
+        if has_values:
+            ranks = _split_ranks(h_NR, parts)
+            addends = [Addend(h, _b(p, x.dtype).t()) for h, p in zip(ranks, parts, strict=True)]
+            outputs = layers[0].matmul.outputs(x_NI, layers, addends)
+        else:
+            outputs = [x_NI.new_empty(len(x_NI), layer.out_features) for layer in layers]
         # Not with save_for_backward: h would be the last saved tensor, and the products above computed again.
         ctx.h_NR, ctx.parts, ctx.shape, ctx.h_is_of_x = h_NR.detach(), parts, x.shape, h_is_of_x
         return tuple(unflatten(y, x) for y in outputs)
@@ -186,14 +194,14 @@ class _AddLowRank(torch.autograd.Function):
             mm_fp32(grad.t(), h).mul_(part.scaling)
             for grad, h, part in zip(grads_NO, _split_ranks(ctx.h_NR, parts), parts, strict=True)
         ]
-        needs_bias = ctx.needs_input_grad[4 + len(parts) :]
+        needs_bias = ctx.needs_input_grad[5 + len(parts) :]
         grads_bias = [g.sum(0) if needed else None for g, needed in zip(grads_NO, needs_bias, strict=True)]
         grad_x = None
         if ctx.needs_input_grad[0]:
             a_RI = join([part.lora_a.weight for part in parts], grad_h_NR.dtype)
             addend = Addend(grad_h_NR, a_RI) if ctx.h_is_of_x else None
             grad_x = layers[0].matmul.input_grad(grads_NO, layers, addend).view(ctx.shape)
-        return (grad_x, grad_h_NR, None, None, *grads_b, *grads_bias)
+        return (grad_x, grad_h_NR, None, None, None, *grads_b, *grads_bias)
 
 
 def _b(part: LoraPart, dtype: torch.dtype) -> Tensor:

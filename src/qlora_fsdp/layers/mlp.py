@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from qlora_fsdp.layers.gated_activation import Activation, gate_backward, gate_forward
 from qlora_fsdp.layers.lora import LoraLinear, LoraPart, active_part, add_low_rank, join, mm_fp32
 from qlora_fsdp.layers.matmul import Addend
-from qlora_fsdp.layers.norm import Make, made_again
+from qlora_fsdp.layers.norm import LastNorm, Make, made_again
 
 MAX_RANK = 64  # with larger adapters, a tile of the kernels (layers/kernels/triton_gate.py) takes too many registers
 
@@ -33,17 +33,28 @@ class GatedMlp:
     def __init__(self, mlp: nn.Module, layers: Sequence[LoraLinear], activation: Activation) -> None:
         self.plain, self.layers, self.activation = mlp.forward, list(layers), activation
 
+    @property
+    def last_norm(self) -> LastNorm | None:
+        """Where to ask whether the input is a norm's output."""
+        return self.layers[0].last_norm
+
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """x_BI -> y_BI."""
+        return self._compute(x, True, *args, **kwargs)
+
+    def again(self, x: Tensor) -> Tensor:
+        """The same for backward alone: down's product, whose values backward does not need, is left out."""
+        return self._compute(x, False)
+
+    def _compute(self, x: Tensor, has_values: bool, *args: Any, **kwargs: Any) -> Tensor:
         parts = [part for layer in self.layers if (part := active_part(layer)) is not None]
         if len(parts) < len(self.layers) or args or kwargs:
             return self.plain(x, *args, **kwargs)  # type: ignore[no-any-return]
         *wide, down = parts
-        last_norm = self.layers[0].last_norm
-        kept, make = (None, None) if last_norm is None else last_norm.source_of(x)
+        kept, make = (None, None) if self.last_norm is None else self.last_norm.source_of(x)
         weights = [*(p.lora_a.weight for p in wide), *(p.lora_b.weight for p in wide), down.lora_a.weight]
         act, h_down = _Gate.apply(x, kept, make, wide, self.activation, *weights)  # type: ignore[no-untyped-call]
-        return add_low_rank(act, h_down, [down], h_is_of_x=False)[0]
+        return add_low_rank(act, h_down, [down], h_is_of_x=False, has_values=has_values)[0]
 
 
 class _Gate(torch.autograd.Function):

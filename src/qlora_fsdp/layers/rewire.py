@@ -1,8 +1,8 @@
 """Every change that is made to the modules of a model after it was built and got its adapters.
 
 The modules keep their names and parameters, so saving, loading and sharding notice nothing. They also compute the
-same, but faster, or they keep less for backward. The exception is fp8, which rounds products differently. The other
-modules of this folder define the changes. Only this module makes them, at three moments:
+same, but faster, or with less memory. The exception is fp8, which rounds products differently. The other
+modules of this folder define the changes. Only this module makes them, at four moments:
 
     moment                          function      change
     a causal LM is made             attach_loss   `head.forward` computes the loss, if it is given targets
@@ -13,6 +13,7 @@ modules of this folder define the changes. Only this module makes them, at three
                                                   4. `group` of q, k and v makes them one computation
                                                   5. `forward` of gated MLPs becomes one computation
                                                   6. `forward` of the heads' norms copies nothing
+    the plan is made                use_tiles     MLPs, experts and norms compute some tokens at a time
     a layer's activation policy     remake_norms  norms remember input and output in a `LastNorm`; linear layers ask
     is set, at the start or later                 it (`last_norm`) whether their input is a norm's output
 
@@ -33,6 +34,7 @@ from typing_extensions import assert_never
 from qlora_fsdp.common.errors import ConfigError, Problem
 from qlora_fsdp.common.families import PRENORM_LAYERS
 from qlora_fsdp.config.schema import ComputeConfig, Kernel, KernelsConfig, MatmulKind
+from qlora_fsdp.layers.experts import expert_weight_names
 from qlora_fsdp.layers.gated import find_gated
 from qlora_fsdp.layers.head_loss import HeadLoss, LossKernel
 from qlora_fsdp.layers.lora import LoraLinear, SharedInput
@@ -41,8 +43,10 @@ from qlora_fsdp.layers.mlp import MAX_RANK, GatedMlp
 from qlora_fsdp.layers.norm import LastNorm, PreNorm, normalize_and_remember, normalize_as_stored
 from qlora_fsdp.layers.quantized_experts import QuantizedExpertWeight
 from qlora_fsdp.layers.quantized_linear import QuantizedLinear
+from qlora_fsdp.layers.tiles import TiledModule
 
 HEAD_NORMS = ("q_norm", "k_norm")
+NORMS = ("RMSNorm", "LayerNorm")  # ends of the names of their classes
 SAME_INPUT = ("q_proj", "k_proj", "v_proj")
 
 
@@ -165,6 +169,28 @@ def _lora_children(module: nn.Module, names: Sequence[str]) -> list[LoraLinear] 
         return None
     found = cast(list[LoraLinear], layers)
     return found if len({type(cast(QuantizedLinear, layer.base_layer).matmul) for layer in found}) == 1 else None
+
+
+def use_tiles(layers: Iterable[nn.Module], num_tokens: int | None) -> None:
+    """Let what computes each token by itself compute so many tokens at a time: gated MLPs, experts and norms.
+
+    To be called after `fuse_layers` and before `remake_norms`. Norms that a kernel computes need no room for more than
+    their result, and stay as they are.
+
+    Args:
+        layers: transformer layers, on meta or not; changed in place.
+        num_tokens: of a tile; None leaves all as it is.
+    """
+    if num_tokens is None:
+        return
+    for layer in layers:
+        norms = [child for child in layer.children() if type(child).__name__.endswith(NORMS)]
+        gated = [module for module in layer.modules() if find_gated(module) is not None]
+        for module in (*norms, *gated):
+            module.forward = TiledModule(module, num_tokens)
+        for module in layer.modules():
+            if expert_weight_names(module):
+                module.tile_tokens = num_tokens  # type: ignore[assignment]
 
 
 def remake_norms(layer: nn.Module) -> None:

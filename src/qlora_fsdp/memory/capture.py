@@ -9,18 +9,26 @@ from collections.abc import Sequence
 
 from qlora_fsdp.config.schema import Config, Kernel, TaskName
 from qlora_fsdp.memory.policy import Policy
+from qlora_fsdp.memory.workload import Workload
 
 # Beside a graph, this much stays free for the optimizer's step.
 SPARE_BYTES = 256 * 2**20
 
 
-def why_not_captured(config: Config, policies: Sequence[Policy], has_dropout: bool) -> str | None:
+def is_captured(work: Workload, policies: Sequence[Policy]) -> bool:
+    """Whether a run that is planned will record its micro-batches."""
+    has_dropout, shards_experts = work.config.lora.lora_dropout > 0, work.uses_fsdp and work.parts.has_experts
+    return work.is_cuda and why_not_captured(work.config, policies, has_dropout, shards_experts) is None
+
+
+def why_not_captured(config: Config, policies: Sequence[Policy], has_dropout: bool, shards_experts: bool) -> str | None:
     """Why micro-batches are not recorded; None if they are, unless the model itself prevents it.
 
     Args:
         config: the run's settings.
         policies: the activation policy of each layer.
         has_dropout: whether the model draws random numbers.
+        shards_experts: whether FSDP gathers weights of experts.
     """
     if not config.compute.cuda_graph:
         return "compute.cuda_graph=false"
@@ -36,6 +44,8 @@ def why_not_captured(config: Config, policies: Sequence[Policy], has_dropout: bo
         return "lengths differ between micro-batches (training.packing=false)"
     if config.kernels.cross_entropy is Kernel.liger:
         return "kernels.cross_entropy=liger asks the device"
+    if shards_experts:
+        return "experts under FSDP were not tried with it yet, and a recording that fails there would end the run"
     if has_dropout and any(policy.recomputes for policy in policies):
         return "random numbers can't be drawn again in backward"
     return None

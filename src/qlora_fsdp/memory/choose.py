@@ -1,19 +1,24 @@
 """Chooses what the settings leave open, for the best predicted speed within a given memory.
 
-Open may be each layer's activation policy (`memory.activations=auto`), the micro-batch size, whether each rank has the
-whole base or a part (`fsdp.sharding_strategy=auto`), and whether layers stay gathered between forward and backward.
+Open may be each layer's activation policy (`memory.activations=auto`), tiles (`memory.tile_tokens=auto`), the
+micro-batch size, whether each rank has the whole base or a part (`fsdp.sharding_strategy=auto`), and whether layers
+stay gathered between forward and backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
+from math import inf
+from typing import Any
 
 from typing_extensions import assert_never
 
 from qlora_fsdp.config.batch_size import AUTO
+from qlora_fsdp.config.check_training import why_no_tiles
 from qlora_fsdp.config.schema import Activations, Config, ShardingStrategy
+from qlora_fsdp.config.written import with_values
 from qlora_fsdp.memory.gpus import Gpu
 from qlora_fsdp.memory.model_bytes import ModelBytes
 from qlora_fsdp.memory.plan import GIB, MemoryPlan, planner
@@ -26,6 +31,7 @@ MAX_TOKENS, CPU_TOKENS = 2**15, 2**11
 CLOSE = 0.01  # a micro-batch whose predicted speed is so close to the best is as good
 MARGIN = 0.05  # share of the free memory that is not planned with
 SPARE = 0.10  # share of the target that whole copies must leave free, for they could do with less
+TILE_TOKENS = 2**13  # of a tile that auto chooses: enough for products at the GPU's full rate
 ROOM = 0.02  # share of the target that is left free if there is a choice, because plans are not exact
 LADDER = (Policy.none, Policy.selective, Policy.full, Policy.offload)  # from the fastest to the smallest
 _DESCRIPTIONS = {
@@ -52,19 +58,25 @@ class Choice:
     gives_up_graph: bool = False
     sharding: str | None = None
 
+    @property
+    def keeps_all(self) -> bool:
+        """Whether no layer computes its forward again."""
+        return not any(policy.recomputes for policy in self.plan.policies)
 
-def choose(work: Workload, target: float, gpu: Gpu) -> Choice:
+
+def choose(work: Workload, target: float, gpu: Gpu, host: float = inf) -> Choice:
     """The fastest plan that needs at most `target` bytes per GPU, less some room; the smallest plan if none fits.
 
     Args:
         work: its micro-batch size is kept unless `training.micro_batch_size` is auto.
         target: bytes that the run may use, libraries included.
         gpu: its rates predict the speed.
+        host: bytes of host memory that the ranks of a host may use together.
     """
     fsdp = work.config.fsdp
     if fsdp.sharding_strategy is not ShardingStrategy.auto:
-        return _choose_rest(work, target, gpu)
-    split = _choose_rest(with_strategy(work, ShardingStrategy.FULL_SHARD), target, gpu)
+        return _choose_rest(work, target, gpu, host)
+    split = _choose_rest(with_strategy(work, ShardingStrategy.FULL_SHARD), target, gpu, host)
     if not (fsdp.may_be_whole and work.num_ranks > 1 and work.is_cuda):
         return split
     copies = with_strategy(work, ShardingStrategy.NO_SHARD)
@@ -72,7 +84,7 @@ def choose(work: Workload, target: float, gpu: Gpu) -> Choice:
     if weights > target:  # the common case of large models, without planning more
         why = f"{weights / GIB:.2f} GiB for weights alone, and there are {target / GIB:.2f}"
         return replace(split, sharding=f"The base is split (auto is FULL_SHARD): whole copies would take {why}")
-    whole = _choose_rest(copies, target * (1 - SPARE), gpu)
+    whole = _choose_rest(copies, target * (1 - SPARE), gpu, host)
     gain = _speed(whole, gpu) / _speed(split, gpu) - 1
     needs = f"{whole.plan.needed / GIB:.2f} of {target / GIB:.2f} GiB"
     if whole.fits and (gain >= 0 or not split.fits):
@@ -84,35 +96,43 @@ def choose(work: Workload, target: float, gpu: Gpu) -> Choice:
 
 def with_strategy(work: Workload, strategy: ShardingStrategy) -> Workload:
     """The same run under another strategy."""
-    config = work.config
-    return replace(work, config=replace(config, fsdp=replace(config.fsdp, sharding_strategy=strategy)))
+    return _with_values(work, {"fsdp.sharding_strategy": strategy})
+
+
+def _with_values(work: Workload, values: Mapping[str, Any]) -> Workload:
+    """The same run under other settings, by their keys."""
+    return replace(work, config=with_values(work.config, values))
 
 
 def _speed(choice: Choice, gpu: Gpu) -> float:
     return tokens_per_second(choice.plan.work, choice.plan.policies, gpu)
 
 
-def _choose_rest(work: Workload, target: float, gpu: Gpu) -> Choice:
+def _choose_rest(work: Workload, target: float, gpu: Gpu, host: float) -> Choice:
     """The fastest plan under the strategy that the settings name."""
     choices: list[Choice] = []
     for size in micro_batch_sizes(work):
-        some = [_choose_policies(replace(each, micro_batch_size=size), target) for each in _ways_to_reshard(work)]
+        sized = replace(work, micro_batch_size=size)
+        some = [_choose_policies(way, target, host) for way in _ways_to_reshard(sized)]
+        tiled = with_tiles(sized)
+        if tiled is not None and not any(choice.fits and choice.keeps_all for choice in some):
+            some += [_choose_policies(way, target, host) for way in _ways_to_reshard(tiled)]
         choices += some
         if not any(choice.fits for choice in some):
             break  # nor would larger ones
     fitting = sorted((choice for choice in choices if choice.fits), key=lambda choice: -_speed(choice, gpu))
     if not fitting and any(choice.plan.beside_graph for choice in choices):
-        return replace(_choose_rest(_launched(work), target, gpu), gives_up_graph=True)
+        return replace(_choose_rest(_launched(work), target, gpu, host), gives_up_graph=True)
     if not fitting:
         return min(choices, key=lambda choice: choice.plan.needed)
     close = [choice for choice in fitting if _speed(choice, gpu) >= (1 - CLOSE) * _speed(fitting[0], gpu)]
-    return min(close, key=lambda choice: choice.plan.work.micro_batch_size)  # of equal sizes the first, the fastest
+    # Of equal sizes the one with less in host memory, which takes time to pin; of equal ones the first, the fastest.
+    return min(close, key=lambda choice: (choice.plan.work.micro_batch_size, choice.plan.host.get("activations", 0)))
 
 
 def _launched(work: Workload) -> Workload:
     """The run with kernels that are launched one by one, as it does where a CUDA graph would leave too little room."""
-    config = work.config
-    return replace(work, config=replace(config, compute=replace(config.compute, cuda_graph=False)))
+    return _with_values(work, {"compute.cuda_graph": False})
 
 
 def micro_batch_sizes(work: Workload) -> list[int]:
@@ -136,8 +156,17 @@ def _ways_to_reshard(work: Workload) -> Iterator[Workload]:
     fsdp = work.config.fsdp
     is_open = fsdp.reshard_after_forward is None and work.reshards
     if is_open and work.num_shards > 1 and work.is_cuda and not fsdp.cpu_offload:
-        yield replace(work, config=replace(work.config, fsdp=replace(fsdp, reshard_after_forward=False)))
+        yield _with_values(work, {"fsdp.reshard_after_forward": False})
     yield work
+
+
+def with_tiles(work: Workload) -> Workload | None:
+    """The run with tiles, if that is open and a micro-batch is long enough for them to help."""
+    memory = work.config.memory
+    is_long = work.is_cuda and work.num_tokens > MAX_TOKENS
+    if memory.tile_tokens != AUTO or not is_long or why_no_tiles(work.config) is not None:
+        return None
+    return replace(work, config=replace(work.config, memory=replace(memory, tile_tokens=TILE_TOKENS)))
 
 
 def fixed_policies(config: Config, num_layers: int) -> tuple[Policy, ...] | None:
@@ -185,10 +214,12 @@ def describe_policies(policies: Sequence[Policy]) -> str:
 def describe_choice(plan: MemoryPlan) -> str:
     """What becomes of activations, and whether layers stay gathered."""
     stays = "" if plan.work.reshards or plan.work.num_shards == 1 else ", layers gathered once a pass"
-    return f"activations {describe_policies(plan.policies)}{stays}"
+    tile = plan.work.config.memory.num_tile_tokens
+    tiles = "" if tile is None else f", MLPs in tiles of {tile:,} tokens"
+    return f"activations {describe_policies(plan.policies)}{tiles}{stays}"
 
 
-def _choose_policies(work: Workload, target: float) -> Choice:
+def _choose_policies(work: Workload, target: float, host: float) -> Choice:
     """The first of ever smaller plans that fits with some room, or else the smallest."""
     fixed = fixed_policies(work.config, work.num_layers)
     make_plan = planner(work)
@@ -196,10 +227,10 @@ def _choose_policies(work: Workload, target: float) -> Choice:
     small = _from_fast_to_small(work.num_layers, lambda some: make_plan(some).needed <= target_with_room)
     for policies in [fixed] if fixed is not None else small:
         plan = make_plan(policies)
-        if plan.needed <= target_with_room:
+        if plan.needed <= target_with_room and plan.host_needed <= host:
             return Choice(plan, True)
     assert plan is not None
-    return Choice(plan, plan.needed <= target)
+    return Choice(plan, plan.needed <= target and plan.host_needed <= host)
 
 
 def _from_fast_to_small(num_layers: int, fits: Callable[[Sequence[Policy]], bool]) -> Iterator[tuple[Policy, ...]]:

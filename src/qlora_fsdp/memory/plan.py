@@ -34,9 +34,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from qlora_fsdp.common.sizes import NUM_BUFFERS, PIECE_BYTES, SLAB_BYTES
+from qlora_fsdp.common.sizes import NUM_BUFFERS, PIECE_BYTES, SLAB_BYTES, offload_buffer_bytes
 from qlora_fsdp.config.schema import Weights
-from qlora_fsdp.memory.capture import SPARE_BYTES, why_not_captured
+from qlora_fsdp.memory.capture import SPARE_BYTES, is_captured
 from qlora_fsdp.memory.model_bytes import BytesByPart, ModelBytes
 from qlora_fsdp.memory.parameter_bytes import sum_bytes
 from qlora_fsdp.memory.policy import Policy
@@ -141,7 +141,7 @@ def planner(work: Workload) -> Callable[[Sequence[Policy]], MemoryPlan]:
 
 
 def _plan(work: Workload, model: ModelBytes, policies: Sequence[Policy]) -> MemoryPlan:
-    has_graph = work.is_cuda and why_not_captured(work.config, policies, work.config.lora.lora_dropout > 0) is None
+    has_graph = is_captured(work, policies)
     resident = model.resident(with_training=True)
     if has_graph:  # its gradients stay where they are
         resident["gradients"] = max(resident["gradients"], model.shard.adapters)
@@ -296,7 +296,7 @@ def _host(work: Workload, model: ModelBytes, policies: Sequence[Policy]) -> tupl
         pinned += parts["parameters"]
     offloaded = [use.host for use in work.layer_uses(policies) if use.host]
     if offloaded:
-        parts["activations"] = sum(_next_power_of_two(size) for size in offloaded)
+        parts["activations"] = sum(map(offload_buffer_bytes, offloaded))
         pinned += parts["activations"]
     return parts, pinned
 

@@ -5,9 +5,11 @@ The machine is passed in as an argument, so tests can plan for any machine.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from qlora_fsdp.common.errors import ConfigError, MemoryShortage
+from qlora_fsdp.common.text import join_words
 from qlora_fsdp.config.batch_size import AUTO
 from qlora_fsdp.config.schema import Activations, Config, QuantConfig, ShardingStrategy
 from qlora_fsdp.config.settings import problem_with, show
@@ -58,6 +60,7 @@ class RunPlan:
     Attributes:
         plan: the predicted bytes; None for a model that can't be traced.
         policies: the activation policy of each layer.
+        num_tile_tokens: tokens that MLPs, experts and norms compute at a time; None for all.
         micro_batch_size: sequences per rank and forward pass.
         sharding_strategy: how parameters are spread over the ranks.
         reshard_after_forward: whether layers are freed after their forward.
@@ -67,11 +70,17 @@ class RunPlan:
 
     plan: MemoryPlan | None
     policies: tuple[Policy, ...]
+    num_tile_tokens: int | None
     micro_batch_size: int
     sharding_strategy: ShardingStrategy
     reshard_after_forward: bool
     fits: bool
     lines: tuple[str, ...]
+
+    @property
+    def input_bytes(self) -> int:
+        """Bytes of a layer's input; 0 without a plan."""
+        return 0 if self.plan is None else self.plan.work.ends.hidden
 
     def settle(self, config: Config) -> Config:
         """The settings with what was open decided."""
@@ -107,14 +116,15 @@ def plan_run(
         1 if size == AUTO else size,
         machine.is_cuda,
     )
-    choice = choose(work, machine.target, machine.gpu)
+    host = machine.host_available if machine.is_cuda else math.inf
+    choice = choose(work, machine.target, machine.gpu, host)
     plan, lines = choice.plan, []
     _check_weights(plan, machine)
     _check_host(plan, machine)
     _check_cpu(plan, work, machine)
     if machine.is_cuda:
         lines.append("\n".join(("the plan", table(plan), host_line(plan), speed_text(plan, machine.gpu))))
-    lines.append(_reason(plan, machine))
+    lines.append(_reason(config, plan, machine))
     if machine.is_cuda:
         lines += launch_lines(choice)
         lines += waiting_lines(plan, machine.gpu)
@@ -124,7 +134,8 @@ def plan_run(
         lines.append("This may not fit. What would, by the plan:\n" + changes_table(cheapest))
     strategy, fits = plan.work.config.fsdp.sharding_strategy, choice.fits or not machine.is_cuda
     size, reshards = plan.work.micro_batch_size, plan.work.reshards
-    return RunPlan(plan, plan.policies, size, strategy, reshards, fits, tuple(lines))
+    tile = plan.work.config.memory.num_tile_tokens
+    return RunPlan(plan, plan.policies, tile, size, strategy, reshards, fits, tuple(lines))
 
 
 def run_without_plan(config: Config, num_layers: int, reason: str) -> RunPlan:
@@ -141,24 +152,26 @@ def run_without_plan(config: Config, num_layers: int, reason: str) -> RunPlan:
     policies = fixed_policies(config, num_layers) or (Policy.full,) * num_layers
     line = f"no plan, as this model can't be traced: {reason}; "
     line += f"micro-batch {size}, {strategy.value}, activations {describe_policies(policies)}"
-    return RunPlan(None, policies, size, strategy, config.fsdp.reshards, True, (line,))
+    return RunPlan(None, policies, config.memory.num_tile_tokens, size, strategy, config.fsdp.reshards, True, (line,))
 
 
-def _reason(plan: MemoryPlan, machine: Machine) -> str:
+def _reason(config: Config, plan: MemoryPlan, machine: Machine) -> str:
     """One line: what was chosen, and why."""
-    config, work = plan.work.config, plan.work
+    work = plan.work
+    is_tiled = work.config.memory.num_tile_tokens is not None
     chosen = [
         name
         for name, is_auto in (
             ("memory.activations", config.memory.activations is Activations.auto),
             ("training.micro_batch_size", config.training.micro_batch_size == AUTO),
+            ("memory.tile_tokens", config.memory.tile_tokens == AUTO and is_tiled),
         )
         if is_auto
     ]
     setting = show("memory.target_gib", config.memory.target_gib)
     target = f"{machine.target / GIB:.1f} GiB ({setting if config.memory.target_gib else 'free memory less 5 %'})"
     what = f"micro-batch {work.micro_batch_size}, {describe_choice(plan)}"
-    by = f"auto chose {' and '.join(chosen)} for the best speed within {target}" if chosen else f"as set; {target}"
+    by = f"auto chose {join_words(chosen)} for the best speed within {target}" if chosen else f"as set; {target}"
     return f"{what} ({by})"
 
 

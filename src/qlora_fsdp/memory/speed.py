@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from qlora_fsdp.config.schema import Weights
-from qlora_fsdp.memory.capture import why_not_captured
+from qlora_fsdp.memory.capture import is_captured
 from qlora_fsdp.memory.gpus import Gpu
 from qlora_fsdp.memory.parameter_bytes import sum_bytes
 from qlora_fsdp.memory.plan import MemoryPlan
@@ -81,7 +81,7 @@ def _gpu_seconds(work: Workload, policies: Sequence[Policy], gpu: Gpu) -> float:
 
 def _launch_seconds(work: Workload, policies: Sequence[Policy]) -> float:
     """Seconds that Python takes to start the kernels of a micro-batch."""
-    if work.is_cuda and why_not_captured(work.config, policies, work.config.lora.lora_dropout > 0) is None:
+    if is_captured(work, policies):
         return REPLAY_SECONDS
     num_recomputed = sum(policy.recomputes for policy in policies)
     forwards = (3 + work.config.num_extra_forwards) * len(policies) + RECOMPUTED_LAUNCHES * num_recomputed

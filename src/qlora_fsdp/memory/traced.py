@@ -38,6 +38,9 @@ class Operations:
             self.moved + other.moved,
         )
 
+    def __mul__(self, number: int) -> Operations:
+        return Operations(self.products * number, self.fp8 * number, self.attention * number, self.moved * number)
+
 
 @dataclass(frozen=True)
 class LayerUse:
@@ -133,6 +136,7 @@ class ModelParts:
         num_parameters: of the base model, as its authors count them.
         num_quantized: weights that are quantized.
         cached_bytes: what a cache keeps of one token: keys and values of all layers.
+        has_experts: whether some of its weights are those of all experts of a layer.
     """
 
     kinds: tuple[LayerKind, ...]
@@ -142,6 +146,7 @@ class ModelParts:
     num_parameters: int
     num_quantized: int
     cached_bytes: int = 0
+    has_experts: bool = False
 
 
 class TracedModel(Protocol):

@@ -19,7 +19,9 @@ from qlora_fsdp.model.input_offload import InputOffload
 log = logging.getLogger("qlora_fsdp")
 
 
-def set_activation_policy(layers: Sequence[nn.Module], policies: Sequence[Policy]) -> None:
+def set_activation_policy(
+    layers: Sequence[nn.Module], policies: Sequence[Policy], inputs: InputOffload | None = None
+) -> None:
     """Have each layer keep, recompute or offload its activations while it trains.
 
     A policy changes no bit of a result and no collective, so a rank may change its own between two micro-batches.
@@ -30,10 +32,11 @@ def set_activation_policy(layers: Sequence[nn.Module], policies: Sequence[Policy
     Args:
         layers: transformers' `GradientCheckpointingLayer`s, in order.
         policies: the policy of each layer.
+        inputs: where offloaded inputs go; None for a place of these layers' own.
     """
     # Keeping the state of random numbers for every layer takes time, and can't be part of a CUDA graph.
     recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=any(map(has_dropout, layers)))
-    offload = partial(InputOffload().run, recompute)
+    offload = partial((inputs or InputOffload()).run, recompute)
     for layer, policy in zip(layers, policies, strict=True):
         match policy:
             case Policy.none:
@@ -73,10 +76,13 @@ class MemoryFallback:
     Args:
         layers: the layers, as `set_activation_policy` takes them.
         policies: the policy that each layer has at first.
+        inputs: as `set_activation_policy` takes it.
     """
 
-    def __init__(self, layers: Sequence[nn.Module], policies: Sequence[Policy]) -> None:
-        self.layers, self.policies = layers, tuple(policies)
+    def __init__(
+        self, layers: Sequence[nn.Module], policies: Sequence[Policy], inputs: InputOffload | None = None
+    ) -> None:
+        self.layers, self.policies, self.inputs = layers, tuple(policies), inputs
 
     def __call__(self) -> None:
         """Take one step. To be called between micro-batches, when the allocator had to search for memory repeatedly."""
@@ -84,5 +90,5 @@ class MemoryFallback:
         if smaller is None:
             return
         self.policies = smaller
-        set_activation_policy(self.layers, smaller)
+        set_activation_policy(self.layers, smaller, self.inputs)
         log.warning(f"Memory: less room than planned: from now on activations {describe_policies(smaller)} (auto)")

@@ -1,16 +1,13 @@
-"""Add LoRA adapters to the model through PEFT, and initialise them once they are sharded.
+"""Add LoRA adapters to the model through PEFT.
 
 PEFT makes the adapters from its own LoraConfig, names them and saves them, so that other programs can load them. They
-are made on the meta device and sharded like the rest of the model. To initialise an adapter every rank draws the whole
-small matrix from the same seed and keeps its own rows, so that the values do not depend on the number of ranks.
+are made on the meta device and sharded like the rest of the model. Then initialize_adapters.py fills them.
 """
 
 from __future__ import annotations
 
-import math
 import re
 import warnings
-import zlib
 from collections.abc import Collection, Iterator
 from typing import Any, cast
 
@@ -29,20 +26,17 @@ from qlora_fsdp.common.errors import AdapterError
 from qlora_fsdp.common.module_names import fits_pattern
 from qlora_fsdp.config.schema import LoraConfig, TaskName
 from qlora_fsdp.config.settings import show
-from qlora_fsdp.data.tokenizer import AddedTokens
-from qlora_fsdp.layers import QuantizedLayer, QuantizedLinear
+from qlora_fsdp.data.tokenizer import NO_TOKENS, AddedTokens
+from qlora_fsdp.layers import QuantizedLayer
 from qlora_fsdp.layers.expert_lora import ExpertLora
 from qlora_fsdp.layers.lora import LoraLinear
-from qlora_fsdp.layers.token_rows import ADAPTER as ADAPTER
+from qlora_fsdp.layers.token_rows import ADAPTER
 from qlora_fsdp.model.experts import has_experts
-from qlora_fsdp.model.new_tokens import fill_copy, grow_copy, initialize_rows, token_rows, use_token_rows
+from qlora_fsdp.model.new_tokens import grow_copy, token_rows, use_token_rows
 from qlora_fsdp.model.targets import Targets, find_targets, linear_endings
-from qlora_fsdp.runtime.rows import gather_rows, local_rows, local_tensor, shard_group
 
-_WRAPPERS = re.compile(
-    r"\.(base_layer|original_module|modules_to_save\.\w+|token_adapter)\b"
-)  # what PEFT adds to names
-NO_TOKENS = AddedTokens()
+# What PEFT adds to names.
+_WRAPPERS = re.compile(r"\.(base_layer|original_module|modules_to_save\.\w+|token_adapter)\b")
 PEFT_TASKS = {
     TaskName.causal_lm: "CAUSAL_LM",
     TaskName.preference: "CAUSAL_LM",
@@ -237,91 +231,3 @@ class _CastLinear(nn.Linear):
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
-
-
-@torch.no_grad()
-def initialize_adapters(
-    model: peft.PeftModel, init_lora_weights: bool | str, seed: int, tokens: AddedTokens = NO_TOKENS
-) -> None:
-    """Fill the adapters' shards. The values depend on the seed, not on the number of ranks. Collective.
-
-    The base must be loaded already: `modules_to_save` start from its weights, new tokens from the mean of its rows, and
-    DoRA's magnitudes from the norms of its dequantized rows.
-
-    Args:
-        model: the sharded model.
-        init_lora_weights: how A and B start; as in PEFT's LoraConfig.
-        seed: the same on every rank.
-        tokens: the tokens whose rows are trained.
-
-    Raises:
-        AdapterError: a row of a base weight under DoRA is all zero, so that its magnitude over its norm would be NaN.
-    """
-    base = cast(PreTrainedModel, model.get_base_model())
-    tables = [base.get_input_embeddings(), base.get_output_embeddings()]
-    for name, module in model.named_modules():
-        if isinstance(module, ModulesToSaveWrapper):
-            originals = dict(module.original_module.named_parameters())
-            is_table = any(module is table for table in tables)
-            for key, param in module.modules_to_save[ADAPTER].named_parameters():
-                fill_copy(param, originals[key], tokens.fresh if is_table else frozenset())
-        if isinstance(module, TrainableTokensWrapper):
-            initialize_rows(module, tokens.fresh)
-        if isinstance(module, LoraLayer) and ADAPTER in module.lora_A:
-            lora_a = cast(nn.Linear, module.lora_A[ADAPTER]).weight
-            lora_b = cast(nn.Linear, module.lora_B[ADAPTER]).weight
-            generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
-            values_a, values_b = _draw(init_lora_weights, lora_a.shape, lora_b.shape, module.r[ADAPTER], generator)
-            for weight, values in ((lora_a, values_a), (lora_b, values_b)):
-                first, last = local_rows(weight)
-                local_tensor(weight).copy_(values[first:last])
-            if ADAPTER in getattr(module, "lora_magnitude_vector", {}):
-                delta = (values_b @ values_a) * module.scaling[ADAPTER]
-                magnitude = cast(DoraLinearLayer, module.lora_magnitude_vector[ADAPTER]).weight
-                _fill_magnitude(name, magnitude, cast(nn.Linear, module.get_base_layer()), delta)
-
-
-def _draw(
-    init: bool | str, shape_a: torch.Size, shape_b: torch.Size, rank: int, generator: torch.Generator
-) -> tuple[Tensor, Tensor]:
-    """A [r, in] and B [out, r] in float32, drawn as PEFT draws them for the same `init_lora_weights`.
-
-    Adapters of fused experts have their matrices in one: A [E r, in] and B [out, r E].
-    """
-    in_features = shape_a[1]
-    values_a, values_b = torch.empty(shape_a), torch.zeros(shape_b)
-    if init is True:
-        bound = math.sqrt(1 / in_features)  # kaiming_uniform_(a=sqrt(5))
-        return values_a.uniform_(-bound, bound, generator=generator), values_b
-    if init == "gaussian":
-        return values_a.normal_(0.0, 1 / rank, generator=generator), values_b
-    assert init == "orthogonal", init
-    basis, _ = torch.linalg.qr(torch.randn(rank, rank, generator=generator))
-    values_a = (torch.randn(in_features, rank // 2, generator=generator) @ basis[0::2]).t() / 10
-    values_b = (torch.randn(rank // 2, shape_b[0], generator=generator).t() @ basis[1::2]) / 10
-    return values_a.contiguous(), values_b
-
-
-def _fill_magnitude(name: str, magnitude: Tensor, base: nn.Linear, delta: Tensor) -> None:
-    """Fill this rank's rows of DoRA's magnitudes: norms of the rows of W + delta (arXiv:2402.09353, section 4.1)."""
-    first, last = local_rows(magnitude)
-    weight = _dequantize_local_rows(base) if isinstance(base, QuantizedLinear) else local_tensor(base.weight)
-    norms = torch.linalg.vector_norm(weight.float() + delta[first:last].to(weight.device), dim=1)
-    if not norms.all():  # for example a padding token's row in a tied head; forward would compute 0 / 0
-        name = name.removeprefix("base_model.model.")
-        raise AdapterError(
-            f"lora.use_dora=true: {name} has rows that are all zero, and so no direction for DoRA to keep. Add {name} "
-            "to lora.exclude_modules, or set lora.use_dora=false."
-        )
-    local_tensor(magnitude).copy_(norms)
-
-
-def _dequantize_local_rows(layer: QuantizedLinear) -> Tensor:
-    """The rows of the weight that this rank holds, dequantized. Collective."""
-    parts = {
-        name: gather_rows(local_tensor(part), part.shape[0], shard_group(part))
-        for name, part in zip(layer.part_names, layer.parts(), strict=True)
-    }
-    first, last = local_rows(layer.codes)
-    weight = layer.format.dequantize(parts, layer.out_features, layer.in_features, layer.compute_dtype)
-    return weight[first:last]

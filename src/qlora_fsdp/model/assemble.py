@@ -15,16 +15,16 @@ import torch
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import assert_never
 
-from qlora_fsdp.common.errors import AdapterError, CheckpointError, ConfigError, Problem
-from qlora_fsdp.config.schema import Config, DataFormat, LoraConfig, PreferenceConfig, TaskConfig, TaskName
-from qlora_fsdp.config.written import public_value, with_training
-from qlora_fsdp.data.tokenizer import AddedTokens, add_tokens, byte_tokenizer, load_tokenizer
+from qlora_fsdp.common.errors import AdapterError, ConfigError, Problem
+from qlora_fsdp.config.schema import Config, LoraConfig, PreferenceConfig, TaskConfig, TaskName
+from qlora_fsdp.config.written import public_value, with_values
+from qlora_fsdp.data.tokenizer import NO_TOKENS, AddedTokens, add_tokens, find_tokenizer
 from qlora_fsdp.layers.attention import choose_attention
 from qlora_fsdp.layers.head_loss import LossKernel
 from qlora_fsdp.layers.liger import choose_loss_kernel, use_fused_kernels
 from qlora_fsdp.layers.rewire import Rewired, rewire
 from qlora_fsdp.layers.sliced_attention import slice_attention
-from qlora_fsdp.model.adapters import NO_TOKENS, apply_adapters
+from qlora_fsdp.model.adapters import apply_adapters
 from qlora_fsdp.model.build import BuildSettings, MetaModel, build_model
 from qlora_fsdp.model.causal_lm import CausalLM
 from qlora_fsdp.model.chat_rows import check_chat_rows
@@ -85,7 +85,7 @@ class AssembledModel:
 
     def settle(self, config: Config) -> Config:
         """The settings, with `training.packing` decided."""
-        return with_training(config, packing=self.packs_rows)
+        return with_values(config, {"training.packing": self.packs_rows})
 
 
 def assemble(
@@ -216,38 +216,6 @@ def _try_small(
     return config, traits, attention, notes
 
 
-def find_tokenizer(
-    config: Config, model_folder: Path | None, tokenizer_folder: Path | None, trains: bool
-) -> PreTrainedTokenizerBase:
-    """The saved adapter's tokenizer if it has one, else the model's.
-
-    Args:
-        config: `model` and `data` are used.
-        model_folder: of the model's files; None where they are not here.
-        tokenizer_folder: of the adapter; None without one, or where its tokenizer is not wanted.
-        trains: whether the tokenizer is for training.
-
-    Training on random tokens needs no tokenizer, so it gets the built-in one and no file is read.
-    `model.trust_remote_code` is meant for the base model: a tokenizer that an adapter brings or names runs no code.
-    """
-    if trains and config.data.format is DataFormat.random:
-        return byte_tokenizer()
-    model = replace(config.model, path=config.model.path if model_folder is None else str(model_folder))
-    if tokenizer_folder is not None and (tokenizer_folder / "tokenizer_config.json").is_file():
-        model = replace(model, tokenizer_path=str(tokenizer_folder))
-    if tokenizer_folder is None or model.tokenizer_path is None:
-        return load_tokenizer(model, config.data)
-    try:
-        return load_tokenizer(replace(model, trust_remote_code=False), config.data)
-    except CheckpointError as error:
-        if not model.trust_remote_code:
-            raise
-        raise CheckpointError(
-            f"{error} model.trust_remote_code=true is for the base model alone: a tokenizer that an adapter brings or "
-            "names may not come with code of its own. Remove it from the adapter, and the base's tokenizer is used."
-        ) from error
-
-
 def _build(
     config: Config,
     lora: LoraConfig,
@@ -293,19 +261,18 @@ def adapt_model(
         unreached: as of `find_targets`.
         preference: the loss of task=preference; None: the default, where no loss is wanted.
     """
+    if meta.head:
+        lora = replace(lora, modules_to_save=[*(lora.modules_to_save or []), *meta.head])
+    adapted = apply_adapters(meta.model, lora, task.name, tokens, unreached)
     match task.name:
         case TaskName.causal_lm:
-            adapted = apply_adapters(meta.model, lora, tokens=tokens, unreached=unreached)
             return CausalLM(adapted, loss_kernel, splits_head)
         case TaskName.preference:
-            adapted = apply_adapters(meta.model, lora, tokens=tokens, unreached=unreached)
             return PreferenceLM(adapted, preference or PreferenceConfig(), loss_kernel, splits_head)
         case TaskName.reward:
-            lora = replace(lora, modules_to_save=[*(lora.modules_to_save or []), *meta.head])
-            return RewardModel(apply_adapters(meta.model, lora, task.name, tokens))
+            return RewardModel(adapted)
         case TaskName.sequence_classification | TaskName.token_classification:
-            lora = replace(lora, modules_to_save=[*(lora.modules_to_save or []), *meta.head])
-            return Classifier(apply_adapters(meta.model, lora, task.name, tokens, unreached), task)
+            return Classifier(adapted, task)
         case _:
             assert_never(task.name)
 

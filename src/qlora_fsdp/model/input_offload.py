@@ -3,6 +3,9 @@
 A recomputed layer saves little more than its input. The input is copied to the host on a side stream while the layer
 runs, and copied back while the layer after it is in backward. Two inputs are therefore on the GPU at a time, whatever
 the number of layers. On a CPU the copies are plain copies.
+
+A copy takes a small part of the time of its layer, which grows with the length as the copy does: 1 GiB, of 131,072
+tokens of an 8B model, crosses in 20 ms, and the layer takes 400.
 """
 
 from __future__ import annotations
@@ -14,6 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+
+from qlora_fsdp.common.sizes import offload_buffer_bytes
+from qlora_fsdp.runtime.pinned_memory import pinned_buffer
 
 MIN_BYTES = 2**20  # tensors smaller than this stay where they are
 
@@ -40,9 +46,15 @@ class _Saved:
 
 
 class InputOffload:
-    """Moves the inputs of checkpointed layers to host memory and back; shared by all layers of a model."""
+    """Moves the inputs of checkpointed layers to host memory and back; shared by all layers of a model.
 
-    def __init__(self) -> None:
+    Args:
+        most_bytes: of an input, by the memory plan. Every buffer is made so large, so that none is made anew for a
+            longer batch, and no more is pinned than the plan says. 0: as large as the first inputs.
+    """
+
+    def __init__(self, most_bytes: int = 0) -> None:
+        self.most_bytes = most_bytes
         self.free: list[Tensor] = []  # buffers that hold nothing
         self.last: _Saved | None = None  # what this forward saved last
         self.leaving: tuple[Tensor, torch.cuda.Event] | None = None  # the tensor is kept alive until its copy has ended
@@ -111,8 +123,7 @@ class InputOffload:
     def _buffer(self, tensor: Tensor) -> Tensor:
         """The smallest free host buffer that is large enough, or a new one that replaces a free one that is too small.
 
-        Sizes are powers of two, to which torch rounds pinned memory anyway, so that batches of different lengths can
-        share buffers.
+        Batches of different lengths share buffers, which are as large as the largest input.
         """
         fitting = [buffer for buffer in self.free if buffer.nbytes >= tensor.nbytes]
         if fitting:
@@ -120,8 +131,9 @@ class InputOffload:
             self.free = [buffer for buffer in self.free if buffer is not best]
             return best
         self.free = self.free[1:]
-        size = 1 << (tensor.nbytes - 1).bit_length()
-        return torch.empty(size, dtype=torch.uint8, pin_memory=tensor.is_cuda)
+        self.most_bytes = max(self.most_bytes, tensor.nbytes)
+        size = offload_buffer_bytes(self.most_bytes)
+        return pinned_buffer(size) if tensor.is_cuda else torch.empty(size, dtype=torch.uint8)
 
     def _side_stream(self, device: torch.device) -> torch.cuda.Stream:
         if self.stream is None:

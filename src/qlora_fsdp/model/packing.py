@@ -35,10 +35,10 @@ import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
 from qlora_fsdp.common.errors import CheckpointError, ConfigError
-from qlora_fsdp.config.schema import Config
+from qlora_fsdp.config.schema import Config, Dtype
 from qlora_fsdp.config.settings import problem_with
-from qlora_fsdp.config.written import with_training
-from qlora_fsdp.layers.attention import FLASH_4, VARLEN
+from qlora_fsdp.config.written import with_values
+from qlora_fsdp.layers.attention import FLASH_4, VARLEN, traced_attention
 from qlora_fsdp.model.attention_by_starts import BY_SLICES, BY_STARTS, BY_STARTS_CAPPED
 from qlora_fsdp.model.row_trial import CPU, RowTrial
 from qlora_fsdp.runtime.processes import Processes
@@ -143,7 +143,7 @@ def decide_packing(config: Config, model: PretrainedConfig, reason: str | None) 
     packs = wanted is not False and reason is None and config.task.is_causal
     is_told = wanted == "auto" and reason is not None and config.task.is_causal
     notes = [f"rows of {name} are padded: {reason}"] if is_told else []
-    return with_training(config, packing=packs), notes
+    return with_values(config, {"training.packing": packs}), notes
 
 
 def why_not_packed(config: Config, model: PretrainedConfig, attention: str, device: torch.device = CPU) -> str | None:
@@ -152,7 +152,8 @@ def why_not_packed(config: Config, model: PretrainedConfig, attention: str, devi
     Args:
         config: `task`, `training` and `model.trust_remote_code` are used.
         model: the model's config. Of a multimodal model that of its text decoder counts.
-        attention: the implementation of attention, as `choose_attention` or `model.attn_implementation` names it.
+        attention: the implementation of attention, as `choose_attention` or `model.attn_implementation` names it;
+            `auto` is what recent GPUs compute with.
         device: where the model will run.
     """
     if config.training.packing is False or not config.task.is_causal:
@@ -163,10 +164,15 @@ def why_not_packed(config: Config, model: PretrainedConfig, attention: str, devi
             f"it has embeddings of {trial.num_positions:,} positions, and with the padding at its end a row may have "
             f"training.max_length={config.training.max_length}"
         )
-    if attention != "auto":
-        return trial.why_not_packed(_stand_in(attention))
-    # What `auto` becomes depends on the GPU: kernels that take starts wherever they can, or else a mask.
-    return trial.why_not_packed(BY_STARTS) and trial.why_not_packed("sdpa") and trial.why_not_packed("eager")
+    if attention == "auto":
+        dtype, by_starts = planned_dtype(config), trial.why_not_packed(BY_STARTS)
+        attention = traced_attention("auto", model, dtype, is_causal=True, why_not_by_starts=by_starts)
+    return trial.why_not_packed(_stand_in(attention))
+
+
+def planned_dtype(config: Config) -> torch.dtype:
+    """The compute dtype of a run on recent GPUs, of which no GPU is asked."""
+    return torch.float32 if config.training.precision is Dtype.float32 else torch.bfloat16
 
 
 def class_name(model: PretrainedConfig) -> str:

@@ -40,7 +40,7 @@ def scale_rope(config: PretrainedConfig, wanted: Mapping[str, Any]) -> None:
     if not present or not isinstance(known, int):
         reason = f"can't be used: {config.model_type} has no rotary embeddings."
         raise ConfigError([problem_about(SETTING, dict(wanted), reason, "Leave model.rope_scaling out.")])
-    nested = [key for key, value in present.items() if isinstance(value, Mapping) and key != "sliding_attention"]
+    nested = _kinds(present)
     parts = [present[key] for key in nested] or [present]
     originals = [_original(config, part, known) for part in parts]
     scaled = [_scaled(part, wanted, original) for part, original in zip(parts, originals, strict=True)]
@@ -79,9 +79,14 @@ def write_rope(values: dict[str, Any], config: PretrainedConfig) -> None:
 def needed_factor(config: PretrainedConfig, num_tokens: int) -> int:
     """The smallest whole factor that lets yarn's positions reach so many tokens."""
     present = getattr(config, "rope_parameters", None) or {}
-    nested = [value for key, value in present.items() if isinstance(value, Mapping) and key != "sliding_attention"]
-    part = nested[0] if nested else present
+    nested = _kinds(present)
+    part = present[nested[0]] if nested else present
     return -(num_tokens // -_original(config, part, config.max_position_embeddings))
+
+
+def _kinds(parameters: Mapping[str, Any]) -> list[str]:
+    """The kinds of layers that have rotary parameters of their own and see whole rows; none if all layers share one."""
+    return [key for key, value in parameters.items() if isinstance(value, Mapping) and key != "sliding_attention"]
 
 
 def _original(config: PretrainedConfig, part: Mapping[str, Any], known: int) -> int:

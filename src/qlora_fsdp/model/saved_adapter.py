@@ -23,7 +23,7 @@ from qlora_fsdp.common.text import plural
 from qlora_fsdp.config.adapter_config import ADAPTER_WEIGHTS, read_adapter_config, read_shapes
 from qlora_fsdp.config.schema import LoraConfig
 from qlora_fsdp.data.tokenizer import AddedTokens
-from qlora_fsdp.model.adapters import ADAPTER
+from qlora_fsdp.layers.token_rows import ADAPTER
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.rows import local_rows, local_tensor
 

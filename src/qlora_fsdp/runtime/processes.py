@@ -94,6 +94,24 @@ class Processes:
         dist.all_gather_object(values, value, group=self.patient_group if patiently else self.group)
         return values
 
+    def scatter(self, values: list[Any] | None, source: int) -> Any:
+        """This rank's one of the values that rank `source` has for all ranks, by rank; None elsewhere."""
+        found: list[Any] = [None]
+        dist.scatter_object_list(found, values, src=source, group=self.group)
+        return found[0]
+
+    def swap(self, tensor: torch.Tensor, num_sent: list[int], num_received: list[int]) -> torch.Tensor:
+        """Sends a part of a tensor on the CPU to each rank, and returns what the ranks have sent here, by rank.
+
+        Args:
+            tensor: one-dimensional, the parts one after another.
+            num_sent: elements for each rank.
+            num_received: elements from each rank.
+        """
+        received = tensor.new_empty(sum(num_received))
+        dist.all_to_all_single(received, tensor, num_received, num_sent, group=self.group)
+        return received
+
     def first_error(self, error: str | None) -> str | None:
         """The error of the lowest rank that has one, on every rank. It waits for all ranks, however long they take."""
         return next((found for found in self.gather(error, patiently=True) if found is not None), None)

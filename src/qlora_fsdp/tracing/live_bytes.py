@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from qlora_fsdp.layers.kernels.launch import times
 from qlora_fsdp.memory.traced import Operations
 from qlora_fsdp.tracing.operations import operations_of
 
@@ -60,7 +61,7 @@ class LiveBytes(TorchDispatchMode):
     def move(self, num_bytes: int) -> None:
         """Count what a kernel moves that is not one of torch's."""
         if not self._is_paused:
-            self.operations += Operations(moved=num_bytes)
+            self.operations += Operations(moved=num_bytes) * times()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is aten._local_scalar_dense.default and args[0].is_meta:
@@ -73,7 +74,7 @@ class LiveBytes(TorchDispatchMode):
             if isinstance(leaf, Tensor):
                 self._follow(leaf, leaf.untyped_storage().nbytes())
         self.peak = max(self.peak, self.now + _bytes_inside(func.overloadpacket, args))
-        self.operations += operations_of(func, args, out)
+        self.operations += operations_of(func, args, out) * times()
         return out
 
     def _follow(self, tensor: Tensor, size: int) -> None:

@@ -12,6 +12,7 @@ from qlora_fsdp.layers import QuantizedExpertWeight, QuantizedLinear
 from qlora_fsdp.layers.attention import head_dim
 from qlora_fsdp.memory.traced import LayerKind, ModelParts, Tensor
 from qlora_fsdp.model.count import count_bytes
+from qlora_fsdp.model.experts import has_experts
 from qlora_fsdp.model.layer_kinds import kind_of
 from qlora_fsdp.model.shard import embedding_and_head_units
 from qlora_fsdp.model.task_model import TaskModel
@@ -57,6 +58,7 @@ def count_parts(model: TaskModel, stand_ins: Sequence[int], order: Sequence[int]
         num_parameters=around + sum(count_bytes(layers[kind], 0, 1).num_base for kind in order),
         num_quantized=sum(kinds[kind].num_quantized for kind in order),
         cached_bytes=len(order) * _cached_values(model.base.config.get_text_config()) * model.base.dtype.itemsize,
+        has_experts=has_experts(model),
     )
 
 

@@ -19,7 +19,7 @@ from typing_extensions import assert_never
 from qlora_fsdp.common.errors import CheckpointError, UserError
 from qlora_fsdp.common.families import LIGER_FAMILIES
 from qlora_fsdp.common.text import shorten
-from qlora_fsdp.config.schema import Config, Dtype, Kernel, TaskName
+from qlora_fsdp.config.schema import Config, Kernel, TaskName
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.data.label_counts import label_width
 from qlora_fsdp.data.tokenizer import AddedTokens
@@ -34,7 +34,7 @@ from qlora_fsdp.memory.traced import EndsUse, LayerUse, ModelParts
 from qlora_fsdp.model.assemble import AssembledModel, adapt_model
 from qlora_fsdp.model.build import BuildSettings, build_model
 from qlora_fsdp.model.find import ModelFiles
-from qlora_fsdp.model.packing import check_causal, try_small
+from qlora_fsdp.model.packing import check_causal, planned_dtype, try_small
 from qlora_fsdp.model.slices import check_slices, whole_attention
 from qlora_fsdp.model.task_model import TaskModel
 from qlora_fsdp.tracing.liger_shapes import put_in_shapes
@@ -108,11 +108,12 @@ class ModelTracer:
         self, config: Config, micro_batch_size: int, kind: int, policy: Policy, is_first: bool = False
     ) -> LayerUse:
         """What one layer of a kind takes; `is_first` for the first layer of the model."""
-        key = (*self._key(config, micro_batch_size), kind, policy, is_first)
+        tile = config.memory.num_tile_tokens
+        key = (*self._key(config, micro_batch_size), kind, policy, is_first, tile)
         if key not in self._uses:
             trace = self._trace(config, micro_batch_size)
             with _explained():
-                self._uses[key] = trace.layer(self._built(config).stand_ins[kind], policy, is_first)
+                self._uses[key] = trace.layer(self._built(config).stand_ins[kind], policy, is_first, tile)
         return self._uses[key]
 
     def ends_use(self, config: Config, micro_batch_size: int) -> EndsUse:
@@ -192,8 +193,7 @@ def trace_assembled(assembled: AssembledModel, config: Config, is_cuda: bool) ->
 
 def trace_config(model_config: PretrainedConfig, config: Config) -> ModelTracer:
     """The tracer of a model of which only the config is known, for a run on recent GPUs."""
-    dtype = torch.float32 if config.training.precision is Dtype.float32 else torch.bfloat16
-    is_causal, text = config.task.is_causal, model_config.get_text_config()
+    dtype, is_causal, text = planned_dtype(config), config.task.is_causal, model_config.get_text_config()
     traits = try_small(model_config, config)
     check_causal(model_config, traits)
     wanted = config.model.attn_implementation.value

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.layers.kernels.launch import as_on_a_gpu, bytes_moved
 from qlora_fsdp.layers.liger import stock_models
+from qlora_fsdp.layers.rewire import use_tiles
 from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.memory.traced import EndsUse, LayerUse, Operations
 from qlora_fsdp.model.activations import set_activation_policy
@@ -61,7 +62,7 @@ class Trace:
         with self._running(), LiveBytes([*model.parameters(), *model.buffers()]) as live, bytes_moved(live.move):
             self.ends = self._run_ends(live, batch.to("meta"))
 
-    def layer(self, index: int, policy: Policy, is_first: bool = False) -> LayerUse:
+    def layer(self, index: int, policy: Policy, is_first: bool = False, num_tile_tokens: int | None = None) -> LayerUse:
         """What the layer `model.layers[index]` takes under a policy.
 
         Args:
@@ -69,13 +70,15 @@ class Trace:
             policy: what it keeps of its activations.
             is_first: whether it is the first layer of the model. If embeddings are frozen, its input needs no
                 gradient, and its first norm keeps nothing.
+            num_tile_tokens: how many tokens what is computed in tiles computes at a time; None for all.
         """
         if policy is Policy.offload:  # its input waits on the host; on meta nothing is copied there
-            use, size = self.layer(index, Policy.full, is_first), self.ends.hidden
+            use, size = self.layer(index, Policy.full, is_first, num_tile_tokens), self.ends.hidden
             return replace(use, saved=use.saved - size, host=size)
         original = self.model.layers[index]
         with self._running():
             layer = copy.deepcopy(original, shared_configs(original))
+            use_tiles([layer], num_tile_tokens)
             set_activation_policy([layer], [policy])
             call, needs_gradient = self.calls[original], not is_first or self.input_needs_gradient
             known = [*layer.parameters(), *layer.buffers(), *call.tensors()]

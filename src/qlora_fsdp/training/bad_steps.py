@@ -129,16 +129,17 @@ class BadSteps:
             The file; None if the disk does not take it.
         """
         file = self.folder / BAD_STEPS_FOLDER / f"step-{step + 1:08}.json"
-        losses = self.processes.gather([loss.item() for loss in micro_losses])
+        size, num_groups = self.split.micro_batch_size, self.split.num_groups
+        group = self.processes.rank // self.split.num_slices
+        parts = micro_batch_indices(indices, rank=group, num_ranks=num_groups, micro_batch_size=size)
+        own = [
+            self._describe(int(sequence), loss.item())
+            for part, loss in zip(parts, micro_losses, strict=False)
+            for sequence in part
+        ]
+        gathered = self.processes.gather(own)  # streamed rows are on the rank that trains on them alone
         if self.processes.is_main:
-            found: list[dict[str, Any]] = []
-            size, num_groups, num_slices = self.split.micro_batch_size, self.split.num_groups, self.split.num_slices
-            for group in range(num_groups):
-                parts = micro_batch_indices(indices, rank=group, num_ranks=num_groups, micro_batch_size=size)
-                rank = group * num_slices  # the first of those that have a slice each
-                part_losses = map(sum, zip(*losses[rank : rank + num_slices], strict=True))
-                for part, part_loss in zip(parts, part_losses, strict=False):
-                    found += [self._describe(int(sequence), rank, part_loss) for sequence in part]
+            found = self._join_slices(gathered)
             found.sort(key=lambda entry: -math.inf if entry["loss"] is None else -entry["loss"])
             step_facts = {"step": step + 1, "reason": reason, "loss": _finite(loss), "grad_norm": _finite(norm)}
             facts = step_facts | {"action": self.config.on_bad_step.name, "sequences": found}
@@ -146,10 +147,17 @@ class BadSteps:
         is_written = self.processes.share(file.is_file() if self.processes.is_main else None)
         return file if is_written else None
 
-    def _describe(self, sequence: int, rank: int, loss: float) -> dict[str, Any]:
+    def _describe(self, sequence: int, loss: float) -> dict[str, Any]:
         """A sequence with the texts of its rows, as an entry of the file."""
         texts = [self.decode(tokens.tolist()) for tokens, _ in self.data.rows_of(sequence)]
-        return {"sequence": sequence, "rank": rank, "loss": _finite(loss), "rows": texts}
+        return {"sequence": sequence, "rank": self.processes.rank, "loss": loss, "rows": texts}
+
+    def _join_slices(self, gathered: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+        """The entries of all ranks; of ranks that share their sequences the first one's, with the sum of the losses."""
+        size = self.split.num_slices
+        groups = [gathered[first : first + size] for first in range(0, len(gathered), size)]
+        same = [entries for group in groups for entries in zip(*group, strict=True)]
+        return [entries[0] | {"loss": _finite(sum(entry["loss"] for entry in entries))} for entries in same]
 
 
 def _write_facts(facts: dict[str, Any], file: Path) -> None:

@@ -209,9 +209,8 @@ def make_passes(prepared: Prepared, config: Config, trainable: Sequence[nn.Param
     plan = prepared.run_plan.plan
     if processes.device.type != "cuda":
         return eager
-    reason = why_not_captured(config, prepared.run_plan.policies, has_dropout(prepared.model))
-    if reason is None and isinstance(prepared.model, FSDPModule) and has_experts(prepared.model):
-        reason = "experts under FSDP were not tried with it yet, and a recording that fails there would end the run"
+    shards_experts = isinstance(prepared.model, FSDPModule) and has_experts(prepared.model)
+    reason = why_not_captured(config, prepared.run_plan.policies, has_dropout(prepared.model), shards_experts)
     if reason is not None:
         log.info(f"Step: {NOT_RECORDED}: {reason}")
         return eager

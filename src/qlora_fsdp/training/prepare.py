@@ -21,12 +21,14 @@ from qlora_fsdp.data.run_data import PreparedData, prepare_data
 from qlora_fsdp.data.sequences import TrainingData
 from qlora_fsdp.data.split import BatchSplit, split_batches
 from qlora_fsdp.data.stream import open_stream
+from qlora_fsdp.layers.rewire import use_tiles
 from qlora_fsdp.memory.plan_run import Machine, RunPlan, plan_run, run_without_plan
 from qlora_fsdp.model.activations import MemoryFallback, set_activation_policy
 from qlora_fsdp.model.adapters import trainable_names
 from qlora_fsdp.model.assemble import AssembledModel, describe_base, describe_layers
 from qlora_fsdp.model.classifier import Classifier
 from qlora_fsdp.model.count import FlopCounter, Sizes, count_bytes, count_flops, dtype_name
+from qlora_fsdp.model.input_offload import InputOffload
 from qlora_fsdp.model.positions import check_positions
 from qlora_fsdp.model.saved_adapter import SavedAdapter
 from qlora_fsdp.model.swap_layers import quant_settings
@@ -137,6 +139,8 @@ def _prepare(
         meta.assignments = use_cache(meta.assignments, base, config.model.cache_folder, dtype, processes)
     machine = find_machine(config.memory.target_gib, processes)
     run_plan = _plan_memory(config, assembled, machine, processes, kept)
+    inputs = InputOffload(run_plan.input_bytes)
+    set_activation_policy(model.layers, run_plan.policies, inputs)
     config = run_plan.settle(config)
     num_shards = config.fsdp.num_shards(processes.num_ranks, processes.local_num_ranks)
     sizes = count_bytes(model, processes.rank % num_shards, num_shards)
@@ -149,7 +153,7 @@ def _prepare(
     flops = count_flops(model, meta.config.get_text_config())
     # A layer that is computed again exchanges heads again, so ranks that share sequences keep to one policy.
     is_auto = config.memory.activations is Activations.auto and config.distributed.context_parallel == 1
-    peaks = PhasePeaks(device, MemoryFallback(model.layers, run_plan.policies) if is_auto else None)
+    peaks = PhasePeaks(device, MemoryFallback(model.layers, run_plan.policies, inputs) if is_auto else None)
     return Prepared(config, assembled, base, base_layers, start, sizes, flops, data, split, machine, run_plan, peaks)
 
 
@@ -166,7 +170,7 @@ def _plan_memory(
         log.info(f"Memory: what the checkpoint was trained with does not fit here, and is chosen anew: {chosen}")
         wanted = _plan(config, assembled, machine)
     run_plan: RunPlan = processes.share(wanted)
-    set_activation_policy(model.layers, run_plan.policies)
+    use_tiles(model.layers, run_plan.num_tile_tokens)
     if config.memory.target_gib is not None:
         hold_to(machine.target, run_plan.plan.library_bytes if run_plan.plan is not None else 0, device)
     if config.memory.snapshot:

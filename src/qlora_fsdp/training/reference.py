@@ -10,9 +10,11 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,7 +24,9 @@ from qlora_fsdp.common.cache_folder import check_owner, find_cache
 from qlora_fsdp.common.files import replacing
 from qlora_fsdp.common.text import plural
 from qlora_fsdp.data.batch import collate, micro_batch_indices
-from qlora_fsdp.data.sequences import Indices, Rows, Sequences, SequenceSettings, make_sequences
+from qlora_fsdp.data.prefetch import prefetch
+from qlora_fsdp.data.sequences import Indices, Rows, Sequences
+from qlora_fsdp.data.split import BatchSplit
 from qlora_fsdp.data.tokenize_source import DEFAULT_CACHE_FOLDER
 from qlora_fsdp.model.count import dtype_name
 from qlora_fsdp.model.preference import PreferenceLM
@@ -32,6 +36,18 @@ from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.training.prepare import Prepared
 
 Found = NDArray[np.float32]  # [num_rows, 2], as `Batch.reference` has them; NaN: not computed
+
+
+class Use(NamedTuple):
+    """Sequences that pass through the model together, in this order: of a step, of an evaluation, or a micro-batch."""
+
+    data: Sequences
+    indices: Indices
+
+    def rows(self) -> Indices:
+        """The rows of the sequences, in their order."""
+        none = np.zeros(0, np.int64)
+        return np.concatenate([none, *(self.data.row_ids_of(int(index)) for index in self.indices)])
 
 
 def add_reference(prepared: Prepared, processes: Processes) -> Prepared:
@@ -51,69 +67,79 @@ def add_reference(prepared: Prepared, processes: Processes) -> Prepared:
     train, held_out = data.train, data.eval
     assert isinstance(train, Sequences)
     prepared.peaks.enter("evaluation")
-    split = prepared.split
-    used = _rows_in(train, train.order(0, min(split.num_sequences, len(train)), prepared.config.training.seed))
-    if held_out is not None and held_out.rows is train.rows:
-        used = np.union1d(used, held_out.row_ids)
-    found = _find(prepared, model, train, used, processes)
-    train = replace(train, reference=found)
-    if held_out is not None:
-        if held_out.rows is not train.rows:
-            found = _find(prepared, model, held_out, np.unique(held_out.row_ids), processes)
-        held_out = replace(held_out, reference=found)
-    return replace(prepared, data=replace(data, train=train, eval=held_out))
+    uses = [Use(train, step) for step in _first_epoch(train, prepared.split, prepared.config.training.seed)]
+    evaluation = [] if held_out is None else [Use(held_out, np.arange(len(held_out)))]
+    if held_out is None or held_out.rows is train.rows:
+        found = found_held_out = _find(prepared, model, uses + evaluation, processes)
+    else:
+        found, found_held_out = (_find(prepared, model, each, processes) for each in (uses, evaluation))
+    held_out = None if held_out is None else replace(held_out, reference=found_held_out)
+    return replace(prepared, data=replace(data, train=replace(train, reference=found), eval=held_out))
 
 
-def _rows_in(sequences: Sequences, indices: Indices) -> Indices:
-    """The rows of these sequences, each once."""
-    return np.unique(np.concatenate([sequences.row_ids_of(int(index)) for index in indices]))
+def _first_epoch(train: Sequences, split: BatchSplit, seed: int) -> list[Indices]:
+    """The sequences of each step, until all that the run will see were in one."""
+    size = split.global_batch_size
+    num_steps = -(-min(split.num_sequences, len(train)) // size)
+    order = train.order(0, min(num_steps * size, split.num_sequences), seed)
+    return np.split(order, range(size, len(order), size))
 
 
-def _find(prepared: Prepared, model: PreferenceLM, data: Sequences, used: Indices, processes: Processes) -> Found:
-    """The log-probabilities of the rows `used` of `data.rows`, from the cache as far as it has them."""
-    file = _cache_file(prepared, data.rows)
+def _find(prepared: Prepared, model: PreferenceLM, uses: list[Use], processes: Processes) -> Found:
+    """The log-probabilities of the rows in use, all of one data set, from the cache as far as it has them."""
+    rows = uses[0].data.rows
+    file = _cache_file(prepared, rows)
     # Nodes may have caches of their own, and all ranks must compute the same rows.
-    kept = _read(file, len(data.rows.num_targets), prepared.config.data.cache_folder) if processes.is_main else None
+    kept = _read(file, len(rows.num_targets), prepared.config.data.cache_folder) if processes.is_main else None
     found: Found = processes.share(kept)
-    missing = used[np.isnan(found[used]).any(1)]
-    if not len(missing):
+    used = np.unique(np.concatenate([use.rows() for use in uses]))
+    num_missing = int(np.isnan(found[used]).any(1).sum())
+    if not num_missing:
         log.info(f"Reference: log-probabilities of {plural(len(used), 'row')} found in {file}")
         return found
     started = time.perf_counter()
-    rows, values = _compute(model, data, missing, prepared.split.micro_batch_size, processes)
-    found[rows] = values
+    _compute(model, list(_missing(uses, found, prepared.split)), found, prepared.split.micro_batch_size, processes)
     where = ""
     if file is not None and processes.is_main:
         where = f", kept in {file}" if _write(file, found) else f", not kept: {file.parent} can't be written"
     log.info(
-        f"Reference: log-probabilities of {plural(len(missing), 'row')} computed in "
+        f"Reference: log-probabilities of {plural(num_missing, 'row')} computed in "
         f"{time.perf_counter() - started:.1f} s{where}"
     )
     return found
 
 
+def _missing(uses: list[Use], found: Found, split: BatchSplit) -> Iterator[list[Use]]:
+    """The micro-batches, one of each rank, that hold a row which `found` lacks.
+
+    They are those of training, to the last token of padding: matrix products of other shapes round in another way, and
+    attention takes one kernel for many short rows and another one for few long ones.
+    """
+    is_missing = np.isnan(found).max(1)
+    for use in uses:
+        options = {"num_ranks": split.num_groups, "micro_batch_size": split.micro_batch_size}
+        by_rank = [micro_batch_indices(use.indices, rank=rank, **options) for rank in range(split.num_groups)]
+        for together in zip(*by_rank, strict=True):
+            of_ranks = [Use(use.data, indices) for indices in together]
+            rows = np.concatenate([own.rows() for own in of_ranks])
+            if is_missing[rows].any():
+                is_missing[rows] = False
+                yield of_ranks
+
+
 @torch.no_grad()
 def _compute(
-    model: PreferenceLM, data: Sequences, rows: Indices, micro_batch_size: int, processes: Processes
-) -> tuple[Indices, Found]:
-    """The rows in another order, and the log-probabilities of each, [len(rows), 2]. Ranks share the work."""
-    settings = SequenceSettings(data.max_length, data.pad_token_id, data.is_packed, seed=0)
-    sequences, device = make_sequences(data.rows, rows, settings), processes.device
-    mine: list[tuple[Indices, Found]] = []
-    split = {"rank": processes.rank, "num_ranks": processes.num_ranks, "micro_batch_size": micro_batch_size}
-    for indices in micro_batch_indices(np.arange(len(sequences)), **split):
-        batch = collate(sequences, indices, micro_batch_size=micro_batch_size).to(device)
-        values = model.reference_of(batch)
-        if len(indices):
-            mine.append((_rows_of(sequences, indices), values.cpu().numpy()))
+    model: PreferenceLM, micro_batches: list[list[Use]], found: Found, micro_batch_size: int, processes: Processes
+) -> None:
+    """Fill in what `found` lacks of the rows of these micro-batches. Ranks share the work. Collective."""
+    mine = [of_ranks[processes.rank] for of_ranks in micro_batches]
+    made = (collate(own.data, own.indices, micro_batch_size=micro_batch_size) for own in mine)
+    with closing(prefetch(made)) as batches:
+        values = [model.reference_of(batch.to(processes.device)) for batch in batches]
     free_gathered(model)
-    parts = [part for own in processes.gather(mine) for part in own]
-    return np.concatenate([ids for ids, _ in parts]), np.concatenate([values for _, values in parts])
-
-
-def _rows_of(sequences: Sequences, indices: Indices) -> Indices:
-    """The rows of a micro-batch in the order in which it has them."""
-    return np.concatenate([sequences.row_ids_of(int(index)) for index in indices])
+    own = [(use.rows(), value.cpu().numpy()) for use, value in zip(mine, values, strict=True)]
+    for rows, computed in (part for parts in processes.gather(own) for part in parts):
+        found[rows] = np.where(np.isnan(found[rows]), computed, found[rows])
 
 
 def _cache_file(prepared: Prepared, rows: Rows) -> Path | None:

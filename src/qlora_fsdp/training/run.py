@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -12,28 +12,21 @@ from typing import Any
 
 import peft
 import torch
-from torch import Tensor
 
 from qlora_fsdp.common.errors import HubError
 from qlora_fsdp.common.text import show_bytes
 from qlora_fsdp.config.batch_size import round_default
-from qlora_fsdp.config.commands import saved_settings
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.config.world import World
 from qlora_fsdp.config.written import with_values
-from qlora_fsdp.data.form import find_form
 from qlora_fsdp.memory.show import as_json
-from qlora_fsdp.model.adapters import initialize_adapters
+from qlora_fsdp.model.initialize_adapters import initialize_adapters
 from qlora_fsdp.model.materialize import materialize
-from qlora_fsdp.model.model_card import CardFacts
-from qlora_fsdp.model.save_adapter import adapter_keys, save_adapter, write_adapter
 from qlora_fsdp.records.check_run_folder import check
 from qlora_fsdp.records.ending import describe_end
 from qlora_fsdp.records.hub import prepare_repo, push_result
-from qlora_fsdp.records.journal import Journal
 from qlora_fsdp.records.record_files import find_holder
-from qlora_fsdp.records.run_folder import check_room, close_run_folder, log, open_run_folder, writing
-from qlora_fsdp.records.run_state import NUM_FINAL
+from qlora_fsdp.records.run_folder import check_room, close_run_folder, log, open_run_folder
 from qlora_fsdp.records.run_summary import RunSummary
 from qlora_fsdp.records.trackers import note_missing_key
 from qlora_fsdp.report.page import write_report
@@ -41,20 +34,11 @@ from qlora_fsdp.runtime.hardware import host_rss_gib, host_rss_now_gib, is_short
 from qlora_fsdp.runtime.processes import Processes, start_processes, stop_processes
 from qlora_fsdp.runtime.repeatable import repeatable
 from qlora_fsdp.runtime.watch import Watch
-from qlora_fsdp.training.bad_steps import NUM_NORMS, BadSteps
-from qlora_fsdp.training.batches import GlobalBatches
-from qlora_fsdp.training.captured import make_passes
-from qlora_fsdp.training.checkpoint import Checkpoint, load_checkpoint, verify_files
-from qlora_fsdp.training.describe_adapter import describe_adapter
-from qlora_fsdp.training.evaluate import Evaluation
-from qlora_fsdp.training.generations import Generations
-from qlora_fsdp.training.loop import TrainResult, train
+from qlora_fsdp.training.checkpoint import verify_files
 from qlora_fsdp.training.memory_use import explain_shortage
-from qlora_fsdp.training.optim import LocalOptimizer, make_optimizer
 from qlora_fsdp.training.prepare import Prepared, prepare
 from qlora_fsdp.training.reference import add_reference
 from qlora_fsdp.training.resume import (
-    begin_attempt,
     check_base,
     check_changes,
     check_data,
@@ -63,12 +47,9 @@ from qlora_fsdp.training.resume import (
     describe_kept,
     find_checkpoint,
     is_own,
-    settings_of,
 )
-from qlora_fsdp.training.saver import Saver
 from qlora_fsdp.training.start import open_start
-from qlora_fsdp.training.step import StepRunner
-from qlora_fsdp.training.step_recorder import StepRecorder
+from qlora_fsdp.training.train_adapter import train_adapter
 
 
 def run(config: Config, world: World) -> dict[str, Any]:
@@ -123,7 +104,7 @@ def run(config: Config, world: World) -> dict[str, Any]:
             mix = {part.path: part.often for part in prepared.data.report.mix}
             summary.loaded(loaded | ({"mix": mix} if mix else {}), setup_seconds=time.perf_counter() - started)
             prepared = add_reference(prepared, processes)
-            result = _train(prepared, config, processes, watch, folder, checkpoint, summary)
+            result = train_adapter(prepared, config, processes, watch, folder, checkpoint, summary)
 
         seconds = time.perf_counter() - started
         summary.finished(result.describe(), seconds)
@@ -216,110 +197,6 @@ def _load_and_prove(prepared: Prepared, processes: Processes) -> dict[str, Any]:
         "proved_bytes": proof.num_bytes,
         "shard_bytes": prepared.sizes.shard_bytes,
     }
-
-
-def _train(
-    prepared: Prepared,
-    config: Config,
-    processes: Processes,
-    watch: Watch,
-    folder: Path,
-    checkpoint: Checkpoint | None,
-    summary: RunSummary,
-) -> TrainResult:
-    """Train from the first step, or from where the checkpoint ends, and write the adapter."""
-    model, data, split, peaks = prepared.model, prepared.data, prepared.split, prepared.peaks
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    optimizer = make_optimizer(trainable, config.optim, config.training.learning_rate)
-    result = _resume(checkpoint, prepared, optimizer, processes, summary)
-    if processes.is_main:
-        with writing(folder):
-            begin_attempt(checkpoint, folder)
-
-    describe, settings = _describe_adapter(prepared, config, result, folder, processes)
-    keys = adapter_keys(model.model)
-
-    def write_adapter_to(target: Path, state: dict[str, Tensor]) -> None:
-        write_adapter(model.model, state, keys, target, prepared.tokenizer, describe(is_final=False), settings)
-
-    def decode(tokens: Sequence[int]) -> str:
-        return str(prepared.tokenizer.decode(list(tokens)))
-
-    journal = Journal(folder, config, split.num_steps, processes.is_main, result.num_steps)
-    content = _checkpoint_content(prepared, config, processes, folder, result)
-    saver = Saver(config.checkpoint, content, model.model, optimizer, write_adapter_to, processes, watch, journal)
-    # Lines of metrics.jsonl that earlier starts wrote. Only rank 0 reads the file.
-    before = processes.share(journal.good_steps(NUM_NORMS) if processes.is_main else None)
-    result.last_losses = [line["loss"] for line in before[-NUM_FINAL:]]
-    norms = [line["grad_norm"] for line in before]
-    bad_steps = BadSteps(config.training, folder, data.train, split, decode, norms, saver, processes)
-    trusted = config.model.trust_remote_code
-    generations = Generations(config.tracking, data.eval, prepared.tokenizer, processes, trusted)
-    every_steps = config.training.eval_every_steps
-    evaluation = Evaluation(data.eval, every_steps, split, generations, processes, peaks, journal, saver)
-    passes = make_passes(prepared, prepared.config, trainable, processes)
-    runner = StepRunner(model, passes, optimizer, config.optim.max_grad_norm, prepared.flops, peaks, processes)
-    batches = GlobalBatches(data.train, split, config.training.seed, processes.rank)
-    recorder = StepRecorder(journal, peaks, processes)
-
-    figures = dict(summary.figures)  # the trackers get these, and below how training went
-    try:
-        watch.be_patient(
-            "the run saves and stops at the end of this step, or finishes if that is the last; another Ctrl-C stops it "
-            "at once"
-        )
-        with saver:
-            result = train(runner, batches, evaluation, recorder, saver, bad_steps, config, result)
-        watch.be_patient("all steps are done, and the run finishes; another Ctrl-C stops it at once")
-        save_adapter(model.model, folder / "adapter", prepared.tokenizer, describe(), settings, processes)
-        figures |= {"status": "finished"} | result.describe()
-    finally:
-        summary.trained(saver.describe())
-        journal.close(figures)
-    return result
-
-
-def _resume(
-    checkpoint: Checkpoint | None,
-    prepared: Prepared,
-    optimizer: LocalOptimizer,
-    processes: Processes,
-    summary: RunSummary,
-) -> TrainResult:
-    """Load the checkpoint, if there is one, into model and optimizer. Return what was done up to it."""
-    if checkpoint is None:
-        return TrainResult()
-    with summary.resuming():
-        load_checkpoint(checkpoint, prepared.model.model, optimizer, processes)
-    return TrainResult(checkpoint.step, eval_losses=checkpoint.eval_losses)
-
-
-def _describe_adapter(
-    prepared: Prepared, config: Config, result: TrainResult, folder: Path, processes: Processes
-) -> tuple[Callable[..., CardFacts], str]:
-    """What gives the facts for the model card whenever an adapter is written, and the settings saved with it."""
-    form = find_form(config) if processes.is_main else None
-    weights = getattr(prepared.model, "class_weights", None)
-    settings = saved_settings(config, None if weights is None else weights.tolist(), form, prepared.base_layers)
-    return partial(describe_adapter, prepared, config, result, folder, form, result.num_steps == 0), settings
-
-
-def _checkpoint_content(
-    prepared: Prepared, config: Config, processes: Processes, folder: Path, result: TrainResult
-) -> Checkpoint:
-    """The manifest fields that all checkpoints of this run share.
-
-    `eval_losses` is the same list as the result's, so it grows as the loop evaluates.
-    """
-    return Checkpoint(
-        folder / "checkpoints",
-        result.num_steps,
-        processes.num_ranks,
-        settings_of(prepared.run_plan.settle(config), processes.num_ranks),
-        prepared.data.train.describe(),
-        prepared.base,
-        result.eval_losses,
-    )
 
 
 def _check_hub(config: Config, processes: Processes) -> None:

@@ -41,8 +41,9 @@ except ImportError:
 
     triton = tl = _NoTriton
 
-__all__ = ["as_on_a_gpu", "bytes_moved", "kernel", "moves", "runs_kernels", "tl", "triton"]
+__all__ = ["as_on_a_gpu", "bytes_moved", "kernel", "moves", "runs_kernels", "standing_for", "times", "tl", "triton"]
 _plans_gpu: ContextVar[bool] = ContextVar("plans_gpu", default=False)
+_times: ContextVar[int] = ContextVar("times", default=1)
 _moved: ContextVar[Callable[[int], None] | None] = ContextVar("moved", default=None)
 
 
@@ -77,6 +78,21 @@ def bytes_moved(count: Callable[[int], None]) -> Iterator[None]:
         yield
     finally:
         _moved.reset(token)
+
+
+@contextmanager
+def standing_for(number: int) -> Iterator[None]:
+    """While it lasts, what is computed on meta stands for so many equal computations, one after another."""
+    token = _times.set(_times.get() * number)
+    try:
+        yield
+    finally:
+        _times.reset(token)
+
+
+def times() -> int:
+    """How many computations one on meta stands for now."""
+    return _times.get()
 
 
 def runs_kernels(tensor: Tensor) -> bool:

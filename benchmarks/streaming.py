@@ -1,0 +1,162 @@
+"""CPU time of the whole job to stream rows, at several numbers of ranks, and how soon a resumed run has its rows.
+
+usage: python benchmarks/streaming.py TOKENIZER_FOLDER [--rows 10000] [--buffer-rows 2000] [--ranks 1 2 4]
+                                      [--kind jsonl|parquet|jsonl.gz] [setting=value ...]
+
+Conversations of some 366 tokens on average are written to a file. So many ranks (processes of this host that meet over
+gloo) stream it and make the micro-batches of every step, as training does, but compute nothing. CPU time is user and
+system time of all ranks and of their workers, from before the stream is opened to after the last batch; imports of a
+rank are no part of it. The digest is one of all tokens and targets by step: it must not depend on the ranks. Then each
+job is started again at 90 % of its steps, and the time until its first batch is there is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+import time
+import zlib
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+WORDS = (ROOT / "docs" / "data.md").read_text().split()
+BATCH_SIZE, MAX_LENGTH, TOKENS_A_ROW = 32, 2048, 366
+KEPT = 0.9  # of the rows that are streamed: the window after them is not begun
+
+
+def write_rows(file: Path, num_rows: int) -> None:
+    """Conversations of two turns in words of a page of the docs."""
+    rng = random.Random(0)
+
+    def say(num_words: int) -> str:
+        return " ".join(rng.choices(WORDS, k=num_words))
+
+    rows = []
+    for _ in range(num_rows):
+        turns = (("user", rng.randint(5, 80)), ("assistant", rng.randint(20, 270)))
+        rows.append({"messages": [{"role": role, "content": say(length)} for role, length in turns]})
+    if file.suffix == ".parquet":
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        pq.write_table(pa.Table.from_pylist(rows), file, row_group_size=10_000)
+        return
+    text = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    file.write_bytes(gzip.compress(text) if file.suffix == ".gz" else text)
+
+
+def rank_main(arguments: argparse.Namespace, folder: Path, first_step: int) -> None:
+    """What a rank does: stream, make batches, and print the figures of the job on rank 0."""
+    import psutil
+    from transformers import AutoTokenizer
+
+    from qlora_fsdp.config.schema import Config, DataConfig, TrainingConfig
+    from qlora_fsdp.data.split import BatchSplit
+    from qlora_fsdp.data.stream import open_stream
+    from qlora_fsdp.runtime.processes import start_processes
+    from qlora_fsdp.training.batches import GlobalBatches
+
+    tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer)
+    processes = start_processes(600, use_cpu=True)
+    own = {key: json.loads(value) for key, _, value in (text.partition("=") for text in arguments.settings)}
+    data = DataConfig(path=arguments.file, streaming=True, buffer_rows=arguments.buffer_rows, **own)
+    training = TrainingConfig(packing=True, max_length=MAX_LENGTH, max_steps=1)
+    config = replace(Config(), data=data, training=training)
+    num_steps = int(KEPT * arguments.rows * TOKENS_A_ROW / MAX_LENGTH / BATCH_SIZE)
+    size = BATCH_SIZE // processes.num_ranks
+    split = BatchSplit(size, BATCH_SIZE, processes.num_ranks, num_steps, num_steps * BATCH_SIZE)
+
+    def cpu_seconds() -> float:
+        this = psutil.Process()
+        times = [each.cpu_times() for each in (this, *this.children(recursive=True))]
+        return sum(each.user + each.system for each in times)
+
+    processes.wait()
+    before, started = cpu_seconds(), time.monotonic()
+    stream = open_stream(config, tokenizer, split, processes, folder, first_step, len(tokenizer)).train
+    opened = time.monotonic() - started
+    batches = GlobalBatches(stream, split, seed=0, rank=processes.rank)
+    num_tokens, digest, first_batch = 0, 0, 0.0
+    micro_batches = batches.micro_batches(first_step)
+    for step in range(first_step, num_steps):
+        batch = batches.of_step(step)
+        num_tokens += batch.num_tokens
+        for _ in range(batch.num_micro_batches):
+            micro = next(micro_batches)
+            first_batch = first_batch or time.monotonic() - started
+            for row, (ids, targets) in enumerate(zip(micro.input_ids, micro.targets, strict=True)):
+                place = (step * BATCH_SIZE + row + processes.rank * size).to_bytes(8, "little")
+                digest += zlib.crc32(targets.numpy().tobytes(), zlib.crc32(ids.numpy().tobytes(), zlib.crc32(place)))
+    processes.wait()
+    seconds = time.monotonic() - started
+    found = processes.gather((cpu_seconds() - before, digest))
+    if processes.is_main:
+        cpu = [each for each, _ in found]
+        figures: dict[str, Any] = {
+            "ranks": processes.num_ranks,
+            "cpu_seconds": round(sum(cpu), 2),
+            "cpu_seconds_a_rank": [round(each, 2) for each in cpu],
+            "seconds": round(seconds, 2),
+            "opened_seconds": round(opened, 2),
+            "first_batch_seconds": round(first_batch, 2),
+            "tokens": num_tokens,
+            "digest": sum(each for _, each in found) % 2**64,
+        }
+        print(json.dumps(figures), flush=True)
+    processes.wait()
+    sys.stdout.flush()
+    os._exit(0)  # what is made ahead is not wanted
+
+
+def start_ranks(num_ranks: int, folder: Path, first_step: int) -> None:
+    """Run a job of so many ranks, and wait for it."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    ranks = []
+    for rank in range(num_ranks):
+        world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
+        world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "STREAM_FOLDER": folder, "FIRST_STEP": first_step}
+        environment = os.environ | {key: str(value) for key, value in world.items()}
+        ranks.append(subprocess.Popen([sys.executable, __file__, *sys.argv[1:]], env=environment))
+    if any([process.wait() for process in ranks]):
+        raise SystemExit("A rank failed.")
+
+
+def main() -> None:
+    """Start the jobs one after another; each prints its figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tokenizer")
+    parser.add_argument("--rows", type=int, default=10_000)
+    parser.add_argument("--buffer-rows", type=int, default=2_000)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--kind", default="jsonl")
+    parser.add_argument("--file", default="")
+    parser.add_argument("settings", nargs="*", help="of data, in JSON, such as num_proc=2")
+    arguments = parser.parse_args()
+    if "RANK" in os.environ:
+        arguments.file = os.environ.get("STREAM_FILE", arguments.file)
+        rank_main(arguments, Path(os.environ["STREAM_FOLDER"]), int(os.environ["FIRST_STEP"]))
+    with TemporaryDirectory() as temporary:
+        file = Path(arguments.file or f"{temporary}/rows.{arguments.kind}")
+        if not file.exists():
+            write_rows(file, arguments.rows)
+        os.environ["STREAM_FILE"] = str(file)
+        for num_ranks in arguments.ranks:
+            folder = Path(temporary) / str(num_ranks)
+            folder.mkdir()
+            start_ranks(num_ranks, folder, 0)
+            num_steps = int(KEPT * arguments.rows * TOKENS_A_ROW / MAX_LENGTH / BATCH_SIZE)
+            start_ranks(num_ranks, folder, int(0.9 * num_steps))
+
+
+if __name__ == "__main__":
+    main()

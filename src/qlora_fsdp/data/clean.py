@@ -1,0 +1,126 @@
+"""Which rows of the training data are left out: too short or long, repeated, nearly repeated, or held out too.
+
+Rows are compared once they are tokenized, over all data sets of a mix, and before any are held out. So a row and its
+repetition are never one in the training data and one in the evaluation data. Evaluation data is never changed. Streams
+are not cleaned: what comes later in them is not known.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qlora_fsdp.common.errors import DataError
+from qlora_fsdp.common.text import plural
+from qlora_fsdp.config.schema import DataConfig
+from qlora_fsdp.data.counts import NUM_EXAMPLES, Cleaning
+from qlora_fsdp.data.near_duplicates import find_near_duplicates
+from qlora_fsdp.data.row_hashes import Hashes, hash_rows
+from qlora_fsdp.data.sequences import Indices, Rows
+
+
+@dataclass(frozen=True)
+class CleanedRows:
+    """The rows that stay.
+
+    Attributes:
+        parts: their numbers in the order of the data, one array for each data set.
+        hashes: of all rows, also those that do not stay (`row_hashes`).
+        cleanings: what was found, for the report; kinds of which there are no rows are not among them.
+    """
+
+    parts: list[Indices]
+    hashes: Hashes
+    cleanings: tuple[Cleaning, ...]
+
+
+def clean_rows(rows: Rows, parts: list[Indices], names: list[str], data: DataConfig) -> CleanedRows:
+    """Leaves out what the settings ask for, in the order of this function: each row counts once.
+
+    Args:
+        rows: the rows of all data sets.
+        parts: the numbers of each data set's rows.
+        names: what the user calls each data set.
+        data: `min_tokens`, `max_tokens`, `deduplicate`, `near_duplicates` and `cache_folder` are used.
+
+    Raises:
+        DataError: no row of a data set is left.
+    """
+    hashes = hash_rows(rows, data)
+    cleanings: list[Cleaning] = []
+    ids = np.concatenate(parts)
+
+    def found(which: NDArray[np.bool_], what: str, hint: str, leaves_out: bool = True) -> None:
+        nonlocal ids
+        if which.any():
+            examples = tuple(ids[which][:NUM_EXAMPLES].tolist())
+            cleanings.append(Cleaning(what, hint, int(which.sum()), examples, leaves_out))
+            ids = ids[~which] if leaves_out else ids
+
+    if data.min_tokens is not None:
+        found(rows.longest_parts[ids] < data.min_tokens, "too short", f"data.min_tokens={data.min_tokens}")
+    if data.max_tokens is not None:
+        found(rows.longest_parts[ids] > data.max_tokens, "too long", f"data.max_tokens={data.max_tokens}")
+    hint = "data.deduplicate=false keeps them" if data.deduplicate else "data.deduplicate=true leaves them out"
+    found(_repeats(hashes[ids]), "the same as an earlier one", hint, data.deduplicate)
+    if data.near_duplicates is not None:
+        near = find_near_duplicates(rows, ids, hashes, data)
+        which = np.isin(ids, near)
+        found(which, "nearly the same as an earlier one", f"data.near_duplicates={data.near_duplicates:g}")
+    stays = np.zeros(len(hashes), dtype=bool)
+    stays[ids] = True
+    kept = [own[stays[own]] for own in parts]
+    for name, own in zip(names, kept, strict=True):
+        if not len(own):
+            raise DataError(
+                f"No row of {name} is left: {'; '.join(map(str, cleanings))}. Change these settings, or leave {name}"
+                " out."
+            )
+    return CleanedRows(kept, hashes, tuple(cleanings))
+
+
+def compare_with_held_out(
+    parts: list[Indices], hashes: Hashes, held_out: Hashes, names: list[str], data: DataConfig
+) -> tuple[list[Indices], tuple[Cleaning, ...]]:
+    """Finds rows of the evaluation data in the training data, and takes them out of it if `data.decontaminate` says so.
+
+    Args:
+        parts: the numbers of each data set's rows, without what is held out of them.
+        hashes: of all rows of these data sets.
+        held_out: the hashes of the evaluation rows.
+        names: what the user calls each data set.
+        data: `decontaminate` is used.
+
+    Returns:
+        The rows to train on, one array for each data set, and what was found.
+
+    Raises:
+        DataError: no row of a data set is left.
+    """
+    which = [np.isin(hashes[own], held_out) for own in parts]
+    leaked = np.concatenate([own[is_in] for own, is_in in zip(parts, which, strict=True)])
+    if not len(leaked):
+        return parts, ()
+    number = int(np.isin(held_out, hashes[leaked]).sum())
+    what = f"the same as {number:,} of the {plural(len(held_out), 'evaluation row')}"
+    examples = tuple(leaked[:NUM_EXAMPLES].tolist())
+    if not data.decontaminate:
+        hint = "so that the evaluation tells less; data.decontaminate=true leaves them out"
+        return parts, (Cleaning(what, hint, len(leaked), examples, leaves_out=False),)
+    kept = [own[~is_in] for own, is_in in zip(parts, which, strict=True)]
+    for name, own in zip(names, kept, strict=True):
+        if not len(own):
+            raise DataError(
+                f"data.decontaminate=true leaves no row of {name}: all of them are in the evaluation data too. Set"
+                " other evaluation data, or data.decontaminate=false."
+            )
+    return kept, (Cleaning(what, "data.decontaminate=true", len(leaked), examples),)
+
+
+def _repeats(hashes: Hashes) -> NDArray[np.bool_]:
+    """Which rows have the hash of an earlier one."""
+    repeats = np.ones(len(hashes), dtype=bool)
+    repeats[np.unique(hashes, return_index=True)[1]] = False
+    return repeats

@@ -1,0 +1,57 @@
+"""The rows of a data set without end, from any position on: one pass over it follows another."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import islice
+
+from qlora_fsdp.common.errors import DataError
+from qlora_fsdp.data.position import Position
+from qlora_fsdp.data.read import Source, iterate_rows
+from qlora_fsdp.data.row_files import RawRow
+
+ROWS_A_READER = 100_000  # of a file that can be sought, after which the next rank reads on
+
+
+class EndlessRows:
+    """A data set that is being read.
+
+    Args:
+        source: the data set.
+        position: where to begin.
+    """
+
+    def __init__(self, source: Source, position: Position) -> None:
+        self.source = source
+        self._begin(position)
+
+    def take(self, num_rows: int) -> list[RawRow]:
+        """The next rows.
+
+        Raises:
+            DataError: the data set can't be read, or has no rows.
+        """
+        rows: list[RawRow] = []
+        while True:
+            found = list(islice(self._rows, num_rows - len(rows)))
+            rows += found
+            self._has_rows |= bool(found)
+            if len(rows) == num_rows:
+                return rows
+            if not self._has_rows:
+                raise DataError(f"{self.source.path} has no rows. Set data.path or data.mix.")
+            self._begin(Position())
+
+    def _begin(self, position: Position) -> None:
+        self.position, self._has_rows = replace(position), position != Position()
+        self._rows = iterate_rows(self.source, self.position)
+
+
+def find_reader_rank(source: int, position: Position, num_ranks: int) -> int:
+    """The rank that reads data set number `source` from a position on, and hands its rows to the others.
+
+    Files are spread over the ranks, and long ones that can be sought piece by piece. What can't be sought stays with
+    one rank, because another would have to read it from its beginning.
+    """
+    piece = 0 if position.hub is not None else position.file + position.number // ROWS_A_READER
+    return (source + piece) % num_ranks

@@ -1,0 +1,123 @@
+"""A rank's share of a window: the rows that it tokenizes, and what the other ranks need to know of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qlora_fsdp.common.errors import DataError
+from qlora_fsdp.data.cache import TokenizedRows, check_targets
+from qlora_fsdp.data.counts import ProblemCounter, RowProblem
+from qlora_fsdp.data.row_files import RawRow
+from qlora_fsdp.data.sequences import Indices
+from qlora_fsdp.data.tokenize import Mask, Tokens
+from qlora_fsdp.data.workers import MapBatches, RowBatch
+
+ROWS_A_BATCH = 100
+IndexedRow = tuple[int, RawRow]  # the number of a raw row in its window, and the row
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is wrong with a raw row: its number in the window, and as of `counts.ProblemCounter.add`."""
+
+    row: int
+    place: str
+    kind: str
+    detail: str
+    is_kept: bool
+
+
+@dataclass(frozen=True)
+class ShareTable:
+    """What every rank gets to know of a share.
+
+    Attributes:
+        raw_rows: int64 [num_rows], of each token row the number of its raw row in the window, ascending.
+        lengths: int64 [num_rows], in tokens.
+        num_targets: int32 [num_rows].
+        problems: of the raw rows.
+        max_token_id: -1 without rows.
+        unlearnable: why attention can learn nothing from these rows; empty if it can, or where there are none.
+    """
+
+    raw_rows: Indices
+    lengths: NDArray[np.int64]
+    num_targets: NDArray[np.int32]
+    problems: tuple[Problem, ...]
+    max_token_id: int
+    unlearnable: str
+
+
+@dataclass(frozen=True)
+class Share:
+    """A tokenized share: its table, and the tokens of each row, [num_rows][length], in the form of `mark_targets`."""
+
+    table: ShareTable
+    tokens: list[NDArray[np.int32]]
+
+
+def tokenize_share(rows: Sequence[IndexedRow], map_batches: MapBatches, path: str) -> Share:
+    """Tokenizes raw rows.
+
+    Args:
+        rows: ascending by their numbers.
+        map_batches: tokenizes batches of rows.
+        path: of the data, for messages.
+    """
+    places = {number: place for number, (place, _) in rows}
+    # Rows go by their numbers here, because one row may become several, and bad ones come first in their batch.
+    parts = (rows[start : start + ROWS_A_BATCH] for start in range(0, len(rows), ROWS_A_BATCH))
+    batches: Iterator[RowBatch] = (
+        {"place": [number for number, _ in part], "row": [row for _, (_, row) in part]} for part in parts
+    )
+    found: list[tuple[int, Tokens, Mask]] = []
+    problems: list[Problem] = []
+    for out in map_batches(batches):
+        columns = ("place", "problem", "detail", "tokens", "is_target")
+        for number, kind, detail, tokens, is_target in zip(*(out[column] for column in columns), strict=True):
+            if kind:
+                problems.append(Problem(number, places[number], kind, detail, len(tokens) > 0))
+            if len(tokens):
+                found.append((number, tokens, is_target))
+    lengths = np.array([len(tokens) for _, tokens, _ in found], dtype=np.int64)
+    num_targets = np.array([int(is_target.sum()) for _, _, is_target in found], dtype=np.int32)
+    largest = max((int(tokens.max()) for _, tokens, _ in found), default=-1)
+    numbers = np.array([number for number, _, _ in found], dtype=np.int64)
+    reason = _find_unlearnable(found, num_targets, path)
+    table = ShareTable(numbers, lengths, num_targets, tuple(problems), largest, reason)
+    return Share(table, [mark_targets(tokens, is_target) for _, tokens, is_target in found])
+
+
+def count_problems(tables: Sequence[ShareTable]) -> tuple[RowProblem, ...]:
+    """The problems of a window, counted over all shares in the order of its rows."""
+    counter = ProblemCounter()
+    for problem in sorted((each for table in tables for each in table.problems), key=lambda each: each.row):
+        counter.add(problem.place, problem.kind, problem.detail, problem.is_kept)
+    return counter.problems()
+
+
+def mark_targets(tokens: Tokens, is_target: Mask) -> NDArray[np.int32]:
+    """Tokens with their targets as one array: of a target the complement, which is negative."""
+    return np.where(is_target, ~tokens, tokens).astype(np.int32)
+
+
+def split_targets(marked: NDArray[np.int32]) -> tuple[Tokens, Mask]:
+    """The tokens, and which of them are targets, of what `mark_targets` has made."""
+    is_target = marked < 0
+    return np.where(is_target, ~marked, marked), is_target
+
+
+def _find_unlearnable(found: list[tuple[int, Tokens, Mask]], num_targets: NDArray[np.int32], path: str) -> str:
+    if not found:
+        return ""
+    tokens, masks = np.concatenate([row for _, row, _ in found]), np.concatenate([mask for _, _, mask in found])
+    starts = np.cumsum([0, *(len(row) for _, row, _ in found)])
+    try:
+        check_targets(TokenizedRows(tokens, masks, starts, num_targets), path)
+    except DataError as error:
+        return str(error)
+    return ""

@@ -1,0 +1,208 @@
+"""Makes windows of streamed data, by all ranks together: each reads, tokenizes and keeps a part of each window.
+
+Rows are taken in the order of the files. Of a mix, each next row comes from the data set that is furthest behind its
+share. A data set that has been read to its end begins anew, so rows never run out. For a window
+
+1. the rank whose turn it is reads the rows of a data set, and hands every rank its share of them: row i of the window
+   is that of rank i modulo their number, which spreads long rows evenly;
+2. each rank tokenizes its share, and tells the others lengths and bad rows;
+3. each rank packs the same lengths, so that all know which rank trains on which row;
+4. tokens go to the ranks that train on them, and nowhere else.
+
+Nothing but the lengths and the packing is done by every rank, so the CPU time of a job does not grow with its ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import compress
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from qlora_fsdp.common.errors import DataError
+from qlora_fsdp.data.counts import ReadReport
+from qlora_fsdp.data.endless_rows import EndlessRows, find_reader_rank
+from qlora_fsdp.data.position import Position
+from qlora_fsdp.data.read import Source
+from qlora_fsdp.data.row_files import RawRow
+from qlora_fsdp.data.run_data import raise_on_all
+from qlora_fsdp.data.sequences import Indices, Sequences, SequenceSettings, make_sequences
+from qlora_fsdp.data.share import IndexedRow, Share, ShareTable, count_problems, tokenize_share
+from qlora_fsdp.data.split import BatchSplit
+from qlora_fsdp.data.windows import Place, Window, WindowRows
+from qlora_fsdp.data.workers import MapBatches
+from qlora_fsdp.runtime.processes import Processes
+
+
+@dataclass(frozen=True)
+class WindowMaker:
+    """Reads rows and makes windows of them. Every rank makes the same windows in the same order.
+
+    Attributes:
+        sources: the data sets.
+        weights: the data sets' shares of the rows; they need not sum to 1.
+        map_batches: makes token rows of batches of raw rows, as `RowTokenizer` does of one.
+        settings: how rows become sequences.
+        buffer_rows: raw rows per window.
+        vocab_size: number of tokens that the model knows.
+        strict: whether a bad row is an error.
+        split: says which rank trains on a sequence.
+        processes: the ranks, for use by the thread that makes windows alone.
+    """
+
+    sources: Sequence[Source]
+    weights: Sequence[float]
+    map_batches: MapBatches
+    settings: SequenceSettings
+    buffer_rows: int
+    vocab_size: int
+    strict: bool
+    split: BatchSplit
+    processes: Processes
+    _opened: dict[int, EndlessRows] = field(default_factory=dict)
+
+    def make(self, place: Place) -> Window:
+        """Makes the window that begins at `place`. Collective.
+
+        Raises:
+            DataError: the data can't be read or used; raised on every rank.
+        """
+        drawn = self._draw(place.num_drawn)
+        raw, positions = self._read(place.positions, drawn)
+        share: Share | None = None
+        failure: Exception | None = None
+        try:
+            share = tokenize_share(raw, self.map_batches, self._path)
+        except Exception as error:
+            failure = error
+        raise_on_all(failure, self.processes)
+        assert share is not None
+        tables: list[ShareTable] = self.processes.gather(share.table)
+        report = self._check(tables)
+        seed = int(np.random.SeedSequence([self.settings.seed, place.window]).generate_state(1)[0])
+        sequences, order = self._pack(tables, share, place.sequence, seed)
+        num_drawn = np.bincount(drawn, minlength=len(self.sources)) + place.num_drawn
+        next_place = Place(place.window + 1, place.sequence + len(sequences), num_drawn.tolist(), positions)
+        return Window(place, sequences, order, report, next_place)
+
+    @property
+    def _path(self) -> str:
+        return ", ".join(source.path for source in self.sources)
+
+    def _draw(self, num_drawn: Sequence[int]) -> Indices:
+        """The data set of each row of a window: [buffer_rows]."""
+        drawn = np.zeros(self.buffer_rows, dtype=np.int64)
+        if len(self.sources) > 1:
+            weights, counts = np.array(self.weights) / sum(self.weights), np.array(num_drawn)
+            for row in range(self.buffer_rows):
+                drawn[row] = np.argmax(weights * (counts.sum() + 1) - counts)
+                counts[drawn[row]] += 1
+        return drawn
+
+    def _read(self, positions: Sequence[Position], drawn: Indices) -> tuple[list[IndexedRow], list[Position]]:
+        """This rank's share of the raw rows of a window, and how far each data set has been read after it."""
+        rank, num_ranks = self.processes.rank, self.processes.num_ranks
+        readers = [find_reader_rank(source, position, num_ranks) for source, position in enumerate(positions)]
+        taken: dict[int, tuple[list[RawRow], Position]] = {}
+        failure: Exception | None = None
+        try:
+            for source, reader in enumerate(readers):
+                if reader == rank:
+                    taken[source] = self._take(source, positions[source], int((drawn == source).sum()))
+                else:
+                    self._opened.pop(source, None)
+        except Exception as error:
+            failure = error
+        raise_on_all(failure, self.processes)
+        own: list[IndexedRow] = []
+        ends: list[Position] = []
+        for source, reader in enumerate(readers):
+            numbers = np.flatnonzero(drawn == source)
+            parts = None
+            if source in taken:
+                rows, end = taken.pop(source)
+                parts = [(list(compress(rows, numbers % num_ranks == each)), end) for each in range(num_ranks)]
+            mine, end = self.processes.scatter(parts, reader)
+            own += zip(numbers[numbers % num_ranks == rank].tolist(), mine, strict=True)
+            ends.append(end)
+        return sorted(own), ends
+
+    def _take(self, source: int, position: Position, num_rows: int) -> tuple[list[RawRow], Position]:
+        """The next rows of a data set, and the position behind them."""
+        opened = self._opened.get(source)
+        if opened is None or opened.position != position:
+            opened = self._opened[source] = EndlessRows(self.sources[source], position)
+        return opened.take(num_rows), replace(opened.position)
+
+    def _check(self, tables: Sequence[ShareTable]) -> ReadReport:
+        """What has been read and left out, over all ranks.
+
+        Raises:
+            DataError: the window can't be used.
+        """
+        num_rows = sum(len(table.lengths) for table in tables)
+        skipped = tuple(line for source in self.sources for line in source.skipped)
+        problems = count_problems(tables)
+        report = ReadReport(self._path, self.buffer_rows, num_rows, 0, -1, problems, skipped=skipped)
+        if report.problems and self.strict:
+            raise DataError(f"data.bad_rows=error, and {report}\nRepair these rows, or set data.bad_rows=skip.")
+        if not num_rows:
+            raise DataError(
+                f"There is no usable row. {report}\nSet data.path, data.columns, data.format or data.loss_on."
+            )
+        largest = max(table.max_token_id for table in tables)
+        if largest >= self.vocab_size:
+            raise DataError(
+                f"The data has token {largest}, but the model has only {self.vocab_size}: the tokenizer is not this "
+                "model's. Set model.tokenizer_path to the tokenizer the model was trained with."
+            )
+        used = [table for table in tables if len(table.lengths)]
+        if all(table.unlearnable for table in used):
+            raise DataError(used[0].unlearnable)
+        return report
+
+    def _pack(
+        self, tables: Sequence[ShareTable], share: Share, first_sequence: int, seed: int
+    ) -> tuple[Sequences, Indices]:
+        """The sequences of a window, with the tokens of those that this rank trains on, and their order."""
+        in_order = np.argsort(np.concatenate([table.raw_rows for table in tables]), kind="stable")
+        lengths = np.concatenate([table.lengths for table in tables])[in_order]
+        num_targets = np.concatenate([table.num_targets for table in tables])[in_order]
+        makers = np.repeat(range(len(tables)), [len(table.lengths) for table in tables])[in_order]
+
+        without_tokens = WindowRows(lengths, num_targets, np.zeros(0, np.int32), np.full(len(lengths), -1))
+        sequences = make_sequences(without_tokens, np.arange(len(lengths)), replace(self.settings, seed=seed))
+        order = np.random.default_rng(seed).permutation(len(sequences))
+        users_of_sequences = np.empty(len(sequences), dtype=np.int64)
+        users_of_sequences[order] = self.split.groups_of(first_sequence + np.arange(len(sequences)))
+        users = np.empty(len(lengths), dtype=np.int64)
+        users[sequences.row_ids] = np.repeat(users_of_sequences, np.diff(sequences.starts))
+        return replace(sequences, rows=self._swap(without_tokens, share.tokens, makers, users)), order
+
+    def _swap(
+        self, rows: WindowRows, tokens: Sequence[NDArray[np.int32]], makers: Indices, users: Indices
+    ) -> WindowRows:
+        """Sends tokens from the ranks that have made them to those that train on them.
+
+        Args:
+            rows: all rows of the window, without their tokens.
+            tokens: those of this rank's share.
+            makers: [num_rows], the rank that has made each row.
+            users: [num_rows], the group of ranks that trains on it: each rank of it gets the whole row.
+        """
+        rank, num_ranks, num_slices = self.processes.rank, self.processes.num_ranks, self.split.num_slices
+        made, used = np.flatnonzero(makers == rank), np.flatnonzero(users == rank // num_slices)
+        receivers = (users[made, None] * num_slices + np.arange(num_slices)).ravel()
+        to_send = np.argsort(receivers, kind="stable") // num_slices
+        received = used[np.argsort(makers[used], kind="stable")]
+        flat = np.concatenate([np.zeros(0, np.int32), *(tokens[row] for row in to_send)])
+        lengths_sent = np.repeat(rows.lengths[made], num_slices)
+        num_sent = np.bincount(receivers, lengths_sent, num_ranks).astype(int).tolist()
+        num_received = np.bincount(makers[used], rows.lengths[used], num_ranks).astype(int).tolist()
+        found = self.processes.swap(torch.from_numpy(flat), num_sent, num_received).numpy()
+        starts = rows.starts.copy()
+        starts[received] = np.cumsum(rows.lengths[received]) - rows.lengths[received]
+        return replace(rows, tokens=found, starts=starts)

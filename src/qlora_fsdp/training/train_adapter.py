@@ -1,0 +1,149 @@
+"""From a loaded model to an adapter on disk: makes what the loop needs, one object after another, and starts it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from torch import Tensor
+
+from qlora_fsdp.config.commands import saved_settings
+from qlora_fsdp.config.schema import Config
+from qlora_fsdp.data.form import find_form
+from qlora_fsdp.model.model_card import CardFacts
+from qlora_fsdp.model.save_adapter import adapter_keys, save_adapter, write_adapter
+from qlora_fsdp.records.journal import Journal
+from qlora_fsdp.records.run_folder import writing
+from qlora_fsdp.records.run_state import NUM_FINAL
+from qlora_fsdp.records.run_summary import RunSummary
+from qlora_fsdp.runtime.processes import Processes
+from qlora_fsdp.runtime.watch import Watch
+from qlora_fsdp.training.bad_steps import NUM_NORMS, BadSteps
+from qlora_fsdp.training.batches import GlobalBatches
+from qlora_fsdp.training.captured import make_passes
+from qlora_fsdp.training.checkpoint import Checkpoint, load_checkpoint
+from qlora_fsdp.training.describe_adapter import describe_adapter
+from qlora_fsdp.training.evaluate import Evaluation
+from qlora_fsdp.training.generations import Generations
+from qlora_fsdp.training.loop import TrainResult, train
+from qlora_fsdp.training.optim import LocalOptimizer, make_optimizer
+from qlora_fsdp.training.prepare import Prepared
+from qlora_fsdp.training.resume import begin_attempt, settings_of
+from qlora_fsdp.training.saver import Saver
+from qlora_fsdp.training.step import StepRunner
+from qlora_fsdp.training.step_recorder import StepRecorder
+
+
+def train_adapter(
+    prepared: Prepared,
+    config: Config,
+    processes: Processes,
+    watch: Watch,
+    folder: Path,
+    checkpoint: Checkpoint | None,
+    summary: RunSummary,
+) -> TrainResult:
+    """Train from the first step, or from where the checkpoint ends, and write the adapter. Collective.
+
+    Args:
+        prepared: with a model that is loaded.
+        config: the settings as they were given; `prepared.config` has what the plan decided, too.
+        processes: all ranks take part.
+        watch: is told when a signal makes the run save and stop instead of ending it at once.
+        folder: of the run.
+        checkpoint: what to resume from, or None.
+        summary: gets figures of checkpoints, whatever ends the training.
+    """
+    model, data, split, peaks = prepared.model, prepared.data, prepared.split, prepared.peaks
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    optimizer = make_optimizer(trainable, config.optim, config.training.learning_rate)
+    result = _resume(checkpoint, prepared, optimizer, processes, summary)
+    if processes.is_main:
+        with writing(folder):
+            begin_attempt(checkpoint, folder)
+
+    describe, settings = _describe_adapter(prepared, config, result, folder, processes)
+    keys = adapter_keys(model.model)
+
+    def write_adapter_to(target: Path, state: dict[str, Tensor]) -> None:
+        write_adapter(model.model, state, keys, target, prepared.tokenizer, describe(is_final=False), settings)
+
+    def decode(tokens: Sequence[int]) -> str:
+        return str(prepared.tokenizer.decode(list(tokens)))
+
+    journal = Journal(folder, config, split.num_steps, processes.is_main, result.num_steps)
+    content = _checkpoint_content(prepared, config, processes, folder, result)
+    saver = Saver(config.checkpoint, content, model.model, optimizer, write_adapter_to, processes, watch, journal)
+    # Lines of metrics.jsonl that earlier starts wrote. Only rank 0 reads the file.
+    before = processes.share(journal.good_steps(NUM_NORMS) if processes.is_main else None)
+    result.last_losses = [line["loss"] for line in before[-NUM_FINAL:]]
+    norms = [line["grad_norm"] for line in before]
+    bad_steps = BadSteps(config.training, folder, data.train, split, decode, norms, saver, processes)
+    trusted = config.model.trust_remote_code
+    generations = Generations(config.tracking, data.eval, prepared.tokenizer, processes, trusted)
+    every_steps = config.training.eval_every_steps
+    evaluation = Evaluation(data.eval, every_steps, split, generations, processes, peaks, journal, saver)
+    passes = make_passes(prepared, prepared.config, trainable, processes)
+    runner = StepRunner(model, passes, optimizer, config.optim.max_grad_norm, prepared.flops, peaks, processes)
+    batches = GlobalBatches(data.train, split, config.training.seed, processes.rank)
+    recorder = StepRecorder(journal, peaks, processes)
+
+    figures = dict(summary.figures)  # the trackers get these, and below how training went
+    try:
+        watch.be_patient(
+            "the run saves and stops at the end of this step, or finishes if that is the last; another Ctrl-C stops it "
+            "at once"
+        )
+        with saver:
+            result = train(runner, batches, evaluation, recorder, saver, bad_steps, config, result)
+        watch.be_patient("all steps are done, and the run finishes; another Ctrl-C stops it at once")
+        save_adapter(model.model, folder / "adapter", prepared.tokenizer, describe(), settings, processes)
+        figures |= {"status": "finished"} | result.describe()
+    finally:
+        summary.trained(saver.describe())
+        journal.close(figures)
+    return result
+
+
+def _resume(
+    checkpoint: Checkpoint | None,
+    prepared: Prepared,
+    optimizer: LocalOptimizer,
+    processes: Processes,
+    summary: RunSummary,
+) -> TrainResult:
+    """Load the checkpoint, if there is one, into model and optimizer. Return what was done up to it."""
+    if checkpoint is None:
+        return TrainResult()
+    with summary.resuming():
+        load_checkpoint(checkpoint, prepared.model.model, optimizer, processes)
+    return TrainResult(checkpoint.step, eval_losses=checkpoint.eval_losses)
+
+
+def _describe_adapter(
+    prepared: Prepared, config: Config, result: TrainResult, folder: Path, processes: Processes
+) -> tuple[Callable[..., CardFacts], str]:
+    """What gives the facts for the model card whenever an adapter is written, and the settings saved with it."""
+    form = find_form(config) if processes.is_main else None
+    weights = getattr(prepared.model, "class_weights", None)
+    settings = saved_settings(config, None if weights is None else weights.tolist(), form, prepared.base_layers)
+    return partial(describe_adapter, prepared, config, result, folder, form, result.num_steps == 0), settings
+
+
+def _checkpoint_content(
+    prepared: Prepared, config: Config, processes: Processes, folder: Path, result: TrainResult
+) -> Checkpoint:
+    """The manifest fields that all checkpoints of this run share.
+
+    `eval_losses` is the same list as the result's, so it grows as the loop evaluates.
+    """
+    return Checkpoint(
+        folder / "checkpoints",
+        result.num_steps,
+        processes.num_ranks,
+        settings_of(prepared.run_plan.settle(config), processes.num_ranks),
+        prepared.data.train.describe(),
+        prepared.base,
+        result.eval_losses,
+    )
