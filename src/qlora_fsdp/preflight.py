@@ -152,8 +152,8 @@ def _describe_longest(
     work: Workload, hardware: Hardware, target: float, model: PretrainedConfig
 ) -> tuple[list[str], dict[str, Any]]:
     """Returns the lines to print about the longest rows on 1, 2, 4 and 8 GPUs, and what preflight.json holds."""
-    found = []
-    for count in sorted({*COUNTS, hardware.count}):
+    found, shared_by = [], work.config.distributed.context_parallel
+    for count in (count for count in sorted({*COUNTS, hardware.count}) if count % shared_by == 0):
         plan = longest(replace(work, num_ranks=count, local_num_ranks=min(count, GPUS_A_HOST)), target)
         if plan is not None:
             found.append(plan)
@@ -182,7 +182,7 @@ def _describe_longest(
     ]
     lines = [
         f"The longest rows of {_name(config)} on GPUs of {gpu.gib:g} GiB, of which {target / GIB:.2f} can be had, by "
-        f"the plan: one row a GPU, {describe_choice(found[0])}",
+        f"the plan: one row {'a GPU' if shared_by == 1 else f'for {shared_by} GPUs'}, {describe_choice(found[0])}",
         format_table(rows),
     ]
     positions = getattr(model.get_text_config(), "max_position_embeddings", None)

@@ -48,7 +48,7 @@ def smallest_plan(work: Workload, length: int) -> MemoryPlan:
         {
             "training.max_length": length,
             "training.micro_batch_size": 1,
-            "training.global_batch_size": work.num_ranks,
+            "training.global_batch_size": work.num_groups,
         },
     )
     work = replace(work, config=config, micro_batch_size=1)
