@@ -91,14 +91,19 @@ def leave_working_folder_out() -> None:
 
 def end_with_parent() -> None:
     """Lets the kernel send SIGTERM to this process, which then saves and stops, once the launcher has ended."""
-    pid = os.environ.get(PARENT_PID)
-    if pid is None or sys.platform != "linux":
+    if (pid := os.environ.get(PARENT_PID)) is not None:
+        end_with(int(pid), signal.SIGTERM)
+
+
+def end_with(parent: int, number: signal.Signals) -> None:
+    """Lets the kernel send a signal to this process once its parent has ended, or ends it if that was before."""
+    if sys.platform != "linux":
         return
     import ctypes
 
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() == 1 != int(pid):  # it has ended before
-        os._exit(128 + signal.SIGTERM)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+    if os.getppid() == 1 != parent:
+        os._exit(128 + number)
 
 
 def announce(num_ranks: int | None = None) -> None:
