@@ -14,7 +14,7 @@ from typing import Any, NoReturn, cast
 
 from qlora_fsdp import __version__
 from qlora_fsdp.common.errors import ConfigError, Problem, print_error
-from qlora_fsdp.common.startup import NO_RUN, begin, end_process, end_with_the_reader, is_rank
+from qlora_fsdp.common.startup import KEPT, NO_RUN, begin, end_process, end_with_the_reader, is_rank
 
 # Name: module, what it does
 COMMANDS = {
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         Its exit code; 2 if there is no such command.
     """
     name, *rest = list(sys.argv[1:] if argv is None else argv) or ["--help"]
-    begin(NO_RUN if name == "train" else "")
+    begin({"train": NO_RUN, "prepare": KEPT}.get(name, ""))
     if name in ("-h", "--help", "help"):
         print(USAGE.format(commands="\n".join(f"  {key:<12}{COMMANDS[key][1]}" for key in COMMANDS)))
         return 0

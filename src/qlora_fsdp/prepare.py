@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if __name__ == "__main__":
-    from qlora_fsdp.common.startup import begin
+    from qlora_fsdp.common.startup import KEPT, begin
 
-    begin()
+    begin(KEPT)
 
 from qlora_fsdp.common.errors import Problem, refuse
-from qlora_fsdp.common.startup import end_at_once, end_process
+from qlora_fsdp.common.startup import end_process
 from qlora_fsdp.common.text import plural, printable
 from qlora_fsdp.config.commands import AdapterSettings
 from qlora_fsdp.config.mistyped import WITH_VALUE
@@ -42,7 +42,6 @@ examples:
   qlora-fsdp prepare model=llama3-8b data.path=chats.jsonl
   qlora-fsdp prepare chats.jsonl more.jsonl.gz model.path=/models/my-llama data.cache_folder=/shared/cache
 """
-KEPT = "What is tokenized is kept: the same command goes on from there."
 
 
 @dataclass
@@ -93,7 +92,6 @@ def _name_data(words: Sequence[str]) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
     arguments = _name_data(sys.argv[1:] if argv is None else argv)
-    end_at_once(KEPT)
     # Only the tokenizer of a model is used, so that where it is named the model need not be.
     optional = ["model.path"] if any(text.startswith("model.tokenizer_path=") for text in arguments) else []
     exit_code = run_command(arguments, PrepareSettings, USAGE, prepare, optional, takes_adapter=False, on_cpu=True)

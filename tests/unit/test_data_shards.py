@@ -8,13 +8,15 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
 import pytest
+from tests.helpers.full_disk import small_disk
+from tests.helpers.one_process import one_process
 
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.schema import BadRows, Config, DataConfig, TrainingConfig
@@ -26,8 +28,6 @@ from qlora_fsdp.data.sequences import Sequences
 from qlora_fsdp.data.shards import find_bounds
 from qlora_fsdp.data.tokenize import RowTokenizer
 from qlora_fsdp.data.tokenizer import byte_tokenizer
-from tests.helpers.full_disk import small_disk
-from tests.helpers.one_process import one_process
 
 TOKENIZER = byte_tokenizer()
 NUM_ROWS = 200
@@ -42,7 +42,7 @@ def many_shards(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def rows(tmp_path: Path) -> Path:
     file = tmp_path / "rows.jsonl"
-    lines = [json.dumps({"prompt": f"{n} ", "completion": "x" * (n % 40)}) for n in range(1, NUM_ROWS + 1)]
+    lines = [json.dumps({"prompt": f"{n} ", "completion": "x" * (1 + n % 40)}) for n in range(1, NUM_ROWS + 1)]
     file.write_text("\n".join([*lines[:BAD], "{", *lines[BAD:]]))
     return file
 
@@ -128,17 +128,22 @@ def test_a_worker_that_is_killed_is_told(tmp_path: Path, rows: Path, monkeypatch
     assert prepare(rows, tmp_path / "cache", num_proc=2).report.num_rows == NUM_ROWS
 
 
-def test_a_full_disk_costs_what_is_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    with small_disk(tmp_path / "disk", "600k") as folder:
+        yield folder
+
+
+def test_a_full_disk_costs_what_is_being_written(tmp_path: Path, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("\n".join(json.dumps({"text": f"{n} " * 500}) for n in range(100, 200)))
-    with small_disk(tmp_path / "disk", "600k") as disk:
-        message = r"data\.cache_folder=.*No space left on device.*What is tokenized is kept"
-        with pytest.raises(DataError, match=message):
-            prepare(rows, disk, max_length=4096)
-        subprocess.run(["mount", "-o", "remount,size=16m", str(disk)], check=True)
-        seen = watch_tokenizing(monkeypatch, lambda num_calls: None)
-        assert prepare(rows, disk, max_length=4096).report.num_rows == 100
-        assert 0 < sum(seen) < 100
+    message = r"data\.cache_folder=.*No space left on device.*What is tokenized is kept"
+    with pytest.raises(DataError, match=message):
+        prepare(rows, disk, max_length=4096, num_proc=1)
+    subprocess.run(["mount", "-o", "remount,size=16m", str(disk)], check=True)
+    seen = watch_tokenizing(monkeypatch, lambda num_calls: None)
+    assert prepare(rows, disk, max_length=4096, num_proc=1).report.num_rows == 100
+    assert 0 < sum(seen) < 100
 
 
 def test_what_nobody_goes_on_with_is_removed_after_a_week(tmp_path: Path, rows: Path) -> None:

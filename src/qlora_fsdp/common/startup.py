@@ -21,6 +21,7 @@ from typing import NoReturn
 from qlora_fsdp import __version__
 
 NO_RUN = "No run was going on."
+KEPT = "What is tokenized is kept: the same command goes on from there."
 # Set for the processes that `qlora-fsdp` starts
 PARENT_PID = "QLORA_FSDP_PARENT_PID"  # this process ends soon after the one with this id, which has started it
 ENDING_FILE = "QLORA_FSDP_ENDING_FILE"  # the process that prints why the run ends notes the exit code there

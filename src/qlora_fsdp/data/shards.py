@@ -25,7 +25,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from qlora_fsdp.common.errors import DataError
-from qlora_fsdp.common.startup import end_with
+from qlora_fsdp.common.startup import KEPT, end_with
 from qlora_fsdp.data.tokenize import Columns
 
 SHARD_BYTES = 8 * 2**20  # of raw rows: some seconds of tokenizing
@@ -182,14 +182,12 @@ def _in_workers(job: Callable[..., None], numbers: Sequence[int], num_processes:
                 for future in finished:
                     future.result()
         except BaseException as error:
-            for future in pending:
-                future.cancel()
             for worker in set(multiprocessing.active_children()) - others:
                 worker.kill()  # a row may be long, and nothing is lost but the shards that they are at
             if isinstance(error, BrokenProcessPool):
                 raise DataError(
                     "A process that tokenizes was killed, as a rule for want of memory (`dmesg` names what the kernel"
-                    f" kills). {num_processes} were running: set data.num_proc lower. What is tokenized is kept."
+                    f" kills). {num_processes} were running: set data.num_proc lower. {KEPT}"
                 ) from error
             raise
     tell(counted.value - told)

@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from qlora_fsdp.common.cache_folder import check_owner, close_to_others, find_cache, lock_mode, open_cache
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.common.files import remove
+from qlora_fsdp.common.startup import KEPT
 from qlora_fsdp.config.data_sets import slice_rows
 from qlora_fsdp.config.schema import BadRows, Config, TaskName
 from qlora_fsdp.data.answers import wrap_answers
@@ -77,7 +78,7 @@ def tokenize_source(path: Paths, config: Config, tokenizer: PreTrainedTokenizerB
     except OSError as error:
         raise DataError(
             f"data.cache_folder={folder.parent} can't be used: {error}. Set data.cache_folder to a folder that can be"
-            " written and has room. What is tokenized is kept: the same command goes on from there."
+            f" written and has room. {KEPT}"
         ) from error
     _, report = entry.cut(_cut_settings(config))
     _check(replace(report, num_used_rows=report.num_used_rows // (2 if config.has_pairs else 1)), path, config)
