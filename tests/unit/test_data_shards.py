@@ -195,13 +195,18 @@ def test_cores_of_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_another_length_needs_no_tokenizing(
     bad_rows: BadRows, tmp_path: Path, rows: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rows and the report are those of a cache of its own."""
-    prepare(rows, tmp_path / "cache")
-    for max_length in (8, 20, 200):
-        alone = prepare(rows, tmp_path / f"{max_length}", max_length, bad_rows=bad_rows)
+    """The rows and the report are those of a cache of its own, also where long rows are not kept whole."""
+    prepare(rows, tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        patch.setattr(tokenize_source, "KEPT_TOKENS", 16)
+        prepare(rows, tmp_path / "beginnings", 16)
+    for max_length, kept in ((8, "beginnings"), (16, "beginnings"), (20, "whole"), (200, "whole")):
+        alone = prepare(rows, tmp_path / f"{max_length}", max_length, bad_rows=bad_rows, num_proc=1)
         with monkeypatch.context() as patch:
             patch.setattr(tokenize_source, "read_rows", None)
-            shared = prepare(rows, tmp_path / "cache", max_length, bad_rows=bad_rows)
+            if kept == "beginnings":
+                patch.setattr(tokenize_source, "KEPT_TOKENS", 16)
+            shared = prepare(rows, tmp_path / kept, max_length, bad_rows=bad_rows)
         assert all_rows(shared) == all_rows(alone) and str(shared.report) == str(alone.report)
         assert alone.train.rows.lengths.max() <= max_length
     assert "cut" not in str(shared.report)

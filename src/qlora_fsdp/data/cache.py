@@ -57,7 +57,7 @@ class TokenizedRows:
     key: str = ""
     ends: NDArray[np.int64] | None = None
 
-    @cached_property
+    @property
     def lengths(self) -> NDArray[np.int64]:
         return np.diff(self.starts) if self.ends is None else self.ends - self.starts[:-1]
 
@@ -72,10 +72,9 @@ class TokenizedRows:
         return np.asarray(targets[np.searchsorted(targets, self.starts[:-1])] - self.starts[:-1])
 
     def read(self, row: int) -> list[TokenRow]:
-        start = int(self.starts[row])
-        span = slice(start, start + int(self.lengths[row]))
+        span = slice(self.starts[row], self.starts[row + 1] if self.ends is None else self.ends[row])
         is_target = self.is_target[span]
-        if is_target[0]:  # of a further piece of a row: nothing stands before it to predict it from
+        if self.ends is not None and is_target[0]:  # of a further piece of a row: nothing stands before it
             is_target = np.concatenate([[False], is_target[1:]])
         return [(self.tokens[span], is_target)]
 

@@ -23,6 +23,7 @@ from qlora_fsdp.data.row import (
     EMPTY,
     MORE_KEYS,
     NO_COLUMNS,
+    NO_TARGET,
     SAME_ANSWERS,
     TRAIN_KEYS,
     TURN_KEYS,
@@ -105,6 +106,8 @@ class PreferenceRowTokenizer:
         answers = read_answers(raw, self.is_paired, self.columns)
         margin = read_margin(raw, self.columns) if self.has_margin else None
         found = list(inner.encode([self._format(answer) for answer in answers]))
+        if not all(len(tokens) for (tokens, _), _ in found):
+            raise BadRow(NO_TARGET)
         (tokens, is_target), _ = found[0]
         if self.is_paired and is_target.any() and np.array_equal(tokens, found[1][0][0]):
             raise BadRow(SAME_ANSWERS)

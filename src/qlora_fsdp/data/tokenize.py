@@ -16,7 +16,7 @@ from qlora_fsdp.config.schema import BadRows, DataFormat, LossOn
 from qlora_fsdp.data.chat_template import Span
 from qlora_fsdp.data.cut import MAY_SPLIT, CutSettings, FlatRows, all_rows, cut_rows
 from qlora_fsdp.data.format import FormattedRow, format_row
-from qlora_fsdp.data.row import BadRow, check_row
+from qlora_fsdp.data.row import NO_TARGET, BadRow, check_row
 from qlora_fsdp.data.tokenizer import encode
 
 Tokens = NDArray[np.int32]
@@ -27,7 +27,7 @@ Columns = dict[str, list[Any]]
 COLUMNS = (
     "place",
     "problem",  # a kind of data.row, or empty
-    "detail",  # what else there is to say; of a row of which a beginning alone was tokenized, its length
+    "detail",  # what else there is to say; of a row of which a beginning alone is there, its length
     "tokens",  # empty: the row is left out
     "is_target",
     "labels",  # of a row, or of its targets; see data.labels
@@ -62,7 +62,7 @@ class RowTokenizer:
     def whole(self, batch: Columns) -> Columns:
         """Maps columns `place` and `row` to COLUMNS, one row for each, not yet cut.
 
-        Of a very long text that may not be split, a beginning has more than `max_length` tokens.
+        Of a row that is too long, and is not split, it is a beginning of more than `max_length` tokens.
         """
         out: Columns = {name: [] for name in COLUMNS}
         formatted: list[tuple[str, FormattedRow]] = []
@@ -75,12 +75,13 @@ class RowTokenizer:
             except BadRow as bad:
                 add_row(out, place, bad.kind, bad.detail)
         encoded = self.encode([row for _, row in formatted])
-        for (place, row), (tokens, detail) in zip(formatted, encoded, strict=True):
-            add_row(out, place, "", detail, tokens, flags=MAY_SPLIT if row.may_split else 0)
+        for (place, row), (row_tokens, detail) in zip(formatted, encoded, strict=True):
+            problem = "" if len(row_tokens[0]) else NO_TARGET
+            add_row(out, place, problem, detail, row_tokens, flags=MAY_SPLIT if row.may_split else 0)
         return out
 
     def encode(self, rows: list[FormattedRow]) -> Iterator[tuple[TokenRow, str]]:
-        """For each row its tokens, and its length in words if a beginning alone was tokenized."""
+        """For each row its tokens; of one that is too long, and is not split, a beginning, and its length in words."""
         if not rows:
             return
         keeps_all = self.bad_rows is BadRows.truncate
@@ -103,7 +104,11 @@ class RowTokenizer:
             if not row.is_chat and eos is not None and (len(tokens) == 0 or tokens[-1] != eos):
                 tokens, is_target = np.append(tokens, np.int32(eos)), np.append(is_target, True)
             is_target[:1] = False  # nothing stands before the first token to predict it from
-            yield (tokens, is_target), "" if len(text) == len(row.text) else show_length(row.text, text, len(tokens))
+            if len(tokens) > self.max_length and not (row.may_split and keeps_all):
+                one_more = slice(self.max_length + 1)  # by which it is known to be too long
+                yield (tokens[one_more], is_target[one_more]), show_length(row.text, text, len(tokens))
+            else:
+                yield (tokens, is_target), ""
 
     def _bos_token_id(self) -> int | None:
         bos: int | None = self.tokenizer.bos_token_id
