@@ -151,9 +151,10 @@ def _write(file: Path, figures: Mapping[str, Any]) -> None:
 def _describe_longest(
     work: Workload, hardware: Hardware, target: float, model: PretrainedConfig
 ) -> tuple[list[str], dict[str, Any]]:
-    """Returns the lines to print about the longest rows on 1, 2, 4 and 8 GPUs, and what preflight.json holds."""
-    found = []
-    for count in sorted({*COUNTS, hardware.count}):
+    """Returns the lines to print about the longest rows on 1 to 8 GPUs, and what preflight.json holds."""
+    found, num_slices = [], work.config.distributed.context_parallel
+    counts = {count for count in (*COUNTS, hardware.count) if count % num_slices == 0}
+    for count in sorted(counts):
         plan = longest(replace(work, num_ranks=count, local_num_ranks=min(count, GPUS_A_HOST)), target)
         if plan is not None:
             found.append(plan)
@@ -182,12 +183,14 @@ def _describe_longest(
     ]
     lines = [
         f"The longest rows of {_name(config)} on GPUs of {gpu.gib:g} GiB, of which {target / GIB:.2f} can be had, by "
-        f"the plan: one row a GPU, {describe_choice(found[0])}",
+        f"the plan: one row on {plural(num_slices, 'GPU')}, {describe_choice(found[0])}",
         format_table(rows),
     ]
     positions = getattr(model.get_text_config(), "max_position_embeddings", None)
     if positions is not None and positions < figures[-1]["max_length"]:
         lines.append(f"The model knows {positions:,} positions: model.rope_scaling stretches them (docs/long-rows.md)")
+    if num_slices == 1:
+        lines.append("GPUs can share a row, which then can be as many times as long: distributed.context_parallel=N")
     return lines, {"longest": figures}
 
 
