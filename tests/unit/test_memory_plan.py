@@ -30,6 +30,7 @@ from qlora_fsdp.memory.choose import (
     with_strategy,
 )
 from qlora_fsdp.memory.gpus import find_gpu, gpu_of_size, known_gpus, parse_hardware
+from qlora_fsdp.memory.longest import longest
 from qlora_fsdp.memory.plan import GIB, PHASES, MemoryPlan, make_plan
 from qlora_fsdp.memory.plan_run import Machine, plan_run, run_without_plan
 from qlora_fsdp.memory.policy import Policy
@@ -419,6 +420,8 @@ def test_ranks_that_share_sequences_keep_a_slice_each():
         assert ours.in_forward.products == theirs.in_forward.products
     assert (shared.ends.hidden, shared.ends.loss) == (alone.ends.hidden, alone.ends.loss)
     assert choose(replace(shared, num_ranks=8), 76 * GIB, H200).fits
+    one_each, one_for_two = (longest(replace(work, num_ranks=2), 76 * GIB) for work in (alone, shared))
+    assert 1.8 < one_for_two.work.config.training.max_length / one_each.work.config.training.max_length < 2.2
 
 
 def test_who_waits_for_python_is_told():

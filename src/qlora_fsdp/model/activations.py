@@ -24,7 +24,8 @@ def set_activation_policy(
 ) -> None:
     """Have each layer keep, recompute or offload its activations while it trains.
 
-    A policy changes no bit of a result and no collective, so a rank may change its own between two micro-batches.
+    A policy changes no bit of a result. Nor does it change a collective, unless ranks share sequences: a layer that is
+    computed again exchanges heads again. Else a rank may change its own between two micro-batches.
 
     Layers are recomputed by torch.utils.checkpoint without reentrance. Their inputs then need not require gradients,
     which frozen embeddings do not give them.
