@@ -117,7 +117,7 @@ def preflight(argv: Sequence[str], file: Path) -> int:
         lines, figures = _describe_longest(work, hardware, target, model)
         _write(file, figures)
         print("\n".join([*lines, *padded]))
-        return 0 if figures["longest"] else DOES_NOT_FIT
+        return 0 if any(row["gpus"] == hardware.count for row in figures["longest"]) else DOES_NOT_FIT
     choice = choose(work, target, hardware.gpu)
     lines, figures = _describe(choice, hardware, target)
     lines += [*padded, *([f"Note: {rounded}"] if rounded else [])]
