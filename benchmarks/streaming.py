@@ -1,13 +1,16 @@
 """CPU time of the whole job to stream rows, at several numbers of ranks, and how soon a resumed run has its rows.
 
-usage: python benchmarks/streaming.py TOKENIZER_FOLDER [--rows 10000] [--buffer-rows 2000] [--ranks 1 2 4]
-                                      [--kind jsonl|parquet|jsonl.gz] [setting=value ...]
+usage: python benchmarks/streaming.py TOKENIZER_FOLDER [--rows 20000] [--buffer-rows 1900] [--ranks 1 2 4]
+                                      [--kind jsonl|parquet|jsonl.gz] [--resume] [--seek ROWS] [setting=value ...]
 
 Conversations of some 366 tokens on average are written to a file. So many ranks (processes of this host that meet over
 gloo) stream it and make the micro-batches of every step, as training does, but compute nothing. CPU time is user and
 system time of all ranks and of their workers, from before the stream is opened to after the last batch; imports of a
-rank are no part of it. The digest is one of all tokens and targets by step: it must not depend on the ranks. Then each
-job is started again at 90 % of its steps, and the time until its first batch is there is measured.
+rank are no part of it. The digest is one of all tokens and targets by step: it must not depend on the ranks. With
+--resume each job is started again at 90 % of its steps, and tells how soon its first batch is there.
+
+With --seek ROWS, the first of these rows are repeated to so many in a file, and the seconds are told until 1,000 rows
+from 90 % of them on are there: by the position that a run has noted, and from the beginning. Nothing is tokenized.
 """
 
 from __future__ import annotations
@@ -30,11 +33,12 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 WORDS = (ROOT / "docs" / "data.md").read_text().split()
 BATCH_SIZE, MAX_LENGTH, TOKENS_A_ROW = 32, 2048, 366
+SEEK_ROWS = 10_000
 KEPT = 0.9  # of the rows that are streamed: the window after them is not begun
 
 
-def write_rows(file: Path, num_rows: int) -> None:
-    """Conversations of two turns in words of a page of the docs."""
+def write_rows(file: Path, num_rows: int, num_times: int = 1) -> None:
+    """Conversations of two turns in words of a page of the docs, all of them so many times."""
     rng = random.Random(0)
 
     def say(num_words: int) -> str:
@@ -48,10 +52,20 @@ def write_rows(file: Path, num_rows: int) -> None:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        pq.write_table(pa.Table.from_pylist(rows), file, row_group_size=10_000)
+        table = pa.Table.from_pylist(rows)
+        with pq.ParquetWriter(file, table.schema) as writer:
+            for _ in range(num_times):
+                writer.write_table(table)
         return
     text = "".join(json.dumps(row) + "\n" for row in rows).encode()
-    file.write_bytes(gzip.compress(text) if file.suffix == ".gz" else text)
+    with gzip.open(file, "wb", compresslevel=1) if file.suffix == ".gz" else file.open("wb") as out:
+        for _ in range(num_times):
+            out.write(text)
+
+
+def count_steps(num_rows: int) -> int:
+    """Steps of a job over so many rows."""
+    return int(KEPT * num_rows * TOKENS_A_ROW / MAX_LENGTH / BATCH_SIZE)
 
 
 def rank_main(arguments: argparse.Namespace, folder: Path, first_step: int) -> None:
@@ -71,14 +85,14 @@ def rank_main(arguments: argparse.Namespace, folder: Path, first_step: int) -> N
     data = DataConfig(path=arguments.file, streaming=True, buffer_rows=arguments.buffer_rows, **own)
     training = TrainingConfig(packing=True, max_length=MAX_LENGTH, max_steps=1)
     config = replace(Config(), data=data, training=training)
-    num_steps = int(KEPT * arguments.rows * TOKENS_A_ROW / MAX_LENGTH / BATCH_SIZE)
+    num_steps = count_steps(arguments.rows)
     size = BATCH_SIZE // processes.num_ranks
     split = BatchSplit(size, BATCH_SIZE, processes.num_ranks, num_steps, num_steps * BATCH_SIZE)
 
     def cpu_seconds() -> float:
         this = psutil.Process()
         times = [each.cpu_times() for each in (this, *this.children(recursive=True))]
-        return sum(each.user + each.system for each in times)
+        return float(sum(each.user + each.system for each in times))
 
     processes.wait()
     before, started = cpu_seconds(), time.monotonic()
@@ -117,17 +131,45 @@ def rank_main(arguments: argparse.Namespace, folder: Path, first_step: int) -> N
     os._exit(0)  # what is made ahead is not wanted
 
 
+def seek_main(file: Path, num_rows: int) -> None:
+    """How long it takes to have rows from 90 % of a file on."""
+    from qlora_fsdp.config.schema import DataConfig
+    from qlora_fsdp.data.endless_rows import EndlessRows
+    from qlora_fsdp.data.position import Position
+    from qlora_fsdp.data.read import find_source
+
+    write_rows(file, SEEK_ROWS, num_rows // SEEK_ROWS)
+    source = find_source(str(file), DataConfig())
+    started, cpu = time.monotonic(), time.process_time()
+    rows = EndlessRows(source, Position())
+    for _ in range(int(0.9 * num_rows) // 1000):
+        rows.take(1000)
+    position = replace(rows.position)
+    expected = rows.take(1000)
+    read = {"seconds": time.monotonic() - started, "cpu_seconds": time.process_time() - cpu}
+    started, cpu = time.monotonic(), time.process_time()
+    assert EndlessRows(source, position).take(1000) == expected
+    sought = {"seconds": time.monotonic() - started, "cpu_seconds": time.process_time() - cpu}
+    print(json.dumps({"file": file.name, "gib": file.stat().st_size / 2**30, "read": read, "sought": sought}))
+
+
 def start_ranks(num_ranks: int, folder: Path, first_step: int) -> None:
     """Run a job of so many ranks, and wait for it."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     ranks = []
     for rank in range(num_ranks):
-        world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
+        world: dict[str, Any] = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": num_ranks,
+            "LOCAL_WORLD_SIZE": num_ranks,
+        }
         world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "STREAM_FOLDER": folder, "FIRST_STEP": first_step}
         environment = os.environ | {key: str(value) for key, value in world.items()}
         ranks.append(subprocess.Popen([sys.executable, __file__, *sys.argv[1:]], env=environment))
-    if any([process.wait() for process in ranks]):
+    exit_codes = [process.wait() for process in ranks]
+    if any(exit_codes):
         raise SystemExit("A rank failed.")
 
 
@@ -135,10 +177,12 @@ def main() -> None:
     """Start the jobs one after another; each prints its figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tokenizer")
-    parser.add_argument("--rows", type=int, default=10_000)
-    parser.add_argument("--buffer-rows", type=int, default=2_000)
+    parser.add_argument("--rows", type=int, default=20_000)
+    parser.add_argument("--buffer-rows", type=int, default=1_900)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--kind", default="jsonl")
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--seek", type=int, default=0)
     parser.add_argument("--file", default="")
     parser.add_argument("settings", nargs="*", help="of data, in JSON, such as num_proc=2")
     arguments = parser.parse_args()
@@ -147,6 +191,8 @@ def main() -> None:
         rank_main(arguments, Path(os.environ["STREAM_FOLDER"]), int(os.environ["FIRST_STEP"]))
     with TemporaryDirectory() as temporary:
         file = Path(arguments.file or f"{temporary}/rows.{arguments.kind}")
+        if arguments.seek:
+            return seek_main(file, arguments.seek)
         if not file.exists():
             write_rows(file, arguments.rows)
         os.environ["STREAM_FILE"] = str(file)
@@ -154,8 +200,8 @@ def main() -> None:
             folder = Path(temporary) / str(num_ranks)
             folder.mkdir()
             start_ranks(num_ranks, folder, 0)
-            num_steps = int(KEPT * arguments.rows * TOKENS_A_ROW / MAX_LENGTH / BATCH_SIZE)
-            start_ranks(num_ranks, folder, int(0.9 * num_steps))
+            if arguments.resume:
+                start_ranks(num_ranks, folder, int(0.9 * count_steps(arguments.rows)))
 
 
 if __name__ == "__main__":

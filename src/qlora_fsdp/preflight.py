@@ -117,7 +117,7 @@ def preflight(argv: Sequence[str], file: Path) -> int:
         lines, figures = _describe_longest(work, hardware, target, model)
         _write(file, figures)
         print("\n".join([*lines, *padded]))
-        return 0 if figures["longest"] else DOES_NOT_FIT
+        return 0 if any(row["gpus"] == hardware.count for row in figures["longest"]) else DOES_NOT_FIT
     choice = choose(work, target, hardware.gpu)
     lines, figures = _describe(choice, hardware, target)
     lines += [*padded, *([f"Note: {rounded}"] if rounded else [])]
@@ -151,9 +151,10 @@ def _write(file: Path, figures: Mapping[str, Any]) -> None:
 def _describe_longest(
     work: Workload, hardware: Hardware, target: float, model: PretrainedConfig
 ) -> tuple[list[str], dict[str, Any]]:
-    """Returns the lines to print about the longest rows on 1, 2, 4 and 8 GPUs, and what preflight.json holds."""
-    found, shared_by = [], work.config.distributed.context_parallel
-    for count in (count for count in sorted({*COUNTS, hardware.count}) if count % shared_by == 0):
+    """Returns the lines to print about the longest rows on 1 to 8 GPUs, and what preflight.json holds."""
+    found, num_slices = [], work.config.distributed.context_parallel
+    counts = {count for count in (*COUNTS, hardware.count) if count % num_slices == 0}
+    for count in sorted(counts):
         plan = longest(replace(work, num_ranks=count, local_num_ranks=min(count, GPUS_A_HOST)), target)
         if plan is not None:
             found.append(plan)
@@ -182,12 +183,14 @@ def _describe_longest(
     ]
     lines = [
         f"The longest rows of {_name(config)} on GPUs of {gpu.gib:g} GiB, of which {target / GIB:.2f} can be had, by "
-        f"the plan: one row {'a GPU' if shared_by == 1 else f'for {shared_by} GPUs'}, {describe_choice(found[0])}",
+        f"the plan: one row on {plural(num_slices, 'GPU')}, {describe_choice(found[0])}",
         format_table(rows),
     ]
     positions = getattr(model.get_text_config(), "max_position_embeddings", None)
     if positions is not None and positions < figures[-1]["max_length"]:
         lines.append(f"The model knows {positions:,} positions: model.rope_scaling stretches them (docs/long-rows.md)")
+    if num_slices == 1:
+        lines.append("GPUs can share a row, which then can be as many times as long: distributed.context_parallel=N")
     return lines, {"longest": figures}
 
 

@@ -115,6 +115,31 @@ def test_a_fit_and_the_changes_that_give_it(tmp_path: Path):
         assert run_preflight(tmp_path, *SEVENTY_B, *change.split())[0] == 0, change
 
 
+SHARED = "distributed.context_parallel=4"
+
+
+def test_the_longest_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """They fit, and rows that are 1 % longer do not; several GPUs split the base."""
+    model = ["model=llama3.2-1b-base", "hardware=1x24gib"]
+    code, figures = run_preflight(tmp_path, *model, "training.max_length=max")
+    out = capsys.readouterr().out
+    rows = figures["longest"]
+    assert code == 0 and [row["gpus"] for row in rows] == [1, 2, 4, 8]
+    lengths = [row["max_length"] for row in rows]
+    assert (
+        lengths[1:] == sorted(lengths[1:])
+        and f"{lengths[0]:,}" in out
+        and "131,072 positions: model.rope_scaling" in out
+    )
+    for length, expected in ((lengths[0], 0), (round(1.01 * lengths[0]), 3)):
+        batch = [f"training.max_length={length}", "training.micro_batch_size=1", "training.global_batch_size=1"]
+        assert run_preflight(tmp_path, *model, *batch)[0] == expected
+    code, figures = run_preflight(tmp_path, "model=llama3-70b", "hardware=1x24gib", "training.max_length=max")
+    assert code == 3 and figures["longest"][0]["gpus"] > 1
+    shared = run_preflight(tmp_path, *model[:1], "hardware=4x24gib", "training.max_length=max", SHARED)[1]["longest"]
+    assert [row["gpus"] for row in shared] == [4, 8] and 3.5 * lengths[0] < shared[0]["max_length"] < 4.5 * lengths[0]
+
+
 def test_own_model_and_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     config = load_config(["model=llama3-8b"]).model.config
     (tmp_path / "config.json").write_text(json.dumps(config))

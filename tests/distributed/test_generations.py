@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.helpers.lines import read_lines
+from tests.helpers.preferences import write_pairs
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import settings, train_all
 
@@ -19,19 +20,23 @@ pytestmark = pytest.mark.distributed
 NUM_TOKENS = 8
 
 
-@pytest.mark.parametrize("sharding", ["FULL_SHARD", "NO_SHARD"])  # together, a pass for every token; alone, in slots
+# Together, a pass for every token; alone, in slots. Of pairs, the chosen answer stands beside the completion.
+@pytest.mark.parametrize(
+    ("sharding", "task"), [("FULL_SHARD", "causal_lm"), ("NO_SHARD", "causal_lm"), ("NO_SHARD", "preference")]
+)
 def test_completions_are_those_of_stock_generate(
-    sharding: str, checkpoint: Callable[..., Path], rows: Path, tmp_path: Path
+    sharding: str, task: str, checkpoint: Callable[..., Path], rows: Path, tmp_path: Path
 ):
+    rows = write_pairs(tmp_path / "pairs.jsonl") if task == "preference" else rows
     model, folder = checkpoint("llama", torch.float32), tmp_path / "run"
     argv = settings(model, rows, "quant=none", "training.precision=float32", "training.max_steps=6")
     argv += ["data.eval_fraction=0.1", "training.eval_every_steps=3", "training.learning_rate=0.02"]
     argv += ["tracking.num_generations=3", f"tracking.generation_tokens={NUM_TOKENS}", f"run.folder={folder}"]
-    argv += [f"fsdp.sharding_strategy={sharding}"]
+    argv += [f"fsdp.sharding_strategy={sharding}", f"task={task}"]
     run_ranks(2, train_all, {"run": argv})
     lines = read_lines(folder / "generations.jsonl")
     assert [line["step"] for line in lines] == [0] * 3 + [3] * 3 + [6] * 3
-    expected = {tuple(json.loads(row).values()) for row in rows.read_text().splitlines()}
+    expected = {tuple(json.loads(row).values())[:2] for row in rows.read_text().splitlines()}
     assert all((line["prompt"], line["reference"]) in expected for line in lines)
 
     stock = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)

@@ -43,6 +43,8 @@ SAME_NUMBERS = {
     "activations recomputed": (2, ["memory.activations=full"]),
     "norms recomputed": (2, ["memory.activations=selective"]),
     "every second layer recomputed": (2, ["memory.activations=every_k"]),
+    "in tiles": (2, ["memory.tile_tokens=64"]),
+    "in tiles, inputs offloaded": (2, ["memory.tile_tokens=64", "memory.activations=offload"]),
     "storage float32": (2, ["quant.bnb_4bit_quant_storage=float32"]),
     "storage uint8": (2, ["quant.bnb_4bit_quant_storage=uint8"]),
     "deterministic": (2, ["training.deterministic=true", "training.micro_batch_size=1"]),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
@@ -13,11 +15,12 @@ from qlora_fsdp.config.compose import load_config
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.preferences import stock_figures, write_judged, write_pairs
 from tests.helpers.ranks import once, run_ranks
-from tests.helpers.runs import settings, train_all
+from tests.helpers.reference import save_stock_adapter
+from tests.helpers.runs import Trained, settings, train_all
 
 pytestmark = pytest.mark.distributed
 NUM_STEPS = 4
-LOSS = "preference.loss="
+LOSS, START = "preference.loss=", "lora.start=ADAPTER"
 CASES = {
     "dpo, twenty steps": ["training.max_steps=20"],
     "dpo, padded": ["training.packing=false", "preference.beta=0.3"],
@@ -35,8 +38,22 @@ CASES = {
     "orpo": [f"{LOSS}orpo", "lora.modules_to_save=[lm_head]"],
     "kto": [f"{LOSS}kto", "preference.desirable_weight=1.5"],
     "kto, padded, reference in the step": [f"{LOSS}kto", "training.packing=false", "preference.precompute=false"],
+    "kto from an adapter, reference in the step": [f"{LOSS}kto", START, "preference.precompute=false"],
 }
-MICRO = {1: 4, 2: 1}  # sequences a rank a forward pass: on two ranks a step is two of these
+# A step of twelve sequences, which three and four ranks share.
+MORE_RANKS = ["training.global_batch_size=12", "training.max_steps=2"]
+ON_MORE = {
+    "dpo, twelve": MORE_RANKS,
+    "dpo, padded, twelve": ["training.packing=false", "preference.precompute=false", *MORE_RANKS],
+    "kto, twelve": [f"{LOSS}kto", *MORE_RANKS],
+}
+# Runs that go on from a checkpoint, with empty caches: the reference is what the model was before its first step.
+RESUMED = {
+    "dpo resumed": [],
+    "dpo from an adapter resumed": [START],
+    "kto resumed": [f"{LOSS}kto", "training.packing=false"],
+}
+MICRO = {1: 4, 2: 1, 3: 2, 4: 1}  # sequences a rank a forward pass: on two ranks a step is two of these
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +62,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_checkpoint("llama", folder / "model")
     write_pairs(folder / "pairs.jsonl")
     write_judged(folder / "judged.jsonl")
+    save_stock_adapter(folder / "model", {"r": 8, "target_modules": ["q_proj", "up_proj"]}, folder / "adapter")
     return folder
 
 
@@ -53,7 +71,7 @@ def argv(folder: Path) -> Callable[[str, int], list[str]]:
     """`argv(case, num_ranks)`: the settings of a case."""
 
     def make(case: str, num_ranks: int) -> list[str]:
-        more = CASES[case]
+        more = [text.replace("ADAPTER", str(folder / "adapter")) for text in (CASES | ON_MORE | RESUMED)[case]]
         rows = folder / ("judged.jsonl" if case.startswith("kto") else "pairs.jsonl")
         run = folder / f"{case.replace(' ', '_').replace(',', '')}-{num_ranks}"
         own = ["task=preference", f"training.max_steps={NUM_STEPS}", f"training.micro_batch_size={MICRO[num_ranks]}"]
@@ -63,11 +81,17 @@ def argv(folder: Path) -> Callable[[str, int], list[str]]:
 
 
 @pytest.fixture(scope="module")
-def runs(argv: Callable[[str, int], list[str]]) -> Callable[[int], list[dict[str, object]]]:
+def runs(argv: Callable[[str, int], list[str]]) -> Callable[[int], list[dict[Any, Trained]]]:
     """`runs(num_ranks)`: every case on so many ranks."""
 
-    def run(num_ranks: int) -> list[dict[str, object]]:
-        return run_ranks(num_ranks, train_all, {case: argv(case, num_ranks) for case in CASES})
+    def run(num_ranks: int) -> list[dict[Any, Trained]]:
+        wanted = {case: argv(case, num_ranks) for case in (CASES if num_ranks < 3 else ON_MORE)}
+        for case in RESUMED if num_ranks == 2 else ():
+            plain, folder = argv(case, 2), Path(load_config(argv(case, 2)).run.folder)
+            wanted[case, "straight"] = [*plain, "checkpoint.every_steps=2", f"data.cache_folder={folder}-cache"]
+            places = [f"run.folder={folder}-on", f"data.cache_folder={folder}-on-cache"]
+            wanted[case, "resumed"] = [*plain, *places, f"checkpoint.resume={folder}/checkpoints/step-00000002"]
+        return run_ranks(num_ranks, train_all, wanted)
 
     return once(run)
 
@@ -79,12 +103,11 @@ def lines_of(argv: list[str], kind: str = "loss") -> list[dict[str, float]]:
     return [line for line in lines if kind in line]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "num_ranks"), [*product(CASES, (1, 2)), *product(ON_MORE, (3, 4))], ids=str)
 def test_stock_libraries_give_the_same_figures(runs, argv, case: str, num_ranks: int) -> None:
     runs(num_ranks)
     expected, lines = stock_of(tuple(argv(case, 1))), lines_of(argv(case, num_ranks))
-    assert len(lines) == len(expected) >= NUM_STEPS
+    assert len(lines) == len(expected) == load_config(argv(case, 1)).training.max_steps
     for line, figures in zip(lines, expected, strict=True):
         assert line["loss"] == pytest.approx(figures["loss"], abs=1e-5)
         assert {name: line[name] for name in figures} == pytest.approx(figures, abs=1e-5, rel=1e-5)
@@ -103,6 +126,15 @@ def test_one_and_two_ranks_save_the_same_adapter(runs, argv, case: str) -> None:
     assert one.keys() == two.keys()
     for name in one:
         assert (one[name] - two[name]).abs().max() < 2e-4
+
+
+@pytest.mark.parametrize("case", RESUMED)
+def test_a_resumed_run_is_the_same_bit_for_bit(runs, argv, case: str) -> None:
+    found = runs(2)[0]
+    assert found[case, "resumed"].losses == found[case, "straight"].losses[2:]
+    folder = load_config(argv(case, 2)).run.folder
+    straight, resumed = (Path(f"{folder}{end}", "adapter/adapter_model.safetensors") for end in ("", "-on"))
+    assert straight.read_bytes() == resumed.read_bytes()
 
 
 def test_evaluation_has_the_figures_of_held_out_pairs(runs, argv) -> None:

@@ -10,10 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
-from peft.tuners import lora
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -21,7 +19,6 @@ from transformers import AutoTokenizer
 
 from qlora_fsdp.config.schema import Config, ProblemType
 from qlora_fsdp.data.batch import Batch
-from qlora_fsdp.data.tokenizer import byte_tokenizer
 from qlora_fsdp.model.frozen_copy import FrozenCopy
 from qlora_fsdp.model.task_model import TaskModel
 from qlora_fsdp.runtime.processes import Processes
@@ -31,7 +28,7 @@ from tests.helpers.classification import LABELS, write_labelled_rows
 from tests.helpers.lines import read_lines
 from tests.helpers.quick_config import load_config
 from tests.helpers.ranks import RanksFailed, once, run_ranks
-from tests.helpers.reference import global_batches, load_stock, train_stock
+from tests.helpers.reference import global_batches, load_stock_adapter, save_stock_adapter, train_stock
 from tests.helpers.runs import logits_of, settings, train_all, train_here
 
 pytestmark = pytest.mark.distributed
@@ -67,32 +64,6 @@ STRATEGIES = {"full_shard": (2, []), "no_shard": (2, ["fsdp=no_shard"]), "one ra
 
 def logits(model: TaskModel, processes: Processes) -> Tensor:
     return logits_of(model, INPUT_IDS.to(processes.device))
-
-
-def save_stock_adapter(base: Path, options: dict[str, Any], folder: Path) -> Path:
-    """An adapter as PEFT writes it, with random values where PEFT begins with zeros."""
-    model = load_stock(base, load_config(["quant=none", f"model.path={base}"]).quant)
-    wrapped = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **{"r": 4, "lora_alpha": 8} | options))
-    torch.manual_seed(0)
-    for param in wrapped.parameters():
-        if param.requires_grad:
-            param.data.add_(torch.randn(param.shape) * 0.05)
-    wrapped.save_pretrained(folder)
-    if "trainable_token_indices" in options:
-        tokenizer = byte_tokenizer()
-        tokenizer.add_tokens(["<call>", "</call>"])
-        tokenizer.save_pretrained(folder)
-    return folder
-
-
-def load_stock_adapter(base: Path, adapter: Path, quant: Any) -> peft.PeftModel:
-    """The adapter on the stock base, to be trained, over bitsandbytes' layers too as the tests' reference has it."""
-    import bitsandbytes as bnb
-
-    options = peft.PeftConfig.from_pretrained(adapter)
-    options.inference_mode = False
-    options._register_custom_module({bnb.nn.Linear4bit: lora.Linear, bnb.nn.Linear8bitLt: lora.Linear})
-    return peft.PeftModel.from_pretrained(load_stock(base, quant), adapter, is_trainable=True, config=options)
 
 
 @pytest.fixture(scope="module")

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
+import numpy as np
 import pytest
 
+from qlora_fsdp.common.errors import DataError
+from qlora_fsdp.runtime.processes import start_processes, stop_processes
 from tests.helpers.lines import read_lines
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import Meeting, run_ranks
 from tests.helpers.runs import settings, train_all
+from tests.helpers.streams import NUM_SEQUENCES, stream
 
 pytestmark = pytest.mark.distributed
 NUM_STEPS, STEP = 6, 4
@@ -34,3 +42,85 @@ def test_one_and_two_ranks_and_a_resumed_run_give_the_same_losses(checkpoint: Ca
     assert windows[0]["window"] == 0 < resumed[0]["window"] and resumed[0] in windows  # nothing before was tokenized
     assert 0 < resumed[0]["sequence"] <= STEP * 4 < resumed[1]["sequence"]
     assert "eval_loss" in json.loads((tmp_path / "two" / "summary.json").read_text())
+
+
+def read_share(folder: Path, cases: list[dict[str, Any]]) -> list[Any]:
+    """For each case what this rank gets of a stream: its sequences, or the message that ends it."""
+    found: list[Any] = []
+    for case in cases:
+        Meeting.new_port()
+        processes = start_processes(60, use_cpu=True).for_thread()
+        try:
+            with mock.patch("qlora_fsdp.data.endless_rows.ROWS_A_READER", 7):
+                data = stream([folder / name for name in case["paths"]], processes, **case["more"])
+                found.append(_own_sequences(data, processes.rank, processes.num_ranks))
+        except DataError as error:
+            found.append(str(error))
+        finally:
+            stop_processes()
+    return found
+
+
+def _own_sequences(data: Any, rank: int, num_ranks: int) -> dict[str, Any]:
+    problems = [(problem.kind, problem.num_rows, problem.examples) for problem in data.first_window.report.problems]
+    sequences = {}
+    for index in range(NUM_SEQUENCES):
+        lengths = [*data.lengths_of(np.array([index])).tolist(), data.num_target_tokens(np.array([index]))]
+        if index % 4 % num_ranks == rank:  # of a global batch of 4, in micro-batches of 1
+            rows = data.rows_of(index)
+            assert lengths == [sum(len(row) for row, _ in rows), sum(int(mask.sum()) for _, mask in rows)]
+            sequences[index] = [(row.tolist(), mask.tolist()) for row, mask in rows]
+        else:
+            with pytest.raises(AssertionError, match="another rank"):
+                data.rows_of(index)
+    return {"sequences": sequences, "problems": problems}
+
+
+def test_ranks_share_windows_and_their_errors(tmp_path: Path):
+    """Files of several kinds, bad rows among them, and a mix: the same on three ranks as on one, in parts."""
+    folder = tmp_path / "many"
+    folder.mkdir()
+    bad = {3: "{broken", 8: '{"no": "text"}', 11: "[]", 12: '{"no": 1}'}
+    lines = [bad.get(n, json.dumps({"text": f"row {n} " + "x" * (n % 11)})) for n in range(30)]
+    (folder / "a.jsonl").write_text("\n".join(lines))
+    (folder / "b.jsonl.gz").write_bytes(gzip.compress(("\n".join(lines[13:])).encode()))
+    (tmp_path / "other.jsonl").write_text("\n".join(lines[20:]))
+    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress("\n".join(lines * 40).encode())[:-30])
+    (tmp_path / "late.jsonl").write_text("\n".join([*lines[13:], *lines[13:], "{broken"]))  # in the second window
+    cases = [
+        {"paths": ["many"], "more": {}},
+        {"paths": ["many", "other.jsonl"], "more": {"weights": (1.0, 2.0)}},
+        {"paths": ["late.jsonl"], "more": {"strict": True}},
+        {"paths": ["cut.jsonl.gz"], "more": {"buffer_rows": 5000}},
+        {"paths": ["other.jsonl"], "more": {"vocab_size": 257}},
+    ]
+    (one,), three = run_ranks(1, read_share, tmp_path, cases), run_ranks(3, read_share, tmp_path, cases)
+    for number in (0, 1):
+        assert [rank[number]["problems"] for rank in three] == [one[number]["problems"]] * 3
+        together = {index: rows for rank in three for index, rows in rank[number]["sequences"].items()}
+        assert together == one[number]["sequences"] and len(together) == NUM_SEQUENCES
+        assert sum(len(rank[number]["sequences"]) for rank in three) == NUM_SEQUENCES  # each on one rank alone
+    places = [example for _, _, examples in one[0]["problems"] for example in examples]
+    assert {"a.jsonl:4", "a.jsonl:9", "a.jsonl:13"} <= set(re.findall(r"a\.jsonl:[0-9]+", " ".join(places)))
+    for number, said in ((2, "late.jsonl:35"), (3, "cut.jsonl.gz can't be read"), (4, "has token 257")):
+        messages = {rank[number] for rank in three}
+        assert messages == {one[number]} and said in one[number]
+
+
+def test_losses_are_those_of_the_cached_rows_in_the_same_order(checkpoint: Callable, rows: Path, tmp_path: Path):
+    """A stream in windows of 10 rows on two ranks, and the same rows from the cache of a file in the stream's order."""
+    model, more = checkpoint("llama"), [f"training.max_steps={NUM_STEPS}", "training.seed=5"]
+    streaming = ["data.streaming=true", "data.buffer_rows=10", f"run.folder={tmp_path / 'streamed'}"]
+    streamed = run_ranks(2, train_all, {0: settings(model, rows, *more, *streaming, packing=False)})[0][0].losses
+    seeds = [int(np.random.SeedSequence([5, window]).generate_state(1)[0]) for window in range(3)]
+    shuffled = [10 * window + np.random.default_rng(seed).permutation(10) for window, seed in enumerate(seeds)]
+    lines = [rows.read_text().splitlines()[place] for place in np.concatenate(shuffled)[: 4 * NUM_STEPS]]
+    epoch = np.random.default_rng([5, 0]).permutation(len(lines))  # the order in which cached rows are trained on
+    file = [""] * len(lines)
+    for line, place in zip(lines, epoch, strict=True):
+        file[place] = line
+    (tmp_path / "ordered.jsonl").write_text("\n".join(file))
+    cached = settings(
+        model, rows, *more, f"data.path={tmp_path / 'ordered.jsonl'}", f"run.folder={tmp_path / 'c'}", packing=False
+    )
+    assert streamed == pytest.approx(run_ranks(1, train_all, {0: cached})[0][0].losses, abs=1e-5)

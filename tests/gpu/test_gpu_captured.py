@@ -22,6 +22,7 @@ SAME_BITS = {
     "rows of many lengths": ["training.max_length=256"],
     "recomputed": ["memory=recompute"],
     "selective": ["memory=selective"],
+    "in tiles": ["training.max_length=256", "memory=recompute", "memory.tile_tokens=100"],
     "dropout": ["lora.lora_dropout=0.1"],
     "int8": ["quant=int8"],
     "dora": ["lora.use_dora=true"],

@@ -1,4 +1,4 @@
-"""On a GPU: what the memory plan predicts is what is allocated, and no activation policy changes a loss."""
+"""On a GPU: what the memory plan predicts is what is allocated, and no activation policy and no tile changes a loss."""
 
 from __future__ import annotations
 
@@ -14,21 +14,24 @@ import torch
 import qlora_fsdp.training.run as pipeline
 from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.config.world import World
+from qlora_fsdp.runtime.pinned_memory import pinned_buffer
 from tests.helpers.ranks import Meeting, once, run_ranks
 
-POLICIES = ("none", "selective", "full", "offload", "auto")
+POLICIES = ("none", "selective", "full", "offload", "auto", "tiled")
+TILED = ["memory.activations=offload", "memory.tile_tokens=1024"]
 TARGET_GIB = 6  # of auto, which has to mix policies to fit
 MODEL = ["model=llama3-8b", "model.weights=random", "model.config.num_hidden_layers=6", "data=random"]
 STEPS = ["data.max_rows=16", "training.max_steps=3", "training.max_length=2048", "training.micro_batch_size=4"]
 
 
 def run_policies(folder: Path) -> dict[str, dict[str, Any]]:
-    """Summary and losses of a run under each policy, and whether torch's segments grow."""
+    """Summary and losses of a run under each policy, and of one in tiles, and whether torch's segments grow."""
     found = {}
     for policy in POLICIES:
         Meeting.new_port()
         run_folder = folder / policy
-        arguments = [*MODEL, *STEPS, f"memory.activations={policy}", f"run.folder={run_folder}"]
+        memory = TILED if policy == "tiled" else [f"memory.activations={policy}"]
+        arguments = [*MODEL, *STEPS, *memory, f"run.folder={run_folder}"]
         arguments += [f"memory.target_gib={TARGET_GIB}"] if policy == "auto" else []
         torch.cuda.set_per_process_memory_fraction(1.0)
         summary = pipeline.run(load_config(arguments), World.from_environment(os.environ))
@@ -69,3 +72,12 @@ def test_auto_keeps_to_its_target(runs: dict[str, dict[str, Any]]):
     assert "recomputed" in memory["predicted"]["activations"] and "kept" in memory["predicted"]["activations"]
     assert max(memory["measured"]["reserved_gib"].values()) <= TARGET_GIB
     assert runs["auto"]["grows"], "expandable segments are on"
+
+
+def test_pinned_buffers_are_of_any_size_and_the_gpu_copies_to_them_by_itself():
+    buffer = pinned_buffer(3 * 2**20 + 5)
+    assert buffer.is_pinned() and buffer.nbytes == 3 * 2**20 + 5
+    values = torch.arange(2**20, device="cuda", dtype=torch.int32)
+    buffer[: values.nbytes].view(torch.int32).copy_(values, non_blocking=True)
+    torch.cuda.synchronize()
+    assert torch.equal(buffer[: values.nbytes].view(torch.int32), values.cpu())

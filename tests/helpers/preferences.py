@@ -9,9 +9,10 @@ import json
 import math
 import random
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import peft
@@ -26,7 +27,7 @@ from qlora_fsdp.data.tokenizer import byte_tokenizer
 from tests.helpers.checkpoints import VOCAB
 from tests.helpers.one_process import one_process
 from tests.helpers.quick_config import load_config
-from tests.helpers.reference import add_lora, load_stock
+from tests.helpers.reference import add_lora, load_stock, load_stock_adapter
 from tests.helpers.runs import WORDS
 
 BOS, EOS = 256, 257
@@ -79,8 +80,8 @@ def step_rows(config: Config) -> list[list[int]]:
 def stock_figures(argv: Sequence[str]) -> list[dict[str, float]]:
     """Loss and figures of every step of the same run with stock libraries."""
     config = load_config(argv)
-    model = add_lora(load_stock(Path(config.model.path or ""), config.quant), config)
-    params = [p for p in model.parameters() if p.requires_grad]
+    model = Stock.load(config)
+    params = [p for p in model.policy.parameters() if p.requires_grad]
     wanted = config.optim
     optimizer = torch.optim.AdamW(params, config.training.learning_rate, tuple(wanted.betas), wanted.eps, 0.0)
     examples, lines = read_examples(config), []
@@ -102,6 +103,21 @@ def stock_figures(argv: Sequence[str]) -> list[dict[str, float]]:
     return lines
 
 
+class Stock(NamedTuple):
+    """What is trained, and the model that it started from; None where that is the base alone."""
+
+    policy: peft.PeftModel
+    start: peft.PeftModel | None
+
+    @classmethod
+    def load(cls, config: Config) -> Stock:
+        base, start = Path(config.model.path or ""), config.lora.start
+        if start is None:
+            return cls(add_lora(load_stock(base, config.quant), config), None)
+        policy, before = (load_stock_adapter(base, Path(start), config.quant) for _ in ("policy", "start"))
+        return cls(policy, before.eval())
+
+
 def log_prob(model: peft.PeftModel, prompt: str, answer: str, max_length: int) -> tuple[Tensor, int]:
     """log p(answer and end | prompt), and the tokens of these; of the first `max_length` tokens of all."""
     ids = torch.tensor([[BOS, *prompt.encode(), *answer.encode(), EOS][:max_length]])
@@ -111,19 +127,21 @@ def log_prob(model: peft.PeftModel, prompt: str, answer: str, max_length: int) -
     return chosen.sum(), len(chosen)
 
 
-def reference_log_prob(model: peft.PeftModel, prompt: str, answer: str, max_length: int) -> Tensor:
-    """The same of the base without the adapter."""
-    with torch.no_grad(), model.disable_adapter():
-        return log_prob(model, prompt, answer, max_length)[0]
+def reference_log_prob(model: Stock, prompt: str, answer: str, max_length: int) -> Tensor:
+    """The same of the base without the adapter, or with the one that training started from."""
+    with torch.no_grad(), model.policy.disable_adapter() if model.start is None else nullcontext():
+        return log_prob(model.start or model.policy, prompt, answer, max_length)[0]
 
 
-def pair_figures(model: peft.PeftModel, row: Example, config: Config) -> dict[str, Tensor]:
+def pair_figures(model: Stock, row: Example, config: Config) -> dict[str, Tensor]:
     """Loss and figures of a pair. Settings are read as they are typed, so every default is stated here again."""
     settings, loss = config.preference, config.preference.loss.value
     beta = settings.beta or (2.0 if loss == "simpo" else 0.1)
     epsilon, gamma = settings.label_smoothing, settings.simpo_gamma
     length = config.training.max_length
-    (w, num_w), (r, num_r) = (log_prob(model, row["prompt"], row[side], length) for side in ("chosen", "rejected"))
+    (w, num_w), (r, num_r) = (
+        log_prob(model.policy, row["prompt"], row[side], length) for side in ("chosen", "rejected")
+    )
     nll = -w / num_w
     if loss in ("dpo", "ipo", "hinge", "robust"):
         ratio_w = w - reference_log_prob(model, row["prompt"], row["chosen"], length)
@@ -162,7 +180,7 @@ def pair_figures(model: peft.PeftModel, row: Example, config: Config) -> dict[st
 
 
 def judged_figures(
-    model: peft.PeftModel, examples: Sequence[Example], rows: Sequence[int], config: Config
+    model: Stock, examples: Sequence[Example], rows: Sequence[int], config: Config
 ) -> list[dict[str, Tensor]]:
     """KTO's loss and figures of each answer of a step, whose prompts with other answers give the step's KL."""
     settings = config.preference
@@ -170,12 +188,16 @@ def judged_figures(
     for row in rows:
         prompt, other = examples[row]["prompt"], examples[row - 1]["completion"]
         with torch.no_grad():
-            moved.append(log_prob(model, prompt, other, length)[0] - reference_log_prob(model, prompt, other, length))
+            now, before = (
+                log_prob(model.policy, prompt, other, length)[0],
+                reference_log_prob(model, prompt, other, length),
+            )
+            moved.append(now - before)
     kl = torch.stack(moved).mean().clamp(min=0)
     found = []
     for row in rows:
         prompt, answer, is_good = (examples[row][key] for key in ("prompt", "completion", "label"))
-        logp, _ = log_prob(model, prompt, answer, length)
+        logp, _ = log_prob(model.policy, prompt, answer, length)
         ratio = logp - reference_log_prob(model, prompt, answer, length)
         side, weight = ("chosen", settings.desirable_weight) if is_good else ("rejected", settings.undesirable_weight)
         value = torch.sigmoid(beta * (ratio - kl if is_good else kl - ratio))

@@ -13,6 +13,7 @@ import math
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import bitsandbytes as bnb
 import numpy as np
@@ -313,3 +314,27 @@ def train_stock(model: peft.PeftModel, steps: Sequence[Sequence[Row]], config: C
 
 def _is_quantized(folder: Path) -> bool:
     return "quantization_config" in (folder / "config.json").read_text()
+
+
+def save_stock_adapter(base: Path, options: dict[str, Any], folder: Path) -> Path:
+    """An adapter as PEFT writes it, with random values where PEFT begins with zeros."""
+    model = load_stock(base, load_config(["quant=none", f"model.path={base}"]).quant)
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **{"r": 4, "lora_alpha": 8} | options))
+    torch.manual_seed(0)
+    for param in wrapped.parameters():
+        if param.requires_grad:
+            param.data.add_(torch.randn(param.shape) * 0.05)
+    wrapped.save_pretrained(folder)
+    if "trainable_token_indices" in options:
+        tokenizer = byte_tokenizer()
+        tokenizer.add_tokens(["<call>", "</call>"])
+        tokenizer.save_pretrained(folder)
+    return folder
+
+
+def load_stock_adapter(base: Path, adapter: Path, quant: Any) -> peft.PeftModel:
+    """The adapter on the stock base, to be trained, over bitsandbytes' layers too as the tests' reference has it."""
+    options = peft.PeftConfig.from_pretrained(adapter)
+    options.inference_mode = False
+    options._register_custom_module({bnb.nn.Linear4bit: lora.Linear, bnb.nn.Linear8bitLt: lora.Linear})
+    return peft.PeftModel.from_pretrained(load_stock(base, quant), adapter, is_trainable=True, config=options)

@@ -19,6 +19,7 @@ from qlora_fsdp.common.limits import limited_memory
 from qlora_fsdp.config.schema import DataConfig, LossOn, ModelConfig
 from qlora_fsdp.data import chat_template
 from qlora_fsdp.data.conversation import format_messages
+from qlora_fsdp.data.position import Position
 from qlora_fsdp.data.tokenizer import byte_tokenizer, load_tokenizer
 from qlora_fsdp.data.windows import Place, find_place
 from qlora_fsdp.generate import GenerateSettings, _read_rows
@@ -164,15 +165,21 @@ def test_a_damaged_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str], tex
     "line",
     [
         *("[]", "3", "{}", DEEP, '{"key": "k"}', '{"key": "k", "window": 0, "sequence": "0", "num_drawn": 1}'),
-        '{"key": "k", "window": 0, "sequence": 5, "num_drawn": ["x"], "num_read": [1]}',
-        '{"key": "k", "window": 0, "sequence": 5, "num_drawn": [1], "num_read": [-1]}',
+        '{"key": "k", "window": 0, "sequence": 5, "num_drawn": ["x"], "positions": [{}]}',
+        '{"key": "k", "window": 0, "sequence": 5, "num_drawn": [1], "positions": [{"file": -1}]}',
+        '{"key": "k", "window": 0, "sequence": 5, "num_drawn": [1], "positions": [{"start": 0.5}]}',
+        '{"key": "k", "window": 0, "sequence": 5, "num_drawn": [1], "positions": [{"hub": [1]}]}',
+        '{"key": "k", "window": 0, "sequence": 5, "num_drawn": [1], "positions": [{"other": 1}]}',
+        '{"key": "k", "window": 0, "sequence": 5, "num_drawn": [1], "num_read": [1]}',
     ],
 )
 def test_a_list_of_windows_that_holds_anything(tmp_path: Path, line: str) -> None:
     """A run that streams its data resumes where the list of another's run says, if it is one."""
     file = tmp_path / "stream.jsonl"
-    file.write_text(line + '\n{"key": "k", "window": 1, "sequence": 4, "num_drawn": [7], "num_read": [2]}\n')
-    assert find_place([file], "k", 9) == Place(1, 4, [7], [2])
+    file.write_text(
+        line + '\n{"key": "k", "window": 1, "sequence": 4, "num_drawn": [7], "positions": [{"start": 2}]}\n'
+    )
+    assert find_place([file], "k", 9) == Place(1, 4, [7], [Position(start=2)])
     file.unlink()
     os.mkfifo(file)
     assert find_place([file], "k", 9) is None

@@ -21,7 +21,9 @@ from qlora_fsdp.memory.choose import (
     CLOSE,
     ROOM,
     SPARE,
+    TILE_TOKENS,
     choose,
+    describe_choice,
     describe_policies,
     micro_batch_sizes,
     next_smaller,
@@ -660,6 +662,41 @@ def test_host_memory_is_checked():
         decide_for(machine(100, host_gib=20), "fsdp=offload")
     assert "30.0 GiB" not in str(found.value) and "20.0 GiB can be had" in str(found.value)
     assert decide_for(machine(100, host_gib=20)).policies == (Policy.none,) * 80
+
+
+LONG = ("training.micro_batch_size=1", "training.global_batch_size=1", "training.max_length=400000")
+
+
+def test_tiles_are_chosen_for_long_rows_alone():
+    """Where layers must be computed again or would not fit. One layer's memory then grows far less with the length."""
+    work = workload("model=llama3-8b", *LONG)
+    chosen = choose(work, 80 * GIB, H200)
+    assert chosen.fits and chosen.plan.work.config.memory.num_tile_tokens == TILE_TOKENS
+    assert f"MLPs in tiles of {TILE_TOKENS:,} tokens" in describe_choice(chosen.plan)
+    assert choose(work, 2000 * GIB, H200).plan.work.config.memory.num_tile_tokens is None
+    for more in ("training.max_length=16384", "memory.tile_tokens=null", "lora.lora_dropout=0.1"):
+        assert choose(workload("model=llama3-8b", *LONG, more), 80 * GIB, H200).plan.work.config.memory.tile_tokens in (
+            *("auto", None),
+        )
+    whole, tiled = (
+        make_plan(workload("model=llama3-8b", *LONG, f"memory.tile_tokens={size}"), [Policy.offload] * 32)
+        for size in ("null", TILE_TOKENS)
+    )
+    assert tiled.needed < 0.65 * whole.needed
+    gate_and_up = 400_000 * 2 * 14_336 * 2  # bytes of one tensor in bfloat16
+    assert whole.phases["backward"]["activations"] - tiled.phases["backward"]["activations"] > gate_and_up
+    speeds = [tokens_per_second(plan.work, plan.policies, H200) for plan in (whole, tiled)]
+    assert speeds[1] == pytest.approx(speeds[0], rel=0.01), "a tile is computed again once, as the layer was before"
+
+
+def test_offloaded_inputs_take_what_they_are_long_and_no_more_than_the_host_has():
+    plan = make_plan(workload("model=llama3-8b", *LONG), [Policy.offload] * 32)
+    assert plan.host["activations"] == pytest.approx(32 * 400_000 * 4096 * 2, rel=0.001)
+    with pytest.raises(MemoryShortage, match=r"GiB of it pinned, .* Set a smaller training.max_length, or give"):
+        decide_for(machine(80, host_gib=40, num_ranks=1), "model=llama3-8b", *LONG)
+    found = decide_for(machine(80, host_gib=100, num_ranks=1), "model=llama3-8b", *LONG)
+    assert found.plan is not None and found.plan.host_needed < 100 * GIB and Policy.full in found.policies
+    assert "memory.activations and memory.tile_tokens for the best speed" in found.lines[1]
 
 
 def test_on_a_cpu_tensors_are_host_memory():

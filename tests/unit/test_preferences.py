@@ -113,6 +113,36 @@ def test_earlier_answers_of_a_prompt_are_not_trained_on(tmp_path: Path) -> None:
     assert chosen[0].count("Yes") == 2 and chosen[1] == "Yes<|im_end|><eos>"
 
 
+@pytest.mark.parametrize("order", [{"ranks": [2, 1, 2]}, {"scores": [0.5, 9.0, 0.5]}])
+def test_of_a_ranked_list_every_answer_makes_a_pair_with_every_worse_one(tmp_path: Path, order: dict[str, Any]) -> None:
+    rows = [{"prompt": "p ", "responses": ["a", "b", "c"], **order}, text_row("q ", "d", "e")]
+    data = prepare(tmp_path, rows)
+    assert [[target for _, target in pair] for pair in rows_of(data.train)] == [
+        ["b<eos>", "a<eos>"],
+        ["b<eos>", "c<eos>"],
+        ["d<eos>", "e<eos>"],
+    ]
+    assert data.report.num_answers == 2 and not data.report.sources[0].problems
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"ranks": [1, 1]}, "says of no answer that it is better"),
+        ({"ranks": [1]}, "not two lists of the same length"),
+        ({}, "not two lists of the same length"),
+        ({"scores": [1, None]}, "not all numbers"),
+        ({"responses": list(map(str, range(40))), "ranks": list(range(40))}, "40 responses, over 32"),
+        ({"responses": ["a", "a"], "ranks": [1, 2]}, "chosen and rejected are the same"),
+        ({"responses": ["a", " "], "ranks": [1, 2]}, "rejected is empty"),
+    ],
+)
+def test_lists_that_are_not_ranked_are_left_out(tmp_path: Path, row: dict[str, Any], reason: str) -> None:
+    bad = {"prompt": "p ", "responses": ["a", "b"]} | row
+    data = prepare(tmp_path, [bad, text_row("q ", "d", "e")])
+    assert len(rows_of(data.train)) == 1 and reason in str(data.report.sources[0])
+
+
 def test_bad_rows_are_left_out_and_told_once(tmp_path: Path) -> None:
     rows = [
         text_row("good ", "yes", "no"),

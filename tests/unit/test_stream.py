@@ -2,62 +2,60 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import json
+import os
+import signal
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
-from functools import partial
+from dataclasses import asdict, replace
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
 import datasets
+import fsspec
+import psutil
+import pyarrow as pa
+import pyarrow.feather
+import pyarrow.parquet
 import pytest
+from tests.helpers.streams import NUM_SEQUENCES, SETTINGS, TOKENIZER, row_tokenizer
+from tests.helpers.streams import stream as stream_on
 
 from qlora_fsdp.common.errors import DataError
-from qlora_fsdp.config.schema import BadRows, DataConfig, DataFormat, LossOn
+from qlora_fsdp.config.schema import DataConfig
 from qlora_fsdp.data.batch import collate
-from qlora_fsdp.data.read import find_source
-from qlora_fsdp.data.sequences import SequenceSettings
-from qlora_fsdp.data.split import BatchSplit
+from qlora_fsdp.data.endless_rows import EndlessRows
+from qlora_fsdp.data.position import Position
+from qlora_fsdp.data.read import find_source, iterate_rows
 from qlora_fsdp.data.stream import StreamedSequences
-from qlora_fsdp.data.tokenize import RowTokenizer
-from qlora_fsdp.data.tokenizer import byte_tokenizer
-from qlora_fsdp.data.window_maker import WindowMaker
 from qlora_fsdp.data.windows import find_place, note_place
+from qlora_fsdp.data.workers import Workers
 from qlora_fsdp.runtime.processes import Processes, start_processes, stop_processes
-
-TOKENIZER = byte_tokenizer()
-NUM_SEQUENCES = 60
 
 
 @pytest.fixture(scope="module", autouse=True)
 def processes() -> Iterator[Processes]:
     """One process, which exchanges rows with itself."""
-    started = start_processes(60, use_cpu=True)
-    _started.append(started)
-    yield started
+    _started[:] = [start_processes(60, use_cpu=True)]
+    yield _started[0]
     stop_processes()
-    _started.clear()
 
 
 _started: list[Processes] = []
 
 
+def stream(paths: list[Any], weights: tuple[float, ...] = (1.0,), packing: bool = True, **more: Any):
+    return stream_on(paths, _started[0], weights, replace(SETTINGS, packing=packing), **more)
+
+
 def write(file: Path, *rows: Any) -> Path:
     file.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
     return file
-
-
-def stream(
-    paths: list[Path], weights: tuple[float, ...] = (1.0,), packing: bool = True, **more: Any
-) -> StreamedSequences:
-    tokenize = RowTokenizer(TOKENIZER, DataFormat.auto, LossOn.completion, 32, BadRows.skip)
-    sources = [find_source(str(path), DataConfig(streaming=True)) for path in paths]
-    settings = SequenceSettings(max_length=32, pad_token_id=258, packing=packing, seed=3)
-    split = BatchSplit(1, 4, 1, NUM_SEQUENCES // 4, NUM_SEQUENCES)
-    making = {"map_batches": partial(map, tokenize), "buffer_rows": 20, "vocab_size": 259, "strict": False}
-    making = {key: more.pop(key, value) for key, value in making.items()}
-    maker = WindowMaker(sources, weights, settings=settings, split=split, processes=_started[0], **making)
-    return StreamedSequences(maker, num_sequences=NUM_SEQUENCES, num_kept=20, key="ab" * 16, **more)
 
 
 def texts(data: StreamedSequences, first: int, last: int) -> list[list[str]]:
@@ -134,3 +132,142 @@ def test_a_place_that_cannot_be_written_is_written_later(tmp_path: Path):
     file.parent.mkdir()
     note_place(file, "key", window)
     assert file.read_text().count('"sequence": 0') == 2
+
+
+ROWS = [{"text": f"row {n} " + "x" * (n % 7)} for n in range(53)]
+LINES = [json.dumps(row).encode() for row in ROWS]
+BLANK = b"\xef\xbb\xbf" + b"\n".join([*LINES[:20], b"", b" ", *LINES[20:], b"", b""])
+
+
+def in_groups(file: Path) -> None:
+    pa.parquet.write_table(pa.Table.from_pylist(ROWS), file, row_group_size=10)
+
+
+def as_stream(file: Path) -> None:
+    table = pa.Table.from_pylist(ROWS)
+    with pa.ipc.new_stream(str(file), table.schema) as writer:
+        writer.write_table(table, max_chunksize=12)
+
+
+FILES: dict[str, Any] = {
+    "rows.jsonl": lambda file: file.write_bytes(BLANK),
+    "lines.json": lambda file: file.write_bytes(BLANK),
+    "list.json": lambda file: file.write_text(json.dumps(ROWS)),
+    "rows.jsonl.gz": lambda file: file.write_bytes(gzip.compress(BLANK)),
+    "rows.jsonl.bz2": lambda file: file.write_bytes(bz2.compress(BLANK)),
+    "rows.csv": lambda file: file.write_text("text\n" + "".join(f"{row['text']}\n" for row in ROWS)),
+    "rows.parquet": in_groups,
+    "rows.arrow": as_stream,
+    "indexed.arrow": lambda file: pa.feather.write_feather(pa.Table.from_pylist(ROWS), str(file), chunksize=9),
+}
+
+
+def check_positions(source: Any) -> None:
+    """From every position, also one that was written down, the rows are those that follow in one pass after another."""
+    whole = list(iterate_rows(source))
+    for num_rows in (1, 19, 21, 22, 23, 40, len(whole) - 1, len(whole), len(whole) + 3):
+        rows = EndlessRows(source, Position())
+        assert rows.take(num_rows) == list(islice(cycle(whole), num_rows))
+        position = Position.from_json(json.loads(json.dumps(asdict(rows.position))))
+        again = EndlessRows(source, position).take(len(whole))
+        assert again == rows.take(len(whole)) == list(islice(cycle(whole), num_rows, num_rows + len(whole)))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_kind_of_file_is_read_on_from_any_position(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str):
+    monkeypatch.setattr("qlora_fsdp.data.row_files.BATCH_ROWS", 4)
+    FILES[name](tmp_path / name)
+    (tmp_path / "zz.jsonl").write_text('{"text": "another file"}\n' * 3)
+    check_positions(find_source(str(tmp_path), DataConfig()))
+
+
+def test_remote_files_and_hub_data_sets_are_read_on_from_any_position(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    memory = fsspec.filesystem("memory")
+    try:
+        for name in ("rows.jsonl", "rows.parquet"):
+            FILES[name](tmp_path / name)
+            memory.pipe(f"/stream/{name}", (tmp_path / name).read_bytes())
+        check_positions(find_source("memory://stream", DataConfig()))
+    finally:
+        memory.rm("/stream", recursive=True)
+    parts = [str(tmp_path / f"{part}.parquet") for part in range(3)]
+    for part, file in enumerate(parts):
+        pa.parquet.write_table(pa.Table.from_pylist(ROWS[part::3]), file, row_group_size=5)
+    load = datasets.load_dataset
+
+    def load_files(*args: Any, streaming: bool, **more: Any) -> datasets.IterableDataset:
+        return load("parquet", data_files=parts, split="train", streaming=streaming, cache_dir=str(tmp_path))
+
+    monkeypatch.setattr(datasets, "load_dataset", load_files)
+    source = find_source("org/name", DataConfig(streaming=True))
+    check_positions(source)
+    rows = EndlessRows(source, Position())
+    rows.take(40)
+    assert rows.position.hub is not None and rows.position.number == 40
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
+def test_what_is_before_a_position_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str):
+    monkeypatch.setattr("qlora_fsdp.data.row_files.BATCH_ROWS", 10)
+    file = tmp_path / name
+    FILES[name](file)
+    rows = EndlessRows(find_source(str(file), DataConfig()), Position())
+    rows.take(42)
+    with file.open("r+b") as damaged:
+        damaged.seek(4)
+        damaged.write(b"\0" * 300)
+    damaged_source = find_source(str(file), DataConfig())
+    assert EndlessRows(damaged_source, rows.position).take(9) == rows.take(9)
+    try:  # from the beginning the damage is seen
+        first = next(iterate_rows(damaged_source))[1]
+    except DataError:
+        first = b""
+    assert first != LINES[0]
+
+
+def test_sequences_are_those_of_all_rows_at_once(tmp_path: Path):
+    """A window of all rows, beside the rows tokenized and packed in one go."""
+    data = stream([write(tmp_path / "rows.jsonl", *ROWS)], buffer_rows=len(ROWS))
+    window = data.first_window
+    out = row_tokenizer()({"place": [""] * len(LINES), "row": LINES})
+    plain = list(zip(out["tokens"], out["is_target"], strict=True))
+    found = [part for row in range(len(ROWS)) for part in window.sequences.rows.read(row)]
+    for (tokens, is_target), (own_tokens, own_is_target) in zip(plain, found, strict=True):
+        assert (tokens == own_tokens).all() and (is_target == own_is_target).all()
+    assert sorted(window.sequences.row_ids) == list(range(len(ROWS)))
+    assert window.sequences.lengths.max() <= SETTINGS.max_length
+
+
+def test_workers_tokenize_as_this_process_does_and_end_with_it(tmp_path: Path):
+    rows = write(tmp_path / "rows.jsonl", *ROWS, "{broken")
+    own, by_workers = stream([rows]), stream([rows], map_batches=Workers(row_tokenizer(), 2).map)
+    assert texts(own, 0, NUM_SEQUENCES) == texts(by_workers, 0, NUM_SEQUENCES)
+    script = (
+        "import psutil\n"
+        "from qlora_fsdp.data.workers import Workers\n"
+        "if __name__ == '__main__':\n"
+        "    workers = Workers(dict, 1)\n"
+        "    assert list(workers.map([{'row': [1]}])) == [{'row': [1]}]\n"
+        "    print(*(child.pid for child in psutil.Process().children(recursive=True)), flush=True)\n"
+        "    input()\n"
+    )
+    (tmp_path / "parent.py").write_text(script)
+    with subprocess.Popen(
+        [sys.executable, tmp_path / "parent.py"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        children = [psutil.Process(int(pid)) for pid in parent.stdout.readline().split()]
+        parent.kill()
+    assert len(children) >= 2  # the server of forks, and the worker
+    _, alive = psutil.wait_procs(children, timeout=60)
+    assert not alive
+
+
+def test_a_killed_worker_ends_it_with_one_message(tmp_path: Path):
+    workers = Workers(_kill_itself, 1)
+    with pytest.raises(DataError, match=r"A process that tokenizes was killed.* Set data\.num_proc lower"):
+        stream([write(tmp_path / "rows.jsonl", *ROWS)], map_batches=workers.map)
+
+
+def _kill_itself(batch: Any) -> Any:
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from tests.helpers.fused import differences, make_parts
-from tests.unit.test_tracing import batch, make_model
+from tests.unit.test_tracing import batch, make_model, on_meta
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.models.llama.modeling_llama import LlamaMLP
@@ -16,9 +17,12 @@ from transformers.models.phi3.modeling_phi3 import Phi3MLP
 
 from qlora_fsdp.config.schema import Config, KernelsConfig, LoraConfig
 from qlora_fsdp.layers import Format
+from qlora_fsdp.layers import tiles as layer_tiles
+from qlora_fsdp.layers.matmul import DequantizedMatmul
 from qlora_fsdp.layers.rewire import fuse_layers, remake_norms, use_tiles
 from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.model.activations import set_activation_policy
+from qlora_fsdp.tracing.trace import Trace
 
 NF4 = Format("nf4", double_quant=True)
 RECOMPUTED = partial(checkpoint, use_reentrant=False)
@@ -67,3 +71,42 @@ def test_models_have_the_same_gradients(family: str, config: Config, policy: Pol
     assert whole.keys() == tiled.keys() and len(whole) > 8
     for name, expected in whole.items():
         torch.testing.assert_close(tiled[name], expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+
+
+def test_nothing_wide_is_made_of_all_tokens_and_no_product_twice(monkeypatch: pytest.MonkeyPatch):
+    """A layer that is computed again: each of gate and up once in forward and once in backward, as without tiles."""
+    model = make_model("llama", Config())
+    products: list[tuple[int, int]] = []
+    multiply = DequantizedMatmul.joint_output
+
+    def count(self: DequantizedMatmul, x_NI: Tensor, layers: Any) -> Tensor:
+        y_NO = multiply(self, x_NI, layers)
+        products.append(tuple(y_NO.shape))
+        return y_NO
+
+    monkeypatch.setattr(DequantizedMatmul, "joint_output", count)
+    widths: list[int] = []
+    for size in (None, 12):
+        use_tiles(model.layers, size)
+        set_activation_policy(model.layers, [Policy.full] * len(model.layers))
+        products.clear()
+        model(batch()).backward()
+        widths.append(sum(num_tokens * width for num_tokens, width in products))
+    assert widths[0] == widths[1], "as many products of gate and up"
+    assert max(num_tokens for num_tokens, _ in products) == 12
+
+
+def test_the_plan_traces_some_tiles_and_counts_all(monkeypatch: pytest.MonkeyPatch):
+    """Tiles that are alike are traced once: with the same bytes and the same operations as if each were."""
+    model = on_meta("llama", Config())
+    few, every = (Trace(model, batch(), is_cuda=False, liger_kernels=()) for _ in range(2))
+    for policy in (Policy.none, Policy.full):
+        found = few.layer(1, policy, num_tile_tokens=5)  # 7 tiles of 32 tokens, the last of 2
+        with monkeypatch.context() as patched:
+            patched.setattr(layer_tiles, "_each_tile", all_tiles)
+            assert every.layer(1, policy, num_tile_tokens=5) == found
+    assert few.layer(1, Policy.none, num_tile_tokens=5).saved < few.layer(1, Policy.none).saved
+
+
+def all_tiles(tiles: layer_tiles.Tiles, rows: Tensor) -> list[slice]:
+    return [slice(start, start + tiles.num_tokens) for start in range(0, len(rows), tiles.num_tokens)]

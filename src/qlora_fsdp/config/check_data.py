@@ -18,7 +18,7 @@ _CHAT_TEMPLATES = Path(__file__).parents[1] / "data" / "templates"
 # What data.columns can rename: the keys that data/row.py and data/labels.py look for.
 _COLUMNS = (
     *("messages", "role", "content", "tools", "system", "prompt", "completion", "instruction", "input", "output"),
-    *("text", "label", "labels", "tokens", "chosen", "rejected", "margin"),
+    *("text", "label", "labels", "tokens", "chosen", "rejected", "margin", "responses", "ranks", "scores"),
 )
 _SPLIT_FIX = "Write train, train[:5000] or train[10%:]."
 _NOT_STREAMED = ("max_rows", "split", "name", "columns", "system_prompt")  # one stream is made of all data sets
@@ -137,8 +137,8 @@ def _evaluation(config: Config) -> Iterator[Problem]:
             yield problem_with(config, "training.eval_every_steps", "has no data to evaluate on.", fix)
         if config.tracking.num_generations > 0:
             yield problem_with(config, "tracking.num_generations", "has no held-out rows to complete.", fix)
-    if config.tracking.num_generations > 0 and config.task.name is not TaskName.causal_lm:
-        reason = f"needs rows with one answer to complete, and task.name is {config.task.name.value}."
+    if config.tracking.num_generations > 0 and config.task.name not in (TaskName.causal_lm, TaskName.preference):
+        reason = f"needs a model that answers, and task.name is {config.task.name.value}."
         yield problem_with(config, "tracking.num_generations", reason, "Set it to 0.")
 
 

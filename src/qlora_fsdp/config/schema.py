@@ -573,13 +573,14 @@ class DataConfig:
     # are cut first (data.bad_rows).
     max_tokens: int | None = field(default=None, metadata=bounds(at_least=1))
     # Read the rows while training, in the order of the files. This is for data that is larger than the disk. It needs
-    # training.max_steps to know the end, and data.eval_path to evaluate. Every rank reads and tokenizes all rows.
+    # training.max_steps to know the end, and data.eval_path to evaluate. Each rank reads and tokenizes its part.
     streaming: bool = False
-    # With streaming: the rows that are tokenized, packed and shuffled together, ahead of the training.
+    # With streaming: the rows that are tokenized, packed and shuffled together, ahead of the training. From 2,000 rows
+    # on, processes of each rank tokenize: data.num_proc, or its share of the host's cores but one, at most 8.
     buffer_rows: int = field(default=10000, metadata=bounds(at_least=1))
-    # Processes that tokenize. null: one per CPU core that this rank may use, at most 8.
+    # Processes that tokenize. null: one for each CPU core that this rank may use.
     num_proc: int | None = field(default=None, metadata=bounds(at_least=1))
-    # Where tokenized data is kept. null: ~/.cache/qlora_fsdp/data
+    # Where tokenized data is kept, also what a run that was broken off has done. null: ~/.cache/qlora_fsdp/data
     cache_folder: str | None = None
 
     @property

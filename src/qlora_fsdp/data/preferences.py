@@ -1,7 +1,8 @@
 """Stages 2 to 4 for preferences: rows with a prompt and answers, checked and tokenized as rows of tokens.
 
 A pair is {"prompt": ..., "chosen": ..., "rejected": ...}, each text or a list of messages; without a prompt it is what
-both answers begin with. An answer with a label is {"prompt": ..., "completion": ..., "label": true or false}. Prompt
+both answers begin with. {"prompt": ..., "responses": [...], "ranks": [...]} is a ranked list, of which every answer
+makes a pair with every worse one. An answer with a label is {"prompt": ..., "completion": ..., "label": true}. Prompt
 and answer are written and tokenized as a row of `prompt_completion` or of `messages` is, with the loss on the answer.
 A pair becomes two rows of tokens, the chosen answer's and the rejected one's behind it; if one of them can't be used,
 neither is.
@@ -9,14 +10,17 @@ neither is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import permutations
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.config.schema import BadRows, DataFormat, LossOn
+from qlora_fsdp.data.cut import WITH_BEFORE, CutSettings
 from qlora_fsdp.data.format import FormattedRow, format_row
 from qlora_fsdp.data.row import (
     EMPTY,
@@ -24,7 +28,6 @@ from qlora_fsdp.data.row import (
     NO_COLUMNS,
     NO_TARGET,
     SAME_ANSWERS,
-    TOO_LONG,
     TRAIN_KEYS,
     TURN_KEYS,
     WRONG_KEYS,
@@ -37,10 +40,12 @@ from qlora_fsdp.data.row import (
     show_keys,
     type_name,
 )
-from qlora_fsdp.data.tokenize import FEATURES, RowTokenizer, TokenRow
+from qlora_fsdp.data.tokenize import COLUMNS, Columns, RowTokenizer, TokenRow, add_row, cut_batch
 
 PAIR_KEYS = ("chosen", "rejected")
 JUDGED_KEYS = ("completion", "label")
+RESPONSES, RANKS, SCORES = "responses", "ranks", "scores"
+MAX_RESPONSES = 32  # of a row, which are 496 pairs
 MARGIN, MAX_MARGIN = "margin", 1e6
 LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 
@@ -62,7 +67,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class PreferenceRowTokenizer:
-    """Checks, formats and tokenizes batches of raw rows; the function of `datasets.map`.
+    """Checks, formats and tokenizes batches of raw rows.
 
     Attributes:
         tokenizer: the model's.
@@ -80,21 +85,24 @@ class PreferenceRowTokenizer:
     columns: Mapping[str, str] = field(default_factory=dict)
     has_margin: bool = False
 
-    def __call__(self, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        """Maps columns `place` and `row` to those of FEATURES. A bad row stays, empty."""
-        out: dict[str, list[Any]] = {name: [] for name in FEATURES}
+    def __call__(self, batch: Columns) -> Columns:
+        """Maps columns `place` and `row` to COLUMNS. A bad row stays, empty."""
+        settings = CutSettings(self.max_length, self.bad_rows is BadRows.truncate, True, self.is_paired)
+        return cut_batch(self.whole(batch), settings)
+
+    def whole(self, batch: Columns) -> Columns:
+        """The same with answers that are not yet cut."""
+        out: Columns = {name: [] for name in COLUMNS}
         for place, raw in zip(batch["place"], batch["row"], strict=True):
             try:
-                rows = list(self._tokenize(raw))
+                for number, (row, detail, labels) in enumerate(self._tokenize(raw)):
+                    add_row(out, place, "", detail, row, labels, WITH_BEFORE if number else 0)
             except BadRow as bad:
-                rows = [(bad.kind, bad.detail, (np.zeros(0, np.int32), np.zeros(0, np.bool_)), [])]
-            for problem, detail, (tokens, is_target), labels in rows:
-                for name, value in zip(FEATURES, (place, problem, detail, tokens, is_target, labels), strict=True):
-                    out[name].append(value)
+                add_row(out, place, bad.kind, bad.detail)
         return out
 
-    def _tokenize(self, raw: bytes) -> Iterator[tuple[str, str, TokenRow, list[float]]]:
-        """Problem, detail, tokens and labels of each answer of a row.
+    def _tokenize(self, raw: bytes) -> list[tuple[TokenRow, str, list[float]]]:
+        """Tokens, detail and labels of each answer of a row.
 
         Raises:
             BadRow: the row can't be used.
@@ -102,31 +110,25 @@ class PreferenceRowTokenizer:
         inner = RowTokenizer(self.tokenizer, DataFormat.auto, LossOn.completion, self.max_length, self.bad_rows)
         answers = read_answers(raw, self.is_paired, self.columns)
         margin = read_margin(raw, self.columns) if self.has_margin else None
-        formatted = [self._format(answer) for answer in answers]
-        found: list[TokenRow] = []
-        problem, detail = "", ""
-        for tokens, is_target, length in inner.encode(formatted):
-            if len(tokens) > self.max_length:
-                problem, detail = TOO_LONG, detail or length
-                if self.bad_rows is not BadRows.truncate:
-                    raise BadRow(problem, detail)
-            found += inner.cut(tokens, is_target, may_split=False)
-            if not found[-1][1].any():
-                within = f"within {self.max_length} tokens, which the prompt alone fills" if problem else ""
-                raise BadRow(NO_TARGET, within)
-        if self.is_paired and np.array_equal(found[0][0], found[1][0]):
-            raise BadRow(SAME_ANSWERS, f"within {self.max_length} tokens" if problem else "")
-        for answer, row in zip(answers, found, strict=True):
-            label = margin if self.has_margin else answer.label
-            yield problem, detail, row, [] if label is None else [float(label)]
-            problem, detail = "", ""  # count a row once, not each of its answers
+        found = list(inner.encode([self._format(answer) for answer in answers]))
+        if not all(len(tokens) for (tokens, _), _ in found):
+            raise BadRow(NO_TARGET)
+        pairs = zip(found[::2], found[1::2], strict=True) if self.is_paired else ()
+        for ((chosen, is_target), _), ((rejected, _), _) in pairs:
+            if is_target.any() and np.array_equal(chosen, rejected):
+                raise BadRow(SAME_ANSWERS)
+        labels = [margin if self.has_margin else answer.label for answer in answers]
+        return [
+            (row, detail, [] if label is None else [float(label)])
+            for (row, detail), label in zip(found, labels, strict=True)
+        ]
 
     def _format(self, answer: Answer) -> FormattedRow:
         return format_row(answer.form, answer.fields, LossOn.completion, self.tokenizer)
 
 
 def read_answers(raw: bytes, is_paired: bool, columns: Mapping[str, str] = NO_COLUMNS) -> list[Answer]:
-    """The answers of a row, each with its prompt: the chosen and the rejected one, or one with a label.
+    """The answers of a row, each with its prompt: the chosen and the rejected one of each pair, or one with a label.
 
     A pair where labels are wanted becomes two answers, a good one and a bad one.
 
@@ -135,21 +137,47 @@ def read_answers(raw: bytes, is_paired: bool, columns: Mapping[str, str] = NO_CO
     """
     found = parse_row(raw)
     row = rename(found, columns)
+    turn_columns = {key: columns[key] for key in TURN_KEYS if key in columns}
     has_pair = all(key in row for key in PAIR_KEYS)
+    if is_paired and not has_pair and RESPONSES in row:
+        pairs = [row | dict(zip(PAIR_KEYS, pair, strict=True)) for pair in _ranked_pairs(row)]
+        return [answer for pair in pairs for answer in _read_pair(pair, (None, None), turn_columns)]
     keys = PAIR_KEYS if is_paired or has_pair else ("prompt", *JUDGED_KEYS)
     missing = [key for key in keys if key not in row]
     if missing:
         lacks = f"no {' and no '.join(missing)}; keys are {show_keys(found)}"
         raise BadRow(WRONG_KEYS, f"{lacks}; data.columns={{{missing[0]}: NAME}} says which it is")
-    turn_columns = {key: columns[key] for key in TURN_KEYS if key in columns}
-    if not has_pair:
-        return [_answer(row, row["prompt"], "completion", turn_columns, _read_label(row["label"]))]
-    labels = (None, None) if is_paired else (True, False)
+    if has_pair:
+        return _read_pair(row, (None, None) if is_paired else (True, False), turn_columns)
+    return [_answer(row, row["prompt"], "completion", turn_columns, _read_label(row["label"]))]
+
+
+def _read_pair(
+    row: Mapping[str, Any], labels: tuple[bool | None, bool | None], turn_columns: Mapping[str, str]
+) -> list[Answer]:
+    """The chosen and the rejected answer, with these labels."""
     if row["chosen"] == row["rejected"]:
         raise BadRow(SAME_ANSWERS)
     prompt, *answers = _find_prompt(row)
-    row = row | dict(zip(PAIR_KEYS, answers, strict=True))
+    row = {**row, **dict(zip(PAIR_KEYS, answers, strict=True))}
     return [_answer(row, prompt, key, turn_columns, label) for key, label in zip(PAIR_KEYS, labels, strict=True)]
+
+
+def _ranked_pairs(row: Mapping[str, Any]) -> list[tuple[Any, Any]]:
+    """Every answer of a ranked list with every worse one. Rank 1 is the best, and so is the highest score."""
+    answers, kind = row[RESPONSES], RANKS if RANKS in row else SCORES
+    values = row.get(kind)
+    if not isinstance(answers, list) or not isinstance(values, list) or len(answers) != len(values):
+        raise BadRow(WRONG_TYPES, f"{RESPONSES} and {RANKS} (or {SCORES}) are not two lists of the same length")
+    if len(answers) > MAX_RESPONSES:
+        raise BadRow(WRONG_TYPES, f"{len(answers)} {RESPONSES}, over {MAX_RESPONSES}")
+    if any(type(value) not in (int, float) or not math.isfinite(value) for value in values):
+        raise BadRow(WRONG_LABEL, f"{kind} has {values!r}, which are not all numbers")
+    sign = -1 if kind == RANKS else 1
+    pairs = [(a, b) for (a, x), (b, y) in permutations(zip(answers, values, strict=True), 2) if sign * x > sign * y]
+    if not pairs:
+        raise BadRow(WRONG_LABEL, f"{kind} says of no answer that it is better than another")
+    return pairs
 
 
 def read_margin(raw: bytes, columns: Mapping[str, str] = NO_COLUMNS) -> float:
@@ -168,7 +196,7 @@ def read_margin(raw: bytes, columns: Mapping[str, str] = NO_COLUMNS) -> float:
 
 def preference_columns(names: Sequence[str], columns: Mapping[str, str]) -> list[str]:
     """Of the columns of a table, those that preferences need; all of them if the table has no such columns."""
-    keys = ("prompt", *PAIR_KEYS, *JUDGED_KEYS, MARGIN, *MORE_KEYS[DataFormat.messages])
+    keys = ("prompt", *PAIR_KEYS, *JUDGED_KEYS, RESPONSES, RANKS, SCORES, MARGIN, *MORE_KEYS[DataFormat.messages])
     wanted = {columns.get(key, key) for key in keys}
     return [name for name in names if name in wanted] or list(names)
 

@@ -96,8 +96,8 @@ def keep(file: Path | None, found: NDArray[np.generic], rows: Rows) -> None:
     with suppress(OSError):
         if file is not None:
             mode = 0o666
-            for key in filter(None, rows.key.split("+")):
-                mode &= (file.parent / key).stat().st_mode
+            for key in filter(None, rows.key.split("+")):  # its beginning names the entry
+                mode &= (file.parent / key.partition("-")[0]).stat().st_mode
             with replacing(file) as temporary:
                 with temporary.open("wb") as stream:
                     np.save(stream, found)

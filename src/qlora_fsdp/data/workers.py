@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import get_context, parent_process
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
 from typing import Any
 
 from qlora_fsdp.common.errors import DataError
@@ -24,16 +26,19 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 class Workers:
     """Processes that tokenize batches of rows. They start with the first batch, and end when this process is gone.
 
+    Each has a pipe, which is closed when this process ends in whatever way. A pool of concurrent.futures has semaphores
+    beside, which it complains about where a process ends at once.
+
     Args:
         tokenize: makes token rows of raw rows, as `RowTokenizer` does.
         num_workers: processes.
     """
 
     def __init__(self, tokenize: Tokenize, num_workers: int) -> None:
-        # A fork of this process would have its locks, and a GPU that it can't use. The server imports once for all.
-        context = get_context("forkserver")
-        context.set_forkserver_preload([__name__, "qlora_fsdp.data.tokenize"])
-        self._pool = ProcessPoolExecutor(num_workers, context, _begin, (tokenize,))
+        self.tokenize, self.num_workers = tokenize, num_workers
+        self._threads = ThreadPoolExecutor(num_workers, "worker")  # each waits for a process
+        self._idle: SimpleQueue[Connection] = SimpleQueue()
+        self._is_started = False
 
     def map(self, batches: Iterable[RowBatch]) -> Iterator[RowBatch]:
         """The batches, tokenized, in their order.
@@ -41,32 +46,48 @@ class Workers:
         Raises:
             DataError: a worker has been killed.
         """
+        if not self._is_started:
+            self._start()
+        return self._threads.map(self._ask, batches)
+
+    def _start(self) -> None:
+        # A fork of this process would have its locks, and a GPU that it can't use. The server imports once for all.
+        context = get_context("forkserver")
+        context.set_forkserver_preload([__name__, "qlora_fsdp.data.tokenize"])
+        for _ in range(self.num_workers):
+            mine, theirs = context.Pipe()
+            context.Process(target=_serve, args=(theirs, self.tokenize), daemon=True).start()
+            theirs.close()
+            weakref.finalize(self, mine.close)  # also before multiprocessing waits for its processes at the end
+            self._idle.put(mine)
+        self._is_started = True
+
+    def _ask(self, batch: RowBatch) -> RowBatch:
+        pipe = self._idle.get()
         try:
-            yield from self._pool.map(_tokenize, batches)
-        except BrokenProcessPool as error:
+            pipe.send(batch)
+            result: RowBatch | Exception = pipe.recv()
+        except (EOFError, OSError) as error:
             raise DataError(
                 "A process that tokenizes was killed, by the system for memory perhaps. Set data.num_proc lower."
             ) from error
+        finally:
+            self._idle.put(pipe)
+        if isinstance(result, Exception):
+            raise result
+        return result
 
 
-_own: list[Tokenize] = []  # of a worker: what it has been started for
-
-
-def _begin(tokenize: Tokenize) -> None:
-    """Prepares a worker."""
+def _serve(pipe: Connection, tokenize: Tokenize) -> None:
+    """What a worker does."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers have the cores already
-    _own.append(tokenize)
-    threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    parent = parent_process()
-    if parent is not None:
-        parent.join()
-    os._exit(0)
-
-
-def _tokenize(batch: RowBatch) -> RowBatch:
-    return _own[0](batch)
+    with suppress(EOFError, OSError):  # the process that has started it is gone
+        while True:
+            batch = pipe.recv()
+            try:
+                result: RowBatch | Exception = tokenize(batch)
+            except Exception as error:
+                result = error
+            pipe.send(result)

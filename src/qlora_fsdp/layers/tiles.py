@@ -147,6 +147,7 @@ class _Compute(torch.autograd.Function):
                 if total is not None:
                     total[tile] = cast(Tensor, found.pop(0))
             sums = [_added(total, grad) for total, grad in zip(sums, found, strict=True)]
+            del found  # or it would live while the next tile is computed
         grad_x = None if totals[0] is None else totals[0].view(shape)
         return (None, grad_x, *totals[1:], *sums)
 
@@ -158,6 +159,7 @@ def _joined(tiles: Tiles, tensors: Sequence[Tensor]) -> Tensor:
         y = tiles.forward(*(tensor[tile] for tensor in tensors))
         joined = y.new_empty(len(tensors[0]), y.shape[-1]) if joined is None else joined
         joined[tile] = y
+        del y
     assert joined is not None
     return joined
 

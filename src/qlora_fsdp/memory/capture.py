@@ -39,7 +39,7 @@ def why_not_captured(config: Config, policies: Sequence[Policy], has_dropout: bo
     if config.task.has_labels:
         return "numbers of labels differ between micro-batches"
     if config.task.name is TaskName.preference:
-        return "the loss of a pair needs both of its answers"
+        return "numbers of answers differ between micro-batches"
     if not config.training.packing:  # a graph for each length, the longest of which comes when memory is full
         return "lengths differ between micro-batches (training.packing=false)"
     if config.kernels.cross_entropy is Kernel.liger:

@@ -124,7 +124,7 @@ def _choose_rest(work: Workload, target: float, gpu: Gpu, host: float) -> Choice
     if not fitting and any(choice.plan.beside_graph for choice in choices):
         return replace(_choose_rest(_launched(work), target, gpu, host), gives_up_graph=True)
     if not fitting:
-        return min(choices, key=lambda choice: choice.plan.needed)
+        return min(choices, key=lambda choice: (max(target, choice.plan.needed), choice.plan.host_needed))
     close = [choice for choice in fitting if _speed(choice, gpu) >= (1 - CLOSE) * _speed(fitting[0], gpu)]
     # Of equal sizes the one with less in host memory, which takes time to pin; of equal ones the first, the fastest.
     return min(close, key=lambda choice: (choice.plan.work.micro_batch_size, choice.plan.host.get("activations", 0)))
@@ -227,8 +227,8 @@ def _choose_policies(work: Workload, target: float, host: float) -> Choice:
     small = _from_fast_to_small(work.num_layers, lambda some: make_plan(some).needed <= target_with_room)
     for policies in [fixed] if fixed is not None else small:
         plan = make_plan(policies)
-        if plan.needed <= target_with_room and plan.host_needed <= host:
-            return Choice(plan, True)
+        if plan.needed <= target_with_room:  # smaller plans for the GPU need no less of the host
+            return Choice(plan, plan.host_needed <= host)
     assert plan is not None
     return Choice(plan, plan.needed <= target and plan.host_needed <= host)
 

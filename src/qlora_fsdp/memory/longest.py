@@ -12,7 +12,7 @@ from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.memory.workload import Workload
 
 UNIT = 2**10  # tokens; lengths are multiples of it
-FIRST = (2**16, 2**18)  # lengths that are tried first
+FIRST = (2**16, 2**18)  # tokens of a GPU's slice with which it begins
 MAX_TRIES = 4
 MOST = 2**24  # tokens; longer rows are not looked for
 
@@ -31,7 +31,8 @@ def longest(work: Workload, target: float) -> MemoryPlan | None:
     Returns:
         None if not even a row of `UNIT` tokens fits.
     """
-    plans = {length: smallest_plan(work, length) for length in FIRST}
+    num_slices = work.config.distributed.context_parallel
+    plans = {length: smallest_plan(work, length) for length in (slice * num_slices for slice in FIRST)}
     for _ in range(MAX_TRIES):
         length = _meeting(plans, target)
         if length in plans:

@@ -201,12 +201,11 @@ def _check_host(plan: MemoryPlan, machine: Machine) -> None:
     if needed <= machine.host_available or not machine.is_cuda:
         return
     pinned = plan.pinned * machine.local_num_ranks
-    uses = [
-        name
-        for name, part in (("fsdp=offload", "parameters"), ("memory.activations=offload", "activations"))
-        if part in plan.host
-    ]
-    fix = f"Set another than {' and '.join(uses)}" if uses else "Start fewer processes a host"
+    is_auto = plan.work.config.memory.activations is Activations.auto  # which offloads what the GPU has no room for
+    changes = {"parameters": "another than fsdp=offload", "activations": "memory=recompute"}
+    changes |= {"activations": "a smaller training.max_length"} if is_auto else {}
+    uses = [change for part, change in changes.items() if part in plan.host]
+    fix = f"Set {' and '.join(uses)}" if uses else "Start fewer processes a host"
     raise MemoryShortage(
         f"The {machine.local_num_ranks} ranks of a host need {needed / GIB:.1f} GiB of host memory, {pinned / GIB:.1f} "
         f"GiB of it pinned, and {machine.host_available / GIB:.1f} GiB can be had (free memory and cgroup limits). "

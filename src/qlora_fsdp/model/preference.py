@@ -219,10 +219,11 @@ class PreferenceLM(CausalLM):
 def _sum_rows(values_KN: Tensor, batch: Batch) -> Tensor:
     """Sums of K values of each token over the rows of a batch, [K, R].
 
-    Rows are laid side by side and summed, which is the same sum at every run; adding up by index is not, on a GPU.
+    Rows are laid side by side and summed, which is the same sum at every run; adding up by index is not, on a GPU. In
+    float64, because how a kernel divides a sum depends on its length: some thousand nats would differ by a thousandth.
     """
     starts = batch.sequence_starts.long()
     columns = torch.arange(batch.max_row_length, device=starts.device)
     is_own = columns < starts.diff()[:, None]
     index = torch.where(is_own, starts[:-1, None] + columns, 0)
-    return (values_KN[:, index] * is_own).sum(2)
+    return (values_KN[:, index] * is_own).sum(2, dtype=torch.float64).float()

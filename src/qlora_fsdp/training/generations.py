@@ -27,7 +27,8 @@ class Generations:
     """Completes the same prompts at every evaluation, with the likeliest token each time (greedy decoding).
 
     The prompt of a row ends where its first target begins; it is a question, say, or the first turns of a conversation.
-    Where the whole row is a target, the prompt is its first half. The ranks share the prompts.
+    Where the whole row is a target, the prompt is its first half. Of a pair of answers, the chosen one stands beside
+    the completion. The ranks share the prompts.
 
     Where each rank has the whole model, texts are completed in slots (decoding/), whose memory is given back before
     training goes on. A model in shards is gathered layer by layer for every token, and has no cache of keys and values:
@@ -54,7 +55,7 @@ class Generations:
         self.rows: list[tuple[list[int], list[int]]] = []  # the prompt's tokens, and those after it in the data
         for sequence in range(len(data) if data is not None and config.num_generations else 0):
             assert data is not None
-            for tokens, is_target in data.rows_of(sequence):
+            for tokens, is_target in data.rows_of(sequence)[:: max(1, data.num_answers)]:  # a pair has one prompt
                 first = int(is_target.argmax())
                 end = first if first > 1 else max(1, len(tokens) // 2)
                 self.rows.append((tokens[:end].tolist(), tokens[end:].tolist()))

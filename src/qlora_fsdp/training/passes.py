@@ -32,6 +32,11 @@ class Passes(Protocol):
         """
 
 
+def place(batch: Batch, device: torch.device, deterministic: bool) -> Batch:
+    """The micro-batch on the device, laid out as a pass of training has it; see `EagerPasses`."""
+    return with_room(batch, Key.of(batch), device) if deterministic else batch.to(device)
+
+
 class EagerPasses:
     """Queues kernel by kernel. Gradients are summed over ranks in the last micro-batch's backward.
 
@@ -56,7 +61,7 @@ class EagerPasses:
     def run(self, batch: Batch, is_last: bool) -> Tensor:
         """Queue forward and backward, and return the loss."""
         set_gradient_sync(self.model, enabled=is_last or self.deterministic)
-        batch = with_room(batch, Key.of(batch), self.device) if self.deterministic else batch.to(self.device)
+        batch = place(batch, self.device, self.deterministic)
         self.peaks.enter("forward")
         loss: Tensor = self.model(self.model.with_reference(batch)) / self.num_targets
         self.peaks.enter("backward")

@@ -33,6 +33,7 @@ from qlora_fsdp.model.preference import PreferenceLM
 from qlora_fsdp.model.shard import free_gathered
 from qlora_fsdp.records.run_folder import log
 from qlora_fsdp.runtime.processes import Processes
+from qlora_fsdp.training.passes import place
 from qlora_fsdp.training.prepare import Prepared
 
 Found = NDArray[np.float32]  # [num_rows, 2], as `Batch.reference` has them; NaN: not computed
@@ -98,7 +99,7 @@ def _find(prepared: Prepared, model: PreferenceLM, uses: list[Use], processes: P
         log.info(f"Reference: log-probabilities of {plural(len(used), 'row')} found in {file}")
         return found
     started = time.perf_counter()
-    _compute(model, list(_missing(uses, found, prepared.split)), found, prepared.split.micro_batch_size, processes)
+    _compute(prepared, model, list(_missing(uses, found, prepared.split)), found, processes)
     where = ""
     if file is not None and processes.is_main:
         where = f", kept in {file}" if _write(file, found) else f", not kept: {file.parent} can't be written"
@@ -129,13 +130,14 @@ def _missing(uses: list[Use], found: Found, split: BatchSplit) -> Iterator[list[
 
 @torch.no_grad()
 def _compute(
-    model: PreferenceLM, micro_batches: list[list[Use]], found: Found, micro_batch_size: int, processes: Processes
+    prepared: Prepared, model: PreferenceLM, micro_batches: list[list[Use]], found: Found, processes: Processes
 ) -> None:
     """Fill in what `found` lacks of the rows of these micro-batches. Ranks share the work. Collective."""
-    mine = [of_ranks[processes.rank] for of_ranks in micro_batches]
-    made = (collate(own.data, own.indices, micro_batch_size=micro_batch_size) for own in mine)
+    mine, size = [of_ranks[processes.rank] for of_ranks in micro_batches], prepared.split.micro_batch_size
+    made = (collate(own.data, own.indices, micro_batch_size=size) for own in mine)
+    deterministic = prepared.config.training.deterministic
     with closing(prefetch(made)) as batches:
-        values = [model.reference_of(batch.to(processes.device)) for batch in batches]
+        values = [model.reference_of(place(batch, processes.device, deterministic)) for batch in batches]
     free_gathered(model)
     own = [(use.rows(), value.cpu().numpy()) for use, value in zip(mine, values, strict=True)]
     for rows, computed in (part for parts in processes.gather(own) for part in parts):
@@ -151,7 +153,7 @@ def _cache_file(prepared: Prepared, rows: Rows) -> Path | None:
     tokens = [*config.tokenizer.add_tokens, *config.tokenizer.add_special_tokens]
     start = None if prepared.start is None else prepared.start.digest
     identity = [
-        2,
+        3,  # how they are computed, to which values of before do not belong
         prepared.base,
         start,
         quant,
