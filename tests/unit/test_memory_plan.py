@@ -692,6 +692,12 @@ def test_tiles_are_chosen_for_long_rows_alone():
 def test_offloaded_inputs_take_what_they_are_long_and_no_more_than_the_host_has():
     plan = make_plan(workload("model=llama3-8b", *LONG), [Policy.offload] * 32)
     assert plan.host["activations"] == pytest.approx(32 * 400_000 * 4096 * 2, rel=0.001)
+    # One H200: 400,000 tokens, 22 of 32 layers offloaded, in tiles of 8,192: 71.44 GiB of tensors.
+    mixed = make_plan(
+        workload("model=llama3-8b", *LONG, "memory.tile_tokens=8192", "kernels.cross_entropy=auto"),
+        [Policy.offload] * 22 + [Policy.full] * 10,
+    )
+    assert mixed.tensor_bytes("backward") / GIB == pytest.approx(71.44, rel=0.01)
     with pytest.raises(MemoryShortage, match=r"GiB of it pinned, .* Set a smaller training.max_length, or give"):
         decide_for(machine(80, host_gib=40, num_ranks=1), "model=llama3-8b", *LONG)
     found = decide_for(machine(80, host_gib=100, num_ranks=1), "model=llama3-8b", *LONG)

@@ -46,7 +46,6 @@ from qlora_fsdp.memory.workload import Workload
 
 GIB, MIB = 2**30, 2**20
 PHASES = ("load", "forward", "backward", "step")
-OFFLOAD_SLOTS = 2  # offloaded inputs that are on the GPU in backward: the layer's own, and the next one on its way
 
 # Measured on H200s with torch 2.11 (docs/plan-validation.md).
 LOAD_STAGING = 80 * MIB  # pieces of weights on their way from the host to the shards
@@ -221,13 +220,11 @@ def _backward_moments(
     """
     num_copies = 1 if work.uses_fsdp else 0
     uses, ends = work.layer_uses(policies), work.ends
-    num_offloaded = sum(policy is Policy.offload for policy in policies)
-    always = ends.shared + min(OFFLOAD_SLOTS, num_offloaded) * ends.hidden
     kept = sum(use.saved for use in uses)  # activations that backward has not used yet
     # The loss runs backward, and with it a trained head.
     made = model.trained("head")
     yield {
-        "activations": always + kept,
+        "activations": ends.shared + _offloaded_inputs(policies, len(policies)) * ends.hidden + kept,
         "gathered": model.kept
         + (0 if model.is_frozen("head") or model.stays("head") else model.unit("head"))
         + model.ahead_in_backward(len(policies)),
@@ -242,7 +239,7 @@ def _backward_moments(
         beyond = max(0, uses[index].backward - own)
         dequantized = min(work.layers[index].largest_weight, beyond)
         yield {
-            "activations": always + kept + beyond - dequantized,
+            "activations": ends.shared + _offloaded_inputs(policies, index) * ends.hidden + kept + beyond - dequantized,
             "gradients": leaving + (1 + num_copies) * own + (0 if gradients_stay else reduced),
             "gathered": model.running_layer + model.ahead_in_backward(index),
             "dequantized": dequantized,
@@ -260,6 +257,15 @@ def _backward_moments(
         "gathered": model.kept + embedding_bytes,
         "workspace": WORKSPACE,
     }
+
+
+def _offloaded_inputs(policies: Sequence[Policy], index: int) -> int:
+    """How many offloaded inputs are on the GPU while a layer runs backward (model/input_offload.py).
+
+    Before the first one comes back, it is the one that left last; then the layer's own, and the next one on its way.
+    """
+    is_own = index < len(policies) and policies[index] is Policy.offload
+    return int(is_own) + int(Policy.offload in policies[:index])
 
 
 def _evaluation_bytes(work: Workload, model: ModelBytes) -> int:
