@@ -473,8 +473,8 @@ class MemoryConfig:
 @dataclass
 class ComputeConfig:
     # Matrix products with the quantized base. dequantized: in training.precision. fp8: both factors in float8_e4m3fn
-    # with one scale per row, in forward and for the gradient of the input; the adapters' products stay in bfloat16. fp8
-    # needs a 4-bit base and an Ada, Hopper or later GPU.
+    # with one scale per row, in forward and for the gradient of the input; the products of adapters and of experts stay
+    # in bfloat16. fp8 needs a 4-bit base and an Ada, Hopper or later GPU.
     matmul: MatmulKind = MatmulKind.dequantized
     # Record forward and backward of a micro-batch as a CUDA graph, so that a step does not wait for Python: true or
     # false. What can't be recorded is computed kernel by kernel, and the log says why.

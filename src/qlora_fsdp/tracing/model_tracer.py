@@ -104,6 +104,10 @@ class ModelTracer:
         """Its parameters under these settings of `quant`, `lora`, `task`, `kernels` and `compute`."""
         return self._built(config).parts
 
+    def notes(self, config: Config) -> tuple[str, ...]:
+        """What a run would tell of the model as these settings build it, such as experts that are not quantized."""
+        return self._built(config).notes
+
     def layer_use(
         self, config: Config, micro_batch_size: int, kind: int, policy: Policy, is_first: bool = False
     ) -> LayerUse:
@@ -164,7 +168,7 @@ class ModelTracer:
         if not model.layers:
             raise ValueError("it has no transformer layers")
         stand_ins, order = find_kinds(model)
-        return _Built(model.train(), stand_ins, count_parts(model, stand_ins, order))
+        return _Built(model.train(), stand_ins, count_parts(model, stand_ins, order), tuple(meta.notes))
 
 
 @dataclass(frozen=True)
@@ -174,11 +178,13 @@ class _Built:
     Attributes:
         stand_ins: for each kind of layer: the index in `model.layers` of one that is of this kind.
         parts: its parameters.
+        notes: for the user, on how it was built.
     """
 
     model: TaskModel
     stand_ins: tuple[int, ...]
     parts: ModelParts
+    notes: tuple[str, ...]
 
 
 def trace_assembled(assembled: AssembledModel, config: Config, is_cuda: bool) -> ModelTracer:
