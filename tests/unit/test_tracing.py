@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from qlora_fsdp.config.schema import Config, KernelsConfig, LoraConfig
 from qlora_fsdp.data.batch import Batch
@@ -33,6 +33,7 @@ from qlora_fsdp.model.adapters import apply_adapters
 from qlora_fsdp.model.build import BuildSettings, build_model
 from qlora_fsdp.model.causal_lm import CausalLM
 from qlora_fsdp.model.find import ModelFiles, make_config
+from qlora_fsdp.model.miniature import miniature
 from qlora_fsdp.model.task_model import TaskModel
 from qlora_fsdp.tracing.fused_attention import fused_attention
 from qlora_fsdp.tracing.live_bytes import LiveBytes
@@ -368,6 +369,15 @@ def test_experts_take_the_same_setting():
     layers = on_meta("gpt_oss", load_config(["kernels.dequantize=triton"])).modules()
     experts = [layer for layer in layers if isinstance(layer, QuantizedExpertWeight)]
     assert experts and {layer.format.dequantizer for layer in experts} == {"triton"}
+
+
+@pytest.mark.parametrize("family", ["gemma3n_text", "gemma4_text"])
+def test_layers_are_traced_again_and_again_though_adapters_made_their_arguments(family: str):
+    model = miniature(CONFIG_MAPPING[family]().get_text_config(), max_length=64)
+    config = load_config(["model=tiny", "data=random", "quant=int8", "training.max_length=64"])
+    tracer = trace_config(model, config)
+    kept, recomputed = (tracer.layer_use(config, 1, 0, policy).saved for policy in (Policy.none, Policy.full))
+    assert kept > recomputed > 0
 
 
 def test_a_routers_loss_is_that_of_every_layer():

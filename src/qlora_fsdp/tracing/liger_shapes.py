@@ -48,7 +48,7 @@ def shapes_of_functions(model: nn.Module, kernels: Collection[str]) -> Iterator[
 
 
 def _normalize(norm: nn.Module, x: Tensor) -> Tensor:
-    return _Norm.apply(x.contiguous(), norm.weight)  # type: ignore[no-any-return,no-untyped-call]
+    return _Norm.apply(x.contiguous(), getattr(norm, "weight", None))  # type: ignore[no-any-return,no-untyped-call]
 
 
 class _Norm(torch.autograd.Function):
@@ -58,14 +58,14 @@ class _Norm(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, x.new_empty(x.shape[:-1], dtype=torch.float32), weight)
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, _, weight = ctx.saved_tensors
-        return x + grads[0], torch.empty_like(weight) if weight.requires_grad else None
+        return x + grads[0], torch.empty_like(weight) if ctx.needs_input_grad[1] else None
 
 
 def _rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.layers.kernels.launch import as_on_a_gpu, bytes_moved
@@ -126,7 +126,7 @@ class Trace:
             if layer not in outputs:
                 with live.paused(), torch.no_grad():
                     outputs[layer] = forward(*args, **kwargs)
-                self.calls[layer] = call.without_hidden()
+                self.calls[layer] = call.kept()
             y = Pass.apply(anchor, x, pass_gradient)  # type: ignore[no-untyped-call]
             # The model's code may still hold the first layer's input, which the plan counts with that layer.
             held = hidden if first_input() is not None and not is_first else 0
@@ -208,8 +208,13 @@ class _Call:
         kwargs = {name: value for name, value in kwargs.items() if name != "hidden_states"}
         return cls(x, x.shape, x.dtype, is_named, args[1:], kwargs)
 
-    def without_hidden(self) -> _Call:
-        return replace(self, hidden=None)
+    def kept(self) -> _Call:
+        """To run the layer by itself, any number of times: its arguments no longer know what made them.
+
+        Adapters may have had a part in that, as in what Gemma 3n gives each layer beside its input.
+        """
+        args, kwargs = tree_map_only(Tensor, _as_leaf, (self.args, self.kwargs))
+        return replace(self, hidden=None, args=args, kwargs=kwargs)
 
     def tensors(self) -> list[Tensor]:
         return [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)]
@@ -250,6 +255,11 @@ def _run_layer(live: LiveBytes, layer: nn.Module, call: _Call, needs_gradient: b
 
 def _nothing() -> None:
     return None
+
+
+def _as_leaf(tensor: Tensor) -> Tensor:
+    """The same memory, without the graph that made it."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def _anchor() -> Tensor:
