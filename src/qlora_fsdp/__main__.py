@@ -14,13 +14,14 @@ from typing import Any, NoReturn, cast
 
 from qlora_fsdp import __version__
 from qlora_fsdp.common.errors import ConfigError, Problem, print_error
-from qlora_fsdp.common.startup import NO_RUN, begin, end_process, end_with_the_reader, is_rank
+from qlora_fsdp.common.startup import KEPT, NO_RUN, begin, end_process, end_with_the_reader, is_rank
 
 # Name: module, what it does
 COMMANDS = {
     "train": ("qlora_fsdp.train", "train an adapter on all GPUs of this host; sweeps and batch jobs too"),
     "preflight": ("qlora_fsdp.preflight", "does a run fit, and how long will it take? needs no GPU"),
     "preview": ("qlora_fsdp.preview", "rows as the model will see them, and what is trained on"),
+    "prepare": ("qlora_fsdp.prepare", "tokenize the data of a run beforehand; needs no GPU"),
     "evaluate": ("qlora_fsdp.evaluate", "an adapter's loss on data, or its score in a benchmark"),
     "generate": ("qlora_fsdp.generate", "complete prompts"),
     "chat": ("qlora_fsdp.chat", "talk to a model"),
@@ -59,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         Its exit code; 2 if there is no such command.
     """
     name, *rest = list(sys.argv[1:] if argv is None else argv) or ["--help"]
-    begin(NO_RUN if name == "train" else "")
+    begin({"train": NO_RUN, "prepare": KEPT}.get(name, ""))
     if name in ("-h", "--help", "help"):
         print(USAGE.format(commands="\n".join(f"  {key:<12}{COMMANDS[key][1]}" for key in COMMANDS)))
         return 0

@@ -105,8 +105,9 @@ def preflight(argv: Sequence[str], file: Path) -> int:
     model = make_config(values, _name(config))
     scale_rope(model.get_text_config(), config.model.rope_scaling)
     config, padded = _settle_packing(config, model)
+    traced = trace_config(model, config)
     work = Workload(
-        trace_config(model, config),
+        traced,
         config,
         hardware.count,
         hardware.local_count,
@@ -120,7 +121,7 @@ def preflight(argv: Sequence[str], file: Path) -> int:
         return 0 if any(row["gpus"] == hardware.count for row in figures["longest"]) else DOES_NOT_FIT
     choice = choose(work, target, hardware.gpu)
     lines, figures = _describe(choice, hardware, target)
-    lines += [*padded, *([f"Note: {rounded}"] if rounded else [])]
+    lines += [*padded, *(f"Note: {note}" for note in [*traced.notes(config), *([rounded] if rounded else [])])]
     if not choice.fits:
         cheapest = cheapest_changes(work, target, hardware.gpu)
         missing = (choice.plan.needed - target) / GIB

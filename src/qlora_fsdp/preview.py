@@ -77,14 +77,11 @@ def preview(settings: PreviewSettings, config: Config, processes: Processes) -> 
     from qlora_fsdp.data.run_data import PreparedData, prepare_data
     from qlora_fsdp.data.split import BatchSplit
     from qlora_fsdp.data.stream import open_stream
-    from qlora_fsdp.data.tokenizer import add_tokens, load_tokenizer
     from qlora_fsdp.model.chat_rows import check_chat_rows
-    from qlora_fsdp.training.start import load_start_tokenizer
+    from qlora_fsdp.training.start import load_run_tokenizer
     from qlora_fsdp.weights.safetensors_files import read_headers
 
-    start = config.lora.start
-    tokenizer = load_tokenizer(config.model, config.data) if start is None else load_start_tokenizer(config)
-    add_tokens(tokenizer, config.tokenizer)
+    tokenizer = load_run_tokenizer(config)
     if config.data.streaming:
         streamed = open_stream(config, tokenizer, BatchSplit(1, 1, 1, 1, 1), processes, None, 0, len(tokenizer))
         data = PreparedData(streamed.train.first_window.sequences, streamed.eval, streamed.report)

@@ -19,7 +19,7 @@ from qlora_fsdp.training import run, saver
 STAGES: dict[str, tuple[Any, str]] = {
     "settings": (run, "check"),
     "data": (run, "prepare"),
-    "workers that tokenize": (RowTokenizer, "__call__"),
+    "workers that tokenize": (RowTokenizer, "whole"),
     "load": (materialize, "fill"),
     "forward": (CausalLM, "forward"),
     "checkpoint": (saver, "write_checkpoint"),

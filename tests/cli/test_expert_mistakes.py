@@ -12,6 +12,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from qlora_fsdp.__main__ import main
+from tests.helpers.scaled_checkpoints import make_fp8
 
 WEIGHT = "model.layers.0.mlp.experts.gate_up_proj"
 REFUSED = {
@@ -26,11 +27,11 @@ REFUSED = {
 
 @pytest.fixture
 def answer(own_process: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """`answer(model, ...)`: what one step of training says, which has to end with exit code 2."""
+    """`answer(model, ...)`: what one step of training says, which has to end with exit code 2, or another `code`."""
 
-    def train(model: Path, *more: str) -> str:
+    def train(model: Path, *more: str, code: int = 2) -> str:
         data = ["data=random", "training.packing=false", "training.max_steps=1", "training.max_length=32"]
-        assert main(["train", f"model.path={model}", *data, f"run.folder={tmp_path / 'run'}", *more]) == 2
+        assert main(["train", f"model.path={model}", *data, f"run.folder={tmp_path / 'run'}", *more]) == code
         printed = capsys.readouterr().err
         assert printed.count("Error: ") == 1 and "Traceback" not in printed
         return " ".join(printed.partition("Error: ")[2].split())
@@ -60,3 +61,35 @@ def test_a_router_with_nan(answer, checkpoint, tmp_path: Path):
     save_file(tensors, file, {"format": "pt"})
     said = answer(folder)
     assert f"{file.name}: {key} has 1 NaN or infinite value" in said and "model.path" in said
+
+
+def test_a_file_of_one_expert_is_missing(answer, checkpoint, tmp_path: Path):
+    """As after a download that was interrupted, and then with an index that does not know of the expert either."""
+    folder, part = Path(shutil.copytree(checkpoint("qwen3_moe"), tmp_path / "model")), ".0.mlp.experts.2.up_proj."
+    files = {key: file for file in folder.glob("*.safetensors") for key in load_file(file)}
+    lost = next(key for key in files if part in key)
+    tensors = load_file(files[lost])
+    save_file({key: tensor for key, tensor in tensors.items() if key != lost}, files[lost], {"format": "pt"})
+    index = {key: file.name for key, file in files.items()}
+    for known in (index | {lost: "lost.safetensors"}, {key: file for key, file in index.items() if key != lost}):
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": known}))
+        said = answer(folder)
+        assert ("lost.safetensors" if lost in known else lost) in said and "model.path" in said, said
+
+
+def test_fp8_without_scales(answer, checkpoint, tmp_path: Path):
+    folder = make_fp8(checkpoint("qwen3_moe"), tmp_path / "model")
+    index = dict[str, str]()
+    for file in list(folder.glob("*.safetensors")):
+        tensors = {key: t for key, t in load_file(file).items() if not key.endswith("_scale_inv")}
+        index |= dict.fromkeys(tensors, file.name)
+        save_file(tensors, file, {"format": "pt"})
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    said = answer(folder)
+    assert "weight_scale_inv" in said and "Copy or download it again" in said, said
+
+
+def test_more_adapters_than_memory(answer, checkpoint):
+    """Refused by the plan: no room for them is asked for."""
+    said = answer(checkpoint("qwen3_moe"), "lora.r=20000000", code=3)
+    assert "Lower lora.r=20000000, or set lora.experts=false: adapters take 257." in said, said

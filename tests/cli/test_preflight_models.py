@@ -46,6 +46,17 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return error
 
 
+def test_experts_that_stay_in_full_precision_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Llama 4's code computes its experts in a way of its own: those of every layer are counted."""
+    sizes = {"model_type": "llama4_text", "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 320}
+    folder = write(tmp_path / "mine", {**sizes, **heads, "intermediate_size_mlp": 256, "num_local_experts": 16})
+    assert preflight.main([ON, f"model.path={folder}", "training.max_length=128"]) == 0
+    num_bytes = 2 * 8 * 16 * (128 * 2 * 256 + 256 * 128)
+    said = capsys.readouterr().out
+    assert f"stay in bfloat16 ({num_bytes / 2**20:.1f} MiB)" in said and "8 modules such as model.layers.0" in said
+
+
 @pytest.mark.parametrize("before", [[], ["experiment=dry_run"]])
 def test_a_folder_is_planned_by_its_own_config(
     before: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]

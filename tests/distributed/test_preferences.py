@@ -47,7 +47,7 @@ ON_MORE = {
     "dpo, padded, twelve": ["training.packing=false", "preference.precompute=false", *MORE_RANKS],
     "kto, twelve": [f"{LOSS}kto", *MORE_RANKS],
 }
-# Runs that go on from a checkpoint, with an empty cache: the reference is what the model was before its first step.
+# Runs that go on from a checkpoint, with empty caches: the reference is what the model was before its first step.
 RESUMED = {
     "dpo resumed": [],
     "dpo from an adapter resumed": [START],
@@ -88,8 +88,8 @@ def runs(argv: Callable[[str, int], list[str]]) -> Callable[[int], list[dict[Any
         wanted = {case: argv(case, num_ranks) for case in (CASES if num_ranks < 3 else ON_MORE)}
         for case in RESUMED if num_ranks == 2 else ():
             plain, folder = argv(case, 2), Path(load_config(argv(case, 2)).run.folder)
-            wanted[case, "straight"] = [*plain, "checkpoint.every_steps=2"]
-            places = [f"run.folder={folder}-on", f"data.cache_folder={folder}-cache"]
+            wanted[case, "straight"] = [*plain, "checkpoint.every_steps=2", f"data.cache_folder={folder}-cache"]
+            places = [f"run.folder={folder}-on", f"data.cache_folder={folder}-on-cache"]
             wanted[case, "resumed"] = [*plain, *places, f"checkpoint.resume={folder}/checkpoints/step-00000002"]
         return run_ranks(num_ranks, train_all, wanted)
 

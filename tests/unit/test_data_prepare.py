@@ -40,7 +40,7 @@ from qlora_fsdp.config.schema import (
     ModelConfig,
     TrainingConfig,
 )
-from qlora_fsdp.data import json_list, row_files, tokenize_source
+from qlora_fsdp.data import json_list, row_files, shards, tokenize_source
 from qlora_fsdp.data.run_data import PreparedData, prepare_data
 from qlora_fsdp.data.sequences import Sequences
 from qlora_fsdp.data.tokenizer import load_tokenizer
@@ -116,12 +116,13 @@ def test_truncate_keeps_long_rows_and_says_so(tmp_path, run):
     assert "2 rows cut (longer than training.max_length): a.jsonl:1, a.jsonl:2 (102 tokens)" in str(prepared.report)
 
 
-def test_error_policy_lists_the_rows_and_caches_nothing(tmp_path, run):
+def test_error_policy_lists_the_rows(tmp_path, run, monkeypatch):
     path = write_lines(tmp_path / "chats.jsonl", *BAD_LINES)
     for _ in range(2):
         with pytest.raises(DataError, match=r"(?s)data\.bad_rows=error.*chats\.jsonl:4.*data\.bad_rows=skip"):
             run(path, bad_rows=BadRows.error)
-    assert not [entry for entry in (tmp_path / "cache").iterdir() if entry.is_dir()]
+        monkeypatch.setattr(tokenize_source, "read_rows", None)  # what is tokenized serves any policy
+    assert texts(run(path, bad_rows=BadRows.skip).train) == ["ab", "good"]
 
 
 def test_only_five_examples_of_a_kind(tmp_path, run):
@@ -136,14 +137,12 @@ def test_only_five_examples_of_a_kind(tmp_path, run):
 def test_few_long_rows_are_tokenized_by_several_processes_too(tmp_path, run, monkeypatch):
     path = write_lines(tmp_path / "a.jsonl", *({"text": str(number) * 5000} for number in range(3)))
     expected, asked = texts(run(path, max_length=512).train), []
-    map_rows = datasets.Dataset.map
+    in_workers = shards._in_workers
     monkeypatch.setattr(tokenize_source, "BYTES_A_PROCESS", 10_000)
-    monkeypatch.setattr(
-        datasets.Dataset, "map", lambda *args, **named: asked.append(named["num_proc"]) or map_rows(*args, **named)
-    )
+    monkeypatch.setattr(shards, "_in_workers", lambda *args: asked.append(args[1:3]) or in_workers(*args))
     os.utime(path, ns=(0, 0))
     assert texts(run(path, max_length=512, num_proc=8).train) == expected
-    assert asked == [3]  # one row each
+    assert asked == [([0, 1, 2], 3)]  # one row each
 
 
 def test_no_usable_row(tmp_path, run):
@@ -358,7 +357,11 @@ def test_cache_is_used_until_something_that_matters_changes(tmp_path, run, monke
     assert not calls
     assert again.report.sources == first.report.sources
     assert texts(again.train) == texts(first.train)
-    run(path, max_length=32)
+    assert (
+        run(path, max_length=4).report.sources[0].num_used_rows == 20
+    )  # rows are kept whole, and cut when they are loaded
+    assert not calls
+    run(path, max_length=2**17 + 1)  # beyond what is kept of any row
     assert len(calls) == 1
     os.utime(path, ns=(0, 0))
     run(path)

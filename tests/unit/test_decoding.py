@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from functools import cache
 from typing import Any
 
@@ -112,6 +114,18 @@ def test_a_penalty_for_repetition_is_that_of_transformers():
     assert [request.completion for request in found] == expected
     plain = [stock(model, request.prompt, request.max_new_tokens) for request in found]
     assert plain != expected
+
+
+def test_slots_are_given_back_at_once():
+    """Not only when the garbage collector comes by: nothing may refer to them in a circle."""
+    completer = Completer(build("llama"), CPU, Sampling(), ENDS, 0)
+    completer.complete([Request([10, 11, 12], 3)])
+    assert completer.steps is not None
+    keys = weakref.ref(completer.steps.cache.slot_layers[0].keys)
+    gc.disable()
+    completer.release()
+    gc.enable()
+    assert keys() is None
 
 
 def test_no_prompts_are_no_work():

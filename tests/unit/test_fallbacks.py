@@ -6,14 +6,24 @@ import pytest
 import torch
 from bitsandbytes import cextension
 from tests.helpers.patched import liger_kernels
-from transformers import Glm4Config, GptOssConfig, LlamaConfig, Olmo2Config
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    Glm4Config,
+    GptOssConfig,
+    LlamaConfig,
+    Olmo2Config,
+)
 from transformers.models.llama import modeling_llama
 
+from qlora_fsdp.common import families
 from qlora_fsdp.common.errors import ConfigError, DeviceError
 from qlora_fsdp.config.compose import load_config
+from qlora_fsdp.config.schema import KernelsConfig
 from qlora_fsdp.layers import attention, liger
 from qlora_fsdp.layers import flash_attention_4 as flash_4
 from qlora_fsdp.runtime import fallbacks
+from qlora_fsdp.tracing.model_tracer import planned_liger_kernels
 
 GPU = torch.device("cuda", 0)
 
@@ -109,6 +119,18 @@ def test_liger_needs_triton(monkeypatch):
     with pytest.raises(ConfigError, match=r"kernels\.rms_norm=liger can't be used: Triton is not installed"):
         liger.use_fused_kernels(config, LlamaConfig(), GPU)
     assert liger.use_fused_kernels(settings().kernels, LlamaConfig(), GPU) == []
+
+
+def test_the_plan_knows_which_kernels_of_liger_a_run_uses():
+    """On a host without the package too: so every family is compared that the installed one has a function for."""
+    monkey_patch = pytest.importorskip("liger_kernel.transformers.monkey_patch")
+    named = {*monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN, *families.LIGER_KERNELS}
+    configs = [kind() for name, kind in CONFIG_MAPPING.items() if name in named and kind in MODEL_FOR_CAUSAL_LM_MAPPING]
+    decoders = [config for config in configs if config.get_text_config() is config]
+    assert len(decoders) >= len(families.LIGER_KERNELS)
+    for config in decoders:
+        with liger_kernels(config) as chosen:
+            assert planned_liger_kernels(KernelsConfig(), config) == chosen, config.model_type
 
 
 def test_liger_does_not_know_this_transformers(monkeypatch):

@@ -36,6 +36,7 @@ from qlora_fsdp.model.row_trial import RowTrial
 from qlora_fsdp.model.slices import check_slices, whole_attention
 
 LONG = 2**20  # tokens of a sequence, so that every window is reached
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 60, "long_factor": [2.0] * 60}
 RUN = ["model=llama3-8b", "data=random", "training.max_steps=1"]
 
 
@@ -138,6 +139,20 @@ def _with_positions(cls: type) -> Any:
         (
             {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
             "can't be used with rope_type dynamic: a slice would take the factors of its own longest position",
+        ),
+        (
+            {
+                "max_position_embeddings": 2**17,
+                "rope_parameters": LONGROPE | {"original_max_position_embeddings": 2**11},
+            },
+            "can't be used with rope_type longrope",
+        ),
+        (
+            {
+                "max_position_embeddings": 2**17,
+                "rope_parameters": LONGROPE | {"original_max_position_embeddings": 4096},
+            },
+            None,
         ),
     ],
 )

@@ -8,6 +8,7 @@ import pytest
 import torch
 from tests.helpers.checkpoints import FAMILIES, SHAPE
 from tests.helpers.patched import liger_kernels
+from tests.helpers.plans import traced
 from tests.helpers.quick_config import load_config
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
@@ -367,3 +368,14 @@ def test_experts_take_the_same_setting():
     layers = on_meta("gpt_oss", load_config(["kernels.dequantize=triton"])).modules()
     experts = [layer for layer in layers if isinstance(layer, QuantizedExpertWeight)]
     assert experts and {layer.format.dequantizer for layer in experts} == {"triton"}
+
+
+def test_a_routers_loss_is_that_of_every_layer():
+    """Its logits are kept from forward to backward, though a trace runs one layer of each kind."""
+    tokens, num_experts, uses = 4096, 128, []
+    for more in (["training.router_aux_loss_coef=0"], ["training.router_aux_loss_coef=0.001"]):
+        config = load_config(["model=qwen3-30b-a3b", "data=random", "training.max_length=4096", *more])
+        uses.append(traced(config).ends_use(config, 1))
+    without, added = uses
+    assert added.shared - without.shared == 48 * tokens * num_experts * 2  # logits in bfloat16
+    assert added.loss_backward > without.loss_backward  # their gradients, beside those of the hidden states

@@ -35,19 +35,39 @@ FAMILIES = {
 
 PRENORM_LAYERS = {family.prenorm_layer for family in FAMILIES.values() if family.prenorm_layer is not None}
 
-# Families for which Liger has kernels of norms, rotary embeddings and MLPs: those above, and these. A plan is made on
-# hosts without Liger too; a run asks the package itself.
-LIGER_FAMILIES = frozenset(FAMILIES) | {
-    "exaone4",
-    "gemma",
-    "glm4",
-    "gpt_oss",
-    "granite",
-    "llama4_text",
-    "mixtral",
-    "olmo2",
-    "olmo3",
-    "qwen3_moe",
+# The settings of `kernels` for which Liger has kernels, by family. A plan is made on hosts without Liger too; a run
+# asks the package itself, and a test compares the two.
+_ALL = ("rms_norm", "rotary", "glu")
+_WITHOUT_ROTARY = ("rms_norm", "glu")
+LIGER_KERNELS = {
+    "deepseek_v2": _WITHOUT_ROTARY,
+    "deepseek_v3": _WITHOUT_ROTARY,
+    "deepseek_v4": ("rms_norm",),
+    "exaone4": _ALL,
+    "falcon_h1": _ALL,
+    "gemma": _ALL,
+    "gemma2": _ALL,
+    "gemma3_text": _ALL,
+    "gemma4_text": _WITHOUT_ROTARY,
+    "glm4": _WITHOUT_ROTARY,
+    "gpt_oss": ("rms_norm", "rotary"),
+    "granite": _ALL,
+    "hunyuan_v1_dense": _ALL,
+    "hunyuan_v1_moe": _ALL,
+    "llama": _ALL,
+    "llama4_text": _ALL,
+    "ministral": _ALL,
+    "mistral": _ALL,
+    "mixtral": _ALL,
+    "olmo2": _ALL,
+    "olmo3": _ALL,
+    "phi3": _ALL,
+    "qwen2": _ALL,
+    "qwen3": _ALL,
+    "qwen3_5_text": _WITHOUT_ROTARY,
+    "qwen3_moe": _ALL,
+    "qwen3_next": _WITHOUT_ROTARY,
+    "smollm3": _ALL,
 }
 
 # Multimodal models whose text part is one of the above: transformers builds them whole, and the text part is trained.

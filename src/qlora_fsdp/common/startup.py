@@ -21,6 +21,7 @@ from typing import NoReturn
 from qlora_fsdp import __version__
 
 NO_RUN = "No run was going on."
+KEPT = "What is tokenized is kept: the same command goes on from there."
 # Set for the processes that `qlora-fsdp` starts
 PARENT_PID = "QLORA_FSDP_PARENT_PID"  # this process ends soon after the one with this id, which has started it
 ENDING_FILE = "QLORA_FSDP_ENDING_FILE"  # the process that prints why the run ends notes the exit code there
@@ -91,14 +92,19 @@ def leave_working_folder_out() -> None:
 
 def end_with_parent() -> None:
     """Lets the kernel send SIGTERM to this process, which then saves and stops, once the launcher has ended."""
-    pid = os.environ.get(PARENT_PID)
-    if pid is None or sys.platform != "linux":
+    if (pid := os.environ.get(PARENT_PID)) is not None:
+        end_with(int(pid), signal.SIGTERM)
+
+
+def end_with(parent: int, number: signal.Signals) -> None:
+    """Lets the kernel send a signal to this process once its parent has ended, or ends it if that was before."""
+    if sys.platform != "linux":
         return
     import ctypes
 
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() == 1 != int(pid):  # it has ended before
-        os._exit(128 + signal.SIGTERM)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+    if os.getppid() == 1 != parent:
+        os._exit(128 + number)
 
 
 def announce(num_ranks: int | None = None) -> None:

@@ -473,8 +473,8 @@ class MemoryConfig:
 @dataclass
 class ComputeConfig:
     # Matrix products with the quantized base. dequantized: in training.precision. fp8: both factors in float8_e4m3fn
-    # with one scale per row, in forward and for the gradient of the input; the adapters' products stay in bfloat16. fp8
-    # needs a 4-bit base and an Ada, Hopper or later GPU.
+    # with one scale per row, in forward and for the gradient of the input; the products of adapters and of experts stay
+    # in bfloat16. fp8 needs a 4-bit base and an Ada, Hopper or later GPU.
     matmul: MatmulKind = MatmulKind.dequantized
     # Record forward and backward of a micro-batch as a CUDA graph, so that a step does not wait for Python: true or
     # false. What can't be recorded is computed kernel by kernel, and the log says why.
@@ -578,9 +578,9 @@ class DataConfig:
     # With streaming: the rows that are tokenized, packed and shuffled together, ahead of the training. From 2,000 rows
     # on, processes of each rank tokenize: data.num_proc, or its share of the host's cores but one, at most 8.
     buffer_rows: int = field(default=10000, metadata=bounds(at_least=1))
-    # Processes that tokenize. null: one per CPU core that this rank may use, at most 8.
+    # Processes that tokenize. null: one for each CPU core that this rank may use.
     num_proc: int | None = field(default=None, metadata=bounds(at_least=1))
-    # Where tokenized data is kept. null: ~/.cache/qlora_fsdp/data
+    # Where tokenized data is kept, also what a run that was broken off has done. null: ~/.cache/qlora_fsdp/data
     cache_folder: str | None = None
 
     @property

@@ -34,10 +34,20 @@ class RowProblem:
 class ProblemCounter:
     """Counts rows with problems by kind, and keeps the places of the first of each."""
 
-    def __init__(self) -> None:
-        self._num_rows: dict[str, int] = {}
-        self._num_kept: dict[str, int] = {}
-        self._places: dict[str, dict[str, list[str]]] = {}  # by kind and detail
+    def __init__(self, counted: dict[str, Any] | None = None) -> None:
+        """Counts on from what `to_json` gave."""
+        counted = counted or {}
+        self._num_rows: dict[str, int] = counted.get("num_rows", {})
+        self._num_kept: dict[str, int] = counted.get("num_kept", {})
+        self._places: dict[str, dict[str, list[str]]] = counted.get("places", {})  # by kind and detail
+
+    def to_json(self) -> dict[str, Any]:
+        return {"num_rows": self._num_rows, "num_kept": self._num_kept, "places": self._places}
+
+    def add_more(self, kind: str, num_rows: int, is_kept: bool) -> None:
+        """Counts rows of a kind of which enough examples are told already."""
+        self._num_rows[kind] += num_rows
+        self._num_kept[kind] += num_rows * is_kept
 
     def add(self, place: str, kind: str, detail: str, is_kept: bool) -> None:
         """Counts a row.

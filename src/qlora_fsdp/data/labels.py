@@ -32,7 +32,7 @@ from qlora_fsdp.data.row import (
     rename,
     show_keys,
 )
-from qlora_fsdp.data.tokenize import FEATURES, first_text, show_length
+from qlora_fsdp.data.tokenize import COLUMNS, Columns, add_row, first_text, show_length
 
 LABEL_KEYS = ("label", "labels")
 WORD_LABEL_KEYS = ("labels", "ner_tags", "tags")
@@ -42,7 +42,7 @@ FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 @dataclass(frozen=True)
 class LabelledRowTokenizer:
-    """Checks and tokenizes batches of labelled rows; the function of `datasets.map`."""
+    """Checks and tokenizes batches of labelled rows."""
 
     tokenizer: PreTrainedTokenizerBase
     task: TaskConfig
@@ -50,31 +50,30 @@ class LabelledRowTokenizer:
     bad_rows: BadRows
     columns: Mapping[str, str] = field(default_factory=dict)
 
-    def __call__(self, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        """Maps columns `place` and `row` to those of FEATURES. Each row gives one; a bad one stays, empty."""
-        out: dict[str, list[Any]] = {name: [] for name in FEATURES}
+    def __call__(self, batch: Columns) -> Columns:
+        """Maps columns `place` and `row` to COLUMNS. Each row gives one; a bad one stays, empty."""
+        out: Columns = {name: [] for name in COLUMNS}
         for place, raw in zip(batch["place"], batch["row"], strict=True):
             try:
-                values = (place, *self._encode(raw))
+                problem, tokens, is_target, labels = self._encode(raw)
+                add_row(out, place, *problem, (np.array(tokens, np.int32), np.array(is_target, np.bool_)), labels)
             except BadRow as bad:
-                values = (place, bad.kind, bad.detail, [], [], [])
-            for name, value in zip(FEATURES, values, strict=True):
-                out[name].append(value)
+                add_row(out, place, bad.kind, bad.detail)
         return out
 
-    def _encode(self, raw: bytes) -> tuple[str, str, list[int], list[bool], list[float]]:
+    def _encode(self, raw: bytes) -> tuple[tuple[str, str], list[int], list[bool], list[float]]:
         row = rename(parse_row(raw), label_columns(self.columns, self.task))
         if self.task.name is TaskName.sequence_classification:
             text = _read_text(row)
             labels = read_labels(row, self.task)
             problem, tokens, _ = self._tokenize(text)
-            return *problem, tokens, [False] * len(tokens), labels
+            return problem, tokens, [False] * len(tokens), labels
         words, word_labels = read_words(row, self.task)
         problem, tokens, offsets = self._tokenize(" ".join(words))
         is_labelled, labels = label_first_tokens(words, word_labels, offsets)
         if not labels:
             raise BadRow(NO_TARGET, f"within {self.max_length} tokens" if problem[0] else "no word has a label")
-        return *problem, tokens, is_labelled, labels
+        return problem, tokens, is_labelled, labels
 
     def _tokenize(self, text: str) -> tuple[tuple[str, str], list[int], list[tuple[int, int]]]:
         """What is wrong with the length, token ids, and where each token is in the text; special ones are nowhere."""

@@ -11,7 +11,7 @@ neither is.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import permutations
 from typing import Any
@@ -20,6 +20,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.config.schema import BadRows, DataFormat, LossOn
+from qlora_fsdp.data.cut import WITH_BEFORE, CutSettings
 from qlora_fsdp.data.format import FormattedRow, format_row
 from qlora_fsdp.data.row import (
     EMPTY,
@@ -27,7 +28,6 @@ from qlora_fsdp.data.row import (
     NO_COLUMNS,
     NO_TARGET,
     SAME_ANSWERS,
-    TOO_LONG,
     TRAIN_KEYS,
     TURN_KEYS,
     WRONG_KEYS,
@@ -40,7 +40,7 @@ from qlora_fsdp.data.row import (
     show_keys,
     type_name,
 )
-from qlora_fsdp.data.tokenize import FEATURES, RowTokenizer, TokenRow
+from qlora_fsdp.data.tokenize import COLUMNS, Columns, RowTokenizer, TokenRow, add_row, cut_batch
 
 PAIR_KEYS = ("chosen", "rejected")
 JUDGED_KEYS = ("completion", "label")
@@ -67,7 +67,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class PreferenceRowTokenizer:
-    """Checks, formats and tokenizes batches of raw rows; the function of `datasets.map`.
+    """Checks, formats and tokenizes batches of raw rows.
 
     Attributes:
         tokenizer: the model's.
@@ -85,21 +85,24 @@ class PreferenceRowTokenizer:
     columns: Mapping[str, str] = field(default_factory=dict)
     has_margin: bool = False
 
-    def __call__(self, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        """Maps columns `place` and `row` to those of FEATURES. A bad row stays, empty."""
-        out: dict[str, list[Any]] = {name: [] for name in FEATURES}
+    def __call__(self, batch: Columns) -> Columns:
+        """Maps columns `place` and `row` to COLUMNS. A bad row stays, empty."""
+        settings = CutSettings(self.max_length, self.bad_rows is BadRows.truncate, True, self.is_paired)
+        return cut_batch(self.whole(batch), settings)
+
+    def whole(self, batch: Columns) -> Columns:
+        """The same with answers that are not yet cut."""
+        out: Columns = {name: [] for name in COLUMNS}
         for place, raw in zip(batch["place"], batch["row"], strict=True):
             try:
-                rows = list(self._tokenize(raw))
+                for number, (row, detail, labels) in enumerate(self._tokenize(raw)):
+                    add_row(out, place, "", detail, row, labels, WITH_BEFORE if number else 0)
             except BadRow as bad:
-                rows = [(bad.kind, bad.detail, (np.zeros(0, np.int32), np.zeros(0, np.bool_)), [])]
-            for problem, detail, (tokens, is_target), labels in rows:
-                for name, value in zip(FEATURES, (place, problem, detail, tokens, is_target, labels), strict=True):
-                    out[name].append(value)
+                add_row(out, place, bad.kind, bad.detail)
         return out
 
-    def _tokenize(self, raw: bytes) -> Iterator[tuple[str, str, TokenRow, list[float]]]:
-        """Problem, detail, tokens and labels of each answer of a row.
+    def _tokenize(self, raw: bytes) -> list[tuple[TokenRow, str, list[float]]]:
+        """Tokens, detail and labels of each answer of a row.
 
         Raises:
             BadRow: the row can't be used.
@@ -107,25 +110,18 @@ class PreferenceRowTokenizer:
         inner = RowTokenizer(self.tokenizer, DataFormat.auto, LossOn.completion, self.max_length, self.bad_rows)
         answers = read_answers(raw, self.is_paired, self.columns)
         margin = read_margin(raw, self.columns) if self.has_margin else None
-        formatted = [self._format(answer) for answer in answers]
-        found: list[TokenRow] = []
-        problem, detail = "", ""
-        for tokens, is_target, length in inner.encode(formatted):
-            if len(tokens) > self.max_length:
-                problem, detail = TOO_LONG, detail or length
-                if self.bad_rows is not BadRows.truncate:
-                    raise BadRow(problem, detail)
-            found += inner.cut(tokens, is_target, may_split=False)
-            if not found[-1][1].any():
-                within = f"within {self.max_length} tokens, which the prompt alone fills" if problem else ""
-                raise BadRow(NO_TARGET, within)
+        found = list(inner.encode([self._format(answer) for answer in answers]))
+        if not all(len(tokens) for (tokens, _), _ in found):
+            raise BadRow(NO_TARGET)
         pairs = zip(found[::2], found[1::2], strict=True) if self.is_paired else ()
-        if any(np.array_equal(chosen, rejected) for (chosen, _), (rejected, _) in pairs):
-            raise BadRow(SAME_ANSWERS, f"within {self.max_length} tokens" if problem else "")
-        for answer, row in zip(answers, found, strict=True):
-            label = margin if self.has_margin else answer.label
-            yield problem, detail, row, [] if label is None else [float(label)]
-            problem, detail = "", ""  # count a row once, not each of its answers
+        for ((chosen, is_target), _), ((rejected, _), _) in pairs:
+            if is_target.any() and np.array_equal(chosen, rejected):
+                raise BadRow(SAME_ANSWERS)
+        labels = [margin if self.has_margin else answer.label for answer in answers]
+        return [
+            (row, detail, [] if label is None else [float(label)])
+            for (row, detail), label in zip(found, labels, strict=True)
+        ]
 
     def _format(self, answer: Answer) -> FormattedRow:
         return format_row(answer.form, answer.fields, LossOn.completion, self.tokenizer)

@@ -7,7 +7,7 @@ JSONL pass through in constant memory.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -110,8 +110,13 @@ def name_setting(path: Paths, data: DataConfig) -> str:
     return "data.eval_path" if path == data.eval_path and path != data.path else "data.path"
 
 
-def read_rows(source: Source, file: Path) -> datasets.Dataset:
+def read_rows(source: Source, file: Path, tell: Callable[[int], object] = lambda num_rows: None) -> datasets.Dataset:
     """Copies the raw rows of `source` into the Arrow file `file`.
+
+    Args:
+        source: where the rows come from.
+        file: is written.
+        tell: called with the number of rows that have been read since the last call.
 
     Returns:
         A memory-mapped data set with the columns `place` (string, such as `chats.jsonl:12`) and `row` (bytes).
@@ -125,6 +130,7 @@ def read_rows(source: Source, file: Path) -> datasets.Dataset:
         while batch := list(islice(rows, ROWS_A_BATCH)):
             places, contents = zip(*batch, strict=True)
             writer.write_batch(pa.record_batch([places, contents], schema=schema))
+            tell(len(batch))
     return datasets.Dataset.from_file(str(file))
 
 

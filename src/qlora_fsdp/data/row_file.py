@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 from urllib.parse import urlsplit
@@ -16,11 +18,13 @@ class RowFile:
         path: a local path, or a URL.
         remote: the file system of a URL, from fsspec; None: the file is local.
         facts: of a remote file what tells that it has changed, such as its size and etag.
+        watch: called with what `open` gives.
     """
 
     path: str
     remote: Any = field(default=None, compare=False)
     facts: tuple[tuple[str, str], ...] = ()
+    watch: Callable[[IO[bytes]], object] | None = field(default=None, compare=False)
 
     def __str__(self) -> str:
         return self.path
@@ -60,7 +64,16 @@ class RowFile:
         Raises:
             OSError: it can't be opened. Remote file systems raise errors of their own.
         """
-        if self.remote is not None:
-            opened: IO[bytes] = self.remote.open(self.path, "rb")
-            return opened
-        return Path(self.path).open("rb")
+        open_file = Path(self.path).open if self.remote is None else partial(self.remote.open, self.path)
+        opened: IO[bytes] = open_file("rb")
+        if self.watch is not None:
+            self.watch(opened)
+        return opened
+
+    @property
+    def num_bytes(self) -> int | None:
+        """Its size as it is stored; None: the file system does not tell."""
+        if self.remote is None:
+            return Path(self.path).stat().st_size
+        size = dict(self.facts).get("size", "")
+        return int(size) if size.isdecimal() else None

@@ -7,7 +7,6 @@ windows begin, in the run and in the files. A run that resumes reads and tokeniz
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -28,9 +27,10 @@ from qlora_fsdp.data.chat_markers import check_markers
 from qlora_fsdp.data.read import Source, find_source, training_paths
 from qlora_fsdp.data.run_data import PreparedData, count_data, prepare_held_out, raise_on_all
 from qlora_fsdp.data.sequences import Indices, Sequences, SequenceSettings
+from qlora_fsdp.data.shards import num_cores
 from qlora_fsdp.data.split import BatchSplit
 from qlora_fsdp.data.tokenize import Mask, Tokens
-from qlora_fsdp.data.tokenize_source import MAX_PROCESSES, ROWS_A_PROCESS, row_tokenizer
+from qlora_fsdp.data.tokenize_source import ROWS_A_PROCESS, row_tokenizer
 from qlora_fsdp.data.window_maker import WindowMaker
 from qlora_fsdp.data.windows import Place, Window, find_place, note_place
 from qlora_fsdp.data.workers import Workers
@@ -38,6 +38,7 @@ from qlora_fsdp.records.run_state import STREAM_FILE
 from qlora_fsdp.runtime.processes import Processes
 
 BATCHES_KEPT = 8  # behind the newest one: batches are made ahead, and a bad step asks for its own again
+MAX_WORKERS = 8  # processes of a rank that tokenize, unless data.num_proc says otherwise
 
 
 class StreamedSequences:
@@ -236,8 +237,8 @@ def _num_workers(data: DataConfig, processes: Processes) -> int:
         return data.num_proc
     if data.buffer_rows < ROWS_A_PROCESS:
         return 0
-    num_cores = len(os.sched_getaffinity(0)) // processes.local_num_ranks
-    return max(0, min(MAX_PROCESSES, num_cores - 1))  # a core for training itself
+    own_cores = num_cores() // processes.local_num_ranks
+    return max(0, min(MAX_WORKERS, own_cores - 1))  # a core for training itself
 
 
 def _key(config: Config, tokenizer: PreTrainedTokenizerBase, sources: Sequence[Source]) -> str:

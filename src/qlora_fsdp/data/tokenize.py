@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import datasets
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Encoding
@@ -15,23 +14,24 @@ from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.config.schema import BadRows, DataFormat, LossOn
 from qlora_fsdp.data.chat_template import Span
+from qlora_fsdp.data.cut import MAY_SPLIT, CutSettings, FlatRows, all_rows, cut_rows
 from qlora_fsdp.data.format import FormattedRow, format_row
-from qlora_fsdp.data.row import NO_TARGET, TOO_LONG, BadRow, check_row
+from qlora_fsdp.data.row import NO_TARGET, BadRow, check_row
 from qlora_fsdp.data.tokenizer import encode
 
 Tokens = NDArray[np.int32]
 Mask = NDArray[np.bool_]
 TokenRow = tuple[Tokens, Mask]  # a row of tokens, and which of them are trained on
 
-FEATURES = datasets.Features(
-    {
-        "place": datasets.Value("string"),
-        "problem": datasets.Value("string"),  # a kind of data.row, or empty
-        "detail": datasets.Value("string"),
-        "tokens": datasets.List(datasets.Value("int32")),  # empty: the row is left out
-        "is_target": datasets.List(datasets.Value("bool")),
-        "labels": datasets.List(datasets.Value("float32")),  # of a row, or of its targets; see data.labels
-    }
+Columns = dict[str, list[Any]]
+COLUMNS = (
+    "place",
+    "problem",  # a kind of data.row, or empty
+    "detail",  # what else there is to say; of a row of which a beginning alone is there, its length
+    "tokens",  # empty: the row is left out
+    "is_target",
+    "labels",  # of a row, or of its targets; see data.labels
+    "flags",  # see data.cut
 )
 # Of a text with more characters than LONG_TEXT, and than LONG_TOKEN for each token that may be kept, a beginning alone
 # is tokenized.
@@ -41,7 +41,7 @@ LONG_TOKEN = 16
 
 @dataclass(frozen=True)
 class RowTokenizer:
-    """Checks, formats and tokenizes batches of raw rows; the function of `datasets.map`.
+    """Checks, formats and tokenizes batches of raw rows.
 
     The end token stands exactly once behind what is no chat, and so does the begin token before it, if the tokenizer
     adds one by itself. In a chat the template decides.
@@ -55,14 +55,16 @@ class RowTokenizer:
     columns: Mapping[str, str] = field(default_factory=dict)
     system_prompt: str | None = None
 
-    def __call__(self, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        """Maps columns `place` and `row` to those of FEATURES. A row may become several; a bad one stays, empty."""
-        out: dict[str, list[Any]] = {name: [] for name in FEATURES}
+    def __call__(self, batch: Columns) -> Columns:
+        """Maps columns `place` and `row` to COLUMNS. A row may become several; a bad one stays, empty."""
+        return cut_batch(self.whole(batch), CutSettings(self.max_length, self.bad_rows is BadRows.truncate))
 
-        def add(place: str, problem: str, detail: str, tokens: Tokens, is_target: Mask) -> None:
-            for name, value in zip(FEATURES, (place, problem, detail, tokens, is_target, []), strict=True):
-                out[name].append(value)
+    def whole(self, batch: Columns) -> Columns:
+        """Maps columns `place` and `row` to COLUMNS, one row for each, not yet cut.
 
+        Of a row that is too long, and is not split, it is a beginning of more than `max_length` tokens.
+        """
+        out: Columns = {name: [] for name in COLUMNS}
         formatted: list[tuple[str, FormattedRow]] = []
         for place, raw in zip(batch["place"], batch["row"], strict=True):
             try:
@@ -71,28 +73,15 @@ class RowTokenizer:
                     fields = add_system_prompt(fields, self.system_prompt)
                 formatted.append((place, format_row(form, fields, self.loss_on, self.tokenizer)))
             except BadRow as bad:
-                add(place, bad.kind, bad.detail, *_NOTHING)
-
+                add_row(out, place, bad.kind, bad.detail)
         encoded = self.encode([row for _, row in formatted])
-        for (place, row), (tokens, is_target, length) in zip(formatted, encoded, strict=True):
-            problem, detail = "", ""
-            if len(tokens) > self.max_length:
-                problem, detail = TOO_LONG, length
-                if self.bad_rows is not BadRows.truncate:
-                    add(place, problem, detail, *_NOTHING)
-                    continue
-            num_pieces = 0
-            for piece, piece_target in self.cut(tokens, is_target, row.may_split):
-                if piece_target.any():
-                    add(place, problem, detail, piece, piece_target)
-                    problem, detail = "", ""  # count a row once, not each of its pieces
-                    num_pieces += 1
-            if not num_pieces:
-                add(place, NO_TARGET, f"within {self.max_length} tokens" if problem else "", *_NOTHING)
+        for (place, row), (row_tokens, detail) in zip(formatted, encoded, strict=True):
+            problem = "" if len(row_tokens[0]) else NO_TARGET
+            add_row(out, place, problem, detail, row_tokens, flags=MAY_SPLIT if row.may_split else 0)
         return out
 
-    def encode(self, rows: list[FormattedRow]) -> Iterator[tuple[Tokens, Mask, str]]:
-        """For each row its tokens, which of them are trained on, and its length in words."""
+    def encode(self, rows: list[FormattedRow]) -> Iterator[tuple[TokenRow, str]]:
+        """For each row its tokens; of one that is too long, and is not split, a beginning, and its length in words."""
         if not rows:
             return
         keeps_all = self.bad_rows is BadRows.truncate
@@ -114,20 +103,75 @@ class RowTokenizer:
                 tokens, is_target = np.insert(tokens, 0, bos), np.insert(is_target, 0, False)
             if not row.is_chat and eos is not None and (len(tokens) == 0 or tokens[-1] != eos):
                 tokens, is_target = np.append(tokens, np.int32(eos)), np.append(is_target, True)
-            yield tokens, is_target, show_length(row.text, text, len(tokens))
+            is_target[:1] = False  # nothing stands before the first token to predict it from
+            if len(tokens) > self.max_length and not (row.may_split and keeps_all):
+                one_more = slice(self.max_length + 1)  # by which it is known to be too long
+                yield (tokens[one_more], is_target[one_more]), show_length(row.text, text, len(tokens))
+            else:
+                yield (tokens, is_target), ""
 
     def _bos_token_id(self) -> int | None:
         bos: int | None = self.tokenizer.bos_token_id
         return bos if bos is not None and self.tokenizer("a")["input_ids"][0] == bos else None
 
-    def cut(self, tokens: Tokens, is_target: Mask, may_split: bool) -> Iterator[tuple[Tokens, Mask]]:
-        """The first `max_length` tokens of a row; if it may be split, the others too, as further rows."""
-        end = len(tokens) if may_split else self.max_length
-        for start in range(0, end, self.max_length):
-            piece = slice(start, start + self.max_length)
-            piece_target = is_target[piece].copy()
-            piece_target[:1] = False  # nothing stands before the first token to predict it from
-            yield tokens[piece], piece_target
+
+def add_row(
+    out: Columns,
+    place: str,
+    problem: str,
+    detail: str,
+    row: TokenRow | None = None,
+    labels: Sequence[float] = (),
+    flags: int = 0,
+) -> None:
+    """Appends a row to COLUMNS; None: it is left out."""
+    tokens, is_target = row or (np.zeros(0, dtype=np.int32), np.zeros(0, dtype=bool))
+    for name, value in zip(COLUMNS, (place, problem, detail, tokens, is_target, labels, flags), strict=True):
+        out[name].append(value)
+
+
+def cut_batch(whole: Columns, settings: CutSettings) -> Columns:
+    """Cuts the rows of COLUMNS. Bad rows come first, each once; of the others each piece is a row, in their order."""
+    out: Columns = {name: [] for name in COLUMNS}
+    good = [number for number, tokens in enumerate(whole["tokens"]) if len(tokens)]
+    for number in sorted({*range(len(whole["tokens"]))} - {*good}):
+        add_row(out, *(whole[name][number] for name in ("place", "problem", "detail")))
+    if not good:
+        return out
+    place, details, tokens, is_target, labels, flags = (
+        [whole[name][number] for number in good]
+        for name in ("place", "detail", "tokens", "is_target", "labels", "flags")
+    )
+    counts = np.array([np.count_nonzero(mask) for mask in is_target], dtype=np.int32)
+    flat = FlatRows(
+        tokens=np.concatenate(tokens),
+        is_target=np.concatenate(is_target),
+        starts=np.cumsum([0, *map(len, tokens)]),
+        num_targets=np.minimum(counts, 1) if settings.is_compared else counts,
+        flags=np.array(flags, dtype=np.uint8),
+    )
+    pieces = cut_rows(flat, settings) or all_rows(flat)
+    told = {  # of a row, the problem and what there is to say of it
+        row: (
+            problem.kind,
+            (details[row] or f"{len(tokens[row])} tokens") if problem.detail is None else problem.detail,
+        )
+        for problem in pieces.problems
+        for row in problem.rows.tolist()
+    }
+    spans: dict[int, list[slice]] = {}
+    for row, start, end in zip(pieces.rows.tolist(), pieces.starts.tolist(), pieces.ends.tolist(), strict=True):
+        spans.setdefault(row, []).append(slice(start, end))
+    for row in range(len(good)):
+        problem = told.get(row, ("", ""))
+        if row in told and row not in spans:
+            add_row(out, place[row], *problem)
+        for span in spans.get(row, []):
+            mask = flat.is_target[span].copy()
+            mask[:1] = False
+            add_row(out, place[row], *problem, (flat.tokens[span], mask), labels[row])
+            problem = ("", "")  # a row is counted once, not each of its pieces
+    return out
 
 
 def add_system_prompt(row: dict[str, Any], text: str) -> dict[str, Any]:
@@ -175,6 +219,3 @@ def find_targets(encoding: Encoding, spans: Sequence[Span]) -> Mask:
         last = bisect_left(tokens, end, key=lambda token: place(token)[0])
         is_target[first:last] = True
     return is_target
-
-
-_NOTHING: tuple[Tokens, Mask] = (np.zeros(0, dtype=np.int32), np.zeros(0, dtype=bool))

@@ -1,8 +1,12 @@
-"""One source of rows, tokenized into the cache by one process per node, and loaded from there by every rank."""
+"""One source of rows, tokenized into the cache by one process per node, and loaded from there by every rank.
+
+Rows are copied, those to use are chosen, tokenized shard by shard, and the shards become one entry of the cache. All
+that happens in a work folder beside the entry. Whoever starts again finds there what was done before.
+"""
 
 from __future__ import annotations
 
-import os
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,31 +14,40 @@ from typing import Any
 
 import datasets
 import numpy as np
+import pyarrow.compute as pc
 from filelock import FileLock
 from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.common.cache_folder import check_owner, close_to_others, find_cache, lock_mode, open_cache
 from qlora_fsdp.common.errors import DataError
-from qlora_fsdp.common.files import fresh_folder, remove, remove_leftovers
+from qlora_fsdp.common.files import remove
+from qlora_fsdp.common.startup import KEPT
 from qlora_fsdp.config.data_sets import slice_rows
 from qlora_fsdp.config.schema import BadRows, Config, TaskName
 from qlora_fsdp.data.answers import wrap_answers
-from qlora_fsdp.data.cache import check_targets, fingerprint, load_entry, write_entry
+from qlora_fsdp.data.cache import Entry, check_targets, fingerprint, load_entry, write_entry
 from qlora_fsdp.data.counts import ReadReport
+from qlora_fsdp.data.cut import CutSettings
 from qlora_fsdp.data.label_counts import label_width
 from qlora_fsdp.data.labels import LabelledRowTokenizer, check_lists
 from qlora_fsdp.data.preferences import PreferenceRowTokenizer
 from qlora_fsdp.data.read import Paths, Source, find_source, name_setting, read_rows
+from qlora_fsdp.data.reading_bar import ReadingBar, row_bar
 from qlora_fsdp.data.row import TOO_LONG
 from qlora_fsdp.data.sequences import Rows
-from qlora_fsdp.data.tokenize import FEATURES, RowTokenizer
+from qlora_fsdp.data.shards import Shards, find_bounds, num_cores
+from qlora_fsdp.data.tokenize import Columns, RowTokenizer
+from qlora_fsdp.data.work_folder import RAW, Plan, empty, find_work, open_work, remove_abandoned
+
+log = logging.getLogger("qlora_fsdp")
 
 DEFAULT_CACHE_FOLDER = "~/.cache/qlora_fsdp/data"
 # One process tokenizes this much sooner than more processes have started.
 ROWS_A_PROCESS = 2_000
 BYTES_A_PROCESS = 4 * 2**20
-MAX_PROCESSES = 8
-ROWS_A_BATCH = 100  # rows may be whole books, and a batch is in memory together with its offsets
+# Of rows that may not be split, so many tokens are kept whatever training.max_length is, so that runs with other
+# lengths find them. Where that is more, the next power of two.
+KEPT_TOKENS = 2**17
 
 
 def tokenize_source(path: Paths, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -49,39 +62,45 @@ def tokenize_source(path: Paths, config: Config, tokenizer: PreTrainedTokenizerB
         DataError: the source can't be read, has no usable row, or the cache folder can't be written.
     """
     source = find_source(path, config.data, config.task)
-    entry = _entry_folder(source, config, tokenizer)
+    folder = _entry_folder(source, config, tokenizer)
     try:
-        if _is_whole(entry, config):  # also where the folder may only be read
-            return
-        folder = open_cache(config.data.cache_folder, DEFAULT_CACHE_FOLDER)
-        lock = FileLock(entry.with_suffix(".lock"), mode=lock_mode(folder))
-        with lock:  # other runs, and nodes that share the folder, wait for the first
-            if not _is_whole(entry, config):
-                _tokenize_into(entry, path, source, config, tokenizer)
+        entry = _load_whole(folder, config)
+        if entry is None or find_work(folder).exists():  # else the folder need not be writable
+            cache = open_cache(config.data.cache_folder, DEFAULT_CACHE_FOLDER)
+            lock = FileLock(folder.with_suffix(".lock"), mode=lock_mode(cache))
+            with lock:  # other runs, and nodes that share the folder, wait for the first
+                if _load_whole(folder, config) is None:
+                    remove_abandoned(cache)
+                    _tokenize_into(folder, source, config, tokenizer)
+                if find_work(folder).exists():
+                    remove(find_work(folder))
+            entry = load_entry(folder)
     except OSError as error:
         raise DataError(
-            f"data.cache_folder={entry.parent} can't be used: {error}. Set data.cache_folder to a folder that can be"
-            " written and has room."
+            f"data.cache_folder={folder.parent} can't be used: {error}. Set data.cache_folder to a folder that can be"
+            f" written and has room. {KEPT}"
         ) from error
+    _, report = entry.cut(_cut_settings(config))
+    _check(replace(report, num_used_rows=report.num_used_rows // (2 if config.has_pairs else 1)), path, config)
 
 
 def load_source(
     path: Paths, config: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: int
 ) -> tuple[Rows, ReadReport]:
-    """The rows of a source that `tokenize_source` has tokenized, mapped into memory.
+    """The rows of a source that `tokenize_source` has tokenized, mapped into memory, and cut to training.max_length.
 
     Raises:
         DataError: the cache entry can't be read, has tokens that the model does not know, or targets or labels that
             nothing can be learned from.
     """
     source = find_source(path, config.data, config.task)
-    entry = _entry_folder(source, config, tokenizer)
+    folder = _entry_folder(source, config, tokenizer)
     try:
-        check_owner(entry, config.data.cache_folder)
-        rows, report = load_entry(entry)
+        check_owner(folder, config.data.cache_folder)
+        rows, report = load_entry(folder).cut(_cut_settings(config))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(
-            f"The tokenized data in {entry} can't be read: {error}. Did {path} change while it was tokenized, or is"
+            f"The tokenized data in {folder} can't be read: {error}. Did {path} change while it was tokenized, or is"
             " data.cache_folder local to another host?"
         ) from error
     if report.max_token_id >= vocab_size:
@@ -98,8 +117,8 @@ def load_source(
 
 def row_tokenizer(
     config: Config, tokenizer: PreTrainedTokenizerBase
-) -> Callable[[dict[str, list[Any]]], dict[str, list[Any]]]:
-    """The function that makes token rows of raw rows, for `datasets.map`."""
+) -> RowTokenizer | LabelledRowTokenizer | PreferenceRowTokenizer:
+    """What makes token rows of batches of raw rows, cut to training.max_length."""
     data, max_length = config.data, config.training.max_length
     if config.task.has_labels:
         return LabelledRowTokenizer(tokenizer, config.task, max_length, data.bad_rows, data.columns)
@@ -111,61 +130,83 @@ def row_tokenizer(
     )
 
 
-def _tokenize_into(
-    entry: Path, path: Paths, source: Source, config: Config, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    data = config.data
-    remove_leftovers(entry)
-    with fresh_folder(entry) as temporary:
-        raw = read_rows(source, temporary / "raw.arrow")
-        num_bytes = raw.data.nbytes
-        if source.hub is None and "[" in data.split:  # of hub data sets, `datasets` has taken them already
-            raw = _take_split(raw, source, data.split)
-            num_bytes = num_bytes * len(raw) // max(1, raw.data.num_rows)
-        if data.max_rows is not None and data.max_rows < len(raw):
-            chosen = np.random.default_rng(config.row_seed).permutation(len(raw))[: data.max_rows]
-            num_bytes = num_bytes * data.max_rows // len(raw)
-            raw = raw.select(np.sort(chosen))
-        if config.task.has_labels:
-            check_lists(((row["place"], row["row"]) for row in raw), config.task, data.columns)
-        tokenized = raw.map(
-            row_tokenizer(config, tokenizer),
-            batched=True,
-            batch_size=ROWS_A_BATCH,
-            remove_columns=raw.column_names,
-            features=FEATURES,
-            num_proc=_num_processes(raw, num_bytes, data.num_proc),
-            cache_file_name=str(temporary / "tokenized.arrow"),
-            new_fingerprint=entry.name,  # otherwise the tokenizer is pickled and hashed to find one
-            desc=f"Tokenizing {Path(source.path).name}",
-        )
-        finished = temporary / "finished"
-        finished.mkdir()
-        read = ReadReport(source.path, len(raw), 0, 0, -1, (), _width(config))
-        written = write_entry(finished, read, tokenized, config.task.compares_answers)
-        _check(replace(written, num_used_rows=written.num_used_rows // (2 if config.has_pairs else 1)), path, config)
-        close_to_others(finished, data.cache_folder, [Path(file.path) for file in source.files if file.remote is None])
-        remove(entry)  # it exists only if it is not whole
-        finished.rename(entry)
+def _whole_tokenizer(config: Config, tokenizer: PreTrainedTokenizerBase) -> Callable[[Columns], Columns]:
+    """What makes token rows that are cut later; of labelled ones the tokenizer itself has to cut the text."""
+    found = row_tokenizer(config, tokenizer)
+    if isinstance(found, LabelledRowTokenizer):
+        return found
+    return replace(found, max_length=_kept_tokens(config), bad_rows=BadRows.truncate).whole
 
 
-def _take_split(raw: datasets.Dataset, source: Source, split: str) -> datasets.Dataset:
-    """The rows that a split such as train[:5000] asks for.
+def _kept_tokens(config: Config) -> int:
+    return max(KEPT_TOKENS, 1 << (config.training.max_length - 1).bit_length())
+
+
+def _cut_settings(config: Config) -> CutSettings:
+    is_compared = config.task.compares_answers
+    truncates = config.data.bad_rows is BadRows.truncate
+    return CutSettings(config.training.max_length, truncates, is_compared, is_compared and config.has_pairs)
+
+
+def _tokenize_into(folder: Path, source: Source, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Makes the entry `folder`, from where another process has left off."""
+    data, name = config.data, Path(source.path).name
+    work = open_work(folder)
+    plan = Plan.load(work)
+    shards = None if plan is None else Shards(work, plan.bounds)
+    missing = [] if shards is None else shards.find_missing()
+    if plan is None or shards is None or (missing and not (work / RAW).exists()):
+        empty(work)
+        with ReadingBar(source, f"Reading {name}") as reading:
+            raw = read_rows(reading.source, work / RAW, reading.tell)
+        plan = _plan(raw, source, config)
+        plan.save(work)
+        shards = Shards(work, plan.bounds)
+        missing = shards.find_missing()
+    num_rows, num_done = len(plan.rows), len(plan.rows) - sum(map(shards.num_rows, missing))
+    if num_done:
+        log.info(f"Data: {num_done:,} of {num_rows:,} rows of {source.path} have been tokenized before")
+    if missing:
+        raw = datasets.Dataset.from_file(str(work / RAW))
+        raw = raw if num_rows == len(raw) else raw.select(plan.rows)
+        with row_bar(f"Tokenizing {name}", num_rows, num_done) as bar:
+            num_processes = data.num_proc or num_cores()
+            shards.make_all(missing, num_processes, raw, _whole_tokenizer(config, tokenizer), bar.update)
+    (work / RAW).unlink(missing_ok=True)
+    finished = work / "finished"
+    remove(finished)
+    finished.mkdir()
+    with row_bar(f"Writing {name}", num_rows) as bar:
+        tables = (table for shard in range(len(shards)) for table in shards.read(shard))
+        write_entry(finished, plan.read, tables, config.task.compares_answers, bar.update)
+    close_to_others(finished, data.cache_folder, [Path(file.path) for file in source.files if file.remote is None])
+    remove(folder)  # it exists only if it is not whole
+    finished.rename(folder)
+
+
+def _plan(raw: datasets.Dataset, source: Source, config: Config) -> Plan:
+    """Which rows are used, and how they are divided into shards.
 
     Raises:
-        DataError: these are none.
+        DataError: data.split takes none, or it can't be told what labels mean.
     """
-    taken = slice_rows(split, len(raw))
-    if len(raw) and not taken:
-        raise DataError(f"data.split={split} takes none of the {len(raw):,} rows of {source.path}. Set it to others.")
-    return raw.select(taken)
-
-
-def _num_processes(raw: datasets.Dataset, num_bytes: int, wanted: int | None) -> int | None:
-    """How many processes tokenize the rows; None: this process does. Few rows count too, if they are long."""
-    if len(raw) < 2 or (len(raw) <= ROWS_A_PROCESS and num_bytes <= BYTES_A_PROCESS):
-        return None
-    return min(wanted or min(MAX_PROCESSES, len(os.sched_getaffinity(0))), len(raw))
+    data = config.data
+    rows = np.arange(len(raw))
+    if source.hub is None and "[" in data.split:  # of hub data sets, `datasets` has taken them already
+        rows = rows[slice_rows(data.split, len(raw))]
+        if len(raw) and not len(rows):
+            raise DataError(
+                f"data.split={data.split} takes none of the {len(raw):,} rows of {source.path}. Set it to others."
+            )
+    if data.max_rows is not None and data.max_rows < len(rows):
+        chosen = np.random.default_rng(config.row_seed).permutation(len(rows))[: data.max_rows]
+        rows = rows[np.sort(chosen)]
+    if config.task.has_labels:
+        check_lists(((row["place"], row["row"]) for row in raw.select(rows)), config.task, data.columns)
+    num_bytes = pc.binary_length(raw.data.column("row")).to_numpy()[rows]
+    may_divide = len(rows) > ROWS_A_PROCESS or num_bytes.sum() > BYTES_A_PROCESS
+    read = ReadReport(source.path, len(rows), 0, 0, -1, (), _width(config))
+    return Plan(rows, find_bounds(num_bytes.astype(np.int64), may_divide), read)
 
 
 def _width(config: Config) -> int:
@@ -191,18 +232,18 @@ def _check(report: ReadReport, path: Paths, config: Config) -> None:
         raise DataError(f"There is no usable row. {what}\nRepair the rows, or set {where}, data.columns{more}.")
 
 
-def _is_whole(entry: Path, config: Config) -> bool:
-    """Whether an entry is there and can be read.
+def _load_whole(folder: Path, config: Config) -> Entry | None:
+    """An entry; None: it is not there, or can't be read.
 
     Raises:
         OSError: it is another user's.
     """
     try:
-        load_entry(entry)
+        entry = load_entry(folder)
     except (OSError, ValueError, KeyError, TypeError):
-        return False
-    check_owner(entry, config.data.cache_folder)
-    return True
+        return None
+    check_owner(folder, config.data.cache_folder)
+    return entry
 
 
 def _entry_folder(source: Source, config: Config, tokenizer: PreTrainedTokenizerBase) -> Path:
@@ -216,8 +257,7 @@ def _entry_folder(source: Source, config: Config, tokenizer: PreTrainedTokenizer
         source.identity,
         data.format.value,
         data.loss_on.value,
-        data.bad_rows.value,
-        config.training.max_length,
+        [config.training.max_length, data.bad_rows.value] if config.task.has_labels else _kept_tokens(config),
         data.max_rows,
         config.row_seed if data.max_rows is not None else None,
         form if config.task.name is not TaskName.causal_lm else None,

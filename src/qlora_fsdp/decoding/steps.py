@@ -7,6 +7,7 @@ device that a step changes itself, so the next step can be launched before anybo
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,12 +52,12 @@ class Steps:
         device: torch.device,
         captures: bool,
     ) -> None:
-        self.base: Any = base
+        self.call = partial(_call, base, cache)
         self.sampling, self.num_slots, self.length, self.cache = sampling, num_slots, length, cache
         self.device = device
         self.captures = captures and device.type == "cuda"
         self.pool = torch.cuda.graph_pool_handle() if self.captures else None
-        self.prompts = Prompts(self._call, length, device, self.pool)
+        self.prompts = Prompts(self.call, length, device, self.pool)
         cache.allocate(num_slots, length, device)
         self.tokens = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self.positions = torch.zeros(num_slots, dtype=torch.int64, device=device)
@@ -108,15 +109,12 @@ class Steps:
     def logits(self) -> Tensor:
         """What follows the last token of each text [num_slots, vocabulary]. The token's keys and values are kept."""
         with running(Step(positions=self.positions)):
-            return self._call(self.tokens[:, None], self.positions[:, None])[:, -1]
+            return self.call(self.tokens[:, None], self.positions[:, None])[:, -1]
 
-    def _call(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        """Logits of the last token [rows, 1, vocabulary]."""
-        output = self.base(
-            input_ids=input_ids,
-            position_ids=position_ids,
-            past_key_values=self.cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        return output.logits  # type: ignore[no-any-return]
+
+def _call(base: Any, cache: SlotCache, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+    """Logits of the last token [rows, 1, vocabulary]."""
+    output = base(
+        input_ids=input_ids, position_ids=position_ids, past_key_values=cache, use_cache=True, logits_to_keep=1
+    )
+    return output.logits  # type: ignore[no-any-return]

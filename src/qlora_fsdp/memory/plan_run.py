@@ -190,6 +190,10 @@ def _check_weights(plan: MemoryPlan, machine: Machine) -> None:
     else:
         more = "Set model to a smaller one, or use a host with more memory."
         reason += "."
+    adapters = plan.phases["load"]["adapters"]
+    if adapters > weights / 2:
+        lower = f"Lower lora.r={config.lora.r}" + (", or set lora.experts=false" if work.parts.has_experts else "")
+        more = f"{lower}: adapters take {adapters / GIB:.2f} GiB of it."
     if config.memory.target_gib is not None:
         raise ConfigError([problem_with(config, "memory.target_gib", reason, more)])
     raise MemoryShortage(f"The free memory of {machine.target / GIB:.2f} GiB (less 5 %) {reason} {more}")

@@ -13,7 +13,6 @@ from typing import Any, cast
 
 import peft
 import torch
-from accelerate import init_empty_weights
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.dora import DoraLinearLayer
 from peft.utils import ModulesToSaveWrapper
@@ -153,7 +152,7 @@ def _adapt_by_parameter(model: PreTrainedModel, targets: Targets, settings: peft
     """
     if not targets.by_parameter:
         return
-    with init_empty_weights():
+    with torch.device("meta"):  # from the start: no room for adapters is asked for before the plan has seen them
         for name in targets.linears:
             rank, alpha = _rank_and_alpha(settings, name)
             layer = LoraLinear(model.get_submodule(name), ADAPTER, settings, r=rank, lora_alpha=alpha)

@@ -163,13 +163,13 @@ def assemble(
             *notes,
             *meta.notes,
             *left_out,
-            *(_add_router_loss(model, config.training.router_aux_loss_coef) if trains else []),
+            *(add_router_loss(model, config.training.router_aux_loss_coef) if trains else []),
             *(check_chat_rows(files.tensors, tokenizer, config) if trains else []),
         ],
     )
 
 
-def _add_router_loss(model: TaskModel, coef: float) -> list[str]:
+def add_router_loss(model: TaskModel, coef: float) -> list[str]:
     """Let a causal language model add its load-balancing loss; the notes say if it has one that is not added."""
     if isinstance(model, CausalLM) and coef:
         model.router_loss = RouterLoss(model.base, coef)

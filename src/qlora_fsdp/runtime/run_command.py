@@ -75,6 +75,7 @@ def run_command(
     body: Callable[[Settings, Config, Processes], None],
     optional: Sequence[str] = (),
     takes_adapter: bool = True,
+    on_cpu: bool = False,
 ) -> int:
     """Parses and checks the command line and runs `body` on every process. If it fails on one, all end with that error.
 
@@ -85,6 +86,7 @@ def run_command(
         body: the command.
         optional: settings that training needs and this command can do without, e.g. `data.path`.
         takes_adapter: whether adapter= may name the model in place of model.path.
+        on_cpu: whether the command leaves GPUs alone.
 
     Returns:
         The exit code: 0, or that of the `UserError` that has been printed.
@@ -98,7 +100,7 @@ def run_command(
             problems = [replace(p, fix=NO_BASE) if p.setting == "model.path" else p for p in problems]
         refuse(problems)
         log_to_stderr()
-        _run_together(partial(body, settings, config), config.distributed.timeout_seconds)
+        _run_together(partial(body, settings, config), config.distributed.timeout_seconds, on_cpu)
     except UserError as error:
         show_error(error)
         return error.exit_code
@@ -121,7 +123,7 @@ def log_to_stderr() -> None:
     log.propagate = False
 
 
-def _run_together(body: Callable[[Processes], None], timeout_seconds: int) -> None:
+def _run_together(body: Callable[[Processes], None], timeout_seconds: int, on_cpu: bool) -> None:
     """Meets the other processes, runs `body`, and ends all of them with the error of the first that fails."""
     announce(World.from_environment(os.environ).num_ranks)
     with quick_imports():  # torch only from here on
@@ -129,7 +131,7 @@ def _run_together(body: Callable[[Processes], None], timeout_seconds: int) -> No
         from qlora_fsdp.runtime.processes import start_processes, stop_processes
         from qlora_fsdp.runtime.watch import Watch
 
-    processes = start_processes(timeout_seconds)
+    processes = start_processes(timeout_seconds, use_cpu=on_cpu or None)
     watch = Watch(processes) if processes.num_ranks > 1 else None
     try:
         try:

@@ -17,9 +17,9 @@ from transformers import PretrainedConfig
 from typing_extensions import assert_never
 
 from qlora_fsdp.common.errors import CheckpointError, UserError
-from qlora_fsdp.common.families import LIGER_FAMILIES
+from qlora_fsdp.common.families import LIGER_KERNELS
 from qlora_fsdp.common.text import shorten
-from qlora_fsdp.config.schema import Config, Kernel, TaskName
+from qlora_fsdp.config.schema import Config, Kernel, KernelsConfig, TaskName
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.data.label_counts import label_width
 from qlora_fsdp.data.tokenizer import AddedTokens
@@ -31,7 +31,7 @@ from qlora_fsdp.layers.rewire import rewire
 from qlora_fsdp.layers.sliced_attention import slice_attention
 from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.memory.traced import EndsUse, LayerUse, ModelParts
-from qlora_fsdp.model.assemble import AssembledModel, adapt_model
+from qlora_fsdp.model.assemble import AssembledModel, adapt_model, add_router_loss
 from qlora_fsdp.model.build import BuildSettings, build_model
 from qlora_fsdp.model.find import ModelFiles
 from qlora_fsdp.model.packing import check_causal, planned_dtype, try_small
@@ -104,6 +104,10 @@ class ModelTracer:
         """Its parameters under these settings of `quant`, `lora`, `task`, `kernels` and `compute`."""
         return self._built(config).parts
 
+    def notes(self, config: Config) -> tuple[str, ...]:
+        """What a run would tell of the model as these settings build it, such as experts that are not quantized."""
+        return self._built(config).notes
+
     def layer_use(
         self, config: Config, micro_batch_size: int, kind: int, policy: Policy, is_first: bool = False
     ) -> LayerUse:
@@ -159,11 +163,12 @@ class ModelTracer:
         model = adapt_model(
             *(meta, config.lora, config.task, self.tokens, loss, splits_head, unreached), preference=config.preference
         )
+        add_router_loss(model, config.training.router_aux_loss_coef)
         rewire(model, config.compute, config.kernels)
         if not model.layers:
             raise ValueError("it has no transformer layers")
         stand_ins, order = find_kinds(model)
-        return _Built(model.train(), stand_ins, count_parts(model, stand_ins, order))
+        return _Built(model.train(), stand_ins, count_parts(model, stand_ins, order), tuple(meta.notes))
 
 
 @dataclass(frozen=True)
@@ -173,11 +178,13 @@ class _Built:
     Attributes:
         stand_ins: for each kind of layer: the index in `model.layers` of one that is of this kind.
         parts: its parameters.
+        notes: for the user, on how it was built.
     """
 
     model: TaskModel
     stand_ins: tuple[int, ...]
     parts: ModelParts
+    notes: tuple[str, ...]
 
 
 def trace_assembled(assembled: AssembledModel, config: Config, is_cuda: bool) -> ModelTracer:
@@ -201,12 +208,7 @@ def trace_config(model_config: PretrainedConfig, config: Config) -> ModelTracer:
     if config.distributed.context_parallel > 1:
         check_slices(model_config, config, traits)
         attention = whole_attention(attention, None, model_config, config, torch.device("cuda"))
-    chosen = {name: getattr(config.kernels, name) for name in ("rms_norm", "rotary", "glu")}
-    if mentions_experts(model_config):  # Liger's kernels of MLPs are not used for these (layers/liger.py)
-        del chosen["glu"]
-    # Liger may know more families. What it saves there is not counted on.
-    has_kernels = text.model_type in LIGER_FAMILIES
-    liger = [name for name, choice in chosen.items() if choice is not Kernel.torch and has_kernels]
+    liger = planned_liger_kernels(config.kernels, model_config)
     loss = {Kernel.auto: "triton", Kernel.liger: "liger", Kernel.torch: "torch"}[config.kernels.cross_entropy]
     computing = Computing(
         dtype, attention, liger, cast(LossKernel, loss), True, traits.has_plain_head, traits.unreached
@@ -216,6 +218,13 @@ def trace_config(model_config: PretrainedConfig, config: Config) -> ModelTracer:
     ids = frozenset(range(text.vocab_size, text.vocab_size + len(names)))
     tokens = AddedTokens(ids, ids, text.vocab_size + len(names)) if names else AddedTokens()
     return ModelTracer(ModelFiles(None, model_config), computing, tokens, config.model.trust_remote_code)
+
+
+def planned_liger_kernels(config: KernelsConfig, model: PretrainedConfig) -> list[str]:
+    """The settings of `kernels` for which a run on GPUs uses Liger's, as `use_fused_kernels` finds them there."""
+    known = set(LIGER_KERNELS.get(model.get_text_config().model_type, ()))
+    known -= {"glu"} if mentions_experts(model) else set()  # it would replace experts too
+    return [name for name in ("rms_norm", "rotary", "glu") if name in known and getattr(config, name) != Kernel.torch]
 
 
 @contextmanager
@@ -236,7 +245,7 @@ def _explained() -> Iterator[None]:
 def _modules_key(config: Config) -> str:
     """Equal for settings that make the same modules."""
     made_of = (config.quant, config.lora, config.task, config.preference.loss, config.kernels, config.compute.matmul)
-    return repr((*made_of, config.distributed.context_parallel))
+    return repr((*made_of, config.training.router_aux_loss_coef, config.distributed.context_parallel))
 
 
 def _names_a_layer(config: Config) -> bool:
@@ -263,7 +272,8 @@ def _batch(config: Config, size: int) -> Batch:
     num_slices = config.distributed.context_parallel
     ids = torch.empty(size, length, dtype=torch.int64, device="meta")
     starts = torch.empty(2 * size + 1, dtype=torch.int32, device="meta")
-    batch = Batch(ids, ids, ids, starts, num_slices * length, num_slices=num_slices)
+    counts = torch.empty(size, dtype=torch.int64, device="meta")
+    batch = Batch(ids, ids, ids, starts, num_slices * length, num_tokens=counts, num_slices=num_slices)
     match config.task.name:
         case TaskName.causal_lm:
             return batch
@@ -274,8 +284,7 @@ def _batch(config: Config, size: int) -> Batch:
             reference = reference if config.has_pairs else torch.empty(2 * size, 2, device="meta")
             return replace(batch, num_answers=2 * size, is_good=is_good, reference=reference)
         case TaskName.reward:
-            counts = torch.empty(size, dtype=torch.int64, device="meta")
-            return replace(batch, num_answers=size, num_tokens=counts, margins=torch.empty(size // 2, device="meta"))
+            return replace(batch, num_answers=size, margins=torch.empty(size // 2, device="meta"))
         case TaskName.sequence_classification:
             num_labels = size
         case TaskName.token_classification:
@@ -283,5 +292,5 @@ def _batch(config: Config, size: int) -> Batch:
         case _:
             assert_never(config.task.name)
     labels = torch.empty(num_labels, label_width(config.task), device="meta")
-    positions, counts = (torch.empty(n, dtype=torch.int64, device="meta") for n in (num_labels, size))
-    return replace(batch, labels=labels, label_positions=positions, num_tokens=counts)
+    positions = torch.empty(num_labels, dtype=torch.int64, device="meta")
+    return replace(batch, labels=labels, label_positions=positions)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,7 @@ from qlora_fsdp.layers.rewire import use_tiles
 from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.memory.traced import EndsUse, LayerUse, Operations
 from qlora_fsdp.model.activations import set_activation_policy
+from qlora_fsdp.model.experts import has_experts
 from qlora_fsdp.model.task_model import TaskModel
 from qlora_fsdp.tracing.fused_attention import fused_attention
 from qlora_fsdp.tracing.liger_shapes import shapes_of_functions
@@ -133,12 +135,17 @@ class Trace:
             return _with_first_tensor(outputs[layer], y)
 
         live.start_phase()
-        with replaced_forwards(self.model.layers, skip), gradients_freed(self.model.parameters()):
+        with (
+            replaced_forwards(self.model.layers, skip),
+            gradients_freed(self.model.parameters()),
+            _routers_of_all_layers(self.model) as router_bytes,
+        ):
             total = self.model(batch)
             loss, operations = max(loss, live.peak - held), live.operations
             live.start_phase()
             total.backward()
         backward_peak, backward_operations = in_backward[0]
+        shared += sum(router_bytes)
         return EndsUse(
             hidden=hidden,
             shared=shared,
@@ -148,6 +155,32 @@ class Trace:
             lookup_backward=max(0, live.peak - shared),
             operations=operations + backward_operations,
         )
+
+
+@contextmanager
+def _routers_of_all_layers(model: TaskModel) -> Iterator[list[int]]:
+    """While it lasts, a router's loss gets logits of every layer with experts, though layers are skipped.
+
+    Gives a list in which their bytes are once the loss is computed: they are kept from forward to backward.
+    """
+    num_bytes: list[int] = []
+    router_loss = getattr(model, "router_loss", None)
+    if router_loss is None:
+        yield num_bytes
+        return
+    with_experts = {layer for layer in model.layers if has_experts(layer)}  # layers that are alike may be one module
+    lists = [module for module in model.base.modules() if isinstance(module, nn.ModuleList)]
+    num_layers = sum(layer in with_experts for modules in lists for layer in modules)
+
+    def of_all_layers(found: tuple[Tensor, ...], batch: Batch) -> Tensor:
+        logits = tuple(torch.empty_like(found[0], requires_grad=True) for _ in range(num_layers))
+        num_bytes.extend(tensor.nbytes for tensor in logits)
+        loss: Tensor = stock(logits, batch)
+        return loss
+
+    stock = router_loss.of
+    with patch.object(router_loss, "of", of_all_layers):
+        yield num_bytes
 
 
 @dataclass(frozen=True)

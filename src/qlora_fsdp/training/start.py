@@ -14,7 +14,7 @@ from qlora_fsdp.config.schema import Config
 from qlora_fsdp.config.settings import show, value_of
 from qlora_fsdp.config.start_adapter import SETTING, StartAdapter, read_start
 from qlora_fsdp.config.written import public_value
-from qlora_fsdp.data.tokenizer import AddedTokens, find_tokenizer
+from qlora_fsdp.data.tokenizer import AddedTokens, add_tokens, find_tokenizer, load_tokenizer
 from qlora_fsdp.model.assemble import AssembledModel, assemble, describe_layers
 from qlora_fsdp.model.saved_adapter import BASE_FIX, SavedAdapter
 from qlora_fsdp.records.run_folder import writing
@@ -76,10 +76,16 @@ def assemble_on(start: SavedAdapter | None, config: Config, processes: Processes
     return replace(assembled, notes=[*assembled.notes, *_notes(start, about, config)])
 
 
-def load_start_tokenizer(config: Config) -> PreTrainedTokenizerBase:
-    """The tokenizer of a run that starts from an adapter, for those who look at its data alone."""
-    start = SavedAdapter(find_start(config), SETTING)
-    return find_tokenizer(config, None, _tokenizer_folder(start, config, start.read_tokens()), trains=False)
+def load_run_tokenizer(config: Config) -> PreTrainedTokenizerBase:
+    """The tokenizer of a run, with new tokens, for those who look at its data alone."""
+    if config.lora.start is None:
+        tokenizer = load_tokenizer(config.model, config.data)
+    else:
+        start = SavedAdapter(find_start(config), SETTING)
+        folder = _tokenizer_folder(start, config, start.read_tokens())
+        tokenizer = find_tokenizer(config, None, folder, trains=False)
+    add_tokens(tokenizer, config.tokenizer)
+    return tokenizer
 
 
 def _tokenizer_folder(start: SavedAdapter, config: Config, tokens: AddedTokens) -> Path | None:

@@ -1,0 +1,216 @@
+"""Tokenized rows on their way into the cache: shard by shard, in worker processes, so that whoever breaks off goes on.
+
+The rows of a source are divided into shards of some megabytes by their length alone. A shard is a file that gets its
+name once it is whole. So Ctrl-C, a kill or a full disk costs each process the shard that it was at.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from qlora_fsdp.common.errors import DataError
+from qlora_fsdp.common.startup import KEPT, end_with
+from qlora_fsdp.data.tokenize import Columns
+
+SHARD_BYTES = 8 * 2**20  # of raw rows: some seconds of tokenizing
+LEAST_SHARDS = 64  # of less data, so that many processes have something to do
+ROWS_A_BATCH = 100  # rows may be whole books, and a batch is in memory together with its offsets
+SECONDS_BETWEEN_LOOKS = 0.5
+SCHEMA = pa.schema(
+    [
+        *(("place", pa.string()), ("problem", pa.string()), ("detail", pa.string())),
+        *(("tokens", pa.list_(pa.int32())), ("is_target", pa.list_(pa.bool_())), ("labels", pa.list_(pa.float32()))),
+        ("flags", pa.uint8()),
+    ]
+)
+# Of a terminal or a batch system. They come to every process of a job, and the workers' parent decides when they end.
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")  # of a container: microseconds of CPU time, and of how many
+
+Tell = Callable[[int], object]
+
+
+def num_cores() -> int:
+    """CPU cores that this process may use, and that its container may keep busy."""
+    cores = len(os.sched_getaffinity(0))
+    with suppress(OSError, ValueError):
+        limit, period = map(int, CPU_LIMIT.read_text().split())  # "max" is no number
+        cores = min(cores, -(-limit // period))
+    return max(1, cores)
+
+
+def find_bounds(num_bytes: NDArray[np.int64], may_divide: bool) -> NDArray[np.int64]:
+    """Divides rows into shards of about the same bytes: the first row of each, and the number of rows.
+
+    Args:
+        num_bytes: int64 [num_rows], of each row.
+        may_divide: whether there may be more than one.
+    """
+    ends = np.cumsum(num_bytes)
+    total = int(ends[-1]) if len(ends) else 0
+    num_shards = max(LEAST_SHARDS, -(-total // SHARD_BYTES)) if may_divide else 1
+    wanted = total * np.arange(1, num_shards) // num_shards
+    inner = np.searchsorted(ends, wanted, side="right")
+    return np.unique([0, *inner, len(num_bytes)]).astype(np.int64)
+
+
+@dataclass(frozen=True)
+class Shards:
+    """The shards of a source.
+
+    Attributes:
+        folder: where they are.
+        bounds: int64 [num_shards + 1], the first row of each, and the number of rows.
+    """
+
+    folder: Path
+    bounds: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+    def file(self, shard: int) -> Path:
+        return self.folder / f"{shard:06}.arrow"
+
+    def num_rows(self, shard: int) -> int:
+        return int(self.bounds[shard + 1] - self.bounds[shard])
+
+    def find_missing(self) -> list[int]:
+        """Those that are still to be made. What others have left half made is removed."""
+        for file in self.folder.glob("*.tmp"):
+            file.unlink()
+        return [shard for shard in range(len(self)) if not self._is_whole(shard)]
+
+    def make(self, shard: int, raw: datasets.Dataset, tokenize: Callable[[Columns], Columns], tell: Tell) -> None:
+        """Tokenizes the rows of a shard.
+
+        Args:
+            shard: its number.
+            raw: all rows, with the columns `place` and `row`.
+            tokenize: maps columns of raw rows to `tokenize.COLUMNS`.
+            tell: called with the number of rows that have been tokenized since the last call.
+        """
+        temporary = self.file(shard).with_suffix(".tmp")
+        with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_file(sink, SCHEMA) as writer:
+            first, last = self.bounds[shard : shard + 2].tolist()
+            for start in range(first, last, ROWS_A_BATCH):
+                rows = raw[start : min(start + ROWS_A_BATCH, last)]
+                writer.write_batch(_to_batch(tokenize(rows)))
+                tell(len(rows["row"]))
+        temporary.rename(self.file(shard))
+
+    def make_all(
+        self,
+        missing: Sequence[int],
+        num_processes: int,
+        raw: datasets.Dataset,
+        tokenize: Callable[[Columns], Columns],
+        tell: Tell,
+    ) -> None:
+        """Makes the shards `missing`, in so many processes of their own, or here where one is enough.
+
+        Raises:
+            DataError: a row stops the tokenizing, or a process was killed.
+            OSError: the disk is full, or can't be written.
+        """
+        num_processes = min(num_processes, len(missing))
+        if num_processes > 1:
+            _in_workers(partial(self.make, raw=raw, tokenize=tokenize), missing, num_processes, tell)
+            return
+        for shard in missing:
+            self.make(shard, raw, tokenize, tell)
+
+    def read(self, shard: int) -> list[pa.Table]:
+        """The rows of a shard, in tables of some hundred."""
+        with pa.memory_map(str(self.file(shard))) as stream, pa.ipc.open_file(stream) as reader:
+            return [pa.Table.from_batches([reader.get_batch(n)]) for n in range(reader.num_record_batches)]
+
+    def _is_whole(self, shard: int) -> bool:
+        """Whether it is there. After a power failure a file may have its name and not all of its content."""
+        try:
+            with pa.memory_map(str(self.file(shard))) as stream, pa.ipc.open_file(stream):
+                return True
+        except (OSError, pa.ArrowInvalid):
+            self.file(shard).unlink(missing_ok=True)
+            return False
+
+
+def _to_batch(columns: Columns) -> pa.RecordBatch:
+    arrays = []
+    for field in SCHEMA:
+        values: list[Any] = columns[field.name]
+        if pa.types.is_list(field.type):
+            offsets = np.cumsum([0, *map(len, values)], dtype=np.int32)
+            flat = np.concatenate([np.asarray(value, field.type.value_type.to_pandas_dtype()) for value in values])
+            arrays.append(pa.ListArray.from_arrays(offsets, pa.array(flat, field.type.value_type)))
+        else:
+            arrays.append(pa.array(values, field.type))
+    return pa.RecordBatch.from_arrays(arrays, schema=SCHEMA)
+
+
+def _in_workers(job: Callable[..., None], numbers: Sequence[int], num_processes: int, tell: Tell) -> None:
+    """Calls `job(number, tell=...)` for each number in processes forked off this one, which end when this one does.
+
+    They see what this process has in memory, so nothing is sent to them and nothing comes back but counts.
+    """
+    context = multiprocessing.get_context("fork")
+    others, counted, told = set(multiprocessing.active_children()), context.Value("q", 0), 0
+    with ProcessPoolExecutor(num_processes, context, _begin, (job, counted, os.getpid())) as pool:
+        pending = {pool.submit(_run, number) for number in numbers}
+        try:
+            while pending:
+                finished, pending = wait(pending, SECONDS_BETWEEN_LOOKS, FIRST_COMPLETED)
+                told, before = counted.value, told
+                tell(told - before)
+                for future in finished:
+                    future.result()
+        except BaseException as error:
+            for worker in set(multiprocessing.active_children()) - others:
+                worker.kill()  # a row may be long, and nothing is lost but the shards that they are at
+            if isinstance(error, BrokenProcessPool):
+                raise DataError(
+                    "A process that tokenizes was killed, as a rule for want of memory (`dmesg` names what the kernel"
+                    f" kills). {num_processes} were running: set data.num_proc lower. {KEPT}"
+                ) from error
+            raise
+    tell(counted.value - told)
+
+
+_job: Callable[[int], None]  # of a worker: what it was forked for
+
+
+def _begin(job: Callable[..., None], counted: Any, parent: int) -> None:
+    """Prepares a worker."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    end_with(parent, signal.SIGKILL)
+    gc.freeze()  # else collecting garbage would copy the pages that are shared with the parent
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers have the cores already
+
+    def tell(num_rows: int) -> None:
+        with counted.get_lock():
+            counted.value += num_rows
+
+    global _job
+    _job = partial(job, tell=tell)
+
+
+def _run(number: int) -> None:
+    _job(number)
