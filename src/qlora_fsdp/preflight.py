@@ -24,7 +24,7 @@ from qlora_fsdp.common.errors import CheckpointError, ConfigError, Problem, User
 from qlora_fsdp.common.files import write_json
 from qlora_fsdp.common.hub import fetch_config_json
 from qlora_fsdp.common.startup import end_with_the_reader, quick_imports
-from qlora_fsdp.common.text import format_table, plural, show_duration, show_size
+from qlora_fsdp.common.text import plural, show_duration, show_size
 from qlora_fsdp.config.batch_size import AUTO, describe_slices, round_default
 from qlora_fsdp.config.check_model import is_local_path
 from qlora_fsdp.config.check_settings import TRAINING, Needs, check_settings, check_world
@@ -36,7 +36,7 @@ from qlora_fsdp.config.settings import problem_about
 from qlora_fsdp.config.world import World
 from qlora_fsdp.memory.choose import MARGIN, Choice, choose, describe_choice
 from qlora_fsdp.memory.gpus import GPUS_A_HOST, Hardware, parse_hardware, visible_hardware
-from qlora_fsdp.memory.longest import longest
+from qlora_fsdp.memory.longest import figures_of, longest, table_of
 from qlora_fsdp.memory.plan import GIB
 from qlora_fsdp.memory.show import (
     as_json,
@@ -162,30 +162,11 @@ def _describe_longest(
     gpu, config = hardware.gpu, work.config
     if not found:
         return [f"No rows of {_name(config)} fit in {target / GIB:.2f} GiB a GPU, however short"], {"longest": []}
-    figures = [
-        {
-            "gpus": plan.work.num_ranks,
-            "max_length": plan.work.config.training.max_length,
-            "needed_gib": plan.needed / GIB,
-            "host_gib": plan.host_needed / GIB,
-            "tokens_per_second": tokens_per_second(plan.work, plan.policies, gpu),
-        }
-        for plan in found
-    ]
-    rows = [
-        {
-            "GPUs": str(row["gpus"]),
-            "tokens a row": f"{row['max_length']:,}",
-            "GiB a GPU": f"{row['needed_gib']:.1f}",
-            "GiB a host": f"{row['host_gib']:.1f}",
-            "tokens/s": f"{row['tokens_per_second']:,.0f}",
-        }
-        for row in figures
-    ]
+    figures = figures_of(found, gpu)
     lines = [
         f"The longest rows of {_name(config)} on GPUs of {gpu.gib:g} GiB, of which {target / GIB:.2f} can be had, by "
         f"the plan: one row on {plural(num_slices, 'GPU')}, {describe_choice(found[0])}",
-        format_table(rows),
+        table_of(figures),
     ]
     positions = getattr(model.get_text_config(), "max_position_embeddings", None)
     if positions is not None and positions < figures[-1]["max_length"]:

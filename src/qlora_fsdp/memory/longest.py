@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
+from qlora_fsdp.common.text import format_table
 from qlora_fsdp.config.written import with_values
 from qlora_fsdp.memory.choose import fixed_policies, with_tiles
-from qlora_fsdp.memory.plan import MemoryPlan, make_plan
+from qlora_fsdp.memory.gpus import Gpu
+from qlora_fsdp.memory.plan import GIB, MemoryPlan, make_plan
 from qlora_fsdp.memory.policy import Policy
+from qlora_fsdp.memory.speed import tokens_per_second
 from qlora_fsdp.memory.workload import Workload
 
 UNIT = 2**10  # tokens; lengths are multiples of it
@@ -56,6 +61,36 @@ def smallest_plan(work: Workload, length: int) -> MemoryPlan:
     work = with_tiles(work) or work
     policies = fixed_policies(config, work.num_layers) or (Policy.offload,) * work.num_layers
     return make_plan(work, policies)
+
+
+def figures_of(plans: Sequence[MemoryPlan], gpu: Gpu) -> list[dict[str, Any]]:
+    """What preflight.json says of each of the longest rows."""
+    return [
+        {
+            "gpus": plan.work.num_ranks,
+            "max_length": plan.work.config.training.max_length,
+            "needed_gib": plan.needed / GIB,
+            "host_gib": plan.host_needed / GIB,
+            "tokens_per_second": tokens_per_second(plan.work, plan.policies, gpu),
+        }
+        for plan in plans
+    ]
+
+
+def table_of(figures: Sequence[Mapping[str, Any]]) -> str:
+    """The same as a table."""
+    return format_table(
+        [
+            {
+                "GPUs": str(row["gpus"]),
+                "tokens a row": f"{row['max_length']:,}",
+                "GiB a GPU": f"{row['needed_gib']:.1f}",
+                "GiB a host": f"{row['host_gib']:.1f}",
+                "tokens/s": f"{row['tokens_per_second']:,.0f}",
+            }
+            for row in figures
+        ]
+    )
 
 
 def _meeting(plans: dict[int, MemoryPlan], target: float) -> int:
