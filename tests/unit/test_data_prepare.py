@@ -357,7 +357,9 @@ def test_cache_is_used_until_something_that_matters_changes(tmp_path, run, monke
     assert not calls
     assert again.report.sources == first.report.sources
     assert texts(again.train) == texts(first.train)
-    assert run(path, max_length=4).report.sources[0].num_used_rows == 20  # rows are kept whole, and cut when they are loaded
+    assert (
+        run(path, max_length=4).report.sources[0].num_used_rows == 20
+    )  # rows are kept whole, and cut when they are loaded
     assert not calls
     run(path, max_length=2**17 + 1)  # beyond what is kept of any row
     assert len(calls) == 1
