@@ -166,7 +166,8 @@ def main(tokenizer: str, folder: Path, num_rows: int = 1_000_000, num_trl_rows: 
     print(f"a rank that opens it: {measure(rank, cache).output}", flush=True)
     shutil.rmtree(cache)
     cache.mkdir()
-    show("broken off at half by Ctrl-C", measure([*prepare, f"data.path={file}", *workers], cache, stop_at=0.5))
+    stopped = measure([*prepare, f"data.path={file}", *workers], cache, stop_at=0.5)
+    print(f"broken off at half by Ctrl-C: clock {stopped.seconds - imports.seconds:.1f} s", flush=True)
     print(f"kept: {share_done(cache):.1%} of the shards, {size_mib(cache):.0f} MiB", flush=True)
     show("gone on", measure([*prepare, f"data.path={file}", *workers], cache))
     if num_trl_rows:
@@ -177,8 +178,8 @@ def main(tokenizer: str, folder: Path, num_rows: int = 1_000_000, num_trl_rows: 
         out.mkdir()
         found = measure([sys.executable, "-c", WITH_TRL, str(few), tokenizer, str(TEMPLATE), str(out)], out)
         print(f"TRL, {num_trl_rows:,} rows: {found.output}, {size_mib(out):.0f} MiB", flush=True)
-        ours = measure([*prepare, f"data.path={few}", "data.num_proc=1"], cache)
-        show(f"the same {num_trl_rows:,} rows here, in one process", ours)
+        ours = measure([*rank[:-2], f"data.path={few}", "training.max_steps=1", "data.num_proc=1"], cache)
+        print(f"the same rows here, in one process: {ours.output}")
     print(f"loads {os.getloadavg()}, {psutil.cpu_count()} cores")
 
 
