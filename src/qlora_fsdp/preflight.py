@@ -15,7 +15,6 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,8 +34,8 @@ from qlora_fsdp.config.schema import Config, ModelConfig
 from qlora_fsdp.config.settings import problem_about
 from qlora_fsdp.config.world import World
 from qlora_fsdp.memory.choose import MARGIN, Choice, choose, describe_choice
-from qlora_fsdp.memory.gpus import GPUS_A_HOST, Hardware, parse_hardware, visible_hardware
-from qlora_fsdp.memory.longest import figures_of, longest, table_of
+from qlora_fsdp.memory.gpus import Hardware, parse_hardware, visible_hardware
+from qlora_fsdp.memory.longest import describe_longest
 from qlora_fsdp.memory.plan import GIB
 from qlora_fsdp.memory.show import (
     as_json,
@@ -59,7 +58,6 @@ if TYPE_CHECKING:
 
 DOES_NOT_FIT = 3  # exit code
 LONGEST = "training.max_length=max"  # what is typed to ask for the longest rows
-COUNTS = (1, 2, 4, 8)  # of GPUs, for which it is told
 BYTES_A_TOKEN = 4.0  # of text in a file of rows, as an estimate
 # A run also needs data, a tokenizer and a folder to write to. The model may be named by its shape alone, and the end of
 # the run matters only for its duration.
@@ -115,7 +113,8 @@ def preflight(argv: Sequence[str], file: Path) -> int:
     )
     target = GIB * (config.memory.target_gib or hardware.gpu.gib * (1 - MARGIN))
     if asks_for_longest:
-        lines, figures = _describe_longest(work, hardware, target, model)
+        positions = getattr(model.get_text_config(), "max_position_embeddings", None)
+        lines, figures = describe_longest(work, hardware, target, _name(config), positions)
         _write(file, figures)
         print("\n".join([*lines, *padded]))
         return 0 if any(row["gpus"] == hardware.count for row in figures["longest"]) else DOES_NOT_FIT
@@ -147,33 +146,6 @@ def _write(file: Path, figures: Mapping[str, Any]) -> None:
     except OSError as error:
         problem = Problem(str(file), f"can't be written: {error.strerror}.", "Start it in another folder.")
         raise ConfigError([problem]) from error
-
-
-def _describe_longest(
-    work: Workload, hardware: Hardware, target: float, model: PretrainedConfig
-) -> tuple[list[str], dict[str, Any]]:
-    """Returns the lines to print about the longest rows on 1 to 8 GPUs, and what preflight.json holds."""
-    found, num_slices = [], work.config.distributed.context_parallel
-    counts = {count for count in (*COUNTS, hardware.count) if count % num_slices == 0}
-    for count in sorted(counts):
-        plan = longest(replace(work, num_ranks=count, local_num_ranks=min(count, GPUS_A_HOST)), target)
-        if plan is not None:
-            found.append(plan)
-    gpu, config = hardware.gpu, work.config
-    if not found:
-        return [f"No rows of {_name(config)} fit in {target / GIB:.2f} GiB a GPU, however short"], {"longest": []}
-    figures = figures_of(found, gpu)
-    lines = [
-        f"The longest rows of {_name(config)} on GPUs of {gpu.gib:g} GiB, of which {target / GIB:.2f} can be had, by "
-        f"the plan: one row on {plural(num_slices, 'GPU')}, {describe_choice(found[0])}",
-        table_of(figures),
-    ]
-    positions = getattr(model.get_text_config(), "max_position_embeddings", None)
-    if positions is not None and positions < figures[-1]["max_length"]:
-        lines.append(f"The model knows {positions:,} positions: model.rope_scaling stretches them (docs/long-rows.md)")
-    if num_slices == 1:
-        lines.append("GPUs can share a row, which then can be as many times as long: distributed.context_parallel=N")
-    return lines, {"longest": figures}
 
 
 def _read_config(model: ModelConfig) -> Mapping[str, Any]:

@@ -20,7 +20,7 @@ from tests.helpers.one_process import one_process
 
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.schema import BadRows, Config, DataConfig, TrainingConfig
-from qlora_fsdp.data import shards, tokenize_source, work_folder
+from qlora_fsdp.data import shards, tokenize_source, work_folder, workers
 from qlora_fsdp.data.cut import MAY_SPLIT, WITH_BEFORE, CutSettings, FlatRows, cut_rows
 from qlora_fsdp.data.row import NO_TARGET, SAME_ANSWERS, TOO_LONG
 from qlora_fsdp.data.run_data import PreparedData, prepare_data
@@ -187,8 +187,8 @@ def test_cores_of_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
     for text, expected in (("max 100000\n", 64), ("150000 100000\n", 2), ("", 64)):
         (tmp_path / "cpu.max").write_text(text)
-        monkeypatch.setattr(shards, "CPU_LIMIT", tmp_path / "cpu.max")
-        assert shards.num_cores() == expected
+        monkeypatch.setattr(workers, "CPU_LIMIT", tmp_path / "cpu.max")
+        assert workers.num_cores() == expected
 
 
 @pytest.mark.parametrize("bad_rows", [BadRows.skip, BadRows.truncate])

@@ -13,7 +13,6 @@ import signal
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,6 +26,7 @@ from numpy.typing import NDArray
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.common.startup import KEPT, end_with
 from qlora_fsdp.data.tokenize import Columns
+from qlora_fsdp.data.workers import become_worker
 
 SHARD_BYTES = 8 * 2**20  # of raw rows: some seconds of tokenizing
 LEAST_SHARDS = 64  # of less data, so that many processes have something to do
@@ -39,21 +39,8 @@ SCHEMA = pa.schema(
         ("flags", pa.uint8()),
     ]
 )
-# Of a terminal or a batch system. They come to every process of a job, and the workers' parent decides when they end.
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-
-CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")  # of a container: microseconds of CPU time, and of how many
 
 Tell = Callable[[int], object]
-
-
-def num_cores() -> int:
-    """CPU cores that this process may use, and that its container may keep busy."""
-    cores = len(os.sched_getaffinity(0))
-    with suppress(OSError, ValueError):
-        limit, period = map(int, CPU_LIMIT.read_text().split())  # "max" is no number
-        cores = min(cores, -(-limit // period))
-    return max(1, cores)
 
 
 def find_bounds(num_bytes: NDArray[np.int64], may_divide: bool) -> NDArray[np.int64]:
@@ -198,11 +185,9 @@ _job: Callable[[int], None]  # of a worker: what it was forked for
 
 def _begin(job: Callable[..., None], counted: Any, parent: int) -> None:
     """Prepares a worker."""
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+    become_worker()
     end_with(parent, signal.SIGKILL)
     gc.freeze()  # else collecting garbage would copy the pages that are shared with the parent
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers have the cores already
 
     def tell(num_rows: int) -> None:
         with counted.get_lock():

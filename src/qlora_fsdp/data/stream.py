@@ -27,13 +27,12 @@ from qlora_fsdp.data.chat_markers import check_markers
 from qlora_fsdp.data.read import Source, find_source, training_paths
 from qlora_fsdp.data.run_data import PreparedData, count_data, prepare_held_out, raise_on_all
 from qlora_fsdp.data.sequences import Indices, Sequences, SequenceSettings
-from qlora_fsdp.data.shards import num_cores
 from qlora_fsdp.data.split import BatchSplit
 from qlora_fsdp.data.tokenize import Mask, Tokens
 from qlora_fsdp.data.tokenize_source import ROWS_A_PROCESS, row_tokenizer
 from qlora_fsdp.data.window_maker import WindowMaker
 from qlora_fsdp.data.windows import Place, Window, find_place, note_place
-from qlora_fsdp.data.workers import Workers
+from qlora_fsdp.data.workers import Workers, num_cores
 from qlora_fsdp.records.run_state import STREAM_FILE
 from qlora_fsdp.runtime.processes import Processes
 

@@ -35,9 +35,10 @@ from qlora_fsdp.data.read import Paths, Source, find_source, name_setting, read_
 from qlora_fsdp.data.reading_bar import ReadingBar, row_bar
 from qlora_fsdp.data.row import TOO_LONG
 from qlora_fsdp.data.sequences import Rows
-from qlora_fsdp.data.shards import Shards, find_bounds, num_cores
+from qlora_fsdp.data.shards import Shards, find_bounds
 from qlora_fsdp.data.tokenize import Columns, RowTokenizer
 from qlora_fsdp.data.work_folder import RAW, Plan, empty, find_work, open_work, remove_abandoned
+from qlora_fsdp.data.workers import num_cores
 
 log = logging.getLogger("qlora_fsdp")
 

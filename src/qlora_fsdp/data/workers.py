@@ -1,4 +1,7 @@
-"""Worker processes that tokenize rows of a stream, so that training's own Python threads do not wait for it."""
+"""Worker processes that tokenize rows of a stream, so that training's own Python threads do not wait for it.
+
+Those that tokenize a whole source, before training, are in shards.py: they send nothing back.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
@@ -19,8 +23,25 @@ RowBatch = dict[str, list[Any]]  # columns as `tokenize.RowTokenizer` takes and 
 Tokenize = Callable[[RowBatch], RowBatch]
 MapBatches = Callable[[Iterable[RowBatch]], Iterable[RowBatch]]
 
-# Of a terminal or a batch system. They come to every process of a job, and this process decides when workers end.
+# Of a terminal or a batch system. They come to every process of a job, and the workers' parent decides when they end.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")  # of a container: microseconds of CPU time, and of how many
+
+
+def num_cores() -> int:
+    """CPU cores that this process may use, and that its container may keep busy."""
+    cores = len(os.sched_getaffinity(0))
+    with suppress(OSError, ValueError):
+        limit, period = map(int, CPU_LIMIT.read_text().split())  # "max" is no number
+        cores = min(cores, -(-limit // period))
+    return max(1, cores)
+
+
+def become_worker() -> None:
+    """Prepares a process that tokenizes."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers have the cores already
 
 
 class Workers:
@@ -80,9 +101,7 @@ class Workers:
 
 def _serve(pipe: Connection, tokenize: Tokenize) -> None:
     """What a worker does."""
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers have the cores already
+    become_worker()
     with suppress(EOFError, OSError):  # the process that has started it is gone
         while True:
             batch = pipe.recv()

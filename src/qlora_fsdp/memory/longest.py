@@ -7,15 +7,16 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from qlora_fsdp.common.text import format_table
+from qlora_fsdp.common.text import format_table, plural
 from qlora_fsdp.config.written import with_values
-from qlora_fsdp.memory.choose import fixed_policies, with_tiles
-from qlora_fsdp.memory.gpus import Gpu
+from qlora_fsdp.memory.choose import describe_choice, fixed_policies, with_tiles
+from qlora_fsdp.memory.gpus import GPUS_A_HOST, Gpu, Hardware
 from qlora_fsdp.memory.plan import GIB, MemoryPlan, make_plan
 from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.memory.speed import tokens_per_second
 from qlora_fsdp.memory.workload import Workload
 
+COUNTS = (1, 2, 4, 8)  # of GPUs, for which it is told
 UNIT = 2**10  # tokens; lengths are multiples of it
 FIRST = (2**16, 2**18)  # tokens of a GPU's slice with which it begins
 MAX_TRIES = 4
@@ -63,34 +64,60 @@ def smallest_plan(work: Workload, length: int) -> MemoryPlan:
     return make_plan(work, policies)
 
 
-def figures_of(plans: Sequence[MemoryPlan], gpu: Gpu) -> list[dict[str, Any]]:
-    """What preflight.json says of each of the longest rows."""
-    return [
-        {
-            "gpus": plan.work.num_ranks,
-            "max_length": plan.work.config.training.max_length,
-            "needed_gib": plan.needed / GIB,
-            "host_gib": plan.host_needed / GIB,
-            "tokens_per_second": tokens_per_second(plan.work, plan.policies, gpu),
-        }
-        for plan in plans
+def describe_longest(
+    work: Workload, hardware: Hardware, target: float, name: str, positions: int | None
+) -> tuple[list[str], dict[str, Any]]:
+    """Returns the lines to print about the longest rows on 1 to 8 GPUs, and what preflight.json holds.
+
+    Args:
+        work: as of `longest`, for any number of ranks.
+        hardware: the GPUs; their number is told of besides.
+        target: as of `longest`.
+        name: of the model.
+        positions: that the model knows; None if it does not say.
+    """
+    found, num_slices = [], work.config.distributed.context_parallel
+    for count in sorted({count for count in (*COUNTS, hardware.count) if count % num_slices == 0}):
+        plan = longest(replace(work, num_ranks=count, local_num_ranks=min(count, GPUS_A_HOST)), target)
+        if plan is not None:
+            found.append(plan)
+    if not found:
+        return [f"No rows of {name} fit in {target / GIB:.2f} GiB a GPU, however short"], {"longest": []}
+    figures = [_figures_of(plan, hardware.gpu) for plan in found]
+    lines = [
+        f"The longest rows of {name} on GPUs of {hardware.gpu.gib:g} GiB, of which {target / GIB:.2f} can be had, by "
+        f"the plan: one row on {plural(num_slices, 'GPU')}, {describe_choice(found[0])}",
+        _table_of(figures),
     ]
+    if positions is not None and positions < figures[-1]["max_length"]:
+        lines.append(f"The model knows {positions:,} positions: model.rope_scaling stretches them (docs/long-rows.md)")
+    if num_slices == 1:
+        lines.append("GPUs can share a row, which then can be as many times as long: distributed.context_parallel=N")
+    return lines, {"longest": figures}
 
 
-def table_of(figures: Sequence[Mapping[str, Any]]) -> str:
-    """The same as a table."""
-    return format_table(
-        [
-            {
-                "GPUs": str(row["gpus"]),
-                "tokens a row": f"{row['max_length']:,}",
-                "GiB a GPU": f"{row['needed_gib']:.1f}",
-                "GiB a host": f"{row['host_gib']:.1f}",
-                "tokens/s": f"{row['tokens_per_second']:,.0f}",
-            }
-            for row in figures
-        ]
-    )
+def _figures_of(plan: MemoryPlan, gpu: Gpu) -> dict[str, Any]:
+    return {
+        "gpus": plan.work.num_ranks,
+        "max_length": plan.work.config.training.max_length,
+        "needed_gib": plan.needed / GIB,
+        "host_gib": plan.host_needed / GIB,
+        "tokens_per_second": tokens_per_second(plan.work, plan.policies, gpu),
+    }
+
+
+def _table_of(figures: Sequence[Mapping[str, Any]]) -> str:
+    rows = [
+        {
+            "GPUs": str(row["gpus"]),
+            "tokens a row": f"{row['max_length']:,}",
+            "GiB a GPU": f"{row['needed_gib']:.1f}",
+            "GiB a host": f"{row['host_gib']:.1f}",
+            "tokens/s": f"{row['tokens_per_second']:,.0f}",
+        }
+        for row in figures
+    ]
+    return format_table(rows)
 
 
 def _meeting(plans: dict[int, MemoryPlan], target: float) -> int:
