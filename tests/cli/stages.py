@@ -13,7 +13,7 @@ from torch import nn
 from qlora_fsdp.data.tokenize import RowTokenizer
 from qlora_fsdp.model import materialize
 from qlora_fsdp.model.causal_lm import CausalLM
-from qlora_fsdp.training import run, saver
+from qlora_fsdp.training import run, saver, train_adapter
 
 # An object, and the name of its function
 STAGES: dict[str, tuple[Any, str]] = {
@@ -23,7 +23,7 @@ STAGES: dict[str, tuple[Any, str]] = {
     "load": (materialize, "fill"),
     "forward": (CausalLM, "forward"),
     "checkpoint": (saver, "write_checkpoint"),
-    "export": (run, "save_adapter"),
+    "export": (train_adapter, "save_adapter"),
     "report": (run, "write_report"),
 }
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from qlora_fsdp.model import assemble, materialize
 from qlora_fsdp.model.causal_lm import CausalLM
 from qlora_fsdp.records.run_state import checkpoint_folders
-from qlora_fsdp.training import run
+from qlora_fsdp.training import train_adapter
 from tests.cli.launch import SHORT_STEPS, ForkedLaunch
 
 pytestmark = pytest.mark.distributed
@@ -51,7 +51,7 @@ def fail_in(phase: str, error: RuntimeError) -> None:
         if name == phase and calls[name] == due:
             raise error
 
-    forward, make_optimizer = CausalLM.forward, run.make_optimizer
+    forward, make_optimizer = CausalLM.forward, train_adapter.make_optimizer
 
     def counted_forward(model: CausalLM, batch: Any) -> Tensor:
         if not model.training:
@@ -68,7 +68,7 @@ def fail_in(phase: str, error: RuntimeError) -> None:
         optimizer.register_step_pre_hook(lambda *_: count("step"))
         return optimizer
 
-    CausalLM.forward, run.make_optimizer = counted_forward, counted_optimizer
+    CausalLM.forward, train_adapter.make_optimizer = counted_forward, counted_optimizer
     if phase == "load":
         materialize.fill = lambda *arguments, **named: count("load", 1)
     if phase == "prepare":
