@@ -20,7 +20,7 @@ from tests.helpers.one_process import one_process
 
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.schema import BadRows, Config, DataConfig, TrainingConfig
-from qlora_fsdp.data import shards, tokenize_source, work_folder, workers
+from qlora_fsdp.data import tokenize_source, work_folder, workers
 from qlora_fsdp.data.cut import MAY_SPLIT, WITH_BEFORE, CutSettings, FlatRows, cut_rows
 from qlora_fsdp.data.row import NO_TARGET, SAME_ANSWERS, TOO_LONG
 from qlora_fsdp.data.run_data import PreparedData, prepare_data
