@@ -166,7 +166,7 @@ def with_tiles(work: Workload) -> Workload | None:
     is_long = work.is_cuda and work.num_tokens > MAX_TOKENS
     if memory.tile_tokens != AUTO or not is_long or why_no_tiles(work.config) is not None:
         return None
-    return replace(work, config=replace(work.config, memory=replace(memory, tile_tokens=TILE_TOKENS)))
+    return _with_values(work, {"memory.tile_tokens": TILE_TOKENS})
 
 
 def fixed_policies(config: Config, num_layers: int) -> tuple[Policy, ...] | None:
