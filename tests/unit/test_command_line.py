@@ -106,7 +106,7 @@ def test_a_tab_completes_commands_groups_and_settings(capsys: pytest.CaptureFixt
         assert main(["completion", line]) == 0
         return capsys.readouterr().out.splitlines()
 
-    assert complete("qlora-fsdp pre") == ["preflight ", "preview "]
+    assert complete("qlora-fsdp pre") == ["preflight ", "prepare ", "preview "]
     assert complete("qlora-fsdp train model=tiny lora.r") == ["lora.r=", "lora.rank_pattern="]
     assert complete("qlora-fsdp train quant=n") == ["quant=nf4 ", "quant=none "]
     assert complete("qlora-fsdp train data.path=x") == [], "the shell completes names of files"
