@@ -606,7 +606,7 @@ def test_what_would_fit_fits():
     assert gpus is not None and gpus.text == "4 GPUs" and gpus.plan.needed <= target
     long = workload("model=llama3-8b", "training.max_length=131072", "training.micro_batch_size=2")
     (one, *_) = smaller_runs(long, 9.5 * GIB, H200)
-    assert "training.max_length=16384" in one.text and one.fits and one.plan.needed <= 9.5 * GIB
+    assert "training.max_length=65536" in one.text and one.fits and one.plan.needed <= 9.5 * GIB
     plan = uniform(work, Policy.none)
     savings = largest_savings(plan, H200)
     assert [c.plan.needed for c in savings] == sorted(c.plan.needed for c in savings)
