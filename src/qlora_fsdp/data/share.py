@@ -13,10 +13,10 @@ from qlora_fsdp.data.cache import TokenizedRows, check_targets
 from qlora_fsdp.data.counts import ProblemCounter, RowProblem
 from qlora_fsdp.data.row_files import RawRow
 from qlora_fsdp.data.sequences import Indices
-from qlora_fsdp.data.tokenize import Mask, Tokens
-from qlora_fsdp.data.workers import MapBatches, RowBatch
+from qlora_fsdp.data.shards import ROWS_A_BATCH
+from qlora_fsdp.data.tokenize import Columns, Mask, Tokens
+from qlora_fsdp.data.workers import MapBatches
 
-ROWS_A_BATCH = 100
 IndexedRow = tuple[int, RawRow]  # the number of a raw row in its window, and the row
 
 
@@ -71,7 +71,7 @@ def tokenize_share(rows: Sequence[IndexedRow], map_batches: MapBatches, path: st
     places = {number: place for number, (place, _) in rows}
     # Rows go by their numbers here, because one row may become several, and bad ones come first in their batch.
     parts = (rows[start : start + ROWS_A_BATCH] for start in range(0, len(rows), ROWS_A_BATCH))
-    batches: Iterator[RowBatch] = (
+    batches: Iterator[Columns] = (
         {"place": [number for number, _ in part], "row": [row for _, (_, row) in part]} for part in parts
     )
     found: list[tuple[int, Tokens, Mask]] = []

@@ -15,13 +15,12 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
 
 from qlora_fsdp.common.errors import DataError
+from qlora_fsdp.data.tokenize import Columns
 
-RowBatch = dict[str, list[Any]]  # columns as `tokenize.RowTokenizer` takes and gives them
-Tokenize = Callable[[RowBatch], RowBatch]
-MapBatches = Callable[[Iterable[RowBatch]], Iterable[RowBatch]]
+Tokenize = Callable[[Columns], Columns]
+MapBatches = Callable[[Iterable[Columns]], Iterable[Columns]]
 
 # Of a terminal or a batch system. They come to every process of a job, and the workers' parent decides when they end.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -61,7 +60,7 @@ class Workers:
         self._idle: SimpleQueue[Connection] = SimpleQueue()
         self._is_started = False
 
-    def map(self, batches: Iterable[RowBatch]) -> Iterator[RowBatch]:
+    def map(self, batches: Iterable[Columns]) -> Iterator[Columns]:
         """The batches, tokenized, in their order.
 
         Raises:
@@ -83,11 +82,11 @@ class Workers:
             self._idle.put(mine)
         self._is_started = True
 
-    def _ask(self, batch: RowBatch) -> RowBatch:
+    def _ask(self, batch: Columns) -> Columns:
         pipe = self._idle.get()
         try:
             pipe.send(batch)
-            result: RowBatch | Exception = pipe.recv()
+            result: Columns | Exception = pipe.recv()
         except (EOFError, OSError) as error:
             raise DataError(
                 "A process that tokenizes was killed, by the system for memory perhaps. Set data.num_proc lower."
@@ -106,7 +105,7 @@ def _serve(pipe: Connection, tokenize: Tokenize) -> None:
         while True:
             batch = pipe.recv()
             try:
-                result: RowBatch | Exception = tokenize(batch)
+                result: Columns | Exception = tokenize(batch)
             except Exception as error:
                 result = error
             pipe.send(result)
