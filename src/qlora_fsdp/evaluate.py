@@ -86,6 +86,8 @@ def evaluate_on_data(settings: EvaluateSettings, config: Config, processes: Proc
         from qlora_fsdp.model.classifier import Classifier
         from qlora_fsdp.model.positions import check_positions
         from qlora_fsdp.training.evaluate import evaluate
+        from qlora_fsdp.training.memory_use import PhasePeaks
+        from qlora_fsdp.training.passes import EagerPasses
 
     trained = load_trained(config, settings.adapter, processes)
     config = trained.settle(config)
@@ -101,7 +103,8 @@ def evaluate_on_data(settings: EvaluateSettings, config: Config, processes: Proc
         trained.model.weigh_classes(data.train, processes.device)
     started = time.perf_counter()
     split = split_batches(config.training, processes.num_ranks, len(data.train))
-    found = evaluate(trained.model, data.train, split, processes)
+    passes = EagerPasses(trained.model, processes.device, PhasePeaks(processes.device))
+    found = evaluate(trained.model, data.train, split, passes, processes)
     assert found is not None  # only training can be told to stop
     figures: dict[str, Any] = {"data": config.data.path or config.data.mix, "loss": found.loss}
     if config.task.name is TaskName.causal_lm:

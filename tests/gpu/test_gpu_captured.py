@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -79,6 +80,19 @@ def test_same_bits(trained, name: str):
     eager, log = trained(name, "eager")
     assert RECORDED not in log
     assert captured.losses == eager.losses
+
+
+@pytest.mark.skipif(NUM_RANKS > 1, reason="a model in shards evaluates kernel by kernel")
+def test_evaluations_are_recorded_with_the_third_of_a_shape(trained, rows: Path):
+    lines = {}
+    for mode in ("captured", "eager"):
+        _, log = trained("evaluations in between", mode)
+        assert ("Evaluation: recorded as a CUDA graph" in log) is (mode == "captured"), log
+        file = folder(rows, "evaluations in between", mode) / "metrics.jsonl"
+        lines[mode] = [
+            line["eval_loss"] for line in map(json.loads, file.read_text().splitlines()) if "eval_loss" in line
+        ]
+    assert len(lines["eager"]) == 4 and lines["captured"] == pytest.approx(lines["eager"], rel=1e-5)
 
 
 @pytest.mark.parametrize("name", SAME_SUMS)

@@ -19,6 +19,9 @@ The first steps run kernel by kernel, which compiles and warms up what they need
 and whether they ask the device. Then the ranks agree whether to record. All graphs share the memory of the first. A
 rank records when a micro-batch has a new key, and the others may replay meanwhile: the same collectives run in the same
 order whether a micro-batch is replayed or not.
+
+Evaluations of models that are not under FSDP are recorded in the same way, once training has its graphs: a graph of
+forward alone takes no memory of its own beside them.
 """
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ import logging
 import math
 import time
 import warnings
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,6 +45,7 @@ from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.memory.capture import SPARE_BYTES, why_not_captured
 from qlora_fsdp.memory.plan import GIB
 from qlora_fsdp.model.activations import has_dropout
+from qlora_fsdp.model.causal_lm import CausalLM
 from qlora_fsdp.model.experts import has_experts
 from qlora_fsdp.model.shard import set_gradient_sync
 from qlora_fsdp.runtime.processes import Processes
@@ -99,14 +104,18 @@ class CapturedPasses:
         self.eager, self.params, self.processes, self.peaks, self.limit = eager, params, processes, peaks, limit
         self.device = processes.device
         self.graphs: dict[Key, _Graph] = {}
+        self.held_out: dict[Key, _Graph] = {}  # of forward alone
+        self.num_evaluated: Counter[Key] = Counter()  # micro-batches that were launched kernel by kernel
+        self.records_evaluations = True
         self.pool = torch.cuda.graph_pool_handle()
         self.scale = torch.ones((), device=self.device)
-        self.grads: list[Tensor] = []
+        self.grads: list[Tensor] = []  # of all parameters, where graphs write them
+        self.local_grads: list[Tensor] = []  # this rank's rows of them
         self.num_steps = 0
         self.reason: str | None = None  # why no more graphs are recorded
 
     def begin_step(self, num_targets: int) -> None:
-        """Put zeros where the gradients go, and set what losses are divided by."""
+        """Give the gradients their places, which hold zeros, and set what losses are divided by."""
         self.eager.begin_step(num_targets)
         # A GPU divides by a number of Python's by multiplying with its reciprocal in float32: so does the graph.
         self.scale.fill_(float(np.float32(1.0) / np.float32(num_targets)))
@@ -117,14 +126,13 @@ class CapturedPasses:
             return
         if not self.grads:
             self.grads = [torch.zeros_like(param) for param in self.params]
-        torch._foreach_zero_([local_tensor(grad) for grad in self.grads])
-        for param, grad in zip(self.params, self.grads, strict=True):
-            param.grad = grad
+            self.local_grads = [local_tensor(grad) for grad in self.grads]
+            self._place_gradients()
 
     def run(self, batch: Batch, is_last: bool) -> Tensor:
         """Queue forward and backward, and return the loss."""
         key = Key.of(batch)
-        graph = self.graphs.get(key) or next((g for k, g in self.graphs.items() if k.holds(key)), None)
+        graph = _find(self.graphs, key)
         if self.num_steps < WARM_UP:
             return self.eager.run(batch, is_last)
         if self.num_steps == WARM_UP:
@@ -134,6 +142,57 @@ class CapturedPasses:
         if graph is not None:
             return graph.run(batch)
         return self.eager.run(batch, is_last or bool(self.graphs))
+
+    def end_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Write zeros over the gradients of graphs, which stay; drop others.
+
+        The GPU still computes now. At the beginning of the next step it waits for the host.
+        """
+        if self.graphs:
+            torch._foreach_zero_(self.local_grads)
+            self._place_gradients()
+        else:
+            self.grads, self.local_grads = [], []
+            self.eager.end_step(optimizer)
+
+    def _place_gradients(self) -> None:
+        for param, grad in zip(self.params, self.grads, strict=True):
+            if param.grad is not grad:  # it is a sum over ranks that hold whole copies
+                param.grad = grad
+
+    def evaluate(self, batch: Batch) -> Tensor:
+        """Queue forward, and return the loss. Recorded is what comes again and again: it takes as long as one pass."""
+        key = Key.of(batch)
+        graph = _find(self.held_out, key) if self.graphs else None
+        if graph is None and self.num_evaluated[key] >= WARM_UP and self._can_record_evaluations():
+            graph = self._record_evaluation(key, batch)
+        if graph is not None:
+            return graph.run(batch)
+        self.num_evaluated[key] += 1
+        return self.eager.evaluate(batch)
+
+    def _can_record_evaluations(self) -> bool:
+        # Models of other classes, under FSDP or of other tasks, do more on the host than to queue kernels.
+        is_plain = type(self.eager.model) is CausalLM
+        return self.records_evaluations and bool(self.graphs) and self.reason is None and is_plain
+
+    def _record_evaluation(self, key: Key, batch: Batch) -> _Graph | None:
+        """Record the forward of a key. If it can't be, none is recorded from now on."""
+        started, static, graph = time.perf_counter(), with_room(batch, key, self.device), torch.cuda.CUDAGraph()
+        torch.cuda.synchronize(self.device)
+        try:
+            with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+                loss = self.eager.model(static)
+        except RuntimeError as error:
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()
+            self.records_evaluations = False
+            log.warning(f"Evaluation: {NOT_RECORDED}: {first_line(error)}")
+            return None
+        self.held_out[key] = _Graph(static, graph, loss)
+        seconds = time.perf_counter() - started
+        log.info(f"Evaluation: recorded as a CUDA graph for {key.size} x {key.length} tokens, in {seconds:.1f} s")
+        return self.held_out[key]
 
     def _agree(self) -> None:
         """Find out whether graphs can be recorded. If a rank can't, none does, so that all sum gradients alike."""
@@ -180,7 +239,8 @@ class CapturedPasses:
             if isinstance(self.eager.model, FSDPModule):
                 raise  # FSDP's hooks are in the middle of a layer, and can't begin anew
             torch.cuda.synchronize(self.device)
-            self.graphs.clear()  # kernels that are launched need the memory
+            for graphs in (self.graphs, self.held_out):
+                graphs.clear()  # kernels that are launched need the memory
             torch.cuda.empty_cache()
             self.reason = first_line(error)
             log.warning(f"Step: no CUDA graph could be recorded, its kernels are launched one by one: {self.reason}")
@@ -201,6 +261,11 @@ class CapturedPasses:
         beside = max(peaks.get("evaluation", 0) - now, SPARE_BYTES)
         free = torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_reserved(self.device)
         return graph + beside - (min(self.limit, free) - now)
+
+
+def _find(graphs: Mapping[Key, _Graph], key: Key) -> _Graph | None:
+    """The graph of a key, or another that has room for it."""
+    return graphs.get(key) or next((graph for known, graph in graphs.items() if known.holds(key)), None)
 
 
 def make_passes(prepared: Prepared, config: Config, trainable: Sequence[nn.Parameter], processes: Processes) -> Passes:

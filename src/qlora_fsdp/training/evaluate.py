@@ -20,6 +20,7 @@ from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.training.batches import micro_batches_of
 from qlora_fsdp.training.generations import Generations
 from qlora_fsdp.training.memory_use import PhasePeaks
+from qlora_fsdp.training.passes import Passes
 from qlora_fsdp.training.saver import Saver
 
 
@@ -38,6 +39,7 @@ class Evaluation:
     Attributes:
         data: the held-out rows, all of them on every rank; None: there is nothing to evaluate on.
         every_steps: evaluate after so many steps; None: only before the first step and after the last.
+        passes: computes the losses.
         generations: completes some of the rows after each evaluation.
         saver: knows of signals, and stops the run where one arrives during an evaluation.
     """
@@ -45,6 +47,7 @@ class Evaluation:
     data: Sequences | None
     every_steps: int | None
     split: BatchSplit
+    passes: Passes
     generations: Generations
     processes: Processes
     peaks: PhasePeaks
@@ -65,7 +68,7 @@ class Evaluation:
             return None
         self.peaks.enter("evaluation")
         started = time.perf_counter()
-        found = evaluate(model, self.data, self.split, self.processes, self.saver.is_signalled)
+        found = evaluate(model, self.data, self.split, self.passes, self.processes, self.saver.is_signalled)
         if found is None:
             self.saver.stop(step)
         self.journal.evaluation(step, found.loss, found.metrics, time.perf_counter() - started)
@@ -78,6 +81,7 @@ def evaluate(
     model: TaskModel,
     data: Sequences,
     split: BatchSplit,
+    passes: Passes,
     processes: Processes,
     is_stopped: Callable[[], bool] = lambda: False,
 ) -> EvaluationResult | None:
@@ -87,6 +91,7 @@ def evaluate(
         model: sharded and loaded.
         data: all of it on every rank.
         split: how sequences spread over ranks and micro-batches.
+        passes: of the model.
         processes: all ranks take part.
         is_stopped: asked before each micro-batch; it must answer the same on every rank. Where it says so, the result
             is None.
@@ -104,7 +109,7 @@ def evaluate(
         for batch in batches:
             if stopped := is_stopped():
                 break
-            loss_sum += model(model.with_reference(batch.to(processes.device)))
+            loss_sum += passes.evaluate(batch)
     model.train(was_training)
     free_gathered(model)
     if stopped:

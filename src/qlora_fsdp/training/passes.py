@@ -31,6 +31,12 @@ class Passes(Protocol):
             A float32 scalar on the device, without a graph.
         """
 
+    def end_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Drop the gradients, which the optimizer has used. Called while the GPU works."""
+
+    def evaluate(self, batch: Batch) -> Tensor:
+        """Queue the forward of held-out rows, and return the sum of their losses, as `run` does; without gradients."""
+
 
 def place(batch: Batch, device: torch.device, deterministic: bool) -> Batch:
     """The micro-batch on the device, laid out as a pass of training has it; see `EagerPasses`."""
@@ -61,9 +67,17 @@ class EagerPasses:
     def run(self, batch: Batch, is_last: bool) -> Tensor:
         """Queue forward and backward, and return the loss."""
         set_gradient_sync(self.model, enabled=is_last or self.deterministic)
-        batch = place(batch, self.device, self.deterministic)
         self.peaks.enter("forward")
-        loss: Tensor = self.model(self.model.with_reference(batch)) / self.num_targets
+        loss = self.evaluate(batch) / self.num_targets
         self.peaks.enter("backward")
         loss.backward()
         return loss.detach()
+
+    def end_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Drop the gradients; the next backward makes new ones."""
+        optimizer.zero_grad(set_to_none=True)
+
+    def evaluate(self, batch: Batch) -> Tensor:
+        """Queue forward, and return the sum of the losses."""
+        loss: Tensor = self.model(self.model.with_reference(place(batch, self.device, self.deterministic)))
+        return loss

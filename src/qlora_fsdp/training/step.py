@@ -136,7 +136,7 @@ class StepRunner:
             check_gradients(self.model, batch.step, is_first_update, self.processes)
         self.optimizer.found_inf = is_bad  # torch's name: the optimizer changes nothing where this is 1
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.passes.end_step(self.optimizer)
         return StepResult(wait, micro_losses, num_flops)
 
     def _start_reading(self, loss: Tensor, norm: Tensor) -> Callable[[], StepFigures]:

@@ -83,8 +83,8 @@ def train_adapter(
     trusted = config.model.trust_remote_code
     generations = Generations(config.tracking, data.eval, prepared.tokenizer, processes, trusted)
     every_steps = config.training.eval_every_steps
-    evaluation = Evaluation(data.eval, every_steps, split, generations, processes, peaks, journal, saver)
     passes = make_passes(prepared, prepared.config, trainable, processes)
+    evaluation = Evaluation(data.eval, every_steps, split, passes, generations, processes, peaks, journal, saver)
     runner = StepRunner(model, passes, optimizer, config.optim.max_grad_norm, prepared.flops, peaks, processes)
     batches = GlobalBatches(data.train, split, config.training.seed, processes.rank)
     recorder = StepRecorder(journal, peaks, processes)
