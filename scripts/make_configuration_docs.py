@@ -1,4 +1,4 @@
-"""Write docs/configuration.md from the schema (src/qlora_fsdp/config/schema.py) and the options under conf/.
+"""Write docs/configuration.md from the schema (src/qlora_fsdp/config/schema/) and the options under conf/.
 
 python scripts/make_configuration_docs.py
 """

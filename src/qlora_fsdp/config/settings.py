@@ -6,6 +6,7 @@ import ast
 import difflib
 import inspect
 import math
+import sys
 import types
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields, is_dataclass
@@ -204,15 +205,15 @@ def _walk(config_class: type, prefix: str) -> Iterator[Setting]:
 
 
 @cache
-def _source() -> tuple[list[str], dict[str, ast.ClassDef]]:
-    """The lines of the schema, and its classes by name. Parsed once: `inspect` would parse it anew for each class."""
-    source = inspect.getsource(schema)
+def _source(module: str) -> tuple[list[str], dict[str, ast.ClassDef]]:
+    """The lines of a module of the schema, and its classes by name. `inspect` alone would parse it for each class."""
+    source = inspect.getsource(sys.modules[module])
     return source.splitlines(), {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
 
 
 def _comments(config_class: type) -> dict[str, str]:
     """The comment lines right above each field of a dataclass, joined."""
-    comments, (lines, classes) = {}, _source()
+    comments, (lines, classes) = {}, _source(config_class.__module__)
     for node in classes[config_class.__name__].body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             above = []

@@ -1,0 +1,165 @@
+"""Every setting, its type, its default and its bounds. YAML under conf/ only chooses other values.
+
+Each section of the settings is a dataclass, and `Config` has them all. Names follow `BitsAndBytesConfig` (quant),
+`LoraConfig` (lora) and FSDP (fsdp) wherever these have one. The comment above a field is its documentation:
+docs/configuration.md is generated from it. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from qlora_fsdp.config.schema.bounds import TEXT_OR_LIST, Bounds, bounds
+from qlora_fsdp.config.schema.data import DEFAULT_DATA, BadRows, DataConfig, DataFormat, LossOn, MixBy, MixUntil
+from qlora_fsdp.config.schema.launch import DistributedConfig, LaunchConfig, SlurmConfig
+from qlora_fsdp.config.schema.model import (
+    AttnImplementation,
+    Dtype,
+    EmbeddingStorage,
+    LoraConfig,
+    ModelConfig,
+    QuantConfig,
+    QuantStorage,
+    QuantType4bit,
+    TokenizerConfig,
+    Weights,
+)
+from qlora_fsdp.config.schema.sharding import (
+    Activations,
+    ComputeConfig,
+    Dequantizer,
+    FsdpConfig,
+    Kernel,
+    KernelsConfig,
+    MatmulKind,
+    MemoryConfig,
+    ShardingStrategy,
+)
+from qlora_fsdp.config.schema.task import PreferenceConfig, PreferenceLoss, ProblemType, RunConfig, TaskConfig, TaskName
+from qlora_fsdp.config.schema.training import (
+    DEFAULT_GLOBAL_BATCH,
+    CheckpointConfig,
+    HubConfig,
+    LrScheduler,
+    OnBadStep,
+    OptimConfig,
+    Optimizer,
+    TrackerName,
+    TrackingConfig,
+    TrainingConfig,
+    WandbMode,
+)
+
+__all__ = [
+    "DEFAULT_DATA",
+    "DEFAULT_GLOBAL_BATCH",
+    "TEXT_OR_LIST",
+    "Activations",
+    "AttnImplementation",
+    "BadRows",
+    "Bounds",
+    "CheckpointConfig",
+    "ComputeConfig",
+    "Config",
+    "DataConfig",
+    "DataFormat",
+    "Dequantizer",
+    "DistributedConfig",
+    "Dtype",
+    "EmbeddingStorage",
+    "FsdpConfig",
+    "HubConfig",
+    "Kernel",
+    "KernelsConfig",
+    "LaunchConfig",
+    "LoraConfig",
+    "LossOn",
+    "LrScheduler",
+    "MatmulKind",
+    "MemoryConfig",
+    "MixBy",
+    "MixUntil",
+    "ModelConfig",
+    "OnBadStep",
+    "OptimConfig",
+    "Optimizer",
+    "PreferenceConfig",
+    "PreferenceLoss",
+    "ProblemType",
+    "QuantConfig",
+    "QuantStorage",
+    "QuantType4bit",
+    "RunConfig",
+    "ShardingStrategy",
+    "SlurmConfig",
+    "TaskConfig",
+    "TaskName",
+    "TokenizerConfig",
+    "TrackerName",
+    "TrackingConfig",
+    "TrainingConfig",
+    "WandbMode",
+    "Weights",
+    "bounds",
+]
+
+
+@dataclass
+class Config:
+    run: RunConfig = field(default_factory=RunConfig)
+    task: TaskConfig = field(default_factory=TaskConfig)
+    preference: PreferenceConfig = field(default_factory=PreferenceConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    quant: QuantConfig = field(default_factory=QuantConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    fsdp: FsdpConfig = field(default_factory=FsdpConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    compute: ComputeConfig = field(default_factory=ComputeConfig)
+    kernels: KernelsConfig = field(default_factory=KernelsConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    hub: HubConfig = field(default_factory=HubConfig)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    slurm: SlurmConfig = field(default_factory=SlurmConfig)
+
+    def __post_init__(self) -> None:
+        """What was written for settings, by key, where it has a `${...}`; `written.py` says what that is for."""
+        self.written: dict[str, Any] = {}
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether a row of the data is a prompt with two answers, which stay together in a sequence."""
+        is_paired = self.task.name is TaskName.reward or self.preference.loss.is_paired
+        return self.task.compares_answers and is_paired
+
+    @property
+    def row_seed(self) -> int:
+        """The seed by which rows are chosen from data sets."""
+        return self.training.seed if self.data.seed is None else self.data.seed
+
+    @property
+    def sequence_length(self) -> int:
+        """Most tokens of a packed sequence: there is room for a whole pair."""
+        return self.training.max_length * (2 if self.has_pairs else 1)
+
+    @property
+    def slice_length(self) -> int:
+        """Most tokens of a sequence that one rank computes."""
+        return -(self.sequence_length // -self.distributed.context_parallel)
+
+    @property
+    def num_extra_forwards(self) -> int:
+        """Forward passes of a micro-batch without a gradient, besides the one that is trained on.
+
+        The reference's, unless it is precomputed; and KTO's of mismatched answers, by the model and by the reference.
+        """
+        if self.task.name is not TaskName.preference:
+            return 0
+        in_step = self.preference.loss.needs_reference and not self.preference.precompute
+        return int(in_step) if self.has_pairs else 1 + 2 * int(in_step)

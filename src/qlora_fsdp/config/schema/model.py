@@ -1,0 +1,151 @@
+"""The base model, how its weights are quantized, and the adapters that are trained on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from qlora_fsdp.config.schema.bounds import bounds
+
+
+class Weights(Enum):
+    checkpoint = "checkpoint"
+    random = "random"
+
+
+class AttnImplementation(Enum):
+    auto = "auto"
+    varlen = "varlen"
+    sdpa = "sdpa"
+    eager = "eager"
+    flash_attention_2 = "flash_attention_2"
+    flash_attention_4 = "flash_attention_4"
+
+
+@dataclass
+class ModelConfig:
+    # Short name of the model, for messages.
+    name: str = "custom"
+    # A folder with config.json and safetensors files, or a hub name such as meta-llama/Meta-Llama-3-8B.
+    path: str | None = None
+    # Branch, tag or commit of a hub model.
+    revision: str | None = None
+    # Where the tokenizer is, if it is not beside the model. `bytes` is a built-in tokenizer whose tokens are bytes.
+    tokenizer_path: str | None = None
+    # `random` initialises the weights randomly, from the model's config alone. This is for dry runs at real size, and
+    # needs no download.
+    weights: Weights = Weights.checkpoint
+    # Attention kernel. `auto` is flash_attention_4 where it is installed, on a Hopper or Blackwell GPU; else varlen,
+    # where torch and the GPU have it; else sdpa, or eager for models that transformers has no sdpa for.
+    attn_implementation: AttnImplementation = AttnImplementation.auto
+    # Keep the quantized weights in files, in bitsandbytes' format. Later runs and the other jobs of a sweep then load
+    # these: they are a quarter of the bytes, and quantized already. The first run that needs them writes them.
+    cache_quantized: bool = False
+    # Folder of these files. With several nodes, a disk of each node is best. null: ~/.cache/qlora_fsdp/quantized
+    cache_folder: str | None = None
+    # Run model code that comes with the model's files. Set it only for models that you trust. It counts where you set
+    # it yourself, and never in the settings that come with an adapter.
+    trust_remote_code: bool = False
+    # The transformers config of the model (model_type, hidden_size, ...). A preset states it, so that preflight and
+    # `model.weights=random` need no download. If model.path is set to something else than the preset's, the config.json
+    # there counts, and must be of the same model. With model=custom it is for `model.weights=random`: used alone if it
+    # has a model_type and model.path is no local folder, else over the config.json in model.path.
+    config: dict[str, Any] = field(default_factory=dict)
+    # Scaled rotary embeddings, for rows longer than the model was made for (docs/long-rows.md). As transformers'
+    # rope_scaling: {rope_type: yarn, factor: 4.0}, with rope_type yarn, linear or llama3, and what else the type takes.
+    # Empty: what the model has.
+    rope_scaling: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class TokenizerConfig:
+    # New tokens, which the tokenizer then never splits. Only their rows of the embeddings and of the head are trained
+    # (PEFT's trainable_token_indices), unless lora.modules_to_save names the embeddings or the head. A new row starts
+    # at the mean of the old ones. A token that the tokenizer already has is trained from the row that it has.
+    add_tokens: list[str] = field(default_factory=list)
+    # The same, as special tokens: they are left out when text is decoded with skip_special_tokens.
+    add_special_tokens: list[str] = field(default_factory=list)
+
+
+class QuantType4bit(Enum):
+    nf4 = "nf4"
+    fp4 = "fp4"
+
+
+class EmbeddingStorage(Enum):
+    none = "none"
+    int8 = "int8"
+
+
+class QuantStorage(Enum):
+    auto = "auto"
+    uint8 = "uint8"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    float32 = "float32"
+
+
+class Dtype(Enum):
+    auto = "auto"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    float32 = "float32"
+
+
+@dataclass
+class QuantConfig:
+    # Quantize linear layers to 4 bits (QLoRA, arXiv:2305.14314).
+    load_in_4bit: bool = True
+    # Quantize linear layers to 8 bits: int8 codes with one fp32 scale per row (the weights of LLM.int8,
+    # arXiv:2208.07339).
+    load_in_8bit: bool = False
+    # Code book of the 4-bit codes.
+    bnb_4bit_quant_type: QuantType4bit = QuantType4bit.nf4
+    # Quantize the scales too, which saves 0.37 bits per weight.
+    bnb_4bit_use_double_quant: bool = True
+    # dtype in which codes are stored and gathered. `auto` is bfloat16. uint8 needs torch >= 2.13. float16 is refused.
+    bnb_4bit_quant_storage: QuantStorage = QuantStorage.auto
+    # dtype of the matrix products. `auto` follows training.precision. If training.precision is auto, another value here
+    # sets both. float16 is refused.
+    bnb_4bit_compute_dtype: Dtype = Dtype.auto
+    # How frozen input embeddings and a frozen output head are stored. `none`: in training.precision. `int8`: as codes
+    # with one fp32 scale per row, in half the memory.
+    embeddings: EmbeddingStorage = EmbeddingStorage.none
+    # Linear layers to leave unquantized, by their names or by the ends of these. null leaves out the output head, as
+    # transformers does.
+    llm_int8_skip_modules: list[str] | None = None
+
+
+@dataclass
+class LoraConfig:
+    # Train on from a saved adapter: the folder of a LoRA adapter, of this project's or PEFT's. Its weights are where
+    # this run's adapter starts, and all other settings of this section but lora_dropout are its own: what is written
+    # may not contradict them. Without a model named, its base is the model. null: a new adapter.
+    start: str | None = None
+    # Rank of the adapters.
+    r: int = field(default=16, metadata=bounds(at_least=1))
+    # The adapters' output is scaled by lora_alpha / r, or by lora_alpha / sqrt(r) with use_rslora.
+    lora_alpha: float = field(default=32, metadata=bounds(above=0))
+    # Dropout on the adapters' input.
+    lora_dropout: float = field(default=0.0, metadata=bounds(at_least=0, below=1))
+    # The linear layers to adapt: a list of names or of ends of names; a regular expression; or `all-linear`, which is
+    # all that a gradient reaches and that PEFT adapts.
+    target_modules: Any = "all-linear"
+    # Whether target_modules mean the experts of a mixture of experts too, each of which then gets its own adapter.
+    experts: bool = True
+    # Names, or ends of names, of layers that target_modules should not match.
+    exclude_modules: list[str] | None = None
+    # Modules that are trained in full and saved with the adapter, e.g. a classification head.
+    modules_to_save: list[str] | None = None
+    # true (Kaiming A, zero B), gaussian, or orthogonal. Other initialisations of PEFT start from the full-precision
+    # weights, and are refused by name.
+    init_lora_weights: Any = True
+    # Rank-stabilized scaling (arXiv:2312.03732).
+    use_rslora: bool = False
+    # Weight-decomposed LoRA (arXiv:2402.09353).
+    use_dora: bool = False
+    # Ranks that differ from r: {name or regular expression: rank}.
+    rank_pattern: dict[str, int] = field(default_factory=dict)
+    # Alphas that differ from lora_alpha: {name or regular expression: alpha}.
+    alpha_pattern: dict[str, float] = field(default_factory=dict)

@@ -1,0 +1,153 @@
+"""How the ranks share a model, what stays in memory, and which kernels compute."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from typing_extensions import assert_never
+
+from qlora_fsdp.config.schema.bounds import bounds
+
+
+class ShardingStrategy(Enum):
+    auto = "auto"
+    FULL_SHARD = "FULL_SHARD"
+    SHARD_GRAD_OP = "SHARD_GRAD_OP"
+    HYBRID_SHARD = "HYBRID_SHARD"
+    NO_SHARD = "NO_SHARD"
+
+
+@dataclass
+class FsdpConfig:
+    # auto: NO_SHARD where the memory plan has room to spare for whole copies and they are no slower, else FULL_SHARD.
+    # FULL_SHARD: every rank holds a part of each layer. SHARD_GRAD_OP: the same, but layers stay gathered between
+    # forward and backward. HYBRID_SHARD: parameters are sharded within groups of hybrid_shard_size ranks and replicated
+    # between the groups. NO_SHARD: every rank holds all parameters.
+    sharding_strategy: ShardingStrategy = ShardingStrategy.auto
+    # Free a layer after its forward, and gather it again for backward. null frees layers unless the memory plan has
+    # room to keep all of them gathered.
+    reshard_after_forward: bool | None = None
+    # Ranks per shard group under HYBRID_SHARD. null: the ranks of one node.
+    hybrid_shard_size: int | None = field(default=None, metadata=bounds(at_least=1))
+    # Keep shards and optimizer state in host memory. Layers come to the GPU only to be used.
+    cpu_offload: bool = False
+    # Layers that are gathered ahead of the running one in forward. With cpu_offload it is at least 1.
+    forward_prefetch: int = field(default=1, metadata=bounds(at_least=0))
+    # The same in backward, where FSDP2 always gathers one layer ahead.
+    backward_prefetch: int = field(default=1, metadata=bounds(at_least=1))
+
+    @property
+    def reshards(self) -> bool:
+        """Whether layers are freed after their forward, unless the memory plan has room to keep them gathered."""
+        return self.reshard_after_forward is not False and self.sharding_strategy is not ShardingStrategy.SHARD_GRAD_OP
+
+    @property
+    def may_be_whole(self) -> bool:
+        """Whether auto may give each rank the whole base: not if a setting says how its parts are to be handled."""
+        is_open = self.sharding_strategy is ShardingStrategy.auto
+        return is_open and not self.cpu_offload and self.reshard_after_forward is None
+
+    def num_shards(self, num_ranks: int, local_num_ranks: int) -> int:
+        """Ranks among which every parameter is split, given the ranks in all and those of one node.
+
+        `auto` is split like FULL_SHARD, which it is where no plan has chosen: on CPUs, and in use.
+        """
+        match self.sharding_strategy:
+            case ShardingStrategy.auto | ShardingStrategy.FULL_SHARD | ShardingStrategy.SHARD_GRAD_OP:
+                return num_ranks
+            case ShardingStrategy.HYBRID_SHARD:
+                return self.hybrid_shard_size or local_num_ranks
+            case ShardingStrategy.NO_SHARD:
+                return 1
+            case other:
+                assert_never(other)
+
+    def uses_fsdp(self, num_shards: int) -> bool:
+        """Whether FSDP has anything to do: parameters are split, or they come from host memory."""
+        return num_shards > 1 or self.cpu_offload
+
+
+class Activations(Enum):
+    auto = "auto"
+    none = "none"
+    selective = "selective"
+    every_k = "every_k"
+    full = "full"
+    offload = "offload"
+
+
+@dataclass
+class MemoryConfig:
+    # What happens to a layer's activations until backward needs them. none: all are kept. selective: all but the norms'
+    # outputs, which cost little to compute again. full: only the layer's input is kept, and the rest is computed again.
+    # every_k: full for every k-th layer. offload: full, with the layers' inputs in host memory. auto: for each layer
+    # the fastest of these with which the run fits, by the memory plan.
+    activations: Activations = Activations.auto
+    # The k of every_k.
+    every_k: int = 2
+    # Tokens that gated MLPs, experts and norms compute at a time, so that what they need does not grow with the length
+    # (docs/long-rows.md). The results are the same but for rounding. auto: all at once, or 8192 of long micro-batches
+    # if the run fits or is faster so, by the memory plan. null: all at once.
+    tile_tokens: Any = field(default="auto", metadata=bounds(at_least=64))
+    # GiB of each GPU that the run may use in all. The limit is enforced, so that a large GPU can stand for a smaller
+    # one. null: the free memory less 5 %, by which auto decides.
+    target_gib: float | None = field(default=None, metadata=bounds(above=0))
+    # When the GPU runs out of memory, write torch's record of allocations to the run folder, for
+    # pytorch.org/memory_viz. This slows steps a little.
+    snapshot: bool = False
+
+    @property
+    def num_tile_tokens(self) -> int | None:
+        """Tokens of a tile; None for all at once, which also is what auto does where no plan has chosen."""
+        return None if self.tile_tokens == "auto" else self.tile_tokens
+
+
+class MatmulKind(Enum):
+    dequantized = "dequantized"
+    fp8 = "fp8"
+
+
+@dataclass
+class ComputeConfig:
+    # Matrix products with the quantized base. dequantized: in training.precision. fp8: both factors in float8_e4m3fn
+    # with one scale per row, in forward and for the gradient of the input; the products of adapters and of experts stay
+    # in bfloat16. fp8 needs a 4-bit base and an Ada, Hopper or later GPU.
+    matmul: MatmulKind = MatmulKind.dequantized
+    # Record forward and backward of a micro-batch as a CUDA graph, so that a step does not wait for Python: true or
+    # false. What can't be recorded is computed kernel by kernel, and the log says why.
+    cuda_graph: bool = True
+
+
+class Kernel(Enum):
+    auto = "auto"
+    liger = "liger"
+    torch = "torch"
+
+
+class Dequantizer(Enum):
+    bitsandbytes = "bitsandbytes"
+    triton = "triton"
+
+
+@dataclass
+class KernelsConfig:
+    # RMS norms. auto: Liger's fused kernels (arXiv:2410.10989) on a GPU, where they are installed and know the model;
+    # else torch's own operations.
+    rms_norm: Kernel = Kernel.auto
+    # Rotary position embeddings.
+    rotary: Kernel = Kernel.auto
+    # The gated activation of the MLP (SwiGLU, GeGLU).
+    glu: Kernel = Kernel.auto
+    # The loss over a frozen output head. auto: a Triton kernel of this project on a GPU; liger: Liger's, which asks the
+    # device, so that steps can't be captured (compute.cuda_graph).
+    cross_entropy: Kernel = Kernel.auto
+    # What dequantizes 4-bit weights on a GPU. bitsandbytes: its kernels, one for scales and one for codes. triton: a
+    # kernel of this project that does both in one pass; the same weights, and steps of 8B are 0.7 % faster. Parts of a
+    # weight (slices of experts) and fp8 take it in any case, because bitsandbytes' kernels write whole weights alone.
+    dequantize: Dequantizer = Dequantizer.bitsandbytes
+    # Compute q, k and v together, and gate, up and down, where all of them are quantized and adapted without dropout or
+    # DoRA. On a GPU with rms_norm=auto, each norm of a Llama, Mistral, Qwen 2 or Qwen 3 layer is also computed together
+    # with its residual. false computes each by itself.
+    fuse_layers: bool = True
