@@ -77,12 +77,13 @@ def test_parameters_are_those_of_the_model(model: str, quant: str):
     built = build_model(
         ModelFiles(None, make_config(values, model)), BuildSettings(config.quant, torch.bfloat16, "sdpa")
     )
-    sizes = count_bytes(CausalLM(apply_adapters(built.model, config.lora)), 0, 3)
-    for num_ranks, expected in ((1, sizes.total_bytes), (3, sizes.shard_bytes)):
+    adapted = CausalLM(apply_adapters(built.model, config.lora))
+    for num_ranks in (1, 3):
+        sizes = count_bytes(adapted, 0, num_ranks)
         plan = uniform(Workload(traced(config), config, num_ranks, num_ranks, 1))
         assert plan.work.parts.num_parameters == sizes.num_base
         parts = plan.phases["load"]
-        assert sum(parts.values()) - parts["workspace"] == expected
+        assert sum(parts.values()) - parts["workspace"] == sizes.shard_bytes
 
 
 # GiB that tensors took in backward on H200s, layers fused (benchmarks/results).

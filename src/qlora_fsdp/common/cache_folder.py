@@ -1,8 +1,8 @@
-"""Who may read what a cache keeps, and whose entries are used. Imports no torch.
+"""Protect caches: who may read an entry, and whose entries are used. Imports no torch.
 
-What is in a cache is trained on as it is. So the default folder, in the user's home, is closed to others, and an entry
-there that belongs to another user is refused. A folder that was typed may be shared, and who types it trusts those who
-write to it; what is made there of a private file stays private.
+A run trains on what a cache holds, without further checks. So the default folder, in the user's home, is closed to
+others, and an entry there that belongs to another user is refused. A folder that was typed may be shared, and who types
+it trusts those who write to it; what is made there of a private file stays private.
 """
 
 from __future__ import annotations

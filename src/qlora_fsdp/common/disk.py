@@ -1,4 +1,4 @@
-"""A disk that takes no more: why, in words, and where else there is room. Imports no torch."""
+"""Explain why a disk can't be written to, and find another folder with room. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What NVIDIA's driver says of this host's GPUs: asked without torch, which takes seconds to import."""
+"""Ask NVIDIA's driver about this host's GPUs, without torch, which takes seconds to import."""
 
 from __future__ import annotations
 

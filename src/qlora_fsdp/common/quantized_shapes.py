@@ -14,11 +14,6 @@ from qlora_fsdp.common.sizes import NESTED_BLOCKSIZE
 
 QuantType = Literal["nf4", "fp4", "int8"]
 
-FLOAT32_BYTES = 4
-
-# Bytes of one element of `quant.bnb_4bit_quant_storage`. `auto` is bfloat16, which every supported torch can shard.
-STORAGE_BYTES = {"auto": 2, "uint8": 1, "bfloat16": 2, "float16": 2, "float32": 4}
-
 
 class StoredPart(NamedTuple):
     """One of the tensors that stand for a quantized weight.
@@ -30,10 +25,6 @@ class StoredPart(NamedTuple):
 
     shape: tuple[int, ...]
     is_packed: bool
-
-    def row_bytes(self, storage_bytes: int) -> int:
-        """Bytes of one index of dim 0, if an element of the storage dtype has `storage_bytes`."""
-        return math.prod(self.shape[1:]) * (storage_bytes if self.is_packed else FLOAT32_BYTES)
 
 
 def is_4bit(quant_type: QuantType) -> bool:

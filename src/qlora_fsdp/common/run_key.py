@@ -1,7 +1,7 @@
 """A secret of one run's processes, by which they know one another's messages. Imports no torch.
 
-The store at which ranks meet answers whoever connects to it, also other users of the host. The secret comes to the
-ranks in their environment, which the system shows to nobody but this user. A launcher of one node makes one for its
+The store at which ranks meet answers whoever connects to it, also other users of the host. The ranks get the
+secret in their environment, which the system shows to nobody but this user. A launcher of one node makes one for its
 ranks; a job script makes one for all nodes. Ranks that are started in another way have none.
 """
 

@@ -1,8 +1,8 @@
 """Reads YAML that somebody else may have written, in bounded time and memory, as plain values. Imports no torch.
 
 A few hundred bytes of nested aliases can stand for billions of values, and a hundred thousand brackets exhaust the
-stack of a parser. So the text is first looked at as a sequence of events, which takes no memory, and is read only if
-it is small.
+stack of a parser. So the text is first parsed into a sequence of events, which takes no memory, and is loaded only
+if it is small.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Settings as they were written, where their values come from elsewhere: `outputs/${run.name}`, `${oc.env:TEAM}`.
 
-A run is recorded in files that are passed on: its config.yaml, the report, checkpoints, the adapter, W&B's pages. The
-environment often holds keys, so that a value that it gave stands in none of them; what was written stands there in its
-place. Imports no torch.
+A run is recorded in files that people share: its config.yaml, the report, checkpoints, the adapter, W&B's pages. The
+environment often holds keys. So a value from the environment is never recorded; the text that the user wrote is
+recorded in its place. Imports no torch.
 """
 
 from __future__ import annotations

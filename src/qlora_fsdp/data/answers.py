@@ -1,7 +1,7 @@
-"""Answers that are compared, as what stays together in a sequence: a pair of them, or one with its label.
+"""Groups the tokenized answers of preference data into units: a pair of answers, or one answer with its label.
 
-These wrap the rows of a data set, which are tokenized and cached as any other. Held out, mixed, packed and batched is
-then a whole pair at a time, because it is what the wrapper calls a row.
+Answers are tokenized and cached one by one, as any other rows are. The classes here wrap them and present a whole pair
+as one row. So pairs are held out, mixed, packed and batched as a whole, by code that knows nothing of pairs.
 """
 
 from __future__ import annotations

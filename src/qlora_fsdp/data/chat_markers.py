@@ -1,4 +1,4 @@
-"""A chat template's markers, such as <|im_start|>: whether they are tokens, and what to do where they are not."""
+"""Check whether a chat template's markers, such as <|im_start|>, are tokens, and say what to do if they are not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A conversation rendered by a chat template: its text, what the template marks, and what each message gave."""
+"""Render a conversation by a chat template: its text, the parts that the template marks, and each message's part."""
 
 from __future__ import annotations
 

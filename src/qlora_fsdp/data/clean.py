@@ -1,8 +1,8 @@
-"""Which rows of the training data are left out: too short or long, repeated, nearly repeated, or held out too.
+"""Leave out rows of the training data: too short or long, repeated, nearly repeated, or in the evaluation data too.
 
-Rows are compared once they are tokenized, over all data sets of a mix, and before any are held out. So a row and its
-repetition are never one in the training data and one in the evaluation data. Evaluation data is never changed. Streams
-are not cleaned: what comes later in them is not known.
+Rows are compared after tokenizing, over all data sets of a mix, and before any are held out. So a row can't be in the
+training data while its repetition is in the evaluation data. Evaluation data is never changed. Streams are not cleaned,
+because nobody knows which rows are still to come.
 """
 
 from __future__ import annotations

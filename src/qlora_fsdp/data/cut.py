@@ -1,7 +1,7 @@
-"""Rows under training.max_length: into which pieces they are cut, and which of them are left out.
+"""Fit rows to training.max_length: decide into which pieces each is cut, and which are left out.
 
-The cache keeps rows whole, so that another length needs no tokenizing. What it does to rows is found out here, at every
-start, from lengths and targets alone; a stream does the same with each batch that it tokenizes.
+The cache keeps rows whole, so that another max_length needs no new tokenizing. At every start this module decides anew,
+from lengths and targets alone. A stream does the same with each batch that it tokenizes.
 """
 
 from __future__ import annotations

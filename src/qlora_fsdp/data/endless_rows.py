@@ -1,4 +1,4 @@
-"""The rows of a data set without end, from any position on: one pass over it follows another."""
+"""Read a data set over and over, from any position, so that its rows never end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The form of the rows that a run trains on, by which prompts for its adapter are written later."""
+"""The form of a run's rows. It is saved with the adapter, so that later prompts are written in the same form."""
 
 from __future__ import annotations
 

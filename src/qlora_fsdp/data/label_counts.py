@@ -1,4 +1,4 @@
-"""How many numbers a label is, how often each label occurs, and what it is called."""
+"""Statistics of labels: how many numbers a label has, how often each label occurs, and its name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several data sets as one, with rows of each in the shares that their weights ask for."""
+"""Mix several data sets into one, in which each has the share of rows that its weight asks for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far a data set has been read, as something that can be written down and read on from."""
+"""A place in a data set, up to which it has been read. It can be saved, and reading can continue from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Progress bars of what is done to rows, with the time that is left. What takes less than a second shows none."""
+"""Progress bars for work on rows, with the time that is left. Work of less than a second shows none."""
 
 from __future__ import annotations
 

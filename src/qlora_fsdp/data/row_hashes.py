@@ -1,7 +1,7 @@
 """A hash of what is trained on in each row: its tokens, its targets and its label. Equal rows have equal hashes.
 
 Rows are compared after tokenizing, so the same row is known again whatever file, form or spelling of JSON it came in.
-64 bits a row are all that stays in memory. They are kept beside the tokenized data, so that later starts read them.
+Only 64 bits per row stay in memory. They are kept beside the tokenized data, so that later starts read them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tokenized rows on their way into the cache: shard by shard, in worker processes, so that whoever breaks off goes on.
+"""Tokenize rows for the cache shard by shard, in worker processes, so that an interrupted run loses little work.
 
 The rows of a source are divided into shards of some megabytes by their length alone. A shard is a file that gets its
 name once it is whole. So Ctrl-C, a kill or a full disk costs each process the shard that it was at.

@@ -1,4 +1,4 @@
-"""How much a file of rows may unpack to.
+"""Limit how much a compressed file of rows may unpack to.
 
 A file of 1 KB can unpack to terabytes, in one row or in many, and nothing in it has to say so beforehand. So bytes are
 counted while they are unpacked, against the bytes of the file that have been read. Formats that decompress whole pages

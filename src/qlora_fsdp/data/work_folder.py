@@ -1,4 +1,4 @@
-"""The folder in which a cache entry is made: the raw rows, which of them are used, and the shards that are tokenized.
+"""The folder in which a cache entry is made, with the raw rows, the choice of those to use, and tokenized shards.
 
 It lies beside the entry, is closed to others, and stays when the process ends early: the next start goes on in it.
 """

@@ -1,4 +1,4 @@
-"""Switch a model's attention to that of slots, for as long as text is generated."""
+"""Switch a model to attention over slots while it generates text, and back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Log-likelihoods of many short texts, a few large calls of the model in place of many small ones.
+"""Log-likelihoods of many short texts, by a few large calls of the model instead of many small ones.
 
 Texts are sorted by length and padded at their ends, where no other token sees it, so that a call has thousands of
 tokens and little padding. Answers to one question, as tasks of multiple choice have them, follow it in one row, which

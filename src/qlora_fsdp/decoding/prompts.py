@@ -1,4 +1,4 @@
-"""Prompts that are read into slots: a call of a shape that comes again is recorded as a CUDA graph.
+"""Read prompts into slots. A call whose shape comes again is recorded as a CUDA graph.
 
 Python needs 60 to 100 ms to start the kernels of a call of an 8B model, and a GPU reads 128 tokens in 10. So calls of
 few tokens are padded to one of a few shapes. The first call of a shape is launched kernel by kernel, which compiles

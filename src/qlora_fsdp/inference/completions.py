@@ -1,4 +1,4 @@
-"""Who completes prompts with a loaded model: slots and CUDA graphs (decoding/), or transformers' `generate`."""
+"""Complete prompts with a loaded model: in slots with CUDA graphs (decoding/), or by transformers' `generate`."""
 
 from __future__ import annotations
 

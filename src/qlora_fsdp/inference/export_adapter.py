@@ -1,4 +1,4 @@
-"""Write an adapter anew with an adapter of its own for each expert, as vLLM reads them.
+"""Rewrite an adapter so that every expert has its own, which is the form that vLLM reads.
 
 PEFT has all experts of a layer in two tensors, because transformers has their weights in one. vLLM names layers as the
 model's files do, and there the experts of most models are linear layers: `...mlp.experts.7.gate_proj`. So the rows of

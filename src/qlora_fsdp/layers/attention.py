@@ -156,6 +156,7 @@ def _note(no_flash_4: str | None, device: torch.device) -> str | None:
     return f"{no_flash_4}: torch's attention computes in its place (slower over long rows){fix}"
 
 
+# transformers calls every attention function with these parameters.
 def varlen_attention(
     module: nn.Module,
     query: Tensor,

@@ -1,7 +1,7 @@
 """What happens between an expert's two products: an activation, in most models a gated one.
 
-transformers' experts have a method for it. A Triton kernel computes the gates that models use, and a module gets it if
-its own method gives the same numbers, so that no model is known here by name.
+transformers' experts have a method for it. A Triton kernel computes the gates that most models use. A module gets the
+kernel only if its own method gives the same numbers in a trial, so this module needs no list of models.
 """
 
 from __future__ import annotations

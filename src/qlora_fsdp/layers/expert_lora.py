@@ -1,4 +1,4 @@
-"""PEFT's adapter of a weight of fused experts, with a forward that makes no weight of it."""
+"""PEFT's adapter of fused experts. Its forward never makes a weight of the low-rank products of all experts."""
 
 from __future__ import annotations
 

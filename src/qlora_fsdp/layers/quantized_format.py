@@ -36,7 +36,7 @@ from qlora_fsdp.layers.kernels.launch import moves
 
 INT8_DEQUANT_FACTOR = 1.0 / 127.0
 MAX_BNB_ELEMENTS = 2**31 - 1  # bitsandbytes' kernels count in 32 bits
-STORAGE_DTYPES = {  # of the setting's values; STORAGE_BYTES in common/quantized_shapes.py has their sizes
+STORAGE_DTYPES = {  # of the values of `quant.bnb_4bit_quant_storage`
     "auto": torch.bfloat16,  # every supported torch shards it
     "uint8": torch.uint8,
     "bfloat16": torch.bfloat16,

@@ -24,16 +24,16 @@ class QuantizedLinear(nn.Linear):
 
     Args:
         in_features: a multiple of the block size for 4-bit formats.
-        out_features: rows of the weight.
+        out_features: the number of outputs; the weight has as many rows.
         bias: whether there is a bias. It is not quantized, and is kept in `dtype`.
         format: how the weight is quantized.
         dtype: the compute dtype: of the dequantized weight, the input and the output.
         device: where the Parameters are made; usually meta.
 
     Attributes:
-        part_names: names of the Parameters that stand for the weight.
-        matmul: how products with the weight are computed. It takes a list of layers that have the same input, such as
-            q, k and v; these must have the same kind.
+        part_names: names of the Parameters that make up the weight.
+        matmul: computes products with the weight. One call may compute several layers that have the same input, such
+            as q, k and v, if all of them have the same kind of `Matmul`.
     """
 
     codes: nn.Parameter
@@ -66,7 +66,7 @@ class QuantizedLinear(nn.Linear):
         )
 
     def parts(self) -> list[Tensor]:
-        """The Parameters that stand for the weight, in the order of `part_names`."""
+        """The Parameters that make up the weight, in the order of `part_names`."""
         return [getattr(self, name) for name in self.part_names]
 
     @property
@@ -89,8 +89,8 @@ class QuantizedLinear(nn.Linear):
         float32 [out_features] and float32 [blocks].
 
         No weight of a block is larger than the block's absmax. So the largest absmax of a row, or of a column of
-        blocks, divided by the largest fp8 value, is a scale large enough that no scaled weight overflows. The weight is
-        frozen, so the scales are computed once.
+        blocks, divided by the largest fp8 value, is a scale with which no weight overflows. The weight is frozen, so
+        the scales are computed once.
         """
         if self._fp8_scales is None:
             absmax = self.absmax().abs() / FP8_MAX  # a scale that was quantized itself may come out just below 0
@@ -130,7 +130,7 @@ class _DequantizedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, layer: QuantizedLinear) -> Tensor:
-        ctx.layer = layer
+        ctx.layer = layer  # which also adds the bias: `bias` is an argument only to get its gradient
         # N tokens, O output features
         (y_NO,) = layer.matmul.outputs(x.reshape(-1, x.shape[-1]), [layer])
         return unflatten(y_NO, x)

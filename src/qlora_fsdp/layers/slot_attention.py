@@ -1,11 +1,11 @@
-"""Attention of rows that are at different places of their texts, over keys and values that lie in fixed slots.
+"""Attention for generating several texts at once, each with its keys and values in a slot of fixed memory.
 
-While text is generated, each row has a slot: memory for the keys and values of as many tokens as a row may have. In a
-step, every row gives one query, at a position of its own. So a key counts if it lies at a position up to the row's,
-and within the layer's window. That is one vector for each row, and it is all the mask there is: no padding, no row of
-ones that grows. What a slot holds behind a row's position is never seen, and is overwritten as the row goes on.
+A slot has room for the keys and values of the longest text. In a step every row has one query, at its own position in
+its own text. It sees the keys of its slot up to that position and within the layer's window. So the position of each
+row is all that masking needs, and nothing is padded. Whatever a slot holds behind its row's position is not seen, and
+is overwritten as the text grows.
 
-Where a prompt is read, queries see the keys of the same call, from the first token on.
+While a prompt is read, queries see the keys of the same call, from the first token on.
 """
 
 from __future__ import annotations
@@ -110,6 +110,7 @@ def register() -> None:
     AttentionInterface.register(SLOTS, attend_in_slots)
 
 
+# transformers calls every attention function with these parameters.
 def attend_in_slots(
     module: nn.Module,
     query: Tensor,

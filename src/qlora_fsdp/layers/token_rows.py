@@ -1,7 +1,7 @@
 """Embeddings and head with trained rows for new tokens, computed beside a table that stays as it is.
 
-PEFT's own trainable tokens write the trained rows into a copy of the whole table at each call. Here a look-up or a
-product of the table is joined with one of the few trained rows.
+PEFT's own trainable tokens write the trained rows into a copy of the whole table at each call. Here the
+table is looked up, or multiplied with, as it is. The few trained rows are computed apart, and their results put in.
 """
 
 from __future__ import annotations

@@ -11,12 +11,13 @@ from dataclasses import dataclass, fields
 
 from typing_extensions import assert_never
 
-from qlora_fsdp.common.quantized_shapes import FLOAT32_BYTES
 from qlora_fsdp.config.schema import Optimizer
 from qlora_fsdp.memory.traced import Tensor
 
 MIN_8BIT_ELEMENTS = 4096  # for smaller tensors, bitsandbytes' 8-bit AdamW keeps fp32 state
 BLOCK_8BIT = 256  # elements of its 8-bit state that share one fp32 scale
+
+FLOAT32_BYTES = 4
 
 
 @dataclass(frozen=True)

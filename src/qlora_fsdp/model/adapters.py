@@ -67,26 +67,11 @@ def apply_adapters(
     """
     targets = find_targets(model, config, unreached)
     _check_by_parameter(config, targets)
-    settings = peft.LoraConfig(
-        r=config.r,
-        lora_alpha=config.lora_alpha,  # type: ignore[arg-type]  # PEFT takes fractions too
-        lora_dropout=config.lora_dropout,
-        use_rslora=config.use_rslora,
-        use_dora=config.use_dora,
-        target_modules=targets.target_modules,
-        exclude_modules=None if has_experts(model) else config.exclude_modules,
-        modules_to_save=config.modules_to_save,
-        rank_pattern=dict(config.rank_pattern),
-        alpha_pattern=dict(config.alpha_pattern),
-        trainable_token_indices=token_rows(model, tokens, config) or None,
-        init_lora_weights=True,  # of no effect on meta: `initialize_adapters` does what lora.init_lora_weights says
-        task_type=PEFT_TASKS[task],
-    )
-    settings._register_custom_module({nn.Linear: LoraLinear})
+    settings = _peft_settings(model, config, targets, task, tokens)
+    tables = [model.get_input_embeddings(), model.get_output_embeddings()]  # before PEFT wraps them
     fix = "Take it out, or train it in full with lora.modules_to_save."
     if config.target_modules == "all-linear":  # for PEFT these include experts, routers and GPT-2's Conv1D
         fix = f"Set lora.target_modules to a list of linear layers; here are {linear_endings(model)}."
-    tables = [model.get_input_embeddings(), model.get_output_embeddings()]  # before PEFT wraps them
     try:
         with warnings.catch_warnings():
             # PEFT asks transformers under the property's old name.
@@ -117,6 +102,29 @@ def apply_adapters(
         if isinstance(module, (LoraLinear, ExpertLora, DoraLinearLayer)):
             _to_fp32(module)
     return wrapped
+
+
+def _peft_settings(
+    model: PreTrainedModel, config: LoraConfig, targets: Targets, task: TaskName, tokens: AddedTokens
+) -> peft.LoraConfig:
+    """PEFT's settings of the adapters. PEFT puts our `LoraLinear` where it would put a linear layer of its own."""
+    settings = peft.LoraConfig(
+        r=config.r,
+        lora_alpha=config.lora_alpha,  # type: ignore[arg-type]  # PEFT takes fractions too
+        lora_dropout=config.lora_dropout,
+        use_rslora=config.use_rslora,
+        use_dora=config.use_dora,
+        target_modules=targets.target_modules,
+        exclude_modules=None if has_experts(model) else config.exclude_modules,
+        modules_to_save=config.modules_to_save,
+        rank_pattern=dict(config.rank_pattern),
+        alpha_pattern=dict(config.alpha_pattern),
+        trainable_token_indices=token_rows(model, tokens, config) or None,
+        init_lora_weights=True,  # of no effect on meta: `initialize_adapters` does what lora.init_lora_weights says
+        task_type=PEFT_TASKS[task],
+    )
+    settings._register_custom_module({nn.Linear: LoraLinear})
+    return settings
 
 
 def _check_by_parameter(config: LoraConfig, targets: Targets) -> None:

@@ -133,12 +133,7 @@ def assemble(
     meta = _build(config, lora, files, tokenizer, dtype, name)
     if trains and config.training.deterministic and device.type == "cuda":
         _refuse_recurrent_kernels(meta)
-    num_rows = count_tokens(meta.model)[1] if tokens.ids else 0
-    if tokens.vocab_size > num_rows + len(tokenizer) + len(tokens.ids):  # a few bytes would ask for any number of rows
-        raise AdapterError(
-            f"token {tokens.vocab_size - 1} can't get a row: {files.folder} has {num_rows} tokens. Correct the "
-            "tokenizer, or trainable_token_indices in the adapter's adapter_config.json."
-        )
+    _check_token_rows(meta, tokens, len(tokenizer), files.folder)
     left_out = describe_left_out(meta.model, find_left_out(meta.model, lora, traits.unreached))
     model = adapt_model(
         *(meta, lora, config.task, tokens, loss_kernel, traits.has_plain_head, traits.unreached),
@@ -167,6 +162,20 @@ def assemble(
             *(check_chat_rows(files.tensors, tokenizer, config) if trains else []),
         ],
     )
+
+
+def _check_token_rows(meta: MetaModel, tokens: AddedTokens, tokenizer_size: int, folder: Path | None) -> None:
+    """Refuse a token far behind the last row of the embeddings: a few bytes of a file would ask for any memory.
+
+    Raises:
+        AdapterError: the highest token is beyond the model's, the tokenizer's and the added tokens together.
+    """
+    num_rows = count_tokens(meta.model)[1] if tokens.ids else 0
+    if tokens.vocab_size > num_rows + tokenizer_size + len(tokens.ids):
+        raise AdapterError(
+            f"token {tokens.vocab_size - 1} can't get a row: {folder} has {num_rows} tokens. Correct the tokenizer, or "
+            "trainable_token_indices in the adapter's adapter_config.json."
+        )
 
 
 def add_router_loss(model: TaskModel, coef: float) -> list[str]:

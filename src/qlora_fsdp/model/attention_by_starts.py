@@ -1,10 +1,11 @@
-"""Attention in plain torch that knows of rows what kernels like varlen know: where they start, and nothing else.
+"""Attention in plain torch that is told where packed rows start, and gets no mask, as GPU kernels like varlen are.
 
-It stands in for these kernels where they can't run, in the trial of packing (row_trial.py). What they leave out of a
-model's attention it leaves out too, so that a model which needs more is found out. Two kinds of kernels know different
-things: ours compute sinks and cap no logits (layers/varlen.py), and FlashAttention 2 is the other way round.
+The trial of packing (row_trial.py) runs on a CPU, where those kernels can't, and uses this attention instead. It
+supports exactly what the kernel that it stands for supports. So a model that needs more fails the trial, and is not
+packed. Our varlen kernel computes attention sinks but does not cap logits (layers/varlen.py); FlashAttention 2 caps
+logits but has no sinks.
 
-Runs on a CPU whose ranks share sequences compute with it too: a mask of the model's knows slices alone.
+Ranks that share sequences on a CPU also train with it, because transformers' mask would cover a slice only.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ def register_stand_ins() -> None:
     AttentionInterface.register(BY_STARTS_CAPPED, partial(attend_by_starts, caps=True))
 
 
+# transformers calls every attention function with these parameters.
 def attend_by_starts(
     module: nn.Module,
     query: Tensor,

@@ -81,13 +81,11 @@ class Sizes:
     """How large the model's parameters are.
 
     Attributes:
-        total_bytes: bytes of the whole model.
         shard_bytes: bytes of one rank's shard.
         num_trainable: number of trained parameters.
         num_base: number of the base's parameters, before quantization.
     """
 
-    total_bytes: int
     shard_bytes: int
     num_trainable: int
     num_base: int
@@ -95,11 +93,10 @@ class Sizes:
 
 def count_bytes(model: nn.Module, shard_rank: int, num_shards: int) -> Sizes:
     """Sizes of a model on meta, before sharding."""
-    total = shard = trainable = base = 0
+    shard = trainable = base = 0
     for param in model.parameters():
         row = param[0].numel() * param.dtype.itemsize if param.ndim else param.dtype.itemsize
         first, last = rows_of_rank(param.shape[0], shard_rank, num_shards)
-        total += param.numel() * param.dtype.itemsize
         shard += (last - first) * row
         trainable += param.numel() if param.requires_grad else 0
     seen: set[int] = set()  # tied weights count once
@@ -111,7 +108,7 @@ def count_bytes(model: nn.Module, shard_rank: int, num_shards: int) -> Sizes:
             plain = {id(p): p.numel() for p in module.parameters(recurse=False) if not p.requires_grad}
             base += sum(number for key, number in plain.items() if key not in seen)
             seen |= plain.keys()
-    return Sizes(total, shard, trainable, base)
+    return Sizes(shard, trainable, base)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

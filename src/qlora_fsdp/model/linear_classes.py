@@ -2,7 +2,7 @@
 
 Some models have a class of their own for their linear layers (Falcon's multiplies by the transposed weight, to round as
 its authors did). Others derive from nn.Linear and compute something else, such as a router that gives the chosen
-experts. Which is which is tried, not listed: a small layer becomes one of that class, and computes.
+experts. No list says which is which. A small layer is given that class, and its output is compared with nn.Linear's.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""A model's config at small sizes, with everything else that it says: for what can be tried in a fraction of a second.
+"""Shrink a model's config, so that a model of the same classes can be tried in a fraction of a second.
 
-Whether a model keeps packed rows apart is decided by its classes and by the structure that its config describes, and
-by no width. So widths, vocabularies and numbers of experts are made small, windows shorter than the rows that are
-tried, and of layers that are alike one is kept. What is left of Llama 3 405B, or of DeepSeek V3, has two layers and
-computes in milliseconds.
+Whether a model keeps packed rows apart depends on its classes and on the structure that its config describes, but not
+on its widths. So widths, vocabularies and numbers of experts are made small here, and attention windows are made
+shorter than the rows of the trial. Of layers that are alike, one is kept. Llama 3 405B and DeepSeek V3 shrink to two
+layers, which compute in milliseconds.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def miniature(config: PretrainedConfig, max_length: int) -> PretrainedConfig:
     """
     values = {key: value for key, value in config.to_dict().items() if key not in _DROPPED}
     small = {key: _shrink(key, value) for key, value in values.items()}
-    for key, entries in _by_index(values, config.num_hidden_layers).items():
+    for key, entries in _by_index(values).items():
         small[key] = {layer: {name: _shrink(name, item) for name, item in of.items()} for layer, of in entries.items()}
     small |= {key: WINDOW for key in _WINDOWS if isinstance(values.get(key), int) and WINDOW < values[key] < max_length}
     _fit_together(small, values)
@@ -166,7 +166,7 @@ def _kinds(values: Mapping[str, Any], num_layers: int) -> list[tuple[str, ...]]:
     columns: list[Sequence[Any]] = list(_per_layer(values, num_layers).values())
     layers = range(num_layers)
     columns += [[layer in some for layer in layers] for some in _indices(values, num_layers).values()]
-    columns += [[entries.get(layer) for layer in layers] for entries in _by_index(values, num_layers).values()]
+    columns += [[entries.get(layer) for layer in layers] for entries in _by_index(values).values()]
     columns += [[layer < values[name] for layer in layers] for name in _NUM_FIRST if values.get(name)]
     columns += [[layer >= num_layers - values[name] for layer in layers] for name in _NUM_LAST if values.get(name)]
     for name, rule in _PERIODS.items():
@@ -204,7 +204,7 @@ def _indices(values: Mapping[str, Any], num_layers: int) -> dict[str, Sequence[i
     }
 
 
-def _by_index(values: Mapping[str, Any], num_layers: int) -> dict[str, dict[int, Any]]:
+def _by_index(values: Mapping[str, Any]) -> dict[str, dict[int, Any]]:
     """The mappings from some layers' numbers to what is different in these."""
     return {
         key: {int(layer): entry for layer, entry in value.items()}
@@ -223,7 +223,7 @@ def _keep_layers(small: dict[str, Any], config: PretrainedConfig, layers: Sequen
     }
     entries = {
         key: {index: value[layer] for index, layer in enumerate(layers) if layer in value}
-        for key, value in _by_index(small, num_layers).items()
+        for key, value in _by_index(small).items()
     }
     for name in _NUM_FIRST:
         if small.get(name):

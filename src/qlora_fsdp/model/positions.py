@@ -1,4 +1,4 @@
-"""Check that no row, with the padding behind it, is longer than the model knows positions.
+"""Check that no row, together with its padding, has more positions than the model was made for.
 
 A model with a table of position embeddings fails beyond its end. A model that computes positions (rotary embeddings)
 runs on, at positions that it was never trained on.

@@ -1,13 +1,13 @@
 """Which linear layers a loss reaches, so that an adapter on them would learn something.
 
-An adapter changes what its layer's forward returns. So it is trained only where that forward is called, and where a
-gradient comes back to what it returned. Some models have layers of which one or the other is not true: an indexer that
-chooses tokens for sparse attention (without gradient), attention to an encoder that a run on text does not have, a
-layer whose weight other code takes and multiplies with by itself (Jamba's `dt_proj`). No config says so. But a small
-model of the same class shows it, while it computes a loss (row_trial.py).
+An adapter changes what its layer's forward returns. So it learns only if that forward is called, and if the output gets
+a gradient. In some models one of the two fails: an indexer that chooses tokens for sparse attention gets no gradient;
+attention to an encoder is never called in a run on text; and Jamba multiplies with the weight of `dt_proj` itself,
+without calling the layer. No config says so. But a small model of the same class shows it when it computes a loss
+(row_trial.py).
 
-Layers are known by their names without numbers, `layers.*.mlp.up_proj`, because the small model has fewer of them. A
-name counts as reached if one of its layers is: an expert of many may get no token of a few.
+The small model has fewer layers, so a layer is identified by its name without numbers, `layers.*.mlp.up_proj`. A name
+counts as reached if any layer of that name is, because one of many experts may get none of the trial's few tokens.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """Stretch a model's rotary positions, so that it takes longer rows than it was made for.
 
 A rotary embedding turns queries and keys by angles that grow with the position. Beyond the positions that a model was
-trained on the angles are new to it, and what it writes falls apart. Scaling brings them back into the range it knows,
-and a short training at the new length does the rest: `linear` divides all positions (arXiv:2306.15595), `yarn` slows
-the slow turns alone and sharpens the softmax (arXiv:2309.00071), `llama3` is what Llama 3.1 was trained with. The
-formulas are transformers' own (`modeling_rope_utils`); here its config is changed, before anything is built of it.
+trained on the angles are new to it, and what it writes falls apart. Scaling brings them back into the range that it was
+trained on, and a short training at the new length adapts the model to it: `linear` divides all positions
+(arXiv:2306.15595), `yarn` slows the slow turns alone and sharpens the softmax (arXiv:2309.00071), `llama3` is what
+Llama 3.1 was trained with. The formulas are transformers' own (`modeling_rope_utils`); here its config is changed,
+before anything is built of it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Compute packed rows with a small model, and each of them alone, and compare.
 
-packing.py says what that proves. The small model is of the run's own class (miniature.py). What is compared with is
-stock transformers: eager attention, one row at a time, no padding.
+packing.py says what that proves. The small model is of the run's own class (miniature.py). The reference is stock
+transformers with eager attention, one row at a time and without padding.
 """
 
 from __future__ import annotations

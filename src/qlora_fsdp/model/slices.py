@@ -1,7 +1,7 @@
-"""Can ranks share the sequences of a model (`distributed.context_parallel`), and which attention computes them?
+"""Check whether ranks can share the sequences of a model (`distributed.context_parallel`), and choose the attention.
 
-That tokens of a model meet in attention alone, through a function that is told where rows start, is shown by a small
-model (packing.py). Here are the rest of the conditions, and the messages.
+Ranks can share a sequence only if its tokens meet nowhere but in attention, and if that attention is told where rows
+start. A small model shows whether that is so (packing.py). This module checks the other conditions.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Put quantized layers in the place of a model's plain ones, while the model is still on the meta device."""
+"""Replace a model's plain layers with quantized ones, while the model is still on the meta device."""
 
 from __future__ import annotations
 

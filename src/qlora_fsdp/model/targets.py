@@ -4,11 +4,12 @@
 (reached.py), those for which PEFT has no adapters, and those whose class computes more than a product
 (linear_classes.py).
 
-A model without experts is left to PEFT, which finds the layers that `lora.target_modules` name. With experts, or a
-router, this module finds them. PEFT takes names such as `gate_proj` for what experts were called before transformers
-fused them, and replaces them in the settings (`_convert_peft_config_moe`), even where a model has other layers of these
-names; and it would adapt the router. So PEFT gets such layers by the names of their parameters, in `target_parameters`,
-which it leaves alone. Where `all-linear` leaves layers out, the others are named to PEFT too.
+In a model without experts PEFT itself finds the layers that `lora.target_modules` name. In a model with experts or a
+router this module finds them, for two reasons. First, PEFT takes names such as `gate_proj` for those that experts had
+before transformers fused them, and replaces them in the settings (`_convert_peft_config_moe`), even if the model has
+other layers of these names. Second, it would adapt the router. So PEFT gets such layers by the names of their
+parameters, in `target_parameters`, which it leaves as they are. If `all-linear` leaves layers out, PEFT gets a list of
+the others.
 """
 
 from __future__ import annotations

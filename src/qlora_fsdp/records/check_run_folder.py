@@ -1,6 +1,6 @@
-"""Can a run be started in its folder? The check of `run.folder`, and all checks of a run together.
+"""Check whether a run can be started in `run.folder`, and make all other checks of a run's settings.
 
-The checks under config/ know nothing of what a run leaves behind, so this one is made here. Imports no torch.
+The checks under config/ do not know which files a run leaves behind, so this check is here. Imports no torch.
 """
 
 from __future__ import annotations

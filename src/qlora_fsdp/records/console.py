@@ -1,4 +1,4 @@
-"""Where the log of a run goes: to the console, below which a live line shows the present step, and to train.log.
+"""The log of a run, on the console and in train.log. On the console a live line below it shows the present step.
 
 Neither may end the run. A console may be a file on a full disk, a pipe that nobody reads, or a terminal that is gone.
 """

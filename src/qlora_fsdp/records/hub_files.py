@@ -1,4 +1,4 @@
-"""What of an adapter's folder goes to the hub: its own files, without names of this machine's folders, or secrets."""
+"""Choose the files of an adapter's folder to upload: its own ones, without secrets or paths of this machine."""
 
 from __future__ import annotations
 

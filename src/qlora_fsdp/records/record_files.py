@@ -1,7 +1,7 @@
-"""Records of a run that grow while it trains. A disk that takes no more must not end the run, nor lose a line.
+"""Records of a run that grow while it trains. A full disk must neither end the run nor lose a line.
 
-Each piece of text is appended by opening the file anew: so it is on its way to the disk when the call returns, other
-hosts see it, and writing goes on by itself once it is possible again.
+The file is opened anew for each piece of text that is appended. So the text is on its way to the disk when the call
+returns, other hosts see it, and writing continues by itself once the disk has room again.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Replacements for libraries that are missing on a GPU host.
 
-Where the results stay the same, the run continues with the next best kernels and logs once what it does without.
+If the results stay the same, the run continues with the next best kernels, and logs once what is missing.
 """
 
 from __future__ import annotations

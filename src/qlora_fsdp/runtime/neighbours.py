@@ -1,4 +1,4 @@
-"""The processes of all ranks, and what the operating system shows of those on this host."""
+"""Which processes the ranks are, and which of those on this host are still running."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Host memory that a GPU copies from and to by itself, of any size.
+"""Pinned host memory of any size, which a GPU copies from and to without the CPU.
 
 torch pins memory in powers of two: an input of 3.05 GiB, of 400,000 tokens of an 8B model, would take 4 GiB. So large
 buffers are ordinary memory here, which is pinned afterwards. Most of the time that takes is for the system to find and

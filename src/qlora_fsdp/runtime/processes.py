@@ -143,22 +143,10 @@ def start_processes(timeout_seconds: int, use_cpu: bool | None = None) -> Proces
     """
     world = World.from_environment(os.environ)
     rank, num_ranks = world.rank, world.num_ranks
-    local_rank, local_num_ranks = world.local_rank, world.local_num_ranks
-    if use_cpu is None:
-        use_cpu = os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1")
-    cuda = torch.cuda.is_available() and not use_cpu
-    if cuda:
-        num_gpus = torch.cuda.device_count()
-        if local_num_ranks > num_gpus:
-            raise DeviceError(
-                f"--num_processes: {local_num_ranks} processes were started on a node with {num_gpus} GPUs. "
-                f"Start at most {num_gpus} a node, or make more visible through CUDA_VISIBLE_DEVICES."
-            )
-        torch.cuda.set_device(local_rank)
-        _let_segments_grow()
-    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    device = _choose_device(world, use_cpu)
+    cuda = device.type == "cuda"
     timeout = timedelta(seconds=timeout_seconds)
-    key = find_key(os.environ, is_one_node=num_ranks == local_num_ranks)
+    key = find_key(os.environ, is_one_node=num_ranks == world.local_num_ranks)
     try:
         store = _open_store(world, timeout) if "RANK" in os.environ else HashStore()
         # torchrun's store outlives a restart of the ranks (--max_restarts), so each attempt gets keys of its own. With
@@ -182,8 +170,8 @@ def start_processes(timeout_seconds: int, use_cpu: bool | None = None) -> Proces
     return Processes(
         rank,
         num_ranks,
-        local_rank,
-        local_num_ranks,
+        world.local_rank,
+        world.local_num_ranks,
         device,
         store,
         patient_group,
@@ -192,6 +180,23 @@ def start_processes(timeout_seconds: int, use_cpu: bool | None = None) -> Proces
         rank_0_holds_store=_rank_0_holds_store(),
         key=key,
     )
+
+
+def _choose_device(world: World, use_cpu: bool | None) -> torch.device:
+    """This process's GPU, which torch then uses by default; or the CPU, if there is no GPU or none is wanted."""
+    if use_cpu is None:
+        use_cpu = os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1")
+    if use_cpu or not torch.cuda.is_available():
+        return torch.device("cpu")
+    num_gpus = torch.cuda.device_count()
+    if world.local_num_ranks > num_gpus:
+        raise DeviceError(
+            f"--num_processes: {world.local_num_ranks} processes were started on a node with {num_gpus} GPUs. "
+            f"Start at most {num_gpus} a node, or make more visible through CUDA_VISIBLE_DEVICES."
+        )
+    torch.cuda.set_device(world.local_rank)
+    _let_segments_grow()
+    return torch.device("cuda", world.local_rank)
 
 
 def _rank_0_holds_store() -> bool:

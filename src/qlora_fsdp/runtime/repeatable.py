@@ -1,7 +1,8 @@
 """Runs that repeat to the bit on GPUs (`training.deterministic`).
 
-A sum of floating-point numbers depends on its order, and the fastest kernels add in whatever order their threads come
-by: two runs of one command differ by 2e-5 in the first gradient norm. Here the libraries are told to keep one order:
+A sum of floating-point numbers depends on its order, and the fastest kernels add in whatever order their threads
+arrive: two runs of one command differ by 2e-5 in the first gradient norm. Here the libraries are told to keep one
+order:
 
 - torch takes deterministic kernels, such as that of attention's backward, and raises an error where it has none.
 - cuBLAS gets workspaces of a fixed number and size, without which products on several streams may differ.

@@ -1,4 +1,4 @@
-"""Which kernel `scaled_dot_product_attention` runs, for tensors on meta, for which torch would take none."""
+"""Let `scaled_dot_product_attention` on meta allocate what the kernel on a GPU would: torch picks none for meta."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ def fused_attention(is_cuda: bool) -> Iterator[None]:
         yield
 
 
+# It has the parameters of torch's scaled_dot_product_attention, for which it stands.
 def _attention(
     is_cuda: bool,
     query: Tensor,

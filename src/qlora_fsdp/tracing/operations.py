@@ -1,4 +1,4 @@
-"""What one operation of torch asks of a GPU: matrix products and attention to compute, all others to move bytes."""
+"""The cost of one torch operation: FLOPs for matrix products and attention, bytes moved for all others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a traced layer gets in the place of the rest of a training step: inputs, a loss, and an undisturbed model."""
+"""Stand-ins for the rest of a training step, so that one layer can be traced alone: its inputs and a loss."""
 
 from __future__ import annotations
 

@@ -1,7 +1,10 @@
-"""What micro-batches have in common that one CUDA graph can compute (captured.py): sizes, with numbers rounded up.
+"""The sizes by which a micro-batch finds the CUDA graph that can compute it (captured.py).
 
-A run that repeats to the bit gives all its micro-batches the same room, recorded or not: how attention's backward
-divides a sum depends on the number of rows, those without tokens included.
+A graph computes tensors of fixed sizes. Numbers and lengths of rows differ from micro-batch to micro-batch, so they are
+rounded up, and all micro-batches with the same rounded sizes share a graph.
+
+A run that repeats to the bit rounds up in the same way even if nothing is recorded. How attention's backward divides a
+sum depends on the number of rows, and rows without tokens count too.
 """
 
 from __future__ import annotations

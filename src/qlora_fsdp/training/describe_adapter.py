@@ -1,4 +1,4 @@
-"""What the model card of a run's adapter tells: the base, the data, the losses, the settings, an example."""
+"""Collect the facts of a run for the model card of its adapter: base, data, losses, settings and an example."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The log-probabilities of answers under the reference, computed once, and kept beside the tokenized data.
 
-They are computed with the loaded and sharded model before its first step, so that nothing of it exists twice, and only
-for rows that the run will see. Later runs on the same base and data find them in the cache: a sweep over learning rates
-computes them once. The file has NaN for rows that no run has asked for.
+The model computes them itself, before its first step changes it, so no second model is needed. Only rows that the run
+will see are computed. Later runs on the same base and data find the values in the cache, so a sweep over learning rates
+computes them once. The file has NaN for rows that no run has asked for yet.
 """
 
 from __future__ import annotations

@@ -172,8 +172,8 @@ class StepRunner:
         FSDP sums gradients over ranks in backward. Without FSDP, `sum_gradients` does so afterwards.
 
         Returns:
-            This rank's part of the step's loss, a float32 scalar on the device; the same for each micro-batch; and the
-            model FLOPs.
+            This rank's part of the step's loss, a float32 scalar on the device; the parts of it that each micro-batch
+            added, in order; and the model FLOPs.
         """
         loss_sum, num_flops = torch.zeros((), dtype=torch.float32, device=self.processes.device), 0.0
         micro_losses = []

@@ -1,4 +1,4 @@
-"""From a loaded model to an adapter on disk: makes what the loop needs, one object after another, and starts it."""
+"""The second half of a run: make the parts of the training loop, run it, and write the adapter."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def train_adapter(
 
     Args:
         prepared: with a model that is loaded.
-        config: the settings as they were given; `prepared.config` has what the plan decided, too.
+        config: the settings as the user gave them. `prepared.config` also has what the memory plan decided.
         processes: all ranks take part.
-        watch: is told when a signal makes the run save and stop instead of ending it at once.
-        folder: of the run.
+        watch: ends the run at a signal. During training it lets the run save first.
+        folder: the run folder.
         checkpoint: what to resume from, or None.
-        summary: gets figures of checkpoints, whatever ends the training.
+        summary: gets the figures of the checkpoints, even if training ends with an error.
     """
     model, data, split, peaks = prepared.model, prepared.data, prepared.split, prepared.peaks
     trainable = [p for p in model.parameters() if p.requires_grad]
@@ -89,7 +89,7 @@ def train_adapter(
     batches = GlobalBatches(data.train, split, config.training.seed, processes.rank)
     recorder = StepRecorder(journal, peaks, processes)
 
-    figures = dict(summary.figures)  # the trackers get these, and below how training went
+    figures = dict(summary.figures)  # for the trackers, which also get the result of training below
     try:
         watch.be_patient(
             "the run saves and stops at the end of this step, or finishes if that is the last; another Ctrl-C stops it "
@@ -124,7 +124,11 @@ def _resume(
 def _describe_adapter(
     prepared: Prepared, config: Config, result: TrainResult, folder: Path, processes: Processes
 ) -> tuple[Callable[..., CardFacts], str]:
-    """What gives the facts for the model card whenever an adapter is written, and the settings saved with it."""
+    """Two things that are needed whenever an adapter is written, at checkpoints and at the end.
+
+    The first is a function that returns the facts for the model card as they are then. The second is the settings that
+    are saved with the adapter.
+    """
     form = find_form(config) if processes.is_main else None
     weights = getattr(prepared.model, "class_weights", None)
     settings = saved_settings(config, None if weights is None else weights.tolist(), form, prepared.base_layers)

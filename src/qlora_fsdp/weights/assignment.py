@@ -1,4 +1,4 @@
-"""Which tensor of the model files fills which weight of the model: what `assign.py` finds and `fill.py` carries out."""
+"""An `Assignment` says which tensors of the files fill a weight. assign.py finds it, and fill.py carries it out."""
 
 from __future__ import annotations
 

@@ -5,8 +5,9 @@ small tensors that have, in the place of each row, that row's number; what comes
 tensor lies in the files. No operation has to be known by name, and one that computes with values is noticed: every
 number must come out once.
 
-A row is stood for by four columns, `4 * number` to `4 * number + 3`. Where these come out side by side, rows were moved
-whole; where they come out below each other, matrices were transposed; and anything else has cut rows apart.
+Each row of the small tensors has four columns, with the numbers `4 * row` to `4 * row + 3`. If four such numbers come
+out side by side, the conversion moves whole rows. If they come out below each other, it transposes matrices. Anything
+else cuts rows apart.
 """
 
 from __future__ import annotations

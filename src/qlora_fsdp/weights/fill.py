@@ -8,7 +8,7 @@ is made of. weights/assign.py has found these. A weight comes from one of three 
 - codes and scales that bitsandbytes has made, whose bytes are taken as they are;
 - no file (`model.weights=random`, a new classification head): a matrix gets random numbers, a norm ones, a bias zeros.
 
-What becomes of the rows is in sinks.py.
+The sinks in sinks.py take the rows that were read, and write them to the shard.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def _requests(assignment: Assignment, device: torch.device, dtype: torch.dtype, 
     """Requests for the rows of a weight that is not in bitsandbytes' format, and before them for their scales."""
     assert assignment.stored is not None
     stored, param = as_composed(assignment.stored), assignment.parameter
-    some = stored.pieces[0].stored
+    some = stored.pieces[0].stored  # all pieces have one dtype and one form
     target = dtype if assignment.is_quantized else param.dtype
     cast_to = assignment.layer.format.source_dtype(dtype) if assignment.is_quantized else param.dtype
     source = target if isinstance(some, ScaledTensor) else stored.dtype  # in which rows reach the shard

@@ -1,4 +1,4 @@
-"""The tensors in the files under the names that the model gives them, by transformers' own rules.
+"""Rename the tensors in the files to the model's names, by transformers' own rules.
 
 Most rules rename a tensor. A conversion makes one tensor of several, or several of one: the experts' of a
 mixture-of-experts layer, for example, become one. What can be done to whole rows, or to one matrix at a time, becomes a

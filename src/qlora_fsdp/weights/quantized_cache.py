@@ -77,15 +77,12 @@ def use_cache(
     error = None
     if processes.is_local_main:
         try:
-            if writes:
-                if not entry.is_dir() or _find_damage(entry) is not None:  # else the folder may be one to read alone
-                    open_cache(folder, DEFAULT_FOLDER)
-                    with _alone(entry):
-                        _make(entry, folder, chosen, dtype, device)
-            elif entry.is_dir():
-                error = _find_damage(entry)
-            else:
-                error = f"training with these settings has not written {entry.name} there"
+            # A whole entry is not written again: its folder may be read-only.
+            if writes and (not entry.is_dir() or _find_damage(entry) is not None):
+                open_cache(folder, DEFAULT_FOLDER)
+                with _alone(entry):
+                    _make(entry, folder, chosen, dtype, device)
+            error = None if writes else _why_unusable(entry)
             if error is None:
                 check_owner(entry, folder)
         except (OSError, SafetensorError) as failure:
@@ -105,6 +102,13 @@ def use_cache(
         raise CheckpointError(f"{entry} is damaged: {problems[0]}. Remove it.")
     log.info(f"Quantized weights come from {entry}")
     return [found[a.name].assignment or a if a.name in found else a for a in assignments]
+
+
+def _why_unusable(entry: Path) -> str | None:
+    """Why an entry that is only to be read can't be; None if it can."""
+    if not entry.is_dir():
+        return f"training with these settings has not written {entry.name} there"
+    return _find_damage(entry)
 
 
 @contextmanager
