@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
+from qlora_fsdp.model.causal_lm import CausalLM
 from tests.helpers.ranks import once, run_ranks
-from tests.helpers.runs import Trained, settings, train_all
+from tests.helpers.runs import Trained, settings, train_all, train_here
 
 NUM_RANKS = torch.cuda.device_count()
 ALL_RANKS = f"training.global_batch_size={2 * NUM_RANKS}"
@@ -108,3 +111,28 @@ def test_what_cannot_be_recorded_is_launched_and_the_log_says_why(trained, name:
     assert RECORDED not in log
     assert log.count("Step: not recorded as a CUDA graph") == 1 and LAUNCHED[name][1] in log, log
     assert result.losses[-1] < result.losses[0]
+
+
+def train_short_of_memory(argv: list[str]) -> Trained:
+    """A run whose forward wants more memory than any GPU has while it is recorded, and only then."""
+    forward = CausalLM.forward
+
+    def greedy(model: CausalLM, *args: Any, **options: Any) -> Any:
+        if torch.cuda.is_current_stream_capturing():
+            torch.empty(2**45, dtype=torch.uint8, device="cuda")
+        return forward(model, *args, **options)
+
+    with patch.object(CausalLM, "forward", greedy):
+        return train_here(argv)
+
+
+def test_a_graph_that_gets_no_memory_is_launched_and_changes_no_bit(checkpoint, rows: Path, tmp_path: Path):
+    def argv(name: str, *more: str) -> list[str]:
+        own = ["training.max_steps=6", "training.micro_batch_size=2", "training.global_batch_size=2"]
+        return settings(checkpoint("llama"), rows, *own, f"run.folder={tmp_path / name}", *more)
+
+    (short,) = run_ranks(1, train_short_of_memory, argv("short"), gpu=True)
+    (eager,) = run_ranks(1, train_here, argv("eager", "compute.cuda_graph=false"), gpu=True)
+    log = (tmp_path / "short" / "train.log").read_text()
+    assert log.count("Step: no CUDA graph could be recorded") == 1 and RECORDED not in log, log
+    assert short.losses == eager.losses

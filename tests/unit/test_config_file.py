@@ -175,7 +175,7 @@ class TestDefaultData:
         def load(*_: object, **__: object) -> None:
             raise ConnectionError("no way there")
 
-        monkeypatch.setattr("qlora_fsdp.data.read.datasets.load_dataset", load)
+        monkeypatch.setattr("datasets.load_dataset", load)
         assert main(["model=tiny", f"run.folder={tmp_path}"]) == 2
         first = (tmp_path / "train.log").read_text().partition("\n")[0]
         assert f", on {DEFAULT_DATA}, the default: data.path= names yours" in first

@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import datasets
 import pyarrow as pa
 
 from qlora_fsdp.common.errors import DataError, UserError
@@ -31,6 +30,9 @@ from qlora_fsdp.data.row import used_columns
 from qlora_fsdp.data.row_file import RowFile
 from qlora_fsdp.data.row_files import BROKEN, ChooseColumns, RawRow, dump_row, find_reader, known_suffixes, read_text
 from qlora_fsdp.data.unpacking import Unpacking
+
+if TYPE_CHECKING:  # it takes half a second, for pandas, and rows that are in the cache do not need it
+    import datasets
 
 ROWS_A_BATCH = 1000
 Paths = str | list[str]  # of one data set, as a setting has them
@@ -131,7 +133,14 @@ def read_rows(source: Source, file: Path, tell: Callable[[int], object] = lambda
             places, contents = zip(*batch, strict=True)
             writer.write_batch(pa.record_batch([places, contents], schema=schema))
             tell(len(batch))
-    return datasets.Dataset.from_file(str(file))
+    return open_rows(file)
+
+
+def open_rows(file: Path) -> datasets.Dataset:
+    """The rows of a file that `read_rows` has written, memory-mapped."""
+    from datasets import Dataset
+
+    return Dataset.from_file(str(file))
 
 
 def _find_on_hub(path: str, data: DataConfig) -> Source:
@@ -142,6 +151,8 @@ def _find_on_hub(path: str, data: DataConfig) -> Source:
     if looks_local or path.count("/") > 1:
         raise DataError(f"{setting}={path} does not exist. Set {setting} to {known_suffixes()} or a folder of these.")
     try:
+        import datasets
+
         hub = datasets.load_dataset(path, data.name, split=hub_split(data.split), streaming=data.streaming)
     except Exception as error:  # `datasets` and the hub client raise many unrelated types
         reason = " ".join(str(error).split())
@@ -193,12 +204,14 @@ def _iterate_hub(
     source: Source, hub: datasets.Dataset | datasets.IterableDataset, position: Position
 ) -> Iterator[RawRow]:
     """The rows of a hub data set. In one that is streamed, `datasets` knows how to begin at a position."""
+    from datasets import IterableDataset
+
     names = hub.column_names  # None of some streams
     # A copy, because a stream that has been told where to begin begins there each time.
     hub = copy.copy(hub) if names is None else hub.select_columns(source.choose(names))
     if position.hub is not None:
         hub.load_state_dict(position.hub)
     for number, row in enumerate(hub, start=position.number + 1):
-        if isinstance(hub, datasets.IterableDataset):
+        if isinstance(hub, IterableDataset):
             position.number, position.hub = number, hub.state_dict()
         yield f"{source.path} row {number}", dump_row(row)

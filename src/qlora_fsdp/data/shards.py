@@ -16,9 +16,8 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import datasets
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
@@ -27,6 +26,9 @@ from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.common.startup import KEPT, end_with
 from qlora_fsdp.data.tokenize import Columns
 from qlora_fsdp.data.workers import become_worker
+
+if TYPE_CHECKING:
+    import datasets
 
 SHARD_BYTES = 8 * 2**20  # of raw rows: some seconds of tokenizing
 LEAST_SHARDS = 64  # of less data, so that many processes have something to do

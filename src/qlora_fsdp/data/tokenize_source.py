@@ -10,9 +10,8 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import datasets
 import numpy as np
 import pyarrow.compute as pc
 from filelock import FileLock
@@ -31,7 +30,7 @@ from qlora_fsdp.data.cut import CutSettings
 from qlora_fsdp.data.label_counts import label_width
 from qlora_fsdp.data.labels import LabelledRowTokenizer, check_lists
 from qlora_fsdp.data.preferences import PreferenceRowTokenizer
-from qlora_fsdp.data.read import Paths, Source, find_source, name_setting, read_rows
+from qlora_fsdp.data.read import Paths, Source, find_source, name_setting, open_rows, read_rows
 from qlora_fsdp.data.reading_bar import ReadingBar, row_bar
 from qlora_fsdp.data.row import TOO_LONG
 from qlora_fsdp.data.sequences import Rows
@@ -39,6 +38,9 @@ from qlora_fsdp.data.shards import Shards, find_bounds
 from qlora_fsdp.data.tokenize import Columns, RowTokenizer
 from qlora_fsdp.data.work_folder import RAW, Plan, empty, find_work, open_work, remove_abandoned
 from qlora_fsdp.data.workers import num_cores
+
+if TYPE_CHECKING:
+    import datasets
 
 log = logging.getLogger("qlora_fsdp")
 
@@ -168,7 +170,7 @@ def _tokenize_into(folder: Path, source: Source, config: Config, tokenizer: PreT
     if num_done:
         log.info(f"Data: {num_done:,} of {num_rows:,} rows of {source.path} have been tokenized before")
     if missing:
-        raw = datasets.Dataset.from_file(str(work / RAW))
+        raw = open_rows(work / RAW)
         raw = raw if num_rows == len(raw) else raw.select(plan.rows)
         with row_bar(f"Tokenizing {name}", num_rows, num_done) as bar:
             num_processes = data.num_proc or num_cores()
