@@ -33,12 +33,12 @@ class ExpertAdapter(NamedTuple):
     is_swapped: bool = False
 
     @property
-    def of_inputs(self) -> nn.Parameter:
+    def of_inputs(self) -> Tensor:
         """What the input is multiplied by, as it is stored."""
         return self.lora_b.weight if self.is_swapped else self.lora_a.weight
 
     @property
-    def of_outputs(self) -> nn.Parameter:
+    def of_outputs(self) -> Tensor:
         """What gives the output, as it is stored."""
         return self.lora_a.weight if self.is_swapped else self.lora_b.weight
 

@@ -34,7 +34,9 @@ class Llama4Experts(Llama4TextExperts):
         activated: Tensor = up * self.act_fn(gate)
         return activated
 
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    def forward(  # type: ignore[override]
+        self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    ) -> Tensor:
         """x_TH, each token's experts [T, K] and their weights [T, K] -> y_TH."""
         return experts_forward(self, hidden_states, top_k_index, top_k_weights)
 
