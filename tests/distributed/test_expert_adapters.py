@@ -32,13 +32,14 @@ STOCK: dict[str, dict[str, Any]] = {
         "rank_pattern": {r".*\.gate_up_proj": 8},
         "alpha_pattern": {"down_proj": 3},
     },
+    "llama4_text": {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]},
     "deepseek_v3": {
         "target_modules": ["o_proj"],
         "target_parameters": ["gate_proj.weight", "down_proj", r"experts.gate_up_proj", "0.mlp.down_proj.weight"],
         "rank_pattern": {r"mlp\.gate_proj\.weight": 6},
     },
 }
-UNFUSED = [family for family in STOCK if family != "gpt_oss"]  # whose files have a tensor for each expert
+UNFUSED = ["qwen3_moe", "mixtral", "deepseek_v3"]  # whose files have a tensor for each expert
 
 
 def load(folder: Path) -> torch.nn.Module:

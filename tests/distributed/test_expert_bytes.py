@@ -33,7 +33,7 @@ from tests.helpers.ranks import Meeting, run_ranks
 
 pytestmark = pytest.mark.distributed
 TURNED = "qwen3_moe turned"
-QUANTIZED = {"qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "granitemoe", "olmoe", "qwen2_moe", TURNED}
+QUANTIZED = {*EXPERTS, TURNED}
 COMPOSED = {"qwen3_moe", "mixtral", "deepseek_v3", "olmoe", "qwen2_moe", TURNED}  # a tensor for each expert, or turned
 
 

@@ -32,6 +32,7 @@ FAMILIES = {
     "qwen3_moe": True,  # plain fused experts
     "gpt_oss": False,  # transposed experts with biases, gate and up interleaved, attention sinks
     "deepseek_v3": True,  # a dense layer first, shared experts that PEFT takes for fused ones, latent attention
+    "llama4_text": True,  # experts whose inputs are multiplied by the routing weight, and which PEFT takes for others
     "mixtral": True,  # files whose names are others than the model's
 }
 # Settings, on two ranks.

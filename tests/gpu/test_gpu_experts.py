@@ -101,7 +101,8 @@ def test_experts_equal_float32(kind: str, quant_type: str, slices: str, monkeypa
     w = torch.rand(TOKENS, TOP_K)
     expected = gradients(dequantized_on_cpu(module), adapters, x.bfloat16().float(), index, w.bfloat16().float())
     on_gpu = {
-        k: ExpertAdapter(copy.deepcopy(a).cuda(), copy.deepcopy(b).cuda(), s) for k, (a, b, s) in adapters.items()
+        k: each._replace(lora_a=copy.deepcopy(each.lora_a).cuda(), lora_b=copy.deepcopy(each.lora_b).cuda())
+        for k, each in adapters.items()
     }
     found = gradients(module, on_gpu, x.cuda().bfloat16(), index.cuda(), w.cuda().bfloat16())
     for mine, reference in zip(found, expected, strict=True):

@@ -123,11 +123,12 @@ def load_stock(folder: Path, quant: QuantConfig, device: str = "cpu", dtype: tor
 
 
 def find_experts(model: nn.Module) -> list[tuple[str, str]]:
-    """Module and name of each weight of fused experts, where transformers lets others compute them.
-
-    Llama 4 computes its own, in a way of their own. We leave them as they are.
-    """
-    modules = [(name, module) for name, module in model.named_modules() if hasattr(module, "has_gate")]
+    """Module and name of each weight of fused experts: where transformers lets others compute them, and Llama 4's."""
+    modules = [
+        (name, module)
+        for name, module in model.named_modules()
+        if hasattr(module, "has_gate") or type(module).__name__ == "Llama4TextExperts"
+    ]
     return [
         (name, key)
         for name, module in modules

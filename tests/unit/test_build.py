@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.helpers.checkpoints import quantize_checkpoint
+from tests.helpers.checkpoints import SHAPE, quantize_checkpoint
+from tests.helpers.experts import EXPERTS, build, num_quantized
+from transformers import AutoConfig, Llama4Config, Llama4ForConditionalGeneration
 
 from qlora_fsdp.config.schema import ModelConfig, QuantConfig, TaskConfig, TaskName
-from qlora_fsdp.model.build import BuildSettings, MetaModel, build_model
+from qlora_fsdp.model.build import LARGE, BuildSettings, MetaModel, _LargeZerosOnMeta, build_model
 from qlora_fsdp.model.find import find_model
 
 CLASSIFIER = TaskConfig(name=TaskName.sequence_classification, labels=["no", "maybe", "yes"])
@@ -43,3 +45,21 @@ def test_two_builds_from_the_same_files_are_equal(checkpoint: Callable[..., Path
     assert first == second and files.config.to_dict() == before
     assert (first["head"] == ["score"]) == (case == "classifier")
     assert any("already quantized" in note for note in first["notes"]) == (case == "quantized")
+
+
+def test_files_of_llama4_with_its_towers_fill_the_text_part(tmp_path: Path):
+    """transformers' class for text alone, made from a config that describes images too; the experts are quantized."""
+    text = AutoConfig.for_model("llama4_text", **SHAPE, **EXPERTS["llama4_text"]).to_dict()
+    sides = {"vision_output_dim": 64, "projector_input_dim": 64, "projector_output_dim": 64, "intermediate_size": 256}
+    vision = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    whole = Llama4ForConditionalGeneration(Llama4Config(text_config=text, vision_config=vision | sides))
+    whole.save_pretrained(tmp_path)
+    meta = build(tmp_path, QuantConfig())
+    note = "only the text part of Llama4ForCausalLM is used: multi_modal_projector, vision_model left out"
+    assert meta.notes == [note] and num_quantized(meta) == 4
+
+
+def test_large_zeros_are_made_on_meta():
+    with _LargeZerosOnMeta():
+        assert torch.zeros(LARGE).is_meta and torch.zeros((2, LARGE)).is_meta
+        assert not torch.zeros(8, 8).is_meta and not torch.zeros(LARGE, device="cpu").is_meta

@@ -53,6 +53,7 @@ NAMED_BY_AUTHORS = {
     "gpt-oss-120b": (117, 5.1, 1),
     "glm-4.5-air": (106, 12, 2),
     "deepseek-v3": (671, 37, 0),
+    "llama4-maverick-instruct": (400, 17, 0),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 from typing import Any
 
@@ -17,11 +18,13 @@ from transformers import (
     DeepseekV3Config,
     GptOssConfig,
     GraniteMoeConfig,
+    Llama4TextConfig,
     MixtralConfig,
     NemotronHConfig,
     PretrainedConfig,
     Qwen3MoeConfig,
 )
+from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
 
 from qlora_fsdp.common.errors import AdapterError, ConfigError
 from qlora_fsdp.config.schema import LoraConfig
@@ -31,6 +34,7 @@ from qlora_fsdp.layers.expert_adapter import ExpertAdapter
 from qlora_fsdp.layers.expert_gate import Activation, Gate, find_gate
 from qlora_fsdp.layers.expert_rows import ActivationBackward, activate, sort_rows
 from qlora_fsdp.layers.experts import count_loads, expert_weight_names, experts_forward
+from qlora_fsdp.layers.llama4_experts import compute_chosen_experts
 from qlora_fsdp.layers.token_rows import ADAPTER
 from qlora_fsdp.model.adapters import apply_adapters
 from qlora_fsdp.model.experts import expert_weights, find_routers
@@ -111,6 +115,27 @@ def test_outputs_and_gradients_equal_peft(family: str, slice_bytes: int, monkeyp
     torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
     for found, wanted in zip(torch.autograd.grad(y, inputs, grad), expected_grads, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_llama4_computes_what_transformers_computes_for_all_experts(top_k: int):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": INNER, "num_local_experts": NUM_EXPERTS}
+    stock = Llama4TextMoe(Llama4TextConfig(**sizes, num_experts_per_tok=top_k))
+    for param in stock.parameters():
+        nn.init.normal_(param, std=0.2)
+    own = copy.deepcopy(stock)
+    compute_chosen_experts(own)
+    assert expert_weight_names(own.experts) == ["gate_up_proj", "down_proj"]
+    found, expected = [], []
+    x = torch.randn(2, TOKENS, HIDDEN)
+    for block, values in ((own, found), (stock, expected)):
+        leaf = x.clone().requires_grad_()
+        y, logits = block(leaf)
+        y.square().sum().backward()
+        values += [y, logits, leaf.grad, block.router.weight.grad, block.shared_expert.up_proj.weight.grad]
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5 * float(theirs.abs().max()))
 
 
 @pytest.mark.parametrize("family", CONFIGS)

@@ -23,29 +23,42 @@ class ExpertAdapter(NamedTuple):
         lora_a: weight [E R, in], expert by expert.
         lora_b: weight [out, R E]: of each rank, expert by expert.
         scaling: lora_alpha / r, or lora_alpha / sqrt(r).
+        is_swapped: PEFT takes the experts' inputs for outputs, as it does of Llama 4's weights [E, in, out]. Then
+            `lora_a` has the weight's outputs, and `lora_b` its inputs. The product of both is the same change.
     """
 
     lora_a: nn.Linear
     lora_b: nn.Linear
     scaling: float
+    is_swapped: bool = False
+
+    @property
+    def of_inputs(self) -> Tensor:
+        """What the input is multiplied by, as it is stored."""
+        return self.lora_b.weight if self.is_swapped else self.lora_a.weight
+
+    @property
+    def of_outputs(self) -> Tensor:
+        """What gives the output, as it is stored."""
+        return self.lora_a.weight if self.is_swapped else self.lora_b.weight
 
     def a(self, num_experts: int, dtype: torch.dtype) -> Tensor:
         """A [E, R, in] in `dtype`, its rank filled up with zeros to a multiple of 8."""
-        weight = self.lora_a.weight
-        a_ERI = weight.view(num_experts, -1, weight.shape[1]).to(dtype)
+        a_ERI = self._by_expert(self.of_inputs, num_experts, self.is_swapped)
+        a_ERI = (a_ERI.transpose(1, 2) if self.is_swapped else a_ERI).to(dtype).contiguous()
         padding = -a_ERI.shape[1] % RANK_MULTIPLE
         return F.pad(a_ERI, (0, 0, 0, padding)) if padding else a_ERI
 
     def b(self, num_experts: int, dtype: torch.dtype) -> Tensor:
         """The scaled B [E, out, R] in `dtype`, its rank filled up as that of A."""
-        weight = self.lora_b.weight
-        stored = weight.view(weight.shape[0], -1, num_experts).permute(2, 0, 1)
-        b_EOR = torch.mul(stored, self.scaling, out=weight.new_empty(stored.shape, dtype=dtype))
+        stored = self._by_expert(self.of_outputs, num_experts, not self.is_swapped)
+        stored = stored.transpose(1, 2) if self.is_swapped else stored
+        b_EOR = torch.mul(stored, self.scaling, out=stored.new_empty(stored.shape, dtype=dtype))
         padding = -b_EOR.shape[2] % RANK_MULTIPLE
         return F.pad(b_EOR, (0, padding)) if padding else b_EOR
 
     def grad_a(self, x_SI: Tensor, grad_low_SR: Tensor, rows: Rows) -> Tensor:
-        """The gradient of A's weight, float32.
+        """The gradient of `of_inputs`, float32.
 
         Args:
             x_SI: the input of the product that is adapted.
@@ -53,11 +66,12 @@ class ExpertAdapter(NamedTuple):
             rows: which rows belong to which expert.
         """
         grad_ERI = F.grouped_mm(grad_low_SR.t(), x_SI, offs=rows.ends)
-        rank = self.lora_a.weight.shape[0] // grad_ERI.shape[0]
-        return grad_ERI[:, :rank].reshape(self.lora_a.weight.shape).float()
+        grad_ERI = grad_ERI[:, : self._rank(len(grad_ERI))].float()
+        grad = grad_ERI.permute(2, 1, 0) if self.is_swapped else grad_ERI
+        return grad.reshape(self.of_inputs.shape)
 
     def grad_b(self, low_SR: Tensor, grad_SO: Tensor, rows: Rows) -> Tensor:
-        """The gradient of B's weight, float32.
+        """The gradient of `of_outputs`, float32.
 
         Args:
             low_SR: h = x A^T.
@@ -65,6 +79,16 @@ class ExpertAdapter(NamedTuple):
             rows: which rows belong to which expert.
         """
         grad_EOR = F.grouped_mm(grad_SO.t(), low_SR, offs=rows.ends)
-        rank = self.lora_b.weight.shape[1] // grad_EOR.shape[0]
-        grad = grad_EOR[:, :, :rank].permute(1, 2, 0).float().mul_(self.scaling)
-        return grad.reshape(self.lora_b.weight.shape)
+        grad_EOR = grad_EOR[:, :, : self._rank(len(grad_EOR))]
+        grad = (grad_EOR.transpose(1, 2) if self.is_swapped else grad_EOR.permute(1, 2, 0)).float()
+        return grad.mul_(self.scaling).reshape(self.of_outputs.shape)
+
+    def _rank(self, num_experts: int) -> int:
+        return self.lora_a.weight.shape[0] // num_experts
+
+    @staticmethod
+    def _by_expert(weight: Tensor, num_experts: int, is_b: bool) -> Tensor:
+        """PEFT's A as [E, R, in], or its B as [E, out, R]."""
+        if is_b:
+            return weight.view(weight.shape[0], -1, num_experts).permute(2, 0, 1)
+        return weight.view(num_experts, -1, weight.shape[1])

@@ -9,7 +9,7 @@ from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 
 from qlora_fsdp.layers.expert_adapter import ExpertAdapter
-from qlora_fsdp.layers.experts import experts_forward
+from qlora_fsdp.layers.experts import experts_forward, sums_over_rows
 from qlora_fsdp.layers.quantized_experts import QuantizedExpertWeight
 
 
@@ -35,11 +35,13 @@ class ExpertLora(ParamWrapper):
         if self.disable_adapters:
             return {}
         (name,) = self.active_adapters
+        experts = self.get_base_layer()
+        is_swapped = sums_over_rows(experts) != experts.is_transposed
         found: dict[str, ExpertAdapter] = {}
         layer: nn.Module = self
         while isinstance(layer, ExpertLora):
             lora_a, lora_b = cast(nn.Linear, layer.lora_A[name]), cast(nn.Linear, layer.lora_B[name])
-            found[layer.parameter_name] = ExpertAdapter(lora_a, lora_b, layer.scaling[name])
+            found[layer.parameter_name] = ExpertAdapter(lora_a, lora_b, layer.scaling[name], is_swapped)
             layer = layer.base_layer
         return found
 

@@ -47,6 +47,11 @@ def expert_weight_names(module: nn.Module) -> list[str]:
     return names if fits else []
 
 
+def sums_over_rows(module: Any) -> bool:
+    """Whether a module of fused experts computes y = x W with its weights, and not y = x W^T."""
+    return bool(getattr(module, "sums_over_rows", module.is_transposed))
+
+
 def mentions_experts(config: PretrainedConfig) -> bool:
     """Whether a model's config has figures of experts, by the names of its keys."""
     return any("expert" in key for key in config.get_text_config().to_dict())
@@ -89,9 +94,9 @@ def _compute(
 ) -> Tensor:
     experts = Experts(module, adapters)
     up, down = experts.adapters
-    trained = [*([up.lora_a.weight, up.lora_b.weight] if up else []), *([down.lora_a.weight] if down else [])]
+    trained = [*([up.of_inputs, up.of_outputs] if up else []), *([down.of_inputs] if down else [])]
     act_SI, low_SR = _Up.apply(x_TH, w_TK, index_TK, experts, *trained)  # type: ignore[no-untyped-call]
-    trained = [down.lora_b.weight] if down else []
+    trained = [down.of_outputs] if down else []
     return _Down.apply(act_SI, low_SR, w_TK, index_TK, experts, *trained)  # type: ignore[no-any-return,no-untyped-call]
 
 
@@ -150,7 +155,7 @@ class Experts:
         self.up, self.down = (cast(ExpertWeight, getattr(module, name)) for name in names)
         self.up_bias, self.down_bias = (getattr(module, f"{n}_bias") if module.has_bias else None for n in names)
         self.adapters = [adapters.get(name) for name in names]
-        self.is_transposed: bool = module.is_transposed
+        self.is_transposed = sums_over_rows(module)
         self.num_experts: int = self.up.shape[0]
         self.activation = Activation.of(module)
         self.load: ExpertLoad | None = getattr(module, "load", None) if module.training else None

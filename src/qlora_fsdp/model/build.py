@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -31,6 +32,7 @@ from qlora_fsdp.common.text import shorten
 from qlora_fsdp.config.schema import EmbeddingStorage, QuantConfig, TaskConfig, TaskName
 from qlora_fsdp.layers import Format, parse_storage
 from qlora_fsdp.layers.experts import EXPERTS_IMPLEMENTATION
+from qlora_fsdp.layers.llama4_experts import compute_chosen_experts
 from qlora_fsdp.model.experts import check_num_chosen
 from qlora_fsdp.model.find import ModelFiles
 from qlora_fsdp.model.layer_kinds import share_equal_layers
@@ -50,6 +52,7 @@ from qlora_fsdp.weights.composed import Stored
 from qlora_fsdp.weights.map_keys import map_keys
 from qlora_fsdp.weights.scaled import METHODS, attach_scales
 
+LARGE = 2**24  # values; no buffer of a model has so many
 AUTO_CLASSES: dict[TaskName, Any] = {
     TaskName.causal_lm: AutoModelForCausalLM,
     TaskName.preference: AutoModelForCausalLM,
@@ -141,6 +144,10 @@ def build_model(files: ModelFiles, settings: BuildSettings) -> MetaModel:
     if settings.shares_equal_layers:
         share_equal_layers(model)
     tensors = _tensors_of(model, files, dropped, stored)
+    if type(model.config) is not type(config):  # a class for the text of a model that has more (Llama 4)
+        left_out = sorted({name.partition(".")[0] for name in tensors} - {name for name, _ in model.named_children()})
+        tensors = {name: tensor for name, tensor in tensors.items() if name.partition(".")[0] not in left_out}
+        dropped += left_out
     new = find_new(model, tensors) if settings.is_classifier else set()
     head = find_head(model, new) if settings.is_classifier else []
     notes = [f"only the text part of {type(model).__name__} is used: {', '.join(dropped)} left out"] if dropped else []
@@ -188,7 +195,7 @@ def _make_on_meta(config: PretrainedConfig, files: ModelFiles, settings: BuildSe
     if auto_class is AutoModelForCausalLM and config.model_type in MULTIMODAL_FAMILIES:
         auto_class = AutoModelForImageTextToText  # Gemma 3 is in both, Mistral 3 only here
     try:
-        with init_empty_weights(include_buffers=False):
+        with init_empty_weights(include_buffers=False), _LargeZerosOnMeta():
             model: PreTrainedModel = auto_class.from_config(
                 config,
                 dtype=settings.dtype,
@@ -205,7 +212,24 @@ def _make_on_meta(config: PretrainedConfig, files: ModelFiles, settings: BuildSe
             "model.path to another model, task, or model.attn_implementation=eager."
         ) from error
     model.config.use_cache = False
+    compute_chosen_experts(model)
     return model
+
+
+class _LargeZerosOnMeta(TorchFunctionMode):
+    """Makes large tensors of zeros on meta at once.
+
+    accelerate puts a parameter on meta after a class has made it. What is empty until then takes no memory, but zeros
+    are written: 5 GiB for each layer of Llama 4 Scout. Buffers, which have to be real, are smaller.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.zeros and "device" not in kwargs:
+            on_meta = func(*args, **kwargs, device="meta")
+            if on_meta.numel() >= LARGE:
+                return on_meta
+        return func(*args, **kwargs)
 
 
 def _drop_towers(model: PreTrainedModel) -> list[str]:
