@@ -37,7 +37,7 @@ GRADIENT_CHECK_STEPS = 2
 
 
 class StepFigures(NamedTuple):
-    """What a step has measured, the same on every rank.
+    """The figures of a step, which are the same on every rank.
 
     Attributes:
         loss: mean over the step's target tokens.
@@ -55,7 +55,7 @@ class StepFigures(NamedTuple):
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step has computed. The GPU may still be working on it.
+    """The result of a step, on which the GPU may still be working.
 
     Attributes:
         wait: returns the step's figures. It waits until they are on the host, not for the optimizer.
