@@ -122,7 +122,7 @@ def _checkpoint(config: Config) -> Iterator[Problem]:
 
 
 def _slices(config: Config) -> Iterator[Problem]:
-    """What ranks that share sequences can't do."""
+    """Find settings that don't go with sequences that ranks share."""
     if config.distributed.context_parallel == 1:
         return
     kernels = AttnImplementation
