@@ -37,10 +37,14 @@ def test_one_and_two_ranks_and_a_resumed_run_give_the_same_losses(checkpoint: Ca
     two, other = run_ranks(2, train_all, {"two": argv("two", 2), "resumed": argv("resumed", 2, resume)})
     assert two["two"].losses == other["two"].losses == pytest.approx(one, abs=1e-5) and len(one) == NUM_STEPS
     assert two["resumed"].losses == two["two"].losses[STEP:]
+    alone = run_ranks(1, train_all, {"alone": argv("alone", 1, resume)})[0]["alone"].losses
+    assert alone == pytest.approx(one[STEP:], abs=1e-5)
     windows = read_lines(tmp_path / "two" / "stream.jsonl")
     resumed = read_lines(tmp_path / "resumed" / "stream.jsonl")
     assert windows[0]["window"] == 0 < resumed[0]["window"] and resumed[0] in windows  # nothing before was tokenized
     assert 0 < resumed[0]["sequence"] <= STEP * 4 < resumed[1]["sequence"]
+    first = f"{resumed[0]['sequence']:012}.safetensors"  # taken from the run's files, whoever resumes, and kept again
+    assert len({(tmp_path / name / "windows" / first).read_bytes() for name in ("two", "resumed", "alone")}) == 1
     assert "eval_loss" in json.loads((tmp_path / "two" / "summary.json").read_text())
 
 

@@ -35,7 +35,7 @@ def stream(
     **more: Any,
 ) -> StreamedSequences:
     """A stream of 60 sequences in windows of 20 rows; `more` are arguments of WindowMaker or StreamedSequences."""
-    making = {"buffer_rows": 20, "vocab_size": 259, "strict": False}
+    making = {"buffer_rows": 20, "vocab_size": 259, "strict": False, "kept": None}
     making = {key: more.pop(key, value) for key, value in making.items()}
     maker = WindowMaker(
         [find_source(str(path), DataConfig(streaming=True)) for path in paths],

@@ -262,9 +262,12 @@ def test_refused_by_the_device_only(override: str, world: World, expected: str) 
         (2, 8, ["training.router_aux_loss_coef=0.1"], "can't be used with training.router_aux_loss_coef=0.1: a rank"),
         (2, 8, ["model.attn_implementation=sdpa"], "Set distributed.context_parallel=1, or model.attn_implementation="),
         (2, 8, ["training.global_batch_size=6"], "is not a multiple of 4 groups of ranks. Set training.global_batch"),
+        ("two", 8, [], "must be a whole number or auto. Set distributed.context_parallel=auto, the default."),
     ],
 )
-def test_ranks_that_cannot_share_sequences(num_slices: int, num_ranks: int, more: list[str], expected: str) -> None:
+def test_ranks_that_cannot_share_sequences(
+    num_slices: int | str, num_ranks: int, more: list[str], expected: str
+) -> None:
     world = World(num_ranks, 0, num_ranks, 0, device_type="cuda")
     found = complaints(configure(f"distributed.context_parallel={num_slices}", *more), world)
     assert [problem for problem in found if expected in problem], found

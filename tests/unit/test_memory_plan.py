@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from qlora_fsdp.memory.choose import (
     describe_policies,
     micro_batch_sizes,
     next_smaller,
+    ways_to_share,
     with_strategy,
 )
 from qlora_fsdp.memory.gpus import find_gpu, gpu_of_size, known_gpus, parse_hardware
@@ -423,6 +425,26 @@ def test_ranks_that_share_sequences_keep_a_slice_each():
     assert choose(replace(shared, num_ranks=8), 76 * GIB, H200).fits
     one_each, one_for_two = (longest(replace(work, num_ranks=2), 76 * GIB) for work in (alone, shared))
     assert 1.8 < one_for_two.work.config.training.max_length / one_each.work.config.training.max_length < 2.2
+
+
+def test_auto_lets_as_few_ranks_share_sequences_as_must():
+    """One GPU where a sequence fits on one; two, of which each offloads half as much, where the host has too little."""
+    run = ("model=llama3-8b", "training.global_batch_size=4", "training.max_length=524288")
+    alone = choose(workload(*run, num_ranks=4), 76 * GIB, H200)
+    assert alone.fits and alone.sharing is None and alone.plan.work.config.distributed.num_slices == 1
+    for more, target, host in ((run[2:], 76, alone.plan.host_needed / 1.5), (["training.max_length=1048576"], 76, inf)):
+        work = workload(*run[:2], *more, num_ranks=4)
+        shared = choose(work, target * GIB, H200, host)
+        assert shared.fits and shared.plan.work.config.distributed.num_slices == 2
+        assert "2 GPUs share each sequence" in shared.sharing
+    closed = ("distributed.context_parallel=1", "training.micro_batch_size=2", "model.attn_implementation=sdpa")
+    for more in closed:  # what is set is kept, and what needs whole sequences gets them
+        closed_run = workload(*run, "training.max_length=1048576", more, num_ranks=4)
+        assert list(ways_to_share(closed_run)) == []
+    open_run = workload(*run, num_ranks=12)
+    found = [each.config.distributed.num_slices for each in ways_to_share(replace(open_run, local_num_ranks=12))]
+    assert found == [2, 4]  # of 32 heads and 12 ranks
+    assert list(ways_to_share(replace(open_run, local_num_ranks=1))) == []  # they share a host
 
 
 def test_who_waits_for_python_is_told():

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import bz2
+import errno
 import gzip
 import json
+import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,17 +26,18 @@ import pyarrow as pa
 import pyarrow.feather
 import pyarrow.parquet
 import pytest
-from tests.helpers.streams import NUM_SEQUENCES, SETTINGS, TOKENIZER, row_tokenizer
+from tests.helpers.streams import GLOBAL_BATCH_SIZE, NUM_SEQUENCES, SETTINGS, TOKENIZER, row_tokenizer
 from tests.helpers.streams import stream as stream_on
 
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.schema import DataConfig
 from qlora_fsdp.data.batch import collate
 from qlora_fsdp.data.endless_rows import EndlessRows
+from qlora_fsdp.data.kept_windows import KeptWindows
 from qlora_fsdp.data.position import Position
 from qlora_fsdp.data.read import find_source, iterate_rows
 from qlora_fsdp.data.stream import StreamedSequences
-from qlora_fsdp.data.windows import find_place, note_place
+from qlora_fsdp.data.windows import Place, Window, find_place, note_place
 from qlora_fsdp.data.workers import Workers
 from qlora_fsdp.runtime.processes import Processes, start_processes, stop_processes
 
@@ -132,6 +136,71 @@ def test_a_place_that_cannot_be_written_is_written_later(tmp_path: Path):
     file.parent.mkdir()
     note_place(file, "key", window)
     assert file.read_text().count('"sequence": 0') == 2
+
+
+def test_kept_windows_are_gone_on_with_and_made_again_where_they_are_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    rows = write(tmp_path / "rows.jsonl", *({"text": f"row {n}"} for n in range(33)), "{broken", {"no": "text"})
+    tokenized: list[int] = []
+
+    def map_batches(batches: Any) -> Any:
+        for batch in batches:
+            tokenized.append(len(batch["row"]))
+            yield row_tokenizer()(batch)
+
+    def open_stream(run: str, start: Place | None = None, key: str = "key", **more: Any) -> StreamedSequences:
+        (tmp_path / run).mkdir(exist_ok=True)
+        kept = KeptWindows(tmp_path / run, [tmp_path / "run"], key, GLOBAL_BATCH_SIZE)
+        tokenized.clear()
+        return stream([rows], kept=kept, start=start, map_batches=map_batches, **more)
+
+    windows: list[Window] = []
+    (tmp_path / "run" / "checkpoints" / "step-00000002").mkdir(parents=True)
+    data = open_stream("run", note=windows.append)
+    found = texts(data, 0, NUM_SEQUENCES)
+    folder = tmp_path / "run" / "windows"
+    files = sorted(folder.iterdir())
+    firsts = [window.place.sequence for window in windows]
+    before_step = max(first for first in firsts if first <= 2 * GLOBAL_BATCH_SIZE)
+    assert [int(file.stem) for file in files] == sorted({before_step, *firsts[-3:]}) and len(firsts) > 4
+
+    last = windows[-1]
+    for run in ("run", "another"):  # its own files, and those of the run whose checkpoint is resumed
+        again = open_stream(run, start=last.place)
+        assert not tokenized and texts(again, last.place.sequence, NUM_SEQUENCES) == found[last.place.sequence :]
+        assert again.first_window.report == last.report and again.first_window.next_place == last.next_place
+    with pytest.raises(DataError, match="has token"):  # what is read is checked as what is made
+        open_stream("run", start=last.place, vocab_size=100)
+    assert not tokenized
+
+    file, content = files[-1], files[-1].read_bytes()
+    shutil.rmtree(tmp_path / "another")
+
+    def is_made_again(**more: Any) -> bool:
+        assert texts(open_stream("another", start=last.place, **more), last.place.sequence, NUM_SEQUENCES)
+        shutil.rmtree(tmp_path / "another")
+        return sum(tokenized) >= 20
+
+    assert is_made_again(key="of other data")
+    for damaged in (b"", content[:-1], content[:-9] + b"\0" * 9, content[:500] + b"\1" + content[501:], b"\0" * 99):
+        file.write_bytes(damaged)
+        assert is_made_again()
+    file.unlink()
+    assert is_made_again()
+    os.mkfifo(file)
+    assert is_made_again()
+
+    def fill(*arguments: Any) -> Any:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("qlora_fsdp.data.kept_windows.create", fill)
+    with caplog.at_level(logging.WARNING, "qlora_fsdp"):
+        assert texts(open_stream("full"), 0, NUM_SEQUENCES) == found
+    assert [record.message.partition(". ")[0] for record in caplog.records] == [
+        f"{tmp_path / 'full' / 'windows'} can't be written: No space left on device"
+    ]
+    assert not list((tmp_path / "full" / "windows").iterdir())
 
 
 ROWS = [{"text": f"row {n} " + "x" * (n % 7)} for n in range(53)]

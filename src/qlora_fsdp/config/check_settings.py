@@ -98,7 +98,7 @@ def _check_hub(config: Config) -> Iterator[Problem]:
 
 
 def _check_slices(config: Config, world: World) -> Iterator[Problem]:
-    num_slices = config.distributed.context_parallel
+    num_slices = config.distributed.num_slices
     if num_slices < 1 or world.num_ranks % num_slices == 0:
         return
     divisors = ", ".join(str(n) for n in range(1, world.num_ranks + 1) if world.num_ranks % n == 0)

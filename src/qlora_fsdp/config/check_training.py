@@ -24,7 +24,7 @@ from qlora_fsdp.config.settings import all_settings, nearest_settings, problem_w
 
 def check_training(config: Config) -> Iterator[Problem]:
     """Yields what is wrong with all sections from `fsdp` to `slurm` but `data` and `tracking`."""
-    for find_problems in (_fsdp, _memory, _optim, _training, _checkpoint, _slices, _launch):
+    for find_problems in (_fsdp, _memory, _optim, _training, _checkpoint, slices, _launch):
         yield from find_problems(config)
 
 
@@ -121,9 +121,13 @@ def _checkpoint(config: Config) -> Iterator[Problem]:
         yield problem_with(config, "training.on_bad_step", "has no checkpoints to go back to.", fix)
 
 
-def _slices(config: Config) -> Iterator[Problem]:
-    """Find settings that don't go with sequences that ranks share."""
-    if config.distributed.context_parallel == 1:
+def slices(config: Config) -> Iterator[Problem]:
+    """Find settings that don't go with sequences that ranks share. What `auto` chooses is checked as if it were set."""
+    num_slices = config.distributed.context_parallel
+    if num_slices != "auto" and (isinstance(num_slices, bool) or not isinstance(num_slices, int)):
+        reason, fix = "must be a whole number or auto.", "Set distributed.context_parallel=auto, the default."
+        yield problem_with(config, "distributed.context_parallel", reason, fix)
+    if config.distributed.num_slices == 1:
         return
     kernels = AttnImplementation
     by_starts = (kernels.auto, kernels.varlen, kernels.flash_attention_4)

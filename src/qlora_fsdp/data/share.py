@@ -92,6 +92,24 @@ def tokenize_share(rows: Sequence[IndexedRow], map_batches: MapBatches, path: st
     return Share(table, [mark_targets(tokens, is_target) for _, tokens, is_target in found])
 
 
+def join_shares(tables: Sequence[ShareTable], tokens: NDArray[np.int32]) -> Share:
+    """The rows of several shares as one, in their order in the window; something can be learned of them together.
+
+    Args:
+        tables: of the shares.
+        tokens: those of all their rows, one share after another.
+    """
+    lengths = np.concatenate([np.zeros(0, np.int64), *(table.lengths for table in tables)])
+    raw_rows = np.concatenate([np.zeros(0, np.int64), *(table.raw_rows for table in tables)])
+    num_targets = np.concatenate([np.zeros(0, np.int32), *(table.num_targets for table in tables)])
+    order = np.argsort(raw_rows, kind="stable")
+    rows = np.split(tokens, np.cumsum(lengths)[:-1]) if len(lengths) else []
+    problems = sorted((each for table in tables for each in table.problems), key=lambda each: each.row)
+    largest = max((table.max_token_id for table in tables), default=-1)
+    table = ShareTable(raw_rows[order], lengths[order], num_targets[order], tuple(problems), largest, "")
+    return Share(table, [rows[row] for row in order])
+
+
 def count_problems(tables: Sequence[ShareTable]) -> tuple[RowProblem, ...]:
     """The problems of a window, counted over all shares in the order of its rows."""
     counter = ProblemCounter()

@@ -2,7 +2,8 @@
 
 A thread of each rank makes the next window of rows while the present one is trained on. The ranks do so together (see
 `window_maker`), and the global batches are the same at any number of ranks. The run folder's stream.jsonl lists where
-windows begin, in the run and in the files. A run that resumes reads and tokenizes from the window that it needs.
+windows begin, in the run and in the files, and `windows/` has the last of them as files (`kept_windows`). So a run that
+resumes has its first window at once, and reads and tokenizes from its end on.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from qlora_fsdp.config.data_sets import mixed_sets
 from qlora_fsdp.config.schema import BadRows, Config, DataConfig
 from qlora_fsdp.data.cache import fingerprint
 from qlora_fsdp.data.chat_markers import check_markers
+from qlora_fsdp.data.kept_windows import KeptWindows
 from qlora_fsdp.data.read import Source, find_source, training_paths
 from qlora_fsdp.data.run_data import PreparedData, count_data, prepare_held_out, raise_on_all
 from qlora_fsdp.data.sequences import Indices, Sequences, SequenceSettings
@@ -154,7 +156,7 @@ def open_stream(
         tokenizer: the result of `load_tokenizer`, with new tokens added.
         split: how many sequences a step has, and the run.
         processes: all ranks take part; rank 0 writes.
-        folder: the run folder, in which the places of windows are noted; None: nowhere.
+        folder: the run folder, in which windows and their places are kept; None: nowhere.
         first_step: number of steps that are done.
         vocab_size: number of tokens that the model knows.
 
@@ -176,8 +178,12 @@ def open_stream(
     done = first_step * split.global_batch_size
     is_noted = file is not None and processes.is_main
     start = processes.share(find_place(_place_files(config, file), key, done) if file and is_noted else None)
+    kept = None
+    if folder is not None:
+        others = [each.parent for each in _place_files(config, folder / STREAM_FILE)[1:]]
+        kept = KeptWindows(folder, others, key, split.global_batch_size)
     stream = StreamedSequences(
-        _window_maker(config, tokenizer, sources, vocab_size, split, processes.for_thread()),
+        _window_maker(config, tokenizer, sources, vocab_size, split, processes.for_thread(), kept),
         num_sequences=split.num_sequences,
         num_kept=BATCHES_KEPT * split.global_batch_size,
         key=key,
@@ -213,6 +219,7 @@ def _window_maker(
     vocab_size: int,
     split: BatchSplit,
     processes: Processes,
+    kept: KeptWindows | None,
 ) -> WindowMaker:
     data = config.data
     tokenize = row_tokenizer(config, tokenizer)
@@ -227,6 +234,7 @@ def _window_maker(
         strict=data.bad_rows is BadRows.error,
         split=split,
         processes=processes,
+        kept=kept,
     )
 
 

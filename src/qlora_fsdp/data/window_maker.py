@@ -7,9 +7,10 @@ share. A data set that has been read to its end begins anew, so rows never run o
    is that of rank i modulo their number, which spreads long rows evenly;
 2. each rank tokenizes its share, and tells the others lengths and bad rows;
 3. each rank packs the same lengths, so that all know which rank trains on which row;
-4. tokens go to the ranks that train on them, and nowhere else.
+4. tokens go to the ranks that train on them, and to rank 0, which keeps the window in a file (`kept_windows`).
 
-Nothing but the lengths and the packing is done by every rank, so the CPU time of a job does not grow with its ranks.
+Where that file is there, as in a run that resumes, rank 0 begins with all rows at 3., and the others with none. Nothing
+but the lengths and the packing is done by every rank, so the CPU time of a job does not grow with its ranks.
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ from numpy.typing import NDArray
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.data.counts import ReadReport
 from qlora_fsdp.data.endless_rows import EndlessRows, find_reader_rank
+from qlora_fsdp.data.kept_windows import KeptWindows
 from qlora_fsdp.data.position import Position
 from qlora_fsdp.data.read import Source
 from qlora_fsdp.data.row_files import RawRow
 from qlora_fsdp.data.run_data import raise_on_all
 from qlora_fsdp.data.sequences import Indices, Sequences, SequenceSettings, make_sequences
-from qlora_fsdp.data.share import IndexedRow, Share, ShareTable, count_problems, tokenize_share
+from qlora_fsdp.data.share import IndexedRow, Share, ShareTable, count_problems, join_shares, tokenize_share
 from qlora_fsdp.data.split import BatchSplit
 from qlora_fsdp.data.windows import Place, Window, WindowRows
 from qlora_fsdp.data.workers import MapBatches
@@ -51,6 +53,7 @@ class WindowMaker:
         strict: whether a bad row is an error.
         split: says which rank trains on a sequence.
         processes: the ranks, for use by the thread that makes windows alone.
+        kept: the files of windows; None: there are none.
     """
 
     sources: Sequence[Source]
@@ -62,6 +65,7 @@ class WindowMaker:
     strict: bool
     split: BatchSplit
     processes: Processes
+    kept: KeptWindows | None = None
     _opened: dict[int, EndlessRows] = field(default_factory=dict)
 
     def make(self, place: Place) -> Window:
@@ -71,7 +75,42 @@ class WindowMaker:
             DataError: the data can't be read or used; raised on every rank.
         """
         drawn = self._draw(place.num_drawn)
-        raw, positions = self._read(place.positions, drawn)
+        share, positions = self._find_kept(place) or self._tokenize(place.positions, drawn)
+        tables: list[ShareTable] = self.processes.gather(share.table)
+        report = self._check(tables)
+        self._keep(place, tables, share, positions)
+        seed = int(np.random.SeedSequence([self.settings.seed, place.window]).generate_state(1)[0])
+        sequences, order = self._pack(tables, share, place.sequence, seed)
+        num_drawn = np.bincount(drawn, minlength=len(self.sources)) + place.num_drawn
+        next_place = Place(place.window + 1, place.sequence + len(sequences), num_drawn.tolist(), positions)
+        return Window(place, sequences, order, report, next_place)
+
+    def _find_kept(self, place: Place) -> tuple[Share, list[Position]] | None:
+        """A window from its file: all rows on rank 0, and on the other ranks none."""
+        if self.kept is None:
+            return None
+        found = self.kept.read(place) if self.processes.is_main else None
+        positions: list[Position] | None = self.processes.share(None if found is None else found[1])
+        if positions is None:
+            return None
+        return (join_shares([], np.zeros(0, np.int32)) if found is None else found[0]), positions
+
+    def _keep(self, place: Place, tables: Sequence[ShareTable], share: Share, positions: Sequence[Position]) -> None:
+        """Brings the rows of all ranks to rank 0, which writes them to a file."""
+        if self.kept is None:
+            return
+        flat = np.concatenate([np.zeros(0, np.int32), *share.tokens])
+        num_sent, num_received = [0] * len(tables), [0] * len(tables)
+        num_sent[0] = len(flat)
+        if self.processes.is_main:
+            num_received = [int(table.lengths.sum()) for table in tables]
+        tokens = self.processes.swap(torch.from_numpy(flat), num_sent, num_received).numpy()
+        if self.processes.is_main:
+            self.kept.write(place, join_shares(tables, tokens), positions)
+
+    def _tokenize(self, positions: Sequence[Position], drawn: Indices) -> tuple[Share, list[Position]]:
+        """This rank's share of a window, and how far each data set has been read after it."""
+        raw, ends = self._read(positions, drawn)
         share: Share | None = None
         failure: Exception | None = None
         try:
@@ -80,13 +119,7 @@ class WindowMaker:
             failure = error
         raise_on_all(failure, self.processes)
         assert share is not None
-        tables: list[ShareTable] = self.processes.gather(share.table)
-        report = self._check(tables)
-        seed = int(np.random.SeedSequence([self.settings.seed, place.window]).generate_state(1)[0])
-        sequences, order = self._pack(tables, share, place.sequence, seed)
-        num_drawn = np.bincount(drawn, minlength=len(self.sources)) + place.num_drawn
-        next_place = Place(place.window + 1, place.sequence + len(sequences), num_drawn.tolist(), positions)
-        return Window(place, sequences, order, report, next_place)
+        return share, ends
 
     @property
     def _path(self) -> str:

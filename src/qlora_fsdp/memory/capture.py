@@ -32,7 +32,7 @@ def why_not_captured(config: Config, policies: Sequence[Policy], has_dropout: bo
     """
     if not config.compute.cuda_graph:
         return "compute.cuda_graph=false"
-    if config.distributed.context_parallel > 1:
+    if config.distributed.num_slices > 1:
         return "the exchange of heads between ranks was not tried in it (distributed.context_parallel)"
     if config.fsdp.cpu_offload or Policy.offload in policies:
         return "what comes from host memory can't be part of it"

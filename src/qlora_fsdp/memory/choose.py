@@ -1,12 +1,13 @@
 """Chooses what the settings leave open, for the best predicted speed within a given memory.
 
 Open may be each layer's activation policy (`memory.activations=auto`), tiles (`memory.tile_tokens=auto`), the
-micro-batch size, whether each rank has the whole base or a part (`fsdp.sharding_strategy=auto`), and whether layers
-stay gathered between forward and backward.
+micro-batch size, whether each rank has the whole base or a part (`fsdp.sharding_strategy=auto`), whether layers stay
+gathered between forward and backward, and how many ranks share a sequence (`distributed.context_parallel=auto`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
@@ -16,7 +17,7 @@ from typing import Any
 from typing_extensions import assert_never
 
 from qlora_fsdp.config.batch_size import AUTO
-from qlora_fsdp.config.check_training import why_no_tiles
+from qlora_fsdp.config.check_training import slices, why_no_tiles
 from qlora_fsdp.config.schema import Activations, Config, ShardingStrategy
 from qlora_fsdp.config.written import with_values
 from qlora_fsdp.memory.gpus import Gpu
@@ -51,12 +52,14 @@ class Choice:
         fits: whether it fits the target.
         gives_up_graph: whether it does without a CUDA graph, which the settings ask for, because of the target.
         sharding: why the base is whole or split, if that was open; else None.
+        sharing: why ranks share sequences, if that was open and they do; else None.
     """
 
     plan: MemoryPlan
     fits: bool
     gives_up_graph: bool = False
     sharding: str | None = None
+    sharing: str | None = None
 
     @property
     def keeps_all(self) -> bool:
@@ -73,6 +76,36 @@ def choose(work: Workload, target: float, gpu: Gpu, host: float = inf) -> Choice
         gpu: its rates predict the speed.
         host: bytes of host memory that the ranks of a host may use together.
     """
+    alone = _choose_strategy(work, target, gpu, host)
+    if alone.fits or alone.plan.needed_in("load") > target:  # sharing a sequence makes no weights smaller
+        return alone
+    for shared in ways_to_share(work):
+        choice = _choose_strategy(shared, target, gpu, host)
+        if choice.fits:
+            ranks, needed = f"{shared.config.distributed.num_slices} GPUs share each sequence", alone.plan
+            why = f"on one it would need {needed.needed / GIB:.2f} of {target / GIB:.2f} GiB"
+            why += f", and {needed.host_needed / GIB:.1f} GiB of host memory a host" if needed.needed <= target else ""
+            return replace(choice, sharing=f"{ranks} (distributed.context_parallel=auto): {why}")
+    return alone
+
+
+def ways_to_share(work: Workload) -> Iterator[Workload]:
+    """The run with ranks of a host that share each sequence, if that is open: two of them, and then more.
+
+    They do so where one sequence at a time takes too much: of several, one at a time takes less, and is faster.
+    """
+    config = work.config
+    is_open = config.distributed.context_parallel == AUTO and config.training.micro_batch_size in (AUTO, 1)
+    most = math.gcd(work.num_ranks, work.local_num_ranks) if is_open and work.is_cuda else 1
+    for num_slices in range(2, most + 1):
+        shared = _with_values(work, {"distributed.context_parallel": num_slices})
+        is_possible = most % num_slices == 0 and next(slices(shared.config), None) is None
+        if is_possible and work.model.why_not_sliced(shared.config) is None:
+            yield shared
+
+
+def _choose_strategy(work: Workload, target: float, gpu: Gpu, host: float) -> Choice:
+    """The fastest plan for the number of ranks that share sequences in the settings."""
     fsdp = work.config.fsdp
     if fsdp.sharding_strategy is not ShardingStrategy.auto:
         return _choose_rest(work, target, gpu, host)
@@ -145,7 +178,7 @@ def micro_batch_sizes(work: Workload) -> list[int]:
         return [work.micro_batch_size]
     assert training.global_batch_size is not None
     part = training.global_batch_size // work.num_groups
-    length = -(training.max_length // -work.config.distributed.context_parallel)
+    length = -(training.max_length // -work.config.distributed.num_slices)
     most = max(1, (MAX_TOKENS if work.is_cuda else CPU_TOKENS) // length)
     sizes = [size for size in (2**power for power in range(part.bit_length())) if part % size == 0 and size <= most]
     return sizes if work.is_cuda else sizes[-1:]

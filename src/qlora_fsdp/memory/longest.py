@@ -7,9 +7,9 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from qlora_fsdp.common.text import format_table, plural
+from qlora_fsdp.common.text import format_table
 from qlora_fsdp.config.written import with_values
-from qlora_fsdp.memory.choose import describe_choice, fixed_policies, with_tiles
+from qlora_fsdp.memory.choose import describe_choice, fixed_policies, ways_to_share, with_tiles
 from qlora_fsdp.memory.gpus import GPUS_A_HOST, Gpu, Hardware
 from qlora_fsdp.memory.plan import GIB, MemoryPlan, make_plan
 from qlora_fsdp.memory.policy import Policy
@@ -37,7 +37,7 @@ def longest(work: Workload, target: float) -> MemoryPlan | None:
     Returns:
         None if not even a row of `UNIT` tokens fits.
     """
-    num_slices = work.config.distributed.context_parallel
+    num_slices = work.config.distributed.num_slices
     plans = {length: smallest_plan(work, length) for length in (slice * num_slices for slice in FIRST)}
     for _ in range(MAX_TRIES):
         length = _meeting(plans, target)
@@ -76,9 +76,10 @@ def describe_longest(
         name: of the model.
         positions: that the model knows; None if it does not say.
     """
-    found, num_slices = [], work.config.distributed.context_parallel
-    for count in sorted({count for count in (*COUNTS, hardware.count) if count % num_slices == 0}):
-        plan = longest(replace(work, num_ranks=count, local_num_ranks=min(count, GPUS_A_HOST)), target)
+    found, wanted = [], work.config.distributed
+    for count in sorted({count for count in (*COUNTS, hardware.count) if count % wanted.num_slices == 0}):
+        ranks = replace(work, num_ranks=count, local_num_ranks=min(count, GPUS_A_HOST))
+        plan = longest(_most_shared(ranks), target)
         if plan is not None:
             found.append(plan)
     if not found:
@@ -86,19 +87,26 @@ def describe_longest(
     figures = [_figures_of(plan, hardware.gpu) for plan in found]
     lines = [
         f"The longest rows of {name} on GPUs of {hardware.gpu.gib:g} GiB, of which {target / GIB:.2f} can be had, by "
-        f"the plan: one row on {plural(num_slices, 'GPU')}, {describe_choice(found[0])}",
+        f"the plan: one row at a time, {describe_choice(found[0])}",
         _table_of(figures),
     ]
     if positions is not None and positions < figures[-1]["max_length"]:
         lines.append(f"The model knows {positions:,} positions: model.rope_scaling stretches them (docs/long-rows.md)")
-    if num_slices == 1:
+    if wanted.context_parallel == 1:
         lines.append("GPUs can share a row, which then can be as many times as long: distributed.context_parallel=N")
     return lines, {"longest": figures}
+
+
+def _most_shared(work: Workload) -> Workload:
+    """The run with as many ranks that share each row as there can be, if that is open."""
+    long = replace(work, config=with_values(work.config, {"training.max_length": FIRST[-1]}))
+    return [long, *ways_to_share(long)][-1]
 
 
 def _figures_of(plan: MemoryPlan, gpu: Gpu) -> dict[str, Any]:
     return {
         "gpus": plan.work.num_ranks,
+        "gpus_a_row": plan.work.config.distributed.num_slices,
         "max_length": plan.work.config.training.max_length,
         "needed_gib": plan.needed / GIB,
         "host_gib": plan.host_needed / GIB,
@@ -110,6 +118,7 @@ def _table_of(figures: Sequence[Mapping[str, Any]]) -> str:
     rows = [
         {
             "GPUs": str(row["gpus"]),
+            "GPUs a row": str(row["gpus_a_row"]),
             "tokens a row": f"{row['max_length']:,}",
             "GiB a GPU": f"{row['needed_gib']:.1f}",
             "GiB a host": f"{row['host_gib']:.1f}",

@@ -107,7 +107,7 @@ class MemoryPlan:
         if not self.work.is_cuda:
             return 0
         alone = NCCL_ALONE if self.work.uses_fsdp else 0
-        shared = NCCL_SLICES if self.work.config.distributed.context_parallel > 1 else 0
+        shared = NCCL_SLICES if self.work.config.distributed.num_slices > 1 else 0
         return CUDA_CONTEXT + (NCCL if self.work.num_ranks > 1 else alone) + shared
 
     @property

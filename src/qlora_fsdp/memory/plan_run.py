@@ -62,6 +62,7 @@ class RunPlan:
         policies: the activation policy of each layer.
         num_tile_tokens: tokens that MLPs, experts and norms compute at a time; None for all.
         micro_batch_size: sequences per rank and forward pass.
+        num_slices: ranks that share each sequence.
         sharding_strategy: how parameters are spread over the ranks.
         reshard_after_forward: whether layers are freed after their forward.
         fits: whether it fits, by the plan.
@@ -72,6 +73,7 @@ class RunPlan:
     policies: tuple[Policy, ...]
     num_tile_tokens: int | None
     micro_batch_size: int
+    num_slices: int
     sharding_strategy: ShardingStrategy
     reshard_after_forward: bool
     fits: bool
@@ -84,7 +86,11 @@ class RunPlan:
 
     def settle(self, config: Config) -> Config:
         """The settings with what was open decided."""
-        chosen = {"training.micro_batch_size": self.micro_batch_size, "fsdp.sharding_strategy": self.sharding_strategy}
+        chosen = {
+            "training.micro_batch_size": self.micro_batch_size,
+            "distributed.context_parallel": self.num_slices,
+            "fsdp.sharding_strategy": self.sharding_strategy,
+        }
         return with_values(config, chosen)
 
 
@@ -134,8 +140,8 @@ def plan_run(
         lines.append("This may not fit. What would, by the plan:\n" + changes_table(cheapest))
     strategy, fits = plan.work.config.fsdp.sharding_strategy, choice.fits or not machine.is_cuda
     size, reshards = plan.work.micro_batch_size, plan.work.reshards
-    tile = plan.work.config.memory.num_tile_tokens
-    return RunPlan(plan, plan.policies, tile, size, strategy, reshards, fits, tuple(lines))
+    tile, num_slices = plan.work.config.memory.num_tile_tokens, plan.work.config.distributed.num_slices
+    return RunPlan(plan, plan.policies, tile, size, num_slices, strategy, reshards, fits, tuple(lines))
 
 
 def run_without_plan(config: Config, num_layers: int, reason: str) -> RunPlan:
@@ -152,7 +158,8 @@ def run_without_plan(config: Config, num_layers: int, reason: str) -> RunPlan:
     policies = fixed_policies(config, num_layers) or (Policy.full,) * num_layers
     line = f"no plan, as this model can't be traced: {reason}; "
     line += f"micro-batch {size}, {strategy.value}, activations {describe_policies(policies)}"
-    return RunPlan(None, policies, config.memory.num_tile_tokens, size, strategy, config.fsdp.reshards, True, (line,))
+    tile, num_slices = config.memory.num_tile_tokens, config.distributed.num_slices
+    return RunPlan(None, policies, tile, size, num_slices, strategy, config.fsdp.reshards, True, (line,))
 
 
 def _reason(config: Config, plan: MemoryPlan, machine: Machine) -> str:

@@ -76,9 +76,10 @@ def read_bytes(work: Workload) -> int:
 
 
 def launch_lines(choice: Choice) -> list[str]:
-    """One line if the plan does without the CUDA graph that the settings ask for; else none."""
+    """A line if `auto` lets GPUs share sequences, and one if the plan does without the CUDA graph that is asked for."""
     line = "A CUDA graph of a micro-batch would leave too little room, so kernels are launched one by one"
-    return [line] if choice.gives_up_graph else []
+    shared = [] if choice.sharing is None else [choice.sharing]
+    return [*shared, *([line] if choice.gives_up_graph else [])]
 
 
 def waiting_lines(plan: MemoryPlan, gpu: Gpu) -> list[str]:

@@ -162,3 +162,6 @@ class TracedModel(Protocol):
 
     def ends_use(self, config: Config, micro_batch_size: int) -> EndsUse:
         """Memory of everything around the layers."""
+
+    def why_not_sliced(self, config: Config) -> str | None:
+        """Why ranks can't share its sequences under these settings; None if they can."""

@@ -102,7 +102,8 @@ def assemble(
 
     Args:
         config: `model`, `tokenizer`, `data`, `quant`, `task`, `training.precision`, `kernels` and `compute` are used.
-            Training takes `distributed.context_parallel` too.
+            Training takes `distributed.context_parallel` too: where ranks are to share sequences, attention is one
+            that `share_sequences` can use.
         lora: the adapter's settings: `config.lora` in training; those saved with the adapter when it is used.
         processes: all ranks take part; the model will compute on their device.
         trains: whether the model is trained. Only then fp8 products and fused layers are used, as the settings say.
@@ -121,16 +122,13 @@ def assemble(
     if not tokens.ids:
         tokens = saved_tokens
     # Before Liger puts kernels for GPUs into transformers' classes, which small models have too.
-    num_slices = config.distributed.context_parallel if trains else 1
-    config, traits, attention, notes = _try_small(config, files, dtype, processes, generates, num_slices > 1)
+    slices = trains and config.distributed.num_slices > 1
+    config, traits, attention, notes = _try_small(config, files, dtype, processes, generates, slices)
     if trains:
         check_causal(files.config, traits)
     liger_kernels = use_fused_kernels(config.kernels, files.config, device) if trains or generates else []
     loss_kernel = choose_loss_kernel(config.kernels.cross_entropy, device) if trains else "torch"
-    name = attention
-    if num_slices > 1:
-        name = slice_attention(attention, num_slices, join_context_group(processes, num_slices))
-    meta = _build(config, lora, files, tokenizer, dtype, name)
+    meta = _build(config, lora, files, tokenizer, dtype, attention)
     if trains and config.training.deterministic and device.type == "cuda":
         _refuse_recurrent_kernels(meta)
     _check_token_rows(meta, tokens, len(tokenizer), files.folder)
@@ -176,6 +174,19 @@ def _check_token_rows(meta: MetaModel, tokens: AddedTokens, tokenizer_size: int,
             f"token {tokens.vocab_size - 1} can't get a row: {folder} has {num_rows} tokens. Correct the tokenizer, or "
             "trainable_token_indices in the adapter's adapter_config.json."
         )
+
+
+def share_sequences(assembled: AssembledModel, num_slices: int, processes: Processes) -> None:
+    """Let so many ranks share each sequence: from now on the model computes slices. Collective.
+
+    Args:
+        assembled: its attention is told where rows start; changed in place.
+        num_slices: ranks that share a sequence; with 1 nothing is changed.
+        processes: all ranks take part.
+    """
+    if num_slices > 1:
+        group = join_context_group(processes, num_slices)
+        assembled.meta.model.set_attn_implementation(slice_attention(assembled.attention, num_slices, group))
 
 
 def add_router_loss(model: TaskModel, coef: float) -> list[str]:

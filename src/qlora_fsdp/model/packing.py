@@ -95,7 +95,7 @@ def try_small(model: PretrainedConfig, config: Config, device: torch.device = CP
     if not config.task.is_causal:
         return Traits(has_plain_head=False, why_not_by_starts=None, unreached=trial.unreached)
     by_starts = trial.why_not_packed(BY_STARTS) if for_gpu else None
-    by_slices = trial.why_not_packed(BY_SLICES) if config.distributed.context_parallel > 1 else None
+    by_slices = trial.why_not_packed(BY_SLICES) if config.distributed.num_slices > 1 else None
     return Traits(trial.has_plain_head(), by_starts, trial.unreached, trial.why_not_causal(), by_slices)
 
 

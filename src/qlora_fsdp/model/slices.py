@@ -34,7 +34,7 @@ def check_slices(model: PretrainedConfig, config: Config, traits: Traits) -> Non
     if traits.why_not_sliced is not None:
         reason = f"can't be used with {class_name(model)}, whose sequences can't be cut: {traits.why_not_sliced}."
         raise ConfigError([problem_with(config, SETTING, reason, FIX)])
-    check_heads(text.num_attention_heads, config.distributed.context_parallel)
+    check_heads(text.num_attention_heads, config.distributed.num_slices)
     kind = _kind_by_longest(text, config.training.max_length)
     if kind is not None:
         reason = f"can't be used with rope_type {kind}: a slice would take the factors of its own longest position."

@@ -13,6 +13,7 @@ bad_steps/         the rows of steps whose gradient was not used
 tensorboard/       event files, if tracking.tensorboard is set
 wandb.json         the id that W&B knows the run by, if tracking.wandb is on
 stream.jsonl       where the windows of the data begin, if data.streaming is set
+windows/           the tokenized rows of the last of these windows
 memory-RANK.pickle torch's record of allocations after a shortage, if memory.snapshot is set
 adapter/           the result
 start_adapter/     a copy of the adapter that the run started from, if lora.start is set

@@ -29,13 +29,14 @@ LOG_FILE = "train.log"
 SUMMARY_FILE = "summary.json"
 GENERATIONS_FILE = "generations.jsonl"
 STREAM_FILE = "stream.jsonl"  # where the windows of streamed data begin
+WINDOWS_FOLDER = "windows"  # the tokenized rows of the last of them
 BAD_STEPS_FOLDER = "bad_steps"
 TENSORBOARD_FOLDER = "tensorboard"
 START_FOLDER = "start_adapter"  # a copy of the adapter that the run started from
 # A new run in the folder removes these, which would otherwise have the records of two runs.
 RECORDS = (
     *(METRICS_FILE, LOG_FILE, "report.html", GENERATIONS_FILE, BAD_STEPS_FOLDER, TENSORBOARD_FOLDER),
-    START_FOLDER,
+    *(START_FOLDER, WINDOWS_FOLDER),
 )
 SLURM_FILE = "slurm.json"  # the number of the job that was submitted
 FRESH_SECONDS = 120.0  # where the file system has no locks, a run that wrote so lately counts as running

@@ -16,7 +16,7 @@ import torch
 from transformers import PretrainedConfig
 from typing_extensions import assert_never
 
-from qlora_fsdp.common.errors import CheckpointError, UserError
+from qlora_fsdp.common.errors import CheckpointError, ConfigError, UserError
 from qlora_fsdp.common.families import LIGER_KERNELS
 from qlora_fsdp.common.text import shorten
 from qlora_fsdp.config.schema import Config, Kernel, KernelsConfig, TaskName
@@ -124,6 +124,16 @@ class ModelTracer:
         """Memory of everything around the layers."""
         return self._trace(config, micro_batch_size).ends
 
+    def why_not_sliced(self, config: Config) -> str | None:
+        """Why ranks can't share its sequences under these settings; None if they can."""
+        try:
+            with stock_models():
+                check_slices(self.files.config, config, try_small(self.files.config, config))
+            whole_attention(self.computing.attention, None, self.files.config, config, torch.device("cuda"))
+        except ConfigError as error:
+            return str(error)
+        return None
+
     def _key(self, config: Config, micro_batch_size: int) -> tuple[str, int, int]:
         return f"{_modules_key(config)}{_has_padded_pairs(config)}", config.sequence_length, micro_batch_size
 
@@ -144,7 +154,7 @@ class ModelTracer:
         return self._models[key]
 
     def _build(self, config: Config) -> _Built:
-        computing, num_slices = self.computing, config.distributed.context_parallel
+        computing, num_slices = self.computing, config.distributed.num_slices
         attention = computing.attention
         settings = BuildSettings(
             config.quant,
@@ -205,7 +215,7 @@ def trace_config(model_config: PretrainedConfig, config: Config) -> ModelTracer:
     check_causal(model_config, traits)
     wanted = config.model.attn_implementation.value
     attention = traced_attention(wanted, model_config, dtype, is_causal, traits.why_not_by_starts)
-    if config.distributed.context_parallel > 1:
+    if config.distributed.num_slices > 1:
         check_slices(model_config, config, traits)
         attention = whole_attention(attention, None, model_config, config, torch.device("cuda"))
     liger = planned_liger_kernels(config.kernels, model_config)
@@ -245,7 +255,7 @@ def _explained() -> Iterator[None]:
 def _modules_key(config: Config) -> str:
     """Equal for settings that make the same modules."""
     made_of = (config.quant, config.lora, config.task, config.preference.loss, config.kernels, config.compute.matmul)
-    return repr((*made_of, config.training.router_aux_loss_coef, config.distributed.context_parallel))
+    return repr((*made_of, config.training.router_aux_loss_coef, config.distributed.num_slices))
 
 
 def _names_a_layer(config: Config) -> bool:
@@ -269,7 +279,7 @@ def _batch(config: Config, size: int) -> Batch:
         size, length = 2 * size, config.training.max_length
     else:
         length = config.slice_length
-    num_slices = config.distributed.context_parallel
+    num_slices = config.distributed.num_slices
     ids = torch.empty(size, length, dtype=torch.int64, device="meta")
     starts = torch.empty(2 * size + 1, dtype=torch.int32, device="meta")
     counts = torch.empty(size, dtype=torch.int64, device="meta")

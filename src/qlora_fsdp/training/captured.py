@@ -114,6 +114,11 @@ class CapturedPasses:
         self.num_steps = 0
         self.reason: str | None = None  # why no more graphs are recorded
 
+    @property
+    def are_replayed(self) -> bool:
+        """Whether there are graphs."""
+        return bool(self.graphs)
+
     def begin_step(self, num_targets: int) -> None:
         """Give the gradients their places, which hold zeros, and set what losses are divided by."""
         self.eager.begin_step(num_targets)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from qlora_fsdp.config.schema import Config
+from qlora_fsdp.config.schema import Config, OnBadStep
 from qlora_fsdp.data.prefetch import prefetch
 from qlora_fsdp.records.run_state import NUM_FINAL
 from qlora_fsdp.training.bad_steps import BadSteps
@@ -17,7 +17,7 @@ from qlora_fsdp.training.batches import GlobalBatches
 from qlora_fsdp.training.evaluate import Evaluation, EvaluationResult
 from qlora_fsdp.training.optim import learning_rate_at
 from qlora_fsdp.training.saver import Saver
-from qlora_fsdp.training.step import StepRunner
+from qlora_fsdp.training.step import StepPasses, StepRunner
 from qlora_fsdp.training.step_recorder import StepRecorder
 
 
@@ -109,8 +109,20 @@ def train(
     """
     model, processes, num_steps = runner.model, runner.processes, batches.split.num_steps
     model.train()
-    # One stream for the whole run. `run_step` takes as many micro-batches from it as its `batch` says.
+    # One stream for the whole run. A step takes as many micro-batches from it as its batch says.
     micro_batches = prefetch(batches.micro_batches(first_step=result.num_steps))
+    ahead: StepPasses | None = None  # of the next step, if they are queued
+
+    def run_passes(step: int) -> StepPasses:
+        _seed_dropout(config.training.seed, step, processes.rank)
+        # The line of the step before is written while the GPU computes.
+        return runner.run_passes(micro_batches, batches.of_step(step), recorder.deferred.write)
+
+    def must_wait(step: int, must_save: bool) -> bool:
+        """Whether what comes after so many steps needs this step's end, or may change the weights."""
+        may_go_back = config.training.on_bad_step is OnBadStep.rollback
+        return step == num_steps or evaluation.is_due(step) or saver.is_due(step, must_save) or may_go_back
+
     try:
         for step in range(result.num_steps, num_steps):
             # Evaluations and checkpoints are no part of a step: the line of the step before is written first, so that
@@ -121,20 +133,22 @@ def train(
                 recorder.pause()
 
             recorder.begin_step()
-            _seed_dropout(config.training.seed, step, processes.rank)
             learning_rate = learning_rate_at(step, num_steps, config.training.learning_rate, config.optim)
             runner.set_learning_rate(learning_rate)
-            batch = batches.of_step(step)
-            write_previous_step = recorder.deferred.write  # called while the GPU computes this one
+            passes = ahead or run_passes(step)
             is_first_update = not result.losses  # of this start
-            step_result = runner.run_step(micro_batches, batch, bad_steps.limit(), is_first_update, write_previous_step)
+            wait = runner.update(passes, bad_steps.limit(), is_first_update)
             # The ranks agree whether to save. They do so before they wait for their GPUs: hosts make this sum, and they
             # notice when a rank never arrives, and say which. A GPU that waits for another can't say for which.
             must_save = processes.sum([saver.wants_checkpoint()])[0] > 0
-            figures = step_result.wait()  # for these only; the GPU may still be running the optimizer
-            is_good = bad_steps.check(step, figures.loss, figures.grad_norm, batch.indices, step_result.micro_losses)
+            # The next step's passes use the weights as the device leaves them, whatever the host will read.
+            can_run_ahead = runner.may_run_ahead and not must_wait(step + 1, must_save)
+            ahead = run_passes(step + 1) if can_run_ahead else None
+            recorder.deferred.write()
+            figures = wait()  # for these only; the GPU may still be running what was queued after them
+            is_good = bad_steps.check(step, figures.loss, figures.grad_norm, passes.batch.indices, passes.micro_losses)
             result.add_step(figures.loss, is_good)
-            recorder.end_step(batch, figures, is_good, learning_rate, step_result.num_flops)
+            recorder.end_step(passes.batch, figures, is_good, learning_rate, passes.num_flops)
 
             is_last = step + 1 == num_steps  # the adapter is written after the last step, which needs no checkpoint
             if not is_last and saver.is_due(step + 1, must_save):

@@ -15,7 +15,14 @@ from qlora_fsdp.training.memory_use import PhasePeaks
 
 
 class Passes(Protocol):
-    """Forward and backward of the micro-batches of a step, one after another. All ranks call it together."""
+    """Forward and backward of the micro-batches of a step, one after another. All ranks call it together.
+
+    Attributes:
+        are_replayed: whether the host queues a micro-batch in less time than a GPU needs for it, and without waiting.
+    """
+
+    @property
+    def are_replayed(self) -> bool: ...
 
     def begin_step(self, num_targets: int) -> None:
         """Prepare for the micro-batches of a step, whose losses are divided by `num_targets`."""
@@ -55,6 +62,8 @@ class EagerPasses:
         peaks: measures the memory of each phase.
         deterministic: `training.deterministic`.
     """
+
+    are_replayed = False
 
     def __init__(self, model: TaskModel, device: torch.device, peaks: PhasePeaks, deterministic: bool = False) -> None:
         self.model, self.device, self.peaks, self.deterministic = model, device, peaks, deterministic

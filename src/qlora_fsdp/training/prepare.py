@@ -25,7 +25,7 @@ from qlora_fsdp.layers.rewire import use_tiles
 from qlora_fsdp.memory.plan_run import Machine, RunPlan, plan_run, run_without_plan
 from qlora_fsdp.model.activations import MemoryFallback, set_activation_policy
 from qlora_fsdp.model.adapters import trainable_names
-from qlora_fsdp.model.assemble import AssembledModel, describe_base, describe_layers
+from qlora_fsdp.model.assemble import AssembledModel, describe_base, describe_layers, share_sequences
 from qlora_fsdp.model.classifier import Classifier
 from qlora_fsdp.model.count import FlopCounter, Sizes, count_bytes, count_flops, dtype_name
 from qlora_fsdp.model.input_offload import InputOffload
@@ -48,7 +48,7 @@ class Prepared:
     """A run whose weights do not exist yet.
 
     Attributes:
-        config: the run's settings, with what was open decided: packing, the micro-batch, the sharding.
+        config: the run's settings, with what was open decided: packing, the micro-batch, the sharding, the slices.
         assembled: the model on meta, and what it was assembled from.
         base: fingerprint of the model files; None for random weights.
         base_layers: the same of the transformer layers alone, which an adapter remembers its base by.
@@ -152,7 +152,7 @@ def _prepare(
     data, split = _prepare_data(config, assembled, processes, folder, first_step)
     flops = count_flops(model, meta.config.get_text_config())
     # A layer that is computed again exchanges heads again, so ranks that share sequences keep to one policy.
-    is_auto = config.memory.activations is Activations.auto and config.distributed.context_parallel == 1
+    is_auto = config.memory.activations is Activations.auto and config.distributed.num_slices == 1
     peaks = PhasePeaks(device, MemoryFallback(model.layers, run_plan.policies, inputs) if is_auto else None)
     return Prepared(config, assembled, base, base_layers, start, sizes, flops, data, split, machine, run_plan, peaks)
 
@@ -171,6 +171,7 @@ def _plan_memory(
         wanted = _plan(config, assembled, machine)
     run_plan: RunPlan = processes.share(wanted)
     use_tiles(model.layers, run_plan.num_tile_tokens)
+    share_sequences(assembled, run_plan.num_slices, processes)
     if config.memory.target_gib is not None:
         hold_to(machine.target, run_plan.plan.library_bytes if run_plan.plan is not None else 0, device)
     if config.memory.snapshot:
@@ -212,7 +213,7 @@ def _prepare_data(
     """Tokenize the data, or open a stream of it, and divide it into steps."""
     model, meta, tokenizer = assembled.model, assembled.meta, assembled.tokenizer
     data: PreparedData[TrainingData]
-    num_slices = config.distributed.context_parallel
+    num_slices = config.distributed.num_slices
     if config.data.streaming:
         split = split_batches(config.training, processes.num_ranks, 0, num_slices)  # max_steps says where it ends
         data = open_stream(config, tokenizer, split, processes, folder, first_step, model.vocab_size)

@@ -3,9 +3,12 @@
 The loss of a step is the sum over all its target tokens divided by their number, over all micro-batches and ranks.
 Gradients are summed, not averaged. So the same data gives the same loss and the same gradient however it is split.
 
-The host queues the whole step without waiting for the GPU, and reads the step's figures later, by `StepResult.wait`.
-There are three exceptions. The host checks the gradients of a run's first two steps. `LocalAdamW8bit` reads on the host
-whether to update. With offloaded parameters the optimizer runs on the CPU, so the host waits for the gradients.
+The host queues the whole step without waiting for the GPU, and reads the step's figures later. There are three
+exceptions. The host checks the gradients of a run's first two steps. `LocalAdamW8bit` reads on the host whether to
+update. With offloaded parameters the optimizer runs on the CPU, so the host waits for the gradients.
+
+Where micro-batches are replayed as CUDA graphs, the host queues the next step's before it reads the figures. Otherwise
+the GPU would stand idle from the end of each step until the host has read them and launched the next graph.
 """
 
 from __future__ import annotations
@@ -54,16 +57,18 @@ class StepFigures(NamedTuple):
 
 
 @dataclass(frozen=True)
-class StepResult:
-    """The result of a step, on which the GPU may still be working.
+class StepPasses:
+    """Forward and backward of a step's micro-batches, which are queued.
 
     Attributes:
-        wait: returns the step's figures. It waits until they are on the host, not for the optimizer.
-        micro_losses: this rank's part of the loss in each micro-batch, scalars on the device.
+        batch: the global batch that they belong to.
+        loss: this rank's part of the step's loss, a float32 scalar on the device.
+        micro_losses: the parts of it that each micro-batch added, in order.
         num_flops: model FLOPs of this rank's micro-batches.
     """
 
-    wait: Callable[[], StepFigures]
+    batch: GlobalBatch
+    loss: Tensor
     micro_losses: list[Tensor]
     num_flops: float
 
@@ -101,43 +106,68 @@ class StepRunner:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
 
-    def run_step(
-        self,
-        micro_batches: Iterator[Batch],
-        batch: GlobalBatch,
-        norm_limit: float,
-        is_first_update: bool,
-        while_gpu_works: Callable[[], None],
-    ) -> StepResult:
-        """Train on one global batch.
+    @property
+    def may_run_ahead(self) -> bool:
+        """Whether `run_passes` may be called for the next step before the figures of this one are known."""
+        return self.passes.are_replayed and not self.model.looks_ahead  # to look ahead, ranks talk to one another
+
+    def run_passes(
+        self, micro_batches: Iterator[Batch], batch: GlobalBatch, while_gpu_works: Callable[[], None]
+    ) -> StepPasses:
+        """Queue forward and backward of every micro-batch of a step.
+
+        FSDP sums gradients over ranks in backward. Without FSDP, `sum_gradients` does so in `update`.
+
+        Args:
+            micro_batches: this rank's micro-batches; the step takes the next `batch.num_micro_batches`.
+            batch: the global batch that these micro-batches belong to.
+            while_gpu_works: called after each micro-batch's backward is queued, to do host work while the GPU computes.
+        """
+        loss_sum, num_flops = torch.zeros((), dtype=torch.float32, device=self.processes.device), 0.0
+        micro_losses = []
+        self.passes.begin_step(max(1, batch.num_targets))
+        if self.model.looks_ahead:
+            seen = list(islice(micro_batches, batch.num_micro_batches))
+            self.model.look_ahead(seen, self.processes)
+            micro_batches = iter(seen)
+        for micro in range(batch.num_micro_batches):
+            micro_batch = next(micro_batches)
+            num_flops += self.flops.of_batch(micro_batch.sequence_starts) / micro_batch.num_slices
+            micro_losses.append(self.passes.run(micro_batch, is_last=micro == batch.num_micro_batches - 1))
+            loss_sum += micro_losses[-1]
+            while_gpu_works()
+        return StepPasses(batch, loss_sum, micro_losses, num_flops)
+
+    def update(self, passes: StepPasses, norm_limit: float, is_first_update: bool) -> Callable[[], StepFigures]:
+        """Queue the update of the weights, which ends a step.
 
         If the loss or norm is not finite, or the norm is above the limit, the weights do not change. The device decides
         this, so the host queues the update without waiting for the decision.
 
         Args:
-            micro_batches: this rank's micro-batches; the step takes the next `batch.num_micro_batches`.
-            batch: the global batch that these micro-batches belong to.
+            passes: of this step.
             norm_limit: a gradient of a larger norm is not used.
             is_first_update: no earlier step of this start has changed the weights.
-            while_gpu_works: called after each micro-batch's backward is queued, to do host work while the GPU computes.
+
+        Returns:
+            A function that waits until the step's figures are on the host, not for the optimizer, and returns them.
 
         Raises:
             TrainingError: one of the first steps leaves a trainable parameter without a usable gradient.
         """
-        local_loss, micro_losses, num_flops = self._run_micro_batches(micro_batches, batch, while_gpu_works)
         self.peaks.enter("step")
         sum_gradients(self.model, self.params)
-        norm = clip_gradients(self.params, self.max_grad_norm).to(local_loss.device, torch.float64)
-        loss = _sum_over_ranks(local_loss.double())
+        norm = clip_gradients(self.params, self.max_grad_norm).to(passes.loss.device, torch.float64)
+        loss = _sum_over_ranks(passes.loss.double())
         is_good = loss.isfinite() & norm.isfinite() & (norm <= norm_limit)
         is_bad = (~is_good).float()
-        wait = self._start_reading(loss, norm)
-        if batch.step < GRADIENT_CHECK_STEPS and not is_bad.item():
-            check_gradients(self.model, batch.step, is_first_update, self.processes)
+        wait, step = self._start_reading(loss, norm), passes.batch.step
+        if step < GRADIENT_CHECK_STEPS and not is_bad.item():
+            check_gradients(self.model, step, is_first_update, self.processes)
         self.optimizer.found_inf = is_bad  # torch's name: the optimizer changes nothing where this is 1
         self.optimizer.step()
         self.passes.end_step(self.optimizer)
-        return StepResult(wait, micro_losses, num_flops)
+        return wait
 
     def _start_reading(self, loss: Tensor, norm: Tensor) -> Callable[[], StepFigures]:
         """Start copying the step's figures to the host; returns a function that waits for them only."""
@@ -163,32 +193,6 @@ class StepRunner:
         for own in counted:
             own.zero_()
         return [(counts.amax(1) / counts.double().mean(1)).mean()]
-
-    def _run_micro_batches(
-        self, micro_batches: Iterator[Batch], batch: GlobalBatch, while_gpu_works: Callable[[], None]
-    ) -> tuple[Tensor, list[Tensor], float]:
-        """Run forward and backward of every micro-batch of a step.
-
-        FSDP sums gradients over ranks in backward. Without FSDP, `sum_gradients` does so afterwards.
-
-        Returns:
-            This rank's part of the step's loss, a float32 scalar on the device; the parts of it that each micro-batch
-            added, in order; and the model FLOPs.
-        """
-        loss_sum, num_flops = torch.zeros((), dtype=torch.float32, device=self.processes.device), 0.0
-        micro_losses = []
-        self.passes.begin_step(max(1, batch.num_targets))
-        if self.model.looks_ahead:
-            seen = list(islice(micro_batches, batch.num_micro_batches))
-            self.model.look_ahead(seen, self.processes)
-            micro_batches = iter(seen)
-        for micro in range(batch.num_micro_batches):
-            micro_batch = next(micro_batches)
-            num_flops += self.flops.of_batch(micro_batch.sequence_starts) / micro_batch.num_slices
-            micro_losses.append(self.passes.run(micro_batch, is_last=micro == batch.num_micro_batches - 1))
-            loss_sum += micro_losses[-1]
-            while_gpu_works()
-        return loss_sum, micro_losses, num_flops
 
 
 def _sum_over_ranks(value: Tensor) -> Tensor:

@@ -151,7 +151,7 @@ class Config:
     @property
     def slice_length(self) -> int:
         """Most tokens of a sequence that one rank computes."""
-        return -(self.sequence_length // -self.distributed.context_parallel)
+        return -(self.sequence_length // -self.distributed.num_slices)
 
     @property
     def num_extra_forwards(self) -> int:

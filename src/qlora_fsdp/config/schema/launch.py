@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from qlora_fsdp.config.schema.bounds import bounds
 
@@ -12,12 +13,18 @@ class DistributedConfig:
     # A collective that takes longer than this means that a rank is gone or stuck, and ends all ranks.
     timeout_seconds: int = field(default=600, metadata=bounds(at_least=1))
     # Ranks that share each sequence: every one computes a slice of it, so that rows can be as many times as long. It
-    # divides the ranks and the model's attention heads. The losses do not depend on it (docs/long-rows.md).
-    context_parallel: int = field(default=1, metadata=bounds(at_least=1))
+    # divides the ranks and the model's attention heads. The losses do not depend on it (docs/long-rows.md). auto: 1, or
+    # where a sequence does not fit on a GPU, the smallest number of GPUs on which it does, by the memory plan.
+    context_parallel: Any = field(default="auto", metadata=bounds(at_least=1))
+
+    @property
+    def num_slices(self) -> int:
+        """Slices of a sequence; 1 also is what auto does where no plan has chosen."""
+        return self.context_parallel if isinstance(self.context_parallel, int) else 1
 
     def num_groups(self, num_ranks: int) -> int:
         """Groups of ranks that have sequences of their own, which a step's are divided among."""
-        return max(1, num_ranks // max(1, self.context_parallel))
+        return max(1, num_ranks // max(1, self.num_slices))
 
 
 @dataclass
