@@ -107,7 +107,7 @@ def merge(settings: MergeSettings, config: Config, processes: Processes) -> None
 
 
 def _describe_end(out: str, was_there: bool) -> str:
-    """What there is now, and what to type next."""
+    """Describe the result, and what to type next."""
     folder = Path(out).expanduser()
     files = list(folder.glob("*.safetensors"))
     size = show_bytes(sum(file.stat().st_size for file in files))

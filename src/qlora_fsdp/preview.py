@@ -138,7 +138,7 @@ def _mark(text: str, is_target: bool, colored: bool) -> str:
 
 
 def _figures(data: PreparedData[Sequences], config: Config) -> Iterator[str]:
-    """What was read, the lengths of the rows as bars, and how much of a batch would be padding."""
+    """Describe the rows: counts, their lengths as bars, and how much of a batch would be padding."""
     import numpy as np
 
     yield from ("---", *map(printable, str(data.report).splitlines()))

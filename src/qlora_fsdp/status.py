@@ -76,7 +76,7 @@ def _reason(state: RunState) -> str | None:
 
 
 def _in_queue(queued: str, status: str) -> str:
-    """What SLURM will do with a run; empty where the run itself knows better."""
+    """SLURM's plan for a run; empty if the run itself knows better."""
     if not queued or status == "running":
         return ""
     return "starting" if queued.startswith("running") else f"queued: {queued}"

@@ -43,7 +43,7 @@ def check_preference(config: Config) -> Iterator[Problem]:
 
 
 def _others(config: Config) -> Iterator[Problem]:
-    """What the settings of other sections can't be with task=preference."""
+    """Find settings of other sections that don't go with task=preference."""
     yield from _data(config)
     if config.kernels.cross_entropy is Kernel.liger:
         reason = "can't be used with task.name=preference: Liger's kernel sums over all tokens, not over answers."
@@ -58,7 +58,7 @@ def _others(config: Config) -> Iterator[Problem]:
 
 
 def _data(config: Config) -> Iterator[Problem]:
-    """What the settings of data can't be where answers are compared."""
+    """Find settings of data that don't go with comparing answers."""
     name = show("task.name", config.task.name)
     if config.data.format not in (DataFormat.auto, DataFormat.random):
         keys = "prompt, chosen and rejected" if config.has_pairs else "prompt, completion and label"

@@ -122,7 +122,7 @@ def _checkpoint(config: Config) -> Iterator[Problem]:
 
 
 def slices(config: Config) -> Iterator[Problem]:
-    """What ranks that share sequences can't do. What `auto` chooses is asked again, as if it were set."""
+    """Find settings that don't go with sequences that ranks share. What `auto` chooses is checked as if it were set."""
     num_slices = config.distributed.context_parallel
     if num_slices != "auto" and (isinstance(num_slices, bool) or not isinstance(num_slices, int)):
         reason, fix = "must be a whole number or auto.", "Set distributed.context_parallel=auto, the default."

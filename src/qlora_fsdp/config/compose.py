@@ -288,7 +288,7 @@ def _as_dict(composed: DictConfig, *, resolve: bool) -> dict[str, Any]:
 
 
 def _explain(error: Exception, folders: Sequence[Path]) -> Problem:
-    """What Hydra or the YAML parser stopped at, in the words of this project."""
+    """Explain an error of Hydra or the YAML parser in the words of this project."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         place = f"{error.problem_mark.name}, line {error.problem_mark.line + 1},"
         return Problem(place, f"is not valid YAML: {error.problem}.", "Correct this file.")

@@ -34,7 +34,7 @@ OF_A_MODEL = ("name", "path", "revision", "tokenizer_path", "weights", "config")
 
 @dataclass(frozen=True)
 class FileSettings:
-    """What a file says.
+    """The contents of a file of settings.
 
     Attributes:
         options: the options of groups that it picks, as on the command line: `quant=int8`.

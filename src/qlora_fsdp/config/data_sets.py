@@ -40,7 +40,7 @@ OWN_KEYS = tuple(field.name for field in fields(DataSet))
 
 
 def find_mistakes(value: Any) -> Iterator[str]:
-    """What is wrong with a value of data.mix, each as the end of a sentence about its data set."""
+    """The mistakes in a value of data.mix, each as the end of a sentence about its data set."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         value = {"weight": value}
     if not isinstance(value, Mapping):
@@ -88,7 +88,7 @@ def settings_for_evaluation(data: DataConfig) -> DataConfig:
 
 
 def explain_split(split: str) -> str | None:
-    """What is wrong with a split; None: nothing. Sums of splits are left to `datasets`."""
+    """Explain what is wrong with a split; None if nothing is. Sums of splits are left to `datasets`."""
     if "+" in split or (_SLICE.fullmatch(split) and split):
         return None
     return "is neither the name of a split nor a slice such as train[:5000] or train[10%:]"

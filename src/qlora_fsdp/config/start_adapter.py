@@ -31,7 +31,7 @@ FindStart = Callable[[Config], Path]  # where the adapter that lora.start names 
 
 @dataclass(frozen=True)
 class StartAdapter:
-    """What is known of the adapter that a run starts from, before torch is imported.
+    """The adapter that a run starts from, as far as it is known before torch is imported.
 
     Attributes:
         folder: where it is read: what `lora.start` names, or the copy that the run made of it.
@@ -50,7 +50,7 @@ class StartAdapter:
     quant: dict[str, Any]
 
     def defaults(self, config: Config) -> Sections:
-        """What stands in the place of the schema's defaults, given the settings as they are without the adapter."""
+        """The values that replace the schema's defaults, given the settings without the adapter."""
         model = config.model
         names_model = (
             model.name != ModelConfig.name or model.path is not None or model.weights is not Weights.checkpoint

@@ -263,7 +263,7 @@ def _write_places(file: Path, tables: list[pa.Table]) -> None:
 
 
 def _read_places(file: Path, rows: NDArray[np.int64]) -> Iterator[tuple[str, str]]:
-    """Of each of some rows its place, and its length if a beginning alone was tokenized."""
+    """Read each row's place in the data, and its length if only its beginning was tokenized."""
     with pa.memory_map(str(file)) as stream, pa.ipc.open_file(stream) as reader:
         for row in rows.tolist():
             batch, number = reader.get_batch(row // PLACES_A_BATCH), row % PLACES_A_BATCH

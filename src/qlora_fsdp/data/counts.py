@@ -64,7 +64,7 @@ class ProblemCounter:
             self._places.setdefault(kind, {}).setdefault(detail, []).append(place)
 
     def problems(self) -> tuple[RowProblem, ...]:
-        """What has been counted, the most frequent kind first."""
+        """The kinds of problems and their numbers, the most frequent first."""
         kinds = sorted(self._num_rows, key=lambda kind: -self._num_rows[kind])
         return tuple(RowProblem(k, self._num_rows[k], self._num_kept[k], self._examples(k)) for k in kinds)
 
@@ -78,7 +78,7 @@ class ProblemCounter:
 
 @dataclass(frozen=True)
 class ReadReport:
-    """What was read from one source. It is stored beside the source's tokens.
+    """Counts of what was read from one source. They are stored beside the source's tokens.
 
     Attributes:
         path: path of the source, as the user gave it.
@@ -139,7 +139,7 @@ class Cleaning:
 
 @dataclass(frozen=True)
 class MixPart:
-    """What one data set of a mix contributes to an epoch.
+    """The part of an epoch that one data set of a mix contributes.
 
     Attributes:
         path: path of the data set, as the user gave it.
@@ -226,7 +226,7 @@ class DataReport:
         return "\n".join(lines)
 
     def _targets(self, number: int, otherwise: str) -> str:
-        """What so many losses belong to: pairs or answers, or else what `otherwise` says."""
+        """The noun for what each loss belongs to: pairs or answers, or else `otherwise`."""
         if not self.num_answers:
             return otherwise
         return plural(number, "pair" if self.num_answers == 2 else "answer")

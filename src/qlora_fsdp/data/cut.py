@@ -79,7 +79,7 @@ class CutProblem:
 
 @dataclass(frozen=True)
 class Pieces:
-    """What is used of rows.
+    """The parts of rows that are used.
 
     Attributes:
         rows: int64 [num_pieces], the row that each piece is of.

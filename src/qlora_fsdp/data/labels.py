@@ -96,7 +96,7 @@ def label_columns(columns: Mapping[str, str], task: TaskConfig) -> dict[str, str
 
 
 def used_label_columns(names: Sequence[str], columns: Mapping[str, str], task: TaskConfig) -> list[str]:
-    """Of the columns of a table, those that rows with labels need; all of them if there is no label among them."""
+    """The columns of a table that rows with labels need; all of them if there is no label among them."""
     columns = label_columns(columns, task)
     is_words = task.name is TaskName.token_classification
     given, labels = ("tokens", WORD_LABEL_KEYS) if is_words else ("text", LABEL_KEYS)
@@ -153,7 +153,7 @@ def _read_several(key: str, value: Any, names: list[str]) -> list[float]:
 
 
 def _read_numbers(key: str, value: Any, wanted: int) -> list[float]:
-    """As many numbers as the head has outputs."""
+    """Read a label's numbers, of which there must be as many as the head has outputs."""
     numbers = [_number(item) for item in (value if isinstance(value, list) else [value])]
     finite = [number for number in numbers if number is not None]
     if not len(numbers) == len(finite) == wanted:

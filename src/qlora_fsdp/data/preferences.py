@@ -195,7 +195,7 @@ def read_margin(raw: bytes, columns: Mapping[str, str] = NO_COLUMNS) -> float:
 
 
 def preference_columns(names: Sequence[str], columns: Mapping[str, str]) -> list[str]:
-    """Of the columns of a table, those that preferences need; all of them if the table has no such columns."""
+    """The columns of a table that preferences need; all of them if the table has no such columns."""
     keys = ("prompt", *PAIR_KEYS, *JUDGED_KEYS, RESPONSES, RANKS, SCORES, MARGIN, *MORE_KEYS[DataFormat.messages])
     wanted = {columns.get(key, key) for key in keys}
     return [name for name in names if name in wanted] or list(names)

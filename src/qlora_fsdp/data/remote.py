@@ -58,7 +58,7 @@ def find_remote(url: str, setting: str) -> list[tuple[str, RowFile]]:
 
 
 def _list(system: Any, root: str, is_single: bool) -> dict[str, dict[str, Any]]:
-    """What the file system tells of each file, by its path."""
+    """The file system's details of each file, by path."""
     if is_single:
         return {root: system.info(root)}
     if "*" in root or "?" in root or "[" in root:

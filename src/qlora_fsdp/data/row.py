@@ -97,7 +97,7 @@ def check_row(
 def check_fields(
     found: dict[str, Any], data_format: DataFormat, columns: Mapping[str, str] = NO_COLUMNS
 ) -> tuple[DataFormat, dict[str, Any]]:
-    """As `check_row`, of a row that is parsed already."""
+    """Check a row that is parsed already, as `check_row` does."""
     row = rename(found, columns)
     form = _detect(row, found, columns) if data_format is DataFormat.auto else data_format
     missing = [key for key in REQUIRED_KEYS[form] if key not in row]
@@ -168,7 +168,7 @@ def rename(row: dict[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
 
 
 def used_columns(names: Sequence[str], data_format: DataFormat, columns: Mapping[str, str]) -> list[str]:
-    """Of the columns of a table, those that rows need; all of them if the table has no form's columns."""
+    """The columns of a table that rows need; all of them if the table has no form's columns."""
     forms = list(REQUIRED_KEYS) if data_format is DataFormat.auto else [data_format]
     forms = [form for form in forms if all(columns.get(key, key) in names for key in REQUIRED_KEYS.get(form, ()))]
     wanted = {columns.get(key, key) for form in forms for key in (*REQUIRED_KEYS[form], *MORE_KEYS.get(form, ()))}
@@ -176,7 +176,7 @@ def used_columns(names: Sequence[str], data_format: DataFormat, columns: Mapping
 
 
 def explain_keys(row: Mapping[str, Any], missing: Sequence[str], columns: Mapping[str, str]) -> str:
-    """What is wrong with a row that lacks keys, with the setting that says how they are called.
+    """Explain which keys a row lacks, and which setting gives their names.
 
     Args:
         row: the row as it is in the data.
@@ -204,7 +204,7 @@ def show_keys(row: Mapping[str, Any]) -> str:
 
 
 def guess_columns(row: Mapping[str, Any]) -> dict[str, str]:
-    """What data.columns may have to be for a row of unknown form, by names that are common; empty: nobody can tell."""
+    """Guess data.columns for a row of unknown form from common names; empty if there is nothing to guess from."""
     lower = {key.lower(): key for key in row}
     found = {ours: lower[name] for ours, names in COMMON_NAMES.items() for name in reversed(names) if name in lower}
     for form in (("messages",), ("prompt", "completion"), ("text",)):

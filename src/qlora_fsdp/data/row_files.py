@@ -75,7 +75,7 @@ def dump_row(row: Any) -> bytes:
 
 
 def _as_text(value: Any) -> str:
-    """What JSON does not have: text of Parquet that is not marked as such; dates and the like."""
+    """Turn into text what JSON has no type for: dates and the like, and text that Parquet stores as bytes."""
     return value.decode("utf-8", errors="surrogateescape") if isinstance(value, bytes) else str(value)
 
 

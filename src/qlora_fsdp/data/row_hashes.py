@@ -76,7 +76,7 @@ def name_file(kind: str, identity: list[str], data: DataConfig) -> Path:
 
 
 def read_kept(file: Path | None, data: DataConfig) -> NDArray[np.generic] | None:
-    """What a file has; None: it is not there, can't be read, or is another user's."""
+    """Read a file of hashes; None if it is not there, can't be read, or belongs to another user."""
     with suppress(OSError, ValueError, EOFError):
         if file is not None:
             check_owner(file, data.cache_folder)

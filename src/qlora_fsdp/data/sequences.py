@@ -42,7 +42,7 @@ class SequenceSettings:
 
 
 class Rows(Protocol):
-    """What sequences are made of: `cache.TokenizedRows`, `RandomRows`, or answers (`preferences.py`).
+    """The rows that sequences are made of: `cache.TokenizedRows`, `RandomRows`, or answers (`preferences.py`).
 
     Attributes:
         lengths: the room that each takes in a sequence, in tokens.
@@ -74,7 +74,7 @@ class Rows(Protocol):
 
 
 class TrainingData(Protocol):
-    """What the training loop asks of data. It is `Sequences` or `stream.StreamedSequences`."""
+    """The interface of data to the training loop: `Sequences` and `stream.StreamedSequences` have it."""
 
     @property
     def max_length(self) -> int: ...

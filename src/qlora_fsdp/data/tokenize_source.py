@@ -121,7 +121,7 @@ def load_source(
 def row_tokenizer(
     config: Config, tokenizer: PreTrainedTokenizerBase
 ) -> RowTokenizer | LabelledRowTokenizer | PreferenceRowTokenizer:
-    """What makes token rows of batches of raw rows, cut to training.max_length."""
+    """Make the function that turns batches of raw rows into token rows, cut to training.max_length."""
     data, max_length = config.data, config.training.max_length
     if config.task.has_labels:
         return LabelledRowTokenizer(tokenizer, config.task, max_length, data.bad_rows, data.columns)
@@ -134,7 +134,7 @@ def row_tokenizer(
 
 
 def _whole_tokenizer(config: Config, tokenizer: PreTrainedTokenizerBase) -> Callable[[Columns], Columns]:
-    """What makes token rows that are cut later; of labelled ones the tokenizer itself has to cut the text."""
+    """The same for whole rows, which are cut later. Rows with labels are cut by the tokenizer in any case."""
     found = row_tokenizer(config, tokenizer)
     if isinstance(found, LabelledRowTokenizer):
         return found

@@ -42,7 +42,7 @@ ANSWER: Message = {"role": "tool", "name": "f", "content": "result"}
 
 @dataclass(frozen=True)
 class Edges:
-    """What stands around the turns of a kind.
+    """The text that a template writes around the turns of a kind.
 
     Attributes:
         head: between the beginning of the message's part of the text and the turn.
@@ -137,7 +137,7 @@ def _learn(
     special_tokens: tuple[tuple[str, Any], ...],  # of the tokenizer, which may get others
     find_turn: FindTurn,
 ) -> Edges | None:
-    """What stands around turn `number` of a small conversation, `example`; None: that can't be told."""
+    """Find the text around turn `number` of a small conversation, `example`; None if it can't be found."""
     conversation = Conversation(json.loads(example), TOOLS if has_tools else None, template, tokenizer)
     try:
         text, trace = conversation.render(conversation.messages), conversation.trace()

@@ -83,7 +83,7 @@ def _find_alike(conversation: Conversation, trace: Trace, turns: list[int]) -> d
 
 
 def _kind(messages: list[dict[str, Any]], number: int, last_user: int) -> tuple[Any, ...]:
-    """What templates look at when they write a message, other than its words."""
+    """Everything but its words that a template looks at when it writes a message."""
     message = messages[number]
     before = messages[number - 1]["role"] if number else None
     behind = messages[number + 1]["role"] if number + 1 < len(messages) else None

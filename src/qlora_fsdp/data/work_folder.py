@@ -29,7 +29,7 @@ LEFTOVER = re.compile(r"\.[0-9a-f]{32}\..*(parts|tmp)")  # also of versions that
 
 @dataclass(frozen=True)
 class Plan:
-    """What is tokenized.
+    """The rows that are tokenized, and how.
 
     Attributes:
         rows: int64 [num_rows], the rows that are used, by their number among the raw rows.
@@ -49,7 +49,7 @@ class Plan:
 
     @classmethod
     def load(cls, work: Path) -> Plan | None:
-        """What `save` has written; None: nothing that is whole."""
+        """Load what `save` has written; None if nothing whole is there."""
         try:
             read = ReadReport.from_json(read_json_object(work / PLAN, MAX_PLAN_BYTES))
             return cls(np.load(work / "rows.npy"), np.load(work / "bounds.npy"), read)

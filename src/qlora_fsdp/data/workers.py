@@ -99,7 +99,7 @@ class Workers:
 
 
 def _serve(pipe: Connection, tokenize: Tokenize) -> None:
-    """What a worker does."""
+    """Tokenize batches in a worker process."""
     become_worker()
     with suppress(EOFError, OSError):  # the process that has started it is gone
         while True:

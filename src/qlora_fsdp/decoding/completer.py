@@ -222,7 +222,7 @@ class Completer:
         return cache, output.logits.shape[-1]
 
     def _free_bytes(self) -> int:
-        """What slots may take."""
+        """Bytes that slots may take."""
         if self.device.type != "cuda":
             return 2**62
         free = torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_reserved(self.device)

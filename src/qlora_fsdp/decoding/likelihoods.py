@@ -36,7 +36,7 @@ class Text(NamedTuple):
 
     @property
     def question(self) -> tuple[int, ...]:
-        """What comes before the targets."""
+        """The tokens before the targets."""
         return self.tokens[: len(self.tokens) - len(self.targets) + 1]
 
     @property
@@ -68,7 +68,7 @@ class Row(NamedTuple):
 
 
 class Likelihood(NamedTuple):
-    """Of a text's targets: the sum of their log-probabilities, and whether each is the likeliest token."""
+    """The sum of the log-probabilities of a text's targets, and whether each target is the likeliest token."""
 
     log_probability: float
     is_greedy: bool

@@ -47,7 +47,7 @@ class Sampling:
 
     @classmethod
     def of(cls, config: GenerationConfig) -> Sampling:
-        """As a generation config says, for which `why_not` finds no reason."""
+        """The sampling that a generation config describes, if `why_not` accepts it."""
         penalty = config.repetition_penalty or 1.0
         temperature = 1.0 if config.temperature is None else config.temperature
         if not config.do_sample or temperature == 0:

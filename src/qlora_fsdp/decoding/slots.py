@@ -17,7 +17,7 @@ from qlora_fsdp.layers.slot_attention import running_step
 
 
 class TokenShape(NamedTuple):
-    """What a layer keeps of one token: the shapes of its key and its value, [heads, size] each."""
+    """Shapes of the key and the value that a layer keeps for one token, [heads, size] each."""
 
     num_heads: int
     key_size: int
@@ -93,7 +93,7 @@ class SlotLayer(CacheLayerMixin):
 
 
 class SlotCache(Cache):
-    """What transformers' models are given as `past_key_values`.
+    """The cache that transformers' models get as `past_key_values`.
 
     Args:
         num_layers: of the model.

@@ -107,7 +107,7 @@ class Steps:
         self.positions.add_(1).clamp_(max=self.length - 1)  # texts that have ended run on until the slot is given away
 
     def logits(self) -> Tensor:
-        """What follows the last token of each text [num_slots, vocabulary]. The token's keys and values are kept."""
+        """Logits of each text's next token [num_slots, vocabulary]. The last token's keys and values are kept."""
         with running(Step(positions=self.positions)):
             return self.call(self.tokens[:, None], self.positions[:, None])[:, -1]
 

@@ -123,7 +123,7 @@ def _meet() -> Processes | Finding:
 
 
 def _exchanged(processes: Processes) -> list[Finding]:
-    """What the processes measure together, once rank 0 has run its own checks."""
+    """Measure what takes all processes, once rank 0 has run its own checks."""
     from qlora_fsdp.runtime.processes import stop_processes
 
     try:

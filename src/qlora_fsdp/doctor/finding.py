@@ -8,7 +8,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check found about one thing, and what to do unless all is well."""
+    """The finding of a check about one thing, with what to do unless all is well."""
 
     level: Literal["green", "yellow", "red"]
     what: str

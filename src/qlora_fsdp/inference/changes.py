@@ -20,7 +20,7 @@ from qlora_fsdp.layers.token_rows import ADAPTER
 
 @dataclass(frozen=True, eq=False)
 class Change:
-    """What the adapter does to a parameter of the base. Two parameters that are tied share one.
+    """The change that an adapter makes to a parameter of the base. Tied parameters share one.
 
     Attributes:
         file: the adapter's tensors.
@@ -55,7 +55,7 @@ class Change:
 
 
 def find_changes(model: nn.Module, adapter: Path) -> dict[str, Change]:
-    """What an adapter does, by the name of the base's parameter that it changes. Only names are read.
+    """Find an adapter's changes, by the name of the parameter that each changes. Only names are read.
 
     Args:
         model: the base with the adapter's layers; may be on meta.

@@ -31,7 +31,7 @@ def make_completer(
     processes: Processes,
     max_slots: int | None = None,
 ) -> Completer | None:
-    """What completes prompts on this rank alone; None if transformers has to, and the log says why.
+    """Make the completer for this rank alone; None if transformers has to complete, and the log says why.
 
     Args:
         trained: what `load_trained` returned for a model that generates.

@@ -45,7 +45,7 @@ BOOTSTRAP_ITERS = 1000  # for standard errors that have no formula, such as perp
 
 
 class Work(IntEnum):
-    """What the ranks of a sharded model compute together."""
+    """The work that the ranks of a sharded model do together."""
 
     none = 0
     forward = 1
@@ -53,7 +53,7 @@ class Work(IntEnum):
 
 
 class ModelInStep:
-    """What lm-eval calls in place of a transformers model.
+    """The model that lm-eval calls in place of transformers'.
 
     Computing with a sharded model is collective, and ranks have different numbers of requests. Before each computation
     the ranks agree on what comes next, and those without a request compute on a dummy input.
@@ -104,7 +104,7 @@ class ModelInStep:
         return self.base.generate(generation_config=config, synced_gpus=self.is_sharded, **options)
 
     def _agree(self, work: Work) -> Work:
-        """What the ranks compute next: the highest of what they ask for."""
+        """Agree on what the ranks compute next: the highest of what they ask for."""
         return Work(int(self.processes.max([work])[0]))
 
     def _compute(self, compute: Callable[[], Any]) -> Any:
@@ -157,7 +157,7 @@ class SharedLM(HFLM):  # type: ignore[misc]
         disable_tqdm: bool = False,
         override_bs: int | None = None,
     ) -> list[tuple[float, bool]]:
-        """Of each continuation after its context: the log-probability, and whether greedy search would write it."""
+        """Each continuation's log-probability after its context, and whether greedy search would write it."""
         if self.scorer is None:
             theirs: list[tuple[float, bool]] = super()._loglikelihood_tokens(requests, disable_tqdm, override_bs)
             return theirs

@@ -166,7 +166,7 @@ def _refuse_composed(merge: Merge, changes: dict[str, Change]) -> None:
 
 
 def _find_extra(merge: Merge, changes: dict[str, Change]) -> dict[str, Assignment]:
-    """What the base's files lack.
+    """Find what the base's files lack.
 
     These are a new head and, of two tied weights of which the adapter changes one, the one that the files do not name.
     """

@@ -33,7 +33,7 @@ NUM_KEPT = 3  # weights: an expert has up to three matrices in the files
 
 @dataclass(frozen=True)
 class Merge:
-    """What is merged into what.
+    """A merge of an adapter into its base, and how it is done.
 
     Attributes:
         trained: the base with the adapter's layers, on meta.

@@ -127,7 +127,7 @@ def job_name(swept: dict[str, str]) -> str:
 
 
 def _check(job: Job) -> list[Problem]:
-    """What is wrong with a job. If its folder holds a run already, that must be the same run."""
+    """Find why a job can't run. If its folder holds a run already, that must be the same run."""
     may_resume = job.config.checkpoint.resume == "auto" and not job.config.run.overwrite
     if job.is_done or (may_resume and job.state.checkpoint):
         changes = _harmful_changes(job)

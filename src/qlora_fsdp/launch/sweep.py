@@ -25,7 +25,7 @@ Start = Callable[[list[Job], "Sweep"], None]
 
 
 class Sweep:
-    """What all jobs of a sweep have in common.
+    """Everything that all jobs of a sweep share.
 
     Args:
         config_loader: Hydra's loader, which composes the configuration of each job.

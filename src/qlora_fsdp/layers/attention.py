@@ -116,7 +116,7 @@ def _why_none_for_rows(config: PretrainedConfig, device: torch.device, dtype: to
 
 
 def _why_not_this_model(config: PretrainedConfig, dtype: torch.dtype) -> str | None:
-    """The same for any recent GPU."""
+    """Why the two kernels can't compute this model on any recent GPU; None if they can."""
     if dtype not in (torch.bfloat16, torch.float16):
         return f"it computes in bfloat16 or float16, not {dtype}"
     size = head_dim(config)
@@ -126,7 +126,7 @@ def _why_not_this_model(config: PretrainedConfig, dtype: torch.dtype) -> str | N
 
 
 def why_not_by_starts(config: PretrainedConfig) -> str | None:
-    """What this model's attention does and attention that is told where rows start can't, anywhere; None: nothing."""
+    """Why attention that is told where rows start can't compute this model on any device; None if it can."""
     if getattr(config, "attn_logit_softcapping", None):
         return "it can't cap attention logits, as this model does"
     if getattr(config, "attention_dropout", None):

@@ -101,7 +101,7 @@ def _compute(
 
 
 def _forward_or_transformers(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-    """What transformers calls: ours where it can be, else transformers' own grouped products."""
+    """Compute experts for transformers: by this module if it can, else by transformers' own grouped products."""
     forward = experts_forward if expert_weight_names(module) else ALL_EXPERTS_FUNCTIONS["grouped_mm"]
     return cast(Tensor, forward(module, *args, **kwargs))
 
@@ -138,7 +138,7 @@ def count_loads(model: nn.Module) -> list[ExpertLoad]:
 
 
 class Experts:
-    """What a computation reads of a module of fused experts: its two weights, biases, adapters and activation.
+    """The parts of a module of fused experts: its two weights, biases, adapters and activation.
 
     Args:
         module: transformers' module, whose `expert_weight_names` are two.

@@ -45,7 +45,7 @@ _PROVEN: dict[Any, Gated | None] = {}
 
 
 def find_gated(module: nn.Module) -> Gated | None:
-    """What a module is as a gated MLP; None if it is none, or one of an activation that is not known here.
+    """Recognise a gated MLP; None if the module is none, or if its activation is not known here.
 
     Args:
         module: as transformers or Liger made it, on any device; its linear layers may be quantized and adapted.
@@ -74,7 +74,7 @@ def _linear(child: nn.Module | None) -> nn.Linear | None:
 
 
 def _facts(module: nn.Module) -> tuple[Any, ...]:
-    """What may change what a module computes: its class and its attributes, but for weights."""
+    """Everything but weights that a module's result may depend on: its class and its attributes."""
     attributes = {key: value for key, value in vars(module).items() if key != "forward"}
     return type(module), *((k, v) for k, v in attributes.items() if isinstance(v, _SIMPLE) or callable(v))
 
@@ -102,7 +102,7 @@ def _prove(module: nn.Module, linears: Mapping[str, nn.Linear]) -> Gated | None:
 
 
 def _run(module: nn.Module, x: Tensor) -> Tensor | None:
-    """What a module's own forward gives, past hooks and what was put in its place; None if it can't be called so."""
+    """Run the forward of a module's class, without hooks or replacements; None if it can't be called so."""
     try:
         found = type(module).forward(module, x)
     except Exception:  # it wants other arguments, or layers of its own sizes

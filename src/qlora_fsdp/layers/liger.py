@@ -114,7 +114,7 @@ def stock_classes(kind: type) -> list[Any]:
 
 
 def _models_attributes() -> dict[tuple[Any, str], Any]:
-    """What the imported files of transformers' models define, and what their classes do: by owner and name."""
+    """All attributes of transformers' imported model files and of their classes, by owner and name."""
     modules = [module for name, module in list(sys.modules.items()) if name.startswith(MODELS)]
     modules = [module for module in modules if ".modeling_" in module.__name__]
     kinds = {kind for module in modules for kind in vars(module).values() if inspect.isclass(kind)}
@@ -123,7 +123,7 @@ def _models_attributes() -> dict[tuple[Any, str], Any]:
 
 
 def choose_loss_kernel(choice: Kernel, device: torch.device) -> LossKernel:
-    """What computes the loss of a frozen head: what `kernels.cross_entropy` says, and for `auto` ours on a GPU."""
+    """Choose the kernel for a frozen head's loss: as `kernels.cross_entropy` says; `auto` is ours on a GPU."""
     if choice is Kernel.liger:
         return "liger"
     has_triton = device.type == "cuda" and find_spec("triton") is not None

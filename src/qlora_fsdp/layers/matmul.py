@@ -21,7 +21,7 @@ Axis = Literal["row", "column"]
 
 
 class FrozenLinear(Protocol):
-    """What a product needs of a layer; `QuantizedLinear` has it."""
+    """The interface that a product needs of a layer. `QuantizedLinear` has it."""
 
     in_features: int
     out_features: int
@@ -39,7 +39,7 @@ class FrozenLinear(Protocol):
         """Consecutive weights of a row that share a scale; of a 4-bit weight."""
 
     def fp8_scales(self) -> tuple[Tensor, Tensor]:
-        """Of a 4-bit weight: what its fp8 values are multiples of, float32 [O] for rows and [blocks] for columns."""
+        """The fp8 scales of a 4-bit weight: float32 [O] for its rows, and [blocks] for its columns of blocks."""
 
     def fill_fp8(self, factors: Tensor, out: Tensor, axis: Axis) -> None:
         """Write a 4-bit weight times `factors` into `out`: as it is for rows, transposed for columns."""

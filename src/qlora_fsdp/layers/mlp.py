@@ -35,7 +35,7 @@ class GatedMlp:
 
     @property
     def last_norm(self) -> LastNorm | None:
-        """Where to ask whether the input is a norm's output."""
+        """The `LastNorm` that knows whether the input is a norm's output."""
         return self.layers[0].last_norm
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -43,7 +43,7 @@ class GatedMlp:
         return self._compute(x, True, *args, **kwargs)
 
     def again(self, x: Tensor) -> Tensor:
-        """The same for backward alone: down's product, whose values backward does not need, is left out."""
+        """Compute again what backward needs: all but down's product."""
         return self._compute(x, False)
 
     def _compute(self, x: Tensor, has_values: bool, *args: Any, **kwargs: Any) -> Tensor:

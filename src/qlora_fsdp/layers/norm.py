@@ -37,7 +37,7 @@ class LastNorm:
         self._input, self._output, self._make = weakref.ref(x), weakref.ref(y), make
 
     def source_of(self, y: Tensor) -> tuple[Tensor | None, Make | None]:
-        """What to keep in the place of y, and how to make y of it; (None, None) if y must be kept itself."""
+        """A tensor to keep instead of y, and a function from it to y; (None, None) if y itself must be kept."""
         if self._output() is not y or (x := self._input()) is None:
             return None, None
         return x.detach(), self._make

@@ -105,7 +105,7 @@ class Format:
         return rows if rows.shape[1] == num_bytes else rows[:, :num_bytes].contiguous()
 
     def source_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """What weights of a dtype are cast to before they are quantized; bitsandbytes' int8 kernel takes float16."""
+        """The dtype in which weights of `dtype` are quantized; bitsandbytes' int8 kernel takes float16."""
         return dtype if self.is_4bit else torch.float16
 
     def quantize_rows(self, weight: Tensor) -> tuple[Tensor, Tensor]:

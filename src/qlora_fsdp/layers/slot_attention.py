@@ -59,7 +59,7 @@ class Step:
         return self._places[key]
 
     def mask(self, length: int, window: int | None, dtype: torch.dtype) -> Tensor:
-        """What is added to logits: 0 for the keys that a row sees, -inf for the others. [num_slots, 1, 1, length]."""
+        """The mask added to logits, [num_slots, 1, 1, length]: 0 for keys that a row sees, -inf for the others."""
         assert self.positions is not None
         window = window if window is not None and window < length else None
         key = (length, window, dtype)
@@ -71,7 +71,7 @@ class Step:
         return self._masks[key]
 
     def branch_mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """The same for prompts with several ends: [rows, 1, tokens, tokens]."""
+        """The mask added to logits of prompts with several ends: [rows, 1, tokens, tokens]."""
         assert self.branches is not None and self.branch_places is not None
         length = self.branches.shape[1]
         key = (length, window, dtype)

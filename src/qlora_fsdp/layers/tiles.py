@@ -72,7 +72,7 @@ class TiledModule:
 
 
 def in_tiles(tiles: Tiles, x: Tensor, *others: Tensor, last_norm: LastNorm | None = None) -> Tensor:
-    """What `tiles.forward(x, *others)` gives, and the same gradients: a new tensor [N, O].
+    """Compute `tiles.forward(x, *others)` tile by tile, with the same gradients: a new tensor [N, O].
 
     Args:
         tiles: how it is computed.
@@ -93,7 +93,7 @@ def in_tiles(tiles: Tiles, x: Tensor, *others: Tensor, last_norm: LastNorm | Non
 
 
 class _Call(NamedTuple):
-    """What backward needs to know.
+    """The arguments that backward needs.
 
     Attributes:
         tiles: how it is computed.

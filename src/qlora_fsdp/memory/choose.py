@@ -245,7 +245,7 @@ def describe_policies(policies: Sequence[Policy]) -> str:
 
 
 def describe_choice(plan: MemoryPlan) -> str:
-    """What becomes of activations, and whether layers stay gathered."""
+    """Describe the choice: the activation policies, and whether layers stay gathered."""
     stays = "" if plan.work.reshards or plan.work.num_shards == 1 else ", layers gathered once a pass"
     tile = plan.work.config.memory.num_tile_tokens
     tiles = "" if tile is None else f", MLPs in tiles of {tile:,} tokens"

@@ -117,7 +117,7 @@ def _on_hosts(gpu: Gpu, count: int, note: str) -> Hardware:
 
 
 def _nearest(text: str) -> list[str]:
-    """What was probably meant: a count after the name, another sign or unit, a part of a name, or a typo."""
+    """Guess what was meant: a count after the name, another sign or unit, a part of a name, or a typo."""
     before = re.fullmatch(r"(\d{1,4})(?:\s*[x*]\s*|\s+)(.+)", text)
     behind = re.fullmatch(r"(.*\d[a-z]*)\s*[x*]\s*(\d{1,3})", text)
     count, name = before.groups() if before else behind.groups()[::-1] if behind else ("1", text)

@@ -53,7 +53,7 @@ class ModelBytes:
     # What a rank holds all the time.
 
     def resident(self, with_training: bool) -> BytesByPart:
-        """What is on the GPU all the time: parameters, and `with_training` what training adds to them."""
+        """Bytes that are on the GPU all the time: of parameters and, `with_training`, of what training adds."""
         shard = ParameterBytes() if self.is_offloaded else self.shard
         parts = {
             "codes": shard.codes,
@@ -99,7 +99,7 @@ class ModelBytes:
 
     @property
     def kept(self) -> int:
-        """What stays gathered from its first use to the end of backward."""
+        """Bytes that stay gathered from their first use to the end of backward."""
         ends = sum(self.unit(name) for name in ("embeddings", "head") if self.stays(name))
         layers = 0 if self.work.reshards else len(self.layers) * self.gathered_layer
         return self.unit("root") + ends + layers

@@ -34,7 +34,7 @@ from qlora_fsdp.memory.workload import Workload
 
 @dataclass(frozen=True)
 class Machine:
-    """What a rank runs on.
+    """The machine that a rank runs on.
 
     Attributes:
         num_ranks: all processes of the run.

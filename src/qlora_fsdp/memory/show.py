@@ -52,7 +52,7 @@ def host_line(plan: MemoryPlan) -> str:
 
 
 def loading_line(plan: MemoryPlan) -> str:
-    """How much is read, and how long loading takes."""
+    """The bytes that are read, and how long loading takes."""
     seconds = load_seconds(plan)
     if "random" in seconds:
         return f"Loading: nothing is read; {seconds['random']:.0f} s to make random weights on each GPU"

@@ -19,7 +19,7 @@ def round_length(num_tokens: int) -> int:
 
 
 def generation_bytes(work: Workload) -> int:
-    """What `tracking.num_generations` keeps on a GPU while texts are completed; 0 if there are none.
+    """Bytes that `tracking.num_generations` needs on a GPU while texts are completed; 0 if there are none.
 
     A model in shards has no slots: it computes every token from those before it (training/generations.py).
     """

@@ -66,7 +66,7 @@ def smaller_runs(work: Workload, target: float, gpu: Gpu) -> list[Change]:
 
 
 def cheapest_changes(work: Workload, target: float, gpu: Gpu) -> list[Change]:
-    """What a user is shown: the fastest few of `smaller_runs`, and the number of GPUs on which the run would fit."""
+    """The changes that a user is shown: the fastest few of `smaller_runs`, and how many GPUs the run would fit on."""
     gpus = enough_gpus(work, target, gpu)
     return [*smaller_runs(work, target, gpu)[:MAX_SHOWN], *([gpus] if gpus else [])]
 
@@ -146,7 +146,7 @@ def _candidates(work: Workload, policies: Sequence[Policy]) -> Iterator[_Values]
 
 
 def _much_shorter(work: Workload, candidates: Sequence[_Values], target: float, gpu: Gpu) -> list[Change]:
-    """What fits with a quarter of the sequence length, or an eighth and so on, alone or with one other change."""
+    """Runs that fit with a quarter of the sequence length, an eighth and so on, alone or with one other change."""
     others = [values for values in candidates if values[0][1] != "max_length"]
     length = work.config.training.max_length // 4
     while length >= MIN_LENGTH:

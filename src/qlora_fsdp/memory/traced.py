@@ -16,7 +16,7 @@ from qlora_fsdp.memory.policy import Policy
 
 @dataclass(frozen=True)
 class Operations:
-    """What a pass asks of a GPU.
+    """The work that a pass gives a GPU.
 
     Attributes:
         products: floating-point operations of matrix products, large enough that the factors' bytes do not matter.
@@ -44,7 +44,7 @@ class Operations:
 
 @dataclass(frozen=True)
 class LayerUse:
-    """What a transformer layer takes for a micro-batch, under one activation policy. Bytes on the GPU but for `host`.
+    """Memory of a transformer layer for a micro-batch under one activation policy: GPU bytes, but for `host`.
 
     Attributes:
         saved: what it keeps from forward to backward, its input included.
@@ -67,7 +67,7 @@ class LayerUse:
 
 @dataclass(frozen=True)
 class EndsUse:
-    """What is around the transformer layers takes for a micro-batch: embeddings, masks, head and loss. Bytes.
+    """Bytes of everything around the transformer layers for a micro-batch: embeddings, masks, head and loss.
 
     Attributes:
         hidden: the hidden states between two layers.
@@ -158,10 +158,10 @@ class TracedModel(Protocol):
     def layer_use(
         self, config: Config, micro_batch_size: int, kind: int, policy: Policy, is_first: bool = False
     ) -> LayerUse:
-        """What one layer of a kind takes; `is_first` for the first layer of the model."""
+        """Memory of one layer of a kind; `is_first` for the first layer of the model."""
 
     def ends_use(self, config: Config, micro_batch_size: int) -> EndsUse:
-        """What is around the layers takes."""
+        """Memory of everything around the layers."""
 
     def why_not_sliced(self, config: Config) -> str | None:
         """Why ranks can't share its sequences under these settings; None if they can."""

@@ -53,19 +53,19 @@ class Workload:
 
     @cached_property
     def ends(self) -> EndsUse:
-        """What a micro-batch takes around the layers."""
+        """Memory that a micro-batch needs around the layers."""
         return self.model.ends_use(self.config, self.micro_batch_size)
 
     def layer_uses(self, policies: Sequence[Policy]) -> list[LayerUse]:
-        """What a micro-batch takes in each layer, if the layers have these policies."""
+        """Memory that a micro-batch needs in each layer, if the layers have these policies."""
         return [self._use(*key) for key in self.keys(policies)]
 
     def layer_use(self, index: int, policy: Policy) -> LayerUse:
-        """What a micro-batch takes in one layer."""
+        """Memory that a micro-batch needs in one layer."""
         return self._use(self.parts.layers[index], policy, index == 0)
 
     def keys(self, policies: Sequence[Policy]) -> list[LayerKey]:
-        """Of each layer: what decides how much it takes. The first one's input may need no gradient."""
+        """For each layer, all that its memory depends on. The first layer's input may need no gradient."""
         kinds = enumerate(zip(self.parts.layers, policies, strict=True))
         return [(kind, policy, index == 0) for index, (kind, policy) in kinds]
 

@@ -91,7 +91,7 @@ def attend_by_starts(
 def attend_by_slices(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """The same for slices of sequences, which are there side by side, as if each were on a rank of its own.
+    """Attention for slices of sequences. All slices are here, side by side, as if each were on its own rank.
 
     Shapes: as of `attend_by_starts`, with slices in the place of sequences, in their order. Rows start in the tokens of
     all of them. In the model nothing else knows which slices belong together.

@@ -164,7 +164,7 @@ def build_model(files: ModelFiles, settings: BuildSettings) -> MetaModel:
 
 
 def _take_stored_quantization(config: PretrainedConfig, files: ModelFiles) -> dict[str, Any] | None:
-    """How the model files are quantized already. That is taken out of `config`, or transformers would act on it.
+    """Take the files' own quantization out of `config`, where transformers would act on it, and return it.
 
     Returns:
         The config's `quantization_config`, with its `quant_method`; None if the files are in full precision.

@@ -162,7 +162,7 @@ def _choose_layers(values: Mapping[str, Any], num_layers: int) -> list[int] | No
 
 
 def _kinds(values: Mapping[str, Any], num_layers: int) -> list[tuple[str, ...]]:
-    """What the config says of each layer."""
+    """For each layer, the values that the config has for it."""
     columns: list[Sequence[Any]] = list(_per_layer(values, num_layers).values())
     layers = range(num_layers)
     columns += [[layer in some for layer in layers] for some in _indices(values, num_layers).values()]

@@ -40,7 +40,7 @@ class CardData:
 
 @dataclass(frozen=True)
 class CardFacts:
-    """What a model card tells of a run.
+    """The facts about a run that its model card tells.
 
     Attributes:
         base: the base model's hub name; None for a local folder or random weights.

@@ -140,7 +140,7 @@ def fill_copy(param: Tensor, original: Tensor, fresh: frozenset[int]) -> None:
 
 
 def _first_rows(table: Tensor, ids: list[int], fresh: frozenset[int]) -> Tensor:
-    """What rows of token ids start from: float32 [len(ids), ...] on the table's device. Collective over its shards."""
+    """First values of new rows: float32 [len(ids), ...] on the table's device. Collective over its shards."""
     local, (first, last) = local_tensor(table), local_rows(table)
     sums = torch.zeros(len(ids) + 1, *table.shape[1:], dtype=torch.float64, device=local.device)
     for slot, index in enumerate(ids):

@@ -49,7 +49,7 @@ RECURRENT_KERNELS = ("fla", "mamba_ssm", "causal_conv1d")
 
 @dataclass(frozen=True)
 class Traits:
-    """What a small model showed of a model's class, the same on all ranks.
+    """Traits of a model's class that a small model showed. They are the same on all ranks.
 
     Attributes:
         has_plain_head: whether the logits are the output head of the decoder's last hidden state, and no more than
@@ -83,7 +83,7 @@ def find_traits(model: PretrainedConfig, config: Config, processes: Processes) -
 
 
 def try_small(model: PretrainedConfig, config: Config, device: torch.device = CPU, for_gpu: bool = True) -> Traits:
-    """What a small causal language model of the model's class shows. For a classifier, that is what it leaves out.
+    """Try a small causal language model of the model's class. For a classifier, only unreached layers are found.
 
     Args:
         model: the model's config.
@@ -135,7 +135,7 @@ def settle_packing(
 
 
 def decide_packing(config: Config, model: PretrainedConfig, reason: str | None) -> tuple[Config, list[str]]:
-    """As `settle_packing`, when it is known why the model's rows can't be packed, or that they can (None)."""
+    """Decide on packing, given why the model's rows can't be packed, or None if they can."""
     wanted, name = config.training.packing, class_name(model)
     if wanted is True and reason is not None:
         fix = "Set training.packing=auto, which pads the rows of such a model."
@@ -200,7 +200,7 @@ def _trial(model: PretrainedConfig, config: Config, device: torch.device) -> Row
 
 
 def _stand_in(attention: str) -> str:
-    """What computes in the place of an implementation of attention."""
+    """The attention that stands for another one in the trial."""
     if attention in (VARLEN, FLASH_4, BY_STARTS, "varlen", "flash_attention_4"):
         return BY_STARTS
     if attention in ("eager", "sdpa"):

@@ -154,7 +154,7 @@ class PreferenceLM(CausalLM):
             return replace(batch, reference=self.reference_of(batch))
 
     def reference_of(self, batch: Batch) -> Tensor:
-        """What `Batch.reference` holds for a batch on the device: float32 [num_rows, 2]."""
+        """The reference's log-probabilities for `Batch.reference`, on the device: float32 [num_rows, 2]."""
         values: Tensor = self(batch, "reference")
         if batch.mismatched is None:
             return values.view(-1, 2)

@@ -25,7 +25,7 @@ from qlora_fsdp.runtime.rows import gather_pieces, local_tensor, rows_of_rank, s
 
 @dataclass(frozen=True)
 class Proof:
-    """What was compared, counted over the whole model."""
+    """Counts of what was compared, over the whole model."""
 
     num_tensors: int
     num_bytes: int

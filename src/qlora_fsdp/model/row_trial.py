@@ -43,7 +43,7 @@ PER_TOKEN = ("input_ids", "position_ids", "seq_idx")  # arguments of the model's
 
 @dataclass(frozen=True)
 class _Result:
-    """What a small model computed for each row.
+    """The outputs of the small model for each row.
 
     Attributes:
         logits: [tokens, vocabulary] of each row.
@@ -260,7 +260,7 @@ def _embedded(model: PreTrainedModel) -> Iterator[list[Tensor]]:
 
 
 def _weights(row: int, logits: Tensor) -> Tensor:
-    """What a row's logits are multiplied by, so that its gradient is one number's."""
+    """Random factors for a row's logits. The gradient of the weighted sum is what rows are compared by."""
     return torch.randn(logits.shape, generator=torch.Generator().manual_seed(row)).to(logits.device)
 
 

@@ -41,7 +41,7 @@ MAX_LISTED = 10  # names that fit nothing
 
 @dataclass(frozen=True)
 class Targets:
-    """What gets an adapter.
+    """The layers and weights that get an adapter.
 
     Attributes:
         target_modules: the linear layers that PEFT finds by their names: PEFT's setting of this name.
@@ -117,7 +117,7 @@ def describe_left_out(model: PreTrainedModel, left_out: LeftOut) -> list[str]:
 
 
 def find_targets(model: PreTrainedModel, config: LoraConfig, unreached: Collection[str] = ()) -> Targets:
-    """What the settings adapt in a model without adapters.
+    """Find the layers and weights that the settings adapt, in a model without adapters.
 
     Args:
         model: before it is adapted.

@@ -82,7 +82,7 @@ class TaskModel(nn.Module):
         return batch
 
     def take_sums(self) -> Tensor | None:
-        """What this rank's forward passes have measured besides the loss since the last call; None: nothing."""
+        """Take this rank's sums over the forward passes since the last call, besides the loss; None: there are none."""
         return None
 
     def name_figures(self, sums: Sequence[float]) -> dict[str, float]:

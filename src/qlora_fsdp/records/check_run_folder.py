@@ -59,7 +59,7 @@ def check_run_folder(config: Config) -> Iterator[Problem]:
 
 
 def _describe(folder: Path) -> str:
-    """What a finished run has left, as the end of a sentence."""
+    """Describe what a finished run has left, as the end of a sentence."""
     state = read_run(folder)
     parts = [] if state.step is None else [plural(state.step, "step")]
     parts += [] if state.compared_loss is None else [f"{state.compared_by} {state.compared_loss:.4f}"]

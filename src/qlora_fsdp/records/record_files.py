@@ -98,12 +98,12 @@ def records_in(folder: Path) -> RecordFiles:
 
 
 def holder(pid: int, host: str) -> str:
-    """What the lock of a run folder says of the run that holds it."""
+    """The line in a run folder's lock about the run that holds it."""
     return f"process {pid} on {host}"
 
 
 def find_holder(folder: Path) -> str | None:
-    """What the lock of a run folder says now; None where there is none."""
+    """Read the lock of a run folder; None if there is none."""
     with suppress(FileNotFoundError):
         found = (folder / LOCK).read_text(encoding="utf-8").strip()
         return found if found.startswith("process ") else None

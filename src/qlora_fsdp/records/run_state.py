@@ -87,7 +87,7 @@ class RunState:
 
     @property
     def compared_loss(self) -> float | None:
-        """What runs of the same data are ranked by: the last evaluation's loss, or where there was none, training's."""
+        """The loss by which runs of the same data are ranked: the last evaluation's, or else training's."""
         return self.loss if self.eval_loss is None else self.eval_loss
 
     @property

@@ -19,7 +19,7 @@ SMOOTHED_SHARE = 50  # the smoothed loss is the mean over a 50th of the run's st
 
 @dataclass(frozen=True)
 class Run:
-    """What a report needs to know of a run.
+    """The facts about a run that a report shows.
 
     Attributes:
         name: what the report calls it.
@@ -111,7 +111,7 @@ def describe_model(run: Run) -> str:
 
 
 def describe_data(run: Run) -> str:
-    """What it trains on."""
+    """Describe the data that the run trains on."""
     settings = run.settings
     mix, often = settings.get("data.mix"), run.summary.get("mix")
     if isinstance(often, dict) and often:  # how often an epoch has the rows of each data set
@@ -138,7 +138,7 @@ def describe_hardware(run: Run) -> str:
 
 
 def next_commands(run: Run) -> list[str]:
-    """What a user may type next: to use the adapter of a finished run, or to go on with one that ended early."""
+    """The commands to type next: to use a finished run's adapter, or to resume a run that ended early."""
     adapter = run.state.adapter
     if adapter is None:
         command = run.environment.get("command")

@@ -113,7 +113,7 @@ def charts(runs: Sequence[Run]) -> str:
 
 
 def swept(runs: Sequence[Run]) -> str:
-    """Of a sweep: the loss by each setting that it varied, with one dot per run."""
+    """The loss of a sweep's runs by each setting that varied, with one dot per run."""
     has_eval = all(run.state.eval_loss is not None for run in runs if run.state.status == "finished")
     drawn = []
     for key in dict.fromkeys(key for run in runs for key in run.swept):
@@ -156,7 +156,7 @@ def memory(run: Run) -> str:
 
 
 def generations(run: Run) -> str:
-    """What the model wrote at the first evaluation and at the last one, beside what is in the data."""
+    """The model's texts at the first and the last evaluation, beside those in the data."""
     steps = sorted({row["step"] for row in run.generations})
     if not steps:
         return ""

@@ -50,7 +50,7 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def find_machine(target_gib: float | None, processes: Processes) -> Machine:
-    """What the ranks run on. Where they differ, the smallest amount of memory counts.
+    """Find out what machine the ranks run on. If their GPUs differ, the smallest amount of memory counts.
 
     Raises:
         ConfigError: `memory.target_gib` is more than a GPU has.
@@ -90,7 +90,7 @@ def is_host_shortage(error: BaseException) -> bool:
 
 
 def quote_shortage(error: BaseException, device: str = "The GPU") -> str:
-    """What ran out of memory, and how much was asked for, in half a sentence without its full stop."""
+    """Say what ran out of memory and how much was asked for: half a sentence, without a full stop."""
     if is_host_shortage(error):
         asked = re.search(r"allocate (\d+) bytes", str(error))
         return f"The host is out of memory{f': {show_bytes(int(asked[1]))} could not be allocated' if asked else ''}"

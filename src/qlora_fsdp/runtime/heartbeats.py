@@ -45,7 +45,7 @@ NUM_FUNCTIONS = 6  # of the main thread's stack, in messages
 
 @dataclass(frozen=True)
 class Beat:
-    """What a rank says of itself.
+    """A rank's message about itself.
 
     Attributes:
         number: rises with every beat.
@@ -181,7 +181,7 @@ def beat_interval(num_ranks: int, timeout_seconds: float) -> float:
 
 
 def _find_main_thread() -> tuple[str, int]:
-    """Where the main thread is: for people, and as a number that changes when it moves."""
+    """Find where the main thread is: as text for people, and as a number that changes when it moves."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     functions, places, where = [], [], ""
     while frame is not None:

@@ -71,7 +71,7 @@ class Processes:
         return self.local_rank == 0
 
     def for_thread(self) -> Processes:
-        """The same processes, for use by another thread: collectives of two threads must not share a group.
+        """These processes for another thread, with a group of its own: two threads' collectives must not share one.
 
         Every wait of the result is patient, and none touches a GPU.
         """

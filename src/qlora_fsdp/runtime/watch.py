@@ -48,7 +48,7 @@ CLEAN_UP_SECONDS = 20.0  # how long it then gets to close what is open
 
 @dataclass(frozen=True)
 class Failure:
-    """Why the run ends.
+    """The reason why a run ends.
 
     Attributes:
         rank: the rank that tells of it.
@@ -172,7 +172,7 @@ class Watch:
         return self._tell(_describe(error), getattr(error, "exit_code", 1))
 
     def _without_store(self, error: BaseException, store_error: BaseException) -> Failure:
-        """What can be said of an error when the store can't be asked for the first failure."""
+        """Explain an error when the store can't be asked for the first failure."""
         if not isinstance(store_error, NotYet):  # without an agent of torchrun's, rank 0 holds the store
             text = f"rank 0 is gone: its store can't be reached ({_reason_of(store_error)})."
         elif self._rank_0_holds_store:

@@ -51,7 +51,7 @@ class LiveBytes(TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What is made meanwhile does not count, however long it lives."""
+        """A context whose new tensors do not count, however long they live."""
         self._is_paused = True
         try:
             yield
@@ -92,7 +92,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _bytes_inside(operation: Any, args: Any) -> int:
-    """What a kernel allocates for itself, where no mode sees it."""
+    """Bytes that a kernel allocates for itself, where no mode sees it."""
     if operation is aten.logsumexp:  # the exponentials, twice
         return int(2 * args[0].nbytes)
     name = operation._qualified_op_name

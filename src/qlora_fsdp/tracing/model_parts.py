@@ -101,7 +101,7 @@ def _tensors(
 
 
 def _part_of(name: str, param: nn.Parameter, is_table: bool) -> str:
-    """What the plan counts a parameter as."""
+    """The part of the plan that a parameter counts in."""
     if param.requires_grad:
         return "adapters"
     if is_table:

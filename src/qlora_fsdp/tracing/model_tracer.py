@@ -105,13 +105,13 @@ class ModelTracer:
         return self._built(config).parts
 
     def notes(self, config: Config) -> tuple[str, ...]:
-        """What a run would tell of the model as these settings build it, such as experts that are not quantized."""
+        """The notes that a run with these settings would log about the model, such as unquantized experts."""
         return self._built(config).notes
 
     def layer_use(
         self, config: Config, micro_batch_size: int, kind: int, policy: Policy, is_first: bool = False
     ) -> LayerUse:
-        """What one layer of a kind takes; `is_first` for the first layer of the model."""
+        """Memory of one layer of a kind; `is_first` for the first layer of the model."""
         tile = config.memory.num_tile_tokens
         key = (*self._key(config, micro_batch_size), kind, policy, is_first, tile)
         if key not in self._uses:
@@ -121,7 +121,7 @@ class ModelTracer:
         return self._uses[key]
 
     def ends_use(self, config: Config, micro_batch_size: int) -> EndsUse:
-        """What is around the layers takes."""
+        """Memory of everything around the layers."""
         return self._trace(config, micro_batch_size).ends
 
     def why_not_sliced(self, config: Config) -> str | None:

@@ -23,7 +23,7 @@ GROUP_TILE = 128
 
 
 def operations_of(func: Any, args: Any, out: Any) -> Operations:
-    """What an operator that was called with these arguments asks of a GPU."""
+    """The work that an operator with these arguments gives a GPU."""
     operation, name = func.overloadpacket, func.overloadpacket._qualified_op_name
     if name in _ATTENTION:
         return Operations(attention=_attention_flops(name, args))

@@ -115,6 +115,6 @@ def buffers_on_meta(model: nn.Module) -> Iterator[None]:
 
 
 def shared_configs(layer: nn.Module) -> dict[int, Any]:
-    """What `deepcopy` need not copy: the model's config, which every module refers to."""
+    """A `deepcopy` memo that shares the model's config, which every module refers to."""
     found = (value for module in layer.modules() for value in vars(module).values())
     return {id(value): value for value in found if isinstance(value, PretrainedConfig)}

@@ -64,7 +64,7 @@ class Trace:
             self.ends = self._run_ends(live, batch.to("meta"))
 
     def layer(self, index: int, policy: Policy, is_first: bool = False, num_tile_tokens: int | None = None) -> LayerUse:
-        """What the layer `model.layers[index]` takes under a policy.
+        """Trace the memory of `model.layers[index]` under a policy.
 
         Args:
             index: of a layer that stands for others of its kind.
@@ -260,12 +260,12 @@ def _nothing() -> None:
 
 
 def _as_leaf(tensor: Tensor) -> Tensor:
-    """The same memory, without the graph that made it."""
+    """A tensor in the same memory, without the autograd graph that made it."""
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def _anchor() -> Tensor:
-    """What makes the outputs of the functions below take part in backward."""
+    """A tensor that makes the outputs of the functions below take part in backward."""
     return torch.empty((), device="meta", requires_grad=True)
 
 

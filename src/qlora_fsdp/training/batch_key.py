@@ -21,7 +21,7 @@ MIN_ROWS, MIN_LONGEST, STEP = 16, 128, 4  # rows and lengths are rounded up to t
 
 
 class Key(NamedTuple):
-    """What a graph is recorded for.
+    """The sizes that a graph is recorded for.
 
     Attributes:
         size: sequences of the micro-batch.

@@ -274,7 +274,7 @@ def _find(graphs: Mapping[Key, _Graph], key: Key) -> _Graph | None:
 
 
 def make_passes(prepared: Prepared, config: Config, trainable: Sequence[nn.Parameter], processes: Processes) -> Passes:
-    """What runs forward and backward: CUDA graphs where that is asked for and possible, else kernel after kernel."""
+    """Choose how forward and backward run: as CUDA graphs if that is asked for and possible, else kernel by kernel."""
     eager = EagerPasses(prepared.model, processes.device, prepared.peaks, config.training.deterministic)
     plan = prepared.run_plan.plan
     if processes.device.type != "cuda":

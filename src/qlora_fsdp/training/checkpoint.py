@@ -76,7 +76,7 @@ ANEW = "checkpoint.resume=none to start anew, which removes the checkpoints in r
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a manifest says.
+    """The fields of a checkpoint's manifest.
 
     Attributes:
         step: optimizer steps done.
@@ -100,7 +100,7 @@ class Checkpoint:
 
 
 def resume_hint(folder: Path) -> str:
-    """What to do when the checkpoint in `folder` can't be used; it names the one before, if there is one."""
+    """Advice for a checkpoint in `folder` that can't be used. It names the checkpoint before, if there is one."""
     older = [path for path in checkpoint_folders(folder.parent) if path < folder]
     return f"Set checkpoint.resume={older[-1] if older else 'FOLDER to another checkpoint'}, or {ANEW}"
 

@@ -38,7 +38,7 @@ FileFacts = dict[str, tuple[int, str]]  # size and SHA-256, by the path in the c
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What one rank writes, as it was at one moment.
+    """A copy of everything that one rank writes, all of it from the same moment.
 
     Attributes:
         tensors: the tensors of its file, on the CPU, by name.
@@ -63,7 +63,7 @@ class HostCopy:
 
     @property
     def num_bytes(self) -> int:
-        """What the last snapshot takes, in bytes; without adamw_8bit's own state."""
+        """Bytes of the last snapshot, without adamw_8bit's own state."""
         return sum(buffer.nbytes for buffer in self.buffers.values())
 
     @torch.no_grad()

@@ -110,7 +110,7 @@ def read_own(file: Path) -> dict[str, StoredTensor | Tensor]:
 
 
 def _find_blob(file: Path, name: str, offset: int, length: int) -> StoredTensor:
-    """Where a blob has its tensor's bytes. A scalar is seen as one row."""
+    """Find the bytes of a tensor in its blob. A scalar counts as one row."""
     try:
         with open_regular(file.parent, file.name) as stream:
             value, members = _read_archive(stream, offset, length)

@@ -126,7 +126,7 @@ class _Unpickler(pickle._Unpickler):  # the one in Python, whose memo is a dict 
         return NAMES[module, name]
 
     def persistent_load(self, pid: Any) -> Any:
-        """What `torch.save` puts in the place of a tensor's bytes."""
+        """Return the reference that `torch.save` pickles in place of a tensor's bytes."""
         return Values(*pid) if type(pid) is tuple else Values()
 
     def load_reduce(self) -> None:

@@ -126,7 +126,7 @@ class Generations:
         return {number: self._text(request.completion) for number, request in zip(numbers, requests, strict=True)}
 
     def _complete_by_passes(self, model: TaskModel) -> dict[int, str]:
-        """The same, by transformers, a prompt of each rank at a time. Collective for a model in shards."""
+        """Complete prompts by transformers, one per rank at a time. Collective if the model is sharded."""
         rank, num_ranks, base = self.processes.rank, self.processes.num_ranks, model.base
         mine: dict[int, str] = {}
         with bypassing_root(model, trains=True) as is_sharded:

@@ -145,7 +145,7 @@ def _compute(
 
 
 def _cache_file(prepared: Prepared, rows: Rows) -> Path | None:
-    """Where they are kept, named by what they depend on; None where nothing tells the base or the data from others."""
+    """The cache file, named by all that its values depend on; None if base or data can't be identified."""
     config = prepared.config
     if prepared.base is None or not rows.key:
         return None
@@ -167,7 +167,7 @@ def _cache_file(prepared: Prepared, rows: Rows) -> Path | None:
 
 
 def _read(file: Path | None, num_rows: int, typed_folder: str | None) -> Found:
-    """What a file has, all NaN if it is not there or not for these rows."""
+    """Read the values of a cache file; all are NaN if there is no such file, or one for other rows."""
     with suppress(OSError, ValueError, EOFError):
         if file is not None:
             check_owner(file, typed_folder)

@@ -40,7 +40,7 @@ POLL_SECONDS = 0.2
 
 @dataclass(frozen=True)
 class Saved:
-    """What became of a checkpoint that was written because the run ends.
+    """The outcome of a checkpoint that was written because the run ends.
 
     Attributes:
         in_run_folder: whether the same command resumes from it.
@@ -248,7 +248,7 @@ class Saver:
         threading.Thread(target=self._work, args=(write, content, snapshot), name="checkpoint", daemon=True).start()
 
     def _work(self, write: _Write, content: Checkpoint, snapshot: Snapshot) -> None:
-        """What the thread does: write the checkpoint, and remove those that are not kept."""
+        """Write the checkpoint, and remove those that are not kept. Runs in the thread."""
         try:
             error = write_checkpoint(content, snapshot, self.write_adapter, self.thread_processes)
             if error is None and self.processes.is_main and content.folder.parent == self.content.folder:

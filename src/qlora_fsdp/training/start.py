@@ -118,7 +118,7 @@ def _about_tokens(config: Config, tokens: AddedTokens) -> str:
 
 
 def _notes(start: SavedAdapter, about: StartAdapter, config: Config) -> list[str]:
-    """What the user should know of the start, one sentence each."""
+    """Notes for the user about the start, one sentence each."""
     notes = [f"The adapter starts from {start.folder}."]
     values = {name: about.quant[name] for name in QUANTIZATION if name in about.quant}
     here = {name: value_of(config, f"quant.{name}") for name in values}

@@ -40,7 +40,7 @@ GRADIENT_CHECK_STEPS = 2
 
 
 class StepFigures(NamedTuple):
-    """What a step has measured, the same on every rank.
+    """The figures of a step, which are the same on every rank.
 
     Attributes:
         loss: mean over the step's target tokens.
@@ -63,7 +63,7 @@ class StepPasses:
     Attributes:
         batch: the global batch that they belong to.
         loss: this rank's part of the step's loss, a float32 scalar on the device.
-        micro_losses: the same for each micro-batch.
+        micro_losses: the parts of it that each micro-batch added, in order.
         num_flops: model FLOPs of this rank's micro-batches.
     """
 

@@ -61,7 +61,7 @@ def assign(
     new: Collection[str] = (),
     is_optional: Callable[[str], bool] = lambda name: False,
 ) -> list[Assignment]:
-    """Which tensor fills which parameter, each parameter once, tied ones under any of their names.
+    """Assign a stored tensor to each parameter, once; a tied parameter is found under any of its names.
 
     Args:
         model: on meta.
@@ -97,7 +97,7 @@ def assign(
 
 @dataclass(frozen=True)
 class Match:
-    """What the files have for one weight.
+    """The tensors that the files have for one weight.
 
     Attributes:
         assignment: what fills it; None where the files have nothing for it.
@@ -138,7 +138,7 @@ def _random_assignment(names: Names) -> Assignment:
 
 
 def _match(names: Names, keys: Mapping[str, Stored], is_new: bool) -> Match:
-    """What fills a weight.
+    """Find the tensors that fill a weight.
 
     Raises:
         CheckpointError: the files hold other values under another of its names.
@@ -164,7 +164,7 @@ def _match(names: Names, keys: Mapping[str, Stored], is_new: bool) -> Match:
 
 
 def match_quantized(name: str, layer: QuantizedLayer, keys: Mapping[str, Stored]) -> Match:
-    """What fills the weight of a quantized layer: its values, or codes and scales that bitsandbytes has made."""
+    """Find what fills a quantized layer's weight: its values, or codes and scales that bitsandbytes has made."""
     stored, shape = keys[name], weight_shape(layer)
     scales_key, format_key = int8_state_names(name)
     state_key = f"{name}.quant_state.bitsandbytes__{layer.format.quant_type}"

@@ -67,7 +67,7 @@ class ComposedTensor:
 
     @property
     def kinds(self) -> set[str]:
-        """What the pieces hold, in words. Rows of one kind are read as rows of one tensor; of more they are not."""
+        """The kinds of the pieces, in words. Only pieces of one kind can be read as rows of one tensor."""
         return {_describe(stored) for stored in self.tensors}
 
     @property

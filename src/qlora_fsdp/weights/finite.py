@@ -105,7 +105,7 @@ def _not_finite(stored: StoredTensor, dtype: torch.dtype, num_others: int) -> Ch
 
 
 def _count_bad(stored: StoredTensor, dtype: torch.dtype) -> tuple[int, str]:
-    """How many values are not finite, and words for it where they become so in `dtype` only."""
+    """Count values that are not finite; the text says so if they are finite in the file and not in `dtype`."""
     num_bad = _count(stored, torch.float32 if isinstance(stored, ScaledTensor) else stored.dtype)
     return (num_bad, "") if num_bad else (_count(stored, dtype), f" in {str(dtype).removeprefix('torch.')}")
 

@@ -94,7 +94,7 @@ def _split_state(key: str) -> tuple[str, str]:
 def _convert(
     conversions: RowConversions, converter: WeightConverter, name: str, sources: Sources
 ) -> dict[str, ComposedTensor]:
-    """What a conversion makes; where the files lack some of what it needs, this is named instead.
+    """Apply a conversion. If the files lack a tensor that it needs, the tensor is named instead.
 
     Raises:
         ValueError: it can't be done by rows.
@@ -116,7 +116,7 @@ def _convert(
 
 
 def _find_missing(converter: WeightConverter, name: str, sources: Sources, num_modules: int) -> list[str]:
-    """What the files lack of the modules that a conversion stacks, such as one expert's tensor."""
+    """Find tensors that the files lack for a conversion that stacks modules, such as one expert's."""
     missing = []
     for pattern in converter.source_patterns:
         if pattern not in sources:

@@ -220,5 +220,5 @@ def _groups(chosen: Sequence[Assignment]) -> Iterator[list[Assignment]]:
 
 
 def _describe(format: Format) -> list[object]:
-    """What the bytes depend on, which the dtype of the elements that hold them is no part of."""
+    """The facts of a format on which the bytes depend. The dtype in which they are stored is none of them."""
     return [format.quant_type, format.double_quant, format.blocksize]

@@ -129,7 +129,7 @@ class Config:
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
 
     def __post_init__(self) -> None:
-        """What was written for settings, by key, where it has a `${...}`; `written.py` says what that is for."""
+        """Add `written`: by key, the text of settings that contained a `${...}` (see `written.py`)."""
         self.written: dict[str, Any] = {}
 
     @property
