@@ -80,7 +80,7 @@ def test_room_changes_nothing(loss: str, more: dict[str, Any]):
     first, second = make_batch([3, 4], 0, is_paired), make_batch([4, 0], 1, is_paired)
     key = Key.of(first)
     assert key == Key.of(second) == Key(2, LENGTH, 16, LENGTH, 16)
-    roomy = with_room(first, key, CPU)
+    roomy = with_room(make_batch([3, 4], 0, is_paired), key, CPU)  # tensors of its own
     for seed, batch in enumerate((first, second, first)):
         given = 0.5 + torch.rand(2, LENGTH, generator=torch.Generator().manual_seed(seed))
         fill(roomy, batch)
