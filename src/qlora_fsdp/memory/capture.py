@@ -62,7 +62,7 @@ def why_not_captured(config: Config, policies: Sequence[Policy], found: Found) -
         if config.lora.start is not None:
             return "the reference, which is the adapter of lora.start, changes places with the one that is trained"
         if found.uses_fsdp:
-            return "a reference in the step under FSDP was not tried with it yet; preference.precompute=true was"
+            return "a second pass of each layer under FSDP was not tried with it yet (preference.precompute=false)"
     if found.has_dropout and any(policy.recomputes for policy in policies):
         return "random numbers can't be drawn again in backward"
     return None
