@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from qlora_fsdp.model.causal_lm import CausalLM
+from tests.helpers.preferences import write_pairs
 from tests.helpers.ranks import once, run_ranks
 from tests.helpers.runs import Trained, settings, train_all, train_here
 
@@ -19,6 +20,9 @@ NUM_RANKS = torch.cuda.device_count()
 ALL_RANKS = f"training.global_batch_size={2 * NUM_RANKS}"
 PLAIN = ["training.micro_batch_size=2", ALL_RANKS]
 RECORDED = "recorded as a CUDA graph for"
+# Pairs of rows of many lengths, so that micro-batches have unlike numbers of answers.
+PAIRS = ["task=preference", "data.path=PAIRS", "training.max_length=256", "training.deterministic=true"]
+IN_STEP = "preference.precompute=false"
 
 # A micro-batch a step: gradients are summed over ranks once, in either case.
 SAME_BITS = {
@@ -37,7 +41,16 @@ SAME_BITS = {
     "NO_SHARD": ["fsdp.sharding_strategy=NO_SHARD"],
     "SHARD_GRAD_OP": ["fsdp.sharding_strategy=SHARD_GRAD_OP"],
     "8-bit optimizer": ["optim=adamw_8bit"],
+    "dpo": PAIRS,
+    "dpo with likelihood": [*PAIRS, "preference.sft_weight=0.5"],
+    "orpo": [*PAIRS, "preference.loss=orpo"],
+    "kto": [*PAIRS, "preference.loss=kto"],
 }
+if NUM_RANKS == 1:  # under FSDP it is launched
+    SAME_BITS |= {
+        "dpo, reference in the step": [*PAIRS, IN_STEP],
+        "kto, reference in the step": [*PAIRS, "preference.loss=kto", IN_STEP],
+    }
 # Recorded micro-batches sum over ranks each time, others only the last time of a step.
 SAME_SUMS = {"accumulation": [f"training.global_batch_size={8 * NUM_RANKS}"]}
 # What can't be recorded, and what the log says.
@@ -60,9 +73,10 @@ def trained(checkpoint: Callable[..., Path], rows: Path) -> Callable[[str, str],
     """The run of a case, captured or eager, and its log."""
     cases = {(name, mode): more for name, more in (SAME_BITS | SAME_SUMS).items() for mode in ("captured", "eager")}
     cases |= {(name, "captured"): more for name, (more, _) in LAUNCHED.items()}
-    model = checkpoint("llama")
+    model, pairs = checkpoint("llama"), write_pairs(rows.parent / "pairs.jsonl", 600)
 
     def argv(name: str, mode: str, more: list[str]) -> list[str]:
+        more = [text.replace("PAIRS", str(pairs)) for text in more]
         own = [*PLAIN, *more, f"run.folder={folder(rows, name, mode)}", f"compute.cuda_graph={mode == 'captured'}"]
         return settings(model, rows, "training.max_steps=12", *own)
 

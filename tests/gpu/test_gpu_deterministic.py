@@ -23,6 +23,7 @@ from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.records.run_state import checkpoint_folders
 from tests.helpers.experts import make_experts
 from tests.helpers.lines import read_lines
+from tests.helpers.preferences import write_pairs
 from tests.helpers.ranks import RanksFailed, once, run_ranks
 from tests.helpers.runs import WORDS, settings, train_all, train_here
 
@@ -34,6 +35,7 @@ ADAPTER = Path("adapter/adapter_model.safetensors")
 RECORDED = "recorded as a CUDA graph for"
 RESUMED = f"checkpoints/step-{STEP:08}"
 RUNS: dict[str, list[str]] = {"straight": [], "again": [], "launched": ["compute.cuda_graph=false"], "resumed": []}
+PAIRS = ["task=preference", "data.path=PAIRS", "data.loss_on=completion"]
 
 CASES = {
     "packed": [],
@@ -56,6 +58,10 @@ CASES = {
     "torch's kernels": ["kernels.fuse_layers=false", "kernels.cross_entropy=torch", "kernels.rms_norm=torch"],
     "Triton dequantizes": ["kernels.dequantize=triton"],
     "experts": [],
+    "dpo": PAIRS,
+    "dpo, reference in the step": [*PAIRS, "preference.precompute=false"],
+    "kto": [*PAIRS, "preference.loss=kto"],
+    "reward": ["task=reward", "training.packing=false", "data.path=PAIRS", "data.loss_on=completion"],
 }
 
 
@@ -70,6 +76,7 @@ def write_long_rows(file: Path) -> Path:
 @pytest.fixture(scope="module")
 def common(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[str]]:
     folder = tmp_path_factory.mktemp("long")
+    pairs = write_pairs(folder / "pairs.jsonl", 600)
     rows, experts = write_long_rows(folder / "rows.jsonl"), make_experts("mixtral", folder / "mixtral")
     llama = Path(shutil.copytree(checkpoint("llama"), folder / "llama"))
     for config in (experts / "config.json", llama / "config.json"):
@@ -80,7 +87,8 @@ def common(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
 
     def find(case: str) -> list[str]:
         model = experts if case == "experts" else llama
-        return settings(model, rows, *plain, "training.packing=auto", *CASES[case])
+        own = [text.replace("PAIRS", str(pairs)) for text in CASES[case]]
+        return settings(model, rows, *plain, "training.packing=auto", *own)
 
     return find
 

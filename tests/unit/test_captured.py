@@ -8,10 +8,10 @@ from tests.helpers.plans import traced
 
 from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.data.batch import Batch
-from qlora_fsdp.memory.capture import is_captured, why_not_captured
+from qlora_fsdp.memory.capture import Found, is_captured, why_not_captured
 from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.memory.workload import Workload
-from qlora_fsdp.training.batch_key import Key, fill_starts
+from qlora_fsdp.training.batch_key import Key, fill, with_room
 
 STEPS = ("training.max_steps=1", "training.max_length=2048")
 
@@ -40,9 +40,10 @@ def test_a_graph_with_more_room_computes_a_smaller_micro_batch():
 
 
 def test_the_rest_of_the_starts_are_rows_without_tokens():
-    starts = torch.full((17,), -1, dtype=torch.int32)
-    fill_starts(starts, batch([[100, 156], [256]], 256))
-    assert starts.tolist() == [0, 100, 256, 512] + [512] * 13
+    first = batch([[8] * 32, [8] * 32], 256)
+    roomy = with_room(first, Key(2, 256, 64, 256), torch.device("cpu"))
+    fill(roomy, batch([[100, 156], [256]], 256))
+    assert roomy.sequence_starts.tolist() == [0, 100, 256, 512] + [512] * 61
 
 
 @pytest.mark.parametrize(
@@ -68,10 +69,23 @@ def test_plan_counts_no_graph_of_experts_under_fsdp(model: str, sharding: str, e
         (["kernels.cross_entropy=liger"], Policy.none, "liger"),
         (["training=padded"], Policy.none, "lengths differ"),
         (["lora.lora_dropout=0.1"], Policy.full, "random numbers"),
+        (["task=preference"], Policy.none, None),
+        (["task=preference", "preference.precompute=false"], Policy.none, None),
+        (["task=reward"], Policy.none, "lengths differ"),
     ],
 )
 def test_which_runs_record(settings: list[str], policy: Policy, reason: str | None):
     config = load_config(["model=tiny", "data=random", "training.max_steps=1", *settings])
-    has_dropout = config.lora.lora_dropout > 0
-    found = why_not_captured(config, [Policy.none, policy], has_dropout, shards_experts=False)
+    model = Found(config.lora.lora_dropout > 0, uses_fsdp=False, has_experts=False)
+    found = why_not_captured(config, [Policy.none, policy], model)
     assert (found is None) if reason is None else reason in (found or "")
+
+
+def test_a_reference_in_the_step_is_launched_where_it_was_not_tried():
+    config = load_config(
+        ["model=tiny", "data=random", "training.max_steps=1", "task=preference", "preference.precompute=false"]
+    )
+    reasons = [why_not_captured(config, [Policy.none], Found(False, uses_fsdp, False)) for uses_fsdp in (False, True)]
+    assert reasons[0] is None and "under FSDP" in (reasons[1] or "")
+    config.lora.start = "adapter"
+    assert "changes places" in (why_not_captured(config, [Policy.none], Found(False, False, False)) or "")

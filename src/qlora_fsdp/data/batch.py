@@ -43,6 +43,7 @@ class Batch:
         num_tokens: int64 [B], tokens of each sequence without padding; of a labelled one L if it is all padding.
         num_answers: of the rows, those at the beginning that are answers to compare, the chosen and the rejected one
             of each pair side by side, or one with a label each; the rows behind them are padding. 0: none are compared.
+        is_answer: bool [num_answers], of a batch with room for more answers than it has: which it has; None: all.
         is_good: bool [num_answers], the labels of answers; None of pairs.
         mismatched: of answers with labels, their prompts with other answers, row by row; else None.
         margins: float32 [num_pairs], by which the rewards of a pair are to differ; None where none are learned.
@@ -61,6 +62,7 @@ class Batch:
     label_positions: torch.Tensor | None = None
     num_tokens: torch.Tensor | None = None
     num_answers: int = 0
+    is_answer: torch.Tensor | None = None
     is_good: torch.Tensor | None = None
     mismatched: Batch | None = None
     margins: torch.Tensor | None = None

@@ -6,8 +6,9 @@ The plan needs to know: a graph keeps its memory while evaluations and the optim
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from qlora_fsdp.config.schema import Config, Kernel, TaskName
+from qlora_fsdp.config.schema import Config, Kernel
 from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.memory.workload import Workload
 
@@ -15,20 +16,33 @@ from qlora_fsdp.memory.workload import Workload
 SPARE_BYTES = 256 * 2**20
 
 
+class Found(NamedTuple):
+    """What a model is like, as far as it decides about graphs.
+
+    Attributes:
+        has_dropout: whether it draws random numbers.
+        uses_fsdp: whether its weights are gathered for each layer.
+        has_experts: whether some of its layers are mixtures of experts.
+    """
+
+    has_dropout: bool
+    uses_fsdp: bool
+    has_experts: bool
+
+
 def is_captured(work: Workload, policies: Sequence[Policy]) -> bool:
     """Whether a run that is planned will record its micro-batches."""
-    has_dropout, shards_experts = work.config.lora.lora_dropout > 0, work.uses_fsdp and work.parts.has_experts
-    return work.is_cuda and why_not_captured(work.config, policies, has_dropout, shards_experts) is None
+    found = Found(work.config.lora.lora_dropout > 0, work.uses_fsdp, work.parts.has_experts)
+    return work.is_cuda and why_not_captured(work.config, policies, found) is None
 
 
-def why_not_captured(config: Config, policies: Sequence[Policy], has_dropout: bool, shards_experts: bool) -> str | None:
+def why_not_captured(config: Config, policies: Sequence[Policy], found: Found) -> str | None:
     """Why micro-batches are not recorded; None if they are, unless the model itself prevents it.
 
     Args:
         config: the run's settings.
         policies: the activation policy of each layer.
-        has_dropout: whether the model draws random numbers.
-        shards_experts: whether FSDP gathers weights of experts.
+        found: what the model is like.
     """
     if not config.compute.cuda_graph:
         return "compute.cuda_graph=false"
@@ -38,14 +52,17 @@ def why_not_captured(config: Config, policies: Sequence[Policy], has_dropout: bo
         return "what comes from host memory can't be part of it"
     if config.task.has_labels:
         return "numbers of labels differ between micro-batches"
-    if config.task.name is TaskName.preference:
-        return "numbers of answers differ between micro-batches"
     if not config.training.packing:  # a graph for each length, the longest of which comes when memory is full
         return "lengths differ between micro-batches (training.packing=false)"
     if config.kernels.cross_entropy is Kernel.liger:
         return "kernels.cross_entropy=liger asks the device"
-    if shards_experts:
+    if found.uses_fsdp and found.has_experts:
         return "experts under FSDP were not tried with it yet, and a recording that fails there would end the run"
-    if has_dropout and any(policy.recomputes for policy in policies):
+    if config.computes_reference:
+        if config.lora.start is not None:
+            return "the reference, which is the adapter of lora.start, changes places with the one that is trained"
+        if found.uses_fsdp:
+            return "a second pass of each layer under FSDP was not tried with it yet (preference.precompute=false)"
+    if found.has_dropout and any(policy.recomputes for policy in policies):
         return "random numbers can't be drawn again in backward"
     return None

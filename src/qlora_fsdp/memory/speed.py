@@ -81,11 +81,12 @@ def _gpu_seconds(work: Workload, policies: Sequence[Policy], gpu: Gpu) -> float:
 
 def _launch_seconds(work: Workload, policies: Sequence[Policy]) -> float:
     """Seconds that Python takes to start the kernels of a micro-batch."""
-    if is_captured(work, policies):
-        return REPLAY_SECONDS
-    num_recomputed = sum(policy.recomputes for policy in policies)
-    forwards = (3 + work.config.num_extra_forwards) * len(policies) + RECOMPUTED_LAUNCHES * num_recomputed
-    return forwards * (LAUNCH_SECONDS + (FSDP_LAUNCH_SECONDS if work.uses_fsdp else 0.0))
+    num_extra, num_recomputed = work.config.num_extra_forwards, sum(policy.recomputes for policy in policies)
+    of_forward = len(policies) * (LAUNCH_SECONDS + (FSDP_LAUNCH_SECONDS if work.uses_fsdp else 0.0))
+    if is_captured(work, policies):  # but for what KTO does before the step
+        num_launched = num_extra - int(work.config.computes_reference)
+        return REPLAY_SECONDS + num_launched * of_forward
+    return (3 + num_extra + RECOMPUTED_LAUNCHES * num_recomputed / len(policies)) * of_forward
 
 
 def _layer_seconds(work: Workload, index: int, policy: Policy, gpu: Gpu) -> float:

@@ -55,7 +55,7 @@ class PreferenceLM(CausalLM):
         self.looks_ahead = not self.settings.loss.is_paired
         self.starts_from_adapter, self.frozen = False, cast(FrozenCopy | None, None)
         self._sums: Tensor | None = None  # of figures and of what they are about, since they were last taken: [K, 2]
-        self._kl = 0.0
+        self._kl: Tensor | None = None  # float32 scalar on the device, which stays where it is
 
     def forward(self, batch: Batch, wants: Wanted = "loss") -> Tensor:
         """Sum of the losses of the batch's pairs or answers, not divided by their number: float32 scalar.
@@ -78,25 +78,30 @@ class PreferenceLM(CausalLM):
         if reference is None and self.settings.loss.needs_reference:
             reference = self.reference_log_probs(batch)
         logps, num_tokens, router_loss = self._log_probs(batch)
+        is_real = torch.ones_like(logps, dtype=torch.bool) if batch.is_answer is None else batch.is_answer
+        # Answers that there is only room for get numbers whose losses have gradients, and count for nothing.
+        logps, num_tokens = logps.masked_fill(~is_real, -1.0), num_tokens.masked_fill(~is_real, 1.0)
         if self.settings.loss.is_paired:
-            by_pairs = None if reference is None else reference.view(-1, 2)
+            by_pairs, is_real = None if reference is None else reference.view(-1, 2), is_real[::2]
             pairs = Pairs(logps.view(-1, 2), num_tokens.view(-1, 2), by_pairs)
             losses, values = pair_losses(pairs, self.settings)
-            is_about = torch.ones_like(values, dtype=torch.bool)
+            is_about = is_real.expand_as(values)
         else:
             assert reference is not None and batch.is_good is not None
             own = reference if reference.ndim == 1 else reference[:, 0]
-            kl = logps.new_tensor(self._kl)
-            losses, values, is_about = judged_losses(logps, own, batch.is_good, kl, self.settings)
+            losses, values, is_about = judged_losses(logps, own, batch.is_good, self._moved(logps), self.settings)
+            is_about = is_about & is_real
         self._add(values, is_about)
-        return losses.sum() if router_loss is None else losses.sum() + router_loss * len(losses)
+        loss = losses.masked_fill(~is_real, 0.0).sum()
+        return loss if router_loss is None else loss + router_loss * is_real.sum()
 
     def _log_probs(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
         """Log-probabilities and tokens of each answer, float32 [num_answers], and the router's loss or None."""
         losses, router_loss = self.losses(batch, "none")
         is_target = (batch.targets != IGNORE_INDEX).float()
         both = torch.stack([-losses.flatten(), is_target.flatten()])
-        logps, num_tokens = _sum_rows(both, batch)[:, : batch.num_answers]
+        sums: Tensor = _SumRows.apply(both, batch.sequence_starts, batch.max_row_length)  # type: ignore[no-untyped-call]
+        logps, num_tokens = sums[:, : batch.num_answers]
         return logps, num_tokens, router_loss
 
     def reference_log_probs(self, batch: Batch) -> Tensor:
@@ -151,14 +156,14 @@ class PreferenceLM(CausalLM):
         if self.frozen is None or batch.reference is not None:
             return batch
         with self.frozen.in_place():
-            return replace(batch, reference=self.reference_of(batch))
+            return replace(batch, reference=self(batch, "reference"))
 
     def reference_of(self, batch: Batch) -> Tensor:
-        """The reference's log-probabilities for `Batch.reference`, on the device: float32 [num_rows, 2]."""
+        """The reference's log-probabilities for `Batch.reference`: float32 [num_rows, 2] on the device, pairs' with room."""
         values: Tensor = self(batch, "reference")
         if batch.mismatched is None:
             return values.view(-1, 2)
-        return torch.stack([values, self(batch.mismatched, "reference")], 1)
+        return torch.stack([values[: batch.mismatched.num_answers], self(batch.mismatched, "reference")], 1)
 
     @torch.no_grad()
     def look_ahead(self, batches: Iterable[Batch], processes: Processes) -> None:
@@ -182,18 +187,31 @@ class PreferenceLM(CausalLM):
             sums += torch.stack([(logps - reference).double().sum(), sums.new_tensor(len(logps))])
         self.train(was_training)
         total, count = processes.sum(sums.tolist())
-        self._kl = max(0.0, total / max(1.0, count))
+        self._moved(sums).fill_(max(0.0, total / max(1.0, count)))
+
+    def _moved(self, like: Tensor) -> Tensor:
+        """How far the model has moved from the reference, as `look_ahead` found it last: 0 before that.
+
+        The tensor stays, so that a recorded loss reads what is written into it later.
+        """
+        if self._kl is None:
+            self._kl = torch.zeros((), device=like.device)
+        return self._kl
 
     def _add(self, values: Tensor, is_about: Tensor) -> None:
         """Add to the sums of the figures. `is_about` says which values count; without a row for `kl`, that is added."""
         sums = torch.stack([(values * is_about).double().sum(1), is_about.double().sum(1)], 1)
         if len(sums) < len(self.figure_names):
-            sums = torch.cat([sums, sums.new_tensor([[self._kl, 1.0]])])
-        self._sums = sums if self._sums is None else self._sums + sums
+            kl = self._moved(sums).double()
+            sums = torch.cat([sums, torch.stack([kl, torch.ones_like(kl)])[None]])
+        if self._sums is None:
+            self._sums = torch.zeros_like(sums)
+        self._sums += sums
 
     def take_sums(self) -> Tensor | None:
         """Sums of the figures and numbers of what they are about since the last call, float64 [K, 2] on the device."""
-        sums, self._sums = self._sums, None
+        sums = None if self._sums is None else self._sums.clone()
+        self.forget_outputs()
         return sums
 
     def name_figures(self, sums: Sequence[float]) -> dict[str, float]:
@@ -212,18 +230,30 @@ class PreferenceLM(CausalLM):
         return self.name_figures(processes.sum(mine))
 
     def forget_outputs(self) -> None:
-        """Drop what `take_metrics` would take into account."""
-        self._sums = None
+        """Drop what `take_metrics` would take into account. The tensor stays: recorded losses add to it."""
+        if self._sums is not None:
+            self._sums.zero_()
 
 
-def _sum_rows(values_KN: Tensor, batch: Batch) -> Tensor:
-    """Sums of K values of each token over the rows of a batch, [K, R].
+class _SumRows(torch.autograd.Function):
+    """Sums of K values of each token over the rows of a batch: [K, N] to [K, R], from starts [R + 1].
 
     Rows are laid side by side and summed, which is the same sum at every run; adding up by index is not, on a GPU. In
     float64, because how a kernel divides a sum depends on its length: some thousand nats would differ by a thousandth.
+    In backward each token looks up its row's gradient.
     """
-    starts = batch.sequence_starts.long()
-    columns = torch.arange(batch.max_row_length, device=starts.device)
-    is_own = columns < starts.diff()[:, None]
-    index = torch.where(is_own, starts[:-1, None] + columns, 0)
-    return (values_KN[:, index] * is_own).sum(2, dtype=torch.float64).float()
+
+    @staticmethod
+    def forward(ctx: Any, values_KN: Tensor, starts: Tensor, longest: int) -> Tensor:
+        starts = starts.long()
+        columns = torch.arange(longest, device=starts.device)
+        is_own = columns < starts.diff()[:, None]
+        index = (starts[:-1, None] + columns) * is_own
+        tokens = torch.arange(values_KN.shape[1], device=starts.device)
+        ctx.save_for_backward(torch.searchsorted(starts, tokens, right=True) - 1)
+        return (values_KN[:, index] * is_own).sum(2, dtype=torch.float64).float()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (row_of_token,) = ctx.saved_tensors
+        return grads[0][:, row_of_token], None, None

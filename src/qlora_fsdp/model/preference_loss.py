@@ -124,8 +124,8 @@ def judged_losses(
         Losses [N]; values [K, N] and bool [K, N] in the order of `figure_names` without `kl`.
     """
     ratios = logps - reference
-    signs = torch.where(is_good, 1.0, -1.0)
-    weights = torch.where(is_good, settings.desirable_weight, settings.undesirable_weight)
+    signs = 2 * is_good.float() - 1  # numbers as arguments of `where` would be copied from the host
+    weights = settings.desirable_weight * is_good + settings.undesirable_weight * ~is_good
     losses = weights * (1 - torch.sigmoid(settings.used_beta * signs * (ratios - kl)))
     rewards = settings.used_beta * ratios
     values = torch.stack([rewards, rewards, logps, logps]).detach()

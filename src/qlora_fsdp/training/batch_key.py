@@ -10,14 +10,15 @@ sum depends on the number of rows, and rows without tokens count too.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from qlora_fsdp.data.batch import Batch
 
 MIN_ROWS, MIN_LONGEST, STEP = 16, 128, 4  # rows and lengths are rounded up to these times a power of STEP
+OF_TOKENS = ("input_ids", "targets", "position_ids", "num_tokens")
+OF_ANSWERS = ("is_good", "margins", "reference")
 
 
 class Key(NamedTuple):
@@ -28,12 +29,15 @@ class Key(NamedTuple):
         length: tokens of each.
         num_rows: rows that there is room for; 0 if each sequence is one row.
         longest: tokens that a row may have.
+        num_answers: answers that there is room for, as many as rows; where each sequence is one row, how many there
+            are; 0 where none are compared.
     """
 
     size: int
     length: int
     num_rows: int
     longest: int
+    num_answers: int = 0
 
     @classmethod
     def of(cls, batch: Batch) -> Key:
@@ -41,31 +45,52 @@ class Key(NamedTuple):
         size, length = batch.input_ids.shape
         num_rows = len(batch.sequence_starts) - 1
         if num_rows == size:
-            return cls(size, length, 0, batch.whole_length)
-        longest = _round_up(batch.max_row_length, MIN_LONGEST)
-        return cls(size, length, _round_up(num_rows, MIN_ROWS), min(batch.whole_length, longest))
+            return cls(size, length, 0, batch.whole_length, batch.num_answers)
+        num_rows = _round_up(num_rows, MIN_ROWS)
+        longest = min(batch.whole_length, _round_up(batch.max_row_length, MIN_LONGEST))
+        return cls(size, length, num_rows, longest, num_rows if batch.num_answers else 0)
 
     def holds(self, other: Key) -> bool:
         """Whether a graph of this key can compute a micro-batch of the other."""
-        is_packed = (self.num_rows > 0) == (other.num_rows > 0)
-        has_room = self.num_rows >= other.num_rows and self.longest >= other.longest
-        return self[:2] == other[:2] and is_packed and has_room
+        if not self.num_rows:
+            return self == other
+        has_room = self.num_rows >= other.num_rows > 0 and self.longest >= other.longest
+        return self[:2] == other[:2] and has_room and (self.num_answers > 0) == (other.num_answers > 0)
 
 
 def with_room(batch: Batch, key: Key, device: torch.device) -> Batch:
-    """The micro-batch on `device`, with room for as many rows, and as long ones, as its key has."""
+    """The micro-batch on `device`, with room for as many rows and answers, and as long rows, as its key has."""
     moved = replace(batch.to(device), max_row_length=key.longest)
     if not key.num_rows:
         return moved
-    starts = torch.empty(key.num_rows + 1, dtype=torch.int32, device=device)
-    fill_starts(starts, batch)
-    return replace(moved, sequence_starts=starts)
+    room: dict[str, Any] = {"sequence_starts": torch.empty(key.num_rows + 1, dtype=torch.int32, device=device)}
+    if key.num_answers:
+        room["is_answer"] = torch.empty(key.num_answers, dtype=torch.bool, device=device)
+        for name in OF_ANSWERS:
+            value = getattr(moved, name)
+            if value is not None:  # of each answer or of each pair
+                num = len(value) * key.num_answers // batch.num_answers
+                room[name] = value.new_zeros(num, *value.shape[1:])
+    roomy = replace(moved, num_answers=key.num_answers, **room)
+    fill(roomy, batch)
+    return roomy
 
 
-def fill_starts(starts: Tensor, batch: Batch) -> None:
-    """Write where rows start. What is left of the tensor are rows without tokens, at the end."""
-    starts.fill_(len(batch.input_ids) * batch.whole_length)
-    starts[: len(batch.sequence_starts)].copy_(batch.sequence_starts, non_blocking=True)
+def fill(roomy: Batch, batch: Batch) -> None:
+    """Write a micro-batch into the tensors of one with room for it.
+
+    What is left of the starts of rows are rows without tokens, at the end; what is left of answers is marked as none.
+    """
+    for name in (*OF_TOKENS, *OF_ANSWERS):
+        value = getattr(batch, name)
+        if value is not None:
+            getattr(roomy, name)[: len(value)].copy_(value, non_blocking=True)
+    if len(roomy.sequence_starts) > len(roomy.input_ids) + 1:
+        roomy.sequence_starts.fill_(len(batch.input_ids) * batch.whole_length)
+    roomy.sequence_starts[: len(batch.sequence_starts)].copy_(batch.sequence_starts, non_blocking=True)
+    if roomy.is_answer is not None:
+        roomy.is_answer.fill_(False)
+        roomy.is_answer[: batch.num_answers].fill_(True)
 
 
 def _round_up(number: int, smallest: int) -> int:

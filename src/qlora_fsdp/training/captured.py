@@ -6,7 +6,8 @@ the step. What this asks of a micro-batch:
 
 - Its tensors are copied into those that the graph was recorded with. Packed sequences have one length, but many rows or
   few. So the starts of rows fill a tensor of fixed size, and the rest of it are rows of no tokens. Numbers and lengths
-  of rows are rounded up, so that a few graphs do for all micro-batches (`Key`).
+  of rows are rounded up, so that a few graphs do for all micro-batches (`Key`). Answers that are compared have as much
+  room as rows, and the loss leaves out what is none.
 - Gradients have their places before the first micro-batch, and every backward adds to them.
 - The divisor of the loss is a tensor, as it differs from step to step.
 - The forward must not ask the device anything. A model that does, or that gets no memory for its graph, is computed
@@ -42,15 +43,16 @@ from torch.distributed.fsdp import FSDPModule
 from qlora_fsdp.common.text import first_line
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.data.batch import Batch
-from qlora_fsdp.memory.capture import SPARE_BYTES, why_not_captured
+from qlora_fsdp.memory.capture import SPARE_BYTES, Found, why_not_captured
 from qlora_fsdp.memory.plan import GIB
 from qlora_fsdp.model.activations import has_dropout
 from qlora_fsdp.model.causal_lm import CausalLM
 from qlora_fsdp.model.experts import has_experts
+from qlora_fsdp.model.preference import PreferenceLM
 from qlora_fsdp.model.shard import set_gradient_sync
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.rows import local_tensor
-from qlora_fsdp.training.batch_key import Key, fill_starts, with_room
+from qlora_fsdp.training.batch_key import Key, fill, with_room
 from qlora_fsdp.training.memory_use import PhasePeaks
 from qlora_fsdp.training.passes import EagerPasses, Passes
 from qlora_fsdp.training.prepare import Prepared
@@ -77,12 +79,7 @@ class _Graph:
 
     def run(self, batch: Batch) -> Tensor:
         """Replay the graph with a micro-batch, and return its loss."""
-        self.batch.input_ids.copy_(batch.input_ids, non_blocking=True)
-        self.batch.targets.copy_(batch.targets, non_blocking=True)
-        self.batch.position_ids.copy_(batch.position_ids, non_blocking=True)
-        if self.batch.num_tokens is not None and batch.num_tokens is not None:
-            self.batch.num_tokens.copy_(batch.num_tokens, non_blocking=True)
-        fill_starts(self.batch.sequence_starts, batch)
+        fill(self.batch, batch)
         self.graph.replay()
         return self.loss.clone()
 
@@ -177,8 +174,8 @@ class CapturedPasses:
         return self.eager.evaluate(batch)
 
     def _can_record_evaluations(self) -> bool:
-        # Models of other classes, under FSDP or of other tasks, do more on the host than to queue kernels.
-        is_plain = type(self.eager.model) is CausalLM
+        # Models of other classes, under FSDP or with labels, do more on the host than to queue kernels.
+        is_plain = type(self.eager.model) in (CausalLM, PreferenceLM)
         return self.records_evaluations and bool(self.graphs) and self.reason is None and is_plain
 
     def _record_evaluation(self, key: Key, batch: Batch) -> _Graph | None:
@@ -279,8 +276,8 @@ def make_passes(prepared: Prepared, config: Config, trainable: Sequence[nn.Param
     plan = prepared.run_plan.plan
     if processes.device.type != "cuda":
         return eager
-    shards_experts = isinstance(prepared.model, FSDPModule) and has_experts(prepared.model)
-    reason = why_not_captured(config, prepared.run_plan.policies, has_dropout(prepared.model), shards_experts)
+    found = Found(has_dropout(prepared.model), isinstance(prepared.model, FSDPModule), has_experts(prepared.model))
+    reason = why_not_captured(config, prepared.run_plan.policies, found)
     if reason is not None:
         log.info(f"Step: {NOT_RECORDED}: {reason}")
         return eager

@@ -46,8 +46,13 @@ class Passes(Protocol):
 
 
 def place(batch: Batch, device: torch.device, deterministic: bool) -> Batch:
-    """The micro-batch on the device, laid out as a pass of training has it; see `EagerPasses`."""
-    return with_room(batch, Key.of(batch), device) if deterministic else batch.to(device)
+    """The micro-batch on the device, laid out as a pass of training has it; see `EagerPasses`.
+
+    The reference's passes have the layout of the model's, recorded or not: attention rounds in another way if it is
+    told of longer rows.
+    """
+    has_room = deterministic or (batch.num_answers > 0 and device.type == "cuda")
+    return with_room(batch, Key.of(batch), device) if has_room else batch.to(device)
 
 
 class EagerPasses:

@@ -139,7 +139,8 @@ def _compute(
     with closing(prefetch(made)) as batches:
         values = [model.reference_of(place(batch, processes.device, deterministic)) for batch in batches]
     free_gathered(model)
-    own = [(use.rows(), value.cpu().numpy()) for use, value in zip(mine, values, strict=True)]
+    of_rows = [use.rows() for use in mine]
+    own = [(rows, value[: len(rows)].cpu().numpy()) for rows, value in zip(of_rows, values, strict=True)]
     for rows, computed in (part for parts in processes.gather(own) for part in parts):
         found[rows] = np.where(np.isnan(found[rows]), computed, found[rows])
 

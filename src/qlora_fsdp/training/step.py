@@ -128,6 +128,7 @@ class StepRunner:
         self.passes.begin_step(max(1, batch.num_targets))
         if self.model.looks_ahead:
             seen = list(islice(micro_batches, batch.num_micro_batches))
+            self.peaks.enter("evaluation")  # its passes have no gradients
             self.model.look_ahead(seen, self.processes)
             micro_batches = iter(seen)
         for micro in range(batch.num_micro_batches):

@@ -161,5 +161,11 @@ class Config:
         """
         if self.task.name is not TaskName.preference:
             return 0
-        in_step = self.preference.loss.needs_reference and not self.preference.precompute
-        return int(in_step) if self.has_pairs else 1 + 2 * int(in_step)
+        in_step = int(self.computes_reference)
+        return in_step if self.has_pairs else 1 + 2 * in_step
+
+    @property
+    def computes_reference(self) -> bool:
+        """Whether each step computes the reference's log-probabilities of its answers."""
+        settings = self.preference
+        return self.task.name is TaskName.preference and settings.loss.needs_reference and not settings.precompute
