@@ -1,14 +1,15 @@
 """Preparing many rows apart: cold, again, broken off at half and gone on with; disk, and the memory of a rank.
 
-usage: python benchmarks/million_rows.py TOKENIZER_FOLDER WORK_FOLDER [NUM_ROWS [NUM_TRL_ROWS]]
+usage: python benchmarks/million_rows.py TOKENIZER_FOLDER WORK_FOLDER [--rows 1000000] [--trl-rows 0] [--out FILE]
 
-Rows are made here: chats of a question and an answer, in words of a page of the docs. Without NUM_ROWS there are a
-million. With NUM_TRL_ROWS, TRL's SFTTrainer prepares so many of them too, in one process. Times are of the CPU, all
-processes together, because hosts are busy with other work; the clock's are beside them.
+Rows are made here: chats of a question and an answer, in words of a page of the docs. With --trl-rows, TRL's SFTTrainer
+prepares so many of them too, in one process. CPU seconds are of all processes together; the clock's are beside them.
+What a start takes for one row, mostly imports, is taken off both.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import random
@@ -20,16 +21,17 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-
-import psutil
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 WORDS = (ROOT / "docs" / "data.md").read_text().split()
 TEMPLATE = ROOT / "src" / "qlora_fsdp" / "data" / "templates" / "chatml.jinja"
 MIB = 2**20
 IN_A_RANK = """
-import json, sys, psutil
+import json, sys, time, psutil
 from qlora_fsdp.config.compose import load_config
+from qlora_fsdp.data.split import split_batches
+from qlora_fsdp.training.batches import GlobalBatches
 from qlora_fsdp.training.start import load_run_tokenizer
 from tests.helpers.one_process import one_process
 from qlora_fsdp.data.run_data import prepare_data
@@ -37,13 +39,18 @@ import numpy as np
 config = load_config(sys.argv[1:])
 tokenizer = load_run_tokenizer(config)
 process = psutil.Process()
-memory, cpu = process.memory_full_info().uss, sum(process.cpu_times()[:2])
+memory, cpu, started = process.memory_full_info().uss, sum(process.cpu_times()[:2]), time.perf_counter()
 train = prepare_data(config, tokenizer, one_process(), len(tokenizer)).train
-opened = process.memory_full_info().uss, sum(process.cpu_times()[:2])
+cpu = sum(process.cpu_times()[:2]) - cpu
+split = split_batches(config.training, 1, len(train))
+next(GlobalBatches(train, split, seed=0, rank=0).micro_batches(split.num_steps // 2))
+seconds = time.perf_counter() - started
 for sequence in np.random.default_rng(0).integers(len(train), size=1000):
     train.rows_of(int(sequence))
-print(json.dumps({"rows": len(train.row_ids), "tokens": int(train.lengths.sum()), "MiB": (opened[0] - memory) / 2**20,
-                  "CPU s": opened[1] - cpu}))
+after = process.memory_full_info()
+print(json.dumps({"rows": len(train.row_ids), "tokens": int(train.lengths.sum()), "cpu_seconds_to_open": cpu,
+                  "seconds_to_the_batch_in_the_middle": seconds, "rss_mib": after.rss / 2**20,
+                  "own_mib_after_1000_sequences": (after.uss - memory) / 2**20}))
 """
 WITH_TRL = """
 import json, sys, psutil
@@ -59,7 +66,7 @@ model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **shape))
 before = sum(psutil.Process().cpu_times()[:2])
 settings = SFTConfig(out, max_length=2048, report_to=[], use_cpu=True)
 SFTTrainer(model, args=settings, train_dataset=rows, processing_class=tokenizer)
-print(json.dumps({"CPU s": sum(psutil.Process().cpu_times()[:2]) - before}))
+print(json.dumps({"cpu_seconds": sum(psutil.Process().cpu_times()[:2]) - before}))
 """
 
 
@@ -81,20 +88,20 @@ class Measured:
 
 
 def make_rows(file: Path, num_rows: int) -> None:
-    """Writes chats of 20 to 60 words."""
+    """Writes chats of 20 to 40 words."""
     rng = random.Random(0)
     with file.open("w", encoding="utf-8") as out:
         for number in range(num_rows):
             question = f"{number}: {' '.join(rng.choices(WORDS, k=10))}"
-            answer = " ".join(rng.choices(WORDS, k=rng.randint(10, 50)))
+            answer = " ".join(rng.choices(WORDS, k=rng.randint(10, 30)))
             turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
             out.write(json.dumps({"messages": turns}) + "\n")
 
 
 def size_mib(folder: Path) -> float:
-    """What files in a folder take, while others make and remove them."""
+    """What a file, or the files in a folder take, while others make and remove them."""
     total = 0
-    for path in folder.rglob("*"):
+    for path in (folder, *folder.rglob("*")):
         try:
             total += path.stat().st_size
         except FileNotFoundError:
@@ -137,51 +144,73 @@ def share_done(cache: Path) -> float:
     return 0.0
 
 
-def main(tokenizer: str, folder: Path, num_rows: int = 1_000_000, num_trl_rows: int = 0) -> None:
-    """Print what each start takes."""
+def measure_starts(tokenizer: str, folder: Path, num_rows: int, num_trl_rows: int) -> dict[str, Any]:
+    """What each start takes; printed as it is found."""
     folder.mkdir(parents=True, exist_ok=True)
-    file, cache = folder / f"rows-{num_rows}.jsonl", folder / "cache"
-    if not file.exists():
-        make_rows(file, num_rows)
-    shutil.rmtree(cache, ignore_errors=True)
-    cache.mkdir()
-    one = folder / "one.jsonl"
+    file, one, cache = folder / f"rows-{num_rows}.jsonl", folder / "one.jsonl", folder / "cache"
+    make_rows(file, num_rows)
     make_rows(one, 1)
+    found: dict[str, Any] = {"rows": num_rows, "jsonl_mib": size_mib(file), "cores": len(os.sched_getaffinity(0))}
+
+    def note(name: str, figures: Any) -> None:
+        found[name] = figures
+        print(f"{name}: {json.dumps(figures)}", flush=True)
+
+    def empty() -> None:
+        shutil.rmtree(cache, ignore_errors=True)
+        cache.mkdir()
+
     settings = [f"model.tokenizer_path={tokenizer}", "data.chat_template=chatml", f"data.cache_folder={cache}"]
     prepare = [sys.executable, "-m", "qlora_fsdp", "prepare", *settings]
-    workers = [f"data.num_proc={len(os.sched_getaffinity(0))}"]
+    own = [*prepare, f"data.path={file}"]
 
-    def show(name: str, found: Measured, more: str = "") -> None:
-        about = f"CPU {found.cpu_seconds - imports.cpu_seconds:.1f} s, clock {found.seconds - imports.seconds:.1f} s"
-        print(f"{name}: {about}{more}", flush=True)
+    def start(name: str, *more: str, stop_at: float | None = None) -> None:
+        took = measure([*own, f"data.num_proc={found['cores']}", *more], cache, stop_at)
+        figures = {
+            "cpu_seconds": took.cpu_seconds - imports.cpu_seconds,
+            "seconds": took.seconds - imports.seconds,
+            "peak_cache_mib": took.peak_mib,
+            "cache_mib": size_mib(cache),
+        }
+        note(name, figures if stop_at is None else figures | {"shards_kept": share_done(cache)})
 
+    empty()
+    note("loads_before", os.getloadavg())
     imports = measure([*prepare, f"data.path={one}"], cache)
-    print(f"{num_rows:,} rows, {file.stat().st_size / MIB:.0f} MiB; loads {os.getloadavg()}", flush=True)
-    print(f"one row: CPU {imports.cpu_seconds:.1f} s, clock {imports.seconds:.1f} s, which the others are without")
-    cold = measure([*prepare, f"data.path={file}", *workers], cache)
-    show("cold", cold, f", cache at most {cold.peak_mib:.0f} MiB, at the end {size_mib(cache):.0f} MiB")
-    show("again", measure([*prepare, f"data.path={file}"], cache))
-    show("again, another length", measure([*prepare, f"data.path={file}", "training.max_length=64"], cache))
-    rank = [sys.executable, "-c", IN_A_RANK, "model=tiny", *settings, f"data.path={file}", "training.max_steps=1"]
-    print(f"a rank that opens it: {measure(rank, cache).output}", flush=True)
-    shutil.rmtree(cache)
-    cache.mkdir()
-    stopped = measure([*prepare, f"data.path={file}", *workers], cache, stop_at=0.5)
-    print(f"broken off at half by Ctrl-C: clock {stopped.seconds - imports.seconds:.1f} s", flush=True)
-    print(f"kept: {share_done(cache):.1%} of the shards, {size_mib(cache):.0f} MiB", flush=True)
-    show("gone on", measure([*prepare, f"data.path={file}", *workers], cache))
+    note("one_row", {"cpu_seconds": imports.cpu_seconds, "seconds": imports.seconds})
+    start("cold")
+    start("again")
+    start("again_with_another_length", "training.max_length=64")
+    rank = [sys.executable, "-c", IN_A_RANK, "model=tiny", *settings]
+    note("a_rank", json.loads(measure([*rank, f"data.path={file}"], cache).output))
+    empty()
+    start("broken_off_at_half", stop_at=0.5)
+    start("gone_on_with")
     if num_trl_rows:
-        few = folder / f"rows-{num_trl_rows}.jsonl"
+        few, out = folder / f"rows-{num_trl_rows}.jsonl", folder / "trl"
         make_rows(few, num_trl_rows)
-        out = folder / "trl"
         shutil.rmtree(out, ignore_errors=True)
         out.mkdir()
-        found = measure([sys.executable, "-c", WITH_TRL, str(few), tokenizer, str(TEMPLATE), str(out)], out)
-        print(f"TRL, {num_trl_rows:,} rows: {found.output}, {size_mib(out):.0f} MiB", flush=True)
-        ours = measure([*rank[:-2], f"data.path={few}", "training.max_steps=1", "data.num_proc=1"], cache)
-        print(f"the same rows here, in one process: {ours.output}")
-    print(f"loads {os.getloadavg()}, {psutil.cpu_count()} cores")
+        trl = measure([sys.executable, "-c", WITH_TRL, str(few), tokenizer, str(TEMPLATE), str(out)], out)
+        note("trl", json.loads(trl.output) | {"rows": num_trl_rows, "mib": size_mib(out)})
+        note("beside_trl", json.loads(measure([*rank, f"data.path={few}", "data.num_proc=1"], cache).output))
+    note("loads_after", os.getloadavg())
+    return found
+
+
+def main() -> None:
+    """Read the command line, measure, and write the figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tokenizer")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--rows", type=int, default=1_000_000)
+    parser.add_argument("--trl-rows", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="a JSON file of all figures")
+    arguments = parser.parse_args()
+    found = measure_starts(arguments.tokenizer, arguments.folder, arguments.rows, arguments.trl_rows)
+    if arguments.out:
+        arguments.out.write_text(json.dumps(found, indent=2) + "\n")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), *map(int, sys.argv[3:5]))
+    main()

@@ -1,13 +1,17 @@
 """CPU time of the whole job to stream rows, at several numbers of ranks, and how soon a resumed run has its rows.
 
 usage: python benchmarks/streaming.py TOKENIZER_FOLDER [--rows 20000] [--buffer-rows 1900] [--ranks 1 2 4]
-                                      [--kind jsonl|parquet|jsonl.gz] [--resume] [--seek ROWS] [setting=value ...]
+                                      [--resume-rows 200000] [--out FILE] [--kind jsonl|parquet|jsonl.gz]
+                                      [--seek ROWS] [setting=value ...]
 
 Conversations of some 366 tokens on average are written to a file. So many ranks (processes of this host that meet over
 gloo) stream it and make the micro-batches of every step, as training does, but compute nothing. CPU time is user and
 system time of all ranks and of their workers, from before the stream is opened to after the last batch; imports of a
-rank are no part of it. The digest is one of all tokens and targets by step: it must not depend on the ranks. With
---resume each job is started again at 90 % of its steps, and tells how soon its first batch is there.
+rank are no part of it. The digest is one of all tokens and targets by step: it must not depend on the ranks.
+
+Then a file of --resume-rows is streamed by two ranks, in the buffers that a run has without a setting, and resumed at
+90 % of its steps by each number of ranks: how soon is the first batch there? The digest of the last steps must be the
+one of the run that did not stop.
 
 With --seek ROWS, the first of these rows are repeated to so many in a file, and the seconds are told until 1,000 rows
 from 90 % of them on are there: by the position that a run has noted, and from the beginning. Nothing is tokenized.
@@ -34,6 +38,7 @@ ROOT = Path(__file__).parents[1]
 WORDS = (ROOT / "docs" / "data.md").read_text().split()
 BATCH_SIZE, MAX_LENGTH, TOKENS_A_ROW = 32, 2048, 366
 SEEK_ROWS = 10_000
+DEFAULT_BUFFER_ROWS = 10_000  # of data.buffer_rows
 KEPT = 0.9  # of the rows that are streamed: the window after them is not begun
 
 
@@ -68,7 +73,12 @@ def count_steps(num_rows: int) -> int:
     return int(KEPT * num_rows * TOKENS_A_ROW / MAX_LENGTH / BATCH_SIZE)
 
 
-def rank_main(arguments: argparse.Namespace, folder: Path, first_step: int) -> None:
+def resumed_step(num_steps: int) -> int:
+    """The step at which a job of so many is resumed."""
+    return int(0.9 * num_steps)
+
+
+def rank_main(job: dict[str, Any]) -> None:
     """What a rank does: stream, make batches, and print the figures of the job on rank 0."""
     import psutil
     from transformers import AutoTokenizer
@@ -79,13 +89,12 @@ def rank_main(arguments: argparse.Namespace, folder: Path, first_step: int) -> N
     from qlora_fsdp.runtime.processes import start_processes
     from qlora_fsdp.training.batches import GlobalBatches
 
-    tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer)
+    tokenizer = AutoTokenizer.from_pretrained(job["tokenizer"])
     processes = start_processes(600, use_cpu=True)
-    own = {key: json.loads(value) for key, _, value in (text.partition("=") for text in arguments.settings)}
-    data = DataConfig(path=arguments.file, streaming=True, buffer_rows=arguments.buffer_rows, **own)
+    data = DataConfig(path=job["file"], streaming=True, buffer_rows=job["buffer_rows"], **job["settings"])
     training = TrainingConfig(packing=True, max_length=MAX_LENGTH, max_steps=1)
     config = replace(Config(), data=data, training=training)
-    num_steps = count_steps(arguments.rows)
+    folder, first_step, num_steps = Path(job["folder"]), job["first_step"], count_steps(job["rows"])
     size = BATCH_SIZE // processes.num_ranks
     split = BatchSplit(size, BATCH_SIZE, processes.num_ranks, num_steps, num_steps * BATCH_SIZE)
 
@@ -99,11 +108,15 @@ def rank_main(arguments: argparse.Namespace, folder: Path, first_step: int) -> N
     stream = open_stream(config, tokenizer, split, processes, folder, first_step, len(tokenizer)).train
     opened = time.monotonic() - started
     batches = GlobalBatches(stream, split, seed=0, rank=processes.rank)
-    num_tokens, digest, first_batch = 0, 0, 0.0
+    num_tokens, digest, last_digest, first_batch = 0, 0, 0, 0.0
     micro_batches = batches.micro_batches(first_step)
     for step in range(first_step, num_steps):
         batch = batches.of_step(step)
         num_tokens += batch.num_tokens
+        if step == resumed_step(num_steps):  # a window is kept for as long as a checkpoint stands in it
+            last_digest = digest
+            if processes.is_main:
+                (folder / "checkpoints" / f"step-{step:08}").mkdir(parents=True, exist_ok=True)
         for _ in range(batch.num_micro_batches):
             micro = next(micro_batches)
             first_batch = first_batch or time.monotonic() - started
@@ -112,9 +125,9 @@ def rank_main(arguments: argparse.Namespace, folder: Path, first_step: int) -> N
                 digest += zlib.crc32(targets.numpy().tobytes(), zlib.crc32(ids.numpy().tobytes(), zlib.crc32(place)))
     processes.wait()
     seconds = time.monotonic() - started
-    found = processes.gather((cpu_seconds() - before, digest))
+    found = processes.gather((cpu_seconds() - before, digest, digest - last_digest))
     if processes.is_main:
-        cpu = [each for each, _ in found]
+        cpu = [each for each, _, _ in found]
         figures: dict[str, Any] = {
             "ranks": processes.num_ranks,
             "cpu_seconds": round(sum(cpu), 2),
@@ -123,7 +136,8 @@ def rank_main(arguments: argparse.Namespace, folder: Path, first_step: int) -> N
             "opened_seconds": round(opened, 2),
             "first_batch_seconds": round(first_batch, 2),
             "tokens": num_tokens,
-            "digest": sum(each for _, each in found) % 2**64,
+            "digest": sum(each for _, each, _ in found) % 2**64,
+            "digest_of_last_steps": sum(each for _, _, each in found) % 2**64,
         }
         print(json.dumps(figures), flush=True)
     processes.wait()
@@ -153,24 +167,22 @@ def seek_main(file: Path, num_rows: int) -> None:
     print(json.dumps({"file": file.name, "gib": file.stat().st_size / 2**30, "read": read, "sought": sought}))
 
 
-def start_ranks(num_ranks: int, folder: Path, first_step: int) -> None:
-    """Run a job of so many ranks, and wait for it."""
+def start_ranks(num_ranks: int, job: dict[str, Any]) -> dict[str, Any]:
+    """Run a job of so many ranks, and wait for its figures."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     ranks = []
     for rank in range(num_ranks):
-        world: dict[str, Any] = {
-            "RANK": rank,
-            "LOCAL_RANK": rank,
-            "WORLD_SIZE": num_ranks,
-            "LOCAL_WORLD_SIZE": num_ranks,
-        }
-        world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "STREAM_FOLDER": folder, "FIRST_STEP": first_step}
-        environment = os.environ | {key: str(value) for key, value in world.items()}
-        ranks.append(subprocess.Popen([sys.executable, __file__, *sys.argv[1:]], env=environment))
-    exit_codes = [process.wait() for process in ranks]
-    if any(exit_codes):
+        world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
+        named = world | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "STREAM_JOB": json.dumps(job)}
+        environment = os.environ | {key: str(value) for key, value in named.items()}
+        ranks.append(subprocess.Popen([sys.executable, __file__], env=environment, stdout=subprocess.PIPE, text=True))
+    outputs = [process.communicate()[0] for process in ranks]
+    if any(process.returncode for process in ranks):
         raise SystemExit("A rank failed.")
+    found: dict[str, Any] = json.loads(outputs[0].splitlines()[-1])
+    print(json.dumps(found), flush=True)
+    return found
 
 
 def main() -> None:
@@ -179,30 +191,47 @@ def main() -> None:
     parser.add_argument("tokenizer")
     parser.add_argument("--rows", type=int, default=20_000)
     parser.add_argument("--buffer-rows", type=int, default=1_900)
+    parser.add_argument("--resume-rows", type=int, default=200_000, help="0: nothing is resumed")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--kind", default="jsonl")
-    parser.add_argument("--resume", action="store_true")
     parser.add_argument("--seek", type=int, default=0)
-    parser.add_argument("--file", default="")
+    parser.add_argument("--out", help="a JSON file of all figures")
     parser.add_argument("settings", nargs="*", help="of data, in JSON, such as num_proc=2")
     arguments = parser.parse_args()
-    if "RANK" in os.environ:
-        arguments.file = os.environ.get("STREAM_FILE", arguments.file)
-        rank_main(arguments, Path(os.environ["STREAM_FOLDER"]), int(os.environ["FIRST_STEP"]))
     with TemporaryDirectory() as temporary:
-        file = Path(arguments.file or f"{temporary}/rows.{arguments.kind}")
+        file = Path(temporary) / f"rows.{arguments.kind}"
         if arguments.seek:
             return seek_main(file, arguments.seek)
-        if not file.exists():
-            write_rows(file, arguments.rows)
-        os.environ["STREAM_FILE"] = str(file)
+        write_rows(file, arguments.rows)
+        job = {
+            "tokenizer": arguments.tokenizer,
+            "settings": {
+                key: json.loads(value) for key, _, value in (text.partition("=") for text in arguments.settings)
+            },
+            **{"file": str(file), "rows": arguments.rows, "buffer_rows": arguments.buffer_rows, "first_step": 0},
+        }
+        found: dict[str, Any] = {"load_before": os.getloadavg(), "cores": os.cpu_count(), "sharing": [], "resumed": []}
         for num_ranks in arguments.ranks:
             folder = Path(temporary) / str(num_ranks)
             folder.mkdir()
-            start_ranks(num_ranks, folder, 0)
-            if arguments.resume:
-                start_ranks(num_ranks, folder, int(0.9 * count_steps(arguments.rows)))
+            found["sharing"].append(start_ranks(num_ranks, job | {"folder": str(folder)}))
+        assert len({each["digest"] for each in found["sharing"]}) == 1
+        if arguments.resume_rows:
+            num_times = max(1, arguments.resume_rows // arguments.rows)
+            write_rows(file, arguments.rows, num_times)
+            folder = Path(temporary) / "resumed"
+            folder.mkdir()
+            job |= {"folder": str(folder), "rows": arguments.rows * num_times, "buffer_rows": DEFAULT_BUFFER_ROWS}
+            found["uninterrupted"] = start_ranks(2, job)
+            job["first_step"] = resumed_step(count_steps(job["rows"]))
+            for num_ranks in arguments.ranks:
+                again = start_ranks(num_ranks, job)
+                assert again["digest"] == found["uninterrupted"]["digest_of_last_steps"]
+                found["resumed"].append(again)
+    found["load_after"] = os.getloadavg()
+    if arguments.out:
+        Path(arguments.out).write_text(json.dumps(found, indent=2) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    rank_main(json.loads(os.environ["STREAM_JOB"])) if "STREAM_JOB" in os.environ else main()

@@ -150,7 +150,8 @@ def _parse(content: bytes, key: str, place: Place) -> tuple[Share, list[Position
     if about["key"] != key or about["place"] != asdict(place):
         raise ValueError("it is another window")
     raw_rows, lengths, tokens = (arrays[name] for name in ("raw_rows", "lengths", "tokens"))
-    if [array.dtype for array in (raw_rows, lengths, tokens)] != [np.int64, np.int64, np.int32]:
+    wanted = ((raw_rows, np.int64), (lengths, np.int64), (tokens, np.int32))
+    if any(array.ndim != 1 or array.dtype != dtype for array, dtype in wanted):
         raise TypeError("no window has such numbers")
     is_whole = raw_rows.shape == lengths.shape and lengths.min() > 0 and lengths.sum() == len(tokens)
     if not (is_whole and raw_rows.min() >= 0 and (np.diff(raw_rows) >= 0).all()):

@@ -15,7 +15,6 @@ import hashlib
 import numpy as np
 from numpy.typing import NDArray
 
-from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.schema import DataConfig
 from qlora_fsdp.data.row_hashes import Hashes, keep, name_file, read_kept
 from qlora_fsdp.data.sequences import Indices, Rows
@@ -38,9 +37,6 @@ def find_near_duplicates(rows: Rows, ids: Indices, hashes: Hashes, data: DataCon
         ids: the rows to look at, none of which are exactly the same.
         hashes: of all rows, by which what was found before is known again.
         data: `near_duplicates`, the least share of common shingles, and `cache_folder` are used.
-
-    Raises:
-        DataError: datasketch is not installed.
     """
     looked_at = hashlib.sha256(np.ascontiguousarray(hashes[ids]).tobytes()).hexdigest()
     file = name_file("near", [looked_at, str(data.near_duplicates)], data)
@@ -52,13 +48,8 @@ def find_near_duplicates(rows: Rows, ids: Indices, hashes: Hashes, data: DataCon
 
 
 def _find(rows: Rows, ids: Indices, threshold: float) -> Indices:
-    try:
-        from datasketch import MinHash, MinHashLSH
-    except ImportError as error:
-        raise DataError(
-            "data.near_duplicates needs the package datasketch, which is not installed. Run pip install datasketch, or"
-            " set data.near_duplicates=null."
-        ) from error
+    from datasketch import MinHash, MinHashLSH  # an extra: config/check_data.py has made sure that it is there
+
     common = _common_shingles(rows, ids)
     empty = MinHash(num_perm=NUM_PERMUTATIONS, hashfunc=int)  # the shingles are hashes already
     # What the index finds is compared, so it may find too much, and should miss little.

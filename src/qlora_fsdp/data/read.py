@@ -28,13 +28,21 @@ from qlora_fsdp.data.position import Position
 from qlora_fsdp.data.preferences import preference_columns
 from qlora_fsdp.data.row import used_columns
 from qlora_fsdp.data.row_file import RowFile
-from qlora_fsdp.data.row_files import BROKEN, ChooseColumns, RawRow, dump_row, find_reader, known_suffixes, read_text
+from qlora_fsdp.data.row_files import (
+    BATCH_ROWS,
+    BROKEN,
+    ChooseColumns,
+    RawRow,
+    dump_row,
+    find_reader,
+    known_suffixes,
+    read_text,
+)
 from qlora_fsdp.data.unpacking import Unpacking
 
 if TYPE_CHECKING:  # it takes half a second, for pandas, and rows that are in the cache do not need it
     import datasets
 
-ROWS_A_BATCH = 1000
 Paths = str | list[str]  # of one data set, as a setting has them
 
 
@@ -129,7 +137,7 @@ def read_rows(source: Source, file: Path, tell: Callable[[int], object] = lambda
     rows = iterate_rows(source)
     schema = pa.schema([("place", pa.string()), ("row", pa.large_binary())])
     with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
-        while batch := list(islice(rows, ROWS_A_BATCH)):
+        while batch := list(islice(rows, BATCH_ROWS)):
             places, contents = zip(*batch, strict=True)
             writer.write_batch(pa.record_batch([places, contents], schema=schema))
             tell(len(batch))

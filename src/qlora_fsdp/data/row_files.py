@@ -36,7 +36,7 @@ ChooseColumns = Callable[[Sequence[str]], list[str]]  # of the columns that a fi
 Reader = Callable[[RowFile, ChooseColumns, Unpacking, Position], Iterator[RawRow]]
 
 TEXT_SUFFIXES = (".txt", ".md")
-BATCH_ROWS = 1000  # of Parquet and Arrow files
+BATCH_ROWS = 1000  # of Parquet and Arrow files, and of what is copied before it is tokenized
 # Of files that can't be read. ValueError and OverflowError: pyarrow has values that Python has not (the year 20,000).
 BROKEN = (
     *(OSError, EOFError, zlib.error, lzma.LZMAError, csv.Error),

@@ -159,7 +159,7 @@ class PreferenceLM(CausalLM):
             return replace(batch, reference=self(batch, "reference"))
 
     def reference_of(self, batch: Batch) -> Tensor:
-        """The reference's log-probabilities for `Batch.reference`: float32 [num_rows, 2] on the device, pairs' with room."""
+        """The reference's log-probabilities for `Batch.reference`: float32 [num_rows, 2] on the device; with room."""
         values: Tensor = self(batch, "reference")
         if batch.mismatched is None:
             return values.view(-1, 2)
