@@ -31,9 +31,40 @@ bitsandbytes.nn.modules.has_avx512bf16 = lambda: False
 torch.set_num_threads(1)  # models are tiny, and ranks or another worker compute beside this process
 
 
+# Tests of whole runs and commands whose files take over 20 seconds each on two cores, by CI's junit file. They are
+# marked slow as a whole, because the tests of a file share what they start. `make test` still compares losses, bytes
+# and resumed runs on several ranks, and runs most tests of attacks and all unit tests; `make test-all`, which CI calls,
+# runs these too.
+ROOT = Path(__file__).parent
+SLOW_FILES = {
+    "cli": [
+        *("bad_input", "documented_runs", "interrupts", "lost_ranks", "mistakes", "out_of_memory", "preflight"),
+        *("preflight_models", "sweeps", "train_on"),
+    ],
+    "distributed": [
+        *(
+            "classification",
+            "context_parallel",
+            "expert_bytes",
+            "expert_losses",
+            "initialization",
+            "merge",
+            "new_tokens",
+        ),
+        *("other_families", "plan_bytes", "preferences", "prequantized", "quantized_cache", "reload", "start", "use"),
+    ],
+    "security": ["working_folder"],
+}
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m "not slow"` looks at the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The long files first, so that the workers end together (`make test`); the many short unit tests come last."""
     items.sort(key=lambda item: "unit" in item.path.parts)
+    slow = {ROOT / folder / f"test_{name}.py" for folder, names in SLOW_FILES.items() for name in names}
+    for item in items:
+        if item.path in slow:
+            item.add_marker(pytest.mark.slow)
 
 
 def pytest_unconfigure() -> None:

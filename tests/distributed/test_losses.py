@@ -24,6 +24,8 @@ FEW_STEPS = f"training.max_steps={NUM_FEW}"
 # ranks, the first 8 of them at others.
 FAMILY_CASES = [(num_ranks, family, family != "bert") for num_ranks in (1, 2, 4) for family in FAMILIES]
 FAMILY_CASES += [(2, "llama", False), (2, "gemma2", False)]
+# `make test` trains these on at most 2 ranks: the plainest, one with norms of heads, and one that attends to a window.
+QUICK_FAMILIES = ("llama", "qwen3", "gemma2")
 
 # The same 8 sequences a step, cut in other ways: (ranks, micro-batch size).
 SPLITS = [(1, 8), (1, 2), (2, 4), (2, 1), (4, 2), (4, 1)]
@@ -84,8 +86,15 @@ DROPOUT = {
 
 
 @pytest.fixture(scope="module")
-def losses(checkpoint: Callable[..., Path], rows: Path) -> Callable[[int, object], list[float]]:
-    """`losses(num_ranks, case)` of our runs; all runs on a number of ranks share one world."""
+def losses(
+    checkpoint: Callable[..., Path], rows: Path, request: pytest.FixtureRequest
+) -> Callable[[int, object], list[float]]:
+    """`losses(num_ranks, case)` of our runs; all runs on a number of ranks share one world.
+
+    It trains the families whose tests are slow only if this session runs any slow test of this file.
+    """
+    of_this_file = (item for item in request.session.items if item.path == request.path)
+    with_slow_ones = any(item.get_closest_marker("slow") is not None for item in of_this_file)
 
     def cases(num_ranks: int) -> dict[object, list[str]]:
         def run(family: str, *more: str, packing: bool = True) -> list[str]:
@@ -95,7 +104,7 @@ def losses(checkpoint: Callable[..., Path], rows: Path) -> Callable[[int, object
         found: dict[object, list[str]] = {
             (f, packing): run(f, *([] if n == 2 else [FEW_STEPS]), packing=packing)
             for n, f, packing in FAMILY_CASES
-            if n == num_ranks
+            if n == num_ranks and (with_slow_ones or not is_slow(n, f))
         }
         for size in (size for n, size in SPLITS if n == num_ranks):
             split = [f"training.micro_batch_size={size}", "training.global_batch_size=8"]
@@ -133,25 +142,33 @@ def assert_close(ours: list[float], reference: list[float]) -> None:
     assert ours[-1] < ours[0]
 
 
-def with_slow(cases: Iterable[Any], num_ranks_of: Callable[[Any], int]) -> list[Any]:
-    """The cases for `parametrize`; those of four processes are marked slow."""
-    slow = {True: [pytest.mark.slow], False: []}
-    return [pytest.param(*case, marks=slow[num_ranks_of(case) == 4]) for case in cases]
+def is_slow(num_ranks: int, family: str = "llama") -> bool:
+    """Whether only `make test-all` trains this: on four processes, or a family beside the quick ones."""
+    return num_ranks == 4 or family not in QUICK_FAMILIES
 
 
-@pytest.mark.parametrize(("num_ranks", "family", "packing"), with_slow(FAMILY_CASES, lambda case: case[0]))
+def with_slow(cases: Iterable[Any], slow: Callable[[Any], bool]) -> list[Any]:
+    """The cases for `parametrize`, of which some are marked slow."""
+    return [pytest.param(*case, marks=[pytest.mark.slow] if slow(case) else []) for case in cases]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "family", "packing"), with_slow(FAMILY_CASES, lambda case: is_slow(case[0], case[1]))
+)
 def test_families(losses, stock, num_ranks: int, family: str, packing: bool):
     assert_close(losses(num_ranks, (family, packing)), stock(family, packing=packing))
 
 
-@pytest.mark.parametrize(("num_ranks", "micro_batch_size"), with_slow(SPLITS, lambda case: case[0]))
+@pytest.mark.parametrize(("num_ranks", "micro_batch_size"), with_slow(SPLITS, lambda case: is_slow(case[0])))
 def test_splits(losses, stock, num_ranks: int, micro_batch_size: int):
     reference = stock("llama", "training.global_batch_size=8")
     assert_close(losses(num_ranks, ("split", micro_batch_size)), reference)
     assert losses(num_ranks, ("split", micro_batch_size)) == pytest.approx(losses(1, ("split", 8)), abs=TOLERANCE)
 
 
-@pytest.mark.parametrize("case", with_slow([(case,) for case in SAME_NUMBERS], lambda case: SAME_NUMBERS[case[0]][0]))
+@pytest.mark.parametrize(
+    "case", with_slow([(case,) for case in SAME_NUMBERS], lambda case: is_slow(SAME_NUMBERS[case[0]][0]))
+)
 def test_settings_that_change_no_number(losses, stock, case: str):
     num_ranks, more = SAME_NUMBERS[case]
     data = [setting for setting in more if setting.startswith(CHANGES_DATA)]

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.conftest import SLOW_FILES
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "qlora_fsdp"
 
@@ -23,3 +25,9 @@ def test_only_commands_lie_at_the_top() -> None:
     assert len(modules) <= 11
     for file in modules:
         assert 'if __name__ == "__main__":' in file.read_text(encoding="utf-8"), f"{file.name} is no command"
+
+
+def test_the_files_that_are_marked_slow_are_there() -> None:
+    """A file under a new name would be part of `make test` again."""
+    files = {f"{folder}/test_{name}.py" for folder, names in SLOW_FILES.items() for name in names}
+    assert not {file for file in files if not (ROOT / "tests" / file).exists()}

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from copy import deepcopy
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -144,7 +145,13 @@ def _register_defaults() -> None:
 
 @cache
 def _defaults() -> Any:
-    return OmegaConf.to_container(OmegaConf.structured(Config), enum_to_str=True)
+    return OmegaConf.to_container(_typed_defaults(), enum_to_str=True)
+
+
+@cache
+def _typed_defaults() -> DictConfig:
+    """The schema with its defaults, to be copied: a copy takes a fifth of the time that it takes to make it anew."""
+    return OmegaConf.structured(Config)  # type: ignore[no-any-return]
 
 
 def read_composed(
@@ -207,7 +214,7 @@ def read_config(composed: DictConfig) -> tuple[Config, list[Problem]]:
             [Problem(error.full_key or "${...}", reason, "Name an existing setting in ${...}.")]
         ) from None
 
-    typed, problems = OmegaConf.structured(Config), list[Problem]()
+    typed, problems = deepcopy(_typed_defaults()), list[Problem]()
     for section, section_values in values.items():
         if not isinstance(section_values, dict):
             problems.append(unknown_setting(section, section_values))

@@ -55,7 +55,7 @@ def smaller_runs(work: Workload, target: float, gpu: Gpu) -> list[Change]:
     found: dict[tuple[_Values, ...], Change] = {}
     for together in range(1, MAX_TOGETHER + 1):
         for some in combinations(candidates, together):
-            if not any(set(enough) <= set(some) for enough in found):
+            if _all_count(some) and not any(set(enough) <= set(some) for enough in found):
                 change = _change(work, some, target, gpu)
                 if change.fits:
                     found[some] = change
@@ -143,6 +143,15 @@ def _candidates(work: Workload, policies: Sequence[Policy]) -> Iterator[_Values]
         yield (("fsdp", "cpu_offload", True), ("optim", "name", Optimizer.adamw))
     if config.training.max_length >= 2 * MIN_LENGTH:
         yield (("training", "max_length", config.training.max_length // 2),)
+
+
+def _all_count(some: Sequence[_Values]) -> bool:
+    """Whether no change is undone by another that sets the same, such as one of two micro-batch sizes.
+
+    The others together, which are tried by themselves, are the same run, and each plan takes a while.
+    """
+    names = [{(section, name) for section, name, _ in values} for values in some]
+    return not any(one <= other or other <= one for one, other in combinations(names, 2))
 
 
 def _much_shorter(work: Workload, candidates: Sequence[_Values], target: float, gpu: Gpu) -> list[Change]:
