@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -21,6 +24,7 @@ from qlora_fsdp.layers.sliced_attention import slice_attention
 from qlora_fsdp.model.attention_by_starts import BY_STARTS, attend_by_starts, register_stand_ins
 from qlora_fsdp.runtime.mesh import join_context_group
 from qlora_fsdp.runtime.processes import start_processes, stop_processes
+from qlora_fsdp.training import step
 from tests.helpers.checkpoints import SHAPE, write_checkpoint
 from tests.helpers.plain_varlen import cpu_with_varlen
 from tests.helpers.ranks import Meeting, once, run_ranks
@@ -69,32 +73,42 @@ def argv(checkpoint: Callable[..., Path], rows: Path, tmp_path_factory) -> Calla
     return make
 
 
-def train_sliced(cases: Mapping[str, Sequence[str]]) -> dict[str, tuple[Trained, list[float]]]:
-    """Runs on this rank of a world, and the gradient's norm in every step; varlen computes those with sinks."""
+@contextmanager
+def gradients_of(module: Any, clip: str) -> Iterator[list[torch.Tensor]]:
+    """The whole gradients of the last step, before they are clipped: of all trained parameters, in their order."""
+    found: list[torch.Tensor] = []
+    clip_all = getattr(module, clip)
+
+    def record(params: Sequence[torch.Tensor], *args: Any) -> Any:
+        grads = [param.grad for param in params]
+        found[:] = [grad.full_tensor() if isinstance(grad, DTensor) else grad.clone() for grad in grads]
+        return clip_all(params, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, clip, record)
+        yield found
+
+
+def train_sliced(cases: Mapping[str, Sequence[str]]) -> dict[str, tuple[Trained, list[torch.Tensor]]]:
+    """Runs on this rank of a world, and the gradients of the last step; varlen computes those with sinks."""
     found = {}
     for case, argv in cases.items():
-        folder = next(text.partition("=")[2] for text in argv if text.startswith("run.folder="))
-        if "gpt_oss" in folder:
-            with cpu_with_varlen():
-                trained = train_all({case: argv}, attention_of)[case]
-        else:
-            trained = train_all({case: argv}, attention_of)[case]
-        lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-        found[case] = trained, [line["grad_norm"] for line in lines if "grad_norm" in line]
+        varlen = cpu_with_varlen() if any("gpt_oss" in text for text in argv) else nullcontext()
+        with varlen, gradients_of(step, "clip_gradients") as grads:
+            found[case] = train_all({case: argv}, attention_of)[case], grads
     return found
 
 
 @pytest.fixture(scope="module")
-def runs(argv, tmp_path_factory) -> Callable[[int, bool], list[dict[str, tuple[Trained, list[float]]]]]:
+def runs(argv, tmp_path_factory) -> Callable[[int, bool], list[dict[str, tuple[Trained, list[torch.Tensor]]]]]:
     folder = tmp_path_factory.mktemp("runs")
 
-    def run(num_ranks: int, quick: bool) -> list[dict[str, tuple[Trained, list[float]]]]:
+    def run(num_ranks: int, quick: bool) -> list[dict[str, tuple[Trained, list[torch.Tensor]]]]:
         chosen = [case for case in CASES if CASES[case][0] == num_ranks and (case in QUICK) == quick]
         cases = {case: argv(case, sliced=True) for case in chosen}
         if quick:
             few = ["training.max_steps=6", "checkpoint.every_steps=4"]
             kept = f"checkpoint.resume={folder}/kept/checkpoints/step-00000004"
-            cases["whole"] = argv("packed", sliced=False)
             cases["kept"] = [*argv("packed", sliced=True), *few, f"run.folder={folder}/kept"]
             cases["gone on"] = [*argv("packed", sliced=False), *few, f"run.folder={folder}/gone-on", kept]
         return run_ranks(num_ranks, train_sliced, cases)
@@ -107,20 +121,16 @@ def runs(argv, tmp_path_factory) -> Callable[[int, bool], list[dict[str, tuple[T
 )
 def test_losses_and_gradients_are_those_of_one_process(runs, argv, case: str):
     num_ranks, num_slices, family, _ = CASES[case]
-    expected = stock_losses(argv(case, sliced=False))
+    with gradients_of(torch.nn.utils, "clip_grad_norm_") as expected_grads:
+        expected = stock_losses(argv(case, sliced=False))
     for rank in runs(num_ranks, case in QUICK):
-        trained, _ = rank[case]
+        trained, grads = rank[case]
+        for ours, theirs in zip(grads, expected_grads, strict=True):  # Adam hides how large they are
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=TOLERANCE)
         assert trained.losses == pytest.approx(expected, abs=TOLERANCE)
         whole = VARLEN if family == "gpt_oss" else BY_STARTS
         assert trained.inspected == f"{whole}_in_{num_slices}_slices"
-    assert expected[-1] < expected[0]
-
-
-def test_gradients_have_the_norm_of_whole_sequences(runs):
-    """Adam hides how large gradients are. test_losses.py compares a run without slices with stock libraries."""
-    for rank in runs(2, True):
-        (_, sliced), (_, whole) = rank["packed"], rank["whole"]
-        assert len(whole) == 20 and sliced == pytest.approx(whole, rel=TOLERANCE)
+    assert expected_grads and expected[-1] < expected[0]
 
 
 def test_a_run_goes_on_at_another_number_of_slices(runs):
