@@ -48,8 +48,8 @@ SAME_BITS = {
 }
 if NUM_RANKS == 1:  # under FSDP it is launched
     SAME_BITS |= {
-        "dpo, reference in the step": [*PAIRS, IN_STEP],
-        "kto, reference in the step": [*PAIRS, "preference.loss=kto", IN_STEP],
+        "dpo with the reference in the step": [*PAIRS, IN_STEP],
+        "kto with the reference in the step": [*PAIRS, "preference.loss=kto", IN_STEP],
     }
 # Recorded micro-batches sum over ranks each time, others only the last time of a step.
 SAME_SUMS = {"accumulation": [f"training.global_batch_size={8 * NUM_RANKS}"]}
