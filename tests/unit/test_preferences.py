@@ -299,7 +299,7 @@ def test_the_plan_has_room_for_pairs_and_time_for_the_reference() -> None:
     def kept(work: Workload) -> int:
         return work.layer_use(0, Policy.none).saved + work.ends.loss + work.ends.loss_backward
 
-    sft = workload("training.max_length=1024", "compute.cuda_graph=false")
+    sft = workload("training.max_length=1024")
     dpo = workload("training.max_length=512", "task=preference")
     assert dpo.num_tokens == sft.num_tokens == 1024
     assert kept(dpo) == pytest.approx(kept(sft), rel=0.01)
