@@ -88,12 +88,12 @@ class Measured:
 
 
 def make_rows(file: Path, num_rows: int) -> None:
-    """Writes chats of 20 to 40 words."""
+    """Writes chats of 20 to 60 words."""
     rng = random.Random(0)
     with file.open("w", encoding="utf-8") as out:
         for number in range(num_rows):
             question = f"{number}: {' '.join(rng.choices(WORDS, k=10))}"
-            answer = " ".join(rng.choices(WORDS, k=rng.randint(10, 30)))
+            answer = " ".join(rng.choices(WORDS, k=rng.randint(10, 50)))
             turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
             out.write(json.dumps({"messages": turns}) + "\n")
 
