@@ -304,14 +304,17 @@ def test_8bit_optimizer_needs_the_same_shards():
 
 def test_a_run_goes_on_with_what_auto_chose():
     """The same split and sharding at the same number of ranks, so that sums are made in the same order."""
-    settings = settings_of(config("fsdp=no_shard", "training.micro_batch_size=2", "training.global_batch_size=4"), 2)
+    chosen = ["fsdp=no_shard", "training.micro_batch_size=2", "distributed.context_parallel=2"]
+    settings = settings_of(config(*chosen, "training.global_batch_size=4"), 2)
     checkpoint = Checkpoint(Path("c"), 5, 2, json.loads(json.dumps(settings)), {})
     auto = ["training.micro_batch_size=auto", "training.global_batch_size=4"]
-    kept = {"training.micro_batch_size": 2, "fsdp.sharding_strategy": ShardingStrategy.NO_SHARD}
+    slices = {"distributed.context_parallel": 2}
+    kept = {**slices, "training.micro_batch_size": 2, "fsdp.sharding_strategy": ShardingStrategy.NO_SHARD}
     assert choices_of(checkpoint, config(*auto), 2) == kept
+    assert choices_of(checkpoint, config(*auto, "distributed.context_parallel=1"), 2) == {}, "rows in other slices"
     assert choices_of(checkpoint, config(*auto), 4) == {}, "there the plan chooses anew"
-    assert choices_of(checkpoint, config("fsdp=full_shard", "training.micro_batch_size=1"), 2) == {}, "as typed"
-    size = {"training.micro_batch_size": 2}
+    assert choices_of(checkpoint, config("fsdp=full_shard", "training.micro_batch_size=1"), 2) == slices, "as typed"
+    size = {**slices, "training.micro_batch_size": 2}
     assert choices_of(checkpoint, config(*auto, "fsdp.reshard_after_forward=true"), 2) == size, "it asks for parts"
     assert check_changes(checkpoint, with_values(config(*auto), kept), 2) == []
 

@@ -65,16 +65,15 @@ def choices_of(checkpoint: Checkpoint, config: Config, num_ranks: int) -> dict[s
 
     At the same number of ranks, and of slices, a run goes on with it, so that its sums are made in the same order.
     """
-    num_slices = config.distributed.num_slices
-    if num_ranks != checkpoint.num_ranks or num_slices != checkpoint.settings.get(SLICES, 1):
+    is_open = config.distributed.context_parallel == AUTO
+    num_slices = checkpoint.settings.get(SLICES, 1)
+    if num_ranks != checkpoint.num_ranks or not (is_open or num_slices == config.distributed.num_slices):
         return {}
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {SLICES: num_slices} if is_open else {}
     size, strategy = (checkpoint.settings.get(key) for key in OPEN)
     if config.training.micro_batch_size == AUTO and isinstance(size, int) and size > 0:
         found[OPEN[0]] = size
     possible = WHOLE_OR_SPLIT if config.fsdp.may_be_whole else WHOLE_OR_SPLIT[1:]
-    if config.distributed.context_parallel == AUTO:  # which is 1 unless the plan says more, as it will again
-        found[SLICES] = 1
     if config.fsdp.sharding_strategy is ShardingStrategy.auto and strategy in possible:
         found[OPEN[1]] = ShardingStrategy(strategy)
     return found
