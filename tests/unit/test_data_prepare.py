@@ -258,6 +258,7 @@ def test_each_file_of_a_folder_that_is_not_used_is_named(tmp_path, run):
     assert len(str(run(folder).report).splitlines()) == 2
     for name in ("README.md", "part/c.log", ".d.jsonl", "e.txt.gz"):
         (folder / name).write_text("no row")
+    (folder / "f.jsonl").touch()
     (folder / "other").symlink_to(tmp_path)
     (folder / "gone.jsonl").symlink_to(tmp_path / "gone")
     for _ in range(2):  # from the cache too
@@ -265,6 +266,7 @@ def test_each_file_of_a_folder_that_is_not_used_is_named(tmp_path, run):
         assert lines[1:-1] == [
             "  1 file left out (names that begin with a dot): .d.jsonl",
             "  2 files left out (of no known kind): e.txt.gz, part/c.log",
+            "  1 file left out (empty): f.jsonl",
             "  1 file left out (neither files nor folders): gone.jsonl",
             "  1 file left out (links to folders, which are not followed): other",
             "  1 file left out (text beside files of rows): README.md",
