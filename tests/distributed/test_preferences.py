@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from qlora_fsdp.config.compose import load_config
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.preferences import stock_figures, write_judged, write_pairs
+from tests.helpers.quick_config import load_config
 from tests.helpers.ranks import once, run_ranks
 from tests.helpers.reference import save_stock_adapter
 from tests.helpers.runs import Trained, settings, train_all
