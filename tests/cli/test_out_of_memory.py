@@ -16,6 +16,7 @@ from torch import Tensor
 from qlora_fsdp.model import assemble, materialize
 from qlora_fsdp.model.causal_lm import CausalLM
 from qlora_fsdp.records.run_state import checkpoint_folders
+from qlora_fsdp.runtime import hardware
 from qlora_fsdp.training import train_adapter
 from tests.cli.launch import SHORT_STEPS, ForkedLaunch
 
@@ -30,7 +31,8 @@ SETTINGS = [
     *SHORT_STEPS,
 ]
 SETTINGS += ["training.max_steps=4", "training.eval_every_steps=2", "checkpoint.every_steps=1", "lora.r=4"]
-HUGE = ["training.micro_batch_size=100000", "training.max_steps=1"]
+LARGE = ["training.micro_batch_size=1000", "training.max_steps=1"]
+HOST_BYTES = 2 << 30
 PHASES = ["load", "forward", "backward", "step", "evaluation"]
 ERRORS = [  # of torch's allocator; of a copy to pinned memory; of NCCL
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ..."),
@@ -97,12 +99,20 @@ def test_also_before_there_is_a_plan(ended: dict[str, ForkedLaunch]) -> None:
     assert "Traceback" not in command.output
 
 
+def on_a_small_host() -> None:
+    """Little memory, whatever this machine has: what is too much for any machine would be planned for a minute."""
+    hardware.available_bytes = lambda: HOST_BYTES
+
+
 def test_a_cpu_is_asked_beforehand(tmp_path: Path) -> None:
     """Where nothing else would tell: the kernel kills who takes too much host memory."""
-    command = ForkedLaunch(tmp_path, 2, "model=tiny", "data=random", *SHORT_STEPS, *HUGE)
+    tiny = ["model=tiny", "data=random", *SHORT_STEPS, *LARGE]
+    command = ForkedLaunch(tmp_path, 2, *tiny, preexec=on_a_small_host)
     assert command.finish() == 3
     (error,) = command.errors
-    assert re.match(r"A rank's tensors need [\d.]+ GiB of host memory by the plan, with .* 100,000 x 2,048", error)
+    assert re.match(
+        r"A rank's tensors need [\d.]+ GiB of host memory by the plan, with .* 1,000 x 2,048 tokens, and 1.0 GiB", error
+    )
     assert "What would fit, by the plan:\n  training.micro_batch_size=" in error
 
 

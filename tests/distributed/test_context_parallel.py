@@ -33,22 +33,22 @@ from tests.helpers.runs import Trained, attention_of, settings, train_all
 
 pytestmark = pytest.mark.distributed
 TOLERANCE = 1e-5
-FEW_STEPS = "training.max_steps=8"
+NUM_STEPS = "training.max_steps=6"
 
 # Ranks, ranks that share a sequence, family and settings. Sequences of 64 tokens hold rows of 10 to 60, which straddle
 # slices; windows are of 16 tokens; all but deepseek_v3 have two heads of keys for four of queries.
 CASES: dict[str, tuple[int, int, str, list[str]]] = {
     "packed": (2, 2, "llama", []),
     "windows": (2, 2, "mistral", []),
-    "sinks, windows and experts": (2, 2, "gpt_oss", [FEW_STEPS]),
-    "latent attention and experts": (2, 2, "deepseek_v3", [FEW_STEPS]),
-    "a row a sequence": (2, 2, "llama", [FEW_STEPS, "training.packing=false"]),
-    "two sequences at once": (2, 2, "llama", [FEW_STEPS, "training.micro_batch_size=2"]),
-    "a length that is no multiple": (2, 2, "opt", [FEW_STEPS, "training.max_length=63"]),
-    "layers computed again": (2, 2, "llama", [FEW_STEPS, "memory.activations=full"]),
-    "the base on every rank": (2, 2, "llama", [FEW_STEPS, "fsdp.sharding_strategy=NO_SHARD"]),
-    "repeatable": (2, 2, "llama", [FEW_STEPS, "training.deterministic=true"]),
-    "evaluated": (2, 2, "llama", [FEW_STEPS, "data.eval_fraction=0.1", "training.eval_every_steps=3"]),
+    "sinks, windows and experts": (2, 2, "gpt_oss", []),
+    "latent attention and experts": (2, 2, "deepseek_v3", []),
+    "a row a sequence": (2, 2, "llama", ["training.packing=false"]),
+    "two sequences at once": (2, 2, "llama", ["training.micro_batch_size=2"]),
+    "a length that is no multiple": (2, 2, "opt", ["training.max_length=63"]),
+    "layers computed again": (2, 2, "llama", ["memory.activations=full"]),
+    "the base on every rank": (2, 2, "llama", ["fsdp.sharding_strategy=NO_SHARD"]),
+    "repeatable": (2, 2, "llama", ["training.deterministic=true"]),
+    "evaluated": (2, 2, "llama", ["data.eval_fraction=0.1", "training.eval_every_steps=3"]),
     "three ranks": (3, 3, "six_heads", []),
     "four ranks, two heads of keys": (4, 4, "llama", []),
     "two groups of two": (4, 2, "mistral", []),
@@ -67,8 +67,10 @@ def argv(checkpoint: Callable[..., Path], rows: Path, tmp_path_factory) -> Calla
     def make(case: str, sliced: bool) -> list[str]:
         _, num_slices, family, more = CASES[case]
         folder = six_heads if family == "six_heads" else checkpoint(family)
-        more = more if sliced else [each for each in more if each.startswith((*CHANGES_DATA, FEW_STEPS))]
-        return settings(folder, rows, *more, *([f"distributed.context_parallel={num_slices}"] if sliced else []))
+        more = more if sliced else [each for each in more if each.startswith(CHANGES_DATA)]
+        return settings(
+            folder, rows, NUM_STEPS, *more, *([f"distributed.context_parallel={num_slices}"] if sliced else [])
+        )
 
     return make
 
@@ -107,11 +109,11 @@ def runs(argv, tmp_path_factory) -> Callable[[int, bool], list[dict[str, tuple[T
         chosen = [case for case in CASES if CASES[case][0] == num_ranks and (case in QUICK) == quick]
         cases = {case: argv(case, sliced=True) for case in chosen}
         if quick:
-            few = ["training.max_steps=6", "checkpoint.every_steps=4"]
+            few = ["checkpoint.every_steps=4"]
             kept = f"checkpoint.resume={folder}/kept/checkpoints/step-00000004"
             cases["kept"] = [*argv("packed", sliced=True), *few, f"run.folder={folder}/kept"]
-            whole = ["distributed.context_parallel=1", f"run.folder={folder}/gone-on"]
-            cases["gone on"] = [*argv("packed", sliced=False), *few, *whole, kept]
+            whole = [f"run.folder={folder}/gone-on", "distributed.context_parallel=1", kept]
+            cases["gone on"] = [*argv("packed", sliced=False), *few, *whole]
         return run_ranks(num_ranks, train_sliced, cases)
 
     return once(run)

@@ -79,7 +79,7 @@ def count_wrong_bytes(folders: dict[str, Path]) -> dict[str, dict[str, int]]:
         stop_processes()
 
 
-SLOW = [pytest.param(num_ranks, marks=pytest.mark.slow) for num_ranks in (1, 2, 4)]
+SLOW = [pytest.param(num_ranks, marks=pytest.mark.slow) for num_ranks in (1, 4)]
 
 
 @pytest.mark.parametrize("num_ranks", [3, *SLOW])

@@ -17,15 +17,19 @@ from tests.helpers.runs import settings, train_all
 
 pytestmark = pytest.mark.distributed
 TOLERANCE = 1e-5
-NUM_FEW = 8
+NUM_FEW = 6
 FEW_STEPS = f"training.max_steps={NUM_FEW}"
 
-# Packed at any number of ranks where a family can be packed, and padded at 2 where attention is special. 20 steps at 2
-# ranks, the first 8 of them at others.
-FAMILY_CASES = [(num_ranks, family, family != "bert") for num_ranks in (1, 2, 4) for family in FAMILIES]
-FAMILY_CASES += [(2, "llama", False), (2, "gemma2", False)]
 # `make test` trains these on at most 2 ranks: the plainest, one with norms of heads, and one that attends to a window.
 QUICK_FAMILIES = ("llama", "qwen3", "gemma2")
+# Packed where a family can be packed, and padded at 2 ranks where attention is special. Every family at 2 ranks; at 1,
+# which takes all sequences at once, the quick ones; at 4 these and one whose projections are joined in a weight, of
+# which a rank has rows. 20 steps of the plainest at 2 ranks, else few.
+FAMILY_CASES = [(2, family, family != "bert") for family in FAMILIES]
+FAMILY_CASES += [(1, family, True) for family in QUICK_FAMILIES]
+FAMILY_CASES += [(4, family, True) for family in (*QUICK_FAMILIES, "phi3")]
+FAMILY_CASES += [(2, "llama", False), (2, "gemma2", False)]
+LONG_CASE = (2, "llama", True)
 
 # The same 8 sequences a step, cut in other ways: (ranks, micro-batch size).
 SPLITS = [(1, 8), (1, 2), (2, 4), (2, 1), (4, 2), (4, 1)]
@@ -102,9 +106,9 @@ def losses(
             return settings(checkpoint(family), rows, size, *more, packing=packing)
 
         found: dict[object, list[str]] = {
-            (f, packing): run(f, *([] if n == 2 else [FEW_STEPS]), packing=packing)
-            for n, f, packing in FAMILY_CASES
-            if n == num_ranks and (with_slow_ones or not is_slow(n, f))
+            case[1:]: run(case[1], *([] if case == LONG_CASE else [FEW_STEPS]), packing=case[2])
+            for case in FAMILY_CASES
+            if case[0] == num_ranks and (with_slow_ones or not is_slow(*case[:2]))
         }
         for size in (size for n, size in SPLITS if n == num_ranks):
             split = [f"training.micro_batch_size={size}", "training.global_batch_size=8"]
@@ -127,11 +131,11 @@ def losses(
 
 @pytest.fixture(scope="module")
 def stock(checkpoint: Callable[..., Path], rows: Path) -> Callable[..., list[float]]:
-    """Losses of the reference, each computed once: 20 steps of a family, or fewer with other settings."""
+    """Losses of the reference, each computed once, of as many steps as the longest run that it is compared with."""
 
     @cache
     def find(family: str, *more: str, packing: bool = True) -> list[float]:
-        few = [FEW_STEPS] if more else []
+        few = [] if (2, family, packing) == LONG_CASE and not more else [FEW_STEPS]
         return stock_losses(settings(checkpoint(family), rows, *few, *more, packing=packing))
 
     return find

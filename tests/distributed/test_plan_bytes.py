@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig
 
-from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.config.schema import Config, TaskName
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.data.tokenizer import add_tokens, byte_tokenizer
@@ -36,6 +35,7 @@ from qlora_fsdp.runtime.processes import start_processes
 from qlora_fsdp.runtime.rows import local_tensor
 from qlora_fsdp.tracing.model_tracer import Computing, ModelTracer
 from qlora_fsdp.training.optim import make_optimizer
+from tests.helpers.quick_config import load_config
 from tests.helpers.ranks import Meeting, once, run_ranks
 
 pytestmark = pytest.mark.distributed

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+import qlora_fsdp.training.prepare as first_half
 import qlora_fsdp.training.run as pipeline
 import qlora_fsdp.training.train_adapter as stage
 from qlora_fsdp.config.world import World
@@ -24,6 +25,7 @@ from qlora_fsdp.model.shard import bypassing_root
 from qlora_fsdp.model.task_model import TaskModel
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.rows import gather_rows, local_tensor, shard_group
+from qlora_fsdp.tracing.model_tracer import ModelTracer
 from qlora_fsdp.training.loop import TrainResult
 from qlora_fsdp.training.step import StepRunner
 from tests.helpers.quick_config import load_config
@@ -85,6 +87,17 @@ def printed_by(main: Callable[[Sequence[str]], int], arguments: Sequence[str]) -
     return printed.getvalue()
 
 
+_trace_assembled = first_half.trace_assembled
+_traced: dict[str, ModelTracer] = {}
+
+
+def _trace_once(*args: Any) -> ModelTracer:
+    """The tracer that an earlier run of this process has made for a model of the same shapes, with what it found."""
+    made = _trace_assembled(*args)
+    key = (made.files.folder, made.files.config.to_json_string(False), made.computing, made.tokens)
+    return _traced.setdefault(repr(key), made)
+
+
 def train_here(argv: Sequence[str], inspect: Inspect | None = None, train: bool = True) -> Trained:
     """One run on this rank of a world, through the whole pipeline; without `train`, only up to the loop."""
     Meeting.new_port()
@@ -97,11 +110,11 @@ def train_here(argv: Sequence[str], inspect: Inspect | None = None, train: bool 
         seen["inspected"] = inspect(runner.model, runner.processes) if inspect is not None else None
         return result
 
-    stage.train = train_and_inspect
+    stage.train, first_half.trace_assembled = train_and_inspect, _trace_once
     try:
         pipeline.run(load_config(argv), World.from_environment(os.environ))
     finally:
-        stage.train = train_stage
+        stage.train, first_half.trace_assembled = train_stage, _trace_assembled
     return Trained(**seen)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.helpers.plans import traced
+from tests.helpers.quick_config import load_config
 
-from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.memory.capture import Found, is_captured, why_not_captured
 from qlora_fsdp.memory.policy import Policy

@@ -6,6 +6,7 @@ import pytest
 import torch
 from bitsandbytes import cextension
 from tests.helpers.patched import liger_kernels
+from tests.helpers.quick_config import load_config
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -18,7 +19,6 @@ from transformers.models.llama import modeling_llama
 
 from qlora_fsdp.common import families
 from qlora_fsdp.common.errors import ConfigError, DeviceError
-from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.config.schema import KernelsConfig
 from qlora_fsdp.layers import attention, liger
 from qlora_fsdp.layers import flash_attention_4 as flash_4

@@ -12,13 +12,13 @@ import pytest
 import torch
 from tests.helpers.one_process import one_process
 from tests.helpers.plans import traced
+from tests.helpers.quick_config import load_config
 from torch import nn
 from torch.nn import functional as F
 
 from qlora_fsdp.common import sizes
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.check_settings import check_settings
-from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.config.schema import (
     BadRows,
     Config,

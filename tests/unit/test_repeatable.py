@@ -6,10 +6,10 @@ import os
 
 import pytest
 import torch
+from tests.helpers.quick_config import load_config
 from torch.utils import deterministic
 
 from qlora_fsdp.common.errors import ConfigError
-from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.config.launch_environment import check_launch_environment
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.runtime.repeatable import VARIABLES, repeatable

@@ -27,7 +27,9 @@ class ModelBytes:
 
     Attributes:
         layers: the tensors of each transformer layer.
+        layer_adapters: bytes of what is trained of each transformer layer, whole.
         ends: the tensors of `embeddings`, `head` and `root`.
+        whole_ends: their bytes, by kind.
         tensors: all of these.
         shard: a rank's part of all tensors, by kind.
         layer: the largest layer, whole, by kind.
@@ -41,10 +43,13 @@ class ModelBytes:
         config, shards = work.config, work.num_shards
         self.work, self.parts = work, work.parts
         self.layers = [kind.tensors for kind in work.layers]
+        of_kinds = [sum_bytes(kind.tensors) for kind in self.parts.kinds]
+        self.layer_adapters = [of_kinds[kind].adapters for kind in self.parts.layers]
         self.ends = self.parts.ends
+        self.whole_ends = {name: sum_bytes(tensors) for name, tensors in self.ends.items()}
         self.tensors = [tensor for unit in (*self.layers, *self.ends.values()) for tensor in unit]
         self.shard = sum_bytes(self.tensors, shards)
-        self.layer = max((sum_bytes(layer) for layer in self.layers), key=lambda layer: layer.total)
+        self.layer = max((of_kinds[kind] for kind in self.parts.layers), key=lambda layer: layer.total)
         self.gathered_layer = self.layer.total if work.uses_fsdp else 0
         self.all_trained = sum_bytes(self.tensors).adapters
         self.optimizer = optimizer_bytes(self.tensors, config.optim.name, shards)
@@ -91,7 +96,7 @@ class ModelBytes:
 
     def unit(self, name: str) -> int:
         """Bytes of embeddings, head or root when they are gathered."""
-        return sum_bytes(self.ends[name]).total if self.work.uses_fsdp else 0
+        return self.whole_ends[name].total if self.work.uses_fsdp else 0
 
     def flat(self, unit_bytes: int) -> int:
         """The flat buffer that a unit of this size is gathered into. A single shard needs none."""
@@ -162,4 +167,4 @@ class ModelBytes:
 
     def trained(self, name: str) -> int:
         """Bytes of the trained parameters of embeddings, head or root, whole."""
-        return sum_bytes(self.ends[name]).adapters
+        return self.whole_ends[name].adapters

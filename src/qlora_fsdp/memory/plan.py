@@ -38,7 +38,6 @@ from qlora_fsdp.common.sizes import NUM_BUFFERS, PIECE_BYTES, SLAB_BYTES, offloa
 from qlora_fsdp.config.schema import Weights
 from qlora_fsdp.memory.capture import SPARE_BYTES, is_captured
 from qlora_fsdp.memory.model_bytes import BytesByPart, ModelBytes
-from qlora_fsdp.memory.parameter_bytes import sum_bytes
 from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.memory.slots import generation_bytes
 from qlora_fsdp.memory.traced import Tensor
@@ -235,7 +234,7 @@ def _backward_moments(
     leaving = made * num_copies  # the copy of the head's gradients that is being sent
     # Each layer runs backward, the last one first.
     for index in reversed(range(len(policies))):
-        own = sum_bytes(model.layers[index]).adapters  # its whole gradients; the trace's peak has them
+        own = model.layer_adapters[index]  # its whole gradients; the trace's peak has them
         beyond = max(0, uses[index].backward - own)
         dequantized = min(work.layers[index].largest_weight, beyond)
         yield {

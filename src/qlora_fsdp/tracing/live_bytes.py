@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from qlora_fsdp.layers.kernels.launch import times
 from qlora_fsdp.memory.traced import Operations
+from qlora_fsdp.tracing.known_shapes import run_on_meta
 from qlora_fsdp.tracing.operations import operations_of
 
 aten: Any = torch.ops.aten
@@ -67,10 +68,10 @@ class LiveBytes(TorchDispatchMode):
         if func is aten._local_scalar_dense.default and args[0].is_meta:
             return 0
         is_refused = func is aten._grouped_mm.default and args[0].is_meta and args[0].dtype != torch.bfloat16
-        out = _grouped_mm(*args, **(kwargs or {})) if is_refused else func(*args, **(kwargs or {}))
+        out = _grouped_mm(*args, **(kwargs or {})) if is_refused else run_on_meta(func, args, kwargs or {})
         if self._is_paused:
             return out
-        for leaf in tree_leaves(out):
+        for leaf in (out,) if isinstance(out, Tensor) else tree_leaves(out):
             if isinstance(leaf, Tensor):
                 self._follow(leaf, leaf.untyped_storage().nbytes())
         self.peak = max(self.peak, self.now + _bytes_inside(func.overloadpacket, args))
