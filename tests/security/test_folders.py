@@ -177,7 +177,7 @@ def test_a_folder_that_is_no_checkpoint_is_not_removed(tmp_path: Path, victim: P
     folder = start(tmp_path / "run", processes)
     checkpoints = folder / "checkpoints"
     of_the_run = checkpoint(checkpoints / "step-00000100")
-    (checkpoints / ".step-00000050.tmp").mkdir()
+    (checkpoints / ".step-00000050.fedcba9876543210.tmp").mkdir()
     (checkpoints / ".step-00000051.0123456789abcdef.tmp").symlink_to(victim)
     others = [checkpoints / ".step-by-step.tmp", checkpoints / "step-100"]
     for path in others:
