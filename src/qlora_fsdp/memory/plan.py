@@ -38,7 +38,7 @@ from qlora_fsdp.common.sizes import NUM_BUFFERS, PIECE_BYTES, SLAB_BYTES, offloa
 from qlora_fsdp.config.schema import Weights
 from qlora_fsdp.memory.capture import SPARE_BYTES, is_captured
 from qlora_fsdp.memory.model_bytes import BytesByPart, ModelBytes
-from qlora_fsdp.memory.parameter_bytes import sum_bytes
+from qlora_fsdp.memory.moments import WORKSPACE, backward_moments, forward_moments
 from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.memory.slots import generation_bytes
 from qlora_fsdp.memory.traced import Tensor
@@ -49,7 +49,6 @@ PHASES = ("load", "forward", "backward", "step")
 
 # Measured on H200s with torch 2.11 (docs/plan-validation.md).
 LOAD_STAGING = 80 * MIB  # pieces of weights on their way from the host to the shards
-WORKSPACE = 64 * MIB  # both workspaces of cuBLAS, in torch's own pool: of forward's thread and of backward's
 CUDA_CONTEXT = 770 * MIB  # the driver and the kernels' code, outside torch's pool
 NCCL = 830 * MIB  # outside torch's pool, with several ranks
 NCCL_ALONE = 530 * MIB  # the same for a single rank that uses FSDP
@@ -144,128 +143,16 @@ def _plan(work: Workload, model: ModelBytes, policies: Sequence[Policy]) -> Memo
     resident = model.resident(with_training=True)
     if has_graph:  # its gradients stay where they are
         resident["gradients"] = max(resident["gradients"], model.shard.adapters)
-    in_backward = _backward_moments(work, model, policies, gradients_stay=resident["gradients"] > 0)
+    in_backward = backward_moments(work, model, policies, gradients_stay=resident["gradients"] > 0)
     phases = {
         "load": model.resident(with_training=False) | {"workspace": LOAD_STAGING},
-        "forward": _largest(_add(resident, moment) for moment in _forward_moments(work, model, policies)),
+        "forward": _largest(_add(resident, moment) for moment in forward_moments(work, model, policies)),
         "backward": _largest(_add(resident, moment) for moment in in_backward),
         "step": resident | {"gradients": model.step_gradients, "workspace": WORKSPACE},
     }
     host, pinned = _host(work, model, policies)
     beside = max(SPARE_BYTES, _evaluation_bytes(work, model)) if has_graph else 0
     return MemoryPlan(work, tuple(policies), phases, host, pinned, beside)
-
-
-def _forward_moments(work: Workload, model: ModelBytes, policies: Sequence[Policy]) -> Iterator[BytesByPart]:
-    """What each moment of forward needs beyond the resident parts.
-
-    Of what is gathered, `model.kept` stays from forward to backward, `running_layer` adds the layer that runs,
-    `gathered_end` is what embeddings or head take while they are used, `flat` is the buffer that a unit is gathered
-    into, and `deferred_flat` such a buffer that outlives its copy.
-
-    Activations grow from layer to layer, so the peak is in one of the last layers. Which one depends on how many layers
-    are still gathered ahead.
-    """
-    uses, ends = work.layer_uses(policies), work.ends
-    # The model's code holds the first layer's input all the time, though that layer itself may not keep it.
-    held = 0 if uses[0].keeps_input and policies[0] is not Policy.offload else ends.hidden
-    leaving = ends.hidden if Policy.offload in policies else 0  # an input on its way to the host
-    always = ends.shared + held + leaving
-    # The embeddings are looked up.
-    yield {
-        "gathered": model.unit("root") + model.flat(model.unit("root")) + model.gathered_end("embeddings"),
-        "activations": ends.lookup,
-        "workspace": WORKSPACE,
-    }
-    # The last layer is copied out of its flat buffer.
-    yield {
-        "gathered": model.running_layer + model.flat(model.gathered_layer),
-        "activations": always + sum(use.saved for use in uses[:-1]) + ends.hidden,
-        "workspace": WORKSPACE,
-    }
-    # One of the last layers runs.
-    for num_after in range(min(work.config.fsdp.forward_prefetch + 1, len(policies))):
-        index = len(policies) - 1 - num_after
-        dequantized = min(work.layers[index].largest_weight, uses[index].forward)  # a part of its own in the table
-        yield {
-            "activations": always + sum(use.saved for use in uses[: index + 1]) + uses[index].forward - dequantized,
-            "gathered": model.running_layer + model.ahead_in_forward(num_after),
-            "dequantized": dequantized,
-            "workspace": WORKSPACE,
-        }
-    # The head is gathered.
-    at_head: BytesByPart = {
-        "activations": always + sum(use.saved for use in uses) + ends.hidden,
-        "gathered": model.kept + model.gathered_end("head") + model.deferred_flat,
-        "workspace": WORKSPACE,
-    }
-    yield at_head
-    # The loss is computed.
-    yield {
-        **at_head,
-        "gathered": at_head["gathered"] - model.freed_flat("head"),
-        "loss": ends.loss,
-    }
-
-
-def _backward_moments(
-    work: Workload, model: ModelBytes, policies: Sequence[Policy], gradients_stay: bool
-) -> Iterator[BytesByPart]:
-    """What each moment of backward needs beyond the resident parts.
-
-    Backward makes whole gradients. FSDP copies a unit's gradients to send them; the copy lives until the next unit's
-    are ready. Then the rank keeps only its shard. If gradients stay from one micro-batch to the next, the resident
-    parts have them already: those of several micro-batches are summed whole, and those of a CUDA graph keep their
-    place from step to step.
-    """
-    num_copies = 1 if work.uses_fsdp else 0
-    uses, ends = work.layer_uses(policies), work.ends
-    kept = sum(use.saved for use in uses)  # activations that backward has not used yet
-    # The loss runs backward, and with it a trained head.
-    made = model.trained("head")
-    yield {
-        "activations": ends.shared + _offloaded_inputs(policies, len(policies)) * ends.hidden + kept,
-        "gathered": model.kept
-        + (0 if model.is_frozen("head") or model.stays("head") else model.unit("head"))
-        + model.ahead_in_backward(len(policies)),
-        "loss": ends.loss_backward,
-        "workspace": WORKSPACE,
-    }
-    reduced = model.sharded_gradient("head")  # gradients that this rank keeps so far
-    leaving = made * num_copies  # the copy of the head's gradients that is being sent
-    # Each layer runs backward, the last one first.
-    for index in reversed(range(len(policies))):
-        own = sum_bytes(model.layers[index]).adapters  # its whole gradients; the trace's peak has them
-        beyond = max(0, uses[index].backward - own)
-        dequantized = min(work.layers[index].largest_weight, beyond)
-        yield {
-            "activations": ends.shared + _offloaded_inputs(policies, index) * ends.hidden + kept + beyond - dequantized,
-            "gradients": leaving + (1 + num_copies) * own + (0 if gradients_stay else reduced),
-            "gathered": model.running_layer + model.ahead_in_backward(index),
-            "dequantized": dequantized,
-            "workspace": WORKSPACE,
-        }
-        kept -= uses[index].saved
-        reduced += model.layer_gradient
-        leaving = 0
-    # The trained parameters of the embeddings and the root get their gradients.
-    tables = model.trained("embeddings") + model.trained("root")
-    embedding_bytes = 0 if model.is_frozen("embeddings") or model.stays("embeddings") else model.unit("embeddings")
-    yield {
-        "activations": ends.shared + max(ends.hidden, ends.lookup_backward - tables),
-        "gradients": (1 + num_copies) * tables + (0 if gradients_stay else reduced),
-        "gathered": model.kept + embedding_bytes,
-        "workspace": WORKSPACE,
-    }
-
-
-def _offloaded_inputs(policies: Sequence[Policy], index: int) -> int:
-    """How many offloaded inputs are on the GPU while a layer runs backward (model/input_offload.py).
-
-    Before the first one comes back, it is the one that left last; then the layer's own, and the next one on its way.
-    """
-    is_own = index < len(policies) and policies[index] is Policy.offload
-    return int(is_own) + int(Policy.offload in policies[:index])
 
 
 def _evaluation_bytes(work: Workload, model: ModelBytes) -> int:

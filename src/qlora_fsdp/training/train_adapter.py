@@ -26,13 +26,14 @@ from qlora_fsdp.training.checkpoint import Checkpoint, load_checkpoint
 from qlora_fsdp.training.describe_adapter import describe_adapter
 from qlora_fsdp.training.evaluate import Evaluation
 from qlora_fsdp.training.generations import Generations
-from qlora_fsdp.training.loop import TrainResult, train
+from qlora_fsdp.training.loop import train
 from qlora_fsdp.training.optim import LocalOptimizer, make_optimizer
 from qlora_fsdp.training.prepare import Prepared
 from qlora_fsdp.training.resume import begin_attempt, settings_of
 from qlora_fsdp.training.saver import Saver
 from qlora_fsdp.training.step import StepRunner
 from qlora_fsdp.training.step_recorder import StepRecorder
+from qlora_fsdp.training.train_result import TrainResult
 
 
 def train_adapter(
