@@ -1,8 +1,11 @@
 """A linear layer whose weight is stored quantized, as codes and scales, and dequantized each time it is used.
 
-bitsandbytes keeps codes in its own Parameter class, with the scales as an attribute. FSDP2 does not shard that
-attribute, so every rank would keep all scales. And when FSDP2 gathers, it returns plain Parameters, without the
-attribute. So codes and scales are plain Parameters here, and the layer itself knows how to make a weight of them.
+Codes are the weight's values as small integers; scales say what a block of these integers stands for.
+
+bitsandbytes keeps codes in a Parameter class of its own, which has the scales as an attribute. Under FSDP2 that fails
+twice: it does not shard the attribute, so every rank would keep all scales, and what it gathers are plain Parameters,
+which lack the attribute. So here codes and scales are plain Parameters side by side, and the layer computes the weight
+from them.
 """
 
 from __future__ import annotations
@@ -51,7 +54,7 @@ class QuantizedLinear(nn.Linear):
         dtype: torch.dtype,
         device: torch.device | str = "meta",
     ) -> None:
-        nn.Module.__init__(self)  # nn.Linear's own would allocate the weight
+        nn.Module.__init__(self)  # and not nn.Linear's, which would allocate the whole weight
         assert format.why_not(in_features) is None
         self.in_features, self.out_features = in_features, out_features
         self.format, self.blocksize, self.compute_dtype = format, format.blocksize, dtype
@@ -85,12 +88,15 @@ class QuantizedLinear(nn.Linear):
         """The fp8 scales of a 4-bit weight, which can be scaled in two ways.
 
         Forward has one scale for each row: weight = fp8 value * row scale. Backward multiplies by the transposed
-        weight, and has one scale for each column of blocks: weight = fp8 value * column scale. Both are returned:
-        float32 [out_features] and float32 [blocks].
+        weight, and has one scale for each column of blocks: weight = fp8 value * column scale. In either product the
+        scale is constant along the dimension that is summed over, so it can be applied to the sum.
 
         No weight of a block is larger than the block's absmax. So the largest absmax of a row, or of a column of
         blocks, divided by the largest fp8 value, is a scale with which no weight overflows. The weight is frozen, so
         the scales are computed once.
+
+        Returns:
+            The row scales, float32 [out_features], and the column scales, float32 [blocks].
         """
         if self._fp8_scales is None:
             absmax = self.absmax().abs() / FP8_MAX  # a scale that was quantized itself may come out just below 0
@@ -124,13 +130,15 @@ class _DequantizedLinear(torch.autograd.Function):
     """y = x W^T + b. The weight is dequantized for forward, and again for backward.
 
     Autograd saves nothing between the two, not even the codes: backward reads them from the layer, which FSDP has
-    gathered again by then. This also shortens recomputation. `torch.utils.checkpoint` stops recomputing a transformer
-    layer at the last tensor that the layer saved, so if the last linear layer saves nothing, it is not recomputed.
+    gathered again by then. This also shortens activation checkpointing. `torch.utils.checkpoint` recomputes a
+    transformer layer only up to the last tensor that it saved. So a linear layer that comes last and saves nothing is
+    not computed again.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, layer: QuantizedLinear) -> Tensor:
-        ctx.layer = layer  # which also adds the bias: `bias` is an argument only to get its gradient
+        # The layer adds the bias itself. `bias` is an argument only so that autograd asks for its gradient.
+        ctx.layer = layer
         # N tokens, O output features
         (y_NO,) = layer.matmul.outputs(x.reshape(-1, x.shape[-1]), [layer])
         return unflatten(y_NO, x)
@@ -138,7 +146,7 @@ class _DequantizedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
-        # A bias is frozen here, but the layer may be one of those that are trained in full beside an adapter.
+        # The constructor freezes the bias. It needs a gradient only if it was made trainable since.
         grad_bias = grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
         grad_x = ctx.layer.matmul.input_grad([grad.reshape(-1, grad.shape[-1])], [ctx.layer])
         return grad_x.view(*grad.shape[:-1], ctx.layer.in_features), grad_bias, None

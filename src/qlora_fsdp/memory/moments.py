@@ -1,4 +1,16 @@
-"""What each moment of forward and backward needs on a GPU beyond what is there all the time. Part of plan.py."""
+"""The moments of forward and backward: what each needs on a GPU beyond the resident parts. Part of plan.py.
+
+What is gathered at which moment follows FSDP2 (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, torch 2.11 to
+2.13). It gathers a unit into a flat buffer and copies the parameters out of it (memory/model_bytes.py). How long the
+flat buffer lives depends on where the shards are:
+
+- Shards on the GPU are gathered asynchronously (model/shard.py). A unit's flat buffer is freed after the copy. By then
+  the flat buffer of the next unit exists, because that unit is gathered ahead.
+- Shards in host memory are gathered on streams of FSDP2's own. In forward a flat buffer lives on until the next unit
+  has been gathered. A single shard needs no flat buffer: it is copied to the GPU.
+- Frozen embeddings and a frozen head are gathered by the model, not by FSDP, into one buffer each (model/causal_lm.py).
+- Without FSDP nothing is gathered, and gradients stay where backward makes them.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +27,15 @@ WORKSPACE = 64 * 2**20  # both workspaces of cuBLAS, in torch's own pool: of for
 def forward_moments(work: Workload, model: ModelBytes, policies: Sequence[Policy]) -> Iterator[BytesByPart]:
     """What each moment of forward needs beyond the resident parts.
 
-    Of what is gathered, `model.kept` stays from forward to backward, `running_layer` adds the layer that runs,
-    `gathered_end` is what embeddings or head take while they are used, `flat` is the buffer that a unit is gathered
-    into, and `deferred_flat` such a buffer that outlives its copy.
+    `ModelBytes` says what is gathered: `kept` stays from forward to backward; `running_layer` is that and the layer
+    that runs; `gathered_end` is what embeddings or head take while they are used; `flat` is the buffer that a unit is
+    gathered into; and `deferred_flat` is such a buffer that outlives its copy.
 
-    Activations grow from layer to layer, so the peak is in one of the last layers. Which one depends on how many layers
-    are still gathered ahead.
+    Activations grow from layer to layer, so the peak is in one of the last layers. The very last has the most
+    activations, and those before it have more layers gathered ahead. So all of these are counted.
     """
     uses, ends = work.layer_uses(policies), work.ends
-    # The model's code holds the first layer's input all the time, though that layer itself may not keep it.
+    # The model's own code holds the first layer's input for all of forward, whether that layer keeps it or not.
     held = 0 if uses[0].keeps_input and policies[0] is not Policy.offload else ends.hidden
     leaving = ends.hidden if Policy.offload in policies else 0  # an input on its way to the host
     always = ends.shared + held + leaving
@@ -42,7 +54,8 @@ def forward_moments(work: Workload, model: ModelBytes, policies: Sequence[Policy
     # One of the last layers runs.
     for num_after in range(min(work.config.fsdp.forward_prefetch + 1, len(policies))):
         index = len(policies) - 1 - num_after
-        dequantized = min(work.layers[index].largest_weight, uses[index].forward)  # a part of its own in the table
+        # A layer's peak in the trace includes a dequantized weight, which the plan shows as a part of its own.
+        dequantized = min(work.layers[index].largest_weight, uses[index].forward)
         yield {
             "activations": always + sum(use.saved for use in uses[: index + 1]) + uses[index].forward - dequantized,
             "gathered": model.running_layer + model.ahead_in_forward(num_after),
@@ -69,10 +82,15 @@ def backward_moments(
 ) -> Iterator[BytesByPart]:
     """What each moment of backward needs beyond the resident parts.
 
-    Backward makes whole gradients. FSDP copies a unit's gradients to send them; the copy lives until the next unit's
-    are ready. Then the rank keeps only its shard. If gradients stay from one micro-batch to the next, the resident
-    parts have them already: those of several micro-batches are summed whole, and those of a CUDA graph keep their
-    place from step to step.
+    Backward makes whole gradients. FSDP copies a unit's gradients to send them, and the copy lives until the next
+    unit's are ready. Then the rank keeps only its shard of them.
+
+    Args:
+        work: the run that is planned.
+        model: the bytes of its parameters.
+        policies: of each layer.
+        gradients_stay: whether the resident parts count gradients already. They do where gradients live longer than a
+            backward: those of several micro-batches are summed whole, and those of a CUDA graph keep their place.
     """
     num_copies = 1 if work.uses_fsdp else 0
     uses, ends = work.layer_uses(policies), work.ends
@@ -91,7 +109,7 @@ def backward_moments(
     leaving = made * num_copies  # the copy of the head's gradients that is being sent
     # Each layer runs backward, the last one first.
     for index in reversed(range(len(policies))):
-        own = sum_bytes(model.layers[index]).adapters  # its whole gradients; the trace's peak has them
+        own = sum_bytes(model.layers[index]).adapters  # its whole gradients, which the peak in the trace includes
         beyond = max(0, uses[index].backward - own)
         dequantized = min(work.layers[index].largest_weight, beyond)
         yield {
@@ -116,9 +134,10 @@ def backward_moments(
 
 
 def _offloaded_inputs(policies: Sequence[Policy], index: int) -> int:
-    """How many offloaded inputs are on the GPU while a layer runs backward (model/input_offload.py).
+    """How many offloaded inputs are on the GPU while layer `index` runs backward (model/input_offload.py).
 
-    Before the first one comes back, it is the one that left last; then the layer's own, and the next one on its way.
+    There are at most two: the layer's own input, and that of an earlier layer, which is on its way back already. With
+    `index=len(policies)` the loss runs, before any layer: then the input that left last is still there.
     """
     is_own = index < len(policies) and policies[index] is Policy.offload
     return int(is_own) + int(Policy.offload in policies[:index])

@@ -1,28 +1,18 @@
 """The memory plan: how many bytes a run will need on each GPU and each host, predicted before anything is allocated.
 
-The plan has four phases: a run loads its weights (`load`), and then every optimizer step has a `forward`, a `backward`
-and the update of the weights (`step`). Within a phase memory goes through moments: embeddings are looked up, a layer
-runs, the loss is computed, and so on. For each moment the plan adds up bytes by part. Some parts are there all the time
-(`resident`: the rank's shard of the parameters, the optimizer's state). Others come and go: gathered layers, a
-dequantized weight, activations, gradients. The largest moment is the peak of its phase, and the largest phase decides
-whether a run fits.
+The plan has four phases. A run loads its weights (`load`); then every optimizer step has a `forward`, a `backward` and
+the update of the weights (`step`). The memory of a phase changes from moment to moment: embeddings are looked up, a
+layer runs, the loss is computed. For each moment the plan adds up bytes by part. Some parts are there all the time, and
+are called `resident`: the rank's shard of the parameters, and the optimizer's state. Others come and go: gathered
+layers, a dequantized weight, activations, gradients (moments.py). The largest moment is the peak of its phase, and the
+largest phase decides whether a run fits.
 
-How many activations wait for backward depends on each layer's policy (memory/policy.py): a layer may keep all of them,
-or compute some or all of them again. How many bytes that makes is read off the model itself, which is traced on meta
-(tracing/trace.py). memory/choose.py makes plans for several policies and picks one.
+Activations wait for backward, and how many do depends on each layer's policy (memory/policy.py): a layer may keep all
+of them, or compute some or all of them again. How many bytes that makes is read off the model itself, which is traced
+on meta (tracing/trace.py). memory/choose.py makes plans for several policies and picks one.
 
-Two more things need GPU memory: what torch's allocator holds beyond the tensors, and what CUDA and NCCL take outside
-the allocator.
-
-What is gathered at which moment follows FSDP2 (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, torch 2.11 to
-2.13). memory/model_bytes.py explains its units and flat buffers.
-
-- If shards are on the GPU, they are gathered asynchronously (model/shard.py): a unit's flat buffer is freed after the
-  copy into whole parameters. The flat buffer of the next unit exists by then, because it is gathered ahead.
-- If shards come from host memory, they are gathered on streams of FSDP2's own: in forward a flat buffer lives on until
-  the next unit has been gathered. A single shard needs no gathering: it is copied to the GPU without a flat buffer.
-- Frozen embeddings and a frozen head are gathered by the model, not by FSDP, into one buffer each (model/causal_lm.py).
-- Without FSDP nothing is gathered, and gradients stay where backward makes them.
+To the tensors' bytes the plan adds two more: what torch's allocator holds beyond the tensors, and what CUDA and NCCL
+take outside the allocator.
 
 docs/plan-validation.md compares the plan with what runs on GPUs took.
 """
@@ -73,8 +63,8 @@ class MemoryPlan:
         phases: GPU bytes by part at the peak of each of PHASES.
         host: host bytes by part, of rank 0, which puts the whole `adapter` together. The other ranks do not have it.
         pinned: bytes of a rank's host memory that can't be swapped out.
-        beside_graph: if micro-batches are recorded as a CUDA graph, which keeps its memory: bytes that evaluations and
-            the optimizer need beside it. 0 if they are not.
+        beside_graph: bytes that evaluations and the optimizer need beside the memory that a CUDA graph keeps; 0 if
+            micro-batches are not recorded as one.
     """
 
     work: Workload
@@ -141,7 +131,7 @@ def planner(work: Workload) -> Callable[[Sequence[Policy]], MemoryPlan]:
 def _plan(work: Workload, model: ModelBytes, policies: Sequence[Policy]) -> MemoryPlan:
     has_graph = is_captured(work, policies)
     resident = model.resident(with_training=True)
-    if has_graph:  # its gradients stay where they are
+    if has_graph:  # a graph writes its gradients to the same memory in every step, so they stay between steps
         resident["gradients"] = max(resident["gradients"], model.shard.adapters)
     in_backward = backward_moments(work, model, policies, gradients_stay=resident["gradients"] > 0)
     phases = {
@@ -156,9 +146,9 @@ def _plan(work: Workload, model: ModelBytes, policies: Sequence[Policy]) -> Memo
 
 
 def _evaluation_bytes(work: Workload, model: ModelBytes) -> int:
-    """What an evaluation takes beyond the resident parts: a layer that runs, or the loss; and the slots of generations.
+    """What an evaluation takes beyond the resident parts; 0 if nothing is held out.
 
-    0 if nothing is held out.
+    That is the larger of its two moments, a layer that runs and the loss, and the slots of generated texts.
     """
     data = work.config.data
     if data.eval_path is None and data.eval_fraction == 0:

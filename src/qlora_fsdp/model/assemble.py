@@ -86,6 +86,7 @@ class AssembledModel:
         return with_values(config, {"training.packing": self.packs_rows})
 
 
+# Longer than other functions: the stages of assembling a model are read in one place.
 def assemble(
     config: Config,
     lora: LoraConfig,
@@ -116,10 +117,9 @@ def assemble(
     device, dtype = processes.device, choose_dtype(config.training.precision, processes.device)
     files = find_model(config.model, processes.is_local_main, processes.first_error)
     tokenizer = find_tokenizer(config, files.folder, tokenizer_folder, trains)
-    tokens = add_tokens(tokenizer, config.tokenizer)
-    if not tokens.ids:
-        tokens = saved_tokens
-    # Before Liger puts kernels for GPUs into transformers' classes, which small models have too.
+    added = add_tokens(tokenizer, config.tokenizer)
+    tokens = added if added.ids else saved_tokens
+    # Small models are tried first: Liger's kernels for GPUs go into transformers' classes, which these have too.
     slices = trains and config.distributed.num_slices > 1
     config, traits, attention, notes = _try_small(config, files, dtype, processes, generates, slices)
     if trains:
@@ -135,7 +135,11 @@ def assemble(
         *(meta, lora, config.task, tokens, loss_kernel, traits.has_plain_head, traits.unreached),
         preference=config.preference,
     )
-    rewired = rewire(model, config.compute, config.kernels) if trains else Rewired(num_fp8=0, num_groups=0)
+    rewired, notes = Rewired(num_fp8=0, num_groups=0), [*notes, *meta.notes, *left_out]
+    if trains:
+        rewired = rewire(model, config.compute, config.kernels)
+        notes += add_router_loss(model, config.training.router_aux_loss_coef)
+        notes += check_chat_rows(files.tensors, tokenizer, config)
     return AssembledModel(
         model,
         meta,
@@ -150,13 +154,7 @@ def assemble(
         loss_kernel,
         rewired.num_fp8,
         rewired.num_groups,
-        notes=[
-            *notes,
-            *meta.notes,
-            *left_out,
-            *(add_router_loss(model, config.training.router_aux_loss_coef) if trains else []),
-            *(check_chat_rows(files.tensors, tokenizer, config) if trains else []),
-        ],
+        notes,
     )
 
 
