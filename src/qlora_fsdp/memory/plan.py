@@ -31,7 +31,6 @@ from qlora_fsdp.memory.model_bytes import BytesByPart, ModelBytes
 from qlora_fsdp.memory.moments import WORKSPACE, backward_moments, forward_moments
 from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.memory.slots import generation_bytes
-from qlora_fsdp.memory.traced import Tensor
 from qlora_fsdp.memory.workload import Workload
 
 GIB, MIB = 2**30, 2**20
@@ -174,7 +173,7 @@ def _host(work: Workload, model: ModelBytes, policies: Sequence[Policy]) -> tupl
     parts = {"libraries": libraries, "reading": reading, "checkpoint": copied, "adapter": model.all_trained}
     pinned = reading + (0 if model.is_offloaded else copied)
     if model.is_offloaded:  # each shard is pinned by itself, and torch rounds pinned blocks up to a power of two
-        parts["parameters"] = sum(_pinned(tensor, work.num_shards) for tensor in model.tensors)
+        parts["parameters"] = sum(_next_power_of_two(tensor.shard_bytes(work.num_shards)) for tensor in model.tensors)
         parts["training"] = model.shard.adapters + model.optimizer
         pinned += parts["parameters"]
     offloaded = [use.host for use in work.layer_uses(policies) if use.host]
@@ -182,10 +181,6 @@ def _host(work: Workload, model: ModelBytes, policies: Sequence[Policy]) -> tupl
         parts["activations"] = sum(map(offload_buffer_bytes, offloaded))
         pinned += parts["activations"]
     return parts, pinned
-
-
-def _pinned(tensor: Tensor, num_shards: int) -> int:
-    return _next_power_of_two(tensor.shard_bytes(num_shards))
 
 
 def _next_power_of_two(number: int) -> int:
