@@ -53,7 +53,7 @@ class Steps:
         captures: bool,
     ) -> None:
         self.call = partial(_call, base, cache)
-        self.sampling, self.num_slots, self.length = sampling, num_slots, length
+        self.sampling, self.num_slots, self.length, self.cache = sampling, num_slots, length, cache
         self.device = device
         self.captures = captures and device.type == "cuda"
         self.pool = torch.cuda.graph_pool_handle() if self.captures else None

@@ -1,12 +1,4 @@
-"""A linear layer whose weight is stored quantized, as codes and scales, and dequantized each time it is used.
-
-Codes are the weight's values as small integers; scales say what a block of these integers stands for.
-
-bitsandbytes keeps codes in a Parameter class of its own, which has the scales as an attribute. Under FSDP2 that fails
-twice: it does not shard the attribute, so every rank would keep all scales, and what it gathers are plain Parameters,
-which lack the attribute. So here codes and scales are plain Parameters side by side, and the layer computes the weight
-from them.
-"""
+"""A linear layer whose weight is stored quantized, as codes and scales, and dequantized each time it is used."""
 
 from __future__ import annotations
 
@@ -17,13 +9,13 @@ from torch import Tensor, nn
 
 from qlora_fsdp.layers.matmul import FP8_MAX, Axis, DequantizedMatmul, Matmul
 from qlora_fsdp.layers.quantized_format import Format, code_book, dynamic_map
+from qlora_fsdp.layers.stored_weight import StoredWeight
 
 
-class QuantizedLinear(nn.Linear):
-    """A frozen linear layer stored as `codes`, `scales` and, with double quantization, `nested_scales`.
+class QuantizedLinear(StoredWeight, nn.Linear):
+    """A frozen linear layer with a `StoredWeight`.
 
-    `Format` describes their contents. FSDP2 splits dim 0 of each over ranks. `weight` is a property, so that code which
-    reads `layer.weight` gets a weight, and never codes.
+    `weight` is a property, so that code which reads `layer.weight` gets a weight, and never codes.
 
     Args:
         in_features: a multiple of the block size for 4-bit formats.
@@ -34,14 +26,10 @@ class QuantizedLinear(nn.Linear):
         device: where the Parameters are made; usually meta.
 
     Attributes:
-        part_names: names of the Parameters that make up the weight.
         matmul: computes products with the weight. One call may compute several layers that have the same input, such
             as q, k and v, if all of them have the same kind of `Matmul`.
     """
 
-    codes: nn.Parameter
-    scales: nn.Parameter
-    nested_scales: nn.Parameter
     matmul: Matmul = DequantizedMatmul()
     _fp8_scales: tuple[Tensor, Tensor] | None = None
 
@@ -56,33 +44,21 @@ class QuantizedLinear(nn.Linear):
     ) -> None:
         nn.Module.__init__(self)  # and not nn.Linear's, which would allocate the whole weight
         assert format.why_not(in_features) is None
-        self.in_features, self.out_features = in_features, out_features
-        self.format, self.blocksize, self.compute_dtype = format, format.blocksize, dtype
-        parts = format.parts(out_features, in_features)
-        self.part_names = list(parts)
-        for name, (shape, part_dtype) in parts.items():
-            tensor = torch.empty(shape, dtype=part_dtype, device=device)
-            self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+        self._make_parts(out_features, in_features, format, dtype, device)
+        self.blocksize = format.blocksize
         self.register_parameter(
             "bias",
             nn.Parameter(torch.empty(out_features, dtype=dtype, device=device), requires_grad=False) if bias else None,
         )
 
-    def parts(self) -> list[Tensor]:
-        """The Parameters that make up the weight, in the order of `part_names`."""
-        return [getattr(self, name) for name in self.part_names]
-
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
         """The weight [out_features, in_features] in the compute dtype, dequantized anew at each access."""
-        return self.format.dequantize(self._named_parts(), self.out_features, self.in_features, self.compute_dtype)
+        return self.dequantized()
 
     def absmax(self) -> Tensor:
         """The scales of a 4-bit weight: float32 [out_features, blocks]."""
-        return self.format.dequantize_scales(self._named_parts(), self.out_features, self.in_features)
-
-    def _named_parts(self) -> dict[str, Tensor]:
-        return {name: getattr(self, name) for name in self.part_names}
+        return self.format.dequantize_scales(self.named_parts(), self.out_features, self.in_features)
 
     def fp8_scales(self) -> tuple[Tensor, Tensor]:
         """The fp8 scales of a 4-bit weight, which can be scaled in two ways.
