@@ -9,9 +9,10 @@ import time
 import pytest
 
 from qlora_fsdp.common.errors import Interrupted
+from qlora_fsdp.runtime.failures import Failure
 from qlora_fsdp.runtime.messages import seal
 from qlora_fsdp.runtime.processes import start_processes, stop_processes
-from qlora_fsdp.runtime.watch import Failure, Watch
+from qlora_fsdp.runtime.watch import Watch
 from tests.helpers.ranks import Meeting, run_ranks
 
 pytestmark = pytest.mark.distributed

@@ -16,7 +16,7 @@ from unittest import mock
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
-from qlora_fsdp.config import compose
+from qlora_fsdp.config import compose, hydra_files
 from qlora_fsdp.config.config_file import Sections
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.records.start_folder import find_start
@@ -39,7 +39,7 @@ def load_config(argv: Sequence[str]) -> Config:
 def _compose(overrides: Sequence[str], folders: Sequence[Path], given: Sections) -> DictConfig:
     values = [text for text in overrides if text.startswith("++")]
     files = [text for text in overrides if not text.startswith("++")]
-    stand_ins = compose.stand_ins.get()
+    stand_ins = hydra_files.stand_ins.get()
     config = deepcopy(_compose_files(tuple(files), tuple(folders), json.dumps(given), json.dumps(stand_ins)))
     for value in OverridesParser.create().parse_overrides(values):
         OmegaConf.update(config, value.key_or_group, value.value(), merge=True, force_add=True)

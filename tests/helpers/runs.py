@@ -26,8 +26,8 @@ from qlora_fsdp.model.task_model import TaskModel
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.rows import gather_rows, local_tensor, shard_group
 from qlora_fsdp.tracing.model_tracer import ModelTracer
-from qlora_fsdp.training.loop import TrainResult
 from qlora_fsdp.training.step import StepRunner
+from qlora_fsdp.training.train_result import TrainResult
 from tests.helpers.quick_config import load_config
 from tests.helpers.ranks import Meeting
 

@@ -1,20 +1,15 @@
-"""Whoever resumes from a checkpoint of somebody else's runs nothing that is in it, and old checkpoints are still read.
+"""Whoever resumes from a checkpoint of somebody else's runs nothing that is in it.
 
 Forged checkpoints have the right checksums, which anybody can compute.
 """
 
 from __future__ import annotations
 
-import gzip
-import io
 import json
 import os
-import pickle
 import re
 import resource
 import shutil
-import tarfile
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,31 +19,24 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.distributed.checkpoint import metadata
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
 
 from qlora_fsdp.common.errors import ResumeError
 from qlora_fsdp.common.files import digest_file
 from qlora_fsdp.runtime.processes import start_processes, stop_processes
-from qlora_fsdp.training import dcp_checkpoint
 from qlora_fsdp.training.checkpoint import Checkpoint, digest_manifest, load_checkpoint, read_manifest, verify_files
 from qlora_fsdp.training.checkpoint_write import HostCopy, write_checkpoint
 from qlora_fsdp.training.optim import LocalAdamW8bit
 from qlora_fsdp.training.resume import check_data, check_step
-from qlora_fsdp.training.saved_tensors import BadFile, rank_file, read_index, read_own, read_rows
-from tests.cli.launch import Command, ForkedLaunch, Launch
+from qlora_fsdp.training.saved_tensors import BadFile, read_index, read_own, read_rows
+from tests.cli.launch import ForkedLaunch
 from tests.helpers.ranks import Meeting, run_ranks
 from tests.helpers.runs import settings, train_all
 
 pytestmark = pytest.mark.distributed
 NUM_STEPS, STEP = 4, 2
-OPTIMIZERS = {"adamw": [], "adamw_8bit": ["optim=adamw_8bit", "lora.r=64"]}
-OWN_FILE, FIRST_FILE = "optimizer-00000.pt", "rank-00000.safetensors"
+FIRST_FILE = "rank-00000.safetensors"
 
 
 def seal(folder: Path) -> None:
@@ -66,169 +54,27 @@ def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     (folder / "manifest.json").write_text(json.dumps({"sha256": digest_manifest(manifest), **manifest}))
 
 
-def write_with_dcp(cases: dict[Path, Path]) -> None:
-    """Checkpoints in the layout of earlier versions, from those of today; 2 ranks write them."""
-    Meeting.new_port()
-    processes = start_processes(60, use_cpu=True)
-    try:
-        mesh = init_device_mesh("cpu", (processes.num_ranks,))
-        for source, target in cases.items():
-            state = {}
-            for name, saved in read_index(source, read_manifest(source).files).items():
-                whole = torch.empty(saved.shape, dtype=saved.dtype)
-                read_rows(saved, whole, 0)
-                is_step = name.endswith(".step")  # whole on every rank, and a scalar
-                state[name] = whole[0] if is_step else distribute_tensor(whole, mesh, [Shard(0)])
-            target.mkdir(parents=True, exist_ok=True)
-            save(state, storage_writer=FileSystemWriter(target, sync_files=True, per_thread_copy_ahead=0))
-            own: dict[int, dict[str, Any]] = {}
-            tensors = load_file(source / rank_file(processes.rank))
-            for name, value in tensors.items():
-                if not name.startswith("own."):
-                    continue
-                _, number, key = name.split(".")
-                parts = own.setdefault(int(number), {"__bnb_optimizer_quant_state__": {}})
-                if key == "step":
-                    parts[key] = value.item()
-                else:
-                    parts["__bnb_optimizer_quant_state__"][key] = value
-            if own:
-                torch.save(own, target / f"optimizer-{processes.rank:05}.pt")
-            processes.wait()
-            if processes.is_main:
-                shutil.copytree(source / "adapter", target / "adapter")
-                shutil.copy(source / "manifest.json", target)
-                seal(target)
-            processes.wait()
-    finally:
-        stop_processes()
-
-
 @pytest.fixture(scope="module")
 def straight(
     checkpoint: Callable[..., Path], rows: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, dict[str, list[str]], dict[str, list[float]]]:
-    """Runs of 2 ranks that have ended, by optimizer, in a folder each: command lines without it, and losses.
-
-    Beside a run's folder is `dcp`, its checkpoint in the layout of earlier versions.
-    """
+) -> tuple[Path, list[str]]:
+    """A checkpoint of a run of 2 ranks that has ended, and the run's command line without its folder."""
     folder = tmp_path_factory.mktemp("straight")
-    argv = {
-        name: settings(checkpoint("llama"), rows, f"training.max_steps={NUM_STEPS}", *more)
-        for name, more in OPTIMIZERS.items()
-    }
-    runs = {name: [*argv[name], f"run.folder={folder / name}", f"checkpoint.every_steps={STEP}"] for name in argv}
-    losses = {name: run.losses for name, run in run_ranks(2, train_all, runs)[0].items()}
-    run_ranks(2, write_with_dcp, {saved_by(folder / name): folder / "dcp" / name for name in argv})
-    return folder, argv, losses
+    argv = settings(checkpoint("llama"), rows, f"training.max_steps={NUM_STEPS}")
+    run_ranks(2, train_all, {"adamw": [*argv, f"run.folder={folder}", f"checkpoint.every_steps={STEP}"]})
+    return folder / "checkpoints" / f"step-{STEP:08}", argv
 
 
-def saved_by(run: Path) -> Path:
-    return run / "checkpoints" / f"step-{STEP:08}"
-
-
-def test_checkpoints_of_earlier_versions_are_gone_on_from(straight, tmp_path: Path):
-    folder, argv, losses = straight
-    assert {path.name for path in (folder / "dcp" / "adamw_8bit").iterdir()} == {
-        *("__0_0.distcp", "__1_0.distcp", ".metadata", OWN_FILE, "optimizer-00001.pt", "adapter", "manifest.json")
-    }
-    cases = {
-        name: [*own, f"run.folder={tmp_path / name}", f"checkpoint.resume={folder / 'dcp' / name}"]
-        for name, own in argv.items()
-    }
-    for name, run in run_ranks(2, train_all, cases)[0].items():
-        assert run.losses == losses[name][STEP:], name
-        adapters = [path / "adapter" / "adapter_model.safetensors" for path in (tmp_path / name, folder / name)]
-        assert adapters[0].read_bytes() == adapters[1].read_bytes()
-
-
-class Touch:
-    """Makes a file when it is unpickled by a reader that allows that."""
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-
-    def __reduce__(self) -> Any:
-        return os.system, (f"touch {self.file}",)
-
-
-def with_command(folder: Path, sentinel: Path) -> None:
-    """A command in the middle of what is otherwise a right `.metadata`."""
-    metadata = FileSystemReader(folder).read_metadata()
-    metadata.storage_meta = Touch(sentinel)  # type: ignore[assignment]
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-
-
-def command_alone(folder: Path, sentinel: Path) -> None:
-    (folder / ".metadata").write_bytes(pickle.dumps(Touch(sentinel)))
-
-
-def command_in_state(folder: Path, sentinel: Path) -> None:
-    torch.save({0: {"step": Touch(sentinel)}}, folder / OWN_FILE)
-
-
-def command_in_blob(folder: Path, sentinel: Path) -> None:
-    torch.save(Touch(sentinel), folder / "blob")
-    blob = (folder / "blob").read_bytes()
-    (folder / "blob").unlink()
-    for file in folder.glob("*.distcp"):
-        file.write_bytes((blob + file.read_bytes()[len(blob) :])[: file.stat().st_size])
-    metadata = FileSystemReader(folder).read_metadata()
-    for index, info in metadata.storage_data.items():
-        if info.offset == 0:
-            metadata.storage_data[index].length = len(blob)
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-
-
-@pytest.mark.parametrize(
-    ("forge", "how", "message"),
-    [
-        (with_command, "python", r"\.metadata can't be used: it names posix\.system, which torch\.distributed"),
-        (command_alone, "ranks", r"\.metadata can't be used: it names posix\.system, which torch\.distributed"),
-        (command_in_blob, "ranks", r"__\d_0\.distcp can't be used: model\..*: it names posix\.system, which"),
-        (command_in_state, "ranks", r"optimizer-00000\.pt can't be used: it names posix\.system, which"),
-    ],
-)
-def test_a_command_in_an_old_checkpoint_is_not_run(straight, tmp_path: Path, forge: Any, how: str, message: str):
-    folder, argv, _ = straight
-    forged, sentinel = tmp_path / "forged", tmp_path / "was-run"
-    shutil.copytree(folder / "dcp" / "adamw_8bit", forged)
-    forge(forged, sentinel)
-    seal(forged)
-    own = [*argv["adamw_8bit"], f"checkpoint.resume={forged}"]
-    command: Command
-    if how == "python":  # as a user starts it; with one process, which the settings of the checkpoint must allow
-        manifest = json.loads((forged / "manifest.json").read_text())
-        write_manifest(forged, manifest | {"num_ranks": 1})
-        command = Launch(tmp_path, "python", *own)
-    else:
-        command = ForkedLaunch(tmp_path, 2, *own)
-    assert command.finish() == 2, command.output
-    assert not sentinel.exists(), "the command was run"
-    (error,) = command.errors
-    assert error.startswith(str(forged)) and "checkpoint.resume=none" in error
-    assert re.search(message, error), error
-    assert "Traceback" not in command.output
-
-
-@pytest.mark.parametrize(
-    "stream",
-    [
-        b"cbuiltins\neval\n(S'1'\ntR.",
-        b"ctorch\nload\n(S'x'\ntR.",
-        b"ctorch.distributed.checkpoint.metadata\nos.system\n(S'true'\ntR.",
-        b"\x80\x04\x8c\x05torch\x8c\x0dSize.__call__\x93.",
-        b"\x80\x02\x82\x01.",  # an extension's number in place of a name
-        b"ctorch\nSize\n}S'a'\nI1\nsb.",  # attributes set on a class
-        b"(I1\nI2\nd.",
-        b"cbuiltins\n",
-        b"",
-    ],
-)
-def test_what_dcp_does_not_write_is_refused(tmp_path: Path, stream: bytes):
-    (tmp_path / ".metadata").write_bytes(stream)
-    with pytest.raises(BadFile, match=r"\.metadata can't be used"):
-        dcp_checkpoint.read_index(tmp_path, {})
+def test_a_checkpoint_without_an_index_ends_with_one_message(straight, tmp_path: Path):
+    """Checkpoints that were written before the index existed are named as such."""
+    saved, _ = straight
+    old = shutil.copytree(saved, tmp_path / "old")
+    (old / "index.json").unlink()
+    seal(old)
+    with pytest.raises(
+        ResumeError, match=r"old has no index\.json, so another version of this program wrote it\. Set "
+    ):
+        load_checkpoint(read_manifest(old), nn.Module(), torch.optim.AdamW([nn.Parameter(torch.ones(1))]), ALONE)
 
 
 def change_entry(**values: Any) -> Callable[[Path], None]:
@@ -384,106 +230,15 @@ def told_in_limits(action: Callable[[], Any]) -> str:
     return "nothing"
 
 
-LONG_TEXT = b"X" + (1_000_000).to_bytes(4, "little") + b"x" * 1_000_000
-LONG_TUPLE = b"(" + b"N" * 1_000_000 + b"tq\x01"
-LONG_DICT = b"}q\x01(" + b"".join(b"J" + n.to_bytes(4, "little") + b"N" for n in range(300_000)) + b"u"
-VALUES = b"ctorch.distributed.checkpoint.metadata\nMetadata\nq\x00"
-
-
-@pytest.mark.parametrize(
-    "stream",
-    [
-        b"Nr" + (2**27).to_bytes(4, "little") + b".",  # a place in the memo
-        b"ctorch\nSize\nq\x000" + LONG_TEXT + b"q\x010(" + b"h\x00h\x01\x85R" * 150 + b"t.",  # shapes made of a text
-        VALUES + b"0" + LONG_TUPLE + b"0(" + b"h\x00h\x01R" * 150 + b"t.",
-        VALUES + b"0" + LONG_TEXT + b"q\x010(" + b"h\x00)\x81h\x01b" * 150 + b"t.",
-        VALUES + b"0" + LONG_DICT + b"0(" + b"h\x00)\x81h\x01b" * 150 + b"t.",
-        b"\x96" + (2**31).to_bytes(8, "little") + b".",  # a bytearray
-        b"}N" + b"\x85" * 5_000_000 + b"Ns.",  # tuples in tuples, which are hashed
-        b"\x8c\x01a" + b"0" * 2**25,
-    ],
-    ids=["memo", "shape", "arguments", "state", "attributes", "bytearray", "nesting", "size"],
-)
-def test_a_small_pickle_takes_little_memory(tmp_path: Path, stream: bytes):
-    (tmp_path / ".metadata").write_bytes(b"\x80\x02" + stream)
-    told = told_in_limits(lambda: dcp_checkpoint.read_index(tmp_path, {}))
-    assert re.search(r"\.metadata can't be used: (it|'NoneType' object) ", told), told
-
-
-def write_blob(folder: Path, blob: bytes) -> Callable[[], None]:
-    """An old checkpoint of one tensor, `a`; returns what reads it."""
-    info = StorageInfo("__0_0.distcp", 0, len(blob))
-    chunk = metadata.ChunkStorageMetadata(torch.Size([0]), torch.Size([4]))
-    entry = metadata.TensorStorageMetadata(metadata.TensorProperties(torch.float32), torch.Size([4]), [chunk])
-    whole = metadata.Metadata({"a": entry}, None, {metadata.MetadataIndex("a", torch.Size([0])): info})
-    (folder / ".metadata").write_bytes(pickle.dumps(whole))
-    (folder / "__0_0.distcp").write_bytes(blob)
-    target = torch.empty(4)
-
-    def read() -> None:
-        read_rows(dcp_checkpoint.read_index(folder, {"__0_0.distcp": (len(blob), "")})["a"], target, 0)
-        assert target.tolist() == [0, 1, 2, 3]
-
-    return read
-
-
-def zipped(value: Any, content: bytes | None = None, compression: int = zipfile.ZIP_STORED) -> bytes:
-    """What `torch.save` writes of a value, with another pickle or compressed."""
-    saved, blob = io.BytesIO(), io.BytesIO()
-    torch.save(value, saved)
-    with zipfile.ZipFile(saved) as source, zipfile.ZipFile(blob, "w", compression) as target:
-        for name in source.namelist():
-            target.writestr(name, content if content and name.endswith("data.pkl") else source.read(name))
-    return blob.getvalue()
-
-
-def archive(num_bytes: int) -> bytes:
-    """A .tgz of some hundred bytes, as old versions of torch saved tensors, with a file that is to be so large."""
-    info = tarfile.TarInfo("storages")
-    info.size = num_bytes
-    return gzip.compress(info.tobuf())
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: zipped(torch.arange(4.0)), "^nothing$"),
-        (lambda: zipped(torch.arange(8.0)[:4]), "^nothing$"),
-        (lambda: zipped(0, b"\x80\x02c__builtin__\nbytearray\nJ\0\0\0\x40\x85R."), "it names __builtin__.bytearray"),
-        (lambda: zipped(torch.zeros(2**24), compression=zipfile.ZIP_DEFLATED), "it is compressed"),
-        (lambda: zipped(torch.zeros(5)), r"a is \[5\] in torch.float32, not \[4\]"),
-        (lambda: zipped(torch.zeros(4).half()), "a is .* in torch.float16, not"),
-        (lambda: zipped(torch.zeros(1).expand(4)), "do not lie one after another"),
-        (lambda: zipped(torch.zeros(4, device="meta")), "it names torch._utils._rebuild_meta"),
-        (lambda: zipped(3), "can't be used"),
-        (lambda: b"PK", "can't be used"),
-        (lambda: archive(10**10), "can't be used"),
-    ],
-)
-def test_an_old_blob_is_read_only_where_it_is_the_tensor(tmp_path: Path, make: Callable[[], bytes], message: str):
-    told = told_in_limits(write_blob(tmp_path, make()))
-    assert re.search(message, told), told
-
-
-def test_an_old_index_has_names_that_are_texts(tmp_path: Path):
-    read = write_blob(tmp_path, zipped(torch.arange(4.0)))
-    whole = pickle.loads((tmp_path / ".metadata").read_bytes())
-    whole.state_dict_metadata[5] = whole.state_dict_metadata["a"]
-    whole.storage_data[metadata.MetadataIndex(5, torch.Size([0]))] = next(iter(whole.storage_data.values()))
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(whole))
-    with pytest.raises(BadFile, match="a name is no text"):
-        read()
-
-
 ALONE: Any = SimpleNamespace(rank=0, num_ranks=1, wait=lambda patiently: None, first_error=lambda error: error)
 
 
 def test_an_own_file_that_the_manifest_does_not_list_is_not_read(tmp_path: Path):
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata.Metadata({}, None, {})))
-    torch.save({}, tmp_path / OWN_FILE)
+    (tmp_path / "index.json").write_text('{"tensors": {}}')
+    save_file({}, tmp_path / FIRST_FILE)
     optimizer = LocalAdamW8bit([nn.Parameter(torch.ones(64, 64))], lr=1.0, betas=(0.9, 0.9), eps=1.0, weight_decay=0.0)
-    content = Checkpoint(tmp_path, 1, 1, {}, {}, files={".metadata": (1, "")})
-    with pytest.raises(ResumeError, match=rf"{OWN_FILE} can't be used: it is no file of this checkpoint"):
+    content = Checkpoint(tmp_path, 1, 1, {}, {}, files={"index.json": (1, "")})
+    with pytest.raises(ResumeError, match=rf"{FIRST_FILE} can't be used: it is no file of this checkpoint"):
         load_checkpoint(content, nn.Module(), optimizer, ALONE)
 
 
@@ -512,7 +267,7 @@ def link_folder(file: Path, outside: Path) -> None:
     ],
 )
 def test_only_regular_files_of_the_folder_are_read(straight, tmp_path: Path, name: str, change: Any, message: str):
-    real = shutil.copytree(saved_by(straight[0] / "adamw"), tmp_path / "real" / "run" / "step-00000002")
+    real = shutil.copytree(straight[0], tmp_path / "real" / "run" / "step-00000002")
     (tmp_path / "link").symlink_to(real.parent)
     folder = tmp_path / "link" / real.name  # a folder of checkpoints on another disk is all right
     verify_files(read_manifest(folder), ALONE)
@@ -528,7 +283,7 @@ def test_only_regular_files_of_the_folder_are_read(straight, tmp_path: Path, nam
 
 
 def test_a_file_of_another_size_is_not_read_to_its_end(straight, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    folder = shutil.copytree(saved_by(straight[0] / "adamw"), tmp_path / "step-00000002")
+    folder = shutil.copytree(straight[0], tmp_path / "step-00000002")
     os.truncate(folder / "index.json", 2**40)
     told = told_in_limits(lambda: verify_files(read_manifest(folder), ALONE))
     assert f"index.json is damaged: it has {2**40} bytes, not" in told
@@ -567,7 +322,9 @@ def test_whatever_goes_wrong_in_loading_is_told_on_every_rank(tmp_path: Path, mo
     monkeypatch.setattr("qlora_fsdp.training.checkpoint.read_index", fail)
     optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(1))])
     with pytest.raises(ResumeError, match=r"can't be used: AttributeError: no such \? thing"):
-        load_checkpoint(Checkpoint(tmp_path, 1, 1, {}, {}), nn.Module(), optimizer, ALONE)
+        load_checkpoint(
+            Checkpoint(tmp_path, 1, 1, {}, {}, files={"index.json": (1, "")}), nn.Module(), optimizer, ALONE
+        )
 
 
 def test_a_step_that_the_run_does_not_reach_is_refused(tmp_path: Path):
@@ -591,11 +348,11 @@ def test_what_contradicts_the_model_or_itself_is_refused(tmp_path: Path):
 
 
 def test_a_forged_index_ends_the_command_with_one_message(straight, tmp_path: Path):
-    folder, argv, _ = straight
-    forged = shutil.copytree(saved_by(folder / "adamw"), tmp_path / "forged")
+    saved, argv = straight
+    forged = shutil.copytree(saved, tmp_path / "forged")
     lead_outside(forged)
     seal(forged)
-    command = ForkedLaunch(tmp_path, 2, *argv["adamw"], f"checkpoint.resume={forged}")
+    command = ForkedLaunch(tmp_path, 2, *argv, f"checkpoint.resume={forged}")
     assert command.finish() == 2, command.output
     (error,) = command.errors
     assert "weight is to lie in ../rank-00000.safetensors" in error and "Traceback" not in command.output
@@ -626,7 +383,7 @@ def test_a_forged_index_ends_the_command_with_one_message(straight, tmp_path: Pa
     ],
 )
 def test_a_forged_manifest_is_refused(straight, tmp_path: Path, change: dict[str, Any], message: str):
-    forged = shutil.copytree(saved_by(straight[0] / "adamw"), tmp_path / "forged")
+    forged = shutil.copytree(straight[0], tmp_path / "forged")
     write_manifest(forged, json.loads((forged / "manifest.json").read_text()) | change)
     with pytest.raises(ResumeError, match=message):
         read_manifest(forged)

@@ -26,7 +26,7 @@ from qlora_fsdp.common.files import (
 )
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.records.check_run_folder import check_run_folder
-from qlora_fsdp.records.ownership import FOLLOWED, MARKER, is_own
+from qlora_fsdp.records.ownership import FOLLOWED, is_own
 from qlora_fsdp.records.run_folder import close_run_folder, open_run_folder
 from qlora_fsdp.report.__main__ import main as report
 from qlora_fsdp.report.sweep_table import write_results
@@ -177,7 +177,7 @@ def test_a_folder_that_is_no_checkpoint_is_not_removed(tmp_path: Path, victim: P
     folder = start(tmp_path / "run", processes)
     checkpoints = folder / "checkpoints"
     of_the_run = checkpoint(checkpoints / "step-00000100")
-    (checkpoints / ".step-00000050.tmp").mkdir()
+    (checkpoints / ".step-00000050.fedcba9876543210.tmp").mkdir()
     (checkpoints / ".step-00000051.0123456789abcdef.tmp").symlink_to(victim)
     others = [checkpoints / ".step-by-step.tmp", checkpoints / "step-100"]
     for path in others:
@@ -190,18 +190,6 @@ def test_a_folder_that_is_no_checkpoint_is_not_removed(tmp_path: Path, victim: P
     assert "holds the link checkpoints/step-00000200," in obstacle(folder, "run.overwrite=true")
     remove_checkpoints(checkpoints, [])
     assert (checkpoints / "step-00000200").is_symlink()
-
-
-def test_runs_of_before_the_marker_are_known(tmp_path: Path, processes: Processes):
-    (tmp_path / "config.yaml").write_text("run: {}\n")
-    (tmp_path / "adapter").mkdir()
-    (tmp_path / "environment.json").write_text(json.dumps({"versions": {"torch": "2.13.0"}}))
-    assert not is_own(tmp_path) and "of no run" in obstacle(tmp_path)
-    (tmp_path / "environment.json").write_text(json.dumps({"versions": {"qlora-fsdp": "0.1.0", "torch": "2.13.0"}}))
-    checkpoint(tmp_path / "checkpoints" / "step-00000004")
-    assert obstacle(tmp_path) == "" and obstacle(tmp_path, "run.overwrite=true") == ""
-    start(tmp_path, processes)
-    assert json.loads((tmp_path / MARKER).read_text())["made_by"] == "qlora-fsdp"
 
 
 def test_honest_folders_are_as_easy_as_before(tmp_path: Path, processes: Processes):

@@ -11,10 +11,11 @@ import psutil
 import pytest
 
 from qlora_fsdp.common.run_key import NODE_KEY, RUN_KEY, find_key, make_key
+from qlora_fsdp.runtime.failures import Failure
 from qlora_fsdp.runtime.heartbeats import UNKNOWN
 from qlora_fsdp.runtime.messages import MAX_BYTES, MAX_TEXT, seal, unseal
 from qlora_fsdp.runtime.processes import Processes, start_processes, stop_processes
-from qlora_fsdp.runtime.watch import Failure, Watch
+from qlora_fsdp.runtime.watch import Watch
 from tests.helpers.ranks import Meeting, run_ranks
 
 KEY = make_key()

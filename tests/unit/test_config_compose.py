@@ -13,7 +13,8 @@ from tests.helpers import quick_config
 from qlora_fsdp.common.errors import ConfigError
 from qlora_fsdp.config import trackers
 from qlora_fsdp.config.command_line import conf_folder, default_options, group_options
-from qlora_fsdp.config.compose import load_config, register_schema, to_yaml
+from qlora_fsdp.config.compose import load_config, to_yaml
+from qlora_fsdp.config.hydra_files import register_schema
 from qlora_fsdp.config.schema import Dtype, LossOn, QuantType4bit, ShardingStrategy, Weights
 from qlora_fsdp.config.world import World
 from qlora_fsdp.records.check_run_folder import check
@@ -245,6 +246,7 @@ def test_hydra_main_composes_the_same_and_writes_nothing(tmp_path: Path) -> None
     program = (
         "import hydra; from qlora_fsdp.config.command_line import conf_folder\n"
         "from qlora_fsdp.config.compose import *\n"
+        "from qlora_fsdp.config.hydra_files import register_schema\n"
         "register_schema()\n"
         "def run(composed):\n"
         "    config, problems = read_config(composed)\n"

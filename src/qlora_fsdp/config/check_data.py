@@ -15,7 +15,7 @@ from qlora_fsdp.config.schema import Config, DataFormat, MixUntil, ProblemType, 
 from qlora_fsdp.config.settings import SEVERAL_DATA_SETS, all_settings, problem_with, show, value_of
 
 _CHAT_TEMPLATES = Path(__file__).parents[1] / "data" / "templates"
-# What data.columns can rename: the keys that data/row.py and data/labels.py look for.
+# What data.columns can rename: the keys that data/columns.py and data/labels.py look for.
 _COLUMNS = (
     *("messages", "role", "content", "tools", "system", "prompt", "completion", "instruction", "input", "output"),
     *("text", "label", "labels", "tokens", "chosen", "rejected", "margin", "responses", "ranks", "scores"),

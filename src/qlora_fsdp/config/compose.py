@@ -9,29 +9,24 @@ behind a plus sign.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from copy import deepcopy
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-import yaml
-from hydra import compose, initialize_config_dir
-from hydra.core.config_store import ConfigStore
-from hydra.errors import HydraException, MissingConfigException
+from hydra import compose
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from qlora_fsdp.common.errors import ConfigError, Problem, refuse
 from qlora_fsdp.common.startup import is_first_rank
-from qlora_fsdp.common.text import first_line
 from qlora_fsdp.config.check_settings import check_settings
-from qlora_fsdp.config.command_line import Arguments, group_options, help_text, parse_arguments
+from qlora_fsdp.config.command_line import Arguments, help_text, parse_arguments
 from qlora_fsdp.config.config_file import FileSettings, Sections, leave_out, read_config_file
+from qlora_fsdp.config.hydra_files import composing, reason_of, register_defaults, stand_ins, typed_defaults
 from qlora_fsdp.config.identity import plain_settings, sections_of
-from qlora_fsdp.config.overrides import chosen_groups, did_you_mean, escape, prepare_overrides
+from qlora_fsdp.config.overrides import chosen_groups, prepare_overrides
 from qlora_fsdp.config.schema import Config, DataFormat, Dtype
 from qlora_fsdp.config.settings import all_settings, unknown_setting, wrong_type
 from qlora_fsdp.config.start_adapter import (
@@ -43,12 +38,6 @@ from qlora_fsdp.config.start_adapter import (
     typed_folder,
 )
 from qlora_fsdp.config.written import find_unresolvable, note_written
-
-# Hydra reads the folders of --config-dir by src/hydra_plugins/qlora_fsdp_folders.py, which checks their files.
-FOLDER_SCHEME = "settings://"
-
-# What stands in the place of the schema's defaults while settings are composed: those of an adapter (`lora.start`).
-stand_ins: ContextVar[Sections | None] = ContextVar("stand_ins", default=None)
 
 
 def load_config(
@@ -131,29 +120,6 @@ def read_given(arguments: Arguments, beneath: Sequence[Sections] = ()) -> FileSe
     return FileSettings(options, values)
 
 
-def register_schema(given: Sections | None = None) -> None:
-    """Gives Hydra what conf/config.yaml names besides files: the schema's defaults, and values of `read_given`."""
-    _register_defaults()
-    ConfigStore.instance().store("given", node=given or {})
-
-
-def _register_defaults() -> None:
-    instead = stand_ins.get() or {}
-    defaults = {section: {**names, **instead.get(section, {})} for section, names in _defaults().items()}
-    ConfigStore.instance().store("schema", node=defaults)
-
-
-@cache
-def _defaults() -> Any:
-    return OmegaConf.to_container(_typed_defaults(), enum_to_str=True)
-
-
-@cache
-def _typed_defaults() -> DictConfig:
-    """The schema with its defaults, to be copied: a copy takes a fifth of the time that it takes to make it anew."""
-    return OmegaConf.structured(Config)  # type: ignore[no-any-return]
-
-
 def read_composed(
     compose_all: Callable[[], DictConfig], find_start: FindStart = typed_folder
 ) -> tuple[Config, list[Problem]]:
@@ -181,11 +147,11 @@ def read_composed(
     start = read_start(folder)
     token = stand_ins.set(start.defaults(config))
     try:
-        _register_defaults()
+        register_defaults()
         config, mistakes = read_config(compose_all())
     finally:
         stand_ins.reset(token)
-        _register_defaults()
+        register_defaults()
     mistaken = {problem.setting for problem in mistakes}
     problems = [problem for problem in find_contradictions(config, start) if problem.setting not in mistaken]
     settle_targets(config, start)
@@ -209,12 +175,12 @@ def read_config(composed: DictConfig) -> tuple[Config, list[Problem]]:
     try:
         values = _as_dict(composed, resolve=True)
     except OmegaConfBaseException as error:
-        reason = f"can't be resolved: {_first_line(error)}."
+        reason = f"can't be resolved: {reason_of(error)}."
         raise ConfigError(
             [Problem(error.full_key or "${...}", reason, "Name an existing setting in ${...}.")]
         ) from None
 
-    typed, problems = deepcopy(_typed_defaults()), list[Problem]()
+    typed, problems = deepcopy(typed_defaults()), list[Problem]()
     for section, section_values in values.items():
         if not isinstance(section_values, dict):
             problems.append(unknown_setting(section, section_values))
@@ -251,26 +217,6 @@ def _compose(overrides: list[str], folders: Sequence[Path], given: Sections) -> 
         return compose("config", overrides=[*overrides, search_path])
 
 
-@contextmanager
-def composing(folders: Sequence[Path], given: Sections) -> Iterator[str]:
-    """Wraps what Hydra does with conf/config.yaml, and gives the override that makes it look into all `folders`.
-
-    Args:
-        folders: where groups of options are, first the project's own.
-        given: values that win over all options, by section and name.
-
-    Raises:
-        ConfigError: Hydra or the YAML parser stopped.
-    """
-    register_schema(given)
-    extra = ",".join(f"'{FOLDER_SCHEME}{escape(str(folder))}'" for folder in folders[1:])
-    try:
-        with initialize_config_dir(config_dir=str(folders[0]), version_base="1.3", job_name="train"):
-            yield f"hydra.searchpath=[{extra}]"
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
-        raise ConfigError([_explain(error, folders)]) from None
-
-
 def _without_effect(arguments: Arguments, launches: bool) -> list[Problem]:
     """Refuses settings of the launch for a run that this process does itself."""
     texts = [] if arguments.starts_jobs else arguments.overrides
@@ -292,23 +238,3 @@ def _as_dict(composed: DictConfig, *, resolve: bool) -> dict[str, Any]:
     values = OmegaConf.to_container(composed, resolve=resolve)
     assert isinstance(values, dict)
     return {str(key): value for key, value in values.items()}
-
-
-def _explain(error: Exception, folders: Sequence[Path]) -> Problem:
-    """Explain an error of Hydra or the YAML parser in the words of this project."""
-    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
-        place = f"{error.problem_mark.name}, line {error.problem_mark.line + 1},"
-        return Problem(place, f"is not valid YAML: {error.problem}.", "Correct this file.")
-    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
-        group, _, option = error.missing_cfg_file.removesuffix(".yaml").rpartition("/")
-        options = group_options(group, folders[:1] if group.startswith("hydra/") else folders)
-        return Problem(
-            f"{group}={option}" if group else option,
-            f"is in a defaults list but does not exist: {group or 'this folder'} has {', '.join(options) or 'none'}.",
-            did_you_mean(group, option, options),
-        )
-    return Problem("The YAML files", f"can't be composed: {_first_line(error)}", "See the files under --config-dir.")
-
-
-def _first_line(error: BaseException) -> str:
-    return first_line(error if str(error).strip() else error.__cause__ or error)

@@ -18,20 +18,9 @@ from typing_extensions import assert_never
 
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.schema import BadRows, ProblemType, TaskConfig, TaskName
+from qlora_fsdp.data.columns import NO_COLUMNS, rename, show_keys
 from qlora_fsdp.data.label_counts import num_outputs
-from qlora_fsdp.data.row import (
-    EMPTY,
-    NO_COLUMNS,
-    NO_TARGET,
-    TOO_LONG,
-    WRONG_KEYS,
-    WRONG_LABEL,
-    WRONG_TYPES,
-    BadRow,
-    parse_row,
-    rename,
-    show_keys,
-)
+from qlora_fsdp.data.row import EMPTY, NO_TARGET, TOO_LONG, WRONG_KEYS, WRONG_LABEL, WRONG_TYPES, BadRow, parse_row
 from qlora_fsdp.data.tokenize import COLUMNS, Columns, add_row, first_text, show_length
 
 LABEL_KEYS = ("label", "labels")

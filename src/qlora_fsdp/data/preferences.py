@@ -20,24 +20,20 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.config.schema import BadRows, DataFormat, LossOn
+from qlora_fsdp.data.columns import MORE_KEYS, NO_COLUMNS, TURN_KEYS, rename, show_keys
 from qlora_fsdp.data.cut import WITH_BEFORE, CutSettings
 from qlora_fsdp.data.format import FormattedRow, format_row
 from qlora_fsdp.data.row import (
     EMPTY,
-    MORE_KEYS,
-    NO_COLUMNS,
     NO_TARGET,
     SAME_ANSWERS,
     TRAIN_KEYS,
-    TURN_KEYS,
     WRONG_KEYS,
     WRONG_LABEL,
     WRONG_TYPES,
     BadRow,
     check_fields,
     parse_row,
-    rename,
-    show_keys,
     type_name,
 )
 from qlora_fsdp.data.tokenize import COLUMNS, Columns, RowTokenizer, TokenRow, add_row, cut_batch

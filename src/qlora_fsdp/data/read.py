@@ -22,11 +22,11 @@ from qlora_fsdp.config.data_paths import SUFFIXES, as_paths
 from qlora_fsdp.config.data_sets import hub_split, split_name
 from qlora_fsdp.config.schema import DataConfig, TaskConfig
 from qlora_fsdp.config.settings import show
+from qlora_fsdp.data.columns import used_columns
 from qlora_fsdp.data.find_files import find_files
 from qlora_fsdp.data.labels import used_label_columns
 from qlora_fsdp.data.position import Position
 from qlora_fsdp.data.preferences import preference_columns
-from qlora_fsdp.data.row import used_columns
 from qlora_fsdp.data.row_file import RowFile
 from qlora_fsdp.data.row_files import (
     BATCH_ROWS,

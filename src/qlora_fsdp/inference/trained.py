@@ -15,7 +15,8 @@ from qlora_fsdp.config.adapter_config import read_lora
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.data.tokenizer import NO_TOKENS, template_name
-from qlora_fsdp.model.assemble import AssembledModel, assemble, describe_base
+from qlora_fsdp.model.assemble import AssembledModel, assemble
+from qlora_fsdp.model.base_files import describe_base
 from qlora_fsdp.model.count import dtype_name
 from qlora_fsdp.model.initialize_adapters import initialize_adapters
 from qlora_fsdp.model.materialize import materialize

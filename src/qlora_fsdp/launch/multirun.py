@@ -14,7 +14,8 @@ from omegaconf import DictConfig, OmegaConf
 from qlora_fsdp.common.errors import Interrupted, LaunchError, Problem, RunFolderError, refuse
 from qlora_fsdp.common.startup import is_rank
 from qlora_fsdp.config.command_line import Arguments
-from qlora_fsdp.config.compose import composing, read_given
+from qlora_fsdp.config.compose import read_given
+from qlora_fsdp.config.hydra_files import composing
 from qlora_fsdp.config.overrides import chosen_groups, prepare_overrides, quote
 from qlora_fsdp.records.run_state import read_run
 from qlora_fsdp.report.page import write_report

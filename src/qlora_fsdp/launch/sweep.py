@@ -17,7 +17,7 @@ from hydra.core.config_loader import ConfigLoader
 from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import DictConfig
 
-from qlora_fsdp.config.compose import FOLDER_SCHEME
+from qlora_fsdp.config.hydra_files import FOLDER_SCHEME
 from qlora_fsdp.launch.jobs import Job, collect_jobs
 from qlora_fsdp.report.sweep_table import describe_job, write_results
 

@@ -157,6 +157,7 @@ class _FrozenHeadLoss(torch.autograd.Function):
     in float32. The first of these rows are for the token ids `replaced`, the others for the ids from V on.
     """
 
+    # Many arguments, because autograd sees only tensors that are arguments of their own.
     @staticmethod
     def forward(
         ctx: Any,

@@ -1,9 +1,4 @@
-"""A linear layer whose weight is stored quantized, as codes and scales, and dequantized each time it is used.
-
-bitsandbytes keeps codes in its own Parameter class, with the scales as an attribute. FSDP2 does not shard that
-attribute, so every rank would keep all scales. And when FSDP2 gathers, it returns plain Parameters, without the
-attribute. So codes and scales are plain Parameters here, and the layer itself knows how to make a weight of them.
-"""
+"""A linear layer whose weight is stored quantized, as codes and scales, and dequantized each time it is used."""
 
 from __future__ import annotations
 
@@ -14,13 +9,13 @@ from torch import Tensor, nn
 
 from qlora_fsdp.layers.matmul import FP8_MAX, Axis, DequantizedMatmul, Matmul
 from qlora_fsdp.layers.quantized_format import Format, code_book, dynamic_map
+from qlora_fsdp.layers.stored_weight import StoredWeight
 
 
-class QuantizedLinear(nn.Linear):
-    """A frozen linear layer stored as `codes`, `scales` and, with double quantization, `nested_scales`.
+class QuantizedLinear(StoredWeight, nn.Linear):
+    """A frozen linear layer with a `StoredWeight`.
 
-    `Format` describes their contents. FSDP2 splits dim 0 of each over ranks. `weight` is a property, so that code which
-    reads `layer.weight` gets a weight, and never codes.
+    `weight` is a property, so that code which reads `layer.weight` gets a weight, and never codes.
 
     Args:
         in_features: a multiple of the block size for 4-bit formats.
@@ -31,14 +26,10 @@ class QuantizedLinear(nn.Linear):
         device: where the Parameters are made; usually meta.
 
     Attributes:
-        part_names: names of the Parameters that make up the weight.
         matmul: computes products with the weight. One call may compute several layers that have the same input, such
             as q, k and v, if all of them have the same kind of `Matmul`.
     """
 
-    codes: nn.Parameter
-    scales: nn.Parameter
-    nested_scales: nn.Parameter
     matmul: Matmul = DequantizedMatmul()
     _fp8_scales: tuple[Tensor, Tensor] | None = None
 
@@ -51,46 +42,37 @@ class QuantizedLinear(nn.Linear):
         dtype: torch.dtype,
         device: torch.device | str = "meta",
     ) -> None:
-        nn.Module.__init__(self)  # nn.Linear's own would allocate the weight
+        nn.Module.__init__(self)  # and not nn.Linear's, which would allocate the whole weight
         assert format.why_not(in_features) is None
-        self.in_features, self.out_features = in_features, out_features
-        self.format, self.blocksize, self.compute_dtype = format, format.blocksize, dtype
-        parts = format.parts(out_features, in_features)
-        self.part_names = list(parts)
-        for name, (shape, part_dtype) in parts.items():
-            tensor = torch.empty(shape, dtype=part_dtype, device=device)
-            self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+        self._make_parts(out_features, in_features, format, dtype, device)
+        self.blocksize = format.blocksize
         self.register_parameter(
             "bias",
             nn.Parameter(torch.empty(out_features, dtype=dtype, device=device), requires_grad=False) if bias else None,
         )
 
-    def parts(self) -> list[Tensor]:
-        """The Parameters that make up the weight, in the order of `part_names`."""
-        return [getattr(self, name) for name in self.part_names]
-
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
         """The weight [out_features, in_features] in the compute dtype, dequantized anew at each access."""
-        return self.format.dequantize(self._named_parts(), self.out_features, self.in_features, self.compute_dtype)
+        return self.dequantized()
 
     def absmax(self) -> Tensor:
         """The scales of a 4-bit weight: float32 [out_features, blocks]."""
-        return self.format.dequantize_scales(self._named_parts(), self.out_features, self.in_features)
-
-    def _named_parts(self) -> dict[str, Tensor]:
-        return {name: getattr(self, name) for name in self.part_names}
+        return self.format.dequantize_scales(self.named_parts(), self.out_features, self.in_features)
 
     def fp8_scales(self) -> tuple[Tensor, Tensor]:
         """The fp8 scales of a 4-bit weight, which can be scaled in two ways.
 
         Forward has one scale for each row: weight = fp8 value * row scale. Backward multiplies by the transposed
-        weight, and has one scale for each column of blocks: weight = fp8 value * column scale. Both are returned:
-        float32 [out_features] and float32 [blocks].
+        weight, and has one scale for each column of blocks: weight = fp8 value * column scale. In either product the
+        scale is constant along the dimension that is summed over, so it can be applied to the sum.
 
         No weight of a block is larger than the block's absmax. So the largest absmax of a row, or of a column of
         blocks, divided by the largest fp8 value, is a scale with which no weight overflows. The weight is frozen, so
         the scales are computed once.
+
+        Returns:
+            The row scales, float32 [out_features], and the column scales, float32 [blocks].
         """
         if self._fp8_scales is None:
             absmax = self.absmax().abs() / FP8_MAX  # a scale that was quantized itself may come out just below 0
@@ -124,13 +106,15 @@ class _DequantizedLinear(torch.autograd.Function):
     """y = x W^T + b. The weight is dequantized for forward, and again for backward.
 
     Autograd saves nothing between the two, not even the codes: backward reads them from the layer, which FSDP has
-    gathered again by then. This also shortens recomputation. `torch.utils.checkpoint` stops recomputing a transformer
-    layer at the last tensor that the layer saved, so if the last linear layer saves nothing, it is not recomputed.
+    gathered again by then. This also shortens activation checkpointing. `torch.utils.checkpoint` recomputes a
+    transformer layer only up to the last tensor that it saved. So a linear layer that comes last and saves nothing is
+    not computed again.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, layer: QuantizedLinear) -> Tensor:
-        ctx.layer = layer  # which also adds the bias: `bias` is an argument only to get its gradient
+        # The layer adds the bias itself. `bias` is an argument only so that autograd asks for its gradient.
+        ctx.layer = layer
         # N tokens, O output features
         (y_NO,) = layer.matmul.outputs(x.reshape(-1, x.shape[-1]), [layer])
         return unflatten(y_NO, x)
@@ -138,7 +122,7 @@ class _DequantizedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
-        # A bias is frozen here, but the layer may be one of those that are trained in full beside an adapter.
+        # The constructor freezes the bias. It needs a gradient only if it was made trainable since.
         grad_bias = grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
         grad_x = ctx.layer.matmul.input_grad([grad.reshape(-1, grad.shape[-1])], [ctx.layer])
         return grad_x.view(*grad.shape[:-1], ctx.layer.in_features), grad_bias, None

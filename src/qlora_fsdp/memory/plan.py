@@ -1,28 +1,18 @@
 """The memory plan: how many bytes a run will need on each GPU and each host, predicted before anything is allocated.
 
-The plan has four phases: a run loads its weights (`load`), and then every optimizer step has a `forward`, a `backward`
-and the update of the weights (`step`). Within a phase memory goes through moments: embeddings are looked up, a layer
-runs, the loss is computed, and so on. For each moment the plan adds up bytes by part. Some parts are there all the time
-(`resident`: the rank's shard of the parameters, the optimizer's state). Others come and go: gathered layers, a
-dequantized weight, activations, gradients. The largest moment is the peak of its phase, and the largest phase decides
-whether a run fits.
+The plan has four phases. A run loads its weights (`load`); then every optimizer step has a `forward`, a `backward` and
+the update of the weights (`step`). The memory of a phase changes from moment to moment: embeddings are looked up, a
+layer runs, the loss is computed. For each moment the plan adds up bytes by part. Some parts are there all the time, and
+are called `resident`: the rank's shard of the parameters, and the optimizer's state. Others come and go: gathered
+layers, a dequantized weight, activations, gradients (moments.py). The largest moment is the peak of its phase, and the
+largest phase decides whether a run fits.
 
-How many activations wait for backward depends on each layer's policy (memory/policy.py): a layer may keep all of them,
-or compute some or all of them again. How many bytes that makes is read off the model itself, which is traced on meta
-(tracing/trace.py). memory/choose.py makes plans for several policies and picks one.
+Activations wait for backward, and how many do depends on each layer's policy (memory/policy.py): a layer may keep all
+of them, or compute some or all of them again. How many bytes that makes is read off the model itself, which is traced
+on meta (tracing/trace.py). memory/choose.py makes plans for several policies and picks one.
 
-Two more things need GPU memory: what torch's allocator holds beyond the tensors, and what CUDA and NCCL take outside
-the allocator.
-
-What is gathered at which moment follows FSDP2 (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, torch 2.11 to
-2.13). memory/model_bytes.py explains its units and flat buffers.
-
-- If shards are on the GPU, they are gathered asynchronously (model/shard.py): a unit's flat buffer is freed after the
-  copy into whole parameters. The flat buffer of the next unit exists by then, because it is gathered ahead.
-- If shards come from host memory, they are gathered on streams of FSDP2's own: in forward a flat buffer lives on until
-  the next unit has been gathered. A single shard needs no gathering: it is copied to the GPU without a flat buffer.
-- Frozen embeddings and a frozen head are gathered by the model, not by FSDP, into one buffer each (model/causal_lm.py).
-- Without FSDP nothing is gathered, and gradients stay where backward makes them.
+To the tensors' bytes the plan adds two more: what torch's allocator holds beyond the tensors, and what CUDA and NCCL
+take outside the allocator.
 
 docs/plan-validation.md compares the plan with what runs on GPUs took.
 """
@@ -38,9 +28,9 @@ from qlora_fsdp.common.sizes import NUM_BUFFERS, PIECE_BYTES, SLAB_BYTES, offloa
 from qlora_fsdp.config.schema import Weights
 from qlora_fsdp.memory.capture import SPARE_BYTES, is_captured
 from qlora_fsdp.memory.model_bytes import BytesByPart, ModelBytes
+from qlora_fsdp.memory.moments import WORKSPACE, backward_moments, forward_moments
 from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.memory.slots import generation_bytes
-from qlora_fsdp.memory.traced import Tensor
 from qlora_fsdp.memory.workload import Workload
 
 GIB, MIB = 2**30, 2**20
@@ -48,7 +38,6 @@ PHASES = ("load", "forward", "backward", "step")
 
 # Measured on H200s with torch 2.11 (docs/plan-validation.md).
 LOAD_STAGING = 80 * MIB  # pieces of weights on their way from the host to the shards
-WORKSPACE = 64 * MIB  # both workspaces of cuBLAS, in torch's own pool: of forward's thread and of backward's
 CUDA_CONTEXT = 770 * MIB  # the driver and the kernels' code, outside torch's pool
 NCCL = 830 * MIB  # outside torch's pool, with several ranks
 NCCL_ALONE = 530 * MIB  # the same for a single rank that uses FSDP
@@ -73,8 +62,8 @@ class MemoryPlan:
         phases: GPU bytes by part at the peak of each of PHASES.
         host: host bytes by part, of rank 0, which puts the whole `adapter` together. The other ranks do not have it.
         pinned: bytes of a rank's host memory that can't be swapped out.
-        beside_graph: if micro-batches are recorded as a CUDA graph, which keeps its memory: bytes that evaluations and
-            the optimizer need beside it. 0 if they are not.
+        beside_graph: bytes that evaluations and the optimizer need beside the memory that a CUDA graph keeps; 0 if
+            micro-batches are not recorded as one.
     """
 
     work: Workload
@@ -141,12 +130,12 @@ def planner(work: Workload) -> Callable[[Sequence[Policy]], MemoryPlan]:
 def _plan(work: Workload, model: ModelBytes, policies: Sequence[Policy]) -> MemoryPlan:
     has_graph = is_captured(work, policies)
     resident = model.resident(with_training=True)
-    if has_graph:  # its gradients stay where they are
+    if has_graph:  # a graph writes its gradients to the same memory in every step, so they stay between steps
         resident["gradients"] = max(resident["gradients"], model.shard.adapters)
-    in_backward = _backward_moments(work, model, policies, gradients_stay=resident["gradients"] > 0)
+    in_backward = backward_moments(work, model, policies, gradients_stay=resident["gradients"] > 0)
     phases = {
         "load": model.resident(with_training=False) | {"workspace": LOAD_STAGING},
-        "forward": _largest(_add(resident, moment) for moment in _forward_moments(work, model, policies)),
+        "forward": _largest(_add(resident, moment) for moment in forward_moments(work, model, policies)),
         "backward": _largest(_add(resident, moment) for moment in in_backward),
         "step": resident | {"gradients": model.step_gradients, "workspace": WORKSPACE},
     }
@@ -155,122 +144,10 @@ def _plan(work: Workload, model: ModelBytes, policies: Sequence[Policy]) -> Memo
     return MemoryPlan(work, tuple(policies), phases, host, pinned, beside)
 
 
-def _forward_moments(work: Workload, model: ModelBytes, policies: Sequence[Policy]) -> Iterator[BytesByPart]:
-    """What each moment of forward needs beyond the resident parts.
-
-    Of what is gathered, `model.kept` stays from forward to backward, `running_layer` adds the layer that runs,
-    `gathered_end` is what embeddings or head take while they are used, `flat` is the buffer that a unit is gathered
-    into, and `deferred_flat` such a buffer that outlives its copy.
-
-    Activations grow from layer to layer, so the peak is in one of the last layers. Which one depends on how many layers
-    are still gathered ahead.
-    """
-    uses, ends = work.layer_uses(policies), work.ends
-    # The model's code holds the first layer's input all the time, though that layer itself may not keep it.
-    held = 0 if uses[0].keeps_input and policies[0] is not Policy.offload else ends.hidden
-    leaving = ends.hidden if Policy.offload in policies else 0  # an input on its way to the host
-    always = ends.shared + held + leaving
-    # The embeddings are looked up.
-    yield {
-        "gathered": model.unit("root") + model.flat(model.unit("root")) + model.gathered_end("embeddings"),
-        "activations": ends.lookup,
-        "workspace": WORKSPACE,
-    }
-    # The last layer is copied out of its flat buffer.
-    yield {
-        "gathered": model.running_layer + model.flat(model.gathered_layer),
-        "activations": always + sum(use.saved for use in uses[:-1]) + ends.hidden,
-        "workspace": WORKSPACE,
-    }
-    # One of the last layers runs.
-    for num_after in range(min(work.config.fsdp.forward_prefetch + 1, len(policies))):
-        index = len(policies) - 1 - num_after
-        dequantized = min(work.layers[index].largest_weight, uses[index].forward)  # a part of its own in the table
-        yield {
-            "activations": always + sum(use.saved for use in uses[: index + 1]) + uses[index].forward - dequantized,
-            "gathered": model.running_layer + model.ahead_in_forward(num_after),
-            "dequantized": dequantized,
-            "workspace": WORKSPACE,
-        }
-    # The head is gathered.
-    at_head: BytesByPart = {
-        "activations": always + sum(use.saved for use in uses) + ends.hidden,
-        "gathered": model.kept + model.gathered_end("head") + model.deferred_flat,
-        "workspace": WORKSPACE,
-    }
-    yield at_head
-    # The loss is computed.
-    yield {
-        **at_head,
-        "gathered": at_head["gathered"] - model.freed_flat("head"),
-        "loss": ends.loss,
-    }
-
-
-def _backward_moments(
-    work: Workload, model: ModelBytes, policies: Sequence[Policy], gradients_stay: bool
-) -> Iterator[BytesByPart]:
-    """What each moment of backward needs beyond the resident parts.
-
-    Backward makes whole gradients. FSDP copies a unit's gradients to send them; the copy lives until the next unit's
-    are ready. Then the rank keeps only its shard. If gradients stay from one micro-batch to the next, the resident
-    parts have them already: those of several micro-batches are summed whole, and those of a CUDA graph keep their
-    place from step to step.
-    """
-    num_copies = 1 if work.uses_fsdp else 0
-    uses, ends = work.layer_uses(policies), work.ends
-    kept = sum(use.saved for use in uses)  # activations that backward has not used yet
-    # The loss runs backward, and with it a trained head.
-    made = model.trained("head")
-    yield {
-        "activations": ends.shared + _offloaded_inputs(policies, len(policies)) * ends.hidden + kept,
-        "gathered": model.kept
-        + (0 if model.is_frozen("head") or model.stays("head") else model.unit("head"))
-        + model.ahead_in_backward(len(policies)),
-        "loss": ends.loss_backward,
-        "workspace": WORKSPACE,
-    }
-    reduced = model.sharded_gradient("head")  # gradients that this rank keeps so far
-    leaving = made * num_copies  # the copy of the head's gradients that is being sent
-    # Each layer runs backward, the last one first.
-    for index in reversed(range(len(policies))):
-        own = model.layer_adapters[index]  # its whole gradients; the trace's peak has them
-        beyond = max(0, uses[index].backward - own)
-        dequantized = min(work.layers[index].largest_weight, beyond)
-        yield {
-            "activations": ends.shared + _offloaded_inputs(policies, index) * ends.hidden + kept + beyond - dequantized,
-            "gradients": leaving + (1 + num_copies) * own + (0 if gradients_stay else reduced),
-            "gathered": model.running_layer + model.ahead_in_backward(index),
-            "dequantized": dequantized,
-            "workspace": WORKSPACE,
-        }
-        kept -= uses[index].saved
-        reduced += model.layer_gradient
-        leaving = 0
-    # The trained parameters of the embeddings and the root get their gradients.
-    tables = model.trained("embeddings") + model.trained("root")
-    embedding_bytes = 0 if model.is_frozen("embeddings") or model.stays("embeddings") else model.unit("embeddings")
-    yield {
-        "activations": ends.shared + max(ends.hidden, ends.lookup_backward - tables),
-        "gradients": (1 + num_copies) * tables + (0 if gradients_stay else reduced),
-        "gathered": model.kept + embedding_bytes,
-        "workspace": WORKSPACE,
-    }
-
-
-def _offloaded_inputs(policies: Sequence[Policy], index: int) -> int:
-    """How many offloaded inputs are on the GPU while a layer runs backward (model/input_offload.py).
-
-    Before the first one comes back, it is the one that left last; then the layer's own, and the next one on its way.
-    """
-    is_own = index < len(policies) and policies[index] is Policy.offload
-    return int(is_own) + int(Policy.offload in policies[:index])
-
-
 def _evaluation_bytes(work: Workload, model: ModelBytes) -> int:
-    """What an evaluation takes beyond the resident parts: a layer that runs, or the loss; and the slots of generations.
+    """What an evaluation takes beyond the resident parts; 0 if nothing is held out.
 
-    0 if nothing is held out.
+    That is the larger of its two moments, a layer that runs and the loss, and the slots of generated texts.
     """
     data = work.config.data
     if data.eval_path is None and data.eval_fraction == 0:
@@ -296,7 +173,7 @@ def _host(work: Workload, model: ModelBytes, policies: Sequence[Policy]) -> tupl
     parts = {"libraries": libraries, "reading": reading, "checkpoint": copied, "adapter": model.all_trained}
     pinned = reading + (0 if model.is_offloaded else copied)
     if model.is_offloaded:  # each shard is pinned by itself, and torch rounds pinned blocks up to a power of two
-        parts["parameters"] = sum(_pinned(tensor, work.num_shards) for tensor in model.tensors)
+        parts["parameters"] = sum(_next_power_of_two(tensor.shard_bytes(work.num_shards)) for tensor in model.tensors)
         parts["training"] = model.shard.adapters + model.optimizer
         pinned += parts["parameters"]
     offloaded = [use.host for use in work.layer_uses(policies) if use.host]
@@ -304,10 +181,6 @@ def _host(work: Workload, model: ModelBytes, policies: Sequence[Policy]) -> tupl
         parts["activations"] = sum(map(offload_buffer_bytes, offloaded))
         pinned += parts["activations"]
     return parts, pinned
-
-
-def _pinned(tensor: Tensor, num_shards: int) -> int:
-    return _next_power_of_two(tensor.shard_bytes(num_shards))
 
 
 def _next_power_of_two(number: int) -> int:

@@ -6,7 +6,7 @@ What differs between them is an argument of `assemble`. `materialize.py` then gi
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -42,8 +42,6 @@ from qlora_fsdp.model.task_model import TaskModel
 from qlora_fsdp.runtime.hardware import choose_dtype
 from qlora_fsdp.runtime.mesh import join_context_group
 from qlora_fsdp.runtime.processes import Processes
-from qlora_fsdp.weights.assignment import Assignment
-from qlora_fsdp.weights.safetensors_files import fingerprint
 
 
 @dataclass(frozen=True)
@@ -88,6 +86,7 @@ class AssembledModel:
         return with_values(config, {"training.packing": self.packs_rows})
 
 
+# Longer than other functions: the stages of assembling a model are read in one place.
 def assemble(
     config: Config,
     lora: LoraConfig,
@@ -118,10 +117,9 @@ def assemble(
     device, dtype = processes.device, choose_dtype(config.training.precision, processes.device)
     files = find_model(config.model, processes.is_local_main, processes.first_error)
     tokenizer = find_tokenizer(config, files.folder, tokenizer_folder, trains)
-    tokens = add_tokens(tokenizer, config.tokenizer)
-    if not tokens.ids:
-        tokens = saved_tokens
-    # Before Liger puts kernels for GPUs into transformers' classes, which small models have too.
+    added = add_tokens(tokenizer, config.tokenizer)
+    tokens = added if added.ids else saved_tokens
+    # Small models are tried first: Liger's kernels for GPUs go into transformers' classes, which these have too.
     slices = trains and config.distributed.num_slices > 1
     config, traits, attention, notes = _try_small(config, files, dtype, processes, generates, slices)
     if trains:
@@ -137,7 +135,11 @@ def assemble(
         *(meta, lora, config.task, tokens, loss_kernel, traits.has_plain_head, traits.unreached),
         preference=config.preference,
     )
-    rewired = rewire(model, config.compute, config.kernels) if trains else Rewired(num_fp8=0, num_groups=0)
+    rewired, notes = Rewired(num_fp8=0, num_groups=0), [*notes, *meta.notes, *left_out]
+    if trains:
+        rewired = rewire(model, config.compute, config.kernels)
+        notes += add_router_loss(model, config.training.router_aux_loss_coef)
+        notes += check_chat_rows(files.tensors, tokenizer, config)
     return AssembledModel(
         model,
         meta,
@@ -152,13 +154,7 @@ def assemble(
         loss_kernel,
         rewired.num_fp8,
         rewired.num_groups,
-        notes=[
-            *notes,
-            *meta.notes,
-            *left_out,
-            *(add_router_loss(model, config.training.router_aux_loss_coef) if trains else []),
-            *(check_chat_rows(files.tensors, tokenizer, config) if trains else []),
-        ],
+        notes,
     )
 
 
@@ -295,25 +291,3 @@ def adapt_model(
             return Classifier(adapted, task)
         case _:
             assert_never(task.name)
-
-
-def describe_layers(assembled: AssembledModel, processes: Processes) -> str | None:
-    """Fingerprint of the files that fill the transformer layers; None if their weights are random. Collective.
-
-    Embeddings and heads are left out, so that it is the same whatever a model of these layers is trained for.
-    """
-    inside = {module for layer in assembled.model.layers for module in layer.modules()}
-    return describe_base([a for a in assembled.meta.assignments if a.module in inside], processes)
-
-
-def describe_base(assignments: Sequence[Assignment], processes: Processes) -> str | None:
-    """Fingerprint of the files that fill the model; None if all weights are random.
-
-    Rank 0 reads the files, and all ranks get the result. Collective.
-    """
-    result = None
-    if processes.is_main:
-        stored = {tensor.key: tensor for a in assignments for tensor in a.stored_tensors}  # one may fill several
-        result = fingerprint(stored.values()) if stored else None
-    shared: str | None = processes.share(result)
-    return shared

@@ -1,15 +1,20 @@
-"""Shard the model with FSDP2.
+"""Shard the model with FSDP2: each rank keeps some rows of every parameter, and gathers the others when they are used.
 
-Each transformer layer is an FSDP unit: its parameters are gathered together before it runs, and freed afterwards unless
-`reshard_after_forward` is off. The root unit has what belongs to no other unit. Embeddings and output head are units of
-their own, unless they are tied; so are a classifier's embeddings. A frozen unit of these two is sharded by FSDP as the
-others are, but the model itself gathers it (model/causal_lm.py), with one buffer where FSDP would take two.
+FSDP gathers by units. A unit is a module whose parameters are gathered together before it runs, and freed afterwards
+unless `reshard_after_forward` is off. The units are:
 
-If every rank holds all parameters (one GPU, or NO_SHARD) and they are not offloaded to the CPU, FSDP is not used. It
-would copy each layer before using it, and its hooks would cost the host a third of a short step. Ranks that hold whole
-copies sum their gradients at the end of a step (`sum_gradients`).
+- each transformer layer;
+- the embeddings and the output head, each by itself. If they share one weight, it belongs to the root instead;
+- the root, the whole model, which has the parameters of no other unit.
 
-Quantized weights must come out of a gather as the bytes that went in. Three rules see to that:
+Frozen embeddings and a frozen head are sharded like the others, but FSDP does not gather them. The model does so itself
+(model/causal_lm.py), because it needs one buffer for that where FSDP needs two.
+
+FSDP is not used if every rank holds all parameters (one GPU, or NO_SHARD) on its GPU. It would copy each layer before
+using it, and its hooks would cost the host a third of a short step. Ranks that hold whole copies sum their gradients at
+the end of a step (`sum_gradients`).
+
+Quantized weights must come out of a gather as the bytes that went in. Three rules ensure that:
 
 1. FSDP casts nothing (`param_dtype=None`). Modules cast what they use.
 2. Codes are stored as bfloat16, because FSDP2 shards no integers on older versions of torch. A unit of bfloat16 alone
@@ -78,12 +83,14 @@ def shard_model(
         unit.set_force_sum_reduction_for_comms(True)
         _check_dtypes(unit)
     for module in embedding_and_head_units(model):
-        # Frozen embeddings have no gradient to compute, and a frozen head that the model gathers has computed the
-        # gradient of its input in forward already (layers/head_loss.py). FSDP must not gather these for backward.
+        # Backward does not need these two: frozen embeddings compute no gradient, and a frozen head that the model
+        # gathers has computed the gradient of its input in forward already (layers/head_loss.py). So FSDP must not
+        # gather them for backward.
         is_for_forward = module is model.embeddings or module in model.gathered_by_model
         if is_for_forward and not any(p.requires_grad for p in module.parameters()):
             cast(FSDPModule, module).set_unshard_in_backward(False)
-    # What forward uses, in its order. The embeddings come first: nothing runs before them that could gather ahead.
+    # The units that can be gathered ahead in forward, in its order. The embeddings are not among them, because no unit
+    # runs before them.
     gathered_by_fsdp = [m for m in embedding_and_head_units(model) if m not in model.gathered_by_model]
     prefetch_order = [*layers, *(m for m in gathered_by_fsdp if m is model.head)]
     _set_prefetch([unit for unit in prefetch_order if isinstance(unit, FSDPModule)], root, config)
@@ -93,8 +100,8 @@ def shard_model(
 def set_gradient_sync(model: TaskModel, enabled: bool) -> None:
     """Set whether FSDP sums gradients over ranks in the next backward, or keeps them on each rank for a later one.
 
-    Units that the model gathers have no gradients. They stay set to sum, because FSDP then skips them; if set to keep
-    gradients, it would expect to find them gathered.
+    Units that the model gathers have no gradients. They stay set to sum, because FSDP skips a unit that has nothing to
+    sum. If a unit were set to keep gradients, FSDP would expect it to be gathered.
     """
     if not isinstance(model, FSDPModule) or model.sums_gradients is enabled:
         return  # setting every module again would take milliseconds
@@ -210,14 +217,15 @@ def embedding_and_head_units(model: TaskModel) -> list[nn.Module]:
 def _set_prefetch(units: Sequence[FSDPModule], root: FSDPModule, config: FsdpConfig) -> None:
     """Have FSDP gather the next units while one runs.
 
-    Gathers are asynchronous (`_set_unshard_async_op`), so that the gathered memory belongs to the stream that computes.
-    FSDP2's default, gathering on streams of its own, costs memory: torch's allocator keeps separate memory for every
-    stream, and a layer's flat buffer is freed only when the next layer is gathered. For layers of a 405B model torch
-    reserved 21.0 GiB that way, and 17.9 this way. The price is that FSDP2 gathers nothing ahead in forward unless it is
-    told which units come next. In backward it always gathers one unit ahead.
+    FSDP2 can do this in two ways. By default it gathers on CUDA streams of its own. That costs memory, because torch's
+    allocator keeps separate memory for every stream, and because a layer's flat buffer is freed only when the next
+    layer is gathered. With `_set_unshard_async_op` it starts asynchronous gathers from the stream that computes, whose
+    memory they use. For layers of a 405B model torch reserved 21.0 GiB in the first way and 17.9 in the second, which
+    is used here. Its price is that FSDP2 then gathers nothing ahead in forward unless it is told which units come next.
+    In backward it always gathers one unit ahead.
 
-    Shards that come from host memory are still gathered on streams of FSDP2's own, or computing would wait for their
-    copies.
+    Shards in host memory are the exception. They are gathered in the default way, because otherwise computing would
+    wait for their copies to the GPU.
 
     Args:
         units: the transformer layers, and the head if FSDP gathers it, in the order in which they run.

@@ -1,7 +1,6 @@
 """What a run may replace and remove in a folder: what a run has written there, and nothing else. Imports no torch.
 
-A run that opens its folder leaves a marker in it. Earlier versions left none; their runs are known by environment.json,
-which names this program among its versions. A folder that happens to have files of the same names, such as a
+A run that opens its folder leaves a marker in it. A folder that happens to have files of the same names, such as a
 repository with a `config.yaml` and an `adapter/`, is no run's.
 """
 
@@ -27,10 +26,7 @@ FOLLOWED = (*OWN_NAMES, MARKER, CHECKPOINTS, "wandb")  # what a link must not be
 
 def is_own(folder: Path) -> bool:
     """Whether a run has made this folder its own."""
-    if read_json(folder / MARKER).get("made_by") == MADE_BY:
-        return True
-    versions = read_json(folder / "environment.json").get("versions")
-    return isinstance(versions, dict) and MADE_BY in versions and (folder / "config.yaml").is_file()
+    return read_json(folder / MARKER).get("made_by") == MADE_BY
 
 
 def mark(folder: Path) -> None:
@@ -39,7 +35,7 @@ def mark(folder: Path) -> None:
     Raises:
         OSError: it can't be written.
     """
-    if read_json(folder / MARKER).get("made_by") != MADE_BY:
+    if not is_own(folder):
         about = "This folder is a run's. What the run has written in it may be replaced by run.overwrite=true."
         write_json(folder / MARKER, {"made_by": MADE_BY, "about": about})
 

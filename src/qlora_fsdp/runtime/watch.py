@@ -17,7 +17,6 @@ A healthy run is never ended: the reason is always a signal, another rank's fail
 from __future__ import annotations
 
 import os
-import re
 import signal
 import sys
 import threading
@@ -25,14 +24,15 @@ import time
 from collections.abc import Callable
 from concurrent.futures import TimeoutError as NotYet
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from qlora_fsdp.common import threads
 from qlora_fsdp.common.errors import Interrupted, RankError, UserError, print_error
-from qlora_fsdp.common.text import first_line, printable_lines
+from qlora_fsdp.common.text import printable_lines
+from qlora_fsdp.runtime.failures import Failure, describe_error, find_interrupted, is_lost_contact, reason_of
 from qlora_fsdp.runtime.heartbeats import Heartbeats, Unchanged
 from qlora_fsdp.runtime.messages import seal, unseal
 from qlora_fsdp.runtime.neighbours import Neighbours
@@ -44,25 +44,6 @@ ANSWER_SECONDS = 10.0  # how long other ranks get to tell of their failure, or t
 UNWIND_SECONDS = 5.0  # how long the main thread gets to notice by itself; torchrun kills 30 s after its SIGTERM
 STOP_SECONDS = 5.0  # how long a call to the store gets to return
 CLEAN_UP_SECONDS = 20.0  # how long it then gets to close what is open
-
-
-@dataclass(frozen=True)
-class Failure:
-    """The reason why a run ends.
-
-    Attributes:
-        rank: the rank that tells of it.
-        text: the message.
-        exit_code: the exit code of every rank.
-        is_of_others: whether the message is about other ranks, which could not tell of it themselves.
-        lost: ranks that are not there to print the message.
-    """
-
-    rank: int
-    text: str
-    exit_code: int
-    is_of_others: bool = False
-    lost: list[int] = field(default_factory=list)
 
 
 class Watch:
@@ -139,7 +120,7 @@ class Watch:
         """
         self._unwinding.set()
         self.signals.stop_raising()
-        if (interrupted := _find_interrupted(error)) is not None:
+        if (interrupted := find_interrupted(error)) is not None:
             error = interrupted if interrupted.detail else Interrupted(interrupted.number, self.kept())
         has_store = True
         try:
@@ -167,20 +148,20 @@ class Watch:
 
     def _find_first(self, error: BaseException) -> Failure:
         """Tell all ranks of this rank's error, or find the failure that it follows from."""
-        if isinstance(error, Interrupted) or _is_lost_contact(error):
+        if isinstance(error, Interrupted) or is_lost_contact(error):
             return self._find_cause(error)
-        return self._tell(_describe(error), getattr(error, "exit_code", 1))
+        return self._tell(describe_error(error), getattr(error, "exit_code", 1))
 
     def _without_store(self, error: BaseException, store_error: BaseException) -> Failure:
         """Explain an error when the store can't be asked for the first failure."""
         if not isinstance(store_error, NotYet):  # without an agent of torchrun's, rank 0 holds the store
-            text = f"rank 0 is gone: its store can't be reached ({_reason_of(store_error)})."
+            text = f"rank 0 is gone: its store can't be reached ({reason_of(store_error)})."
         elif self._rank_0_holds_store:
             text = f"rank 0 does not answer: {self.neighbours.describe(0)} holds the store of the run, which is silent."
-        elif _is_lost_contact(error):
-            text = f"The ranks lost contact with one another: {_reason_of(error)}."
+        elif is_lost_contact(error):
+            text = f"The ranks lost contact with one another: {reason_of(error)}."
         else:
-            return Failure(self.rank, _describe(error), getattr(error, "exit_code", 1))
+            return Failure(self.rank, describe_error(error), getattr(error, "exit_code", 1))
         return Failure(self.rank, text, RankError.exit_code, is_of_others=True, lost=[] if self.rank == 0 else [0])
 
     def _tell(self, text: str, exit_code: int, is_of_others: bool = False, lost: list[int] | None = None) -> Failure:
@@ -219,9 +200,9 @@ class Watch:
             time.sleep(0.1)
         silent = [rank for rank in range(self.num_ranks) if not self.store.check([f"lost/{rank}"])]
         if silent:
-            beats, what = self.heartbeats.read(), f"was waited for: {_reason_of(error)}"
+            beats, what = self.heartbeats.read(), f"was waited for: {reason_of(error)}"
             return self._tell_of({rank: f"{what}. It is {beats[rank].place}" for rank in silent}, "does not answer")
-        text = f"The ranks lost contact with one another: {_reason_of(error)}."
+        text = f"The ranks lost contact with one another: {reason_of(error)}."
         return self._tell(text, RankError.exit_code, is_of_others=True)
 
     def _tell_of(self, ranks: dict[int, str], verdict: str) -> Failure:
@@ -282,25 +263,3 @@ class Watch:
             with suppress(Exception):  # nothing that goes wrong here may end a healthy run
                 if lost := self.heartbeats.exchange(self.neighbours.cpu_seconds):
                     self._tell_of(lost, "does not answer")
-
-
-def _find_interrupted(error: BaseException | None) -> Interrupted | None:
-    """The signal behind an error, if any: a library that a signal interrupts may raise an error of its own."""
-    while error is not None and not isinstance(error, Interrupted):
-        error = error.__cause__ or error.__context__
-    return error
-
-
-def _is_lost_contact(error: BaseException) -> bool:
-    """Whether a collective failed because another rank is gone or late."""
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
-
-
-def _describe(error: BaseException) -> str:
-    if isinstance(error, UserError):
-        return str(error)
-    return f"{type(error).__name__}: {_reason_of(error)}. Its traceback is in the output of this rank."
-
-
-def _reason_of(error: BaseException) -> str:
-    return re.sub(r"^\[[^]]*\.cc:\d+\] ", "", first_line(error)).rstrip(".")  # gloo says where in its source

@@ -47,7 +47,7 @@ def run_on_meta(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     try:
         key = (func, _described(args), tuple((name, _described(value)) for name, value in kwargs.items()))
         known = _known.get(key)
-    except _UnknownTensor:
+    except TypeError:  # an argument says more than its shape does, or can't be looked up
         return func(*args, **kwargs)
     if known is None:
         before = key[1][0] if args else None
@@ -62,20 +62,20 @@ def run_on_meta(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return made[0] if len(func._schema.returns) == 1 else made
 
 
-class _UnknownTensor(TypeError):
-    """An argument says more than its shape does."""
-
-
 def _described(value: Any) -> Any:
-    """Equal for arguments that give results of equal shapes. 1, 1.0 and True are equal, but their results differ."""
+    """Equal for arguments that give results of equal shapes. 1, 1.0 and True are equal, but their results differ.
+
+    Raises:
+        TypeError: an argument says more than its shape does.
+    """
     if isinstance(value, Tensor):
         if not value.is_meta or type(value) not in _PLAIN:
-            raise _UnknownTensor
+            raise TypeError
         return value.shape, value.stride(), value.dtype
     if isinstance(value, (list, tuple)):
         return tuple(map(_described, value))
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool, torch.Generator)):
-        raise _UnknownTensor
+        raise TypeError
     return type(value), value
 
 

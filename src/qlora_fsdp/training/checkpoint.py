@@ -24,8 +24,7 @@ The life of a checkpoint, and the function of each step:
    with that checkpoint's: `resume.find_checkpoint`, `check_changes`, `check_data`, `check_base`.
 6. It compares every file with the manifest: `read_manifest`, `verify_files`.
 7. Each rank reads the rows that it holds now into its parameters and optimizer: `load_checkpoint`. What the index says
-   is checked against these (`saved_tensors.py`). Checkpoints of earlier versions, which were written by
-   torch.distributed.checkpoint, are read by `dcp_checkpoint.py`, whose unpickler is in `dcp_pickle.py`.
+   is checked against these (`saved_tensors.py`).
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -52,7 +50,6 @@ from qlora_fsdp.records.run_state import checkpoint_folders
 from qlora_fsdp.runtime.hardware import is_shortage
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.rows import local_rows, local_tensor
-from qlora_fsdp.training import dcp_checkpoint
 from qlora_fsdp.training.optim import LocalAdamW8bit
 from qlora_fsdp.training.saved_tensors import (
     INDEX,
@@ -70,7 +67,7 @@ from qlora_fsdp.weights.safetensors_files import StoredTensor
 MANIFEST = "manifest.json"
 MAX_COUNT = 2**31 - 1  # steps or ranks
 MAX_DEPTH = 32  # of the lists and dicts in a manifest
-TEMPORARY_NAME = re.compile(r"\.step-\d{8,}(\.[0-9a-f]+)?\.tmp")  # earlier versions' have no token
+TEMPORARY_NAME = re.compile(r"\.step-\d{8,}\.[0-9a-f]+\.tmp")  # as `temporary_name` makes it
 ANEW = "checkpoint.resume=none to start anew, which removes the checkpoints in run.folder."
 
 
@@ -83,8 +80,7 @@ class Checkpoint:
         num_ranks: ranks of the run that wrote it.
         settings: every setting by its dotted key, as plain values.
         data: counts that tell the training data from other data.
-        base: fingerprint of the base model's files. None where the base model is random, or where the checkpoint was
-            written before fingerprints were.
+        base: fingerprint of the base model's files. None where the base model is random.
         eval_losses: (step, loss) of the evaluations before this step's.
         files: size and SHA-256 of every other file, by its path in the folder.
     """
@@ -214,10 +210,11 @@ def load_checkpoint(
 
 @torch.no_grad()
 def _load(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
-    is_8bit, folder, files = isinstance(optimizer, LocalAdamW8bit), checkpoint.folder, checkpoint.files
-    is_dcp = INDEX not in files and dcp_checkpoint.METADATA in files
-    saved = dcp_checkpoint.read_index(folder, files) if is_dcp else read_index(folder, files)
-    if not is_8bit:
+    folder, files = checkpoint.folder, checkpoint.files
+    if INDEX not in files:
+        raise BadFile(f"{folder} has no {INDEX}, so another version of this program wrote it")
+    saved = read_index(folder, files)
+    if not isinstance(optimizer, LocalAdamW8bit):
         _allocate_state(optimizer)
     state = trained_state(model, optimizer)
     for name in sorted(saved.keys() | state.keys()):
@@ -228,14 +225,13 @@ def _load(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optim
     for name, tensor in state.items():
         read_rows(saved[name], local_tensor(tensor), local_rows(tensor)[0])
     if isinstance(optimizer, LocalAdamW8bit):
-        name = dcp_checkpoint.own_file(rank) if is_dcp else rank_file(rank)
+        name = rank_file(rank)
         if name not in files:
             raise BadFile(f"{folder / name} can't be used: it is no file of this checkpoint")
-        own = dcp_checkpoint.read_own(folder / name) if is_dcp else read_own(folder / name)
-        _load_own_state(optimizer, folder / name, own)
+        _load_own_state(optimizer, folder / name, read_own(folder / name))
 
 
-def _load_own_state(optimizer: LocalAdamW8bit, file: Path, saved: Mapping[str, StoredTensor | Tensor]) -> None:
+def _load_own_state(optimizer: LocalAdamW8bit, file: Path, saved: dict[str, StoredTensor]) -> None:
     """Give each parameter the state of adamw_8bit that this rank has saved, after comparing it with a new state."""
     inner = optimizer.inner
     inner.state.clear()
@@ -248,9 +244,8 @@ def _load_own_state(optimizer: LocalAdamW8bit, file: Path, saved: Mapping[str, S
             name, like = f"{number}.{key}", torch.as_tensor(new)
             if name not in saved:
                 raise BadFile(f"{file} can't be used: it lacks {name}")
-            found = saved[name]
-            check_like(file, name, found, tuple(like.shape), like.dtype)
-            value = read_stored(found) if isinstance(found, StoredTensor) else found
+            check_like(file, name, saved[name], tuple(like.shape), like.dtype)
+            value = read_stored(saved[name])
             state[key] = value.to(param.device) if isinstance(new, Tensor) else value.item()
 
 

@@ -15,8 +15,8 @@ from qlora_fsdp.data.read import training_paths
 from qlora_fsdp.model.experts import has_experts
 from qlora_fsdp.model.model_card import CardData, CardFacts, fence, read_license
 from qlora_fsdp.records.run_state import GENERATIONS_FILE, read_metrics
-from qlora_fsdp.training.loop import TrainResult
 from qlora_fsdp.training.prepare import Prepared
+from qlora_fsdp.training.train_result import TrainResult
 
 STEPS_AVERAGED = 10  # the loss of a single step is that of a few rows
 SHOWN = (  # settings, where they are not off

@@ -1,83 +1,32 @@
-"""The training loop: one global batch after another in the order of the epoch, one optimizer step for each."""
+"""The training loop: the algorithm of a run, one optimizer step after another.
+
+A step has two parts. Its passes, forward and backward of every micro-batch, make the gradient of one global batch. Its
+update then changes the weights. The host queues both for the GPU and does not wait, so that the GPU always has work.
+Two things happen out of order for that reason:
+
+- A step's line of metrics.jsonl is written while the GPU computes the next step (`DeferredReport`).
+- The next step's passes may be queued before the host has read this step's loss (`PassQueue.queue_early`). This is
+  right even if the loss turns out to be infinite, because the device itself leaves the weights as they are then.
+"""
 
 from __future__ import annotations
-
-from dataclasses import dataclass, field
-from statistics import fmean
-from typing import Any
 
 import numpy as np
 import torch
 
 from qlora_fsdp.config.schema import Config, OnBadStep
 from qlora_fsdp.data.prefetch import prefetch
-from qlora_fsdp.records.run_state import NUM_FINAL
 from qlora_fsdp.training.bad_steps import BadSteps
 from qlora_fsdp.training.batches import GlobalBatches
-from qlora_fsdp.training.evaluate import Evaluation, EvaluationResult
+from qlora_fsdp.training.evaluate import Evaluation
 from qlora_fsdp.training.optim import learning_rate_at
 from qlora_fsdp.training.saver import Saver
 from qlora_fsdp.training.step import StepPasses, StepRunner
 from qlora_fsdp.training.step_recorder import StepRecorder
+from qlora_fsdp.training.train_result import TrainResult
 
 
-@dataclass
-class TrainResult:
-    """How training went. A start is one launch of the command: a run that was resumed has had several.
-
-    Attributes:
-        num_steps: optimizer steps done, including skipped ones and those of earlier starts.
-        losses: mean loss per target token of the steps of this start, without the steps whose gradient was not used.
-        last_losses: the same of the last NUM_FINAL steps whose gradient was used, even if an earlier start ran them.
-        eval_losses: (step, loss) of each evaluation, including those of earlier starts.
-        eval_metrics: the task's other figures in the last evaluation.
-        first_step_seconds: duration of the first step after this start, with compilation and allocation.
-        tokens_per_second_per_gpu: median over the steps after the first.
-        step_gpu_peak_gib: largest peak memory of tensors over the steps, in GiB; None on a CPU.
-    """
-
-    num_steps: int = 0
-    losses: list[float] = field(default_factory=list)
-    last_losses: list[float] = field(default_factory=list)
-    eval_losses: list[tuple[int, float]] = field(default_factory=list)
-    eval_metrics: dict[str, float] = field(default_factory=dict)
-    first_step_seconds: float | None = None
-    tokens_per_second_per_gpu: float | None = None
-    step_gpu_peak_gib: float | None = None
-
-    def add_step(self, loss: float, is_good: bool) -> None:
-        """Count a step. Its loss counts only if its gradient was used (`is_good`)."""
-        self.num_steps += 1
-        if is_good:
-            self.losses.append(loss)
-            self.last_losses = [*self.last_losses, loss][-NUM_FINAL:]
-
-    def add_evaluation(self, step: int, evaluation: EvaluationResult | None) -> None:
-        """Add the evaluation after `step` steps. Without held-out rows it is None, and nothing is added."""
-        if evaluation is not None:
-            self.eval_losses.append((step, evaluation.loss))
-            self.eval_metrics = evaluation.metrics
-
-    def add_measured(self, recorder: StepRecorder) -> None:
-        """Add what the recorder measured over all steps of this start."""
-        self.first_step_seconds = recorder.first_step_seconds
-        self.tokens_per_second_per_gpu = recorder.tokens_per_second_per_gpu
-        self.step_gpu_peak_gib = recorder.step_gpu_peak_gib
-
-    def describe(self) -> dict[str, Any]:
-        """Figures for summary.json."""
-        return {
-            "steps": self.num_steps,
-            "final_loss": fmean(self.last_losses) if self.last_losses else None,
-            "initial_eval_loss": self.eval_losses[0][1] if self.eval_losses else None,
-            "eval_loss": self.eval_losses[-1][1] if self.eval_losses else None,
-            **({"eval_metrics": self.eval_metrics} if self.eval_metrics else {}),
-            "first_step_seconds": self.first_step_seconds,
-            "step_gpu_peak_gib": self.step_gpu_peak_gib,
-            "tokens_per_second_per_gpu": self.tokens_per_second_per_gpu,
-        }
-
-
+# Longer than other functions, and with more arguments, so that the whole algorithm is read in one place.
 def train(
     runner: StepRunner,
     batches: GlobalBatches,
@@ -88,18 +37,18 @@ def train(
     config: Config,
     result: TrainResult,
 ) -> TrainResult:
-    """Train up to the last step of the run.
+    """Train up to the last step of the run. Collective.
 
     Args:
         runner: holds the model and the optimizer.
         batches: what each step trains on.
         evaluation: evaluates before the first step, between steps where it is due, and after the last step.
-        recorder: times each step and keeps its figures, which are written while the GPU computes the next step.
+        recorder: times each step and keeps its figures.
         saver: writes checkpoints between steps.
         bad_steps: gives the norm limit to each step, and acts on a bad one: it ends the run, skips the update, or loads
             the adapter and the optimizer of the last checkpoint. The loop goes on with the next batch either way.
         config: `training` and `optim` are used.
-        result: what earlier starts have done. It is filled in and returned.
+        result: what earlier starts have done; it is filled in and returned.
 
     Raises:
         Interrupted: a rank got a signal. It is raised after the current step, or in the middle of an evaluation. A
@@ -107,59 +56,77 @@ def train(
         TrainingError: a bad step under training.on_bad_step=stop; more than 10 bad steps in a row under any setting
             (`bad_steps.MAX_IN_A_ROW`); or a trainable parameter without a usable gradient in the first steps.
     """
-    model, processes, num_steps = runner.model, runner.processes, batches.split.num_steps
-    model.train()
-    # One stream for the whole run. A step takes as many micro-batches from it as its batch says.
-    micro_batches = prefetch(batches.micro_batches(first_step=result.num_steps))
-    ahead: StepPasses | None = None  # of the next step, if they are queued
-
-    def run_passes(step: int) -> StepPasses:
-        _seed_dropout(config.training.seed, step, processes.rank)
-        # The line of the step before is written while the GPU computes.
-        return runner.run_passes(micro_batches, batches.of_step(step), recorder.deferred.write)
-
-    def must_wait(step: int, must_save: bool) -> bool:
-        """Whether what comes after so many steps needs this step's end, or may change the weights."""
-        may_go_back = config.training.on_bad_step is OnBadStep.rollback
-        return step == num_steps or evaluation.is_due(step) or saver.is_due(step, must_save) or may_go_back
-
+    num_steps = batches.split.num_steps
+    may_go_back = config.training.on_bad_step is OnBadStep.rollback
+    runner.model.train()
+    queue = PassQueue(runner, batches, recorder, first_step=result.num_steps)
     try:
         for step in range(result.num_steps, num_steps):
-            # Evaluations and checkpoints are no part of a step: the line of the step before is written first, so that
-            # lines are in order, and the clock of the steps stands still meanwhile.
             if evaluation.is_due(step):
-                recorder.deferred.write()
-                result.add_evaluation(step, evaluation.run(model, step))
-                recorder.pause()
+                with recorder.paused():
+                    result.add_evaluation(step, evaluation.run(runner.model, step))
 
             recorder.begin_step()
             learning_rate = learning_rate_at(step, num_steps, config.training.learning_rate, config.optim)
             runner.set_learning_rate(learning_rate)
-            passes = ahead or run_passes(step)
+            passes = queue.of_step(step)
             is_first_update = not result.losses  # of this start
-            wait = runner.update(passes, bad_steps.limit(), is_first_update)
-            # The ranks agree whether to save. They do so before they wait for their GPUs: hosts make this sum, and they
-            # notice when a rank never arrives, and say which. A GPU that waits for another can't say for which.
-            must_save = processes.sum([saver.wants_checkpoint()])[0] > 0
-            # The next step's passes use the weights as the device leaves them, whatever the host will read.
-            can_run_ahead = runner.may_run_ahead and not must_wait(step + 1, must_save)
-            ahead = run_passes(step + 1) if can_run_ahead else None
+            read_figures = runner.update(passes, bad_steps.limit(), is_first_update)
+
+            # The ranks agree here whether to save, before any of them waits for its GPU. The hosts make this sum, and a
+            # host that waits for a rank which never arrives can name it. A GPU that waits for another GPU can't.
+            must_save = runner.processes.sum([saver.wants_checkpoint()])[0] > 0
+            ends_here = step + 1 == num_steps  # the adapter is written next, so no checkpoint is
+            saves_next = not ends_here and saver.is_due(step + 1, must_save)
+            # An evaluation or a checkpoint reads the weights as this step leaves them. A rollback changes them.
+            if not (ends_here or saves_next or may_go_back or evaluation.is_due(step + 1)):
+                queue.queue_early(step + 1)
+
             recorder.deferred.write()
-            figures = wait()  # for these only; the GPU may still be running what was queued after them
+            figures = read_figures()
             is_good = bad_steps.check(step, figures.loss, figures.grad_norm, passes.batch.indices, passes.micro_losses)
             result.add_step(figures.loss, is_good)
             recorder.end_step(passes.batch, figures, is_good, learning_rate, passes.num_flops)
 
-            is_last = step + 1 == num_steps  # the adapter is written after the last step, which needs no checkpoint
-            if not is_last and saver.is_due(step + 1, must_save):
-                recorder.deferred.write()
-                saver.after_step(step + 1, must_save)
-                recorder.pause()
+            if saves_next:
+                with recorder.paused():
+                    saver.after_step(step + 1, must_save)
     finally:
         recorder.deferred.write()
-    result.add_evaluation(num_steps, evaluation.run(model, num_steps))
+    result.add_evaluation(num_steps, evaluation.run(runner.model, num_steps))
     result.add_measured(recorder)
     return result
+
+
+class PassQueue:
+    """Queues the passes of every step once, in order.
+
+    Args:
+        runner: queues them.
+        batches: what each step trains on.
+        recorder: has the line of the step before, which is written once the GPU has work.
+        first_step: the step that the run begins with.
+    """
+
+    def __init__(self, runner: StepRunner, batches: GlobalBatches, recorder: StepRecorder, first_step: int) -> None:
+        self.runner, self.batches, self.recorder = runner, batches, recorder
+        # One stream for the whole run, from which each step takes as many micro-batches as its batch has.
+        self.micro_batches = prefetch(batches.micro_batches(first_step))
+        self._early: StepPasses | None = None
+
+    def of_step(self, step: int) -> StepPasses:
+        """The passes of a step, which are queued now unless they were queued early."""
+        passes, self._early = self._early or self._queue(step), None
+        return passes
+
+    def queue_early(self, step: int) -> None:
+        """Queue the passes of the next step while this one still computes, if the runner can."""
+        if self.runner.may_run_ahead:
+            self._early = self._queue(step)
+
+    def _queue(self, step: int) -> StepPasses:
+        _seed_dropout(self.batches.seed, step, self.batches.rank)
+        return self.runner.run_passes(self.micro_batches, self.batches.of_step(step), self.recorder.deferred.write)
 
 
 def _seed_dropout(seed: int, step: int, rank: int) -> None:

@@ -25,7 +25,8 @@ from qlora_fsdp.layers.rewire import use_tiles
 from qlora_fsdp.memory.plan_run import Machine, RunPlan, plan_run, run_without_plan
 from qlora_fsdp.model.activations import MemoryFallback, set_activation_policy
 from qlora_fsdp.model.adapters import trainable_names
-from qlora_fsdp.model.assemble import AssembledModel, describe_base, describe_layers, share_sequences
+from qlora_fsdp.model.assemble import AssembledModel, share_sequences
+from qlora_fsdp.model.base_files import describe_base, describe_layers
 from qlora_fsdp.model.classifier import Classifier
 from qlora_fsdp.model.count import FlopCounter, Sizes, count_bytes, count_flops, dtype_name
 from qlora_fsdp.model.input_offload import InputOffload

@@ -109,10 +109,7 @@ def run(config: Config, world: World) -> dict[str, Any]:
         seconds = time.perf_counter() - started
         summary.finished(result.describe(), seconds)
         if processes.is_main:
-            summary.write()
-            _write_report(folder)
-            log.info(describe_end(config, folder, summary.figures))
-            push_result(config.hub, folder / "adapter")
+            _write_results(config, folder, summary)
     return summary.figures
 
 
@@ -216,11 +213,15 @@ def _check_hub(config: Config, processes: Processes) -> None:
         raise HubError(error)
 
 
-def _write_report(folder: Path) -> None:
+def _write_results(config: Config, folder: Path, summary: RunSummary) -> None:
+    """Write what a finished run leaves beside its adapter, say how it ended, and upload the adapter if asked to."""
+    summary.write()
     try:
         write_report([folder], folder / "report.html")
     except Exception as error:  # a failed report must not fail a run that has finished
         log.warning(f"No report: {error!r}")
+    log.info(describe_end(config, folder, summary.figures))
+    push_result(config.hub, folder / "adapter")
 
 
 def _complete(world: World, processes: Processes) -> World:

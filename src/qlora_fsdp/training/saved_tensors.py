@@ -101,13 +101,13 @@ def read_index(folder: Path, files: Collection[str]) -> dict[str, SavedTensor]:
                 if file not in files:
                     raise ValueError(f"{name} is to lie in {file}, which is no file of this checkpoint")
                 pieces.append(Piece(folder / file, first, last, partial(_find_piece, folder / file, name, header)))
-            found[name] = make_saved(name, entry["shape"], DTYPES[entry["dtype"]], pieces)
+            found[name] = _make_saved(name, entry["shape"], DTYPES[entry["dtype"]], pieces)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BadFile(f"{folder / INDEX} can't be used: {_describe(error)}") from error
     return found
 
 
-def make_saved(name: str, shape: list[int], dtype: torch.dtype, pieces: list[Piece]) -> SavedTensor:
+def _make_saved(name: str, shape: list[int], dtype: torch.dtype, pieces: list[Piece]) -> SavedTensor:
     """A saved tensor, once its pieces are known to hold each of its rows exactly once.
 
     Raises:
@@ -140,7 +140,7 @@ def read_rows(saved: SavedTensor, target: Tensor, first_row: int) -> None:
             target[begin - first_row : end - first_row].copy_(rows[begin - piece.first : end - piece.first])
 
 
-def check_like(file: Path, name: str, value: Tensor | StoredTensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def check_like(file: Path, name: str, value: StoredTensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """Compare what a file has under a name with what is wanted, before memory is taken for it.
 
     Raises:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -96,8 +98,14 @@ class StepRecorder:
             figures["max_expert_load"] = round(measured.max_expert_load, 4)
         self.deferred.hold(figures)
 
-    def pause(self) -> None:
-        """Stop the clock: what comes now, up to the next `begin_step`, is no part of a step."""
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """A context for work between two steps, such as an evaluation, whose time is no part of a step.
+
+        The last step's figures are written first, so that lines are in the order in which things happened.
+        """
+        self.deferred.write()
+        yield
         self._started = None
 
     @property

@@ -26,13 +26,14 @@ from qlora_fsdp.training.checkpoint import Checkpoint, load_checkpoint
 from qlora_fsdp.training.describe_adapter import describe_adapter
 from qlora_fsdp.training.evaluate import Evaluation
 from qlora_fsdp.training.generations import Generations
-from qlora_fsdp.training.loop import TrainResult, train
+from qlora_fsdp.training.loop import train
 from qlora_fsdp.training.optim import LocalOptimizer, make_optimizer
 from qlora_fsdp.training.prepare import Prepared
 from qlora_fsdp.training.resume import begin_attempt, settings_of
 from qlora_fsdp.training.saver import Saver
 from qlora_fsdp.training.step import StepRunner
 from qlora_fsdp.training.step_recorder import StepRecorder
+from qlora_fsdp.training.train_result import TrainResult
 
 
 def train_adapter(
@@ -58,10 +59,7 @@ def train_adapter(
     model, data, split, peaks = prepared.model, prepared.data, prepared.split, prepared.peaks
     trainable = [p for p in model.parameters() if p.requires_grad]
     optimizer = make_optimizer(trainable, config.optim, config.training.learning_rate)
-    result = _resume(checkpoint, prepared, optimizer, processes, summary)
-    if processes.is_main:
-        with writing(folder):
-            begin_attempt(checkpoint, folder)
+    result = _resume(checkpoint, prepared, optimizer, processes, folder, summary)
 
     describe, settings = _describe_adapter(prepared, config, result, folder, processes)
     keys = adapter_keys(model.model)
@@ -69,17 +67,10 @@ def train_adapter(
     def write_adapter_to(target: Path, state: dict[str, Tensor]) -> None:
         write_adapter(model.model, state, keys, target, prepared.tokenizer, describe(is_final=False), settings)
 
-    def decode(tokens: Sequence[int]) -> str:
-        return str(prepared.tokenizer.decode(list(tokens)))
-
     journal = Journal(folder, config, split.num_steps, processes.is_main, result.num_steps)
     content = _checkpoint_content(prepared, config, processes, folder, result)
     saver = Saver(config.checkpoint, content, model.model, optimizer, write_adapter_to, processes, watch, journal)
-    # Lines of metrics.jsonl that earlier starts wrote. Only rank 0 reads the file.
-    before = processes.share(journal.good_steps(NUM_NORMS) if processes.is_main else None)
-    result.last_losses = [line["loss"] for line in before[-NUM_FINAL:]]
-    norms = [line["grad_norm"] for line in before]
-    bad_steps = BadSteps(config.training, folder, data.train, split, decode, norms, saver, processes)
+    bad_steps = _make_bad_steps(prepared, config, folder, journal, saver, result)
     trusted = config.model.trust_remote_code
     generations = Generations(config.tracking, data.eval, prepared.tokenizer, processes, trusted)
     every_steps = config.training.eval_every_steps
@@ -111,14 +102,39 @@ def _resume(
     prepared: Prepared,
     optimizer: LocalOptimizer,
     processes: Processes,
+    folder: Path,
     summary: RunSummary,
 ) -> TrainResult:
-    """Load the checkpoint, if there is one, into model and optimizer. Return what was done up to it."""
-    if checkpoint is None:
-        return TrainResult()
-    with summary.resuming():
-        load_checkpoint(checkpoint, prepared.model.model, optimizer, processes)
-    return TrainResult(checkpoint.step, eval_losses=checkpoint.eval_losses)
+    """Load the checkpoint, if there is one, into model and optimizer, and note in the folder that a start begins.
+
+    Returns:
+        What earlier starts have done up to the checkpoint.
+    """
+    result = TrainResult()
+    if checkpoint is not None:
+        with summary.resuming():
+            load_checkpoint(checkpoint, prepared.model.model, optimizer, processes)
+        result = TrainResult(checkpoint.step, eval_losses=checkpoint.eval_losses)
+    if processes.is_main:
+        with writing(folder):
+            begin_attempt(checkpoint, folder)
+    return result
+
+
+def _make_bad_steps(
+    prepared: Prepared, config: Config, folder: Path, journal: Journal, saver: Saver, result: TrainResult
+) -> BadSteps:
+    """What judges the steps. It begins with the norms of earlier starts' steps; `result` gets their losses."""
+    processes = saver.processes
+
+    def decode(tokens: Sequence[int]) -> str:
+        return str(prepared.tokenizer.decode(list(tokens)))
+
+    # Lines of metrics.jsonl that earlier starts wrote. Only rank 0 reads the file.
+    before = processes.share(journal.good_steps(NUM_NORMS) if processes.is_main else None)
+    result.last_losses = [line["loss"] for line in before[-NUM_FINAL:]]
+    norms = [line["grad_norm"] for line in before]
+    return BadSteps(config.training, folder, prepared.data.train, prepared.split, decode, norms, saver, processes)
 
 
 def _describe_adapter(

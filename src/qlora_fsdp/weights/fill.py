@@ -1,14 +1,17 @@
 """Fill a sharded model: each rank reads its own rows, quantizes them on its device, and writes them to its shard.
 
-An `Assignment` is one weight of the model: the module and parameter that hold it, and the tensors in the files that it
-is made of. weights/assign.py has found these. A weight comes from one of three sources:
+What to fill is a list of `Assignment`s, one for each weight of the model. An assignment names the module and parameter
+that hold the weight, and the tensors in the files that the weight is made of; weights/assign.py has found them. A
+weight comes from one of three sources:
 
-- tensors in full precision, which are cast to the model's dtype and quantized where their layer is quantized; or in
-  FP8 or MXFP4, which are dequantized before;
-- codes and scales that bitsandbytes has made, whose bytes are taken as they are;
-- no file (`model.weights=random`, a new classification head): a matrix gets random numbers, a norm ones, a bias zeros.
+- Tensors in full precision. They are cast to the model's dtype, and quantized if their layer is. Tensors in FP8 or
+  MXFP4 are dequantized first.
+- Codes and scales that bitsandbytes has made. Their bytes are taken as they are.
+- No file (`model.weights=random`, or a new classification head). A matrix gets random numbers, a norm ones, and a bias
+  zeros.
 
-The sinks in sinks.py take the rows that were read, and write them to the shard.
+For a weight from files, this module makes `Request`s: which rows this rank needs, and the sink that takes them.
+row_reader.py reads the rows, and the sinks (sinks.py) cast, quantize and write them to the shard.
 """
 
 from __future__ import annotations
@@ -29,7 +32,8 @@ from qlora_fsdp.weights.safetensors_files import StoredTensor
 from qlora_fsdp.weights.scaled import ScaledTensor
 from qlora_fsdp.weights.sinks import Copy, Dequantize, HoldScales, Pack, Quantize, Transpose
 
-# Rows that share a seed. A rank can begin at any of these blocks, so that values don't depend on the number of ranks.
+# Random rows are drawn in blocks of so many, each with a seed of its own. A rank can therefore begin at any block, and
+# the values do not depend on the number of ranks.
 RANDOM_ROWS = 256
 Progress = Callable[[int], None]  # called with the bytes read
 
@@ -96,8 +100,8 @@ def fill_randomly(
     Matrices are normal with the standard deviation `std`; vectors are ones (norms) or, for biases, zeros.
     """
     for assignment in assignments:
-        # Counted from the weight, because a quantized parameter has rows of packed codes.
         is_matrix = assignment.parameter.ndim > 1
+        # A quantized layer's parameter holds packed codes, so the width is that of the weight itself.
         width = assignment.layer.in_features if assignment.is_quantized else assignment.parameter.shape[-1]
         first, last = _local_rows_of(assignment.parameter, width if is_matrix else 1, assignment.num_elements)
         if not is_matrix:
@@ -122,48 +126,64 @@ def _random_rows(
 
 
 def _local_rows_of(param: Tensor, row_elements: int, num_elements: int) -> tuple[int, int]:
-    """[first, last) of the rows of `row_elements` elements that this rank holds of a weight of `num_elements`."""
+    """Which rows of a weight this rank holds, as [first, last).
+
+    FSDP splits dim 0 of `param`. One index of dim 0 has one row of a matrix, but many rows of a weight with more
+    dimensions, such as the experts' [experts, rows, columns].
+
+    Args:
+        param: the parameter that holds the weight.
+        row_elements: elements in a row.
+        num_elements: elements in the weight.
+    """
     if param.ndim == 0:
         return 0, 1
-    per_index = num_elements // row_elements // max(1, param.shape[0])  # rows that lie at one index of dim 0
+    rows_per_index = num_elements // row_elements // max(1, param.shape[0])
     first, last = local_rows(param)
-    return first * per_index, last * per_index
+    return first * rows_per_index, last * rows_per_index
 
 
 def _requests(assignment: Assignment, device: torch.device, dtype: torch.dtype, finite: FiniteCheck) -> list[Request]:
-    """Requests for the rows of a weight that is not in bitsandbytes' format, and before them for their scales."""
+    """Requests for this rank's rows of a weight that bitsandbytes has not quantized.
+
+    A weight that is stored in FP8 or MXFP4 has two requests. The first reads its scales, so that they are at hand when
+    the second reads its rows, which are dequantized with them.
+    """
     assert assignment.stored is not None
     stored, param = as_composed(assignment.stored), assignment.parameter
-    some = stored.pieces[0].stored  # all pieces have one dtype and one form
-    target = dtype if assignment.is_quantized else param.dtype
+    example = stored.pieces[0].stored  # all pieces have one dtype, and either all have scales or none
+    own_dtype = dtype if assignment.is_quantized else param.dtype
+    # What the sink gets, and what it casts the values to. A value that is infinite only after the cast is reported too.
+    arriving = own_dtype if isinstance(example, ScaledTensor) else stored.dtype
     cast_to = assignment.layer.format.source_dtype(dtype) if assignment.is_quantized else param.dtype
-    source = target if isinstance(some, ScaledTensor) else stored.dtype  # in which rows reach the shard
     row_elements = stored.shape[-1] if stored.is_transposed else stored.row_elements
     first, last = _local_rows_of(param, row_elements, assignment.num_elements)
-    sink, height = _make_sink(assignment, device, source, dtype, row_elements), 1
+    sink, height = _make_sink(assignment, device, arriving, dtype, row_elements), 1
     pieces: Sequence[Piece] = stored.pieces
-    if stored.is_transposed:  # a matrix of which this rank has a row is read whole, as if it were one row
+    if stored.is_transposed:
+        # A row of the model's matrix is a column of the stored one, [height, width], and has an element in each of its
+        # rows. So every matrix of which this rank holds a row is read whole: from here on it counts as a single row.
         height, width = stored.shape[-1], stored.row_elements
         begin, end = first // width, -(last // -width)
-        sink = Transpose(sink, source, (height, width), first - begin * width, last - first)
+        sink = Transpose(sink, arriving, (height, width), first - begin * width, last - first)
         pieces = [Piece(p.stored, p.first_row // height, p.num_rows // height) for p in pieces]
         first, last = begin, max(begin, end)
     spans = find_spans(pieces, first, last)
     rows = [Span(span.stored, span.first_row * height, span.last_row * height) for span in spans]
-    if not isinstance(some, ScaledTensor):
-        sink = finite.watch(sink, spans, source, cast_to)
-        return [Request(spans, some.row_bytes * height, sink)]
-    scales = HoldScales(some.scales.dtype, rows)
-    values = Dequantize(finite.watch(sink, rows, source, cast_to), some, scales, source)
-    scale_bytes = some.scales_per_row * some.scales.dtype.itemsize
+    if not isinstance(example, ScaledTensor):
+        sink = finite.watch(sink, spans, arriving, cast_to)
+        return [Request(spans, example.row_bytes * height, sink)]
+    scales = HoldScales(example.scales.dtype, rows)
+    values = Dequantize(finite.watch(sink, rows, arriving, cast_to), example, scales, arriving)
+    scale_bytes = example.scales_per_row * example.scales.dtype.itemsize
     return [
         Request([_scales_of(span) for span in rows], scale_bytes, scales),
-        Request(spans, some.row_bytes * height, values),
+        Request(spans, example.row_bytes * height, values),
     ]
 
 
 def _scales_of(span: Span) -> Span:
-    """Where the scales of consecutive rows lie."""
+    """The rows of the tensor of scales that belong to consecutive rows of a scaled tensor."""
     assert isinstance(span.stored, ScaledTensor)
     begin = span.stored.scale_rows(span.first_row, span.first_row + 1)
     end = span.stored.scale_rows(span.last_row - 1, span.last_row)
@@ -171,7 +191,7 @@ def _scales_of(span: Span) -> Span:
 
 
 def find_spans(pieces: Sequence[Piece], first: int, last: int) -> list[Span]:
-    """Where the rows [first, last) of a tensor that is composed of pieces lie."""
+    """Where the rows [first, last) of a tensor lie that is composed of pieces, one below the other."""
     spans, start = [], 0
     for piece in pieces:
         begin, end = max(first, start), min(last, start + piece.num_rows)
@@ -192,9 +212,10 @@ def _make_sink(
 
 
 def _prequantized_requests(assignment: Assignment, finite: FiniteCheck) -> list[Request]:
-    """Requests for codes and scales made by bitsandbytes.
+    """Requests for this rank's rows of codes and scales that bitsandbytes has made.
 
-    The files store them as flat tensors; here they are read as rows.
+    The files store each of them as one flat tensor. A row of the weight is a fixed number of its bytes, so the reader
+    can take it for a tensor with rows.
     """
 
     def copy(name: str, row_bytes: int, row_range: tuple[int, int], target: Tensor) -> Request:
@@ -213,8 +234,8 @@ def _prequantized_requests(assignment: Assignment, finite: FiniteCheck) -> list[
         return [*requests, copy("scales", row_bytes, row_range, scales)]
     quantized_scales = [Span(stored_parts["scales"], *row_range)]
     requests.append(Request(quantized_scales, num_blocks, Pack(scales, format)))
-    # Our nested_scales have one element more than the tensor in the files: the mean of the scales, which bitsandbytes
-    # stores apart (`nested_offset`), comes last.
+    # Our nested_scales have one element more than the tensor in the files. That last one is the mean of the scales,
+    # which bitsandbytes stores in a tensor of its own (`nested_offset`). The rank that holds the end writes it.
     first, last = local_rows(layer.nested_scales)
     nested = local_tensor(layer.nested_scales)
     num_groups = layer.nested_scales.shape[0] - 1

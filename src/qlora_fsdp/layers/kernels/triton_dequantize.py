@@ -103,6 +103,7 @@ def _quantize_rows_kernel(x, out, scales, num_columns, x_stride, BLOCK: tl.const
         tl.store(out + row * num_columns + start + columns, values.to(out.dtype.element_ty), mask=is_column)
 
 
+# Many arguments, because this folder takes plain tensors and knows no class of a quantized weight.
 def dequantize(
     codes: Tensor,
     scales: Tensor,

@@ -1,0 +1,92 @@
+"""The names that data has for the fields of a row: those that each form needs, and data.columns, which says others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from qlora_fsdp.config.schema import DataFormat
+
+REQUIRED_KEYS = {
+    DataFormat.messages: ("messages",),
+    DataFormat.sharegpt: ("conversations",),
+    DataFormat.prompt_completion: ("prompt", "completion"),
+    DataFormat.instruction: ("instruction", "output"),
+    DataFormat.text: ("text",),
+}
+
+# Keys that a row of the form may have besides.
+MORE_KEYS = {
+    DataFormat.messages: ("tools",),
+    DataFormat.sharegpt: ("system", "tools"),
+    DataFormat.instruction: ("input",),
+}
+TURN_KEYS = ("role", "content")  # of the messages in a row, which data.columns renames too
+MAX_KEYS = 12  # of a row, that are shown
+
+# What data sets call a prompt and so on, the commonest first.
+COMMON_NAMES = {
+    "messages": ("messages", "conversations", "conversation", "dialog", "dialogue", "chat", "turns"),
+    "prompt": ("prompt", "question", "instruction", "query", "input", "problem", "source", "user", "article"),
+    "completion": (
+        *("completion", "answer", "response", "output", "solution", "target", "assistant", "reply", "summary"),
+        *("abstract", "highlights"),
+    ),
+    "text": ("text", "content", "body", "sentence", "raw_content", "code"),
+}
+NO_COLUMNS: Mapping[str, str] = MappingProxyType({})
+
+
+def rename(row: dict[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
+    """The row with the names of this project for the columns that data.columns names. Others keep their name."""
+    if not columns:
+        return row
+    kept = {key: value for key, value in row.items() if key not in columns and key not in columns.values()}
+    return kept | {ours: row[theirs] for ours, theirs in columns.items() if theirs in row}
+
+
+def used_columns(names: Sequence[str], data_format: DataFormat, columns: Mapping[str, str]) -> list[str]:
+    """The columns of a table that rows need; all of them if the table has no form's columns."""
+    forms = list(REQUIRED_KEYS) if data_format is DataFormat.auto else [data_format]
+    forms = [form for form in forms if all(columns.get(key, key) in names for key in REQUIRED_KEYS.get(form, ()))]
+    wanted = {columns.get(key, key) for form in forms for key in (*REQUIRED_KEYS[form], *MORE_KEYS.get(form, ()))}
+    return [name for name in names if name in wanted or not wanted]
+
+
+def explain_keys(row: Mapping[str, Any], missing: Sequence[str], columns: Mapping[str, str]) -> str:
+    """Explain which keys a row lacks, and which setting gives their names.
+
+    Args:
+        row: the row as it is in the data.
+        missing: the keys of its form that it lacks; none if its form is unknown.
+        columns: data.columns, as it is set.
+    """
+    keys = show_keys(row)
+    absent = [ours for ours, theirs in columns.items() if theirs not in row and ours not in TURN_KEYS]
+    if absent:
+        lacks = " and ".join(f"no {columns[ours]}, which data.columns names for {ours}" for ours in absent)
+        return f"{lacks}; keys are {keys}"
+    lacks = f"no {' and no '.join(missing)}; " if missing else ""
+    guess = {} if columns else guess_columns(row)
+    if guess:
+        return f"{lacks}keys are {keys}; set data.columns={{{', '.join(f'{k}: {v}' for k, v in guess.items())}}}"
+    if missing:
+        return f"{lacks}keys are {keys}; data.columns={{{missing[0]}: NAME}} says which it is"
+    forms = "messages; prompt, completion; instruction, output; or text"
+    return f"keys are {keys}, and not {forms}; data.columns={{prompt: NAME, completion: NAME}} says which these are"
+
+
+def show_keys(row: Mapping[str, Any]) -> str:
+    """The keys of a row, for messages."""
+    return ", ".join([*list(row)[:MAX_KEYS], *(["..."] if len(row) > MAX_KEYS else [])]) or "none"
+
+
+def guess_columns(row: Mapping[str, Any]) -> dict[str, str]:
+    """Guess data.columns for a row of unknown form from common names; empty if there is nothing to guess from."""
+    lower = {key.lower(): key for key in row}
+    found = {ours: lower[name] for ours, names in COMMON_NAMES.items() for name in reversed(names) if name in lower}
+    for form in (("messages",), ("prompt", "completion"), ("text",)):
+        if all(key in found for key in form):
+            return {key: found[key] for key in form if key != found[key]}
+    return {}

@@ -1,0 +1,142 @@
+"""The moments of forward and backward: what each needs on a GPU beyond the resident parts. Part of plan.py.
+
+What is gathered at which moment follows FSDP2 (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, torch 2.11 to
+2.13). It gathers a unit into a flat buffer and copies the parameters out of it (memory/model_bytes.py). How long the
+flat buffer lives depends on where the shards are:
+
+- Shards on the GPU are gathered asynchronously (model/shard.py). A unit's flat buffer is freed after the copy. By then
+  the flat buffer of the next unit exists, because that unit is gathered ahead.
+- Shards in host memory are gathered on streams of FSDP2's own. In forward a flat buffer lives on until the next unit
+  has been gathered. A single shard needs no flat buffer: it is copied to the GPU.
+- Frozen embeddings and a frozen head are gathered by the model, not by FSDP, into one buffer each (model/causal_lm.py).
+- Without FSDP nothing is gathered, and gradients stay where backward makes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from qlora_fsdp.memory.model_bytes import BytesByPart, ModelBytes
+from qlora_fsdp.memory.policy import Policy
+from qlora_fsdp.memory.workload import Workload
+
+WORKSPACE = 64 * 2**20  # both workspaces of cuBLAS, in torch's own pool: of forward's thread and of backward's
+
+
+def forward_moments(work: Workload, model: ModelBytes, policies: Sequence[Policy]) -> Iterator[BytesByPart]:
+    """What each moment of forward needs beyond the resident parts.
+
+    `ModelBytes` says what is gathered: `kept` stays from forward to backward; `running_layer` is that and the layer
+    that runs; `gathered_end` is what embeddings or head take while they are used; `flat` is the buffer that a unit is
+    gathered into; and `deferred_flat` is such a buffer that outlives its copy.
+
+    Activations grow from layer to layer, so the peak is in one of the last layers. The very last has the most
+    activations, and those before it have more layers gathered ahead. So all of these are counted.
+    """
+    uses, ends = work.layer_uses(policies), work.ends
+    # The model's own code holds the first layer's input for all of forward, whether that layer keeps it or not.
+    held = 0 if uses[0].keeps_input and policies[0] is not Policy.offload else ends.hidden
+    leaving = ends.hidden if Policy.offload in policies else 0  # an input on its way to the host
+    always = ends.shared + held + leaving
+    # The embeddings are looked up.
+    yield {
+        "gathered": model.unit("root") + model.flat(model.unit("root")) + model.gathered_end("embeddings"),
+        "activations": ends.lookup,
+        "workspace": WORKSPACE,
+    }
+    # The last layer is copied out of its flat buffer.
+    yield {
+        "gathered": model.running_layer + model.flat(model.gathered_layer),
+        "activations": always + sum(use.saved for use in uses[:-1]) + ends.hidden,
+        "workspace": WORKSPACE,
+    }
+    # One of the last layers runs.
+    for num_after in range(min(work.config.fsdp.forward_prefetch + 1, len(policies))):
+        index = len(policies) - 1 - num_after
+        # A layer's peak in the trace includes a dequantized weight, which the plan shows as a part of its own.
+        dequantized = min(work.layers[index].largest_weight, uses[index].forward)
+        yield {
+            "activations": always + sum(use.saved for use in uses[: index + 1]) + uses[index].forward - dequantized,
+            "gathered": model.running_layer + model.ahead_in_forward(num_after),
+            "dequantized": dequantized,
+            "workspace": WORKSPACE,
+        }
+    # The head is gathered.
+    at_head: BytesByPart = {
+        "activations": always + sum(use.saved for use in uses) + ends.hidden,
+        "gathered": model.kept + model.gathered_end("head") + model.deferred_flat,
+        "workspace": WORKSPACE,
+    }
+    yield at_head
+    # The loss is computed.
+    yield {
+        **at_head,
+        "gathered": at_head["gathered"] - model.freed_flat("head"),
+        "loss": ends.loss,
+    }
+
+
+def backward_moments(
+    work: Workload, model: ModelBytes, policies: Sequence[Policy], gradients_stay: bool
+) -> Iterator[BytesByPart]:
+    """What each moment of backward needs beyond the resident parts.
+
+    Backward makes whole gradients. FSDP copies a unit's gradients to send them, and the copy lives until the next
+    unit's are ready. Then the rank keeps only its shard of them.
+
+    Args:
+        work: the run that is planned.
+        model: the bytes of its parameters.
+        policies: of each layer.
+        gradients_stay: whether the resident parts count gradients already. They do where gradients live longer than a
+            backward: those of several micro-batches are summed whole, and those of a CUDA graph keep their place.
+    """
+    num_copies = 1 if work.uses_fsdp else 0
+    uses, ends = work.layer_uses(policies), work.ends
+    kept = sum(use.saved for use in uses)  # activations that backward has not used yet
+    # The loss runs backward, and with it a trained head.
+    made = model.trained("head")
+    yield {
+        "activations": ends.shared + _offloaded_inputs(policies, len(policies)) * ends.hidden + kept,
+        "gathered": model.kept
+        + (0 if model.is_frozen("head") or model.stays("head") else model.unit("head"))
+        + model.ahead_in_backward(len(policies)),
+        "loss": ends.loss_backward,
+        "workspace": WORKSPACE,
+    }
+    reduced = model.sharded_gradient("head")  # gradients that this rank keeps so far
+    leaving = made * num_copies  # the copy of the head's gradients that is being sent
+    # Each layer runs backward, the last one first.
+    for index in reversed(range(len(policies))):
+        own = model.layer_adapters[index]  # its whole gradients, which the peak in the trace includes
+        beyond = max(0, uses[index].backward - own)
+        dequantized = min(work.layers[index].largest_weight, beyond)
+        yield {
+            "activations": ends.shared + _offloaded_inputs(policies, index) * ends.hidden + kept + beyond - dequantized,
+            "gradients": leaving + (1 + num_copies) * own + (0 if gradients_stay else reduced),
+            "gathered": model.running_layer + model.ahead_in_backward(index),
+            "dequantized": dequantized,
+            "workspace": WORKSPACE,
+        }
+        kept -= uses[index].saved
+        reduced += model.layer_gradient
+        leaving = 0
+    # The trained parameters of the embeddings and the root get their gradients.
+    tables = model.trained("embeddings") + model.trained("root")
+    embedding_bytes = 0 if model.is_frozen("embeddings") or model.stays("embeddings") else model.unit("embeddings")
+    yield {
+        "activations": ends.shared + max(ends.hidden, ends.lookup_backward - tables),
+        "gradients": (1 + num_copies) * tables + (0 if gradients_stay else reduced),
+        "gathered": model.kept + embedding_bytes,
+        "workspace": WORKSPACE,
+    }
+
+
+def _offloaded_inputs(policies: Sequence[Policy], index: int) -> int:
+    """How many offloaded inputs are on the GPU while layer `index` runs backward (model/input_offload.py).
+
+    There are at most two: the layer's own input, and that of an earlier layer, which is on its way back already. With
+    `index=len(policies)` the loss runs, before any layer: then the input that left last is still there.
+    """
+    is_own = index < len(policies) and policies[index] is Policy.offload
+    return int(is_own) + int(Policy.offload in policies[:index])
