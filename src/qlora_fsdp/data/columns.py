@@ -85,6 +85,7 @@ def show_keys(row: Mapping[str, Any]) -> str:
 def guess_columns(row: Mapping[str, Any]) -> dict[str, str]:
     """Guess data.columns for a row of unknown form from common names; empty if there is nothing to guess from."""
     lower = {key.lower(): key for key in row}
+    # The names are in order of preference. They are tried from the last one, so that the first one overwrites others.
     found = {ours: lower[name] for ours, names in COMMON_NAMES.items() for name in reversed(names) if name in lower}
     for form in (("messages",), ("prompt", "completion"), ("text",)):
         if all(key in found for key in form):

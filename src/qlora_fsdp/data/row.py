@@ -123,7 +123,7 @@ def check_unicode(raw: bytes, row: Any) -> None:
     Raises:
         BadRow: `row`, which was parsed from `raw`, has one.
     """
-    if b"\\u" in raw:
+    if b"\\u" in raw:  # valid UTF-8 can write it in no other way, so other rows need not be written out
         try:
             json.dumps(row, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:

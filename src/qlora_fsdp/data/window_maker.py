@@ -1,7 +1,7 @@
 """Makes windows of streamed data, by all ranks together: each reads, tokenizes and keeps a part of each window.
 
 Rows are taken in the order of the files. Of a mix, each next row comes from the data set that is furthest behind its
-share. A data set that has been read to its end begins anew, so rows never run out. For a window
+proportion. A data set that has been read to its end begins anew, so rows never run out. For a window
 
 1. the rank whose turn it is reads the rows of a data set, and hands every rank its share of them: row i of the window
    is that of rank i modulo their number, which spreads long rows evenly;
@@ -45,7 +45,7 @@ class WindowMaker:
 
     Attributes:
         sources: the data sets.
-        weights: the data sets' shares of the rows; they need not sum to 1.
+        weights: the proportions of the data sets in the rows; they need not sum to 1.
         map_batches: makes token rows of batches of raw rows, as `RowTokenizer` does of one.
         settings: how rows become sequences.
         buffer_rows: raw rows per window.

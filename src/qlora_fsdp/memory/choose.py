@@ -82,10 +82,11 @@ def choose(work: Workload, target: float, gpu: Gpu, host: float = inf) -> Choice
     for shared in ways_to_share(work):
         choice = _choose_strategy(shared, target, gpu, host)
         if choice.fits:
-            ranks, needed = f"{shared.config.distributed.num_slices} GPUs share each sequence", alone.plan
-            why = f"on one it would need {needed.needed / GIB:.2f} of {target / GIB:.2f} GiB"
-            why += f", and {needed.host_needed / GIB:.1f} GiB of host memory a host" if needed.needed <= target else ""
-            return replace(choice, sharing=f"{ranks} (distributed.context_parallel=auto): {why}")
+            plan, num_slices = alone.plan, shared.config.distributed.num_slices
+            why = f"on one it would need {plan.needed / GIB:.2f} of {target / GIB:.2f} GiB"
+            why += f", and {plan.host_needed / GIB:.1f} GiB of host memory a host" if plan.needed <= target else ""
+            sharing = f"{num_slices} GPUs share each sequence (distributed.context_parallel=auto): {why}"
+            return replace(choice, sharing=sharing)
     return alone
 
 
@@ -159,7 +160,8 @@ def _choose_rest(work: Workload, target: float, gpu: Gpu, host: float) -> Choice
     if not fitting:
         return min(choices, key=lambda choice: (max(target, choice.plan.needed), choice.plan.host_needed))
     close = [choice for choice in fitting if _speed(choice, gpu) >= (1 - CLOSE) * _speed(fitting[0], gpu)]
-    # Of equal sizes the one with less in host memory, which takes time to pin; of equal ones the first, the fastest.
+    # All of these are about equally fast, so take the smallest micro-batch, which needs the least memory. Of equal
+    # sizes take the one with the least in host memory, which takes time to pin; of equal ones the fastest, the first.
     return min(close, key=lambda choice: (choice.plan.work.micro_batch_size, choice.plan.host.get("activations", 0)))
 
 

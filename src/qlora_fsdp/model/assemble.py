@@ -56,7 +56,8 @@ class AssembledModel:
         tokens: the tokens that `tokenizer` settings or a saved adapter name; their rows in embeddings and head are
             trained.
         dtype: the compute dtype: of base parameters that are not quantized, and of the matrix products.
-        attention: name of the attention implementation, which computes whole sequences though ranks may share them.
+        attention: name of the attention implementation. It sees whole sequences: if ranks share them,
+            `share_sequences` wraps it.
         packs_rows: whether several rows share a sequence.
         unreached: linear layers that no gradient reaches, as of `Traits`.
         liger_kernels: the settings (`rms_norm`, `rotary`, `glu`, `cross_entropy`) whose kernels are Liger's.
@@ -159,7 +160,10 @@ def assemble(
 
 
 def _check_token_rows(meta: MetaModel, tokens: AddedTokens, tokenizer_size: int, folder: Path | None) -> None:
-    """Refuse a token far behind the last row of the embeddings: a few bytes of a file would ask for any memory.
+    """Refuse a token far behind the last row of the embeddings.
+
+    Adding a token makes the embeddings as long as its number. So a few bytes of a saved adapter could ask for any
+    amount of memory.
 
     Raises:
         AdapterError: the highest token is beyond the model's, the tokenizer's and the added tokens together.

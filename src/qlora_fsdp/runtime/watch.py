@@ -6,12 +6,12 @@ ends the run. The second exchanges messages with the other ranks through the sto
 no collective. It is a thread of its own, because a call to a store whose process is stopped does not return. The store
 has these keys:
 
-    failure      the first failure of any rank; failures that follow from it on other ranks are not told
+    failure      the first failure of any rank; errors that it causes on other ranks are not written here
     shown        the failure has been printed and recorded
     lost/<rank>  this rank has lost contact with others, so it is not the one that is stuck
     beat/<rank>  where this rank is (heartbeats.py)
 
-A healthy run is never ended: the reason is always a signal, another rank's failure, or the loss of another rank.
+Slowness alone never ends a run. It ends only because a signal came, another rank failed, or another rank was lost.
 """
 
 from __future__ import annotations
@@ -124,8 +124,9 @@ class Watch:
             error = interrupted if interrupted.detail else Interrupted(interrupted.number, self.kept())
         has_store = True
         try:
-            asked = threads.begin(lambda: self._find_first(error), "first failure")  # a silent store never answers
-            first = asked.result(0 if self._is_rank_0_lost else 2 * ANSWER_SECONDS)
+            # In a thread of its own, because a call to a store whose process is stopped never returns.
+            search = threads.begin(lambda: self._find_first(error), "first failure")
+            first = search.result(0 if self._is_rank_0_lost else 2 * ANSWER_SECONDS)
         except (dist.DistError, RuntimeError, NotYet) as store_error:
             first, has_store = self._without_store(error, store_error), False
         if not first.is_of_others and (first.rank == self.rank or printable_lines(str(error)) == first.text):
@@ -211,7 +212,10 @@ class Watch:
         return self._tell("\n".join(lines), RankError.exit_code, is_of_others=True, lost=list(ranks))
 
     def _has_to_show(self, first: Failure, has_store: bool) -> bool:
-        """Whether this rank has to print and record the failure: the lowest rank that is left does, or else any."""
+        """Whether this rank has to print and record the failure.
+
+        The lowest rank that is left does. If it has not done so in time, any other may.
+        """
         # Without the store, a rank that has ended counts as left: it may have printed the failure before.
         gone = {*first.lost, *(self.neighbours.gone() if has_store else [])}
         is_lowest_left = self.rank == min((rank for rank in range(self.num_ranks) if rank not in gone), default=None)

@@ -166,7 +166,8 @@ class Saver:
     def save(self, step: int) -> Saved:
         """Save the state after `step` steps, because the run ends, and wait until the files are written. Collective.
 
-        Where the run folder does not take a checkpoint, another folder does. It may also have been written before.
+        If the run folder can't be written, the checkpoint goes to another folder. If this step's checkpoint is there
+        already, nothing is written.
         """
         self._wait(goes_on=False)
         if step == 0:
@@ -267,7 +268,7 @@ class Saver:
 
         Args:
             at_most_seconds: None for however long it takes.
-            goes_on: whether training goes on afterwards.
+            goes_on: whether the message about a failure says that training goes on.
 
         Returns:
             What went wrong, the same on every rank. None if nothing did, if there is no thread, or if time ran out.
