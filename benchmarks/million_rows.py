@@ -1,6 +1,7 @@
 """Preparing many rows apart: cold, again, broken off at half and gone on with; disk, and the memory of a rank.
 
-usage: python benchmarks/million_rows.py TOKENIZER_FOLDER WORK_FOLDER [--rows 1000000] [--trl-rows 0] [--out FILE]
+usage: python benchmarks/million_rows.py TOKENIZER_FOLDER WORK_FOLDER [--rows 1000000] [--trl-rows 0]
+                                         [--answer-words 10 50] [--out FILE]
 
 Rows are made here: chats of a question and an answer, in words of a page of the docs. With --trl-rows, TRL's SFTTrainer
 prepares so many of them too, in one process. CPU seconds are of all processes together; the clock's are beside them.
@@ -32,7 +33,7 @@ import json, sys, time, psutil
 from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.data.split import split_batches
 from qlora_fsdp.training.batches import GlobalBatches
-from qlora_fsdp.training.start import load_run_tokenizer
+from qlora_fsdp.model.run_tokenizer import load_run_tokenizer
 from tests.helpers.one_process import one_process
 from qlora_fsdp.data.run_data import prepare_data
 import numpy as np
@@ -87,13 +88,13 @@ class Measured:
     output: str
 
 
-def make_rows(file: Path, num_rows: int) -> None:
-    """Writes chats of 20 to 60 words."""
+def make_rows(file: Path, num_rows: int, answer_words: tuple[int, int]) -> None:
+    """Writes chats of a question of ten words and an answer of at least and at most so many."""
     rng = random.Random(0)
     with file.open("w", encoding="utf-8") as out:
         for number in range(num_rows):
             question = f"{number}: {' '.join(rng.choices(WORDS, k=10))}"
-            answer = " ".join(rng.choices(WORDS, k=rng.randint(10, 50)))
+            answer = " ".join(rng.choices(WORDS, k=rng.randint(*answer_words)))
             turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
             out.write(json.dumps({"messages": turns}) + "\n")
 
@@ -144,12 +145,14 @@ def share_done(cache: Path) -> float:
     return 0.0
 
 
-def measure_starts(tokenizer: str, folder: Path, num_rows: int, num_trl_rows: int) -> dict[str, Any]:
+def measure_starts(
+    tokenizer: str, folder: Path, num_rows: int, num_trl_rows: int, answer_words: tuple[int, int]
+) -> dict[str, Any]:
     """What each start takes; printed as it is found."""
     folder.mkdir(parents=True, exist_ok=True)
     file, one, cache = folder / f"rows-{num_rows}.jsonl", folder / "one.jsonl", folder / "cache"
-    make_rows(file, num_rows)
-    make_rows(one, 1)
+    make_rows(file, num_rows, answer_words)
+    make_rows(one, 1, answer_words)
     found: dict[str, Any] = {"rows": num_rows, "jsonl_mib": size_mib(file), "cores": len(os.sched_getaffinity(0))}
 
     def note(name: str, figures: Any) -> None:
@@ -188,7 +191,7 @@ def measure_starts(tokenizer: str, folder: Path, num_rows: int, num_trl_rows: in
     start("gone_on_with")
     if num_trl_rows:
         few, out = folder / f"rows-{num_trl_rows}.jsonl", folder / "trl"
-        make_rows(few, num_trl_rows)
+        make_rows(few, num_trl_rows, answer_words)
         shutil.rmtree(out, ignore_errors=True)
         out.mkdir()
         trl = measure([sys.executable, "-c", WITH_TRL, str(few), tokenizer, str(TEMPLATE), str(out)], out)
@@ -205,9 +208,11 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--trl-rows", type=int, default=0)
+    parser.add_argument("--answer-words", type=int, nargs=2, default=(10, 50), metavar=("LEAST", "MOST"))
     parser.add_argument("--out", type=Path, help="a JSON file of all figures")
     arguments = parser.parse_args()
-    found = measure_starts(arguments.tokenizer, arguments.folder, arguments.rows, arguments.trl_rows)
+    words = (arguments.answer_words[0], arguments.answer_words[1])
+    found = measure_starts(arguments.tokenizer, arguments.folder, arguments.rows, arguments.trl_rows, words)
     if arguments.out:
         arguments.out.write_text(json.dumps(found, indent=2) + "\n")
 

@@ -15,7 +15,7 @@ if __name__ == "__main__":
     begin(KEPT)
 
 from qlora_fsdp.common.errors import Problem, refuse
-from qlora_fsdp.common.startup import end_process
+from qlora_fsdp.common.startup import end_process, quick_imports
 from qlora_fsdp.common.text import plural, printable
 from qlora_fsdp.config.commands import AdapterSettings
 from qlora_fsdp.config.mistyped import WITH_VALUE
@@ -52,8 +52,9 @@ class PrepareSettings(AdapterSettings):
 def prepare(settings: PrepareSettings, config: Config, processes: Processes) -> None:
     """Tokenizes the data as training does, and says what it is."""
     refuse(_find_problems(config))
-    from qlora_fsdp.data.run_data import prepare_data, prepare_held_out
-    from qlora_fsdp.training.start import load_run_tokenizer
+    with quick_imports():
+        from qlora_fsdp.data.run_data import prepare_data, prepare_held_out
+        from qlora_fsdp.model.run_tokenizer import load_run_tokenizer
 
     tokenizer = load_run_tokenizer(config)
     if config.data.streaming:

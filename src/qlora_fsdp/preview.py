@@ -18,7 +18,7 @@ if __name__ == "__main__":
     begin()
 
 from qlora_fsdp.common.errors import CheckpointError, Problem, refuse
-from qlora_fsdp.common.startup import end_process, is_first_rank
+from qlora_fsdp.common.startup import end_process, is_first_rank, quick_imports
 from qlora_fsdp.common.terminal import colored as colored_text
 from qlora_fsdp.common.text import plural, printable, shorten
 from qlora_fsdp.config.batch_size import describe_slices
@@ -74,12 +74,13 @@ def preview(settings: PreviewSettings, config: Config, processes: Processes) -> 
     if settings.color not in ("auto", "always", "never"):
         problems.append(Problem(f"color={settings.color}", "is none of auto, always, never.", "Set color=auto."))
     refuse(problems)
-    from qlora_fsdp.data.run_data import PreparedData, prepare_data
-    from qlora_fsdp.data.split import BatchSplit
-    from qlora_fsdp.data.stream import open_stream
-    from qlora_fsdp.model.chat_rows import check_chat_rows
-    from qlora_fsdp.training.start import load_run_tokenizer
-    from qlora_fsdp.weights.safetensors_files import read_headers
+    with quick_imports():
+        from qlora_fsdp.data.run_data import PreparedData, prepare_data
+        from qlora_fsdp.data.split import BatchSplit
+        from qlora_fsdp.data.stream import open_stream
+        from qlora_fsdp.model.chat_rows import check_chat_rows
+        from qlora_fsdp.model.run_tokenizer import load_run_tokenizer
+        from qlora_fsdp.weights.safetensors_files import read_headers
 
     tokenizer = load_run_tokenizer(config)
     if config.data.streaming:
@@ -149,7 +150,8 @@ def _figures(data: PreparedData[Sequences], config: Config) -> Iterator[str]:
     counts = np.bincount((lengths - lengths.min()) // width)
     for low, count in zip(range(lengths.min(), lengths.max() + 1, width), counts, strict=True):
         bar = "#" * round(BAR_WIDTH * count / counts.max())
-        yield f"  {low:>7} to {low + width - 1:<7} {count:>9,} {bar}".rstrip()
+        high = f"to {low + width - 1}" if width > 1 else ""
+        yield f"  {low:>7} {high:<10} {count:>9,} {bar}".rstrip()
     slices = describe_slices(config)
     if slices:
         longer = plural(int((lengths > config.slice_length).sum()), "row")

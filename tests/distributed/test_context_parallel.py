@@ -110,7 +110,8 @@ def runs(argv, tmp_path_factory) -> Callable[[int, bool], list[dict[str, tuple[T
             few = ["training.max_steps=6", "checkpoint.every_steps=4"]
             kept = f"checkpoint.resume={folder}/kept/checkpoints/step-00000004"
             cases["kept"] = [*argv("packed", sliced=True), *few, f"run.folder={folder}/kept"]
-            cases["gone on"] = [*argv("packed", sliced=False), *few, f"run.folder={folder}/gone-on", kept]
+            whole = ["distributed.context_parallel=1", f"run.folder={folder}/gone-on"]
+            cases["gone on"] = [*argv("packed", sliced=False), *few, *whole, kept]
         return run_ranks(num_ranks, train_sliced, cases)
 
     return once(run)

@@ -194,6 +194,10 @@ def test_refused(overrides: str, expected: str) -> None:
         (["data.mix={org/a:{split:'train[5'}}"], "whose split train[5 is neither the name of a split nor a slice"),
         (["data.split='train[a:]'"], "is neither the name of a split nor a slice such as train[:5000]"),
         (["data.eval_split=test"], "has no effect without data.eval_path."),
+        (["data.mix={a: 1}", "data.mix_until=tokens"], "data.mix_until=tokens needs the number of tokens."),
+        (["data.mix={a: 1}", "data.mix_tokens=9"], "data.mix_tokens=9 has no effect with data.mix_until=longest."),
+        (["data.mix={a: {format: chats}}"], "which has format=chats, which is none of auto, messages"),
+        (["data.mix={a: {chat_template: none}}"], "whose chat_template is neither a file nor one of"),
         (["data.mix_until=shortest"], "data.mix_until=shortest has no effect on one data set."),
         (
             ["data.mix={org/a:{max_rows:5}}", "data.streaming=true"],

@@ -258,6 +258,7 @@ def test_each_file_of_a_folder_that_is_not_used_is_named(tmp_path, run):
     assert len(str(run(folder).report).splitlines()) == 2
     for name in ("README.md", "part/c.log", ".d.jsonl", "e.txt.gz"):
         (folder / name).write_text("no row")
+    (folder / "f.jsonl").touch()
     (folder / "other").symlink_to(tmp_path)
     (folder / "gone.jsonl").symlink_to(tmp_path / "gone")
     for _ in range(2):  # from the cache too
@@ -265,6 +266,7 @@ def test_each_file_of_a_folder_that_is_not_used_is_named(tmp_path, run):
         assert lines[1:-1] == [
             "  1 file left out (names that begin with a dot): .d.jsonl",
             "  2 files left out (of no known kind): e.txt.gz, part/c.log",
+            "  1 file left out (empty): f.jsonl",
             "  1 file left out (neither files nor folders): gone.jsonl",
             "  1 file left out (links to folders, which are not followed): other",
             "  1 file left out (text beside files of rows): README.md",
@@ -642,7 +644,6 @@ def test_rows_that_attention_can_learn_nothing_from_are_refused(tmp_path, run):
 
 
 def test_files_on_the_web(tmp_path, run):
-    pytest.importorskip("aiohttp")
     write_lines(tmp_path / "a.jsonl", {"text": "a"})
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b'{"text": "b"}\n'))
     handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
@@ -675,12 +676,33 @@ def test_a_mix_until_the_shortest_repeats_no_row(tmp_path, run):
     assert texts(run(None, mix=mix, mix_until=MixUntil.shortest, seed=1).train) != found
 
 
+def test_data_sets_of_a_mix_may_have_a_template_and_a_form_of_their_own(tmp_path, run):
+    row = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}], "text": "t"}
+    chats, texts_, plain = (write_lines(tmp_path / f"{name}.jsonl", row) for name in ("chats", "texts", "plain"))
+    (tmp_path / "own.jinja").write_text("{% for m in messages %}{{ m.role[0] + ':' + m.content + ';' }}{% endfor %}")
+    own = {"format": "messages", "chat_template": str(tmp_path / "own.jinja")}
+    mix = {str(chats): own, str(texts_): {"format": "text"}, str(plain): {"format": "messages"}}
+    found = texts(run(None, mix=mix, max_length=256, chat_template="alpaca", deduplicate=False).train)
+    assert len(found) == 3 and {"u:q;a:a;", "t"} < set(found) and any("### Instruction" in text for text in found)
+
+
 def test_weights_of_a_mix_may_be_shares_of_tokens(tmp_path, run):
     short = write_lines(tmp_path / "short.jsonl", *({"text": f"{i:08}"} for i in range(100)))
     long = write_lines(tmp_path / "long.jsonl", *({"text": f"{i:048}"} for i in range(20)))
     prepared = run(None, mix={str(short): 1, str(long): 1}, mix_by=MixBy.tokens)
     assert [round(part.token_share, 2) for part in prepared.report.mix] == [0.5, 0.5]
     assert [part.num_used_rows for part in prepared.report.mix] == [100, 20]  # 10 and 50 tokens a row
+
+
+@pytest.mark.parametrize("by", MixBy)
+def test_a_mix_of_so_many_tokens_repeats_some_rows_and_leaves_others_out(tmp_path, run, by):
+    short = write_lines(tmp_path / "short.jsonl", *({"text": f"{i:08}"} for i in range(100)))  # 10 tokens a row
+    long = write_lines(tmp_path / "long.jsonl", *({"text": f"{i:048}"} for i in range(20)))  # 50
+    mix = {str(short): 1, str(long): 1}
+    prepared = run(None, mix=mix, mix_until=MixUntil.tokens, mix_tokens=3000, mix_by=by)
+    assert prepared.report.num_tokens == 3000
+    assert [part.num_used_rows for part in prepared.report.mix] == ([50, 50] if by is MixBy.rows else [150, 30])
+    assert [part.num_rows for part in prepared.report.mix] == [100, 20]
 
 
 def test_data_sets_of_a_mix_have_settings_of_their_own(tmp_path, run):

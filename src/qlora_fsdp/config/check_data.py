@@ -11,7 +11,7 @@ from typing import Any
 from qlora_fsdp.common.errors import Problem
 from qlora_fsdp.config.data_paths import as_paths, is_missing, is_pattern
 from qlora_fsdp.config.data_sets import explain_split, find_mistakes
-from qlora_fsdp.config.schema import Config, DataFormat, ProblemType, TaskName
+from qlora_fsdp.config.schema import Config, DataFormat, MixUntil, ProblemType, TaskName
 from qlora_fsdp.config.settings import SEVERAL_DATA_SETS, all_settings, problem_with, show, value_of
 
 _CHAT_TEMPLATES = Path(__file__).parents[1] / "data" / "templates"
@@ -21,7 +21,8 @@ _COLUMNS = (
     *("text", "label", "labels", "tokens", "chosen", "rejected", "margin", "responses", "ranks", "scores"),
 )
 _SPLIT_FIX = "Write train, train[:5000] or train[10%:]."
-_NOT_STREAMED = ("max_rows", "split", "name", "columns", "system_prompt")  # one stream is made of all data sets
+# Settings of one data set of a mix that streams can't use, because one stream is made of all data sets.
+_NOT_STREAMED = ("max_rows", "split", "name", "format", "chat_template", "columns", "system_prompt")
 # What is done with all rows, before the first of them is trained on.
 _OF_ALL_ROWS = ("near_duplicates", "decontaminate", "min_tokens", "max_tokens", "seed")
 
@@ -44,11 +45,17 @@ def _data(config: Config) -> Iterator[Problem]:
         yield problem_with(config, "data.path", reason, "Set data.path to a file, a folder or a hub name.")
     for key in ("data.path", "data.eval_path"):
         yield from _paths(config, key)
-    template, shipped = data.chat_template, sorted(path.stem for path in _CHAT_TEMPLATES.glob("*.jinja"))
-    if template is not None and template not in shipped and not _is_file(template):
-        reason = f"is neither a file nor one of {', '.join(shipped)}."
+    if no_template := _find_no_template(data.chat_template):
         fix = "Set data.chat_template to one of these, or null for the tokenizer's own."
-        yield problem_with(config, "data.chat_template", reason, fix)
+        yield problem_with(config, "data.chat_template", f"is {no_template}.", fix)
+
+
+def _find_no_template(template: str | None) -> str | None:
+    """Why there is no chat template of this name; None: there is one, or none is asked for."""
+    shipped = sorted(path.stem for path in _CHAT_TEMPLATES.glob("*.jinja"))
+    if template is None or template in shipped or _is_file(template):
+        return None
+    return f"neither a file nor one of {', '.join(shipped)}"
 
 
 def _paths(config: Config, key: str) -> Iterator[Problem]:
@@ -152,11 +159,17 @@ def _is_file(path: str) -> bool:
 def _mix(config: Config) -> Iterator[Problem]:
     data = config.data
     if not data.mix:
-        for key in ("data.mix_until", "data.mix_by"):
+        for key in ("data.mix_until", "data.mix_by", "data.mix_tokens"):
             if value_of(config, key) != all_settings()[key].default:
                 fix = f"Set data.mix={{a.jsonl: 3, b.jsonl: 1}} too, or leave {key} out."
                 yield problem_with(config, key, "has no effect on one data set.", fix)
         return
+    if data.mix_until is MixUntil.tokens and data.mix_tokens is None:
+        fix = "Set data.mix_tokens=2000000000, or data.mix_until=longest."
+        yield problem_with(config, "data.mix_until", "needs the number of tokens.", fix)
+    if data.mix_until is not MixUntil.tokens and data.mix_tokens is not None:
+        reason = f"has no effect with {show('data.mix_until', data.mix_until)}."
+        yield problem_with(config, "data.mix_tokens", reason, "Set data.mix_until=tokens too, or leave it out.")
     if data.path is not None:
         fix = "Set one of them: data.mix has the paths of all its data sets."
         yield problem_with(config, "data.path", f"contradicts {show('data.mix', data.mix)}.", fix)
@@ -169,8 +182,12 @@ def _mix(config: Config) -> Iterator[Problem]:
         own = value if isinstance(value, dict) else {}
         if isinstance(own.get("columns"), dict):
             yield from _names(config, "data.mix", own["columns"])
-        if isinstance(own.get("split"), str) and (reason := explain_split(own["split"])):
-            yield problem_with(config, "data.mix", f"names {path}, whose split {own['split']} {reason}.", _SPLIT_FIX)
+        template = own.get("chat_template")
+        if isinstance(template, str) and (no_template := _find_no_template(template)):
+            fix = "Write one of these, or leave it out for that of data.chat_template or the tokenizer."
+            yield problem_with(config, "data.mix", f"names {path}, whose chat_template is {no_template}.", fix)
+        if isinstance(own.get("split"), str) and (no_split := explain_split(own["split"])):
+            yield problem_with(config, "data.mix", f"names {path}, whose split {own['split']} {no_split}.", _SPLIT_FIX)
         if is_missing(path):
             fix = "Set data.mix={path: weight, ...} with files or folders that do."
             yield problem_with(config, "data.mix", f"names {path}, which does not exist, seen from {Path.cwd()}.", fix)
@@ -196,7 +213,7 @@ def _streaming(config: Config) -> Iterator[Problem]:
     if "[" in data.split:
         reason = "counts rows, and with data.streaming=true nobody knows how many there are."
         yield problem_with(config, "data.split", reason, "Set it to the name of a split.")
-    for key in ("data.mix_until", "data.mix_by"):
+    for key in ("data.mix_until", "data.mix_by", "data.mix_tokens"):
         if value_of(config, key) != all_settings()[key].default:
             reason = "needs the lengths of all data sets, and with data.streaming=true these are not known."
             yield problem_with(config, key, reason, "Leave it out.")

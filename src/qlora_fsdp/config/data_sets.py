@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from qlora_fsdp.common.errors import DataError
-from qlora_fsdp.config.schema import DataConfig
+from qlora_fsdp.config.schema import DataConfig, DataFormat
 
 DEFAULT_SPLIT = "train"
 _SLICE = re.compile(r"(?P<name>[\w.-]*)(?:\[(?P<start>-?\d+%?)?:(?P<stop>-?\d+%?)?\])?")
@@ -24,6 +24,8 @@ class DataSet:
         max_rows: in place of data.max_rows.
         split: in place of data.split.
         name: in place of data.name.
+        format: in place of data.format.
+        chat_template: in place of data.chat_template, which is what the adapter is used with later.
         columns: in place of data.columns.
         system_prompt: in place of data.system_prompt.
     """
@@ -32,6 +34,8 @@ class DataSet:
     max_rows: int | None = None
     split: str | None = None
     name: str | None = None
+    format: DataFormat | None = None
+    chat_template: str | None = None
     columns: dict[str, str] | None = None
     system_prompt: str | None = None
 
@@ -54,7 +58,10 @@ def find_mistakes(value: Any) -> Iterator[str]:
         yield "has a weight that is not positive"
     if max_rows is not None and (isinstance(max_rows, bool) or not isinstance(max_rows, int) or max_rows < 1):
         yield f"has max_rows={max_rows}, which is no whole number of at least 1"
-    for key in ("split", "name", "system_prompt"):
+    forms = [form.value for form in DataFormat if form is not DataFormat.random]
+    if value.get("format") is not None and value["format"] not in forms:
+        yield f"has format={value['format']}, which is none of {', '.join(forms)}"
+    for key in ("split", "name", "chat_template", "system_prompt"):
         if not isinstance(value.get(key), (str, type(None))):
             yield f"has {key}={value[key]}, which is no text"
     columns = value.get("columns") or {}
@@ -64,10 +71,14 @@ def find_mistakes(value: Any) -> Iterator[str]:
 
 def mixed_sets(data: DataConfig) -> dict[str, DataSet]:
     """The data sets of data.mix by their paths, of which `find_mistakes` finds nothing to say."""
-    return {
-        path: DataSet(**value) if isinstance(value, Mapping) else DataSet(weight=float(value))
-        for path, value in data.mix.items()
-    }
+    return {path: _read_set(value) for path, value in data.mix.items()}
+
+
+def _read_set(value: Any) -> DataSet:
+    if not isinstance(value, Mapping):
+        return DataSet(weight=float(value))
+    form = value.get("format")
+    return DataSet(**{**value, "format": None if form is None else DataFormat(form)})
 
 
 def settings_for(path: Any, data: DataConfig) -> DataConfig:

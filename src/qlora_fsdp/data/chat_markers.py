@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.common.errors import DataError
+from qlora_fsdp.config.data_sets import settings_for
 from qlora_fsdp.config.schema import Config, DataFormat
 from qlora_fsdp.data.tokenizer import encode, read_template
 
@@ -37,11 +38,17 @@ def find_markers(template: str) -> list[str]:
 
 
 def chosen_markers(config: Config) -> list[str]:
-    """The markers of the template that data.chat_template names; none where no chats are trained on."""
-    data = config.data
-    if data.chat_template is None or data.format in _NO_CHATS or not config.task.is_causal:
+    """The markers of the templates that the settings name; none where no chats are trained on."""
+    if not config.task.is_causal:
         return []
-    return find_markers(read_template(data.chat_template))
+    return [marker for template in _chosen_templates(config) for marker in find_markers(read_template(template))]
+
+
+def _chosen_templates(config: Config) -> list[str]:
+    """The templates that data.chat_template and the data sets of a mix name, each once."""
+    sets = [settings_for(path, config.data) for path in config.data.mix] or [config.data]
+    names = [data.chat_template for data in sets if data.chat_template is not None and data.format not in _NO_CHATS]
+    return list(dict.fromkeys(names))
 
 
 def check_markers(tokenizer: PreTrainedTokenizerBase, config: Config) -> list[str]:
@@ -56,7 +63,7 @@ def check_markers(tokenizer: PreTrainedTokenizerBase, config: Config) -> list[st
     pieces = {marker: encode(tokenizer, marker) for marker in chosen_markers(config)}
     lost = [marker for marker, ids in pieces.items() if not ids or tokenizer.unk_token_id in ids]
     split = [marker for marker, ids in pieces.items() if len(ids) > 1]
-    what = f"data.chat_template={config.data.chat_template}"
+    what = f"data.chat_template={','.join(_chosen_templates(config))}"
     if lost:
         raise DataError(
             f"{what} has markers that this tokenizer can't write: {', '.join(lost)}. Set {add_tokens(lost)}, or"
@@ -75,9 +82,9 @@ def check_markers(tokenizer: PreTrainedTokenizerBase, config: Config) -> list[st
 def explain_untrained(markers: list[str], config: Config) -> str:
     """The note for markers that are tokens whose embeddings were never trained."""
     return (
-        f"data.chat_template={config.data.chat_template} has markers that the model has never learned, as their rows of"
-        f" the embeddings are zeros or all alike: {', '.join(markers)}. Set {add_tokens(markers)}, which trains these"
-        f" rows; or {_instruct(config.model.path)}."
+        f"data.chat_template={','.join(_chosen_templates(config))} has markers that the model has never learned, as"
+        f" their rows of the embeddings are zeros or all alike: {', '.join(markers)}. Set {add_tokens(markers)}, which"
+        f" trains these rows; or {_instruct(config.model.path)}."
     )
 
 

@@ -110,7 +110,7 @@ class Conversation:
         Raises:
             BadRow: the template refuses it.
         """
-        return self._render(self.messages, marks=True)
+        return self._render(self.messages, marks=has_generation_marks(self.template))
 
     def _render(
         self, messages: list[dict[str, Any]], *, prompt: bool = False, marks: bool = False
@@ -170,6 +170,11 @@ class Conversation:
         text = "".join(blocks)
         check_length(text)
         return Trace(text, _whole_parts(events), marks)
+
+
+def has_generation_marks(template: str) -> bool:
+    """Whether a chat template marks the assistant's turns with {% generation %}."""
+    return re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None
 
 
 def _whole_parts(events: list[tuple[str, int, int]]) -> dict[int, Span]:

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.schema import LossOn
 from qlora_fsdp.data.chat_markers import explain_no_template
-from qlora_fsdp.data.chat_template import Conversation, Span, Trace, find_texts
+from qlora_fsdp.data.chat_template import Conversation, Span, Trace, find_texts, has_generation_marks
 from qlora_fsdp.data.row import EMPTY, NO_TARGET, REFUSED, TRAIN_KEYS, BadRow, is_trained
 from qlora_fsdp.data.turn_kinds import can_trace
 from qlora_fsdp.data.turns import find_turns
@@ -62,11 +62,6 @@ def _trace(conversation: Conversation) -> Trace | None:
         raise
     except Exception:  # transformers' own render tells what is wrong
         return None
-
-
-def has_generation_marks(template: str) -> bool:
-    """Whether a chat template marks the assistant's turns with {% generation %}."""
-    return re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None
 
 
 def _check_answers(messages: list[dict[str, Any]], trained: list[bool]) -> None:

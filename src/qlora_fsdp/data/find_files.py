@@ -105,6 +105,8 @@ def _sort_out(named: Iterable[tuple[str, RowFile]]) -> tuple[list[RowFile], list
             others.setdefault("neither files nor folders", []).append(name)
         elif find_reader(file) is not None:
             found[file] = None
+            if file.num_bytes == 0:  # it gives no rows; that one is empty may be a surprise, though
+                others.setdefault("empty", []).append(name)
         elif file.suffix in TEXT_SUFFIXES:
             texts[file] = name
         else:

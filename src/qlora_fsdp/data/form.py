@@ -19,8 +19,8 @@ def find_form(config: Config) -> DataFormat | None:
 
     None for random tokens, for a classifier's rows, and where no row can be read.
     """
-    paths, form = training_paths(config.data), config.data.format
-    if not paths or form is DataFormat.random or not config.task.is_causal:
+    paths = training_paths(config.data)
+    if not paths or config.data.format is DataFormat.random or not config.task.is_causal:
         return None
     data = settings_for(paths[0], config.data)
     try:
@@ -28,7 +28,7 @@ def find_form(config: Config) -> DataFormat | None:
             try:
                 if config.task.name is TaskName.preference:
                     return read_answers(raw, config.has_pairs, data.columns)[0].form
-                return check_row(raw, form, data.columns)[0]
+                return check_row(raw, data.format, data.columns)[0]
             except BadRow:
                 continue
     except DataError:  # the rows were tokenized before, and are not there any more

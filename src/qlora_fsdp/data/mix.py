@@ -78,7 +78,13 @@ class MixedRows:
         return part, row - int(self.starts[part])
 
 
-def count_rows(num_rows: Sequence[int], weights: Sequence[float], until: MixUntil = MixUntil.longest) -> list[int]:
+def count_rows(
+    num_rows: Sequence[int],
+    weights: Sequence[float],
+    until: MixUntil = MixUntil.longest,
+    lengths: Sequence[float] = (),
+    num_tokens: int | None = None,
+) -> list[int]:
     """How many rows of each data set an epoch has, in the shares of the weights.
 
     Args:
@@ -86,8 +92,15 @@ def count_rows(num_rows: Sequence[int], weights: Sequence[float], until: MixUnti
         weights: of each data set, as shares of the rows.
         until: `longest`: as few as it takes to see every row once. So the data set that is largest for its weight is
             seen once, and the others are repeated. `shortest`: as many as there are without repeating one. So the data
-            set that is smallest for its weight is seen once, and of the others a part.
+            set that is smallest for its weight is seen once, and of the others a part. `tokens`: as many as have about
+            `num_tokens` tokens, so that each data set may be repeated, or seen in part.
+        lengths: the mean length of the rows of each data set, in tokens; for `tokens`.
+        num_tokens: of an epoch; for `tokens`.
     """
+    if until is MixUntil.tokens:
+        assert num_tokens is not None
+        scale = num_tokens / sum(weight * length for weight, length in zip(weights, lengths, strict=True))
+        return [max(1, round(weight * scale)) for weight in weights]
     if until is MixUntil.shortest:
         scale = min(number / weight for number, weight in zip(num_rows, weights, strict=True))
         return [min(number, max(1, round(weight * scale))) for number, weight in zip(num_rows, weights, strict=True)]

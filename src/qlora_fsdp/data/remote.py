@@ -17,6 +17,8 @@ FACTS = (
 )
 # A link on the web has no folders and no patterns: `?` begins its query.
 SINGLE_FILES = ("http", "https")
+# The extra of this package that has what fsspec needs for a protocol; no other protocol has one.
+EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az", "abfs": "az", "http": "http", "https": "http"}
 
 
 def is_remote(path: str) -> bool:
@@ -39,8 +41,10 @@ def find_remote(url: str, setting: str) -> list[tuple[str, RowFile]]:
         system.invalidate_cache()  # of listings that an earlier look has left
         found = _list(system, root, is_single=get_protocol(url) in SINGLE_FILES)
     except ImportError as error:
+        extra = EXTRAS.get(get_protocol(url))
+        install = "Install it" if extra is None else f"Run pip install 'qlora-fsdp[{extra}]'"
         raise DataError(
-            f"{setting}={url} needs a package that is not installed: {error}. Install it, or download the data and set"
+            f"{setting}={url} needs a package that is not installed: {error}. {install}, or download the data and set"
             f" {setting} to the folder."
         ) from error
     except Exception as error:  # each file system raises types of its own

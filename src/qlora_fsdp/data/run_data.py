@@ -243,10 +243,11 @@ def _mix(rows: Rows, parts: list[Indices], data: DataConfig, seed: int) -> tuple
         The row ids of an epoch, one array per data set, and counts of each data set for the report.
     """
     weights = {path: own.weight for path, own in mixed_sets(data).items()}
+    lengths = [float(rows.lengths[ids].mean()) for ids in parts]
     if data.mix_by is MixBy.tokens:  # what has longer rows needs fewer of them
-        lengths = [float(rows.lengths[ids].mean()) for ids in parts]
         weights = {path: weight / length for (path, weight), length in zip(weights.items(), lengths, strict=True)}
-    counts = count_rows([len(ids) for ids in parts], list(weights.values()), data.mix_until)
+    num_rows = [len(ids) for ids in parts]
+    counts = count_rows(num_rows, list(weights.values()), data.mix_until, lengths, data.mix_tokens)
     used = [repeat_rows(ids, count, seed, n) for n, (ids, count) in enumerate(zip(parts, counts, strict=True))]
     num_tokens = [int(rows.lengths[ids].sum()) for ids in used]
     shares = [

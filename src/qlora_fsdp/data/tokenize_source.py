@@ -36,6 +36,7 @@ from qlora_fsdp.data.row import TOO_LONG
 from qlora_fsdp.data.sequences import Rows
 from qlora_fsdp.data.shards import Shards, find_bounds
 from qlora_fsdp.data.tokenize import Columns, RowTokenizer
+from qlora_fsdp.data.tokenizer import with_template
 from qlora_fsdp.data.work_folder import RAW, Plan, empty, find_work, open_work, remove_abandoned
 from qlora_fsdp.data.workers import num_cores
 
@@ -65,6 +66,7 @@ def tokenize_source(path: Paths, config: Config, tokenizer: PreTrainedTokenizerB
         DataError: the source can't be read, has no usable row, or the cache folder can't be written.
     """
     source = find_source(path, config.data, config.task)
+    tokenizer = with_template(tokenizer, config.data)
     folder = _entry_folder(source, config, tokenizer)
     try:
         entry = _load_whole(folder, config)
@@ -97,6 +99,7 @@ def load_source(
             nothing can be learned from.
     """
     source = find_source(path, config.data, config.task)
+    tokenizer = with_template(tokenizer, config.data)
     folder = _entry_folder(source, config, tokenizer)
     try:
         check_owner(folder, config.data.cache_folder)

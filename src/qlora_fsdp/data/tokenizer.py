@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from copy import copy
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
@@ -106,6 +107,16 @@ def load_tokenizer(model: ModelConfig, data: DataConfig) -> PreTrainedTokenizerB
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
     return tokenizer
+
+
+def with_template(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer with the chat template that counts for one data set of a mix, if that is another."""
+    template = tokenizer.chat_template if data.chat_template is None else read_template(data.chat_template)
+    if template == tokenizer.chat_template:
+        return tokenizer
+    own = copy(tokenizer)
+    own.chat_template = template
+    return own
 
 
 def template_name(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase
-
 from qlora_fsdp.common.errors import AdapterError
 from qlora_fsdp.common.files import digest_file
 from qlora_fsdp.config.adapter_config import ADAPTER_WEIGHTS
@@ -14,9 +12,10 @@ from qlora_fsdp.config.schema import Config
 from qlora_fsdp.config.settings import show, value_of
 from qlora_fsdp.config.start_adapter import SETTING, StartAdapter, read_start
 from qlora_fsdp.config.written import public_value
-from qlora_fsdp.data.tokenizer import AddedTokens, add_tokens, find_tokenizer, load_tokenizer
+from qlora_fsdp.data.tokenizer import AddedTokens
 from qlora_fsdp.model.assemble import AssembledModel, assemble
 from qlora_fsdp.model.base_files import describe_layers
+from qlora_fsdp.model.run_tokenizer import tokenizer_folder
 from qlora_fsdp.model.saved_adapter import BASE_FIX, SavedAdapter
 from qlora_fsdp.records.run_folder import writing
 from qlora_fsdp.records.run_state import START_FOLDER
@@ -64,7 +63,7 @@ def assemble_on(start: SavedAdapter | None, config: Config, processes: Processes
     if start is None:
         return assemble(config, config.lora, processes, trains=True)
     about, tokens = read_start(start.folder), start.read_tokens()
-    folder = _tokenizer_folder(start, config, tokens)
+    folder = tokenizer_folder(start, config, tokens)
     try:
         assembled = assemble(config, config.lora, processes, trains=True, tokenizer_folder=folder, saved_tokens=tokens)
     except AdapterError as error:
@@ -75,22 +74,6 @@ def assemble_on(start: SavedAdapter | None, config: Config, processes: Processes
     check_base(start, about, config, describe_layers(assembled, processes))
     start.check_values(processes)
     return replace(assembled, notes=[*assembled.notes, *_notes(start, about, config)])
-
-
-def load_run_tokenizer(config: Config) -> PreTrainedTokenizerBase:
-    """The tokenizer of a run, with new tokens, for those who look at its data alone."""
-    if config.lora.start is None:
-        tokenizer = load_tokenizer(config.model, config.data)
-    else:
-        start = SavedAdapter(find_start(config), SETTING)
-        folder = _tokenizer_folder(start, config, start.read_tokens())
-        tokenizer = find_tokenizer(config, None, folder, trains=False)
-    add_tokens(tokenizer, config.tokenizer)
-    return tokenizer
-
-
-def _tokenizer_folder(start: SavedAdapter, config: Config, tokens: AddedTokens) -> Path | None:
-    return start.folder if config.model.tokenizer_path is None or tokens.ids else None
 
 
 def check_base(start: SavedAdapter, about: StartAdapter, config: Config, fingerprint: str | None) -> None:

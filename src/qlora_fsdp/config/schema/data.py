@@ -15,6 +15,7 @@ DEFAULT_DATA = "timdettmers/openassistant-guanaco"
 class MixUntil(Enum):
     longest = "longest"
     shortest = "shortest"
+    tokens = "tokens"
 
 
 class MixBy(Enum):
@@ -53,12 +54,14 @@ class DataConfig:
     path: Any = field(default=DEFAULT_DATA, metadata=TEXT_OR_LIST)
     # Several of these with their weights, in place of path: {chats.jsonl: 3, code.jsonl: 1} takes three of four rows
     # from chats. A data set may have settings of its own, {code.jsonl: {weight: 1, max_rows: 5000}}: weight, max_rows,
-    # split, name, columns and system_prompt.
+    # split, name, format, chat_template, columns and system_prompt.
     mix: dict[str, Any] = field(default_factory=dict)
     # How long an epoch of a mix is. longest: until every row was seen, so that data sets which are small for their
     # weight are repeated. shortest: until the first data set is used up, so that no row is repeated and the others are
-    # not seen whole.
+    # not seen whole. tokens: about mix_tokens tokens.
     mix_until: MixUntil = MixUntil.longest
+    # Tokens of an epoch with mix_until=tokens.
+    mix_tokens: int | None = field(default=None, metadata=bounds(at_least=1))
     # What the weights of a mix are shares of: its rows or its tokens.
     mix_by: MixBy = MixBy.rows
     # Subset of a hub data set.
