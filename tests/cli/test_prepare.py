@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import os
@@ -87,6 +88,7 @@ def test_what_there_is_nothing_to_prepare_of(
 
 
 def hold_and_prepare(folder: Path, settings: list[str]) -> None:
+    gc.freeze()  # what is garbage of other tests here may belong to threads that the fork has not
     whole, calls = RowTokenizer.whole, 0
 
     def held(self: RowTokenizer, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import os
@@ -81,6 +82,11 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
+def prepare_in_fork(rows: Path, cache: Path) -> None:
+    gc.freeze()  # what is garbage of other tests here may belong to threads that the fork has not
+    prepare(rows, cache, num_proc=2)
+
+
 def test_what_was_tokenized_before_a_kill_is_used(tmp_path: Path, rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = tmp_path / "cache"
     expected = prepare(rows, tmp_path / "other")
@@ -92,9 +98,7 @@ def test_what_was_tokenized_before_a_kill_is_used(tmp_path: Path, rows: Path, mo
 
     with monkeypatch.context() as patch:
         watch_tokenizing(patch, hold)
-        process = multiprocessing.get_context("fork").Process(
-            target=prepare, args=(rows, cache), kwargs={"num_proc": 2}
-        )
+        process = multiprocessing.get_context("fork").Process(target=prepare_in_fork, args=(rows, cache))
         process.start()
         wait_for(lambda: len(list(tmp_path.glob("held-*"))) == 2)
         workers = psutil.Process(process.pid).children()
