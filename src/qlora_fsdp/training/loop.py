@@ -4,7 +4,7 @@ A step has two parts. Its passes, forward and backward of every micro-batch, mak
 update then changes the weights. The host queues both for the GPU and does not wait, so that the GPU always has work.
 Two things happen out of order for that reason:
 
-- A step's line of metrics.jsonl is written while the GPU computes the next step (`DeferredReport`).
+- A step's line of metrics.jsonl is written while the GPU computes the next step (`StepRecorder.write`).
 - The next step's passes may be queued before the host has read this step's loss (`PassQueue.queue_early`). This is
   right even if the loss turns out to be infinite, because the device itself leaves the weights as they are then.
 """
@@ -72,6 +72,7 @@ def train(
             passes = queue.of_step(step)
             is_first_update = not result.losses  # of this start
             read_figures = runner.update(passes, bad_steps.limit(), is_first_update)
+            recorder.queued_step()
 
             # The ranks agree here whether to save, before any of them waits for its GPU. The hosts make this sum, and a
             # host that waits for a rank which never arrives can name it. A GPU that waits for another GPU can't.
@@ -82,7 +83,7 @@ def train(
             if not (ends_here or saves_next or may_go_back or evaluation.is_due(step + 1)):
                 queue.queue_early(step + 1)
 
-            recorder.deferred.write()
+            recorder.write()
             figures = read_figures()
             is_good = bad_steps.check(step, figures.loss, figures.grad_norm, passes.batch.indices, passes.micro_losses)
             result.add_step(figures.loss, is_good)
@@ -92,7 +93,7 @@ def train(
                 with recorder.paused():
                     saver.after_step(step + 1, must_save)
     finally:
-        recorder.deferred.write()
+        recorder.write()
     result.add_evaluation(num_steps, evaluation.run(runner.model, num_steps))
     result.add_measured(recorder)
     return result
@@ -126,7 +127,7 @@ class PassQueue:
 
     def _queue(self, step: int) -> StepPasses:
         _seed_dropout(self.batches.seed, step, self.batches.rank)
-        return self.runner.run_passes(self.micro_batches, self.batches.of_step(step), self.recorder.deferred.write)
+        return self.runner.run_passes(self.micro_batches, self.batches.of_step(step), self.recorder.write)
 
 
 def _seed_dropout(seed: int, step: int, rank: int) -> None:
