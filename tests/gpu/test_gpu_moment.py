@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -20,5 +22,5 @@ def test_what_is_queued_between_two_moments_is_what_is_timed() -> None:
     for factor in (1, 10):
         torch.cuda._sleep(factor * CYCLES)
         moments.append(Moment(device))
-    short, long = (later.seconds_since(earlier) for earlier, later in zip(moments, moments[1:], strict=False))
+    short, long = (later.seconds_since(earlier) for earlier, later in pairwise(moments))
     assert 5 * short < long < 20 * short
