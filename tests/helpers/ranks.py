@@ -6,10 +6,12 @@ a second. With a GPU they are spawned, because the libraries touch CUDA when imp
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import pickle
 import random
+import signal
 import socket
 import threading
 import time
@@ -28,6 +30,7 @@ import torch.distributed as dist
 
 PRELOADED = ["tests.helpers.preloaded"]
 GRACE_SECONDS = 3.0  # for the other ranks to say what they think went wrong, once one has failed
+MOST_OUTPUT = 8000  # characters of a failed rank's output in the message
 
 
 class RanksFailed(AssertionError):
@@ -55,13 +58,12 @@ def run_ranks(
             results, errors = _collect(ranks.pipes, time.monotonic() + timeout_seconds)
         finally:
             ranks.kill()
-        for rank in sorted(set(range(num_ranks)) - results.keys() - errors.keys()):
-            tail = logs[rank].read_text(errors="replace")[-2000:]
-            errors[rank] = (
-                f"killed: no result within {timeout_seconds:.0f} s, or another rank failed. Its output ends:\n{tail}"
-            )
+        for rank in set(range(num_ranks)) - results.keys() - errors.keys():
+            errors[rank] = f"killed: no result within {timeout_seconds:.0f} s, or another rank failed"
+        outputs = {rank: logs[rank].read_text(errors="replace")[-MOST_OUTPUT:] for rank in errors}
     if errors:
-        raise RanksFailed("\n".join(f"rank {rank}: {text}" for rank, text in sorted(errors.items())))
+        told = (f"rank {rank}: {text}\nIts output ends:\n{outputs[rank]}" for rank, text in sorted(errors.items()))
+        raise RanksFailed("\n".join(told))
     return [results[rank] for rank in range(num_ranks)]
 
 
@@ -91,7 +93,11 @@ class StartedRanks:
             self.processes.append(process)
 
     def kill(self) -> None:
+        """End all processes. One that still lives writes to its log where each of its threads stands."""
         for process in self.processes:
+            if process.is_alive():
+                os.kill(process.pid, signal.SIGUSR2)
+            process.join(GRACE_SECONDS)
             process.kill()
             process.join()
 
@@ -165,6 +171,7 @@ def _run_rank(
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)  # ranks may share it
     os.dup2(output, 1)
     os.dup2(output, 2)
+    faulthandler.register(signal.SIGUSR2, chain=True)  # `kill` asks where the threads stand; then the process ends
     torch.set_num_threads(1)
     os.environ |= {
         "RANK": str(rank),
