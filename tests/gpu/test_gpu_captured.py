@@ -11,7 +11,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from qlora_fsdp.common.errors import TrainingError
 from qlora_fsdp.model.causal_lm import CausalLM
+from qlora_fsdp.training.bad_steps import BadSteps
 from tests.helpers.preferences import write_pairs
 from tests.helpers.ranks import once, run_ranks
 from tests.helpers.runs import Trained, settings, train_all, train_here
@@ -150,3 +152,25 @@ def test_a_graph_that_gets_no_memory_is_launched_and_changes_no_bit(checkpoint, 
     log = (tmp_path / "short" / "train.log").read_text()
     assert log.count("Step: no CUDA graph could be recorded") == 1 and RECORDED not in log, log
     assert short.losses == eager.losses
+
+
+def train_after_an_error(failing: list[str], argv: list[str]) -> Trained:
+    """A run that ends with an error once it has graphs, and another one in the same process."""
+
+    def fail(self: BadSteps, step: int, *args: Any) -> bool:
+        if step == 4:
+            raise TrainingError("as asked")
+        return True
+
+    with patch.object(BadSteps, "check", fail), pytest.raises(TrainingError, match="as asked"):
+        train_here(failing)
+    return train_here(argv)
+
+
+def test_an_error_ends_a_run_that_has_graphs_of_all_ranks(checkpoint, rows: Path, tmp_path: Path):
+    def argv(name: str) -> list[str]:
+        return settings(checkpoint("llama"), rows, *PLAIN, "training.max_steps=6", f"run.folder={tmp_path / name}")
+
+    for rank in run_ranks(NUM_RANKS, train_after_an_error, argv("failing"), argv("next"), gpu=True):
+        assert len(rank.losses) == 6
+    assert RECORDED in (tmp_path / "failing" / "train.log").read_text()

@@ -33,6 +33,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -172,6 +173,17 @@ class CapturedPasses:
             return graph.run(batch)
         self.num_evaluated[key] += 1
         return self.eager.evaluate(batch)
+
+    def close(self) -> None:
+        """Destroy all graphs, also those that the traceback of an error still refers to.
+
+        A rank can't leave NCCL's communicator while there is a graph with its collectives: the call waits forever.
+        """
+        with suppress(RuntimeError):  # after an error of CUDA's, which is what the run ends with
+            for graph in (*self.graphs.values(), *self.held_out.values()):
+                graph.graph.reset()
+        self.graphs.clear()
+        self.held_out.clear()
 
     def _can_record_evaluations(self) -> bool:
         # Models of other classes, under FSDP or with labels, do more on the host than to queue kernels.

@@ -44,6 +44,9 @@ class Passes(Protocol):
     def evaluate(self, batch: Batch) -> Tensor:
         """Queue the forward of held-out rows, and return the sum of their losses, as `run` does; without gradients."""
 
+    def close(self) -> None:
+        """Give back what the passes hold on the device. No pass may follow. Every rank calls it before it parts."""
+
 
 def place(batch: Batch, device: torch.device, deterministic: bool) -> Batch:
     """The micro-batch on the device, laid out as a pass of training has it; see `EagerPasses`.
@@ -95,3 +98,6 @@ class EagerPasses:
         """Queue forward, and return the sum of the losses."""
         loss: Tensor = self.model(self.model.with_reference(place(batch, self.device, self.deterministic)))
         return loss
+
+    def close(self) -> None:
+        """Nothing is held."""

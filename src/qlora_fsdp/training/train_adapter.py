@@ -92,6 +92,7 @@ def train_adapter(
         save_adapter(model.model, folder / "adapter", prepared.tokenizer, describe(), settings, processes)
         figures |= {"status": "finished"} | result.describe()
     finally:
+        passes.close()
         summary.trained(saver.describe())
         journal.close(figures)
     return result
