@@ -69,7 +69,7 @@ def chat(settings: ChatSettings, config: Config, processes: Processes) -> None:
         from qlora_fsdp.inference.prompts import check_template
         from qlora_fsdp.inference.trained import load_trained
 
-    trained = load_trained(config, settings.adapter, processes, generates=True)
+    trained = load_trained(config, settings.adapter, processes, generates=True, may_spread=True)
     check_template(trained.tokenizer, "chat")
     form = read_trained_on(settings.adapter)
     if form not in (None, DataFormat.messages):
@@ -81,7 +81,11 @@ def chat(settings: ChatSettings, config: Config, processes: Processes) -> None:
     interrupts = Interrupts()
     # With several processes, signals are the watch's, and no rank may stop alone.
     with interrupts.taken() if processes.num_ranks == 1 else nullcontext():
-        _talk(answerer, settings, interrupts, processes)
+        try:
+            _talk(answerer, settings, interrupts, processes)
+        finally:
+            if answerer.completer is not None:
+                answerer.completer.release()
 
 
 def _talk(answerer: Answerer, settings: ChatSettings, interrupts: Interrupts, processes: Processes) -> None:

@@ -42,7 +42,7 @@ usage: qlora-fsdp generate [adapter=DIR] prompt=TEXT [launch.num_processes=N] [s
   batch_size=N        prompts a process at a time, at most (default: 64, or as many as its GPU has memory for)
   seed=0              of sampling
 
-Several processes share the prompts. Each holds the whole model, or a part of one that a GPU can't hold.
+Several processes share the prompts if each can hold the whole model, and else the model's layers.
 
 examples:
   qlora-fsdp generate adapter=outputs/run/adapter prompt="What does `textwrap.dedent(text)` do?"
@@ -74,10 +74,11 @@ def generate_completions(settings: GenerateSettings, config: Config, processes: 
     with quick_imports():
         from qlora_fsdp.inference.trained import load_trained, num_positions
 
-    trained = load_trained(config, settings.adapter, processes, generates=True)
+    trained = load_trained(config, settings.adapter, processes, generates=True, may_spread=True)
     prompts = _tokenize(rows, trained, settings)
     _check_lengths(prompts, settings, num_positions(trained))
-    mine = range(processes.rank, len(rows), processes.num_ranks)
+    # Ranks that share the layers complete all prompts together, others each their share.
+    mine = range(len(rows)) if trained.chain is not None else range(processes.rank, len(rows), processes.num_ranks)
     completions = complete([prompts[i] for i in mine], len(rows), trained, settings, config, processes)
     parts = processes.gather(dict(zip(mine, completions, strict=True)), patiently=True)
     everyone: dict[int, str] = {number: text for part in parts for number, text in part.items()}
@@ -130,7 +131,10 @@ def complete(
     else:
         torch.manual_seed(settings.seed * 1_000_003 + processes.rank)
         requests = [Request(prompt, settings.max_new_tokens) for prompt in prompts]
-        completer.complete(requests)
+        try:
+            completer.complete(requests)
+        finally:
+            completer.release()
         completions = [request.completion for request in requests]
     return [str(trained.tokenizer.decode(tokens, skip_special_tokens=True)) for tokens in completions]
 

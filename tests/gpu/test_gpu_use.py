@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from qlora_fsdp import generate, merge
 from qlora_fsdp.doctor.gpus import check_gpus
+from qlora_fsdp.inference import trained
 from tests.helpers.ranks import Meeting, run_ranks
 from tests.helpers.runs import settings, train_all
 
@@ -23,6 +25,15 @@ def test_doctor() -> None:
     for index in range(torch.cuda.device_count()):
         assert {f"GPU {index}", f"GPU {index} bytes", f"GPU {index} bnb"} <= findings.keys()
     assert all(finding.level != "red" for finding in findings.values()), findings
+
+
+def complete_together(adapter: Path, folder: Path, prompts: Path) -> None:
+    """Complete in float32 with layers that are spread over all GPUs, as if none could hold the model; twice."""
+    for name in ("first", "second"):
+        Meeting.new_port()
+        out = [f"prompts={prompts}", f"out={folder / name}.jsonl", "max_new_tokens=16"]
+        with patch.object(trained, "WHOLE_SHARE", 0.0):
+            assert generate.main([f"adapter={adapter}", "training.precision=float32", *out]) == 0
 
 
 def use(adapter: Path, folder: Path, prompts: Path) -> None:
@@ -51,3 +62,8 @@ def test_completions_and_merges_are_those_of_a_cpu(rows: Path, tmp_path: Path) -
         assert report["kl_mean"] < 1e-4
         found[device] = (folder / "completions.jsonl").read_text()
     assert found["cpu"] == found["gpu"]
+    num_gpus = torch.cuda.device_count()
+    if num_gpus > 1:
+        run_ranks(num_gpus, complete_together, tmp_path / "run" / "adapter", tmp_path, prompts, gpu=True)
+        for name in ("first", "second"):
+            assert (tmp_path / f"{name}.jsonl").read_text() == found["gpu"]

@@ -25,6 +25,7 @@ from qlora_fsdp.decoding.steps import Steps
 from qlora_fsdp.layers.decode_linear import DecodeLayers
 from qlora_fsdp.layers.slot_attention import Step, running
 from qlora_fsdp.memory.slots import MAX_SLOTS, round_length, round_slots
+from qlora_fsdp.runtime.chain import Chain
 
 PROMPT_TOKENS = 16_384  # tokens of prompts that are read in one call
 CACHE_SHARE = 0.6  # of the free memory; the rest is for reading prompts
@@ -86,6 +87,7 @@ class Completer:
         max_slots: texts that run at the same time, at most.
         captures: record steps as CUDA graphs, on a GPU.
         prompt_tokens: of prompts that are read in one call, at most, unless a single prompt has more.
+        chain: the ranks that each have a part of the model; None: it is whole here. They complete the same requests.
     """
 
     def __init__(
@@ -98,11 +100,12 @@ class Completer:
         max_slots: int = MAX_SLOTS,
         captures: bool = True,
         prompt_tokens: int = PROMPT_TOKENS,
+        chain: Chain | None = None,
     ) -> None:
         self.base, self.device, self.sampling = base, device, sampling
         self.ends, self.pad_token_id = frozenset(end_token_ids), pad_token_id
         self.max_slots, self.captures, self.prompt_tokens = max_slots, captures, prompt_tokens
-        self.layers = DecodeLayers(base)
+        self.chain, self.layers = chain, DecodeLayers(base)
         self.steps: Steps | None = None
         self.num_wanted = 0  # slots that there would be if there were memory for all
 
@@ -130,6 +133,8 @@ class Completer:
 
     def release(self) -> None:
         """Give back the memory of slots and graph."""
+        if self.steps is not None:
+            self.steps.close()
         self.steps = None
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -166,7 +171,7 @@ class Completer:
             try:
                 steps.admit(slots[:num], [request.prompt for request in admitted[:num]], self.pad_token_id)
             except torch.OutOfMemoryError:
-                if num == 1:
+                if num == 1 or self.chain is not None:  # ranks in a chain read the same prompts in each call
                     raise
                 self.prompt_tokens = num * len(admitted[num - 1].prompt) // 2  # from now on
                 continue
@@ -200,13 +205,23 @@ class Completer:
         # A conversation grows: its slots grow by the double, so that few graphs are recorded.
         length = round_length(max(longest, min(2 * before, 2 * longest)))
         num_slots = min(wanted, max(1, self._free_bytes() // max(1, cache.token_bytes * length)))
+        if self.chain is not None:
+            num_slots = self.chain.least(num_slots)
         while self.steps is None:
             try:
                 self.steps = Steps(
-                    self.base, self.sampling, num_slots, length, cache, num_logits, self.device, self.captures
+                    self.base,
+                    self.sampling,
+                    num_slots,
+                    length,
+                    cache,
+                    num_logits,
+                    self.device,
+                    self.captures,
+                    self.chain,
                 )
             except torch.OutOfMemoryError:
-                if num_slots == 1:
+                if num_slots == 1 or self.chain is not None:
                     raise
                 cache.free()
                 num_slots //= 2

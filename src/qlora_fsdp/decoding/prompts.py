@@ -69,6 +69,12 @@ class Prompts:
             recorded.tokens.copy_(tokens)
             recorded.graph.replay()
 
+    def close(self) -> None:
+        """Destroy the graphs."""
+        for recorded in self.graphs.values():
+            recorded.graph.reset()
+        self.graphs.clear()
+
     def _rounded(self, num_rows: int, length: int) -> tuple[int, int] | None:
         """The shape that a call is padded to; None if it is not to be recorded."""
         rows, length = 1 << (num_rows - 1).bit_length(), -(length // -LENGTH_STEP) * LENGTH_STEP

@@ -18,6 +18,7 @@ from qlora_fsdp.decoding.recording import record
 from qlora_fsdp.decoding.sampling import Sampling
 from qlora_fsdp.decoding.slots import SlotCache
 from qlora_fsdp.layers.slot_attention import Step, running
+from qlora_fsdp.runtime.chain import Chain
 
 WARM_UP = 2  # steps that are launched kernel by kernel, which compiles what they need
 
@@ -34,6 +35,7 @@ class Steps:
         num_logits: of the model's output, for each token.
         device: of the model.
         captures: record a step as a CUDA graph.
+        chain: the ranks that each have a part of the model; None: it is whole here.
 
     Attributes:
         tokens: int64 [num_slots], the last token of each text, which is not in the cache yet.
@@ -51,8 +53,9 @@ class Steps:
         num_logits: int,
         device: torch.device,
         captures: bool,
+        chain: Chain | None = None,
     ) -> None:
-        self.call = partial(_call, base, cache)
+        self.call, self.chain = partial(_call, base, cache), chain
         self.sampling, self.num_slots, self.length, self.cache = sampling, num_slots, length, cache
         self.device = device
         self.captures = captures and device.type == "cuda"
@@ -101,10 +104,18 @@ class Steps:
     def _advance(self) -> None:
         """The next token of each slot, in place."""
         chosen = self.sampling.choose(self.logits(), self.seen)
+        if self.chain is not None:
+            self.chain.share_last(chosen)
         if self.seen is not None:
             self.seen.scatter_(1, chosen[:, None], True)
         self.tokens.copy_(chosen)
         self.positions.add_(1).clamp_(max=self.length - 1)  # texts that have ended run on until the slot is given away
+
+    def close(self) -> None:
+        """Destroy the graphs. A rank can't leave NCCL's communicator while there is a graph with its calls."""
+        if self.graph is not None:
+            self.graph.reset()
+        self.prompts.close()
 
     def logits(self) -> Tensor:
         """Logits of each text's next token [num_slots, vocabulary]. The last token's keys and values are kept."""

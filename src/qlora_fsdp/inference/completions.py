@@ -43,6 +43,7 @@ def make_completer(
     reason = "the model is in shards" if isinstance(trained.model, FSDPModule) else why_not(generation)
     reason = reason or why_not_in_slots(trained.model.base.config, config.model.trust_remote_code)
     if reason is not None:
+        assert trained.chain is None  # layers are spread only where there is no reason
         log.info(f"Generation: by transformers, a token at a time ({reason})")
         return None
     tokenizer = trained.tokenizer
@@ -54,6 +55,7 @@ def make_completer(
         end_tokens(generation),
         tokenizer.pad_token_id,
         max_slots or MAX_SLOTS,
+        chain=trained.chain,
     )
 
 

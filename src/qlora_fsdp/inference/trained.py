@@ -15,19 +15,24 @@ from qlora_fsdp.config.adapter_config import read_lora
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.data.tokenizer import NO_TOKENS, template_name
+from qlora_fsdp.decoding.sampling import why_not
+from qlora_fsdp.decoding.trial import why_not_in_slots
 from qlora_fsdp.model.assemble import AssembledModel, assemble
 from qlora_fsdp.model.base_files import describe_base
 from qlora_fsdp.model.count import dtype_name
 from qlora_fsdp.model.initialize_adapters import initialize_adapters
 from qlora_fsdp.model.materialize import materialize
 from qlora_fsdp.model.saved_adapter import NO_ADAPTER, SavedAdapter
+from qlora_fsdp.model.spread import bytes_of_fullest, find_layers, spread_layers, why_not_spread
 from qlora_fsdp.model.task_model import TaskModel
+from qlora_fsdp.runtime.chain import Chain
 from qlora_fsdp.runtime.fallbacks import check_bitsandbytes
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.run_command import log
 from qlora_fsdp.weights.quantized_cache import use_cache
 
 WHOLE_SHARE = 0.6  # of a GPU's free memory that a whole model may take; the rest is for texts and what computing takes
+SPREAD_SHARE = 0.85  # that a part of one may take: gathering the model for each token is the only other way
 
 
 def assemble_trained(
@@ -69,8 +74,19 @@ def assemble_trained(
     return trained
 
 
-def load_trained(config: Config, adapter: str | None, processes: Processes, generates: bool = False) -> AssembledModel:
+def load_trained(
+    config: Config, adapter: str | None, processes: Processes, generates: bool = False, may_spread: bool = False
+) -> AssembledModel:
     """Assemble as `assemble_trained` does, and load base and adapter. The model is in evaluation mode. Collective.
+
+    Several ranks each get the whole model where it fits, else some of its layers (`chain` is set), else a shard.
+
+    Args:
+        config: as of `assemble_trained`; also the next three.
+        adapter: PEFT's folder.
+        processes: all ranks take part.
+        generates: the model is for `generate`.
+        may_spread: layers may be spread over ranks, all of which then complete the same prompts together.
 
     Raises:
         AdapterError: the adapter is not LoRA, does not fit the base, or has NaN or infinite values.
@@ -86,16 +102,24 @@ def load_trained(config: Config, adapter: str | None, processes: Processes, gene
         if adapter is not None:
             SavedAdapter(Path(adapter).expanduser()).load(model)
 
-    is_whole = fits_whole(trained, config, processes)
-    loaded = materialize(trained, config, processes, fill_adapters, shards=processes.num_ranks > 1 and not is_whole)
+    is_whole = processes.num_ranks == 1 or fits_whole(trained, config, processes)
+    if may_spread and not is_whole and _can_spread(trained, config, processes):
+        chain = Chain(processes)
+        trained = replace(trained, chain=chain)
+        spread_layers(trained.model.base, chain, trained.dtype)
+        own = {id(module) for module in trained.model.modules()}
+        meta.assignments = [assignment for assignment in meta.assignments if id(assignment.module) in own]
+    shards = not is_whole and trained.chain is None
+    loaded = materialize(trained, config, processes, fill_adapters, shards=shards)
     trained.model.eval()
     if loaded.units:
         _run_from_the_root(trained.model, device)
-    whole = ", each with the whole model" if is_whole and processes.num_ranks > 1 else ""
+    kind = "with some of its layers" if trained.chain is not None else "with a part of each layer"
+    part = "" if processes.num_ranks == 1 else f", each {'with the whole model' if is_whole else kind}"
     template = f", chat template: {template_name(trained.tokenizer)}" if generates else ""
     log.info(
         f"Model: {meta.model.name_or_path}, {meta.kind}, {dtype_name(trained.dtype)}, adapter: {adapter or 'none'}, "
-        f"{plural(processes.num_ranks, 'rank')} on {device.type}{whole}{template}"
+        f"{plural(processes.num_ranks, 'rank')} on {device.type}{part}{template}"
     )
     return trained
 
@@ -110,6 +134,23 @@ def fits_whole(trained: AssembledModel, config: Config, processes: Processes) ->
     num_bytes = sum(param.numel() * param.itemsize for param in trained.model.parameters())
     free = -processes.max([-float(torch.cuda.mem_get_info(processes.device)[0])])[0]
     return num_bytes <= WHOLE_SHARE * free
+
+
+def _can_spread(trained: AssembledModel, config: Config, processes: Processes) -> bool:
+    """Whether ranks can each keep some of the layers. Collective."""
+    base, num_ranks = trained.model.base, processes.num_ranks
+    if config.fsdp.cpu_offload or len(find_layers(base)) < num_ranks:
+        return False
+    if processes.device.type == "cuda":
+        free = -processes.max([-float(torch.cuda.mem_get_info(processes.device)[0])])[0]
+        if bytes_of_fullest(base, num_ranks) > SPREAD_SHARE * free:
+            return False
+    trusts, generation = config.model.trust_remote_code, generation_config(trained)
+    generation.update(do_sample=True)  # as a command may: then all settings are used
+    reason = why_not(generation) or why_not_in_slots(base.config, trusts) or why_not_spread(base.config, trusts)
+    if reason is not None:
+        log.info(f"Model: its layers are not spread over ranks: {reason}")
+    return reason is None
 
 
 def generation_config(trained: AssembledModel) -> GenerationConfig:

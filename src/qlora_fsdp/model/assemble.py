@@ -39,6 +39,7 @@ from qlora_fsdp.model.router_loss import RouterLoss, describe_router_loss
 from qlora_fsdp.model.slices import check_slices, whole_attention
 from qlora_fsdp.model.targets import describe_left_out, find_left_out
 from qlora_fsdp.model.task_model import TaskModel
+from qlora_fsdp.runtime.chain import Chain
 from qlora_fsdp.runtime.hardware import choose_dtype
 from qlora_fsdp.runtime.mesh import join_context_group
 from qlora_fsdp.runtime.processes import Processes
@@ -65,6 +66,7 @@ class AssembledModel:
         num_fp8_layers: layers that multiply in fp8.
         num_fused_groups: groups of linear layers that are computed together.
         notes: what the user should know, one sentence each, for the log.
+        chain: the ranks over which the layers are spread (`spread_layers`); None if they are not.
     """
 
     model: TaskModel
@@ -81,6 +83,7 @@ class AssembledModel:
     num_fp8_layers: int
     num_fused_groups: int
     notes: list[str]
+    chain: Chain | None = None
 
     def settle(self, config: Config) -> Config:
         """The settings, with `training.packing` decided."""
