@@ -739,6 +739,22 @@ def test_one_file_may_be_trained_on_and_held_out_by_slices(tmp_path, run):
     assert texts(prepared.eval) == ["8", "9"]
 
 
+def test_files_have_no_splits_but_train(tmp_path, run):
+    """`test` of a file would be all of its rows, those that are trained on too."""
+    path = write_lines(tmp_path / "rows.jsonl", *({"text": str(i)} for i in range(4)))
+    with pytest.raises(DataError, match=r"data\.split=test: .*rows\.jsonl has no splits\. .*Leave data\.split out"):
+        run(path, split="test")
+    with pytest.raises(DataError, match=r"data\.eval_split=test\[:2\]: .*rows\.jsonl has no splits\."):
+        run(path, eval_path=str(path), eval_split="test[:2]")
+    with pytest.raises(DataError, match=r"data\.mix\..*rows\.jsonl\.split=test: .*rows\.jsonl has no splits\."):
+        run(None, mix={str(path): {"split": "test"}, str(tmp_path): 1})
+    splits = {"train": [{"text": "a"}], "extra": [{"text": "b"}]}
+    by_name = {name: datasets.Dataset.from_list(rows) for name, rows in splits.items()}
+    datasets.DatasetDict(by_name).save_to_disk(str(tmp_path / "saved"))
+    prepared = run(tmp_path / "saved", split="extra", eval_path=str(path))  # the name is that of data.path's split
+    assert (texts(prepared.train), len(texts(prepared.eval))) == (["b"], 4)
+
+
 def test_data_seed_chooses_rows_whatever_the_seed_of_training(tmp_path, run):
     path = write_lines(tmp_path / "rows.jsonl", *({"text": str(i)} for i in range(100)))
     first = run(path, max_rows=40, eval_fraction=0.25, data_seed=3)

@@ -13,6 +13,7 @@ import numpy as np
 import peft
 import pytest
 import torch
+from tests.helpers.checkpoints import SHAPE
 from tests.helpers.packed import SMALL, packed_rows_stay_apart, real_config
 from tests.helpers.patched import liger_kernels
 from tests.helpers.quick_config import load_config
@@ -255,8 +256,19 @@ def plain(module: nn.Module) -> dict[str, Any]:
     }
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3_text", "gpt_neox"])
+@pytest.mark.parametrize(("hidden", "heads"), [(32, 1), (64, 2), (192, 3), (24, 3)])
+def test_models_of_few_heads_are_tried(family: str, hidden: int, heads: int):
+    """A model that is smaller than the trial's: its heads can't be shrunk, and need not divide the trial's width."""
+    shape = SHAPE | SMALL.get(family, {}) | {"hidden_size": hidden, "num_attention_heads": heads}
+    config = AutoConfig.for_model(family, **shape | {"num_key_value_heads": heads, "head_dim": hidden // heads})
+    trial = RowTrial(config, LONG)
+    assert (trial.error, trial.why_not_packed(BY_STARTS)) == (None, None)
+
+
 def test_sizes_of_unknown_names_are_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(small_configs, "_SIZES", {})
+    for sizes in ("_SIZES", "_WIDTHS"):
+        monkeypatch.setattr(small_configs, sizes, {})
     found = RowTrial(real_config("llama"), LONG).why_not_packed("sdpa")
     assert "a small model of its kind, to try it with, fails (ValueError: it has " in str(found)
 

@@ -57,6 +57,22 @@ def test_llama_3_goes_further_by_its_own_type() -> None:
     assert all(torch.equal(value, frequencies(stock)[name]) for name, value in frequencies(ours).items())
 
 
+def test_positions_before_scaling_may_be_stated() -> None:
+    """As Qwen's pages have it: Qwen 3 knows 40,960 positions, and these pages scale from 32,768."""
+    wanted = {**YARN, "original_max_position_embeddings": 192}
+    ours, stock = make_config(), make_config(rope_scaling=wanted, max_position_embeddings=768)
+    scale_rope(ours, wanted)
+    assert (ours.rope_parameters, ours.max_position_embeddings) == (stock.rope_parameters, 768)
+    assert all(torch.equal(value, frequencies(stock)[name]) for name, value in frequencies(ours).items())
+
+
+def test_what_transformers_can_not_compute_is_the_settings_fault() -> None:
+    with pytest.raises(ConfigError, match=r"model\.rope_scaling=.* can't be computed by transformers for mixtral"):
+        scale_rope(make_config("mixtral"), YARN)
+    with pytest.raises(ConfigError, match=r"model\.rope_scaling=.* can't be computed by transformers for llama"):
+        scale_rope(make_config(), {**YARN, "rope_theta": 1.0})
+
+
 def test_windows_are_not_stretched() -> None:
     ours = make_config("gemma3_text", head_dim=16)
     before = dict(ours.rope_parameters)
@@ -79,6 +95,15 @@ def test_a_model_without_rotary_embeddings_is_refused() -> None:
         ("{rope_type:yarn}", "needs a factor above 1, up to 1024"),
         ("{rope_type:yarn,factor:0.5}", "needs a factor above 1"),
         ("{rope_type:yarn,factor:.inf}", "needs a factor above 1"),
+        ("{rope_type:yarn,factor:2.0,beta_fst:16}", "has beta_fst, which yarn does not take"),
+        ("{rope_type:linear,factor:2.0,beta_fast:16}", "has beta_fast, which linear does not take"),
+        ("{rope_type:yarn,factor:2.0,beta_fast:x}", "has beta_fast=x, which is no number above 0"),
+        ("{rope_type:yarn,factor:2.0,attention_factor:-1}", "has attention_factor=-1, which is no number above 0"),
+        ("{rope_type:yarn,factor:2.0,original_max_position_embeddings:many}", "is no number above 0"),
+        ("{rope_type:yarn,factor:2.0,rope_theta:0}", "has rope_theta=0, which is no number above 0"),
+        ("{rope_type:yarn,factor:2.0,truncate:1}", "has truncate=1, which is neither true nor false"),
+        ("{rope_type:llama3,factor:2.0,low_freq_factor:4}", "needs a low_freq_factor below high_freq_factor"),
+        ("{rope_type:yarn,factor:2.0,beta_slow:33}", "needs a beta_slow below beta_fast"),
     ],
 )
 def test_values_of_no_use_are_refused(value: str, message: str) -> None:

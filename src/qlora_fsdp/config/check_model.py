@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
+from typing import Any, TypeGuard
 
 from qlora_fsdp.common.errors import Problem
 from qlora_fsdp.common.hub_names import path_exists
@@ -11,7 +13,15 @@ from qlora_fsdp.config.schema import Config, DataFormat, Dtype, EmbeddingStorage
 from qlora_fsdp.config.settings import problem_about, problem_with, show, value_of
 
 NO_FLOAT16 = "needs loss scaling, which is not here: small gradients would become 0."
-ROPE_TYPES = ("yarn", "linear", "llama3")
+# The types of scaled rotary embeddings, with the numbers that transformers takes for each besides those of all.
+ROPE_TYPES = {
+    "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
+    "linear": (),
+    "llama3": ("low_freq_factor", "high_freq_factor"),
+}
+_ROPE_COMMON = ("factor", "rope_theta", "original_max_position_embeddings")
+# The lower and the higher of two of them, with their values where they are not set.
+_ROPE_ORDER = {"yarn": ("beta_slow", 1, "beta_fast", 32), "llama3": ("low_freq_factor", 1, "high_freq_factor", 4)}
 MAX_ROPE_FACTOR = 1024
 _INIT_LORA_WEIGHTS = ("gaussian", "orthogonal")  # besides true, those of PEFT's that leave the base weights alone
 
@@ -59,13 +69,42 @@ def _rope_scaling(config: Config) -> Iterator[Problem]:
     wanted, example = config.model.rope_scaling, "Set model.rope_scaling={rope_type:yarn,factor:4.0}."
     if not wanted:
         return
-    if wanted.get("rope_type") not in ROPE_TYPES:
+    kind = wanted.get("rope_type")
+    if kind not in ROPE_TYPES:
         reason = f"has no rope_type of {', '.join(ROPE_TYPES)}."
         yield problem_with(config, "model.rope_scaling", reason, example)
     factor = wanted.get("factor")
-    if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 1 < factor <= MAX_ROPE_FACTOR:
+    if not _is_number(factor) or not 1 < factor <= MAX_ROPE_FACTOR:
         reason = f"needs a factor above 1, up to {MAX_ROPE_FACTOR}: how many times as many positions."
         yield problem_with(config, "model.rope_scaling", reason, example)
+    if kind in ROPE_TYPES:
+        for reason in _rope_mistakes(kind, wanted):
+            yield problem_with(
+                config, "model.rope_scaling", reason, "Leave it out, or set it as docs/long-rows.md says."
+            )
+
+
+def _rope_mistakes(kind: str, wanted: dict[str, Any]) -> Iterator[str]:
+    """What is wrong with the values of `model.rope_scaling` besides its type and its factor."""
+    numbers = (*_ROPE_COMMON, *ROPE_TYPES[kind])
+    found = [key for key in wanted if key not in ("rope_type", "factor")]
+    for key in found:
+        if kind == "yarn" and key == "truncate":
+            if not isinstance(wanted[key], bool):
+                yield f"has truncate={wanted[key]}, which is neither true nor false."
+        elif key not in numbers:
+            yield f"has {key}, which {kind} does not take: {', '.join(numbers)}."
+        elif not (_is_number(wanted[key]) and 0 < wanted[key] < math.inf):
+            yield f"has {key}={wanted[key]}, which is no number above 0."
+    if kind in _ROPE_ORDER:
+        low, low_default, high, high_default = _ROPE_ORDER[kind]
+        ends = wanted.get(low, low_default), wanted.get(high, high_default)
+        if all(map(_is_number, ends)) and ends[0] >= ends[1]:
+            yield f"needs a {low} below {high}."
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _missing(config: Config, key: str, fix: str) -> Iterator[Problem]:

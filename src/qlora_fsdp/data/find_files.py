@@ -53,6 +53,11 @@ def find_files(path: str, split: str, setting: str) -> tuple[list[RowFile], list
     raise DataError(f"{setting}={path} is a folder with no file of {known_suffixes()}.")
 
 
+def has_splits(path: str) -> bool:
+    """Whether a path leads to a data set of several splits, which `save_to_disk` wrote."""
+    return not is_remote(path) and any((found / SAVED_SPLITS).is_file() for found in match(path))
+
+
 def _list(found: Path, path: str, split: str, setting: str) -> Iterable[tuple[str, Path]]:
     """The files of what a path has led to, with the names by which they are told. Links to folders are among them."""
     if not found.is_dir():

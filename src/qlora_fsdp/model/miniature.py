@@ -21,9 +21,8 @@ MAX_PARAMETERS = 20_000_000  # a config with more is one whose sizes have names 
 # Sizes by the names that configs give them. A size that is smaller already stays.
 _SIZES = {
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCAB),
-    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim"), HIDDEN),
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "linear_num_heads"), NUM_HEADS),
-    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), NUM_HEADS),
+    "word_embed_proj_dim": HIDDEN,
+    "linear_num_heads": NUM_HEADS,
     **dict.fromkeys(("head_dim", "global_head_dim", "v_head_dim", "qk_nope_head_dim", "linear_head_dim"), HEAD_DIM),
     **dict.fromkeys(("qk_rope_head_dim", "rotary_dim", "laurel_rank", "mamba_dt_rank"), HEAD_DIM // 2),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "hidden_size_per_layer_input"), HEAD_DIM),
@@ -44,6 +43,9 @@ _SIZES = {
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), HEAD_DIM),
     **dict.fromkeys(("mamba_chunk_size", "chunk_size"), WINDOW),
 }
+# Sizes that are set even where they are smaller already: the width, and the heads, which must divide it.
+_HEADS = ("num_attention_heads", "n_head", "n_heads", "encoder_attention_heads", "decoder_attention_heads")
+_WIDTHS = {**dict.fromkeys(("hidden_size", "n_embd", "d_model"), HIDDEN), **dict.fromkeys(_HEADS, NUM_HEADS)}
 # Numbers of tokens from which on something changes. Those that no sequence reaches stay.
 _WINDOWS = ("sliding_window", "attention_chunk_size", "window_size", "floor_scale")
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "num_global_key_value_heads")
@@ -91,9 +93,11 @@ def miniature(config: PretrainedConfig, max_length: int) -> PretrainedConfig:
 def _shrink(key: str, value: Any) -> Any:
     if isinstance(value, bool) or value is None:
         return value
+    if key in _WIDTHS and isinstance(value, int):
+        return _WIDTHS[key]
     if key in _SIZES and isinstance(value, int):
         return min(value, _SIZES[key])
-    if key in _SIZES and isinstance(value, Sequence) and not isinstance(value, str):
+    if (key in _WIDTHS or key in _SIZES) and isinstance(value, Sequence) and not isinstance(value, str):
         return [_shrink(key, item) for item in value]
     if any(name in key for name in _RANDOM) and isinstance(value, float):
         return 0.0
@@ -104,7 +108,7 @@ def _shrink(key: str, value: Any) -> Any:
 
 def _fit_together(small: dict[str, Any], values: Mapping[str, Any]) -> None:
     """Set the sizes that follow from others: groups of heads, groups of experts, rotary factors."""
-    heads = next((values[key] for key in ("num_attention_heads", "n_head", "n_heads") if values.get(key)), None)
+    heads = next((values[key] for key in _HEADS if values.get(key)), None)
     for key in _KEY_HEADS:
         found = values.get(key)
         if found is not None and heads is not None:  # one for all, one for each, or groups

@@ -13,7 +13,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from transformers import PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from qlora_fsdp.common.errors import ConfigError
 from qlora_fsdp.config.settings import problem_about
@@ -33,6 +35,7 @@ def scale_rope(config: PretrainedConfig, wanted: Mapping[str, Any]) -> None:
 
     Raises:
         ConfigError: the model has no rotary embeddings, is scaled in another way already, or the values are no use.
+            `check_settings` has looked at them alone before.
     """
     if not wanted:
         return
@@ -43,7 +46,7 @@ def scale_rope(config: PretrainedConfig, wanted: Mapping[str, Any]) -> None:
         raise ConfigError([problem_about(SETTING, dict(wanted), reason, "Leave model.rope_scaling out.")])
     nested = _kinds(present)
     parts = [present[key] for key in nested] or [present]
-    originals = [_original(config, part, known) for part in parts]
+    originals = [_original(config, {**part, **wanted}, known) for part in parts]
     scaled = [_scaled(part, wanted, original) for part, original in zip(parts, originals, strict=True)]
     config.rope_parameters = {**present, **dict(zip(nested, scaled, strict=True))} if nested else scaled[0]
     base = originals[0] if wanted["rope_type"] in FROM_ORIGINAL else known
@@ -54,6 +57,13 @@ def scale_rope(config: PretrainedConfig, wanted: Mapping[str, Any]) -> None:
     except Exception as error:  # transformers' own checks raise whatever they meet
         reason = f"is refused by transformers: {error}."
         raise ConfigError([problem_about(SETTING, dict(wanted), reason, "docs/long-rows.md has examples.")]) from error
+    try:
+        for layers in nested or (None,):
+            ROPE_INIT_FUNCTIONS[wanted["rope_type"]](config, torch.device("cpu"), layer_type=layers)
+    except Exception as error:  # such as a logarithm of 0, or of a size of heads that the config does not state
+        reason = f"can't be computed by transformers for {config.model_type} ({type(error).__name__}: {error})."
+        fix = f"Set {SETTING}={{rope_type:linear,factor:{wanted['factor']}}}, or leave it out."
+        raise ConfigError([problem_about(SETTING, dict(wanted), reason, fix)]) from error
 
 
 def write_rope(values: dict[str, Any], config: PretrainedConfig) -> None:
