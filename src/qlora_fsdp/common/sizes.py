@@ -29,5 +29,5 @@ PINNED_UNIT = 2**21  # bytes; a huge page
 
 
 def offload_buffer_bytes(num_bytes: int) -> int:
-    """Bytes of the host buffer in which an offloaded tensor of so many bytes waits for backward."""
+    """Bytes of the host buffer in which an offloaded tensor of `num_bytes` waits for backward."""
     return -(num_bytes // -PINNED_UNIT) * PINNED_UNIT

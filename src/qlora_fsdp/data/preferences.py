@@ -4,7 +4,7 @@ A pair is {"prompt": ..., "chosen": ..., "rejected": ...}, each text or a list o
 both answers begin with. {"prompt": ..., "responses": [...], "ranks": [...]} is a ranked list, of which every answer
 makes a pair with every worse one. An answer with a label is {"prompt": ..., "completion": ..., "label": true}. Prompt
 and answer are written and tokenized as a row of `prompt_completion` or of `messages` is, with the loss on the answer.
-A pair becomes two rows of tokens, the chosen answer's and the rejected one's behind it; if one of them can't be used,
+A pair becomes two rows of tokens, the chosen answer's and the rejected one's after it; if one of them can't be used,
 neither is.
 """
 

@@ -22,7 +22,7 @@ IndexedRow = tuple[int, RawRow]  # the number of a raw row in its window, and th
 
 @dataclass(frozen=True)
 class Problem:
-    """What is wrong with a raw row: its number in the window, and as of `counts.ProblemCounter.add`."""
+    """What is wrong with a raw row: its number in the window, and what `counts.ProblemCounter.add` takes."""
 
     row: int
     place: str

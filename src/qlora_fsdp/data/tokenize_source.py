@@ -49,7 +49,7 @@ DEFAULT_CACHE_FOLDER = "~/.cache/qlora_fsdp/data"
 # One process tokenizes this much sooner than more processes have started.
 ROWS_A_PROCESS = 2_000
 BYTES_A_PROCESS = 4 * 2**20
-# Of rows that may not be split, so many tokens are kept whatever training.max_length is, so that runs with other
+# Of rows that may not be split, this many tokens are kept whatever training.max_length is, so that runs with other
 # lengths find them. Where that is more, the next power of two.
 KEPT_TOKENS = 2**17
 

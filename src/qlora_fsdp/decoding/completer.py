@@ -36,7 +36,7 @@ class Request:
 
     Attributes:
         prompt: token ids, at least one.
-        max_new_tokens: at most so many are written.
+        max_new_tokens: at most this many are written.
         is_done: asked after each new token, with all new ones, whether the text ends there; None: only an end token and
             `max_new_tokens` end it.
         completion: the new tokens, with the end token if there is one.

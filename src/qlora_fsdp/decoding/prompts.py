@@ -19,7 +19,7 @@ from qlora_fsdp.decoding.recording import record
 from qlora_fsdp.layers.slot_attention import Step, running
 
 RECORDED_TOKENS = 2048  # of a recorded call, at most, padding included
-LENGTH_STEP = 64  # a recorded call reads a multiple of so many tokens of each prompt
+LENGTH_STEP = 64  # a recorded call reads a multiple of this many tokens of each prompt
 MAX_GRAPHS = 8  # the memory of their tensors is shared, but not that of their kernels' arguments
 
 

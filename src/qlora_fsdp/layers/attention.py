@@ -94,7 +94,7 @@ def traced_attention(
         config: the model's config.
         dtype: of queries, keys and values.
         is_causal: whether tokens see only what comes before them.
-        why_not_by_starts: as of `choose_attention`.
+        why_not_by_starts: see `choose_attention`.
     """
     text = config.get_text_config()
     needs_mask = not is_causal or why_not_by_starts is not None or _why_not_this_model(text, dtype) is not None

@@ -18,7 +18,7 @@ Make = Callable[[Tensor], Tensor]
 class LastNorm:
     """Remembers what the norm of a transformer layer that ran last was given, and what it gave.
 
-    The linear layers behind a norm need its output again in backward. They can keep its input in the place of its
+    The linear layers after a norm need its output again in backward. They can keep its input in the place of its
     output, and make the output again: the norm keeps its input anyway, so keeping it costs nothing more. But between
     the norm and these layers lies transformers' code, which hands on the output alone. So they ask here whether the
     tensor they got is the norm's output, and of what it was made.

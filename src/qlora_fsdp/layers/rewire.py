@@ -172,14 +172,14 @@ def _lora_children(module: nn.Module, names: Sequence[str]) -> list[LoraLinear] 
 
 
 def use_tiles(layers: Iterable[nn.Module], num_tokens: int | None) -> None:
-    """Let what computes each token by itself compute so many tokens at a time: gated MLPs, experts and norms.
+    """Let what computes each token by itself compute `num_tokens` at a time: gated MLPs, experts and norms.
 
     To be called after `fuse_layers` and before `remake_norms`. Norms that a kernel computes need no room for more than
     their result, and stay as they are.
 
     Args:
         layers: transformer layers, on meta or not; changed in place.
-        num_tokens: of a tile; None leaves all as it is.
+        num_tokens: tokens of a tile; None leaves all as it is.
     """
     if num_tokens is None:
         return

@@ -5,16 +5,16 @@ from __future__ import annotations
 from qlora_fsdp.memory.workload import Workload
 
 MAX_SLOTS = 64  # texts that run at the same time
-LENGTH_STEP = 128  # a slot has a multiple of so many tokens
+LENGTH_STEP = 128  # a slot has a multiple of this many tokens
 
 
 def round_slots(num_texts: int) -> int:
-    """Slots for so many texts. Each number of them is a graph, so there are few: powers of two."""
+    """Slots for `num_texts`, rounded up to a power of two: each number of slots is a graph of its own."""
     return 1 << max(0, num_texts - 1).bit_length()
 
 
 def round_length(num_tokens: int) -> int:
-    """Tokens of a slot for texts of up to so many."""
+    """Tokens of a slot for texts of up to `num_tokens`."""
     return -(num_tokens // -LENGTH_STEP) * LENGTH_STEP
 
 

@@ -105,7 +105,7 @@ class Tensor:
     row_bytes: int
 
     def shard_bytes(self, num_shards: int) -> int:
-        """Bytes in one of so many shards: FSDP2 pads the last one to the size of the others."""
+        """Bytes of one shard of `num_shards`: FSDP2 pads the last one to the size of the others."""
         return -(self.num_rows // -num_shards) * self.row_bytes
 
 

@@ -52,7 +52,7 @@ from qlora_fsdp.weights.composed import Stored
 from qlora_fsdp.weights.map_keys import map_keys
 from qlora_fsdp.weights.scaled import METHODS, attach_scales
 
-LARGE = 2**24  # values; no buffer of a model has so many
+LARGE = 2**24  # values; buffers of models have fewer
 AUTO_CLASSES: dict[TaskName, Any] = {
     TaskName.causal_lm: AutoModelForCausalLM,
     TaskName.preference: AutoModelForCausalLM,

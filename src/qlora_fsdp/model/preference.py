@@ -34,8 +34,8 @@ class PreferenceLM(CausalLM):
     Args:
         model: the wrapped model, on meta or not.
         settings: the loss and its numbers.
-        loss_kernel: as of `CausalLM`, but not Liger's, which gives no losses of single tokens.
-        splits_head: as of `CausalLM`.
+        loss_kernel: see `CausalLM`, but not Liger's, which gives no losses of single tokens.
+        splits_head: see `CausalLM`.
 
     Attributes:
         starts_from_adapter: whether the reference is the adapter with which training starts, and not the base.

@@ -78,7 +78,7 @@ def write_rope(values: dict[str, Any], config: PretrainedConfig) -> None:
 
 
 def needed_factor(config: PretrainedConfig, num_tokens: int) -> int:
-    """The smallest whole factor that lets yarn's positions reach so many tokens."""
+    """The smallest whole factor that lets yarn's positions reach this many tokens."""
     present = getattr(config, "rope_parameters", None) or {}
     nested = _kinds(present)
     part = present[nested[0]] if nested else present

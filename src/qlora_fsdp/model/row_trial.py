@@ -32,7 +32,7 @@ CPU = torch.device("cpu")
 # than rounding (Gemma 3n: 3e-5). On a GPU kernels multiply in TensorFloat-32.
 LOGITS_TOLERANCE, GRADIENTS_TOLERANCE = 1e-5, 1e-3
 GPU_TOLERANCE = 0.02
-# Rows by sequence, in tokens: some longer than the small model's windows, a short one first, padding behind the last.
+# Rows by sequence, in tokens: some longer than the small model's windows, a short one first, padding after the last.
 ROWS = ((5, 19, 3), (11, 13))
 LENGTH = 27
 SLICE_LENGTH = 9  # of slices, where ranks share sequences: rows begin, end and go on in all of them
@@ -126,7 +126,7 @@ class RowTrial:
         return None
 
     def why_not_causal(self) -> str | None:
-        """Why the model can't learn to predict the next token: a token sees those behind it. None if it sees none."""
+        """Why the model can't learn to predict the next token: a token sees later ones. None if it sees none."""
         if self.error is not None:
             return None
         row, before = self.rows[1].clone(), self.alone.logits[1][:-1]
@@ -136,7 +136,7 @@ class RowTrial:
         change = _difference([after], [before])
         if change <= (GPU_TOLERANCE if self.device.type != "cpu" else LOGITS_TOLERANCE):
             return None
-        return f"tokens see those behind them (with another last token, logits change by {change:.1g} of the largest)"
+        return f"tokens see later ones (with another last token, logits change by {change:.1g} of the largest)"
 
     def has_plain_head(self) -> bool:
         """Whether the logits are the output head of the decoder's last hidden state, and no more than capped."""

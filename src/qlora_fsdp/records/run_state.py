@@ -40,8 +40,8 @@ RECORDS = (
 )
 SLURM_FILE = "slurm.json"  # the number of the job that was submitted
 FRESH_SECONDS = 120.0  # where the file system has no locks, a run that wrote so lately counts as running
-NUM_FINAL = 10  # the final loss is the mean of the last so many steps: that of a single one depends on its rows
-NUM_STEPS_TIMED = 50  # the ETA follows from the times of so many steps
+NUM_FINAL = 10  # the final loss is the mean over this many last steps, because that of one step depends on its rows
+NUM_STEPS_TIMED = 50  # the ETA follows from the times of this many last steps
 MAX_METRICS_BYTES = 2**30  # of metrics.jsonl: millions of steps
 TAIL_BYTES = 2**20  # as much of metrics.jsonl is read where only its end is wanted
 

@@ -58,7 +58,7 @@ class Computing:
         loss_kernel: what computes the loss of a frozen head.
         is_cuda: whether it computes on a GPU.
         splits_head: whether a causal model's logits are the head's alone, so that the head computes the loss.
-        unreached: linear layers that no gradient reaches, as of `Traits`.
+        unreached: linear layers that no gradient reaches, see `Traits`.
     """
 
     dtype: torch.dtype
@@ -169,10 +169,8 @@ class ModelTracer:
         with stock_models():
             meta = build_model(self.files, settings)
         put_in_shapes(meta.model, computing.liger_kernels)
-        loss, splits_head, unreached = computing.loss_kernel, computing.splits_head, computing.unreached
-        model = adapt_model(
-            *(meta, config.lora, config.task, self.tokens, loss, splits_head, unreached), preference=config.preference
-        )
+        loss_kernel, splits_head = computing.loss_kernel, computing.splits_head
+        model = adapt_model(meta, config, self.tokens, loss_kernel, splits_head, computing.unreached)
         add_router_loss(model, config.training.router_aux_loss_coef)
         rewire(model, config.compute, config.kernels)
         if not model.layers:

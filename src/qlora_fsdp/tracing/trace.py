@@ -192,7 +192,7 @@ class _Call:
     Attributes:
         hidden: the input; None if only its shape and dtype are remembered.
         is_named: whether it is passed as `hidden_states=`.
-        args: the arguments behind it.
+        args: the positional arguments after it.
         kwargs: the named arguments, without it.
     """
 

@@ -124,7 +124,7 @@ def dequantize(
         books: the values of codes, float32 [16], and of quantized scales, float32 [256].
         blocksize: consecutive weights of a row that share a scale.
         out: in the dtype wanted, [rows, columns], or for axis "column" transposed, or [groups, rows of a group,
-            columns], where the weight is so many matrices one below the other. Rows and groups may be strided.
+            columns], where the weight is this many matrices one below the other. Rows and groups may be strided.
         factors: float32 [rows] for axis "row", [blocks] for axis "column"; None for axis "".
         axis: what there is one factor for.
         origin: the row, of each group, and the column that come first in `out`; the column a multiple of `blocksize`.
