@@ -23,7 +23,7 @@ from qlora_fsdp.layers.gated import find_gated
 
 
 def put_in_shapes(model: nn.Module, kernels: Collection[str]) -> None:
-    """Let norms and gated MLPs do as with Liger's kernels.
+    """Let norms and gated MLPs keep and allocate what they would with Liger's kernels.
 
     Args:
         model: a transformers model before its layers are rewired; changed in place.
@@ -38,7 +38,7 @@ def put_in_shapes(model: nn.Module, kernels: Collection[str]) -> None:
 
 @contextmanager
 def shapes_of_functions(model: nn.Module, kernels: Collection[str]) -> Iterator[None]:
-    """While it lasts, the functions that the model's code calls do so too: rotary embeddings, and Liger's loss."""
+    """While it lasts, so do the functions that the model's code calls: rotary embeddings, and Liger's loss."""
     with ExitStack() as stack:
         stack.enter_context(patch.object(head_loss, "_liger_loss", _loss))
         for name in {type(module).__module__ for module in model.modules()} if "rotary" in kernels else ():
@@ -54,7 +54,7 @@ def _normalize(norm: nn.Module, x: Tensor) -> Tensor:
 class _Norm(torch.autograd.Function):
     """LigerRMSNormFunction: keeps x and one factor per row.
 
-    In some families it writes the gradient of x over that of y; counted is what it does in the others.
+    In some families it writes the gradient of x over that of y. This stands for the other families.
     """
 
     @staticmethod
