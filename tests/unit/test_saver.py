@@ -82,7 +82,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(training: Any):
         assert saved(training) == {}
         training.writes.go.set()
     assert saved(training) == {"step-00000001": 1.0}
-    figures = training.saver.describe()
+    figures = training.saver.thread.describe()
     assert figures["written"] == 1 and figures["max_stall_seconds"] < figures["max_write_seconds"]
     lines = read_lines(training.folder.parent / "metrics.jsonl")
     assert lines[0]["step"] == 1 and lines[0]["checkpoint_seconds"] > 0
@@ -120,7 +120,7 @@ def test_failure_is_reported_and_leaves_the_last_one(training: Any, caplog: pyte
     assert list(training.folder.iterdir()) == [training.folder / "step-00000001"]
     training.writes.error = None
     assert training.saver.save(3).in_run_folder and saved(training) == {"step-00000003": 3.0}
-    assert training.saver.describe()["written"] == 2
+    assert training.saver.thread.describe()["written"] == 2
 
 
 @pytest.mark.parametrize("takes_checkpoints", [True, False])

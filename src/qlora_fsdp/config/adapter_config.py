@@ -106,7 +106,7 @@ def read_lora(folder: Path, setting: str = "adapter") -> LoraConfig:
     )
 
 
-def read_adapter_config(folder: Path, setting: str = "adapter") -> dict[str, Any]:
+def read_adapter_config(folder: Path, setting: str) -> dict[str, Any]:
     """The values of an adapter_config.json, unchecked.
 
     Raises:

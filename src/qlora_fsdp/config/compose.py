@@ -120,9 +120,7 @@ def read_given(arguments: Arguments, beneath: Sequence[Sections] = ()) -> FileSe
     return FileSettings(options, values)
 
 
-def read_composed(
-    compose_all: Callable[[], DictConfig], find_start: FindStart = typed_folder
-) -> tuple[Config, list[Problem]]:
+def read_composed(compose_all: Callable[[], DictConfig], find_start: FindStart) -> tuple[Config, list[Problem]]:
     """Composes the plain values and checks them against the schema, and against the adapter that a run starts from.
 
     With `lora.start` they are composed twice: what the adapter's settings change then is what nobody has written.

@@ -114,7 +114,7 @@ def _written_out(text: str, folders: Sequence[Path], sweep: bool) -> list[str]:
     return [f"{group}={default_options()[group]}", f"{group}.path={value}"]
 
 
-def _parse(text: str, sweep: bool = False) -> Override | Problem:
+def _parse(text: str, sweep: bool) -> Override | Problem:
     parser = OverridesParser.create()
     key, equals, value = text.partition("=")
     if not equals and key.endswith((".yaml", ".yml")):

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from qlora_fsdp.common.sizes import IGNORE_INDEX
+from qlora_fsdp.common.sizes import IGNORE_INDEX, round_up
 from qlora_fsdp.data.answers import Judged, Paired
 from qlora_fsdp.data.sequences import Indices, Sequences, TrainingData
 from qlora_fsdp.data.tokenize import TokenRow
@@ -128,7 +128,7 @@ def collate(sequences: TrainingData, indices: Indices, *, micro_batch_size: int,
     rows = [sequences.rows_of(int(index)) for index in indices] + [[]] * (micro_batch_size - len(indices))
     longest = int(sequences.lengths_of(indices).max(initial=1))
     length = padded_length(sequences, longest)
-    batch = lay_out(rows, -(length // -num_slices) * num_slices, sequences.pad_token_id)
+    batch = lay_out(rows, round_up(length, num_slices), sequences.pad_token_id)
     batch.position_ids.clamp_(max=length - 1)  # the model may know no more of them
     return _with_labels(batch, rows, sequences.labels_of(indices)) if sequences.has_labels else batch
 

@@ -122,8 +122,8 @@ def write_entry(
     folder: Path,
     read: ReadReport,
     tables: Iterable[pa.Table],
-    is_compared: bool = False,
-    tell: Callable[[int], object] = lambda num_rows: None,
+    is_compared: bool,
+    tell: Callable[[int], object],
 ) -> None:
     """Writes tokenized rows (columns as in tokenize.COLUMNS) to `folder`, which exists and is empty.
 

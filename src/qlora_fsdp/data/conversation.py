@@ -88,7 +88,7 @@ def _choose_marks(marks: list[Span], messages: list[dict[str, Any]], trained: li
     return [span for span, is_target in zip(marks, answers, strict=True) if is_target]
 
 
-def check_calls(conversation: Conversation, text: str, trace: Trace | None = None) -> None:
+def check_calls(conversation: Conversation, text: str, trace: Trace | None) -> None:
     """Refuses a template that leaves calls of tools out: the model would learn to say nothing where it should call.
 
     Args:

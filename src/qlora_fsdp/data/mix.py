@@ -81,9 +81,9 @@ class MixedRows:
 def count_rows(
     num_rows: Sequence[int],
     weights: Sequence[float],
-    until: MixUntil = MixUntil.longest,
-    lengths: Sequence[float] = (),
-    num_tokens: int | None = None,
+    until: MixUntil,
+    lengths: Sequence[float],
+    num_tokens: int | None,
 ) -> list[int]:
     """How many rows of each data set an epoch has, in the shares of the weights.
 

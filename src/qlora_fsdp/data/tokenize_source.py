@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from qlora_fsdp.common.cache_folder import check_owner, close_to_others, find_cache, lock_mode, open_cache
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.common.files import remove
+from qlora_fsdp.common.sizes import next_power_of_two
 from qlora_fsdp.common.startup import KEPT
 from qlora_fsdp.config.data_sets import slice_rows
 from qlora_fsdp.config.schema import BadRows, Config, TaskName
@@ -145,7 +146,7 @@ def _whole_tokenizer(config: Config, tokenizer: PreTrainedTokenizerBase) -> Call
 
 
 def _kept_tokens(config: Config) -> int:
-    return max(KEPT_TOKENS, 1 << (config.training.max_length - 1).bit_length())
+    return max(KEPT_TOKENS, next_power_of_two(config.training.max_length))
 
 
 def _cut_settings(config: Config) -> CutSettings:

@@ -18,13 +18,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from qlora_fsdp.common.sizes import next_power_of_two, round_up
 from qlora_fsdp.decoding.attending import attending
 from qlora_fsdp.decoding.sampling import Sampling
 from qlora_fsdp.decoding.slots import SlotCache
 from qlora_fsdp.decoding.steps import Steps
 from qlora_fsdp.layers.decode_linear import DecodeLayers
 from qlora_fsdp.layers.slot_attention import Step, running
-from qlora_fsdp.memory.slots import MAX_SLOTS, round_length, round_slots
+from qlora_fsdp.memory.slots import LENGTH_STEP, MAX_SLOTS
 
 PROMPT_TOKENS = 16_384  # tokens of prompts that are read in one call
 CACHE_SHARE = 0.6  # of the free memory; the rest is for reading prompts
@@ -190,7 +191,7 @@ class Completer:
     def _steps_for(self, requests: Sequence[Request]) -> Steps:
         """Slots that are long enough for all texts: those that there are, or new ones."""
         longest = max(request.num_positions for request in requests)
-        wanted = round_slots(min(self.max_slots, len(requests)))
+        wanted = next_power_of_two(min(self.max_slots, len(requests)))  # each number of slots is a graph of its own
         if self.steps is not None and self.steps.length >= longest and self.num_wanted >= wanted:
             return self.steps
         before = 0 if self.steps is None else self.steps.length
@@ -198,7 +199,7 @@ class Completer:
         self.num_wanted = wanted
         cache, num_logits = self._probe()
         # A conversation grows: its slots grow by the double, so that few graphs are recorded.
-        length = round_length(max(longest, min(2 * before, 2 * longest)))
+        length = round_up(max(longest, min(2 * before, 2 * longest)), LENGTH_STEP)
         num_slots = min(wanted, max(1, self._free_bytes() // max(1, cache.token_bytes * length)))
         while self.steps is None:
             try:

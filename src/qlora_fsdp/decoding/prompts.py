@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from qlora_fsdp.common.sizes import next_power_of_two, round_up
 from qlora_fsdp.decoding.recording import record
 from qlora_fsdp.layers.slot_attention import Step, running
 
@@ -71,7 +72,7 @@ class Prompts:
 
     def _rounded(self, num_rows: int, length: int) -> tuple[int, int] | None:
         """The shape that a call is padded to; None if it is not to be recorded."""
-        rows, length = 1 << (num_rows - 1).bit_length(), -(length // -LENGTH_STEP) * LENGTH_STEP
+        rows, length = next_power_of_two(num_rows), round_up(length, LENGTH_STEP)
         return (rows, length) if rows * length <= RECORDED_TOKENS and length <= self.length else None
 
     def _record(self, shape: tuple[int, int]) -> _Recorded | None:

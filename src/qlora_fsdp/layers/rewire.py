@@ -204,12 +204,8 @@ def recompute_norms(layer: nn.Module) -> None:
     for norm in layer.children():
         if type(norm).__name__.endswith("RMSNorm"):
             norm.forward = partial(normalize_and_remember, norm.forward, last_norm)
-    for module in (layer, *_lora_layers(layer)):
+    for module in (layer, *(each for each in layer.modules() if isinstance(each, LoraLinear))):
         module.last_norm = last_norm  # type: ignore[assignment]
-
-
-def _lora_layers(layer: nn.Module) -> Iterable[LoraLinear]:
-    return (module for module in layer.modules() if isinstance(module, LoraLinear))
 
 
 def attach_loss(head: nn.Module, softcap: float | None = None, kernel: LossKernel = "torch") -> bool:

@@ -159,18 +159,14 @@ def _choose_rest(work: Workload, target: float, gpu: Gpu, host: float) -> Choice
             break  # nor would larger ones
     fitting = sorted((choice for choice in choices if choice.fits), key=lambda choice: -_speed(choice, gpu))
     if not fitting and any(choice.plan.beside_graph for choice in choices):
-        return replace(_choose_rest(_launched(work), target, gpu, host), gives_up_graph=True)
+        launched = _with_values(work, {"compute.cuda_graph": False})  # kernel by kernel, which keeps less memory
+        return replace(_choose_rest(launched, target, gpu, host), gives_up_graph=True)
     if not fitting:
         return min(choices, key=lambda choice: (max(target, choice.plan.needed), choice.plan.host_needed))
     close = [choice for choice in fitting if _speed(choice, gpu) >= (1 - CLOSE) * _speed(fitting[0], gpu)]
     # All of these are about equally fast, so take the smallest micro-batch, which needs the least memory. Of equal
     # sizes take the one with the least in host memory, which takes time to pin; of equal ones the fastest, the first.
     return min(close, key=lambda choice: (choice.plan.work.micro_batch_size, choice.plan.host.get("activations", 0)))
-
-
-def _launched(work: Workload) -> Workload:
-    """The run with kernels that are launched one by one, as it does where a CUDA graph would leave too little room."""
-    return _with_values(work, {"compute.cuda_graph": False})
 
 
 def micro_batch_sizes(work: Workload) -> list[int]:

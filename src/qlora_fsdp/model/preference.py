@@ -46,8 +46,8 @@ class PreferenceLM(CausalLM):
         self,
         model: peft.PeftModel,
         settings: PreferenceConfig,
-        loss_kernel: LossKernel = "torch",
-        splits_head: bool = True,
+        loss_kernel: LossKernel,
+        splits_head: bool,
     ) -> None:
         super().__init__(model, loss_kernel, splits_head)
         self.settings = settings

@@ -18,6 +18,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
+from qlora_fsdp.common.sizes import next_power_of_two
 from qlora_fsdp.layers import head_loss
 from qlora_fsdp.layers.gated import find_gated
 
@@ -118,7 +119,7 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden_ND: Tensor, weight_VD: Tensor) -> Tensor:
         num_tokens, num_chunks = len(hidden_ND), math.ceil(weight_VD.shape[0] / weight_VD.shape[1])
-        chunk = 1 << max(0, math.ceil(num_tokens / num_chunks) - 1).bit_length()
+        chunk = next_power_of_two(math.ceil(num_tokens / num_chunks))
         grad_ND = torch.zeros_like(hidden_ND)
         losses_N = torch.zeros(num_tokens, dtype=torch.float32, device=hidden_ND.device)
         for start in range(0, num_tokens, chunk):

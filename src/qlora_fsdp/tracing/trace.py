@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -184,11 +185,8 @@ def _routers_of_all_layers(model: TaskModel) -> Iterator[list[int]]:
         return loss
 
     stock = router_loss.of
-    router_loss.of = of_all_layers
-    try:
+    with patch.object(router_loss, "of", of_all_layers):
         yield num_bytes
-    finally:
-        router_loss.of = stock
 
 
 @dataclass(frozen=True)

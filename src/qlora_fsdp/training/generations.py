@@ -48,7 +48,7 @@ class Generations:
         data: Sequences | None,
         tokenizer: PreTrainedTokenizerBase,
         processes: Processes,
-        trust_remote_code: bool = False,
+        trust_remote_code: bool,
     ) -> None:
         self.tokenizer, self.processes, self.trust_remote_code = tokenizer, processes, trust_remote_code
         self.uses_slots: bool | None = None  # decided when the model is there

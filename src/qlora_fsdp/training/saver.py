@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from torch import nn, optim
 
@@ -179,10 +179,6 @@ class Saver:
             return None
         load_checkpoint(newest, self.model, self.optimizer, self.processes)
         return int(newest.step)
-
-    def describe(self) -> dict[str, Any]:
-        """Figures for summary.json, see `CheckpointThread.describe`."""
-        return self.thread.describe()
 
 
 def _step_folder(folder: Path, step: int) -> Path:

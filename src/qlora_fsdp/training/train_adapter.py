@@ -92,7 +92,7 @@ def train_adapter(
         save_adapter(model.model, folder / "adapter", prepared.tokenizer, describe(), settings, processes)
         figures |= {"status": "finished"} | result.describe()
     finally:
-        summary.trained(saver.describe())
+        summary.trained(saver.thread.describe())
         journal.close(figures)
     return result
 
