@@ -148,7 +148,7 @@ def test_a_run_that_ends_is_saved_elsewhere(training: Any, tmp_path: Path, monke
         assert read_manifest(place).step == 5
         assert f"Move it to {training.folder} once there is room" in result.text
     else:
-        assert "No other folder takes it. No earlier step is saved. The adapter, to use but not" in result.text
+        assert "No other folder takes it. No earlier step is saved. The adapter, to use or to start from" in result.text
     shutil.rmtree(place.parent)
 
 

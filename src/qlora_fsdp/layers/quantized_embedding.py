@@ -9,7 +9,7 @@ from qlora_fsdp.layers.quantized_format import Format
 from qlora_fsdp.layers.stored_weight import StoredWeight
 
 
-class QuantizedEmbedding(StoredWeight, nn.Embedding):
+class QuantizedEmbedding(StoredWeight, nn.Embedding):  # type: ignore[override]  # `weight` is read-only
     """A frozen embedding table on meta with a `StoredWeight`, like an int8 `QuantizedLinear` of the same shape.
 
     Args:
@@ -26,11 +26,6 @@ class QuantizedEmbedding(StoredWeight, nn.Embedding):
         assert format.quant_type == "int8"
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self._make_parts(num_embeddings, embedding_dim, format, dtype, "meta")
-
-    @property
-    def weight(self) -> Tensor:  # type: ignore[override]
-        """The table [num_embeddings, embedding_dim] in the compute dtype, dequantized anew at each access."""
-        return self.dequantized()
 
     def forward(self, input: Tensor) -> Tensor:
         """ids_BL, int64 -> x_BLD in the compute dtype."""

@@ -39,7 +39,7 @@ class QuantizedExpertWeight(StoredWeight):
     @property
     def weight(self) -> Tensor:
         """The weight [E, rows, columns] in the compute dtype, dequantized anew at each access."""
-        return self.dequantized().view(self.shape)
+        return super().weight.view(self.shape)
 
     def fill(self, out: Tensor, first_row: int = 0, first_column: int = 0) -> None:
         """Write some rows and columns of every expert into `out` [E, rows, columns], which may be strided.
