@@ -41,11 +41,11 @@ class Batch:
         label_positions: int64 [num_labels], what the labels belong to: their index among the B sequences, or among the
             B x L tokens if tokens have labels.
         num_tokens: int64 [B], tokens of each sequence without padding; of a labelled one L if it is all padding.
-        num_answers: of the rows, those at the beginning that are answers to compare, the chosen and the rejected one
+        num_answers: how many rows, from the first on, are answers to compare: the chosen and the rejected one
             of each pair side by side, or one with a label each; the rows after them are padding. 0: none are compared.
         is_answer: bool [num_answers], of a batch with room for more answers than it has: which it has; None: all.
         is_good: bool [num_answers], the labels of answers; None of pairs.
-        mismatched: of answers with labels, their prompts with other answers, row by row; else None.
+        mismatched: for answers with labels, their prompts with other answers, row by row; else None.
         margins: float32 [num_pairs], by which the rewards of a pair are to differ; None where none are learned.
         reference: float32 [num_pairs, 2], the log-probabilities of chosen and rejected answers under the model before
             training; or [num_answers, 2], those of answers and of the mismatched ones. None: each step computes them,

@@ -88,7 +88,7 @@ def check_targets(rows: TokenizedRows, path: str) -> None:
 
     Args:
         rows: tokens to predict.
-        path: of their source, for the message.
+        path: the source's path, for the message.
 
     Raises:
         DataError: no row has another target.

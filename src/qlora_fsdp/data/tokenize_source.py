@@ -59,7 +59,7 @@ def tokenize_source(path: Paths, config: Config, tokenizer: PreTrainedTokenizerB
     """Writes the cache entry of a source, unless it is there already.
 
     Args:
-        path: of the source.
+        path: the source's path.
         config: its `data` is that of this source (see `config.data_sets`).
         tokenizer: the result of `load_tokenizer`, with new tokens added.
 

@@ -65,7 +65,7 @@ class _Launched(NamedTuple):
     """A step that was queued.
 
     Attributes:
-        tokens: of all slots, on their way to the host.
+        tokens: the tokens of all slots, on their way to the host.
         event: after which they are there; None on a CPU.
         running: the request of each slot when it was queued.
     """
@@ -86,7 +86,7 @@ class Completer:
         pad_token_id: any token.
         max_slots: texts that run at the same time, at most.
         captures: record steps as CUDA graphs, on a GPU.
-        prompt_tokens: of prompts that are read in one call, at most, unless a single prompt has more.
+        prompt_tokens: most tokens of prompts that are read in one call, unless a single prompt has more.
     """
 
     def __init__(

@@ -37,8 +37,8 @@ class Prompts:
 
     Args:
         call: the model, on tokens and their positions, both [rows, length].
-        length: of a slot.
-        device: of the model.
+        length: tokens of a slot.
+        device: the model's device.
         pool: the graphs' memory; None: nothing is recorded.
     """
 

@@ -100,7 +100,7 @@ class DecodeLinear:
 
     Args:
         group: computes it.
-        number: of the layer in the group.
+        number: the layer's index in the group.
     """
 
     def __init__(self, group: DecodeGroup, number: int = 0) -> None:

@@ -64,7 +64,7 @@ def product(input_SK: Tensor, weight: ExpertWeight, extra: Tensor | None, sums_o
 
     Args:
         input_SK: its columns are the dimension that is summed over, then those of the low-rank product.
-        weight: of all experts, [E, rows, columns].
+        weight: the weights of all experts, [E, rows, columns].
         extra: the rest of the low-rank product [E, R, N]; None without adapter.
         sums_over_rows: whether the sum runs over the weight's rows (y = x W) or its columns (y = x W^T).
         rows: which rows belong to which expert.

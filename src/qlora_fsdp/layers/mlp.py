@@ -27,7 +27,7 @@ class GatedMlp:
     Args:
         mlp: the module. Its own forward computes what cannot be computed here: dropout, adapters that are off.
         layers: gate and up, or one layer for both; and down.
-        activation: of gate.
+        activation: the function that is applied to gate.
     """
 
     def __init__(self, mlp: nn.Module, layers: Sequence[LoraLinear], activation: Activation) -> None:

@@ -46,7 +46,7 @@ class QuantizedExpertWeight(StoredWeight):
 
         Args:
             out: its rows are those of each expert from `first_row` on.
-            first_row: of an expert.
+            first_row: the first row to write of each expert.
             first_column: a multiple of 64. So is the number of columns.
         """
         self.format.dequantize_part(self.named_parts(), out, first_row, first_column)

@@ -24,7 +24,7 @@ class StoredWeight(nn.Module):
     Attributes:
         part_names: names of the Parameters that make up the weight.
         format: how the weight is quantized.
-        compute_dtype: of the dequantized weight.
+        compute_dtype: the dtype of the dequantized weight.
         out_features: rows of the weight.
         in_features: columns of the weight.
     """

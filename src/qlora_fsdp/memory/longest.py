@@ -73,7 +73,7 @@ def describe_longest(
         work: see `longest`, for any number of ranks.
         hardware: the GPUs; their number is told of besides.
         target: see `longest`.
-        name: of the model.
+        name: the model's name.
         positions: that the model knows; None if it does not say.
     """
     found, wanted = [], work.config.distributed

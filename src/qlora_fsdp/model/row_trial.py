@@ -58,7 +58,7 @@ class RowTrial:
     """A small model of a class, and what stock transformers computes with it, a row at a time.
 
     Args:
-        config: of a text model at its real size.
+        config: the config of a text model, at its real size.
         max_length: tokens of its longest sequence.
         device: where it computes.
         trust_remote_code: run model code that comes with the config.
@@ -228,7 +228,7 @@ def _compute_packed(model: PreTrainedModel, rows: Sequence[Tensor], length: int)
     Args:
         model: a small model.
         rows: the rows of all sequences.
-        length: of what the model gets: LENGTH for sequences, SLICE_LENGTH for slices of them, side by side.
+        length: tokens in each row of the input: LENGTH for sequences, SLICE_LENGTH for slices of them, side by side.
     """
     pairs = iter([(row.numpy().astype(np.int32), np.ones(len(row), dtype=bool)) for row in rows])
     sequences = [[next(pairs) for _ in part] for part in ROWS]

@@ -54,10 +54,10 @@ class RunState:
         folder: the run folder.
         status: `finished`, `failed`, `interrupted`, `running`, `stopped` (it ended and left no summary) or `new`.
         step: optimizer steps done.
-        num_steps: of the whole run.
-        loss: of training: the mean of the last steps whose gradient was used, in a run that has finished of the last
+        num_steps: optimizer steps of the whole run.
+        loss: training loss: the mean of the last steps whose gradient was used, in a run that has finished of the last
             10. Never that of an evaluation.
-        eval_loss: of the last evaluation.
+        eval_loss: the loss of the last evaluation.
         tokens_per_second_per_gpu: median of the last steps.
         gpu_peak_gib: most memory in any step.
         eta_seconds: until the last step, while it runs.

@@ -49,7 +49,7 @@ class Computing:
     """What decides how a run computes, besides its settings.
 
     Attributes:
-        dtype: of activations.
+        dtype: the dtype of activations.
         attention: a name in transformers' registry; `eager`, `sdpa` or varlen can be traced. It computes whole
             sequences, though ranks may share them.
         liger_kernels: the settings of `kernels` for which Liger's are used.

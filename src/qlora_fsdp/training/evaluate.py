@@ -91,7 +91,7 @@ def evaluate(
         model: sharded and loaded.
         data: all of it on every rank.
         split: how sequences spread over ranks and micro-batches.
-        passes: of the model.
+        passes: computes the losses.
         processes: all ranks take part.
         is_stopped: asked before each micro-batch; it must answer the same on every rank. Where it says so, the result
             is None.

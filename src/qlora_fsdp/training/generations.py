@@ -37,7 +37,7 @@ class Generations:
     Args:
         config: how many rows, and how many new tokens for each.
         data: the held-out rows; None: there is nothing to complete.
-        tokenizer: of the model.
+        tokenizer: the model's tokenizer.
         processes: all ranks take part.
         trust_remote_code: run model code that comes with the model's files.
     """

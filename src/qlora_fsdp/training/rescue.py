@@ -22,7 +22,7 @@ def save_checkpoint_elsewhere(
     """Write a checkpoint to the first folder that takes it. Every rank calls this.
 
     Args:
-        name: of the checkpoint's folder.
+        name: name of the checkpoint's folder.
         own: the folder of the run's checkpoints, which can't be written.
         num_bytes: what it takes, about, over all ranks.
         write: writes it to a folder, collectively; it returns what went wrong, the same on every rank.

@@ -83,7 +83,7 @@ def check_base(start: SavedAdapter, about: StartAdapter, config: Config, fingerp
         start: the adapter.
         about: what its folder says.
         config: the run's settings.
-        fingerprint: of the run's base; None for random weights.
+        fingerprint: the fingerprint of the run's base; None for random weights.
 
     Raises:
         AdapterError: the folder knows its base, and this is another one.

@@ -146,7 +146,7 @@ class StepRunner:
         this, so the host queues the update without waiting for the decision.
 
         Args:
-            passes: of this step.
+            passes: the step's, as `run_passes` returned them.
             norm_limit: a gradient of a larger norm is not used.
             is_first_update: no earlier step of this start has changed the weights.
 

@@ -59,7 +59,7 @@ def fill(
         device: where weights are quantized, or drawn.
         dtype: the model's dtype.
         std: standard deviation of random matrices.
-        seed: of random matrices.
+        seed: seed of random matrices.
         on_progress: called with the bytes read or drawn.
 
     Raises:

@@ -54,7 +54,7 @@ def use_cache(
     """Let the weights that have to be quantized come from the cache, which is written first where it lacks them.
 
     Args:
-        assignments: of the whole model.
+        assignments: all of the model's.
         base: fingerprint of the base model's files.
         folder: model.cache_folder.
         dtype: the model's dtype, to which weights are cast before they are quantized.

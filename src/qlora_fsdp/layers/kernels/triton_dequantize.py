@@ -118,7 +118,7 @@ def dequantize(
     """Fill `out` with a part of a 4-bit weight, or with its rows times `factors`. Returns `out`.
 
     Args:
-        codes: of the whole weight: two codes per byte, in any dtype [rows, units].
+        codes: the whole weight's: two codes per byte, in any dtype [rows, units].
         scales: float32 [rows, blocks], or quantized to bytes, in any dtype, if there is `nested`.
         nested: scales of the second quantization and its mean, float32 [groups + 1]; None without double quantization.
         books: the values of codes, float32 [16], and of quantized scales, float32 [256].
