@@ -40,7 +40,7 @@ from qlora_fsdp.runtime.hardware import choose_dtype, find_machine, hold_to, is_
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.tracing.model_tracer import UntraceableModel, trace_assembled
 from qlora_fsdp.training.memory_use import PhasePeaks, explain_early_shortage, start_snapshot
-from qlora_fsdp.training.start import assemble_on
+from qlora_fsdp.training.start_adapter import assemble_for_training
 from qlora_fsdp.weights.quantized_cache import use_cache
 
 
@@ -132,7 +132,7 @@ def _prepare(
     default = f", on {config.data.path}, the default: data.path= names yours" if config.data.is_default else ""
     log.info(f"Run {config.run.name}: {ranks}, {dtype_name(dtype)}, in {folder}{default}")
     missing = replace_missing(config, device)
-    assembled = assemble_on(start, config, processes)
+    assembled = assemble_for_training(start, config, processes)
     model, meta = assembled.model, assembled.meta
     config = assembled.settle(config)
     base, base_layers = describe_base(meta.assignments, processes), describe_layers(assembled, processes)

@@ -48,7 +48,7 @@ from qlora_fsdp.training.resume import (
     find_checkpoint,
     is_own,
 )
-from qlora_fsdp.training.start import open_start
+from qlora_fsdp.training.start_adapter import open_start
 from qlora_fsdp.training.train_adapter import train_adapter
 
 
