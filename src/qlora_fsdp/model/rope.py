@@ -27,8 +27,8 @@ def scale_rope(config: PretrainedConfig, wanted: Mapping[str, Any]) -> None:
     """Change a text model's config to scaled rotary embeddings, and to as many positions as these reach.
 
     Args:
-        config: the text part's config; changed in place. If several kinds of layers have rotary embeddings of their own, those
-            with a sliding window stay as they are: no token looks further back than their window.
+        config: the text part's config; changed in place. If several kinds of layers have rotary embeddings of their
+            own, those with a sliding window stay as they are: no token looks further back than their window.
         wanted: as transformers' `rope_scaling`: `rope_type`, `factor` and what else the type takes; empty for none.
 
     Raises:
