@@ -69,18 +69,26 @@ def write_rows(file: Path, num_rows: int, num_times: int = 1) -> None:
 
 
 def count_steps(num_rows: int) -> int:
-    """Steps of a job over so many rows."""
+    """Steps of a job over `num_rows` rows."""
     return int(KEPT * num_rows * TOKENS_A_ROW / MAX_LENGTH / BATCH_SIZE)
 
 
 def resumed_step(num_steps: int) -> int:
-    """The step at which a job of so many is resumed."""
+    """The step at which a job of `num_steps` is resumed."""
     return int(0.9 * num_steps)
+
+
+def cpu_seconds() -> float:
+    """Processor time of this process and those below it."""
+    import psutil
+
+    this = psutil.Process()
+    times = [each.cpu_times() for each in (this, *this.children(recursive=True))]
+    return float(sum(each.user + each.system for each in times))
 
 
 def rank_main(job: dict[str, Any]) -> None:
     """What a rank does: stream, make batches, and print the figures of the job on rank 0."""
-    import psutil
     from transformers import AutoTokenizer
 
     from qlora_fsdp.config.schema import Config, DataConfig, TrainingConfig
@@ -97,11 +105,6 @@ def rank_main(job: dict[str, Any]) -> None:
     folder, first_step, num_steps = Path(job["folder"]), job["first_step"], count_steps(job["rows"])
     size = BATCH_SIZE // processes.num_ranks
     split = BatchSplit(size, BATCH_SIZE, processes.num_ranks, num_steps, num_steps * BATCH_SIZE)
-
-    def cpu_seconds() -> float:
-        this = psutil.Process()
-        times = [each.cpu_times() for each in (this, *this.children(recursive=True))]
-        return float(sum(each.user + each.system for each in times))
 
     processes.wait()
     before, started = cpu_seconds(), time.monotonic()

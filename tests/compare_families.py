@@ -121,7 +121,7 @@ def make_config(family: str) -> PretrainedConfig:
     values = {key: SHAPE.get(key, SHAPE["vocab_size"]) for key in own if hasattr(config, key)}
     if hasattr(config, "initializer_range"):
         values["initializer_range"] = 0.1
-    if "is_decoder" in config.to_dict():  # an encoder by default, whose tokens see those behind them
+    if "is_decoder" in config.to_dict():  # an encoder by default, whose tokens see later ones
         values["is_decoder"] = True
     config.update(values)
     return config

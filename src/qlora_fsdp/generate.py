@@ -139,7 +139,7 @@ def complete(
     return [str(trained.tokenizer.decode(tokens, skip_special_tokens=True)) for tokens in completions]
 
 
-def check_generation(settings: GenerateSettings, config: Config, others: Sequence[Problem] = ()) -> None:
+def check_generation(settings: GenerateSettings, config: Config, others: Sequence[Problem]) -> None:
     """Refuse a classifier, numbers that make no sense, and prompts that are missing or given twice.
 
     Args:

@@ -35,12 +35,12 @@ One model out of a base and its adapter: safetensors files, config and tokenizer
 usage: python -m qlora_fsdp.merge adapter=DIR out=DIR [setting=value ...]
 
   adapter=DIR         the adapter's folder, which also knows its base model
-  out=DIR             a new folder; one in which the same merge was cut off is gone on with
+  out=DIR             a new folder, or one in which the same merge was cut off, which is finished
   base=full           onto the base's own weights (default). base=dequantized: onto the quantized ones that the adapter
                       was trained on
   quantize=nf4        write the result quantized, as transformers and bitsandbytes load it (nf4 or fp4)
   report_data=FILE    rows on which the merged model is compared with base and adapter as trained: loss, KL divergence
-  report_rows=8       so many of them
+  report_rows=8       how many of them
   write=adapter       instead of a model the adapter alone, with one adapter for each expert, as vLLM reads those of
                       mixtures of experts
 

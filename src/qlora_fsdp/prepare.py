@@ -33,7 +33,7 @@ and of the model its tokenizer alone. Broken off in any way, the same command go
 usage: qlora-fsdp prepare [DATA ...] model=NAME|model.tokenizer_path=FOLDER [setting=value ...]
 
   DATA             in place of data.path=
-  data.num_proc=N  so many processes; by default one for each CPU core
+  data.num_proc=N  how many processes tokenize; by default one for each CPU core
 
 Every other setting is one of training's: prepare takes the command line of the run to come. The cache is used by any
 run with the same data, tokenizer and settings of data, whatever its training.max_length and packing.

@@ -38,7 +38,7 @@ Rows as the model sees them, coloured by what is trained on, with lengths and ho
 
 usage: python -m qlora_fsdp.preview model=NAME|model.tokenizer_path=FOLDER data.path=FILE [setting=value ...]
 
-  rows=3      so many rows, from row first=1 on; of a mix so many of each data set
+  rows=3      this many rows, from row first=1 on; of a mix, of each data set
   color=auto  auto: colours on a terminal; always; never: what is trained on stands between [[ and ]]
 
 Every other setting is one of training's: preview takes the command line of the run to come.

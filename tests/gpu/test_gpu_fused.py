@@ -10,7 +10,7 @@ from transformers.models.phi3.modeling_phi3 import Phi3MLP
 
 from qlora_fsdp.layers import Format, QuantizedLinear
 from qlora_fsdp.layers.norm import NormAndResidual
-from qlora_fsdp.layers.rewire import fuse_layers, remake_norms, use_fp8
+from qlora_fsdp.layers.rewire import fuse_layers, recompute_norms, use_fp8
 from tests.helpers.fused import differences, make_parts
 
 FORMATS = [Format("nf4", True), Format("fp4"), Format("int8", storage=torch.float32)]
@@ -25,7 +25,7 @@ def test_bfloat16(format: Format, activation: str, fused: bool, mlp: type[torch.
     ours, reference = make_parts(format, activation, torch.bfloat16, "cuda", mlp)
     if fused:
         assert fuse_layers(ours) == 2
-        remake_norms(ours.base_model.model)
+        recompute_norms(ours.base_model.model)
     assert max(differences(ours, reference).values()) < 1e-2
 
 

@@ -23,7 +23,7 @@ from qlora_fsdp.layers import Format, QuantizedLinear, gated_activation
 from qlora_fsdp.layers.lora import SharedInput
 from qlora_fsdp.layers.norm import NormAndResidual
 from qlora_fsdp.layers.quantized_format import code_book, dynamic_map
-from qlora_fsdp.layers.rewire import fuse_layers, remake_norms
+from qlora_fsdp.layers.rewire import fuse_layers, recompute_norms
 
 NF4 = Format("nf4", double_quant=True)
 
@@ -45,7 +45,7 @@ def test_output_and_gradients(format: Format, activation: str, mlp: type[torch.n
 @pytest.mark.parametrize("recompute", [False, True])
 def test_with_norms_made_again(recompute: bool, mlp: type[torch.nn.Module]):
     ours, reference = fused_parts(mlp=mlp)
-    remake_norms(ours.base_model.model)
+    recompute_norms(ours.base_model.model)
     call = partial(checkpoint, use_reentrant=False) if recompute else None
     errors = differences(ours, reference, call) if call else differences(ours, reference)
     assert max(errors.values()) < 1e-5
@@ -53,7 +53,7 @@ def test_with_norms_made_again(recompute: bool, mlp: type[torch.nn.Module]):
 
 def test_norms_made_again_keep_no_activation_alive():
     ours, _ = fused_parts()
-    remake_norms(ours.base_model.model)
+    recompute_norms(ours.base_model.model)
     x = torch.randn(3, 50, 128)
     alive = weakref.ref(x)
     with torch.no_grad():

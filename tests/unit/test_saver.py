@@ -25,6 +25,7 @@ from qlora_fsdp.records.run_folder import log
 from qlora_fsdp.records.run_state import checkpoint_folders
 from qlora_fsdp.runtime.processes import Processes, start_processes, stop_processes
 from qlora_fsdp.runtime.watch import Watch
+from qlora_fsdp.training import checkpoint_thread
 from qlora_fsdp.training import saver as saver_module
 from qlora_fsdp.training.checkpoint import Checkpoint, read_manifest, verify_files
 from qlora_fsdp.training.saver import Saver
@@ -81,7 +82,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(training: Any):
         assert saved(training) == {}
         training.writes.go.set()
     assert saved(training) == {"step-00000001": 1.0}
-    figures = training.saver.describe()
+    figures = training.saver.thread.describe()
     assert figures["written"] == 1 and figures["max_stall_seconds"] < figures["max_write_seconds"]
     lines = read_lines(training.folder.parent / "metrics.jsonl")
     assert lines[0]["step"] == 1 and lines[0]["checkpoint_seconds"] > 0
@@ -119,7 +120,7 @@ def test_failure_is_reported_and_leaves_the_last_one(training: Any, caplog: pyte
     assert list(training.folder.iterdir()) == [training.folder / "step-00000001"]
     training.writes.error = None
     assert training.saver.save(3).in_run_folder and saved(training) == {"step-00000003": 3.0}
-    assert training.saver.describe()["written"] == 2
+    assert training.saver.thread.describe()["written"] == 2
 
 
 @pytest.mark.parametrize("takes_checkpoints", [True, False])
@@ -129,13 +130,13 @@ def test_a_run_that_ends_is_saved_elsewhere(training: Any, tmp_path: Path, monke
     room.mkdir()
     monkeypatch.setenv("TMPDIR", str(room))
     training.writes.go.set()
-    write = saver_module.write_checkpoint
+    write = checkpoint_thread.write_checkpoint
 
     def fail(content: Checkpoint, *others: Any) -> str | None:
         fails = not takes_checkpoints or content.folder.parent == training.folder
         return "Disk quota exceeded" if fails else write(content, *others)
 
-    monkeypatch.setattr(saver_module, "write_checkpoint", fail)
+    monkeypatch.setattr(checkpoint_thread, "write_checkpoint", fail)
     training.model.weight.data.fill_(5.0)
     result = training.saver.save(5)
     assert not result.in_run_folder
@@ -147,7 +148,7 @@ def test_a_run_that_ends_is_saved_elsewhere(training: Any, tmp_path: Path, monke
         assert read_manifest(place).step == 5
         assert f"Move it to {training.folder} once there is room" in result.text
     else:
-        assert "No other folder takes it. No earlier step is saved. The adapter, to use but not" in result.text
+        assert "No other folder takes it. No earlier step is saved. The adapter, to use or to start from" in result.text
     shutil.rmtree(place.parent)
 
 
@@ -159,7 +160,7 @@ def test_an_error_does_not_wait_for_a_stuck_disk(training: Any, monkeypatch: pyt
         raise error
     assert saved(training) == {}
     training.writes.go.set()
-    training.saver._wait()
+    training.saver.thread.wait()
     assert saved(training) == {"step-00000001": 1.0}, "it was whole in the end, and nothing broke"
 
 

@@ -19,7 +19,7 @@ from qlora_fsdp.config.schema import Config, KernelsConfig, LoraConfig
 from qlora_fsdp.layers import Format
 from qlora_fsdp.layers import tiles as layer_tiles
 from qlora_fsdp.layers.matmul import DequantizedMatmul
-from qlora_fsdp.layers.rewire import fuse_layers, remake_norms, use_tiles
+from qlora_fsdp.layers.rewire import fuse_layers, recompute_norms, use_tiles
 from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.model.activations import set_activation_policy
 from qlora_fsdp.tracing.trace import Trace
@@ -39,7 +39,7 @@ def test_a_part_against_float64(mlp: type[nn.Module], fuses: bool, remakes_norms
         fuse_layers(ours)
     use_tiles([part], 64)  # 150 tokens: the last tile has fewer
     if remakes_norms:
-        remake_norms(part)
+        recompute_norms(part)
     assert max(differences(ours, reference, call).values()) < 1e-5
 
 

@@ -23,7 +23,7 @@ MEASURE_SECONDS = 1.0  # how long a measured use of memory is taken for the pres
 
 @contextmanager
 def limited_time(seconds: float, error: Exception) -> Iterator[None]:
-    """Ends what runs inside by raising `error` after so many seconds of this process's time on its processors.
+    """Ends what runs inside by raising `error` once this process has used `seconds` of CPU time.
 
     Python looks for signals between its own instructions and while it matches a regular expression, so a timer can end
     it there. Signals reach only the main thread, and commands run their work there; in another there is no limit.
@@ -46,7 +46,7 @@ def limited_time(seconds: float, error: Exception) -> Iterator[None]:
 
 @contextmanager
 def limited_memory(num_bytes: int) -> Iterator[None]:
-    """Gives what runs inside so many more bytes of memory at most; beyond, it raises MemoryError.
+    """Lets what runs inside take at most `num_bytes` more; beyond that it raises MemoryError.
 
     The limit is the whole process's, so it is for short work, and generous enough for what other threads do meanwhile.
     Where several threads limit memory at the same time, the widest limit counts.

@@ -28,6 +28,16 @@ SLAB_BYTES = 64 * 2**20
 PINNED_UNIT = 2**21  # bytes; a huge page
 
 
+def round_up(number: int, unit: int) -> int:
+    """Returns the smallest multiple of `unit` that is not below `number`."""
+    return -(number // -unit) * unit
+
+
+def next_power_of_two(number: int) -> int:
+    """Returns the smallest power of two that is not below `number`."""
+    return 1 << max(0, number - 1).bit_length()
+
+
 def offload_buffer_bytes(num_bytes: int) -> int:
-    """Bytes of the host buffer in which an offloaded tensor of so many bytes waits for backward."""
-    return -(num_bytes // -PINNED_UNIT) * PINNED_UNIT
+    """Bytes of the host buffer in which an offloaded tensor of `num_bytes` waits for backward."""
+    return round_up(num_bytes, PINNED_UNIT)

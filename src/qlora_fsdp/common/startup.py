@@ -107,7 +107,7 @@ def end_with(parent: int, number: signal.Signals) -> None:
         os._exit(128 + number)
 
 
-def announce(num_ranks: int | None = None) -> None:
+def announce(num_ranks: int | None) -> None:
     """Prints the first line, once, on rank 0: importing torch takes seconds in which nothing else would be seen.
 
     It goes to stderr, because the stdout of some commands is their result.
@@ -144,7 +144,7 @@ def end_process(exit_code: int) -> NoReturn:
     os._exit(exit_code)
 
 
-def end_at_once(detail: str = "") -> None:
+def end_at_once(detail: str) -> None:
     """Lets SIGINT end this process with one line and the exit code of a shell, until another handler is set.
 
     Without it, Ctrl-C during the imports that a command begins with would print their tracebacks.

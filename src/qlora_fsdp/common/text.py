@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
@@ -40,6 +41,11 @@ def shorten(text: str, length: int = 80) -> str:
 def first_line(error: BaseException) -> str:
     """Returns the first line of what an error says, or the name of its class if it says nothing."""
     return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+def finite_or_none(number: float) -> float | None:
+    """Returns the number; None if it is NaN or infinite, which JSON does not have."""
+    return number if math.isfinite(number) else None
 
 
 def show_number(value: float | None, spec: str) -> str:

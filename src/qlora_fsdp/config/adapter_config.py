@@ -106,7 +106,7 @@ def read_lora(folder: Path, setting: str = "adapter") -> LoraConfig:
     )
 
 
-def read_adapter_config(folder: Path, setting: str = "adapter") -> dict[str, Any]:
+def read_adapter_config(folder: Path, setting: str) -> dict[str, Any]:
     """The values of an adapter_config.json, unchecked.
 
     Raises:
@@ -125,7 +125,7 @@ def read_shapes(folder: Path, what: str) -> dict[str, tuple[int, ...]]:
     """Shapes of an adapter's tensors by their keys, from the header of its file.
 
     Args:
-        folder: of the adapter.
+        folder: the adapter's folder.
         what: `adapter=FOLDER` or `lora.start=FOLDER`, for messages.
 
     Raises:
@@ -169,7 +169,7 @@ def _adapted(folder: Path, what: str, modules: Any, parameters: Collection[str])
     and those of a weight of experts after the experts' module: those of a second weight there follow `base_layer`.
 
     Args:
-        folder: of the adapter.
+        folder: the adapter's folder.
         what: names it in messages.
         modules: its `target_modules`.
         parameters: its `target_parameters`: parameters' names, or ends of names that are cut at a dot.

@@ -34,7 +34,7 @@ def round_default(config: Config, num_ranks: int) -> tuple[Config, str | None]:
 
 
 def describe_slices(config: Config) -> str:
-    """How ranks share sequences, behind what a sequence is; empty if they do not."""
+    """How ranks share sequences, to follow the length of a sequence; empty if they do not."""
     num_slices = config.distributed.num_slices
     if num_slices == 1:
         return ""

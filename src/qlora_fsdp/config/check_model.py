@@ -37,7 +37,7 @@ def is_local_path(text: str) -> bool:
     return text.startswith(("/", "./", "../", "~")) or text in (".", "..") or path_exists(text)
 
 
-def int8_embeddings_problem(is_tied: bool, kind: str = "Embedding") -> Problem:
+def int8_embeddings_problem(is_tied: bool, kind: str) -> Problem:
     """Returns why `quant.embeddings=int8` can't be used with a model, once the model's shape is known."""
     reason = f"can't store embeddings of the class {kind}."
     if is_tied:

@@ -134,7 +134,7 @@ def saved_settings(
         config: the configuration of the run.
         class_weights: the weights of a classifier's labels, as numbers.
         trained_on: the form of the rows, by which prompts are written; None if it is unknown.
-        base_fingerprint: of the base's transformer layers; None for random weights.
+        base_fingerprint: fingerprint of the base's transformer layers; None for random weights.
     """
     values: dict[str, Any] = {
         section: {

@@ -4,7 +4,7 @@ Hydra composes plain values: the schema's defaults, then one option of each grou
 of `--config` or an adapter's folder says, then the overrides. Only the result is checked against the schema, in one
 walk. This finds a key that the schema does not know wherever it comes from (a user's YAML file, `key=`, `+key=` or
 `++key=`), and reports all such mistakes at once. Hydra itself would stop at the first mistake, and would accept any key
-behind a plus sign.
+after a plus sign.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def load_config(
     `--help` and `--cfg job` print, on rank 0, and exit.
 
     Args:
-        argv: the arguments behind the program's name, e.g. `["model=llama3-8b", "lora.r=32"]`.
+        argv: the arguments after the program's name, e.g. `["model=llama3-8b", "lora.r=32"]`.
         check: finds what else is wrong with a configuration. It is called where the command line has mistakes, so that
             the user sees both at once.
         beneath: values by section and name that what is typed and the file of `--config` win over; later ones win over
@@ -120,9 +120,7 @@ def read_given(arguments: Arguments, beneath: Sequence[Sections] = ()) -> FileSe
     return FileSettings(options, values)
 
 
-def read_composed(
-    compose_all: Callable[[], DictConfig], find_start: FindStart = typed_folder
-) -> tuple[Config, list[Problem]]:
+def read_composed(compose_all: Callable[[], DictConfig], find_start: FindStart) -> tuple[Config, list[Problem]]:
     """Composes the plain values and checks them against the schema, and against the adapter that a run starts from.
 
     With `lora.start` they are composed twice: what the adapter's settings change then is what nobody has written.

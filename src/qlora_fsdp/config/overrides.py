@@ -21,7 +21,7 @@ from qlora_fsdp.config.settings import SEVERAL_DATA_SETS, all_settings, nearest_
 
 MAX_LISTED = 20  # options of a group that a message names; of more, the nearest
 OTHER_NAMES = {"quant": {"4bit": "nf4", "int4": "nf4", "bnb-4bit": "nf4", "8bit": "int8", "bnb-8bit": "int8"}}
-SPECIAL, BACKSLASHED = r"([\\()\[\]{}:=, ])", r"\\\1"  # letters of keys that Hydra reads behind a backslash only
+SPECIAL, BACKSLASHED = r"([\\()\[\]{}:=, ])", r"\\\1"  # characters of keys that Hydra reads only after a backslash
 
 
 def prepare_overrides(
@@ -114,7 +114,7 @@ def _written_out(text: str, folders: Sequence[Path], sweep: bool) -> list[str]:
     return [f"{group}={default_options()[group]}", f"{group}.path={value}"]
 
 
-def _parse(text: str, sweep: bool = False) -> Override | Problem:
+def _parse(text: str, sweep: bool) -> Override | Problem:
     parser = OverridesParser.create()
     key, equals, value = text.partition("=")
     if not equals and key.endswith((".yaml", ".yml")):

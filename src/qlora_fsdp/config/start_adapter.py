@@ -37,7 +37,7 @@ class StartAdapter:
         folder: where it is read: what `lora.start` names, or the copy that the run made of it.
         lora: its settings.
         base: what its adapter_config.json calls the base model; None if it names none.
-        fingerprint: of the base's weights, if this project has trained the adapter; None if it is unknown.
+        fingerprint: fingerprint of the base's weights, if this project has trained the adapter; None if it is unknown.
         model: the settings of the base, for a run that names no model itself.
         quant: the settings of the base's quantization in training, by name; empty if they are unknown.
     """

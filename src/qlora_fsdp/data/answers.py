@@ -46,7 +46,7 @@ class Paired(Rows, Protocol):
 
 @dataclass(frozen=True)
 class PairedRows:
-    """Pairs: rows 2p and 2p + 1 of `parts` are the chosen and the rejected answer of pair p, each behind its prompt.
+    """Pairs: rows 2p and 2p + 1 of `parts` are the chosen and the rejected answer of pair p, each after its prompt.
 
     Attributes:
         parts: the rows of tokens.

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from qlora_fsdp.common.sizes import IGNORE_INDEX
+from qlora_fsdp.common.sizes import IGNORE_INDEX, round_up
 from qlora_fsdp.data.answers import Judged, Paired
 from qlora_fsdp.data.sequences import Indices, Sequences, TrainingData
 from qlora_fsdp.data.tokenize import TokenRow
@@ -36,16 +36,16 @@ class Batch:
         position_ids: int64 [B, L], from 0 in each row. Padding at the end of a sequence belongs to its last row.
         sequence_starts: int32 [num_rows + 1], where rows begin in the flattened B x L tokens, and B x L at the end; of
             slices where they begin in the whole sequences.
-        max_row_length: number of tokens of the longest row, with the padding behind it.
+        max_row_length: number of tokens of the longest row, with the padding after it.
         labels: float32 [num_labels, numbers per label]; None where tokens are predicted.
         label_positions: int64 [num_labels], what the labels belong to: their index among the B sequences, or among the
             B x L tokens if tokens have labels.
         num_tokens: int64 [B], tokens of each sequence without padding; of a labelled one L if it is all padding.
-        num_answers: of the rows, those at the beginning that are answers to compare, the chosen and the rejected one
-            of each pair side by side, or one with a label each; the rows behind them are padding. 0: none are compared.
+        num_answers: how many rows, from the first on, are answers to compare: the chosen and the rejected one
+            of each pair side by side, or one with a label each; the rows after them are padding. 0: none are compared.
         is_answer: bool [num_answers], of a batch with room for more answers than it has: which it has; None: all.
         is_good: bool [num_answers], the labels of answers; None of pairs.
-        mismatched: of answers with labels, their prompts with other answers, row by row; else None.
+        mismatched: for answers with labels, their prompts with other answers, row by row; else None.
         margins: float32 [num_pairs], by which the rewards of a pair are to differ; None where none are learned.
         reference: float32 [num_pairs, 2], the log-probabilities of chosen and rejected answers under the model before
             training; or [num_answers, 2], those of answers and of the mismatched ones. None: each step computes them,
@@ -91,7 +91,7 @@ class Batch:
         return replace(self, **tensors)
 
     def slice(self, index: int, num_slices: int) -> Batch:
-        """One of so many slices of a whole micro-batch whose tokens are predicted; they divide its length."""
+        """One of `num_slices` equal slices of a whole micro-batch whose tokens are predicted."""
         length = self.input_ids.shape[1] // num_slices
         part = slice(index * length, (index + 1) * length)
         own = {name: getattr(self, name)[:, part].contiguous() for name in ("input_ids", "targets", "position_ids")}
@@ -128,13 +128,13 @@ def collate(sequences: TrainingData, indices: Indices, *, micro_batch_size: int,
     rows = [sequences.rows_of(int(index)) for index in indices] + [[]] * (micro_batch_size - len(indices))
     longest = int(sequences.lengths_of(indices).max(initial=1))
     length = padded_length(sequences, longest)
-    batch = lay_out(rows, -(length // -num_slices) * num_slices, sequences.pad_token_id)
+    batch = lay_out(rows, round_up(length, num_slices), sequences.pad_token_id)
     batch.position_ids.clamp_(max=length - 1)  # the model may know no more of them
     return _with_labels(batch, rows, sequences.labels_of(indices)) if sequences.has_labels else batch
 
 
 def lay_out(rows: Sequence[Sequence[TokenRow]], length: int, pad_token_id: int) -> Batch:
-    """Lays out the rows of each sequence one behind another, with padding at the end.
+    """Lays out the rows of each sequence one after another, with padding at the end.
 
     Padding belongs to the last row before it, with positions that go on. The row's tokens come first and see nothing of
     it. As rows of its own, padding would mark every padded sequence as packed, which some models can't compute. And a
@@ -227,7 +227,7 @@ def _with_labels(batch: Batch, rows: Sequence[Sequence[TokenRow]], labels: NDArr
 
 
 def padded_length(sequences: TrainingData, longest: int) -> int:
-    """Tokens of a sequence whose longest row has `longest`, with the padding behind it."""
+    """Tokens of a sequence whose longest row has `longest`, with the padding after it."""
     if sequences.is_packed:
         return sequences.max_length
     return min(-(-longest // LENGTH_MULTIPLE) * LENGTH_MULTIPLE, sequences.max_length)

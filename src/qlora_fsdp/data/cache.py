@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -87,7 +88,7 @@ def check_targets(rows: TokenizedRows, path: str) -> None:
 
     Args:
         rows: tokens to predict.
-        path: of their source, for the message.
+        path: the source's path, for the message.
 
     Raises:
         DataError: no row has another target.
@@ -121,8 +122,8 @@ def write_entry(
     folder: Path,
     read: ReadReport,
     tables: Iterable[pa.Table],
-    is_compared: bool = False,
-    tell: Callable[[int], object] = lambda num_rows: None,
+    is_compared: bool,
+    tell: Callable[[int], object],
 ) -> None:
     """Writes tokenized rows (columns as in tokenize.COLUMNS) to `folder`, which exists and is empty.
 
@@ -191,8 +192,8 @@ class Entry:
     counted: dict[str, Any]
 
     def cut(self, settings: CutSettings) -> tuple[TokenizedRows, ReadReport]:
-        """The rows as training uses them, and what is told of them."""
-        whole, counter = self.whole, ProblemCounter(json.loads(json.dumps(self.counted)))
+        """The rows as training uses them, and the report about them."""
+        whole, counter = self.whole, ProblemCounter(deepcopy(self.counted))
         flat = FlatRows(whole.tokens, whole.is_target, whole.starts, whole.num_targets, self.flags)
         pieces = cut_rows(flat, settings)
         if pieces is None:

@@ -27,7 +27,7 @@ class CleanedRows:
 
     Attributes:
         parts: their numbers in the order of the data, one array for each data set.
-        hashes: of all rows, also those that do not stay (`row_hashes`).
+        hashes: hashes of all rows, also those that do not stay (`row_hashes`).
         cleanings: what was found, for the report; kinds of which there are no rows are not among them.
     """
 
@@ -88,7 +88,7 @@ def compare_with_held_out(
 
     Args:
         parts: the numbers of each data set's rows, without what is held out of them.
-        hashes: of all rows of these data sets.
+        hashes: hashes of all rows of these data sets.
         held_out: the hashes of the evaluation rows.
         names: what the user calls each data set.
         data: `decontaminate` is used.

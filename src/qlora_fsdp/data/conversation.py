@@ -88,7 +88,7 @@ def _choose_marks(marks: list[Span], messages: list[dict[str, Any]], trained: li
     return [span for span, is_target in zip(marks, answers, strict=True) if is_target]
 
 
-def check_calls(conversation: Conversation, text: str, trace: Trace | None = None) -> None:
+def check_calls(conversation: Conversation, text: str, trace: Trace | None) -> None:
     """Refuses a template that leaves calls of tools out: the model would learn to say nothing where it should call.
 
     Args:
@@ -136,7 +136,7 @@ def _names_call(conversation: Conversation, trace: Trace, number: int) -> bool:
 def _written_calls(conversation: Conversation, text: str, calling: list[int]) -> set[int]:
     """The messages whose calls are surely in the text.
 
-    One render has a tag behind the name of each message's first function. Where the tags are the only difference from
+    One render has a tag after the name of each message's first function. Where the tags are the only difference from
     the text, each message whose tag is there has its calls written. Others are checked one by one.
     """
     messages = list(conversation.messages)
@@ -150,7 +150,7 @@ def _written_calls(conversation: Conversation, text: str, calling: list[int]) ->
 
 
 def _tag_call(message: dict[str, Any], number: int) -> dict[str, Any]:
-    """The message with a tag behind the name of the function that it calls first, if it has one."""
+    """The message with a tag after the name of the function that it calls first, if it has one."""
     calls = message["tool_calls"]
     if not isinstance(calls, list) or not isinstance(calls[0], dict):
         return message

@@ -186,7 +186,7 @@ class DataReport:
         cleanings: what cleaning has found.
         streamed_rows: rows that a stream reads at a time. All counts are of the first of these. 0: no stream.
         purpose: what the training data is used for, if it is not for training.
-        num_answers: as of `sequences.Rows`.
+        num_answers: see `sequences.Rows`.
         notes: what is likely to be a mistake, though the run can go on.
     """
 

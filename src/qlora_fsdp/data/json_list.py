@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import IO
 
 BLOCK_BYTES = 2**20
-# An error so close to the end of what has been read may be one of an item that goes on behind it.
+# An error so close to the end of what has been read may be one of an item that goes on after it.
 LONGEST_PIECE = 16
 CLOSING = '}]"'
 SPACE = " \t\n\r"
@@ -24,7 +24,7 @@ def read_list(stream: IO[bytes]) -> Iterator[bytes]:
     """The items of a JSON list, as they are written in the file.
 
     Args:
-        stream: begins with the list, maybe behind a byte order mark.
+        stream: begins with the list, maybe after a byte order mark.
 
     Raises:
         NotAList: the file is damaged, no UTF-8, or nested too deeply.
@@ -52,7 +52,7 @@ class _Text:
         buffer: text that has been read.
         position: how much of it has been taken.
         num_dropped: characters before the buffer; `num_lines` and `last_line` are the line breaks among them, and the
-            characters behind the last of these.
+            characters after the last of these.
         num_bytes: how many bytes have been read.
         at_end: whether the stream has been read to its end.
     """
@@ -93,7 +93,7 @@ class _Text:
         while True:
             try:
                 _, end = self._scan(self.buffer, self.position)
-                # A number close to the end of the buffer may go on behind it.
+                # A number close to the end of the buffer may go on after it.
                 is_whole = self.buffer[end - 1] in CLOSING or end + LONGEST_PIECE < len(self.buffer)
                 if is_whole or self.at_end:
                     value = self.buffer[self.position : end].encode()

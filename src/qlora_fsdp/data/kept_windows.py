@@ -62,7 +62,7 @@ class KeptWindows:
     _has_warned: bool = field(default=False, init=False)
 
     def read(self, place: Place) -> tuple[Share, list[Position]] | None:
-        """All rows of the window at `place` and how far the data sets are read behind it; None: they are not there."""
+        """All rows of the window at `place` and how far the data sets are read after it; None: they are not there."""
         for folder in (self.run_folder, *self.others):
             try:
                 return _parse(_read_whole(folder / WINDOWS_FOLDER, _name(place)), self.key, place)
@@ -76,7 +76,7 @@ class KeptWindows:
         Args:
             place: where it begins.
             rows: those of all ranks.
-            ends: how far the data sets are read behind it.
+            ends: how far the data sets are read after it.
         """
         try:
             check_own(self.run_folder)

@@ -20,7 +20,7 @@ def label_width(task: TaskConfig) -> int:
 
 
 def count_labels(labels: NDArray[np.float32], task: TaskConfig) -> dict[str, int]:
-    """How often each label occurs in `labels` [num_labels, width] as of `read_labels`; empty for a regression."""
+    """How often each of `labels` [num_labels, width], as `read_labels` gives them, occurs; empty for a regression."""
     names = task.labels or []
     match task.problem_type:
         case ProblemType.single_label_classification:

@@ -18,7 +18,7 @@ from typing_extensions import assert_never
 
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.schema import BadRows, ProblemType, TaskConfig, TaskName
-from qlora_fsdp.data.columns import NO_COLUMNS, rename, show_keys
+from qlora_fsdp.data.columns import rename, show_keys
 from qlora_fsdp.data.label_counts import num_outputs
 from qlora_fsdp.data.row import EMPTY, NO_TARGET, TOO_LONG, WRONG_KEYS, WRONG_LABEL, WRONG_TYPES, BadRow, parse_row
 from qlora_fsdp.data.tokenize import COLUMNS, Columns, add_row, first_text, show_length
@@ -151,7 +151,7 @@ def _read_numbers(key: str, value: Any, wanted: int) -> list[float]:
     return finite
 
 
-def check_lists(rows: Iterable[tuple[str, bytes]], task: TaskConfig, columns: Mapping[str, str] = NO_COLUMNS) -> None:
+def check_lists(rows: Iterable[tuple[str, bytes]], task: TaskConfig, columns: Mapping[str, str]) -> None:
     """Refuses lists of labels of which nobody can tell whether they are indices or a 0 or 1 for each label.
 
     With two labels, [0, 1] may be either. It is taken for a 0 or 1 for each label if the lists of all rows may be that.

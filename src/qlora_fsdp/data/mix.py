@@ -81,21 +81,21 @@ class MixedRows:
 def count_rows(
     num_rows: Sequence[int],
     weights: Sequence[float],
-    until: MixUntil = MixUntil.longest,
-    lengths: Sequence[float] = (),
-    num_tokens: int | None = None,
+    until: MixUntil,
+    lengths: Sequence[float],
+    num_tokens: int | None,
 ) -> list[int]:
     """How many rows of each data set an epoch has, in the shares of the weights.
 
     Args:
-        num_rows: of each data set.
-        weights: of each data set, as shares of the rows.
+        num_rows: the rows of each data set.
+        weights: the weight of each data set, as a share of the rows.
         until: `longest`: as few as it takes to see every row once. So the data set that is largest for its weight is
             seen once, and the others are repeated. `shortest`: as many as there are without repeating one. So the data
             set that is smallest for its weight is seen once, and of the others a part. `tokens`: as many as have about
             `num_tokens` tokens, so that each data set may be repeated, or seen in part.
         lengths: the mean length of the rows of each data set, in tokens; for `tokens`.
-        num_tokens: of an epoch; for `tokens`.
+        num_tokens: tokens of an epoch; for `tokens`.
     """
     if until is MixUntil.tokens:
         assert num_tokens is not None

@@ -35,7 +35,7 @@ def find_near_duplicates(rows: Rows, ids: Indices, hashes: Hashes, data: DataCon
     Args:
         rows: the rows of all data sets.
         ids: the rows to look at, none of which are exactly the same.
-        hashes: of all rows, by which what was found before is known again.
+        hashes: hashes of all rows, by which what was found before is known again.
         data: `near_duplicates`, the least share of common shingles, and `cache_folder` are used.
     """
     looked_at = hashlib.sha256(np.ascontiguousarray(hashes[ids]).tobytes()).hexdigest()

@@ -18,7 +18,7 @@ class Position:
         start: where in the file reading can begin again: bytes of JSONL, rows of Parquet and Arrow; else 0.
         number: lines, or rows, before `start`; of a hub data set rows before the position.
         num_taken: rows read from `start` on.
-        hub: of a hub data set what `datasets` calls the state of its iteration; None of files, and at the beginning.
+        hub: for a hub data set, what `datasets` calls the state of its iteration; None for files, and at the beginning.
     """
 
     file: int = 0

@@ -4,7 +4,7 @@ A pair is {"prompt": ..., "chosen": ..., "rejected": ...}, each text or a list o
 both answers begin with. {"prompt": ..., "responses": [...], "ranks": [...]} is a ranked list, of which every answer
 makes a pair with every worse one. An answer with a label is {"prompt": ..., "completion": ..., "label": true}. Prompt
 and answer are written and tokenized as a row of `prompt_completion` or of `messages` is, with the loss on the answer.
-A pair becomes two rows of tokens, the chosen answer's and the rejected one's behind it; if one of them can't be used,
+A pair becomes two rows of tokens, the chosen answer's and the rejected one's after it; if one of them can't be used,
 neither is.
 """
 
@@ -20,7 +20,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.config.schema import BadRows, DataFormat, LossOn
-from qlora_fsdp.data.columns import MORE_KEYS, NO_COLUMNS, TURN_KEYS, rename, show_keys
+from qlora_fsdp.data.columns import MORE_KEYS, TURN_KEYS, rename, show_keys
 from qlora_fsdp.data.cut import WITH_BEFORE, CutSettings
 from qlora_fsdp.data.format import FormattedRow, format_row
 from qlora_fsdp.data.row import (
@@ -123,7 +123,7 @@ class PreferenceRowTokenizer:
         return format_row(answer.form, answer.fields, LossOn.completion, self.tokenizer)
 
 
-def read_answers(raw: bytes, is_paired: bool, columns: Mapping[str, str] = NO_COLUMNS) -> list[Answer]:
+def read_answers(raw: bytes, is_paired: bool, columns: Mapping[str, str]) -> list[Answer]:
     """The answers of a row, each with its prompt: the chosen and the rejected one of each pair, or one with a label.
 
     A pair where labels are wanted becomes two answers, a good one and a bad one.
@@ -176,7 +176,7 @@ def _ranked_pairs(row: Mapping[str, Any]) -> list[tuple[Any, Any]]:
     return pairs
 
 
-def read_margin(raw: bytes, columns: Mapping[str, str] = NO_COLUMNS) -> float:
+def read_margin(raw: bytes, columns: Mapping[str, str]) -> float:
     """By how much the rewards of a row's answers are to differ, for the loss; 0 where the row does not say.
 
     Raises:

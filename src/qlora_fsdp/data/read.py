@@ -56,7 +56,7 @@ class Source:
         identity: a JSON value that changes when the contents may have changed.
         hub: the hub data set.
         skipped: which files of a folder are left out, and why; one line per reason.
-        choose: of the columns that a table has, those to read.
+        choose: returns which columns of a table to read.
         max_unpack_ratio: times its size that a compressed file may unpack to.
     """
 

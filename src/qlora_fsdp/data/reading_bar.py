@@ -56,7 +56,7 @@ class ReadingBar:
         self._bar.close()
 
     def tell(self, num_rows: int) -> None:
-        """Moves the bar, after so many more rows."""
+        """Moves the bar by `num_rows` more rows."""
         self._bar.update(num_rows if not self._ends else max(0, self._position() - self._bar.n))
 
     def _open(self, file: int, stream: IO[bytes]) -> None:

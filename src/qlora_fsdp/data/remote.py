@@ -30,7 +30,7 @@ def find_remote(url: str, setting: str) -> list[tuple[str, RowFile]]:
     """The files that a URL names, sorted, with the names by which they are told.
 
     Args:
-        url: of a file, a folder, or a pattern such as s3://bucket/rows/*.jsonl.
+        url: the URL of a file, a folder, or a pattern such as s3://bucket/rows/*.jsonl.
         setting: the setting that names it, for messages.
 
     Raises:

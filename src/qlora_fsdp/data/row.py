@@ -67,7 +67,7 @@ def check_row(
 
 
 def check_fields(
-    found: dict[str, Any], data_format: DataFormat, columns: Mapping[str, str] = NO_COLUMNS
+    found: dict[str, Any], data_format: DataFormat, columns: Mapping[str, str]
 ) -> tuple[DataFormat, dict[str, Any]]:
     """Check a row that is parsed already, as `check_row` does."""
     row = rename(found, columns)

@@ -17,7 +17,7 @@ class RowFile:
     Attributes:
         path: a local path, or a URL.
         remote: the file system of a URL, from fsspec; None: the file is local.
-        facts: of a remote file what tells that it has changed, such as its size and etag.
+        facts: for a remote file, what tells that it has changed, such as its size and etag.
         watch: called with what `open` gives.
     """
 

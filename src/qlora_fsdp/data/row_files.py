@@ -208,7 +208,7 @@ def _read_arrow(file: RowFile, choose: ChooseColumns, unpacking: Unpacking, posi
 def _read_batches(
     file: RowFile, batches: Iterator[pa.RecordBatch], unpacking: Unpacking, position: Position, num_before: int
 ) -> Iterator[RawRow]:
-    """The rows of batches, of which the first begins behind `num_before` rows. Those before `position` are dropped."""
+    """The rows of batches, of which the first begins after `num_before` rows. Those before `position` are dropped."""
     number = num_before
 
     def dump_rows(batch: pa.RecordBatch) -> list[bytes]:

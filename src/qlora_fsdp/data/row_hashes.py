@@ -35,7 +35,7 @@ def hash_rows(rows: Rows, data: DataConfig) -> Hashes:
     With 64 bits, one of a million rows is taken for another of them once in 37 million data sets.
 
     Args:
-        rows: of a data set, or of a mix.
+        rows: the rows of a data set, or of a mix.
         data: `cache_folder` is used, for rows that are in the cache.
     """
     if isinstance(rows, MixedRows):

@@ -47,7 +47,7 @@ class Rows(Protocol):
     Attributes:
         lengths: the room that each takes in a sequence, in tokens.
         longest_parts: tokens of the longest row of tokens in each; a pair has two, which stay together.
-        num_answers: of a preference, how many answers each has: 2 in a pair, 1 with a label; 0 where tokens or labels
+        num_answers: for preferences, how many answers each has: 2 in a pair, 1 with a label; 0 where tokens or labels
             are predicted.
         key: tells these rows from any others; empty where nothing does.
     """

@@ -113,7 +113,7 @@ class Shards:
         tokenize: Callable[[Columns], Columns],
         tell: Tell,
     ) -> None:
-        """Makes the shards `missing`, in so many processes of their own, or here where one is enough.
+        """Makes the shards `missing`, in processes of their own, or here where one is enough.
 
         Raises:
             DataError: a row stops the tokenizing, or a process was killed.

@@ -22,7 +22,7 @@ IndexedRow = tuple[int, RawRow]  # the number of a raw row in its window, and th
 
 @dataclass(frozen=True)
 class Problem:
-    """What is wrong with a raw row: its number in the window, and as of `counts.ProblemCounter.add`."""
+    """What is wrong with a raw row: its number in the window, and what `counts.ProblemCounter.add` takes."""
 
     row: int
     place: str
@@ -39,7 +39,7 @@ class ShareTable:
         raw_rows: int64 [num_rows], of each token row the number of its raw row in the window, ascending.
         lengths: int64 [num_rows], in tokens.
         num_targets: int32 [num_rows].
-        problems: of the raw rows.
+        problems: what is wrong with raw rows.
         max_token_id: -1 without rows.
         unlearnable: why attention can learn nothing from these rows; empty if it can, or where there are none.
     """
@@ -66,7 +66,7 @@ def tokenize_share(rows: Sequence[IndexedRow], map_batches: MapBatches, path: st
     Args:
         rows: ascending by their numbers.
         map_batches: tokenizes batches of rows.
-        path: of the data, for messages.
+        path: the path of the data, for messages.
     """
     places = {number: place for number, (place, _) in rows}
     # Rows go by their numbers here, because one row may become several, and bad ones come first in their batch.
@@ -96,7 +96,7 @@ def join_shares(tables: Sequence[ShareTable], tokens: NDArray[np.int32]) -> Shar
     """The rows of several shares as one, in their order in the window; something can be learned of them together.
 
     Args:
-        tables: of the shares.
+        tables: the tables of the shares.
         tokens: those of all their rows, one share after another.
     """
     lengths = np.concatenate([np.zeros(0, np.int64), *(table.lengths for table in tables)])

@@ -32,7 +32,7 @@ class BatchSplit:
     num_slices: int = 1
 
     def num_micro_batches(self, num_sequences: int) -> int:
-        """Forward passes of each rank for a step of so many sequences."""
+        """Forward passes of each rank for a step of `num_sequences`."""
         return math.ceil(num_sequences / (self.num_groups * self.micro_batch_size))
 
     def groups_of(self, sequences: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -38,7 +38,7 @@ from qlora_fsdp.data.workers import Workers, num_cores
 from qlora_fsdp.records.run_state import STREAM_FILE
 from qlora_fsdp.runtime.processes import Processes
 
-BATCHES_KEPT = 8  # behind the newest one: batches are made ahead, and a bad step asks for its own again
+BATCHES_KEPT = 8  # before the newest one: batches are made ahead, and a bad step asks for its own again
 MAX_WORKERS = 8  # processes of a rank that tokenize, unless data.num_proc says otherwise
 
 
@@ -48,7 +48,7 @@ class StreamedSequences:
     Args:
         maker: makes the windows.
         num_sequences: sequences that the run trains on.
-        num_kept: sequences behind the newest one asked for that may still be asked for.
+        num_kept: sequences before the newest one asked for that may still be asked for.
         key: tells this data and these settings from others; hexadecimal.
         start: where to begin; None: at the beginning of the data.
         note: called with every window, in the thread that made it.

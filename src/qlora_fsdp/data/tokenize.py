@@ -43,7 +43,7 @@ LONG_TOKEN = 16
 class RowTokenizer:
     """Checks, formats and tokenizes batches of raw rows.
 
-    The end token stands exactly once behind what is no chat, and so does the begin token before it, if the tokenizer
+    The end token stands exactly once after what is no chat, and so does the begin token before it, if the tokenizer
     adds one by itself. In a chat the template decides.
     """
 

@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from qlora_fsdp.common.cache_folder import check_owner, close_to_others, find_cache, lock_mode, open_cache
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.common.files import remove
+from qlora_fsdp.common.sizes import next_power_of_two
 from qlora_fsdp.common.startup import KEPT
 from qlora_fsdp.config.data_sets import slice_rows
 from qlora_fsdp.config.schema import BadRows, Config, TaskName
@@ -49,7 +50,7 @@ DEFAULT_CACHE_FOLDER = "~/.cache/qlora_fsdp/data"
 # One process tokenizes this much sooner than more processes have started.
 ROWS_A_PROCESS = 2_000
 BYTES_A_PROCESS = 4 * 2**20
-# Of rows that may not be split, so many tokens are kept whatever training.max_length is, so that runs with other
+# Of rows that may not be split, this many tokens are kept whatever training.max_length is, so that runs with other
 # lengths find them. Where that is more, the next power of two.
 KEPT_TOKENS = 2**17
 
@@ -58,7 +59,7 @@ def tokenize_source(path: Paths, config: Config, tokenizer: PreTrainedTokenizerB
     """Writes the cache entry of a source, unless it is there already.
 
     Args:
-        path: of the source.
+        path: the source's path.
         config: its `data` is that of this source (see `config.data_sets`).
         tokenizer: the result of `load_tokenizer`, with new tokens added.
 
@@ -145,7 +146,7 @@ def _whole_tokenizer(config: Config, tokenizer: PreTrainedTokenizerBase) -> Call
 
 
 def _kept_tokens(config: Config) -> int:
-    return max(KEPT_TOKENS, 1 << (config.training.max_length - 1).bit_length())
+    return max(KEPT_TOKENS, next_power_of_two(config.training.max_length))
 
 
 def _cut_settings(config: Config) -> CutSettings:

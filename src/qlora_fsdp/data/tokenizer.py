@@ -57,8 +57,8 @@ def find_tokenizer(
 
     Args:
         config: `model` and `data` are used.
-        model_folder: of the model's files; None where they are not here.
-        tokenizer_folder: of the adapter; None without one, or where its tokenizer is not wanted.
+        model_folder: the folder of the model's files; None where they are not here.
+        tokenizer_folder: the folder of the adapter; None without one, or where its tokenizer is not wanted.
         trains: whether the tokenizer is for training.
 
     Training on random tokens needs no tokenizer, so it gets the built-in one and no file is read.

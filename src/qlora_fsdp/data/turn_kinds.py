@@ -1,7 +1,7 @@
 """What a chat template writes around the assistant's turns, learned from small conversations of the same kinds.
 
-A conversation has few kinds of turns: an answer to a user, a call behind the answer of a tool, the last answer. What
-stands before and behind the words of a turn, such as its header, depends on its kind and not on its words. So for each
+A conversation has few kinds of turns: an answer to a user, a call after the answer of a tool, the last answer. What
+stands before and after the words of a turn, such as its header, depends on its kind and not on its words. So for each
 kind a small conversation is made that has a turn of that kind, and is looked at turn by turn (`turns.find_turn`). That
 happens once in a process. The turns of real conversations are then found in the text of a single render, and each of
 them is checked: around the words there must be what the small conversation has there.
@@ -47,7 +47,7 @@ class Edges:
     Attributes:
         head: between the beginning of the message's part of the text and the turn.
         tail: between the end of the turn and the end of the part.
-        beyond: the end of the turn, where the template writes that behind the part.
+        beyond: the end of the turn, where the template writes that after the part.
     """
 
     head: str
@@ -154,19 +154,19 @@ def _learn(
 def _example(messages: list[Message], number: int, last_user: int, template: str) -> tuple[list[Message], int] | None:
     """A small conversation with a turn of the kind of `messages[number]`, and its number there; None: there is none."""
     before = messages[number - 1]["role"] if number else None
-    behind = messages[number + 1]["role"] if number + 1 < len(messages) else None
+    after = messages[number + 1]["role"] if number + 1 < len(messages) else None
     turn = _shorten(messages[number], template)
-    if turn is None or before not in ("user", "tool") or behind not in ("user", "tool", None):
+    if turn is None or before not in ("user", "tool") or after not in ("user", "tool", None):
         return None
     calls = turn.get("tool_calls") or []
-    if behind is not None and bool(calls) != (behind == "tool"):
+    if after is not None and bool(calls) != (after == "tool"):
         return None
     example = [SYSTEM, USER] if messages[0]["role"] == "system" else [USER]
     if before == "tool":
         example += [{**ASSISTANT, "content": "", "tool_calls": [CALL]}, {**ANSWER, "tool_call_id": CALL["id"]}]
     place = len(example)
     example.append(turn)
-    if behind == "tool":
+    if after == "tool":
         example += [{**ANSWER, "tool_call_id": call.get("id", CALL["id"])} for call in calls] + [ASSISTANT]
     if number < last_user:
         example += [NEXT_USER, {**ASSISTANT, "content": "last"}]

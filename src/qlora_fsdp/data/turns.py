@@ -86,10 +86,10 @@ def _kind(messages: list[dict[str, Any]], number: int, last_user: int) -> tuple[
     """Everything but its words that a template looks at when it writes a message."""
     message = messages[number]
     before = messages[number - 1]["role"] if number else None
-    behind = messages[number + 1]["role"] if number + 1 < len(messages) else None
+    after = messages[number + 1]["role"] if number + 1 < len(messages) else None
     content = message.get("content")
     is_empty = not content.strip() if isinstance(content, str) else type(content)
-    return before, behind, number > last_user, is_empty, frozenset(message), bool(message.get("tool_calls"))
+    return before, after, number > last_user, is_empty, frozenset(message), bool(message.get("tool_calls"))
 
 
 def _trim(text: str, message: dict[str, Any], part: Span | None, head: str, tail: str) -> Span | None:

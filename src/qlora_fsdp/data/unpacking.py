@@ -2,7 +2,7 @@
 
 A file of 1 KB can unpack to terabytes, in one row or in many, and nothing in it has to say so beforehand. So bytes are
 counted while they are unpacked, against the bytes of the file that have been read. Formats that decompress whole pages
-by themselves (Parquet, Arrow) get so much memory for each batch of rows.
+by themselves (Parquet, Arrow) get that much memory for each batch of rows.
 """
 
 from __future__ import annotations

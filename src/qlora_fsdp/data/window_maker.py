@@ -164,7 +164,7 @@ class WindowMaker:
         return sorted(own), ends
 
     def _take(self, source: int, position: Position, num_rows: int) -> tuple[list[RawRow], Position]:
-        """The next rows of a data set, and the position behind them."""
+        """The next rows of a data set, and the position after them."""
         opened = self._opened.get(source)
         if opened is None or opened.position != position:
             opened = self._opened[source] = EndlessRows(self.sources[source], position)

@@ -43,7 +43,7 @@ class Place:
 
     @classmethod
     def first(cls, num_sources: int) -> Place:
-        """The beginning of a mix of so many data sets."""
+        """The beginning of a mix of `num_sources` data sets."""
         return cls(0, 0, [0] * num_sources, [Position() for _ in range(num_sources)])
 
 

@@ -18,13 +18,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from qlora_fsdp.common.sizes import next_power_of_two, round_up
 from qlora_fsdp.decoding.attending import attending
 from qlora_fsdp.decoding.sampling import Sampling
 from qlora_fsdp.decoding.slots import SlotCache
 from qlora_fsdp.decoding.steps import Steps
 from qlora_fsdp.layers.decode_linear import DecodeLayers
 from qlora_fsdp.layers.slot_attention import Step, running
-from qlora_fsdp.memory.slots import MAX_SLOTS, round_length, round_slots
+from qlora_fsdp.memory.slots import LENGTH_STEP, MAX_SLOTS
 from qlora_fsdp.runtime.chain import Chain
 
 PROMPT_TOKENS = 16_384  # tokens of prompts that are read in one call
@@ -37,7 +38,7 @@ class Request:
 
     Attributes:
         prompt: token ids, at least one.
-        max_new_tokens: at most so many are written.
+        max_new_tokens: at most this many are written.
         is_done: asked after each new token, with all new ones, whether the text ends there; None: only an end token and
             `max_new_tokens` end it.
         completion: the new tokens, with the end token if there is one.
@@ -65,7 +66,7 @@ class _Launched(NamedTuple):
     """A step that was queued.
 
     Attributes:
-        tokens: of all slots, on their way to the host.
+        tokens: the tokens of all slots, on their way to the host.
         event: after which they are there; None on a CPU.
         running: the request of each slot when it was queued.
     """
@@ -86,7 +87,7 @@ class Completer:
         pad_token_id: any token.
         max_slots: texts that run at the same time, at most.
         captures: record steps as CUDA graphs, on a GPU.
-        prompt_tokens: of prompts that are read in one call, at most, unless a single prompt has more.
+        prompt_tokens: most tokens of prompts that are read in one call, unless a single prompt has more.
         chain: the ranks that each have a part of the model; None: it is whole here. They complete the same requests.
     """
 
@@ -195,7 +196,7 @@ class Completer:
     def _steps_for(self, requests: Sequence[Request]) -> Steps:
         """Slots that are long enough for all texts: those that there are, or new ones."""
         longest = max(request.num_positions for request in requests)
-        wanted = round_slots(min(self.max_slots, len(requests)))
+        wanted = next_power_of_two(min(self.max_slots, len(requests)))  # each number of slots is a graph of its own
         if self.steps is not None and self.steps.length >= longest and self.num_wanted >= wanted:
             return self.steps
         before = 0 if self.steps is None else self.steps.length
@@ -203,7 +204,7 @@ class Completer:
         self.num_wanted = wanted
         cache, num_logits = self._probe()
         # A conversation grows: its slots grow by the double, so that few graphs are recorded.
-        length = round_length(max(longest, min(2 * before, 2 * longest)))
+        length = round_up(max(longest, min(2 * before, 2 * longest)), LENGTH_STEP)
         num_slots = min(wanted, max(1, self._free_bytes() // max(1, cache.token_bytes * length)))
         if self.chain is not None:
             num_slots = self.chain.least(num_slots)

@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from qlora_fsdp.common.sizes import next_power_of_two, round_up
 from qlora_fsdp.decoding.recording import record
 from qlora_fsdp.layers.slot_attention import Step, running
 
 RECORDED_TOKENS = 2048  # of a recorded call, at most, padding included
-LENGTH_STEP = 64  # a recorded call reads a multiple of so many tokens of each prompt
+LENGTH_STEP = 64  # a recorded call reads a multiple of this many tokens of each prompt
 MAX_GRAPHS = 8  # the memory of their tensors is shared, but not that of their kernels' arguments
 
 
@@ -36,8 +37,8 @@ class Prompts:
 
     Args:
         call: the model, on tokens and their positions, both [rows, length].
-        length: of a slot.
-        device: of the model.
+        length: tokens of a slot.
+        device: the model's device.
         pool: the graphs' memory; None: nothing is recorded.
     """
 
@@ -77,7 +78,7 @@ class Prompts:
 
     def _rounded(self, num_rows: int, length: int) -> tuple[int, int] | None:
         """The shape that a call is padded to; None if it is not to be recorded."""
-        rows, length = 1 << (num_rows - 1).bit_length(), -(length // -LENGTH_STEP) * LENGTH_STEP
+        rows, length = next_power_of_two(num_rows), round_up(length, LENGTH_STEP)
         return (rows, length) if rows * length <= RECORDED_TOKENS and length <= self.length else None
 
     def _record(self, shape: tuple[int, int]) -> _Recorded | None:

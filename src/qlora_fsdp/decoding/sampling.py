@@ -9,18 +9,12 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-# Of a generation config: what `Sampling` does, what only says where a text ends, and what changes nothing of a token.
+# Fields of a generation config that `Sampling` applies, that only say where a text ends, or that do not change which
+# token comes next.
 _KNOWN = {
     *("do_sample", "temperature", "top_k", "top_p", "repetition_penalty"),
-    *(
-        "max_new_tokens",
-        "max_length",
-        "eos_token_id",
-        "pad_token_id",
-        "bos_token_id",
-        "use_cache",
-        "cache_implementation",
-    ),
+    *("max_new_tokens", "max_length", "eos_token_id", "pad_token_id", "bos_token_id"),
+    *("use_cache", "cache_implementation"),
     *("transformers_version", "_from_model_config", "return_dict_in_generate", "output_scores", "output_logits"),
     *("output_attentions", "output_hidden_states", "num_return_sequences", "trust_remote_code"),
 }
@@ -34,7 +28,7 @@ class Sampling:
 
     Attributes:
         temperature: what logits are divided by; None: the likeliest token is taken.
-        top_k: sample among so many of the likeliest tokens; None: among all.
+        top_k: sample among this many of the likeliest tokens; None: among all.
         top_p: sample among the likeliest tokens that make up this much probability.
         repetition_penalty: logits of tokens that are in prompt or completion are divided by it, or multiplied if they
             are below 0 (arXiv:1909.05858); 1: they stay.

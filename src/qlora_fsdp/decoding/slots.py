@@ -96,7 +96,7 @@ class SlotCache(Cache):
     """The cache that transformers' models get as `past_key_values`.
 
     Args:
-        num_layers: of the model.
+        num_layers: the model's layers.
     """
 
     def __init__(self, num_layers: int) -> None:

@@ -32,8 +32,8 @@ class Steps:
         num_slots: texts that run at the same time.
         length: most tokens of a text, prompt and completion.
         cache: has seen a call of the model, and gets its memory here.
-        num_logits: of the model's output, for each token.
-        device: of the model.
+        num_logits: logits that the model gives for each token.
+        device: the model's device.
         captures: record a step as a CUDA graph.
         chain: the ranks that each have a part of the model; None: it is whole here.
 

@@ -30,7 +30,7 @@ def why_not_in_slots(config: PretrainedConfig, trust_remote_code: bool) -> str |
     """Why texts of such a model can't run in slots; None if they can.
 
     Args:
-        config: of the model at its real size.
+        config: the model's config, at its real size.
         trust_remote_code: run model code that comes with the config.
     """
     if config.get_text_config() is not config:

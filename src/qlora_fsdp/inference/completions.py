@@ -89,7 +89,7 @@ def complete_by_transformers(
         generation: how tokens are chosen.
         processes: all ranks take part.
         batch_size: prompts at a time.
-        seed: of sampling.
+        seed: seed of sampling.
     """
     tokenizer = trained.tokenizer
     assert isinstance(tokenizer.pad_token_id, int)

@@ -218,7 +218,7 @@ class Stops:
 
     Args:
         tokenizer: the model's.
-        sequences: of characters.
+        sequences: sequences of characters.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, sequences: Sequence[str]) -> None:

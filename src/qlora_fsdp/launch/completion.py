@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from qlora_fsdp.config.command_line import conf_folder, default_options, group_options
 from qlora_fsdp.config.settings import all_settings
 
-# Bash and zsh (through its bashcompinit) split words at = too, so the function completes what stands behind the last.
+# Bash and zsh (through its bashcompinit) split words at = too, so the function completes what stands after the last.
 SCRIPT = """\
 if [ -n "$ZSH_VERSION" ]; then autoload -U +X bashcompinit && bashcompinit; fi
 _qlora_fsdp() {

@@ -40,7 +40,7 @@ def choose_attention(
         wanted: `model.attn_implementation`; `auto` takes the fastest that computes what this model defines.
         config: the model's config.
         device: where the model runs.
-        dtype: of queries, keys and values.
+        dtype: the dtype of queries, keys and values.
         is_causal: whether tokens see only what comes before them, and so never the padding at the end.
         why_not_by_starts: why kernels that are told where rows start would not compute what this model defines; None if
             they would (model/packing.py).
@@ -92,9 +92,9 @@ def traced_attention(
     Args:
         wanted: `model.attn_implementation`, or the name that `choose_attention` has returned.
         config: the model's config.
-        dtype: of queries, keys and values.
+        dtype: the dtype of queries, keys and values.
         is_causal: whether tokens see only what comes before them.
-        why_not_by_starts: as of `choose_attention`.
+        why_not_by_starts: see `choose_attention`.
     """
     text = config.get_text_config()
     needs_mask = not is_causal or why_not_by_starts is not None or _why_not_this_model(text, dtype) is not None

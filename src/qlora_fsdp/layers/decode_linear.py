@@ -25,16 +25,16 @@ from qlora_fsdp.layers.mlp import GatedMlp
 from qlora_fsdp.layers.quantized_format import dynamic_map
 from qlora_fsdp.layers.quantized_linear import QuantizedLinear, unflatten
 
-# Up to so many rows the codes are multiplied as they are: bitsandbytes' own bound, below which its kernel is faster
+# Up to this many rows the codes are multiplied as they are: bitsandbytes' own bound, below which its kernel is faster
 # than a dequantized product on any GPU (`_GEMM_4BIT_CUSTOM_FLOOR_M` in its backends/cuda/ops.py).
 FEW_ROWS = 4
-# Rows up to which this also holds for weights of so many outputs, which keep all multiprocessors of a large GPU busy.
+# Rows up to which this also holds for weights of this many outputs, which keep all multiprocessors of a large GPU busy.
 WIDE_ROWS, WIDE = 32, 8448
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # children that are called with the same input
-# Up to so many rows two kernels compute the adapters of all layers that share an input (kernels/triton_low_rank.py).
+# Up to this many rows two kernels compute the adapters of all layers that share an input (kernels/triton_low_rank.py).
 # With more, cuBLAS' products are faster than a program for each row of A.
 MAX_ROWS = 8
-REFRESHED = 64  # adapters that are copied at a time: of so many B there are scaled copies in float32 meanwhile
+REFRESHED = 64  # adapters that are copied at a time; scaled float32 copies of their B exist meanwhile
 _dequantized = DequantizedMatmul()
 
 
@@ -100,7 +100,7 @@ class DecodeLinear:
 
     Args:
         group: computes it.
-        number: of the layer in the group.
+        number: the layer's index in the group.
     """
 
     def __init__(self, group: DecodeGroup, number: int = 0) -> None:

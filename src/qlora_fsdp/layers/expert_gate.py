@@ -27,7 +27,7 @@ class Gate(NamedTuple):
         kind: act; "silu" is x sigmoid(alpha x).
         is_interleaved: whether gate and up take turns in a row of `up`'s outputs, and do not lie side by side.
         alpha: of "silu".
-        limit: of both; infinite for none.
+        limit: the largest value of both; infinite for none.
         offset: what is added to up.
     """
 

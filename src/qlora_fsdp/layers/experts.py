@@ -119,7 +119,7 @@ class ExpertLoad:
     counts: Tensor | None = None
 
     def add(self, rows: Rows) -> None:
-        """Count the rows of a forward pass. The host does not wait, so that a step may be recorded with it."""
+        """Count the rows of a forward pass. The host does not wait, so a CUDA graph can record it."""
         ends = rows.ends.long()
         counts = torch.diff(ends, prepend=ends.new_zeros(1))
         if self.counts is None:
@@ -138,14 +138,14 @@ def count_loads(model: nn.Module) -> list[ExpertLoad]:
 
 
 class Experts:
-    """The parts of a module of fused experts: its two weights, biases, adapters and activation.
+    """The parts of a module of fused experts: its two weights, their biases and adapters, and its activation.
 
     Args:
         module: transformers' module, whose `expert_weight_names` are two.
         adapters: by the name of the weight that each adapts.
 
     Attributes:
-        rows: the order of rows by expert, once it is found. It is kept here for backward, and not made again.
+        rows: the order of rows by expert, once forward has found it. Backward takes it from here.
     """
 
     rows: Rows
@@ -169,9 +169,9 @@ class Experts:
         return None if adapter is None else adapter.b(self.num_experts, dtype)
 
 
-# The two functions of autograd follow layers/lora.py: only the first saves tensors, so that a layer that is computed
-# again in backward need not compute what comes after the last of them, `down`'s product. The gradient that the second
-# gives to the activations has all of it; that of their low-rank product is for A alone.
+# The two functions of autograd follow layers/lora.py. Only the first saves tensors. So when a layer is recomputed in
+# backward, what comes after the last saved tensor, `down`'s product, is left out. The gradient that the second function
+# gives to the activations is complete. The gradient of their low-rank product is used only for A.
 
 
 class _Up(torch.autograd.Function):

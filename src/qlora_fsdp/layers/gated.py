@@ -33,8 +33,9 @@ class Gated(NamedTuple):
     """A module that is a gated MLP.
 
     Attributes:
-        names: of its linear layers: gate, up and down, or one with the outputs of gate and up side by side, and down.
-        activation: of gate.
+        names: names of its linear layers: gate, up and down; or down and one that gives gate and up side by side, which
+            comes first.
+        activation: the function that is applied to gate.
     """
 
     names: tuple[str, ...]

@@ -31,7 +31,7 @@ def gate_forward(
         b_gate: [F, R], scaled, in the dtype of `h_NR`.
         b_up: like `b_gate`.
         a_down: [R, F].
-        activation: of gate.
+        activation: the function that is applied to gate.
 
     Returns:
         The activation [N, F], and h_down [N, R].
@@ -68,7 +68,7 @@ def gate_backward(
         a_down: [R, F].
         grad_act_NF: gradient of the activation from the product with down's base weight, without the adapter's part.
         grad_h_down_NR: gradient of h_down.
-        activation: of gate.
+        activation: the function that is applied to gate.
 
     Returns:
         The gradient of `h_NR`.

@@ -18,7 +18,7 @@ from qlora_fsdp.layers.quantized_experts import QuantizedExpertWeight
 # GPU for no numbers of rows. So a short step, which may be meant for a small GPU, holds little at a time, and a long
 # one loses nothing: each slice reads all rows that go in, and copies what comes out into its columns.
 MIN_SLICE_BYTES, MAX_SLICE_BYTES = 2**29, 2**30
-COLUMNS_MULTIPLE = 64  # blocks of 4-bit weights have so many columns
+COLUMNS_MULTIPLE = 64  # columns of a block of a 4-bit weight
 
 ExpertWeight = QuantizedExpertWeight | nn.Parameter
 
@@ -53,7 +53,7 @@ def beside_low_rank(
 
 
 def with_low_rank(factor: Tensor, low_rank: Tensor | None) -> Tensor:
-    """The factor and the columns behind it as one tensor, as `beside_low_rank` has laid them out."""
+    """The factor and the columns after it as one tensor, as `beside_low_rank` has laid them out."""
     rank = 0 if low_rank is None else low_rank.shape[1]
     shape = factor.shape[0], factor.shape[1] + rank
     return factor.as_strided(shape, factor.stride(), factor.storage_offset())
@@ -64,7 +64,7 @@ def product(input_SK: Tensor, weight: ExpertWeight, extra: Tensor | None, sums_o
 
     Args:
         input_SK: its columns are the dimension that is summed over, then those of the low-rank product.
-        weight: of all experts, [E, rows, columns].
+        weight: the weights of all experts, [E, rows, columns].
         extra: the rest of the low-rank product [E, R, N]; None without adapter.
         sums_over_rows: whether the sum runs over the weight's rows (y = x W) or its columns (y = x W^T).
         rows: which rows belong to which expert.

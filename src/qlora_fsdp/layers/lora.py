@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from qlora_fsdp.layers.kernels.launch import runs_kernels
 from qlora_fsdp.layers.matmul import Addend
-from qlora_fsdp.layers.norm import LastNorm, Make, made_again
+from qlora_fsdp.layers.norm import LastNorm, Recompute, recompute_input
 from qlora_fsdp.layers.quantized_linear import QuantizedLinear, unflatten
 
 
@@ -120,8 +120,8 @@ def lora_outputs(x: Tensor, parts: Sequence[LoraPart], last_norm: LastNorm | Non
     recomputation: `torch.utils.checkpoint` stops recomputing a transformer layer at the last tensor that the layer
     saved. The layer's last product (`down_proj`, a quarter of its work) comes after that, so it is not computed again.
     """
-    kept, make = (None, None) if last_norm is None else last_norm.source_of(x)
-    h_NR = _LowRank.apply(x.detach(), kept, make, *(p.lora_a.weight for p in parts))  # type: ignore[no-untyped-call]
+    kept, recompute = (None, None) if last_norm is None else last_norm.source_of(x)
+    h_NR = _LowRank.apply(x.detach(), kept, recompute, *(p.lora_a.weight for p in parts))  # type: ignore[no-untyped-call]
     return add_low_rank(x, h_NR, parts)
 
 
@@ -147,16 +147,16 @@ class _LowRank(torch.autograd.Function):
     """h = x A^T. Its backward gives A a gradient, and x none: `_AddLowRank` adds that to a larger product."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, kept: Tensor | None, make: Make | None, *lora_a: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, kept: Tensor | None, recompute: Recompute | None, *lora_a: Tensor) -> Tensor:
         x_NI = x.reshape(-1, x.shape[-1])
         ctx.save_for_backward(x_NI if kept is None else kept)
-        ctx.make, ctx.ranks = make, [a.shape[0] for a in lora_a]
+        ctx.recompute, ctx.ranks = recompute, [a.shape[0] for a in lora_a]
         return x_NI @ join(lora_a, x.dtype).t()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (kept,) = ctx.saved_tensors
-        return (None, None, None, *mm_fp32(grads[0].t(), made_again(kept, ctx.make)).split(ctx.ranks))
+        return (None, None, None, *mm_fp32(grads[0].t(), recompute_input(kept, ctx.recompute)).split(ctx.ranks))
 
 
 class _AddLowRank(torch.autograd.Function):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from qlora_fsdp.layers.gated_activation import Activation, gate_backward, gate_forward
 from qlora_fsdp.layers.lora import LoraLinear, LoraPart, active_part, add_low_rank, join, mm_fp32
 from qlora_fsdp.layers.matmul import Addend
-from qlora_fsdp.layers.norm import LastNorm, Make, made_again
+from qlora_fsdp.layers.norm import LastNorm, Recompute, recompute_input
 
 MAX_RANK = 64  # with larger adapters, a tile of the kernels (layers/kernels/triton_gate.py) takes too many registers
 
@@ -27,7 +27,7 @@ class GatedMlp:
     Args:
         mlp: the module. Its own forward computes what cannot be computed here: dropout, adapters that are off.
         layers: gate and up, or one layer for both; and down.
-        activation: of gate.
+        activation: the function that is applied to gate.
     """
 
     def __init__(self, mlp: nn.Module, layers: Sequence[LoraLinear], activation: Activation) -> None:
@@ -51,9 +51,9 @@ class GatedMlp:
         if len(parts) < len(self.layers) or args or kwargs:
             return self.plain(x, *args, **kwargs)  # type: ignore[no-any-return]
         *wide, down = parts
-        kept, make = (None, None) if self.last_norm is None else self.last_norm.source_of(x)
+        kept, recompute = (None, None) if self.last_norm is None else self.last_norm.source_of(x)
         weights = [*(p.lora_a.weight for p in wide), *(p.lora_b.weight for p in wide), down.lora_a.weight]
-        act, h_down = _Gate.apply(x, kept, make, wide, self.activation, *weights)  # type: ignore[no-untyped-call]
+        act, h_down = _Gate.apply(x, kept, recompute, wide, self.activation, *weights)  # type: ignore[no-untyped-call]
         return add_low_rank(act, h_down, [down], h_is_of_x=False, has_values=has_values)[0]
 
 
@@ -65,7 +65,7 @@ class _Gate(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         kept: Tensor | None,
-        make: Make | None,
+        recompute: Recompute | None,
         parts: Sequence[LoraPart],
         activation: Activation,
         *weights: Tensor,
@@ -75,7 +75,7 @@ class _Gate(torch.autograd.Function):
         gate_up = layers[0].matmul.joint_output(x_NI, layers)
         act, h_down = gate_forward(gate_up, _for_both(h_NR, parts), *_small(parts, weights, x.dtype), activation)
         ctx.save_for_backward(x_NI if kept is None else kept, gate_up, h_NR, *weights)
-        ctx.make, ctx.parts, ctx.activation, ctx.shape = make, parts, activation, x.shape
+        ctx.recompute, ctx.parts, ctx.activation, ctx.shape = recompute, parts, activation, x.shape
         return act.view(*x.shape[:-1], act.shape[1]), h_down
 
     @staticmethod
@@ -99,7 +99,7 @@ class _Gate(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             addend = Addend(grad_h, join(weights[: len(parts)], grad_h.dtype))
             grad_x = parts[0].layer.matmul.input_grad(grads_NO, [p.layer for p in parts], addend).view(ctx.shape)
-        x_NI = made_again(kept, ctx.make)
+        x_NI = recompute_input(kept, ctx.recompute)
         grads_a = mm_fp32(grad_h.t(), x_NI).split(ranks)
         return (grad_x, None, None, None, None, *grads_a, *grads_b, grad_a_down)
 

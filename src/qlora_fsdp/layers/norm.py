@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 from qlora_fsdp.layers.kernels.launch import runs_kernels
 
-Make = Callable[[Tensor], Tensor]
+Recompute = Callable[[Tensor], Tensor]
 
 
 class LastNorm:
     """Remembers what the norm of a transformer layer that ran last was given, and what it gave.
 
-    The linear layers behind a norm need its output again in backward. They can keep its input in the place of its
-    output, and make the output again: the norm keeps its input anyway, so keeping it costs nothing more. But between
+    The linear layers after a norm need its output again in backward. They can keep its input in the place of its
+    output, and recompute the output: the norm keeps its input anyway, so keeping it costs nothing more. But between
     the norm and these layers lies transformers' code, which hands on the output alone. So they ask here whether the
     tensor they got is the norm's output, and of what it was made.
 
@@ -30,37 +30,37 @@ class LastNorm:
     def __init__(self) -> None:
         self._input: Callable[[], Tensor | None] = _nothing
         self._output: Callable[[], Tensor | None] = _nothing
-        self._make: Make | None = None
+        self._recompute: Recompute | None = None
 
-    def remember(self, x: Tensor, y: Tensor, make: Make) -> None:
-        """The norm gave y for x, and `make(x)` computes y again."""
-        self._input, self._output, self._make = weakref.ref(x), weakref.ref(y), make
+    def remember(self, x: Tensor, y: Tensor, recompute: Recompute) -> None:
+        """The norm gave y for x, and `recompute(x)` computes y again."""
+        self._input, self._output, self._recompute = weakref.ref(x), weakref.ref(y), recompute
 
-    def source_of(self, y: Tensor) -> tuple[Tensor | None, Make | None]:
+    def source_of(self, y: Tensor) -> tuple[Tensor | None, Recompute | None]:
         """A tensor to keep instead of y, and a function from it to y; (None, None) if y itself must be kept."""
         if self._output() is not y or (x := self._input()) is None:
             return None, None
-        return x.detach(), self._make
+        return x.detach(), self._recompute
 
 
 def _nothing() -> None:
     return None
 
 
-def normalize_and_remember(normalize: Make, last_norm: LastNorm, x: Tensor) -> Tensor:
-    """The forward of a norm whose output is made again in backward."""
+def normalize_and_remember(normalize: Recompute, last_norm: LastNorm, x: Tensor) -> Tensor:
+    """The forward of a norm whose output is recomputed in backward."""
     y = normalize(x)
     last_norm.remember(x, y, normalize)
     return y
 
 
-def made_again(kept: Tensor, make: Make | None) -> Tensor:
-    """x_NI of what was kept for it: x itself if there is no `make`."""
-    x = kept if make is None else make(kept)
+def recompute_input(kept: Tensor, recompute: Recompute | None) -> Tensor:
+    """x_NI of what was kept for it: x itself if there is no `recompute`."""
+    x = kept if recompute is None else recompute(kept)
     return x.reshape(-1, x.shape[-1])
 
 
-def normalize_as_stored(normalize: Make, x: Tensor) -> Tensor:
+def normalize_as_stored(normalize: Recompute, x: Tensor) -> Tensor:
     """The forward of a norm of attention heads that copies nothing.
 
     Gemma 3 normalizes heads after it has transposed them: x is [B, H, L, D], but lies in memory as [B, L, H, D]. A

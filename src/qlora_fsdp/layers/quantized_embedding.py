@@ -9,36 +9,23 @@ from qlora_fsdp.layers.quantized_format import Format
 from qlora_fsdp.layers.stored_weight import StoredWeight
 
 
-class QuantizedEmbedding(StoredWeight, nn.Embedding):
-    """A frozen embedding table with a `StoredWeight`, like an int8 `QuantizedLinear` of the same shape.
+class QuantizedEmbedding(StoredWeight, nn.Embedding):  # type: ignore[override]  # `weight` is read-only
+    """A frozen embedding table on meta with a `StoredWeight`, like an int8 `QuantizedLinear` of the same shape.
 
     Args:
         num_embeddings: rows of the table.
         embedding_dim: columns of the table.
         format: int8.
         dtype: the compute dtype, in which rows are returned.
-        device: where the Parameters are made; usually meta.
     """
 
     bias = None
 
-    def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        format: Format,
-        dtype: torch.dtype,
-        device: torch.device | str = "meta",
-    ) -> None:
+    def __init__(self, num_embeddings: int, embedding_dim: int, format: Format, dtype: torch.dtype) -> None:
         nn.Module.__init__(self)  # nn.Embedding's own would allocate the table
         assert format.quant_type == "int8"
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
-        self._make_parts(num_embeddings, embedding_dim, format, dtype, device)
-
-    @property
-    def weight(self) -> Tensor:  # type: ignore[override]
-        """The table [num_embeddings, embedding_dim] in the compute dtype, dequantized anew at each access."""
-        return self.dequantized()
+        self._make_parts(num_embeddings, embedding_dim, format, dtype, "meta")
 
     def forward(self, input: Tensor) -> Tensor:
         """ids_BL, int64 -> x_BLD in the compute dtype."""

@@ -39,14 +39,14 @@ class QuantizedExpertWeight(StoredWeight):
     @property
     def weight(self) -> Tensor:
         """The weight [E, rows, columns] in the compute dtype, dequantized anew at each access."""
-        return self.dequantized().view(self.shape)
+        return super().weight.view(self.shape)
 
     def fill(self, out: Tensor, first_row: int = 0, first_column: int = 0) -> None:
         """Write some rows and columns of every expert into `out` [E, rows, columns], which may be strided.
 
         Args:
             out: its rows are those of each expert from `first_row` on.
-            first_row: of an expert.
+            first_row: the first row to write of each expert.
             first_column: a multiple of 64. So is the number of columns.
         """
         self.format.dequantize_part(self.named_parts(), out, first_row, first_column)

@@ -187,10 +187,10 @@ class Format:
 
         Args:
             parts: the whole (gathered) parts of the weight.
-            out: [groups, rows, columns], in the dtype wanted; the weight is so many matrices, one below the other.
+            out: [groups, rows, columns], in the dtype wanted; the weight is this many matrices, one below the other.
                 Groups and rows may be strided, as when adapters have columns or rows of their own between them. Columns
                 are a multiple of the block size.
-            first_row: of each matrix.
+            first_row: the first row to write of each matrix.
             first_column: a multiple of the block size.
         """
         codes, scales = parts["codes"], parts["scales"]

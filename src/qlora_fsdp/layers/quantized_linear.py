@@ -12,10 +12,8 @@ from qlora_fsdp.layers.quantized_format import Format, code_book, dynamic_map
 from qlora_fsdp.layers.stored_weight import StoredWeight
 
 
-class QuantizedLinear(StoredWeight, nn.Linear):
+class QuantizedLinear(StoredWeight, nn.Linear):  # type: ignore[override]  # `weight` is read-only
     """A frozen linear layer with a `StoredWeight`.
-
-    `weight` is a property, so that code which reads `layer.weight` gets a weight, and never codes.
 
     Args:
         in_features: a multiple of the block size for 4-bit formats.
@@ -50,11 +48,6 @@ class QuantizedLinear(StoredWeight, nn.Linear):
             "bias",
             nn.Parameter(torch.empty(out_features, dtype=dtype, device=device), requires_grad=False) if bias else None,
         )
-
-    @property
-    def weight(self) -> Tensor:  # type: ignore[override]
-        """The weight [out_features, in_features] in the compute dtype, dequantized anew at each access."""
-        return self.dequantized()
 
     def absmax(self) -> Tensor:
         """The scales of a 4-bit weight: float32 [out_features, blocks]."""

@@ -14,7 +14,7 @@ modules of this folder define the changes. Only this module makes them, at four 
                                                   5. `forward` of gated MLPs becomes one computation
                                                   6. `forward` of the heads' norms copies nothing
     the plan is made                use_tiles     MLPs, experts and norms compute some tokens at a time
-    a layer's activation policy     remake_norms  norms remember input and output in a `LastNorm`; linear layers ask
+    a layer's activation policy     recompute_norms  norms remember input and output in a `LastNorm`; linear layers ask
     is set, at the start or later                 it (`last_norm`) whether their input is a norm's output
 
 A gated MLP is recognised by what it computes (gated.py), q, k and v by their names. A layer that fits none of this
@@ -172,14 +172,14 @@ def _lora_children(module: nn.Module, names: Sequence[str]) -> list[LoraLinear] 
 
 
 def use_tiles(layers: Iterable[nn.Module], num_tokens: int | None) -> None:
-    """Let what computes each token by itself compute so many tokens at a time: gated MLPs, experts and norms.
+    """Let what computes each token by itself compute `num_tokens` at a time: gated MLPs, experts and norms.
 
-    To be called after `fuse_layers` and before `remake_norms`. Norms that a kernel computes need no room for more than
+    To be called after `fuse_layers` and before `recompute_norms`. Norms that a kernel computes need memory only for
     their result, and stay as they are.
 
     Args:
         layers: transformer layers, on meta or not; changed in place.
-        num_tokens: of a tile; None leaves all as it is.
+        num_tokens: tokens of a tile; None leaves all as it is.
     """
     if num_tokens is None:
         return
@@ -193,7 +193,7 @@ def use_tiles(layers: Iterable[nn.Module], num_tokens: int | None) -> None:
                 module.tile_tokens = num_tokens  # type: ignore[assignment]
 
 
-def remake_norms(layer: nn.Module) -> None:
+def recompute_norms(layer: nn.Module) -> None:
     """Let the linear layers of a transformer layer keep the norms' inputs in the place of the norms' outputs.
 
     To be called after `fuse_layers`; once is enough, and there is no way back.
@@ -204,12 +204,8 @@ def remake_norms(layer: nn.Module) -> None:
     for norm in layer.children():
         if type(norm).__name__.endswith("RMSNorm"):
             norm.forward = partial(normalize_and_remember, norm.forward, last_norm)
-    for module in (layer, *_lora_layers(layer)):
+    for module in (layer, *(each for each in layer.modules() if isinstance(each, LoraLinear))):
         module.last_norm = last_norm  # type: ignore[assignment]
-
-
-def _lora_layers(layer: nn.Module) -> Iterable[LoraLinear]:
-    return (module for module in layer.modules() if isinstance(module, LoraLinear))
 
 
 def attach_loss(head: nn.Module, softcap: float | None = None, kernel: LossKernel = "torch") -> bool:

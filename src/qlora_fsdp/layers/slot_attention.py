@@ -2,7 +2,7 @@
 
 A slot has room for the keys and values of the longest text. In a step every row has one query, at its own position in
 its own text. It sees the keys of its slot up to that position and within the layer's window. So the position of each
-row is all that masking needs, and nothing is padded. Whatever a slot holds behind its row's position is not seen, and
+row is all that masking needs, and nothing is padded. Whatever a slot holds after its row's position is not seen, and
 is overwritten as the text grows.
 
 While a prompt is read, queries see the keys of the same call, from the first token on.
@@ -206,7 +206,7 @@ def _plain(
         value: like `key`.
         mask: added to the logits [B, H, L, K].
         scale: factor of the logits.
-        softcap: as of `attend_in_slots`.
+        softcap: see `attend_in_slots`.
         sinks: a further logit of every query, which broadcasts to [B, H, L, 1].
     """
     logits = (query @ key.mT) * scale

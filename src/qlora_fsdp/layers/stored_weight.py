@@ -24,7 +24,7 @@ class StoredWeight(nn.Module):
     Attributes:
         part_names: names of the Parameters that make up the weight.
         format: how the weight is quantized.
-        compute_dtype: of the dequantized weight.
+        compute_dtype: the dtype of the dequantized weight.
         out_features: rows of the weight.
         in_features: columns of the weight.
     """
@@ -52,6 +52,10 @@ class StoredWeight(nn.Module):
         """The same by their names."""
         return {name: getattr(self, name) for name in self.part_names}
 
-    def dequantized(self) -> Tensor:
-        """The weight [out_features, in_features] in the compute dtype."""
+    @property
+    def weight(self) -> Tensor:
+        """The weight [out_features, in_features] in the compute dtype, dequantized anew at each access.
+
+        It is a property, so that code which reads `layer.weight` gets a weight, and never codes.
+        """
         return self.format.dequantize(self.named_parts(), self.out_features, self.in_features, self.compute_dtype)

@@ -1,14 +1,14 @@
-"""Compute what belongs to each token alone in tiles of the sequence, so that its memory does not grow with the length.
+"""Compute in tiles of the sequence what sees one token at a time, so that its memory does not grow with the length.
 
 A gated MLP makes tensors that are several times as wide as the hidden states: with 400,000 tokens of an 8B model the
 products of gate and up take 21 GiB, and their gradients as much again. But no token sees another one there. So forward
-computes some thousand tokens at a time and keeps the module's input alone; backward computes each tile once more, and
+computes a few thousand tokens at a time and keeps only the module's input. Backward computes each tile once more, and
 its gradients. That is the idea of ALST's TiledMLP (arXiv:2506.13996).
 
-Two functions of autograd do it, and their order saves a pass. `torch.utils.checkpoint` stops computing a transformer
-layer again at the last tensor that the layer saved. The first function saves the input and computes nothing. The second
-saves nothing: its backward asks the first one's node for the input. So a layer that is computed again stops in front of
-its MLP, which the tiles then compute: once, as it would be without tiles.
+Two functions of autograd do it, and their order saves a pass. `torch.utils.checkpoint` stops recomputing a transformer
+layer at the last tensor that the layer saved. The first function saves the input and computes nothing. The second saves
+nothing: its backward asks the first one's node for the input. So recomputing a layer stops before its MLP, which the
+tiles then compute: once, as it would be without tiles.
 
 Shapes: N tokens, of all leading dimensions of the input.
 """
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from qlora_fsdp.layers.kernels.launch import standing_for
-from qlora_fsdp.layers.norm import LastNorm, Make
+from qlora_fsdp.layers.norm import LastNorm, Recompute
 
 Compute = Callable[..., Tensor]
 
@@ -31,7 +31,7 @@ class Tiles(NamedTuple):
     """How a computation is cut into tiles.
 
     Attributes:
-        num_tokens: of a tile; the last one may have fewer.
+        num_tokens: tokens of a tile; the last one may have fewer.
         forward: computes a tile: it gets some rows of each tensor.
         again: the same for backward, which needs the result's graph and not its values.
         params: gives the trained parameters that `forward` uses. It is asked again in backward, because FSDP may have
@@ -48,11 +48,9 @@ class TiledModule:
     """The forward of a module that computes each token by itself: in tiles, if there are more tokens than fit in one.
 
     Args:
-        module: with the parameters that `forward` uses.
-        num_tokens: of a tile.
-
-    Its forward until now computes a tile, x [n, I] -> y [n, O]. If that has a method `again`, backward calls this, and
-    it may leave out what only the values of its result need.
+        module: its present `forward` computes a tile, x [n, I] -> y [n, O], with the module's parameters. If that
+            forward has a method `again`, backward calls it instead. `again` need not compute the result's values.
+        num_tokens: tokens of a tile.
     """
 
     def __init__(self, module: nn.Module, num_tokens: int) -> None:
@@ -84,11 +82,11 @@ def in_tiles(tiles: Tiles, x: Tensor, *others: Tensor, last_norm: LastNorm | Non
     needs_grads = [x.requires_grad, *(other.requires_grad for other in others)]
     if not torch.is_grad_enabled() or not (params or any(needs_grads)):
         return _joined(tiles, [x.reshape(-1, x.shape[-1]), *others])
-    kept, make = (None, None) if last_norm is None else last_norm.source_of(x)
+    kept, recompute = (None, None) if last_norm is None else last_norm.source_of(x)
     # Among its inputs something must need a gradient, or there would be no node to ask.
     anchor = None if x.requires_grad else next(t for t in (*params, *others) if t.requires_grad)
     marked = _Keep.apply(x, kept, anchor, *others)  # type: ignore[no-untyped-call]
-    call = _Call(tiles, make, marked.grad_fn, needs_grads)
+    call = _Call(tiles, recompute, marked.grad_fn, needs_grads)
     return _Compute.apply(call, marked, *others, *params)  # type: ignore[no-any-return,no-untyped-call]
 
 
@@ -97,13 +95,13 @@ class _Call(NamedTuple):
 
     Attributes:
         tiles: how it is computed.
-        make: how x is made of what was kept for it; None if x was kept.
+        recompute: computes x from what was kept for it; None if x itself was kept.
         keeper: the node of `_Keep`, whose `saved_tensors` are what was kept.
         needs_grads: whether x and the other tensors need a gradient.
     """
 
     tiles: Tiles
-    make: Make | None
+    recompute: Recompute | None
     keeper: Any
     needs_grads: list[bool]
 
@@ -180,7 +178,7 @@ def _tile_gradients(
     call: _Call, tensors: Sequence[Tensor], params: Sequence[Tensor], grad: Tensor
 ) -> list[Tensor | None]:
     """The gradients of those of a tile's tensors that need one, and of the parameters, which a tile may not use."""
-    first = tensors[0] if call.make is None else call.make(tensors[0])
+    first = tensors[0] if call.recompute is None else call.recompute(tensors[0])
     inputs = [
         tensor.detach().requires_grad_(needed)
         for tensor, needed in zip([first, *tensors[1:]], call.needs_grads, strict=True)

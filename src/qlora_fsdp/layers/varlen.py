@@ -11,7 +11,7 @@ The kernel's backward takes L and o as arguments: it makes the weights P_j = exp
 dS_j = P_j (do . v_j - do . o) of each logit. With L' and o' in their places these are the weights and gradients of
 attention with a sink, and so are dq, dk and dv. The sink's own is ds = -exp(s - L') (do . o'), summed over the queries.
 
-Shapes: [T, H, D], T tokens of all rows one behind another, H heads of size D; keys and values may have fewer heads, of
+Shapes: [T, H, D], T tokens of all rows one after another, H heads of size D; keys and values may have fewer heads, of
 which H is a multiple. Everything is bf16 or fp16, and log-sums are fp32 [H, T].
 """
 
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-CAUSAL = (-1, 0)  # how many tokens are seen before and behind the query's; -1 for all
+CAUSAL = (-1, 0)  # how many tokens are seen before and after the query's; -1 for all
 
 
 class Rows(NamedTuple):

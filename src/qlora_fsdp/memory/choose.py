@@ -1,13 +1,15 @@
 """Chooses what the settings leave open, for the best predicted speed within a given memory.
 
-Open may be each layer's activation policy (`memory.activations=auto`), tiles (`memory.tile_tokens=auto`), the
-micro-batch size, whether each rank has the whole base or a part (`fsdp.sharding_strategy=auto`), whether layers stay
-gathered between forward and backward, and how many ranks share a sequence (`distributed.context_parallel=auto`).
+The settings may leave open: each layer's activation policy (`memory.activations=auto`), tiles
+(`memory.tile_tokens=auto`), the micro-batch size, whether each rank has the whole base or a part
+(`fsdp.sharding_strategy=auto`), whether layers stay gathered between forward and backward, and how many ranks share a
+sequence (`distributed.context_parallel=auto`).
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
@@ -29,10 +31,10 @@ from qlora_fsdp.memory.workload import Workload
 
 # Tokens of a micro-batch that auto chooses, if a sequence has no more: more gains nothing, on a GPU and on a CPU.
 MAX_TOKENS, CPU_TOKENS = 2**15, 2**11
-CLOSE = 0.01  # a micro-batch whose predicted speed is so close to the best is as good
+CLOSE = 0.01  # a plan whose predicted speed is this close to the best counts as equally fast
 MARGIN = 0.05  # share of the free memory that is not planned with
-SPARE = 0.10  # share of the target that whole copies must leave free, for they could do with less
-TILE_TOKENS = 2**13  # of a tile that auto chooses: enough for products at the GPU's full rate
+SPARE = 0.10  # share of the target that whole copies must leave free: a split base would need less
+TILE_TOKENS = 2**13  # tokens of a tile that auto chooses: enough for products at the GPU's full rate
 ROOM = 0.02  # share of the target that is left free if there is a choice, because plans are not exact
 LADDER = (Policy.none, Policy.selective, Policy.full, Policy.offload)  # from the fastest to the smallest
 _DESCRIPTIONS = {
@@ -51,8 +53,8 @@ class Choice:
         plan: its settings have what was open decided.
         fits: whether it fits the target.
         gives_up_graph: whether it does without a CUDA graph, which the settings ask for, because of the target.
-        sharding: why the base is whole or split, if that was open; else None.
-        sharing: why ranks share sequences, if that was open and they do; else None.
+        sharding: why the base is whole or split; None if the settings say it.
+        sharing: why ranks share sequences; None if they do not, or if the settings say it.
     """
 
     plan: MemoryPlan
@@ -91,9 +93,10 @@ def choose(work: Workload, target: float, gpu: Gpu, host: float = inf) -> Choice
 
 
 def ways_to_share(work: Workload) -> Iterator[Workload]:
-    """The run with ranks of a host that share each sequence, if that is open: two of them, and then more.
+    """The run with 2, 3 and more ranks of a host that share each sequence, if the settings leave that open.
 
-    They do so where one sequence at a time takes too much: of several, one at a time takes less, and is faster.
+    The micro-batch must be one sequence, or open. To take one of several sequences at a time needs less memory too, and
+    is faster than to share one.
     """
     config = work.config
     is_open = config.distributed.context_parallel == AUTO and config.training.micro_batch_size in (AUTO, 1)
@@ -156,18 +159,14 @@ def _choose_rest(work: Workload, target: float, gpu: Gpu, host: float) -> Choice
             break  # nor would larger ones
     fitting = sorted((choice for choice in choices if choice.fits), key=lambda choice: -_speed(choice, gpu))
     if not fitting and any(choice.plan.beside_graph for choice in choices):
-        return replace(_choose_rest(_launched(work), target, gpu, host), gives_up_graph=True)
+        launched = _with_values(work, {"compute.cuda_graph": False})  # kernel by kernel, which keeps less memory
+        return replace(_choose_rest(launched, target, gpu, host), gives_up_graph=True)
     if not fitting:
         return min(choices, key=lambda choice: (max(target, choice.plan.needed), choice.plan.host_needed))
     close = [choice for choice in fitting if _speed(choice, gpu) >= (1 - CLOSE) * _speed(fitting[0], gpu)]
     # All of these are about equally fast, so take the smallest micro-batch, which needs the least memory. Of equal
     # sizes take the one with the least in host memory, which takes time to pin; of equal ones the fastest, the first.
     return min(close, key=lambda choice: (choice.plan.work.micro_batch_size, choice.plan.host.get("activations", 0)))
-
-
-def _launched(work: Workload) -> Workload:
-    """The run with kernels that are launched one by one, as it does where a CUDA graph would leave too little room."""
-    return _with_values(work, {"compute.cuda_graph": False})
 
 
 def micro_batch_sizes(work: Workload) -> list[int]:
@@ -272,16 +271,10 @@ def _from_fast_to_small(num_layers: int, fits: Callable[[Sequence[Policy]], bool
     """Policies from fast to small: ever more layers, from the first one on, take the next policy of LADDER.
 
     The first layers come first because backward reaches them last: recomputing one of them takes memory when the other
-    layers have freed theirs. For each policy, bisection finds the least number of layers with which the run fits.
+    layers have freed theirs. For each policy, bisection finds the least number of layers with which the run fits; if
+    there is none, all layers take the policy.
     """
     yield (LADDER[0],) * num_layers
     for fast, small in pairwise(LADDER):
-
-        def mixed(num_small: int, fast: Policy = fast, small: Policy = small) -> tuple[Policy, ...]:
-            return (small,) * num_small + (fast,) * (num_layers - num_small)
-
-        low, high = 1, num_layers
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (low, middle) if fits(mixed(middle)) else (middle + 1, high)
-        yield mixed(low)
+        mixtures = [(small,) * number + (fast,) * (num_layers - number) for number in range(1, num_layers + 1)]
+        yield mixtures[min(bisect_left(mixtures, True, key=fits), num_layers - 1)]

@@ -109,7 +109,7 @@ def visible_hardware() -> Hardware | None:
 
 
 def _on_hosts(gpu: Gpu, count: int, note: str) -> Hardware:
-    """So many GPUs on hosts of eight: between hosts their link is the network."""
+    """`count` GPUs on hosts of eight. Between hosts their link is the network."""
     if count > GPUS_A_HOST:
         gpu = replace(gpu, link_gb_s=min(gpu.link_gb_s, NETWORK_GB_S))
         note = "; ".join(filter(None, [note, f"{GPUS_A_HOST} GPUs a host, {NETWORK_GB_S:g} GB/s a GPU between hosts"]))
@@ -119,8 +119,8 @@ def _on_hosts(gpu: Gpu, count: int, note: str) -> Hardware:
 def _nearest(text: str) -> list[str]:
     """Guess what was meant: a count after the name, another sign or unit, a part of a name, or a typo."""
     before = re.fullmatch(r"(\d{1,4})(?:\s*[x*]\s*|\s+)(.+)", text)
-    behind = re.fullmatch(r"(.*\d[a-z]*)\s*[x*]\s*(\d{1,3})", text)
-    count, name = before.groups() if before else behind.groups()[::-1] if behind else ("1", text)
+    name_first = re.fullmatch(r"(.*\d[a-z]*)\s*[x*]\s*(\d{1,3})", text)
+    count, name = before.groups() if before else name_first.groups()[::-1] if name_first else ("1", text)
     size = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]+)", name)
     if size is not None:
         gib = float(size.group(1)) * {"m": 2**-10, "t": 2**10}.get(size.group(2)[0], 1)

@@ -49,7 +49,7 @@ def longest(work: Workload, target: float) -> MemoryPlan | None:
 
 
 def smallest_plan(work: Workload, length: int) -> MemoryPlan:
-    """The plan that needs least for rows of so many tokens, within what the settings say."""
+    """The plan that needs least for rows of `length` tokens, within what the settings say."""
     config = with_values(
         work.config,
         {
@@ -70,10 +70,10 @@ def describe_longest(
     """Returns the lines to print about the longest rows on 1 to 8 GPUs, and what preflight.json holds.
 
     Args:
-        work: as of `longest`, for any number of ranks.
+        work: see `longest`, for any number of ranks.
         hardware: the GPUs; their number is told of besides.
-        target: as of `longest`.
-        name: of the model.
+        target: see `longest`.
+        name: the model's name.
         positions: that the model knows; None if it does not say.
     """
     found, wanted = [], work.config.distributed

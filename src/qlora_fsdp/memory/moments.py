@@ -87,7 +87,7 @@ def backward_moments(
     Args:
         work: the run that is planned.
         model: the bytes of its parameters.
-        policies: of each layer.
+        policies: the policy of each layer.
         gradients_stay: whether the resident parts count gradients already. They do where gradients live longer than a
             backward: those of several micro-batches are summed whole, and those of a CUDA graph keep their place.
     """

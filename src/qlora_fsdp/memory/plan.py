@@ -19,12 +19,18 @@ docs/plan-validation.md compares the plan with what runs on GPUs took.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from qlora_fsdp.common.sizes import NUM_BUFFERS, PIECE_BYTES, SLAB_BYTES, offload_buffer_bytes
+from qlora_fsdp.common.sizes import (
+    NUM_BUFFERS,
+    PIECE_BYTES,
+    SLAB_BYTES,
+    next_power_of_two,
+    offload_buffer_bytes,
+    round_up,
+)
 from qlora_fsdp.config.schema import Weights
 from qlora_fsdp.memory.capture import SPARE_BYTES, is_captured
 from qlora_fsdp.memory.model_bytes import BytesByPart, ModelBytes
@@ -165,7 +171,7 @@ def _evaluation_bytes(work: Workload, model: ModelBytes) -> int:
 def _host(work: Workload, model: ModelBytes, policies: Sequence[Policy]) -> tuple[BytesByPart, int]:
     """Host memory by part, and how much of it is pinned."""
     reading = 0 if work.config.model.weights is Weights.random else NUM_BUFFERS * PIECE_BYTES
-    copied = math.ceil((model.shard.adapters + model.optimizer) / SLAB_BYTES) * SLAB_BYTES
+    copied = round_up(model.shard.adapters + model.optimizer, SLAB_BYTES)
     libraries = HOST_PYTHON + HOST_LAYER * len(policies)
     if work.is_cuda:
         libraries += HOST_CUDA + (HOST_NCCL if work.num_ranks > 1 else 0)
@@ -173,7 +179,7 @@ def _host(work: Workload, model: ModelBytes, policies: Sequence[Policy]) -> tupl
     parts = {"libraries": libraries, "reading": reading, "checkpoint": copied, "adapter": model.all_trained}
     pinned = reading + (0 if model.is_offloaded else copied)
     if model.is_offloaded:  # each shard is pinned by itself, and torch rounds pinned blocks up to a power of two
-        parts["parameters"] = sum(_next_power_of_two(tensor.shard_bytes(work.num_shards)) for tensor in model.tensors)
+        parts["parameters"] = sum(next_power_of_two(tensor.shard_bytes(work.num_shards)) for tensor in model.tensors)
         parts["training"] = model.shard.adapters + model.optimizer
         pinned += parts["parameters"]
     offloaded = [use.host for use in work.layer_uses(policies) if use.host]
@@ -181,10 +187,6 @@ def _host(work: Workload, model: ModelBytes, policies: Sequence[Policy]) -> tupl
         parts["activations"] = sum(map(offload_buffer_bytes, offloaded))
         pinned += parts["activations"]
     return parts, pinned
-
-
-def _next_power_of_two(number: int) -> int:
-    return 1 << max(0, number - 1).bit_length()
 
 
 def _add(resident: BytesByPart, moment: BytesByPart) -> BytesByPart:

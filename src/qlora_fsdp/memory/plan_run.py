@@ -85,7 +85,7 @@ class RunPlan:
         return 0 if self.plan is None else self.plan.work.ends.hidden
 
     def settle(self, config: Config) -> Config:
-        """The settings with what was open decided."""
+        """The settings with `auto` replaced by what was chosen."""
         chosen = {
             "training.micro_batch_size": self.micro_batch_size,
             "distributed.context_parallel": self.num_slices,
@@ -138,10 +138,18 @@ def plan_run(
     if not choice.fits and machine.is_cuda:
         cheapest = cheapest_changes(work, machine.target, machine.gpu)
         lines.append("This may not fit. What would, by the plan:\n" + changes_table(cheapest))
-    strategy, fits = plan.work.config.fsdp.sharding_strategy, choice.fits or not machine.is_cuda
-    size, reshards = plan.work.micro_batch_size, plan.work.reshards
-    tile, num_slices = plan.work.config.memory.num_tile_tokens, plan.work.config.distributed.num_slices
-    return RunPlan(plan, plan.policies, tile, size, num_slices, strategy, reshards, fits, tuple(lines))
+    chosen = plan.work.config
+    return RunPlan(
+        plan=plan,
+        policies=plan.policies,
+        num_tile_tokens=chosen.memory.num_tile_tokens,
+        micro_batch_size=plan.work.micro_batch_size,
+        num_slices=chosen.distributed.num_slices,
+        sharding_strategy=chosen.fsdp.sharding_strategy,
+        reshard_after_forward=plan.work.reshards,
+        fits=choice.fits or not machine.is_cuda,
+        lines=tuple(lines),
+    )
 
 
 def run_without_plan(config: Config, num_layers: int, reason: str) -> RunPlan:
@@ -158,8 +166,17 @@ def run_without_plan(config: Config, num_layers: int, reason: str) -> RunPlan:
     policies = fixed_policies(config, num_layers) or (Policy.full,) * num_layers
     line = f"no plan, as this model can't be traced: {reason}; "
     line += f"micro-batch {size}, {strategy.value}, activations {describe_policies(policies)}"
-    tile, num_slices = config.memory.num_tile_tokens, config.distributed.num_slices
-    return RunPlan(None, policies, tile, size, num_slices, strategy, config.fsdp.reshards, True, (line,))
+    return RunPlan(
+        plan=None,
+        policies=policies,
+        num_tile_tokens=config.memory.num_tile_tokens,
+        micro_batch_size=size,
+        num_slices=config.distributed.num_slices,
+        sharding_strategy=strategy,
+        reshard_after_forward=config.fsdp.reshards,
+        fits=True,
+        lines=(line,),
+    )
 
 
 def _reason(config: Config, plan: MemoryPlan, machine: Machine) -> str:

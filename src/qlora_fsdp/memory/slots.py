@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
+from qlora_fsdp.common.sizes import next_power_of_two, round_up
 from qlora_fsdp.memory.workload import Workload
 
 MAX_SLOTS = 64  # texts that run at the same time
-LENGTH_STEP = 128  # a slot has a multiple of so many tokens
-
-
-def round_slots(num_texts: int) -> int:
-    """Slots for so many texts. Each number of them is a graph, so there are few: powers of two."""
-    return 1 << max(0, num_texts - 1).bit_length()
-
-
-def round_length(num_tokens: int) -> int:
-    """Tokens of a slot for texts of up to so many."""
-    return -(num_tokens // -LENGTH_STEP) * LENGTH_STEP
+LENGTH_STEP = 128  # a slot has a multiple of this many tokens
 
 
 def generation_bytes(work: Workload) -> int:
@@ -26,6 +17,6 @@ def generation_bytes(work: Workload) -> int:
     tracking = work.config.tracking
     if tracking.num_generations == 0 or work.uses_fsdp:
         return 0
-    num_slots = min(MAX_SLOTS, round_slots(-(tracking.num_generations // -work.num_ranks)))
-    length = round_length(work.config.training.max_length + tracking.generation_tokens)
+    num_slots = min(MAX_SLOTS, next_power_of_two(-(tracking.num_generations // -work.num_ranks)))
+    length = round_up(work.config.training.max_length + tracking.generation_tokens, LENGTH_STEP)
     return num_slots * length * work.parts.cached_bytes

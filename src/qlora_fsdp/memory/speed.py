@@ -118,7 +118,7 @@ def _ends_seconds(work: Workload, gpu: Gpu) -> float:
 
 
 def _transfer_seconds(work: Workload, num_bytes: int, gpu: Gpu) -> float:
-    """Seconds to gather a unit of so many bytes, with the way from host memory if its shards are there."""
+    """Seconds to gather a unit of `num_bytes`, with the way from host memory if its shards are there."""
     shards = work.num_shards
     seconds = num_bytes * (shards - 1) / shards / (gpu.link_gb_s * 1e9)
     if work.config.fsdp.cpu_offload:

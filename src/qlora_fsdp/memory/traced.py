@@ -105,7 +105,7 @@ class Tensor:
     row_bytes: int
 
     def shard_bytes(self, num_shards: int) -> int:
-        """Bytes in one of so many shards: FSDP2 pads the last one to the size of the others."""
+        """Bytes of one shard of `num_shards`: FSDP2 pads the last one to the size of the others."""
         return -(self.num_rows // -num_shards) * self.row_bytes
 
 
@@ -133,7 +133,7 @@ class ModelParts:
         layers: the kind of each layer, in order.
         ends: the parameters outside the layers, of each unit: `embeddings`, `head` and `root`.
         gathered_by_model: those of `embeddings` and `head` that the model gathers itself (model/causal_lm.py).
-        num_parameters: of the base model, as its authors count them.
+        num_parameters: parameters of the base model, as its authors count them.
         num_quantized: weights that are quantized.
         cached_bytes: what a cache keeps of one token: keys and values of all layers.
         has_experts: whether some of its weights are those of all experts of a layer.

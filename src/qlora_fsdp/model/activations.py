@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import assert_never
 
-from qlora_fsdp.layers.rewire import remake_norms
+from qlora_fsdp.layers.rewire import recompute_norms
 from qlora_fsdp.memory.choose import describe_policies, next_smaller
 from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.model.input_offload import InputOffload
@@ -43,13 +43,13 @@ def set_activation_policy(
             case Policy.none:
                 _recompute_by(layer, None)
             case Policy.selective:
-                remake_norms(layer)
+                recompute_norms(layer)
                 _recompute_by(layer, None)
             case Policy.full:
-                remake_norms(layer)
+                recompute_norms(layer)
                 _recompute_by(layer, recompute)
             case Policy.offload:
-                remake_norms(layer)
+                recompute_norms(layer)
                 _recompute_by(layer, offload)
             case _:
                 assert_never(policy)

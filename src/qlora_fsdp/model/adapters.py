@@ -59,7 +59,7 @@ def apply_adapters(
         config: what is adapted.
         task: what is learned.
         tokens: the tokens whose rows in embeddings and head are trained.
-        unreached: as of `find_targets`.
+        unreached: see `find_targets`.
 
     Raises:
         AdapterError: a name in target_modules, exclude_modules, modules_to_save or a pattern fits no layer (similar

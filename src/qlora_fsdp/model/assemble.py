@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from typing_extensions import assert_never
 
 from qlora_fsdp.common.errors import AdapterError, ConfigError, Problem
-from qlora_fsdp.config.schema import Config, LoraConfig, PreferenceConfig, TaskConfig, TaskName
+from qlora_fsdp.config.schema import Config, LoraConfig, TaskName
 from qlora_fsdp.config.written import public_value, with_values
 from qlora_fsdp.data.tokenizer import NO_TOKENS, AddedTokens, add_tokens, find_tokenizer
 from qlora_fsdp.layers.attention import choose_attention
@@ -60,12 +60,12 @@ class AssembledModel:
         attention: name of the attention implementation. It sees whole sequences: if ranks share them,
             `share_sequences` wraps it.
         packs_rows: whether several rows share a sequence.
-        unreached: linear layers that no gradient reaches, as of `Traits`.
+        unreached: linear layers that no gradient reaches, see `Traits`.
         liger_kernels: the settings (`rms_norm`, `rotary`, `glu`, `cross_entropy`) whose kernels are Liger's.
         loss_kernel: what computes the loss of a frozen head.
         num_fp8_layers: layers that multiply in fp8.
         num_fused_groups: groups of linear layers that are computed together.
-        notes: what the user should know, one sentence each, for the log.
+        notes: what the user should know, one clause each, for the log.
         chain: the ranks over which the layers are spread (`spread_layers`); None if they are not.
     """
 
@@ -123,9 +123,9 @@ def assemble(
     tokenizer = find_tokenizer(config, files.folder, tokenizer_folder, trains)
     added = add_tokens(tokenizer, config.tokenizer)
     tokens = added if added.ids else saved_tokens
-    # Small models are tried first: Liger's kernels for GPUs go into transformers' classes, which these have too.
+    # A small model is tried before Liger's kernels for GPUs are put into transformers' classes, which it has too.
     slices = trains and config.distributed.num_slices > 1
-    config, traits, attention, notes = _try_small(config, files, dtype, processes, generates, slices)
+    config, traits, attention, notes = _try_small_model(config, files, dtype, processes, generates, slices)
     if trains:
         check_causal(files.config, traits)
     liger_kernels = use_fused_kernels(config.kernels, files.config, device) if trains or generates else []
@@ -134,39 +134,37 @@ def assemble(
     if trains and config.training.deterministic and device.type == "cuda":
         _refuse_recurrent_kernels(meta)
     _check_token_rows(meta, tokens, len(tokenizer), files.folder)
-    left_out = describe_left_out(meta.model, find_left_out(meta.model, lora, traits.unreached))
-    model = adapt_model(
-        *(meta, lora, config.task, tokens, loss_kernel, traits.has_plain_head, traits.unreached),
-        preference=config.preference,
-    )
-    rewired, notes = Rewired(num_fp8=0, num_groups=0), [*notes, *meta.notes, *left_out]
+    notes += [*meta.notes, *describe_left_out(meta.model, find_left_out(meta.model, lora, traits.unreached))]
+    settings = replace(config, lora=lora)
+    model = adapt_model(meta, settings, tokens, loss_kernel, traits.has_plain_head, traits.unreached)
+    rewired = Rewired(num_fp8=0, num_groups=0)
     if trains:
         rewired = rewire(model, config.compute, config.kernels)
         notes += add_router_loss(model, config.training.router_aux_loss_coef)
         notes += check_chat_rows(files.tensors, tokenizer, config)
     return AssembledModel(
-        model,
-        meta,
-        files,
-        tokenizer,
-        tokens,
-        dtype,
-        attention,
-        config.training.packing is True,
-        traits.unreached,
-        liger_kernels,
-        loss_kernel,
-        rewired.num_fp8,
-        rewired.num_groups,
-        notes,
+        model=model,
+        meta=meta,
+        files=files,
+        tokenizer=tokenizer,
+        tokens=tokens,
+        dtype=dtype,
+        attention=attention,
+        packs_rows=config.training.packing is True,
+        unreached=traits.unreached,
+        liger_kernels=liger_kernels,
+        loss_kernel=loss_kernel,
+        num_fp8_layers=rewired.num_fp8,
+        num_fused_groups=rewired.num_groups,
+        notes=notes,
     )
 
 
 def _check_token_rows(meta: MetaModel, tokens: AddedTokens, tokenizer_size: int, folder: Path | None) -> None:
-    """Refuse a token far behind the last row of the embeddings.
+    """Refuse a token whose id is far beyond the last row of the embeddings.
 
-    Adding a token makes the embeddings as long as its number. So a few bytes of a saved adapter could ask for any
-    amount of memory.
+    The embeddings get a row for every id up to that of an added token. So a few bytes in a saved adapter could ask for
+    any amount of memory.
 
     Raises:
         AdapterError: the highest token is beyond the model's, the tokenizer's and the added tokens together.
@@ -180,10 +178,10 @@ def _check_token_rows(meta: MetaModel, tokens: AddedTokens, tokenizer_size: int,
 
 
 def share_sequences(assembled: AssembledModel, num_slices: int, processes: Processes) -> None:
-    """Let so many ranks share each sequence: from now on the model computes slices. Collective.
+    """Let ranks share sequences (context parallelism): from now on each computes a slice of them. Collective.
 
     Args:
-        assembled: its attention is told where rows start; changed in place.
+        assembled: its attention is wrapped, in place.
         num_slices: ranks that share a sequence; with 1 nothing is changed.
         processes: all ranks take part.
     """
@@ -193,14 +191,14 @@ def share_sequences(assembled: AssembledModel, num_slices: int, processes: Proce
 
 
 def add_router_loss(model: TaskModel, coef: float) -> list[str]:
-    """Let a causal language model add its load-balancing loss; the notes say if it has one that is not added."""
+    """Let a causal language model add the load-balancing loss of its experts. Returns notes for the user."""
     if isinstance(model, CausalLM) and coef:
         model.router_loss = RouterLoss(model.base, coef)
     return describe_router_loss(model.base, coef)
 
 
 def _refuse_recurrent_kernels(meta: MetaModel) -> None:
-    """Refuse kernels of recurrent layers where a run is to repeat: their backward adds with atomics.
+    """Refuse the kernels of recurrent layers in a deterministic run: their backward adds with atomics, in any order.
 
     Raises:
         ConfigError: the model has such layers, and transformers would use the kernels that are installed for them.
@@ -212,7 +210,7 @@ def _refuse_recurrent_kernels(meta: MetaModel) -> None:
         raise ConfigError([Problem("training.deterministic=true", reason, fix)])
 
 
-def _try_small(
+def _try_small_model(
     config: Config, files: ModelFiles, dtype: torch.dtype, processes: Processes, generates: bool, slices: bool
 ) -> tuple[Config, Traits, str, list[str]]:
     """Choose the attention and decide `training.packing=auto`, from what a small model shows. Collective.
@@ -264,26 +262,23 @@ def _build(
 
 def adapt_model(
     meta: MetaModel,
-    lora: LoraConfig,
-    task: TaskConfig,
+    config: Config,
     tokens: AddedTokens,
     loss_kernel: LossKernel = "torch",
     splits_head: bool = True,
     unreached: Collection[str] = (),
-    preference: PreferenceConfig | None = None,
 ) -> TaskModel:
     """Add the adapters to the model, in place, and wrap it in the `TaskModel` of its task.
 
     Args:
         meta: the base model. A classifier's new head (`meta.head`) is trained in full, without an adapter.
-        lora: the adapter's settings.
-        task: causal language modelling, preferences, rewards or a kind of classification.
+        config: `lora`, `task` and `preference` are used.
         tokens: the tokens whose rows in embeddings and head are trained.
         loss_kernel: what computes the loss of a frozen head.
-        splits_head: as of `CausalLM`.
-        unreached: as of `find_targets`.
-        preference: the loss of task=preference; None: the default, where no loss is wanted.
+        splits_head: see `CausalLM`.
+        unreached: see `find_targets`.
     """
+    lora, task = config.lora, config.task
     if meta.head:
         lora = replace(lora, modules_to_save=[*(lora.modules_to_save or []), *meta.head])
     adapted = apply_adapters(meta.model, lora, task.name, tokens, unreached)
@@ -291,7 +286,7 @@ def adapt_model(
         case TaskName.causal_lm:
             return CausalLM(adapted, loss_kernel, splits_head)
         case TaskName.preference:
-            return PreferenceLM(adapted, preference or PreferenceConfig(), loss_kernel, splits_head)
+            return PreferenceLM(adapted, config.preference, loss_kernel, splits_head)
         case TaskName.reward:
             return RewardModel(adapted)
         case TaskName.sequence_classification | TaskName.token_classification:

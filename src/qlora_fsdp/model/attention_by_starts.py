@@ -93,8 +93,8 @@ def attend_by_slices(
 ) -> tuple[Tensor, None]:
     """Attention for slices of sequences. All slices are here, side by side, as if each were on its own rank.
 
-    Shapes: as of `attend_by_starts`, with slices in the place of sequences, in their order. Rows start in the tokens of
-    all of them. In the model nothing else knows which slices belong together.
+    Shapes: those of `attend_by_starts`, with slices in the place of sequences, in their order. The starts of rows count
+    the tokens of all slices. In the model nothing else knows which slices belong together.
     """
     num_slices = len(query)
     query, key, value = (x.transpose(1, 2).flatten(0, 1)[None].transpose(1, 2) for x in (query, key, value))

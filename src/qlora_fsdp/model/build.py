@@ -52,7 +52,7 @@ from qlora_fsdp.weights.composed import Stored
 from qlora_fsdp.weights.map_keys import map_keys
 from qlora_fsdp.weights.scaled import METHODS, attach_scales
 
-LARGE = 2**24  # values; no buffer of a model has so many
+LARGE = 2**24  # values; buffers of models have fewer
 AUTO_CLASSES: dict[TaskName, Any] = {
     TaskName.causal_lm: AutoModelForCausalLM,
     TaskName.preference: AutoModelForCausalLM,
@@ -93,7 +93,7 @@ class BuildSettings:
 
 @dataclass
 class MetaModel:
-    """A model on the meta device, with what is known about it and about the files that fill it.
+    """A model on the meta device, and what fills it.
 
     Attributes:
         model: an instance of transformers' own class, with quantized layers in it.
@@ -205,8 +205,7 @@ def _make_on_meta(config: PretrainedConfig, files: ModelFiles, settings: BuildSe
             )
     except Exception as error:  # no such class or attention; or a config whose values contradict the class's code
         reason = str(error).partition(".\n")[0]
-        if not isinstance(error, ValueError):
-            reason = f"{type(error).__name__}: {reason}"
+        reason = reason if isinstance(error, ValueError) else f"{type(error).__name__}: {reason}"
         raise CheckpointError(
             f"model.path={files.folder or config.model_type} can't be built as {auto_class.__name__}: {reason}. Set "
             "model.path to another model, task, or model.attn_implementation=eager."
@@ -238,9 +237,8 @@ def _drop_towers(model: PreTrainedModel) -> list[str]:
     Returns:
         The names of the modules that were taken out; none for a model of text alone.
     """
-    found = find_decoder(model)
     names = []
-    if found is not None:
+    if (found := find_decoder(model)) is not None:
         name, decoder = found
         parent_name = name.rpartition(".")[0]
         parent = model.get_submodule(parent_name)

@@ -108,7 +108,7 @@ def entity_metrics(
 
 
 def _entities(tags: Sequence[str], is_first: Bools) -> set[tuple[int, int, str]]:
-    """Each entity's first word, the word behind its last, and its kind.
+    """Each entity's first word, the word after its last, and its kind.
 
     An I- that continues nothing begins an entity, as in conlleval.
     """

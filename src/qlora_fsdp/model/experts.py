@@ -55,7 +55,7 @@ def num_chosen(block: nn.Module, config: PretrainedConfig) -> int | None:
 
     Args:
         block: the module that holds router and experts.
-        config: of the model.
+        config: the model's config.
     """
     by_router = [getattr(module, "top_k", None) for module in block.modules()]
     by_config = [getattr(config, key, None) for key in ("num_experts_per_tok", "top_k_experts", "moe_topk")]

@@ -49,8 +49,8 @@ class InputOffload:
     """Moves the inputs of checkpointed layers to host memory and back; shared by all layers of a model.
 
     Args:
-        most_bytes: of an input, by the memory plan. Every buffer is made so large, so that none is made anew for a
-            longer batch, and no more is pinned than the plan says. 0: as large as the first inputs.
+        most_bytes: most bytes of an input, by the memory plan. Every buffer has this size, so that none is replaced for
+            a longer batch, and no more is pinned than the plan says. 0: buffers are as large as the first inputs.
     """
 
     def __init__(self, most_bytes: int = 0) -> None:

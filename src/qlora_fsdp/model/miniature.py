@@ -72,7 +72,7 @@ def miniature(config: PretrainedConfig, max_length: int) -> PretrainedConfig:
     """The config of a small model with the same structure: at least one layer of each kind, in the same order.
 
     Args:
-        config: of a model of text, or of the text part of another one. It stays as it is.
+        config: the config of a text model, or of another model's text part. It stays as it is.
         max_length: tokens of the longest sequence.
 
     Raises:

@@ -87,7 +87,7 @@ def try_small(model: PretrainedConfig, config: Config, device: torch.device = CP
 
     Args:
         model: the model's config.
-        config: as of `find_traits`.
+        config: see `find_traits`.
         device: where it is tried.
         for_gpu: whether it will run on a GPU, so that it is asked about kernels that get rows' starts.
     """
@@ -103,7 +103,7 @@ def check_causal(model: PretrainedConfig, traits: Traits) -> None:
     """Refuse to teach a model to predict tokens that it sees.
 
     Raises:
-        CheckpointError: a small model of its class sees the tokens behind a token.
+        CheckpointError: a small model of its class lets a token see later ones.
     """
     if traits.why_not_causal is not None:
         raise CheckpointError(

@@ -22,14 +22,14 @@ def num_learned_positions(model: nn.Module) -> int | None:
     """Positions that `model` has embeddings for; None if it computes them (rotary embeddings)."""
     for name, module in model.named_modules():
         if name.rpartition(".")[2] in _TABLES and isinstance(module, nn.Embedding):
-            # OPT begins at its offset, RoBERTa and Longformer behind the row for padding.
+            # OPT begins at its offset, RoBERTa and Longformer after the row for padding.
             padding = -1 if module.padding_idx is None else module.padding_idx
             return module.num_embeddings - int(getattr(module, "offset", padding + 1))
     return None
 
 
 def first_position(model: nn.Module) -> int:
-    """The position that `model` gives the first token of a row: 0, or in RoBERTa and its kin that behind the padding's.
+    """The position that `model` gives the first token of a row: 0, or in RoBERTa and its kin the one after padding's.
 
     These have a row for padding among their positions. Models that begin at an offset of their own add it themselves.
     """

@@ -35,8 +35,8 @@ class PreferenceLM(CausalLM):
     Args:
         model: the wrapped model, on meta or not.
         settings: the loss and its numbers.
-        loss_kernel: as of `CausalLM`, but not Liger's, which gives no losses of single tokens.
-        splits_head: as of `CausalLM`.
+        loss_kernel: see `CausalLM`, but not Liger's, which gives no losses of single tokens.
+        splits_head: see `CausalLM`.
 
     Attributes:
         starts_from_adapter: whether the reference is the adapter with which training starts, and not the base.
@@ -47,24 +47,24 @@ class PreferenceLM(CausalLM):
         self,
         model: peft.PeftModel,
         settings: PreferenceConfig,
-        loss_kernel: LossKernel = "torch",
-        splits_head: bool = True,
+        loss_kernel: LossKernel,
+        splits_head: bool,
     ) -> None:
         super().__init__(model, loss_kernel, splits_head)
         self.settings = settings
         self.figure_names = figure_names(self.settings)
         self.looks_ahead = not self.settings.loss.is_paired
         self.starts_from_adapter, self.frozen = False, cast(FrozenCopy | None, None)
-        self._sums: Tensor | None = None  # of figures and of what they are about, since they were last taken: [K, 2]
-        self._kl: Tensor | None = None  # float32 scalar on the device, which stays where it is
+        self._sums: Tensor | None = None  # of each figure's values, and their number, since they were taken: [K, 2]
+        self._kl: Tensor | None = None  # float32 scalar on the device, whose memory stays the same
 
     def forward(self, batch: Batch, wants: Wanted = "loss") -> Tensor:
         """Sum of the losses of the batch's pairs or answers, not divided by their number: float32 scalar.
 
         Args:
             batch: answers, and no other rows.
-            wants: what to return: that, or float32 [num_answers], the answers' log-probabilities under the model or
-                under the reference. FSDP gathers for calls of the whole model alone, so all three are such.
+            wants: what to return: the loss, or float32 [num_answers], the answers' log-probabilities under the model or
+                under the reference. FSDP gathers only in calls of the whole model, so all three go through `forward`.
         """
         match wants:
             case "log_probs":
@@ -80,7 +80,7 @@ class PreferenceLM(CausalLM):
             reference = self.reference_log_probs(batch)
         logps, num_tokens, router_loss = self._log_probs(batch)
         is_real = torch.ones_like(logps, dtype=torch.bool) if batch.is_answer is None else batch.is_answer
-        # Answers that there is only room for get numbers whose losses have gradients, and count for nothing.
+        # Padding answers are masked below. Until then they have numbers whose losses have finite gradients.
         logps, num_tokens = logps.masked_fill(~is_real, -1.0), num_tokens.masked_fill(~is_real, 1.0)
         if self.settings.loss.is_paired:
             by_pairs, is_real = None if reference is None else reference.view(-1, 2), is_real[::2]
@@ -92,7 +92,7 @@ class PreferenceLM(CausalLM):
             own = reference if reference.ndim == 1 else reference[:, 0]
             losses, values, is_about = judged_losses(logps, own, batch.is_good, self._moved(logps), self.settings)
             is_about = is_about & is_real
-        self._add(values, is_about)
+        self._add_figures(values, is_about)
         loss = losses.masked_fill(~is_real, 0.0).sum()
         return loss if router_loss is None else loss + router_loss * is_real.sum()
 
@@ -117,11 +117,12 @@ class PreferenceLM(CausalLM):
         An adapter that training started from is part of the reference, and stays on.
 
         LoRA is not skipped but multiplied by zero. So the reference takes the path of the fused kernels that the
-        trained model takes, and in bfloat16 rounds as that does: before the first step, when the two are one model,
-        their log-probabilities are equal to the bit. Skipped, each product would round in another way, which over a
-        thousand tokens was a difference of some nats, and the first loss was not that of a margin of zero. DoRA's
-        magnitudes are no part of the base whatever they are multiplied by: such layers are switched off. PEFT's own
-        `disable_adapter` also changes which parameters require gradients, which FSDP may not see changed.
+        trained model takes, and in bfloat16 rounds as that does. Before the first step, when the two are one model,
+        their log-probabilities are equal to the bit. If LoRA were skipped, each product would round in another way.
+        Over a thousand tokens this was a difference of a few nats, and the first loss was not that of a margin of zero.
+
+        DoRA's magnitudes can't be multiplied away: such layers are switched off. PEFT's own `disable_adapter` would
+        also change which parameters require gradients, which must not change under FSDP.
         """
         layers: list[Any] = [module for module in self.model.modules() if isinstance(module, LoraLayer)]
         layers = [] if self.starts_from_adapter else layers
@@ -141,18 +142,18 @@ class PreferenceLM(CausalLM):
             self.train(was_training)
 
     def freeze_start(self, keeps_copy: bool) -> None:
-        """Take the adapter as it is now, which training starts from, for the reference.
+        """Make the adapter as it is now, which training starts from, part of the reference.
 
         Args:
-            keeps_copy: whether the reference is asked for once training has begun.
+            keeps_copy: whether the reference will still be computed once training has begun.
         """
         self.starts_from_adapter = True
         self.frozen = FrozenCopy(self) if keeps_copy else None
 
     def with_reference(self, batch: Batch) -> Batch:
-        """The batch with the reference's log-probabilities, where only a frozen copy of the adapter gives them.
+        """The batch with the reference's log-probabilities, if the reference has a frozen copy of an adapter.
 
-        The copy changes places with the adapter, which FSDP allows between calls of the whole model alone.
+        The copy changes places with the adapter, which FSDP allows only between calls of the whole model.
         """
         if self.frozen is None or batch.reference is not None:
             return batch
@@ -160,7 +161,7 @@ class PreferenceLM(CausalLM):
             return replace(batch, reference=self(batch, "reference"))
 
     def reference_of(self, batch: Batch) -> Tensor:
-        """The reference's log-probabilities for `Batch.reference`: float32 [num_rows, 2] on the device; with room."""
+        """The reference's log-probabilities for `Batch.reference`: float32 [num_rows, 2] on the device."""
         values: Tensor = self(batch, "reference")
         if batch.mismatched is None:
             return values.view(-1, 2)
@@ -168,10 +169,10 @@ class PreferenceLM(CausalLM):
 
     @torch.no_grad()
     def look_ahead(self, batches: Iterable[Batch], processes: Processes) -> None:
-        """Find how far the model has moved from the reference, over all batches and ranks, which KTO compares with.
+        """Find how far the model has moved from the reference, over all batches and ranks. KTO's loss needs this.
 
         Args:
-            batches: this rank's, of a whole step or evaluation; the losses of the same batches are asked for next.
+            batches: this rank's, of a whole step or evaluation, before their losses are computed.
             processes: all ranks take part.
         """
         sums, was_training = torch.zeros(2, dtype=torch.float64, device=processes.device), self.training
@@ -194,16 +195,21 @@ class PreferenceLM(CausalLM):
         self._moved(sums).fill_(max(0.0, total / max(1.0, count)))
 
     def _moved(self, like: Tensor) -> Tensor:
-        """How far the model has moved from the reference, as `look_ahead` found it last: 0 before that.
+        """How far the model has moved from the reference, as `look_ahead` found it last; 0 before that.
 
-        The tensor stays, so that a recorded loss reads what is written into it later.
+        It is always the same tensor, so a CUDA graph of the loss reads what is written into it later.
         """
         if self._kl is None:
             self._kl = torch.zeros((), device=like.device)
         return self._kl
 
-    def _add(self, values: Tensor, is_about: Tensor) -> None:
-        """Add to the sums of the figures. `is_about` says which values count; without a row for `kl`, that is added."""
+    def _add_figures(self, values: Tensor, is_about: Tensor) -> None:
+        """Add to the sums of the figures.
+
+        Args:
+            values: [K, answers], a row for each figure; kl may be missing, and is added here.
+            is_about: which values count.
+        """
         sums = torch.stack([(values * is_about).double().sum(1), is_about.double().sum(1)], 1)
         if len(sums) < len(self.figure_names):
             kl = self._moved(sums).double()
@@ -213,13 +219,13 @@ class PreferenceLM(CausalLM):
         self._sums += sums
 
     def take_sums(self) -> Tensor | None:
-        """Sums of the figures and numbers of what they are about since the last call, float64 [K, 2] on the device."""
+        """For each figure the sum of its values since the last call, and their number: float64 [K, 2] on the device."""
         sums = None if self._sums is None else self._sums.clone()
         self.forget_outputs()
         return sums
 
     def name_figures(self, sums: Sequence[float]) -> dict[str, float]:
-        """Figures by name, of the numbers of `take_sums`, one after another and summed over ranks."""
+        """The means of the figures by name, from what `take_sums` returned, flattened and summed over ranks."""
         pairs = zip(self.figure_names, sums[::2], sums[1::2], strict=True)
         figures = {name: value / count for name, value, count in pairs if count}
         means = [figures.get(f"rewards/{side}") for side in ("chosen", "rejected")]
@@ -234,7 +240,7 @@ class PreferenceLM(CausalLM):
         return self.name_figures(processes.sum(mine))
 
     def forget_outputs(self) -> None:
-        """Drop what `take_metrics` would take into account. The tensor stays: recorded losses add to it."""
+        """Drop what has been collected. The tensor stays, because a CUDA graph of the loss adds to it."""
         if self._sums is not None:
             self._sums.zero_()
 
@@ -242,9 +248,9 @@ class PreferenceLM(CausalLM):
 class _SumRows(torch.autograd.Function):
     """Sums of K values of each token over the rows of a batch: [K, N] to [K, R], from starts [R + 1].
 
-    Rows are laid side by side and summed, which is the same sum at every run; adding up by index is not, on a GPU. In
-    float64, because how a kernel divides a sum depends on its length: some thousand nats would differ by a thousandth.
-    In backward each token looks up its row's gradient.
+    Rows are laid side by side and summed, which gives the same sum in every run. On a GPU, adding up by index does not.
+    The sum is in float64, because how a kernel divides a sum depends on its length: a sum of some thousand nats would
+    differ by a thousandth. In backward each token looks up its row's gradient.
     """
 
     @staticmethod

@@ -30,8 +30,8 @@ def general_name(model: PreTrainedModel, name: str) -> str:
     """A module's name within its decoder and without numbers, the same in a small model of the same class.
 
     Args:
-        model: of text alone, or a multimodal one, whose decoder the small model is made of.
-        name: of a module of it.
+        model: a text model, or a multimodal one, whose decoder the small model is made of.
+        name: the full name of one of its modules.
     """
     decoder = find_decoder(model)
     prefix = f"{model.base_model_prefix if decoder is None else decoder[0]}."

@@ -29,8 +29,8 @@ def scale_rope(config: PretrainedConfig, wanted: Mapping[str, Any]) -> None:
     """Change a text model's config to scaled rotary embeddings, and to as many positions as these reach.
 
     Args:
-        config: of the text part; changed in place. Where layers of several kinds have rotary embeddings of their own,
-            those with a sliding window stay as they are: no token looks further back than their window.
+        config: the text part's config; changed in place. If several kinds of layers have rotary embeddings of their
+            own, those with a sliding window stay as they are: no token looks further back than their window.
         wanted: as transformers' `rope_scaling`: `rope_type`, `factor` and what else the type takes; empty for none.
 
     Raises:
@@ -71,7 +71,7 @@ def write_rope(values: dict[str, Any], config: PretrainedConfig) -> None:
 
     Args:
         values: the text part of a config.json; changed in place.
-        config: of the text part, perhaps changed by `scale_rope`.
+        config: the text part's config, perhaps changed by `scale_rope`.
     """
     positions = getattr(config, "max_position_embeddings", None)
     if positions is None or positions == values.get("max_position_embeddings", positions):
@@ -88,7 +88,7 @@ def write_rope(values: dict[str, Any], config: PretrainedConfig) -> None:
 
 
 def needed_factor(config: PretrainedConfig, num_tokens: int) -> int:
-    """The smallest whole factor that lets yarn's positions reach so many tokens."""
+    """The smallest whole factor that lets yarn's positions reach this many tokens."""
     present = getattr(config, "rope_parameters", None) or {}
     nested = _kinds(present)
     part = present[nested[0]] if nested else present

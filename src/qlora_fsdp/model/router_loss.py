@@ -44,7 +44,7 @@ class RouterLoss:
         """The loss of a micro-batch, a float32 scalar.
 
         Args:
-            router_logits: of each layer, [B * L, E].
+            router_logits: each layer's, [B * L, E].
             batch: padding in it does not count.
         """
         assert batch.num_tokens is not None

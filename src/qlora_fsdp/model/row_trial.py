@@ -32,7 +32,7 @@ CPU = torch.device("cpu")
 # than rounding (Gemma 3n: 3e-5). On a GPU kernels multiply in TensorFloat-32.
 LOGITS_TOLERANCE, GRADIENTS_TOLERANCE = 1e-5, 1e-3
 GPU_TOLERANCE = 0.02
-# Rows by sequence, in tokens: some longer than the small model's windows, a short one first, padding behind the last.
+# Rows by sequence, in tokens: some longer than the small model's windows, a short one first, padding after the last.
 ROWS = ((5, 19, 3), (11, 13))
 LENGTH = 27
 SLICE_LENGTH = 9  # of slices, where ranks share sequences: rows begin, end and go on in all of them
@@ -58,7 +58,7 @@ class RowTrial:
     """A small model of a class, and what stock transformers computes with it, a row at a time.
 
     Args:
-        config: of a text model at its real size.
+        config: the config of a text model, at its real size.
         max_length: tokens of its longest sequence.
         device: where it computes.
         trust_remote_code: run model code that comes with the config.
@@ -126,7 +126,7 @@ class RowTrial:
         return None
 
     def why_not_causal(self) -> str | None:
-        """Why the model can't learn to predict the next token: a token sees those behind it. None if it sees none."""
+        """Why the model can't learn to predict the next token: a token sees later ones. None if it sees none."""
         if self.error is not None:
             return None
         row, before = self.rows[1].clone(), self.alone.logits[1][:-1]
@@ -136,7 +136,7 @@ class RowTrial:
         change = _difference([after], [before])
         if change <= (GPU_TOLERANCE if self.device.type != "cpu" else LOGITS_TOLERANCE):
             return None
-        return f"tokens see those behind them (with another last token, logits change by {change:.1g} of the largest)"
+        return f"tokens see later ones (with another last token, logits change by {change:.1g} of the largest)"
 
     def has_plain_head(self) -> bool:
         """Whether the logits are the output head of the decoder's last hidden state, and no more than capped."""
@@ -228,7 +228,7 @@ def _compute_packed(model: PreTrainedModel, rows: Sequence[Tensor], length: int)
     Args:
         model: a small model.
         rows: the rows of all sequences.
-        length: of what the model gets: LENGTH for sequences, SLICE_LENGTH for slices of them, side by side.
+        length: tokens in each row of the input: LENGTH for sequences, SLICE_LENGTH for slices of them, side by side.
     """
     pairs = iter([(row.numpy().astype(np.int32), np.ones(len(row), dtype=bool)) for row in rows])
     sequences = [[next(pairs) for _ in part] for part in ROWS]

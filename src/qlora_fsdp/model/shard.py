@@ -100,8 +100,8 @@ def shard_model(
 def set_gradient_sync(model: TaskModel, enabled: bool) -> None:
     """Set whether FSDP sums gradients over ranks in the next backward, or keeps them on each rank for a later one.
 
-    Units that the model gathers have no gradients. They stay set to sum, because FSDP skips a unit that has nothing to
-    sum. If a unit were set to keep gradients, FSDP would expect it to be gathered.
+    Units that the model gathers itself have no gradients. They always stay set to sum: then FSDP skips a unit that has
+    nothing to sum. If a unit were set to keep gradients, FSDP would expect it to be gathered.
     """
     if not isinstance(model, FSDPModule) or model.sums_gradients is enabled:
         return  # setting every module again would take milliseconds
@@ -129,11 +129,11 @@ def sum_gradients(model: TaskModel, params: Sequence[nn.Parameter]) -> None:
 
 @contextmanager
 def bypassing_root(model: nn.Module, trains: bool = False) -> Iterator[bool]:
-    """A context for calls that begin inside the model, not at its root, as those of transformers' `generate` do.
+    """A context for calls that begin inside the model and not at its root, such as transformers' `generate`.
 
-    FSDP's hooks expect that a forward pass begins at the root. Here the root's own parameters are gathered for the time
-    of the context; each layer inside gathers its own as always. Nothing gets gradients. After an error the model is not
-    put back into order: the run ends with it.
+    FSDP's hooks expect that a forward pass begins at the root. In this context the root's own parameters are gathered;
+    each layer inside gathers its own as always. Nothing gets gradients. After an error the model can't be used again:
+    the run ends with it.
 
     Args:
         model: sharded or not.
@@ -200,10 +200,11 @@ def place_model(model: nn.Module, shard_device: torch.device, buffer_device: tor
 
 
 def embedding_and_head_units(model: TaskModel) -> list[nn.Module]:
-    """Embeddings and head, as far as each is an FSDP unit of its own.
+    """The embeddings and the head, if each is an FSDP unit of its own.
 
-    If the two share a weight it belongs to the root unit, and so does a classifier's head, which is small. Trained rows
-    of new tokens belong to the root too. Inside a unit they would make FSDP gather the frozen table again for backward.
+    If the two share a weight, it belongs to the root unit. So does a classifier's head, which is small. Trained rows of
+    new tokens belong to the root too: in a unit of the table they would make FSDP gather the frozen table again for
+    backward.
     """
     embeddings, head = model.embeddings, model.head
     if head is None:  # a classifier

@@ -26,8 +26,8 @@ class TaskModel(nn.Module):
         splits_head: whether embeddings and output head are FSDP units of their own, if the model has such a head.
         gathered_by_model: those of these two units that the model gathers itself, where forward uses them
             (`gather_whole`).
-        sums_gradients: what `shard.set_gradient_sync` was told last.
-        looks_ahead: whether `look_ahead` is to be called before the losses of a step's or an evaluation's batches.
+        sums_gradients: the last value given to `shard.set_gradient_sync`.
+        looks_ahead: whether `look_ahead` must be called before the losses of a step's or an evaluation's batches.
     """
 
     splits_head = False
@@ -78,19 +78,22 @@ class TaskModel(nn.Module):
         """
 
     def with_reference(self, batch: Batch) -> Batch:
-        """A batch on the device with what has to be computed for it by another call of the model. Collective."""
+        """The batch, on the device, with the reference's log-probabilities if a call of the model gives them."""
         return batch
 
     def take_sums(self) -> Tensor | None:
-        """Take this rank's sums over the forward passes since the last call, besides the loss; None: there are none."""
+        """This rank's sums for the task's figures, over the forward passes since the last call; None without figures.
+
+        Ranks sum what this returns, and `name_figures` makes figures of it.
+        """
         return None
 
     def name_figures(self, sums: Sequence[float]) -> dict[str, float]:
-        """Figures by name, of the numbers of `take_sums`, one after another and summed over ranks."""
+        """The task's figures by name. `sums` is what `take_sums` returned, flattened and summed over ranks."""
         return {}
 
     def take_metrics(self, processes: Processes) -> dict[str, float]:
-        """Figures besides the loss, over all evaluation passes since the last call. Collective."""
+        """The task's figures over all evaluation passes since the last call. Collective."""
         return {}
 
     def may_get_zero_gradient(self, name: str) -> bool:
@@ -98,4 +101,4 @@ class TaskModel(nn.Module):
         return False
 
     def forget_outputs(self) -> None:
-        """Drop what `take_sums` and `take_metrics` would take into account."""
+        """Drop what has been collected for `take_sums` and `take_metrics`."""

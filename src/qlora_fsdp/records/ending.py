@@ -16,7 +16,7 @@ def describe_end(config: Config, folder: Path, summary: Mapping[str, Any]) -> st
     """Returns the last lines of a run's log.
 
     Args:
-        config: of the run.
+        config: the run's settings.
         folder: the run folder, with the adapter.
         summary: what summary.json holds.
     """

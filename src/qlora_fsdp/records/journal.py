@@ -27,7 +27,7 @@ class Journal:
     Args:
         folder: the run folder.
         config: says which trackers are on.
-        num_steps: of the whole run, for the ETA.
+        num_steps: steps of the whole run, for the ETA.
         is_main: whether this rank writes.
         first_step: steps done before this start. Lines of later steps are removed, because those are done again.
     """

@@ -29,7 +29,7 @@ class ProgressTable:
     """Makes the lines of the table.
 
     Args:
-        num_steps: of the whole run.
+        num_steps: steps of the whole run.
     """
 
     def __init__(self, num_steps: int) -> None:

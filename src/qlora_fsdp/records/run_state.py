@@ -40,8 +40,8 @@ RECORDS = (
 )
 SLURM_FILE = "slurm.json"  # the number of the job that was submitted
 FRESH_SECONDS = 120.0  # where the file system has no locks, a run that wrote so lately counts as running
-NUM_FINAL = 10  # the final loss is the mean of the last so many steps: that of a single one depends on its rows
-NUM_STEPS_TIMED = 50  # the ETA follows from the times of so many steps
+NUM_FINAL = 10  # the final loss is the mean over this many last steps, because that of one step depends on its rows
+NUM_STEPS_TIMED = 50  # the ETA follows from the times of this many last steps
 MAX_METRICS_BYTES = 2**30  # of metrics.jsonl: millions of steps
 TAIL_BYTES = 2**20  # as much of metrics.jsonl is read where only its end is wanted
 
@@ -54,10 +54,10 @@ class RunState:
         folder: the run folder.
         status: `finished`, `failed`, `interrupted`, `running`, `stopped` (it ended and left no summary) or `new`.
         step: optimizer steps done.
-        num_steps: of the whole run.
-        loss: of training: the mean of the last steps whose gradient was used, in a run that has finished of the last
+        num_steps: optimizer steps of the whole run.
+        loss: training loss: the mean of the last steps whose gradient was used, in a run that has finished of the last
             10. Never that of an evaluation.
-        eval_loss: of the last evaluation.
+        eval_loss: the loss of the last evaluation.
         tokens_per_second_per_gpu: median of the last steps.
         gpu_peak_gib: most memory in any step.
         eta_seconds: until the last step, while it runs.

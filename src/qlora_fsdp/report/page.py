@@ -40,7 +40,7 @@ def write_report(folders: Sequence[Path], output: Path | None = None) -> Path:
     settings = {run: by_sweep for folder in folders for run, by_sweep in read_swept(folder).items()}
     page = make_page(
         names[found[0]] if len(found) == 1 else root.name,
-        [read_run_files(run, names[run], settings.get(run)) for run in found],
+        [read_run_files(run, names[run], settings.get(run, {})) for run in found],
     )
     file = root / "report.html" if output is None else output
     try:

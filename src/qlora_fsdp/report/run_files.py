@@ -65,7 +65,7 @@ class Run:
         return first.get("eval_loss") if first.get("step") == 0 else None
 
 
-def read_run_files(folder: Path, name: str, swept: Mapping[str, str] | None = None) -> Run:
+def read_run_files(folder: Path, name: str, swept: Mapping[str, str]) -> Run:
     """Reads everything in a run folder that a report shows."""
     lines = [line for line in read_metrics(folder) if _is_number(line["step"])]
     return Run(
@@ -77,7 +77,7 @@ def read_run_files(folder: Path, name: str, swept: Mapping[str, str] | None = No
         summary=read_json(folder / SUMMARY_FILE),
         environment=read_json(folder / "environment.json"),
         generations=[row for row in read_metrics(folder, file=GENERATIONS_FILE) if _is_number(row["step"])],
-        swept=swept or {},
+        swept=swept,
     )
 
 

@@ -141,7 +141,7 @@ class Heartbeats:
     """
 
     def __init__(
-        self, rank: int, num_ranks: int, device: torch.device, store: Store, timeout_seconds: float, key: str = ""
+        self, rank: int, num_ranks: int, device: torch.device, store: Store, timeout_seconds: float, key: str
     ) -> None:
         self.device, self.store, self.key = device, store, key
         self.interval = beat_interval(num_ranks, timeout_seconds)

@@ -22,7 +22,7 @@ def pinned_buffer(num_bytes: int) -> Tensor:
     """Pinned host memory, uint8 [num_bytes], which is let go together with the tensor.
 
     Raises:
-        RuntimeError: the host has not so much memory, or may not pin it.
+        RuntimeError: the host has too little memory, or may not pin as much.
     """
     buffer = torch.empty(num_bytes, dtype=torch.uint8)
     with ThreadPoolExecutor(NUM_THREADS) as threads:

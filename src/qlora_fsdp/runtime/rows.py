@@ -66,7 +66,7 @@ def gather_rows(local: Tensor, num_rows: int, group: dist.ProcessGroup | None) -
 
     Args:
         local: this rank's rows [n, ...], contiguous, on the device of the group.
-        num_rows: of all ranks of the group together.
+        num_rows: rows of all ranks of the group together.
         group: the ranks that hold the rows, from `shard_group`; None if this rank has them all.
     """
     if group is None:

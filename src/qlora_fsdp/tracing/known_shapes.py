@@ -1,8 +1,8 @@
 """Runs torch's operations on meta, each only the first time that it gets tensors of these shapes.
 
 Torch finds the shape of most results on meta in Python, which takes 50 to 500 µs for an operation, and a trace asks for
-the same ones again and again: in each tile, layer and policy. What comes out depends on shapes, strides, dtypes and
-plain values alone, so it is remembered by them for as long as the process lives, and made anew with one allocation.
+the same ones again and again: in each tile, layer and policy. A result depends only on shapes, strides, dtypes and
+plain values. So it is remembered under these as long as the process lives, and made again with one allocation.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _PLAIN = (Tensor, nn.Parameter)  # other classes of tensors may do more than the
 
 
 class _Fresh(NamedTuple):
-    """A tensor on meta that shares its storage with none that is already there."""
+    """How to make a tensor on meta with a storage of its own."""
 
     size: torch.Size
     stride: tuple[int, ...]

@@ -18,12 +18,13 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
+from qlora_fsdp.common.sizes import next_power_of_two
 from qlora_fsdp.layers import head_loss
 from qlora_fsdp.layers.gated import find_gated
 
 
 def put_in_shapes(model: nn.Module, kernels: Collection[str]) -> None:
-    """Let norms and gated MLPs do as with Liger's kernels.
+    """Let norms and gated MLPs keep and allocate what they would with Liger's kernels.
 
     Args:
         model: a transformers model before its layers are rewired; changed in place.
@@ -38,7 +39,7 @@ def put_in_shapes(model: nn.Module, kernels: Collection[str]) -> None:
 
 @contextmanager
 def shapes_of_functions(model: nn.Module, kernels: Collection[str]) -> Iterator[None]:
-    """While it lasts, the functions that the model's code calls do so too: rotary embeddings, and Liger's loss."""
+    """While it lasts, so do the functions that the model's code calls: rotary embeddings, and Liger's loss."""
     with ExitStack() as stack:
         stack.enter_context(patch.object(head_loss, "_liger_loss", _loss))
         for name in {type(module).__module__ for module in model.modules()} if "rotary" in kernels else ():
@@ -54,7 +55,7 @@ def _normalize(norm: nn.Module, x: Tensor) -> Tensor:
 class _Norm(torch.autograd.Function):
     """LigerRMSNormFunction: keeps x and one factor per row.
 
-    In some families it writes the gradient of x over that of y; counted is what it does in the others.
+    In some families it writes the gradient of x over that of y. This stands for the other families.
     """
 
     @staticmethod
@@ -118,7 +119,7 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden_ND: Tensor, weight_VD: Tensor) -> Tensor:
         num_tokens, num_chunks = len(hidden_ND), math.ceil(weight_VD.shape[0] / weight_VD.shape[1])
-        chunk = 1 << max(0, math.ceil(num_tokens / num_chunks) - 1).bit_length()
+        chunk = next_power_of_two(math.ceil(num_tokens / num_chunks))
         grad_ND = torch.zeros_like(hidden_ND)
         losses_N = torch.zeros(num_tokens, dtype=torch.float32, device=hidden_ND.device)
         for start in range(0, num_tokens, chunk):

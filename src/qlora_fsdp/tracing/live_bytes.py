@@ -21,15 +21,15 @@ aten: Any = torch.ops.aten
 
 
 class LiveBytes(TorchDispatchMode):
-    """While it is active, it knows how many bytes the tensors take that operations have made and that are still there.
+    """While it is active, it counts the bytes of tensors that operations have made and that are still alive.
 
-    A storage counts once, whatever views there are of it. An operation on meta has no values. Where a model's code asks
-    for one all the same (`if mask.all():`), it is told 0: it then makes the masks that rows of several lengths need.
+    A storage counts once, however many views it has. Tensors on meta have no values. Where a model's code asks for one
+    all the same (`if mask.all():`), it is told 0: it then makes the masks that rows of several lengths need.
 
     Attributes:
         now: bytes that are alive.
-        peak: most of them since `start_phase`.
-        operations: what was asked of the GPU since then.
+        peak: the most that were alive since `start_phase`.
+        operations: the work for the GPU since then.
     """
 
     def __init__(self, known: Iterable[Tensor]) -> None:

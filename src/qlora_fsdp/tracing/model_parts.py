@@ -19,7 +19,7 @@ from qlora_fsdp.model.task_model import TaskModel
 
 
 def find_kinds(model: TaskModel) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """One layer of each kind, as indices of `model.layers`; and the kind of each layer, in the order of running."""
+    """One layer of each kind, as indices of `model.layers`; and the kind of each layer, in the order they run in."""
     places = {layer: index for index, layer in enumerate(model.layers)}
     lists = [m for m in model.base.modules() if isinstance(m, nn.ModuleList)]
     in_order = [layer for modules in lists for layer in modules if layer in places]

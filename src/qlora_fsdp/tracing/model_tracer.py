@@ -9,19 +9,16 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from transformers import PretrainedConfig
-from typing_extensions import assert_never
 
 from qlora_fsdp.common.errors import CheckpointError, ConfigError, UserError
 from qlora_fsdp.common.families import LIGER_KERNELS
 from qlora_fsdp.common.text import shorten
-from qlora_fsdp.config.schema import Config, Kernel, KernelsConfig, TaskName
-from qlora_fsdp.data.batch import Batch
-from qlora_fsdp.data.label_counts import label_width
+from qlora_fsdp.config.schema import Config, Kernel, KernelsConfig
 from qlora_fsdp.data.tokenizer import AddedTokens
 from qlora_fsdp.layers.attention import traced_attention
 from qlora_fsdp.layers.experts import mentions_experts
@@ -38,27 +35,28 @@ from qlora_fsdp.model.packing import check_causal, planned_dtype, try_small
 from qlora_fsdp.model.slices import check_slices, whole_attention
 from qlora_fsdp.model.task_model import TaskModel
 from qlora_fsdp.tracing.liger_shapes import put_in_shapes
+from qlora_fsdp.tracing.meta_batch import batch_on_meta, has_padded_pairs
 from qlora_fsdp.tracing.model_parts import count_parts, find_kinds
 from qlora_fsdp.tracing.trace import Trace
 
-# A setting with such a name in it may be about one layer of many, so that they are not alike.
+# A setting whose value matches may be about some layers only, so that layers are not alike.
 _ABOUT_A_LAYER = re.compile(r"\blayers?\b|\bh\b|\bblocks?\b|(?<![a-zA-Z_])\d")
 MAX_REASON = 200  # characters of an error's message
 
 
 @dataclass(frozen=True)
 class Computing:
-    """How a run computes, beside what its settings say.
+    """What decides how a run computes, besides its settings.
 
     Attributes:
-        dtype: of activations.
+        dtype: the dtype of activations.
         attention: a name in transformers' registry; `eager`, `sdpa` or varlen can be traced. It computes whole
             sequences, though ranks may share them.
         liger_kernels: the settings of `kernels` for which Liger's are used.
         loss_kernel: what computes the loss of a frozen head.
         is_cuda: whether it computes on a GPU.
         splits_head: whether a causal model's logits are the head's alone, so that the head computes the loss.
-        unreached: linear layers that no gradient reaches, as of `Traits`.
+        unreached: linear layers that no gradient reaches, see `Traits`.
     """
 
     dtype: torch.dtype
@@ -78,7 +76,7 @@ class ModelTracer:
     """A model that can be planned under any settings.
 
     Args:
-        files: the model's config counts, and no file.
+        files: only the model's config is used; no file is read.
         computing: how the run computes.
         tokens: the tokens whose rows are trained.
         trust_remote_code: run model code that comes with the files.
@@ -135,13 +133,13 @@ class ModelTracer:
         return None
 
     def _key(self, config: Config, micro_batch_size: int) -> tuple[str, int, int]:
-        return f"{_modules_key(config)}{_has_padded_pairs(config)}", config.sequence_length, micro_batch_size
+        return f"{_modules_key(config)}{has_padded_pairs(config)}", config.sequence_length, micro_batch_size
 
     def _trace(self, config: Config, micro_batch_size: int) -> Trace:
         key = self._key(config, micro_batch_size)
         if key not in self._traces:
             built = self._built(config)
-            batch, computing = _batch(config, micro_batch_size), self.computing
+            batch, computing = batch_on_meta(config, micro_batch_size), self.computing
             with _explained():
                 self._traces[key] = Trace(built.model, batch, computing.is_cuda, computing.liger_kernels)
         return self._traces[key]
@@ -169,10 +167,8 @@ class ModelTracer:
         with stock_models():
             meta = build_model(self.files, settings)
         put_in_shapes(meta.model, computing.liger_kernels)
-        loss, splits_head, unreached = computing.loss_kernel, computing.splits_head, computing.unreached
-        model = adapt_model(
-            *(meta, config.lora, config.task, self.tokens, loss, splits_head, unreached), preference=config.preference
-        )
+        loss_kernel, splits_head = computing.loss_kernel, computing.splits_head
+        model = adapt_model(meta, config, self.tokens, loss_kernel, splits_head, computing.unreached)
         add_router_loss(model, config.training.router_aux_loss_coef)
         rewire(model, config.compute, config.kernels)
         if not model.layers:
@@ -239,7 +235,7 @@ def planned_liger_kernels(config: KernelsConfig, model: PretrainedConfig) -> lis
 
 @contextmanager
 def _explained() -> Iterator[None]:
-    """Turns whatever a model's code raises on meta into an `UntraceableModel`."""
+    """A context that turns whatever a model's code raises on meta into an `UntraceableModel`."""
     try:
         yield
     except UserError:
@@ -266,41 +262,3 @@ def _names_a_layer(config: Config) -> bool:
     return any(
         _ABOUT_A_LAYER.search(text) for some in named for text in ([some] if isinstance(some, str) else some or [])
     )
-
-
-def _has_padded_pairs(config: Config) -> bool:
-    """Whether each answer of a pair is a sequence of its own."""
-    return config.has_pairs and (config.training.packing is False or not config.task.is_causal)
-
-
-def _batch(config: Config, size: int) -> Batch:
-    """A rank's micro-batch of the largest size, on meta. Every sequence has a row and some padding, or several rows."""
-    if _has_padded_pairs(config):
-        size, length = 2 * size, config.training.max_length
-    else:
-        length = config.slice_length
-    num_slices = config.distributed.num_slices
-    ids = torch.empty(size, length, dtype=torch.int64, device="meta")
-    starts = torch.empty(2 * size + 1, dtype=torch.int32, device="meta")
-    counts = torch.empty(size, dtype=torch.int64, device="meta")
-    batch = Batch(ids, ids, ids, starts, num_slices * length, num_tokens=counts, num_slices=num_slices)
-    match config.task.name:
-        case TaskName.causal_lm:
-            return batch
-        case TaskName.preference:
-            # With the reference's log-probabilities: a pass that finds them keeps nothing, and takes less than this.
-            reference = torch.empty(size, 2, device="meta")
-            is_good = torch.empty(2 * size, dtype=torch.bool, device="meta")
-            reference = reference if config.has_pairs else torch.empty(2 * size, 2, device="meta")
-            return replace(batch, num_answers=2 * size, is_good=is_good, reference=reference)
-        case TaskName.reward:
-            return replace(batch, num_answers=size, margins=torch.empty(size // 2, device="meta"))
-        case TaskName.sequence_classification:
-            num_labels = size
-        case TaskName.token_classification:
-            num_labels = size * length
-        case _:
-            assert_never(config.task.name)
-    labels = torch.empty(num_labels, label_width(config.task), device="meta")
-    positions = torch.empty(num_labels, dtype=torch.int64, device="meta")
-    return replace(batch, labels=labels, label_positions=positions)

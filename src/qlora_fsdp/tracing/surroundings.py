@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 
 
 class Source(torch.autograd.Function):
-    """The same tensor, which needs a gradient now; the gradient itself is forgotten."""
+    """The same tensor, which needs a gradient now. The gradient is dropped."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, x: Tensor) -> Tensor:
@@ -27,7 +27,7 @@ class Source(torch.autograd.Function):
 
 
 class Sink(torch.autograd.Function):
-    """A loss of a tensor which does not keep it."""
+    """A loss of a tensor, which does not keep the tensor for backward."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ def replaced_forwards(layers: Iterable[nn.Module], function: Callable[..., Any])
 
 @contextmanager
 def gradients_freed(params: Iterable[nn.Parameter]) -> Iterator[None]:
-    """While it lasts, the gradient of a parameter goes as soon as it is complete: the plan counts those by itself."""
+    """While it lasts, a parameter's gradient is freed once it is complete: the plan counts gradients separately."""
 
     def free(param: Tensor) -> None:
         param.grad = None
@@ -86,7 +86,7 @@ def gradients_freed(params: Iterable[nn.Parameter]) -> Iterator[None]:
 
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """While it lasts, tensors in circles of references stay: when they went would otherwise be a matter of chance."""
+    """While it lasts, tensors in reference cycles stay alive. Otherwise it would be chance when they are freed."""
     was_on = gc.isenabled()
     gc.disable()
     try:

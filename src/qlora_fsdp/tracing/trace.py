@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +50,7 @@ class Trace:
     Args:
         model: on meta, not sharded, in training mode. It is left as it was.
         batch: the micro-batch.
-        is_cuda: whether layers do as on a GPU.
+        is_cuda: whether layers allocate and compute what they would on a GPU.
         liger_kernels: the settings of `kernels` for which Liger's are used.
 
     Attributes:
@@ -67,13 +68,13 @@ class Trace:
         """Trace the memory of `model.layers[index]` under a policy.
 
         Args:
-            index: of a layer that stands for others of its kind.
+            index: index of a layer that stands for others of its kind.
             policy: what it keeps of its activations.
             is_first: whether it is the first layer of the model. If embeddings are frozen, its input needs no
                 gradient, and its first norm keeps nothing.
-            num_tile_tokens: how many tokens what is computed in tiles computes at a time; None for all.
+            num_tile_tokens: tokens of a tile, in modules that compute in tiles; None: all tokens at once.
         """
-        if policy is Policy.offload:  # its input waits on the host; on meta nothing is copied there
+        if policy is Policy.offload:  # full, but the input waits on the host. On meta nothing is copied there.
             use, size = self.layer(index, Policy.full, is_first, num_tile_tokens), self.ends.hidden
             return replace(use, saved=use.saved - size, host=size)
         original = self.model.layers[index]
@@ -98,13 +99,18 @@ class Trace:
             yield
 
     def _run_ends(self, live: LiveBytes, batch: Batch) -> EndsUse:
-        """A forward and a backward in which layers are skipped. It fills `calls` on the way."""
+        """A forward and a backward in which layers are skipped. It fills `calls` on the way.
+
+        The model's code may hold the first layer's input longer than that layer runs. The plan counts this tensor with
+        the layer. So its bytes (`held`) are subtracted from what is measured, until the code lets go of it.
+        """
         outputs, anchor = dict[nn.Module, Any](), _anchor()
         first_input: Callable[[], Any] = _nothing
         lookup = hidden = held = shared = loss = 0
-        in_backward: list[tuple[int, Operations]] = []  # peak and operations before each layer
+        in_backward: list[tuple[int, Operations]] = []  # peak and operations before each layer's backward
 
         def pass_gradient() -> None:
+            """Backward has come to a layer."""
             in_backward.append((live.peak, live.operations))
             live.start_phase()
 
@@ -114,6 +120,7 @@ class Trace:
             loss, held, live.peak = max(loss, live.peak - held), 0, 0
 
         def skip(layer: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+            """Stand for a layer's forward: note what is alive before it, and return a tensor like its output."""
             nonlocal first_input, lookup, hidden, held, shared
             call = _Call.of(args, kwargs)
             x = call.hidden
@@ -125,11 +132,10 @@ class Trace:
             if layer not in outputs:
                 with live.paused(), torch.no_grad():
                     outputs[layer] = forward(*args, **kwargs)
-                self.calls[layer] = call.kept()
+                self.calls[layer] = call.detached()
             y = Pass.apply(anchor, x, pass_gradient)  # type: ignore[no-untyped-call]
-            # The model's code may still hold the first layer's input, which the plan counts with that layer.
             held = hidden if first_input() is not None and not is_first else 0
-            shared = live.now - held - 2 * hidden
+            shared = live.now - held - 2 * hidden  # without this layer's input and output
             live.start_phase()
             return _with_first_tensor(outputs[layer], y)
 
@@ -160,7 +166,8 @@ class Trace:
 def _routers_of_all_layers(model: TaskModel) -> Iterator[list[int]]:
     """While it lasts, a router's loss gets logits of every layer with experts, though layers are skipped.
 
-    Gives a list in which their bytes are once the loss is computed: they are kept from forward to backward.
+    Yields:
+        A list that the loss fills with the bytes of each layer's logits, which are kept from forward to backward.
     """
     num_bytes: list[int] = []
     router_loss = getattr(model, "router_loss", None)
@@ -178,22 +185,19 @@ def _routers_of_all_layers(model: TaskModel) -> Iterator[list[int]]:
         return loss
 
     stock = router_loss.of
-    router_loss.of = of_all_layers
-    try:
+    with patch.object(router_loss, "of", of_all_layers):
         yield num_bytes
-    finally:
-        router_loss.of = stock
 
 
 @dataclass(frozen=True)
 class _Call:
-    """The arguments that a transformer layer is called with; its input apart.
+    """The arguments that a transformer layer is called with. Its input is kept apart from the others.
 
     Attributes:
         hidden: the input; None if only its shape and dtype are remembered.
-        is_named: whether it is passed as `hidden_states=`.
-        args: the arguments behind it.
-        kwargs: the named arguments, without it.
+        is_named: whether the input is passed as `hidden_states=`.
+        args: the positional arguments after the input.
+        kwargs: the named arguments, without the input.
     """
 
     hidden: Tensor | None
@@ -210,10 +214,10 @@ class _Call:
         kwargs = {name: value for name, value in kwargs.items() if name != "hidden_states"}
         return cls(x, x.shape, x.dtype, is_named, args[1:], kwargs)
 
-    def kept(self) -> _Call:
-        """To run the layer by itself, any number of times: its arguments no longer know what made them.
+    def detached(self) -> _Call:
+        """The call with arguments cut off from their autograd graph, to run the layer by itself any number of times.
 
-        Adapters may have had a part in that, as in what Gemma 3n gives each layer beside its input.
+        Adapters may have had a part in making an argument, as in what Gemma 3n gives each layer beside its input.
         """
         args, kwargs = tree_map_only(Tensor, _as_leaf, (self.args, self.kwargs))
         return replace(self, hidden=None, args=args, kwargs=kwargs)
@@ -265,7 +269,7 @@ def _as_leaf(tensor: Tensor) -> Tensor:
 
 
 def _anchor() -> Tensor:
-    """A tensor that makes the outputs of the functions below take part in backward."""
+    """A tensor that needs a gradient, so that outputs of the functions in surroundings.py take part in backward."""
     return torch.empty((), device="meta", requires_grad=True)
 
 

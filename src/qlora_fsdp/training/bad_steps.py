@@ -20,6 +20,7 @@ from torch import Tensor
 
 from qlora_fsdp.common.errors import TrainingError
 from qlora_fsdp.common.files import write_json
+from qlora_fsdp.common.text import finite_or_none
 from qlora_fsdp.config.schema import OnBadStep, TrainingConfig
 from qlora_fsdp.data.batch import micro_batch_indices
 from qlora_fsdp.data.sequences import Indices, TrainingData
@@ -141,7 +142,12 @@ class BadSteps:
         if self.processes.is_main:
             found = self._join_slices(gathered)
             found.sort(key=lambda entry: -math.inf if entry["loss"] is None else -entry["loss"])
-            step_facts = {"step": step + 1, "reason": reason, "loss": _finite(loss), "grad_norm": _finite(norm)}
+            step_facts = {
+                "step": step + 1,
+                "reason": reason,
+                "loss": finite_or_none(loss),
+                "grad_norm": finite_or_none(norm),
+            }
             facts = step_facts | {"action": self.config.on_bad_step.name, "sequences": found}
             records_in(self.folder).write(f"{BAD_STEPS_FOLDER}/{file.name}", partial(_write_facts, facts))
         is_written = self.processes.share(file.is_file() if self.processes.is_main else None)
@@ -157,14 +163,9 @@ class BadSteps:
         size = self.split.num_slices
         groups = [gathered[first : first + size] for first in range(0, len(gathered), size)]
         same = [entries for group in groups for entries in zip(*group, strict=True)]
-        return [entries[0] | {"loss": _finite(sum(entry["loss"] for entry in entries))} for entries in same]
+        return [entries[0] | {"loss": finite_or_none(sum(entry["loss"] for entry in entries))} for entries in same]
 
 
 def _write_facts(facts: dict[str, Any], file: Path) -> None:
     file.parent.mkdir(exist_ok=True)
     write_json(file, facts)
-
-
-def _finite(number: float) -> float | None:
-    """The number; None if it is NaN or infinite, which JSON does not have."""
-    return number if math.isfinite(number) else None

@@ -41,7 +41,7 @@ class GlobalBatches:
     Args:
         data: all of it, on every rank.
         split: how the sequences of a step spread over ranks and micro-batches.
-        seed: of the order.
+        seed: decides the order.
         rank: whose micro-batches `micro_batches` makes, of whole sequences or of its slice of each.
     """
 

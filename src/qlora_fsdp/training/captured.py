@@ -5,9 +5,9 @@ in 0.07 s. A CUDA graph is recorded once and replayed with the same tensors at t
 the step. What this asks of a micro-batch:
 
 - Its tensors are copied into those that the graph was recorded with. Packed sequences have one length, but many rows or
-  few. So the starts of rows fill a tensor of fixed size, and the rest of it are rows of no tokens. Numbers and lengths
-  of rows are rounded up, so that a few graphs do for all micro-batches (`Key`). Answers that are compared have as much
-  room as rows, and the loss leaves out what is none.
+  few. So the starts of rows are copied into a tensor of fixed size, whose rest stands for rows of no tokens. Numbers
+  and lengths of rows are rounded up, so that a few graphs are enough for all micro-batches (`Key`). Answers that are
+  compared are padded to the number of rows, and the loss leaves the padding out.
 - Gradients have their places before the first micro-batch, and every backward adds to them.
 - The divisor of the loss is a tensor, as it differs from step to step.
 - The forward must not ask the device anything. A model that does, or that gets no memory for its graph, is computed
@@ -16,13 +16,13 @@ the step. What this asks of a micro-batch:
 Under FSDP the gathers and the sums of gradients are part of the graph. Every micro-batch then sums its gradients over
 ranks, not only the last one of a step: what is kept between two backwards would have to be at the same place in both.
 
-The first steps run kernel by kernel, which compiles and warms up what they need, and shows how much memory they take
-and whether they ask the device. Then the ranks agree whether to record. All graphs share the memory of the first. A
-rank records when a micro-batch has a new key, and the others may replay meanwhile: the same collectives run in the same
+The first steps run kernel by kernel. They compile and warm up what they need, and show how much memory they take and
+whether they ask the device. Then the ranks agree whether to record. All graphs share the memory of the first. A rank
+records when a micro-batch has a new key, and the others may replay meanwhile: the same collectives run in the same
 order whether a micro-batch is replayed or not.
 
-Evaluations of models that are not under FSDP are recorded in the same way, once training has its graphs: a graph of
-forward alone takes no memory of its own beside them.
+Evaluations of models that are not under FSDP are recorded in the same way, once training has its graphs. A graph of
+forward only takes no memory of its own beside them.
 """
 
 from __future__ import annotations
@@ -147,9 +147,9 @@ class CapturedPasses:
         return self.eager.run(batch, is_last or bool(self.graphs))
 
     def end_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Write zeros over the gradients of graphs, which stay; drop others.
+        """Set the gradients of graphs to zero, in place; drop others.
 
-        The GPU still computes now. At the beginning of the next step it waits for the host.
+        This is done now because the GPU still computes. At the beginning of the next step it would wait for the host.
         """
         if self.graphs:
             torch._foreach_zero_(self.local_grads)
@@ -164,7 +164,7 @@ class CapturedPasses:
                 param.grad = grad
 
     def evaluate(self, batch: Batch) -> Tensor:
-        """Queue forward, and return the loss. Recorded is what comes again and again: it takes as long as one pass."""
+        """Queue forward, and return the loss. A key is recorded when it comes for the third time."""
         key = Key.of(batch)
         graph = _find(self.held_out, key) if self.graphs else None
         if graph is None and self.num_evaluated[key] >= WARM_UP and self._can_record_evaluations():
@@ -186,7 +186,7 @@ class CapturedPasses:
         self.held_out.clear()
 
     def _can_record_evaluations(self) -> bool:
-        # Models of other classes, under FSDP or with labels, do more on the host than to queue kernels.
+        # Other classes are FSDP's, or have labels: their forward does more on the host than queue kernels.
         is_plain = type(self.eager.model) in (CausalLM, PreferenceLM)
         return self.records_evaluations and bool(self.graphs) and self.reason is None and is_plain
 
@@ -269,7 +269,7 @@ class CapturedPasses:
         return self.graphs[key]
 
     def _missing_bytes(self) -> float:
-        """Bytes that are missing for a graph and, beside it, for what else runs; at most 0 if there is room."""
+        """Bytes that are missing for a graph, and for what else runs beside it; at most 0 if there is room."""
         peaks, now = self.peaks.allocated, torch.cuda.memory_allocated(self.device)
         graph = max(peaks.get(phase, 0) for phase in ("forward", "backward")) - now
         beside = max(peaks.get("evaluation", 0) - now, SPARE_BYTES)

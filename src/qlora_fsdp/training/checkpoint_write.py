@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from qlora_fsdp.common.disk import is_write_error, reason_of
 from qlora_fsdp.common.files import digest_file
-from qlora_fsdp.common.sizes import SLAB_BYTES
+from qlora_fsdp.common.sizes import SLAB_BYTES, round_up
 from qlora_fsdp.records.record_files import check_own
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.rows import local_rows, local_tensor, replica_of
@@ -196,7 +196,7 @@ def _cut(block: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _aligned_size(tensor: Tensor) -> int:
-    return -(tensor.numel() * tensor.itemsize // -ALIGNMENT) * ALIGNMENT
+    return round_up(tensor.numel() * tensor.itemsize, ALIGNMENT)
 
 
 def _describe_files(folder: Path, files: list[Path]) -> FileFacts:

@@ -38,7 +38,7 @@ class Evaluation:
 
     Attributes:
         data: the held-out rows, all of them on every rank; None: there is nothing to evaluate on.
-        every_steps: evaluate after so many steps; None: only before the first step and after the last.
+        every_steps: evaluate every so many steps; None: only before the first step and after the last.
         passes: computes the losses.
         generations: completes some of the rows after each evaluation.
         saver: knows of signals, and stops the run where one arrives during an evaluation.
@@ -55,11 +55,11 @@ class Evaluation:
     saver: Saver
 
     def is_due(self, step: int) -> bool:
-        """Whether to evaluate after so many optimizer steps, which are not the last."""
+        """Whether to evaluate after `step` optimizer steps, if these are not all."""
         return step == 0 or (self.every_steps is not None and step % self.every_steps == 0)
 
     def run(self, model: TaskModel, step: int) -> EvaluationResult | None:
-        """Evaluate after so many optimizer steps, and record what was found; None without held-out rows.
+        """Evaluate after `step` optimizer steps, and record what was found; None without held-out rows.
 
         Raises:
             Interrupted: a rank got a signal to stop.
@@ -91,7 +91,7 @@ def evaluate(
         model: sharded and loaded.
         data: all of it on every rank.
         split: how sequences spread over ranks and micro-batches.
-        passes: of the model.
+        passes: computes the losses.
         processes: all ranks take part.
         is_stopped: asked before each micro-batch; it must answer the same on every rank. Where it says so, the result
             is None.

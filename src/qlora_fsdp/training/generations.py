@@ -37,7 +37,7 @@ class Generations:
     Args:
         config: how many rows, and how many new tokens for each.
         data: the held-out rows; None: there is nothing to complete.
-        tokenizer: of the model.
+        tokenizer: the model's tokenizer.
         processes: all ranks take part.
         trust_remote_code: run model code that comes with the model's files.
     """
@@ -48,7 +48,7 @@ class Generations:
         data: Sequences | None,
         tokenizer: PreTrainedTokenizerBase,
         processes: Processes,
-        trust_remote_code: bool = False,
+        trust_remote_code: bool,
     ) -> None:
         self.tokenizer, self.processes, self.trust_remote_code = tokenizer, processes, trust_remote_code
         self.uses_slots: bool | None = None  # decided when the model is there

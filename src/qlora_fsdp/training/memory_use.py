@@ -17,8 +17,8 @@ from qlora_fsdp.memory.plan import GIB, PHASES, MemoryPlan
 from qlora_fsdp.memory.suggest import largest_savings
 from qlora_fsdp.runtime.hardware import is_host_shortage, quote_shortage
 
-SNAPSHOT_ENTRIES = 200_000  # a snapshot has so many of the last allocations
-SHORT_IN_A_ROW = 3  # so many micro-batches in a row must be short of memory before less is kept
+SNAPSHOT_ENTRIES = 200_000  # the last ones, which a snapshot has
+SHORT_IN_A_ROW = 3  # micro-batches in a row that must be short of memory before less is kept
 HOST_ADVICE = (
     "See in `free -g` what else holds the host's memory, ask the batch system for more of it, or start fewer processes"
 )

@@ -124,7 +124,7 @@ def make_optimizer(params: Iterable[nn.Parameter], config: OptimConfig, learning
     Args:
         params: trainable, sharded.
         config: which optimizer, and its settings.
-        learning_rate: of the first step; the loop sets it again at every step.
+        learning_rate: the learning rate of the first step; the loop sets it again at every step.
     """
     options: dict[str, Any] = {
         "lr": learning_rate,
@@ -149,7 +149,7 @@ def learning_rate_at(step: int, num_steps: int, peak: float, config: OptimConfig
 
     Args:
         step: 0 for the first optimizer step.
-        num_steps: of the run.
+        num_steps: steps of the run.
         peak: the highest learning rate.
         config: length of the warmup, and the shape after it.
     """

@@ -18,7 +18,7 @@ class Passes(Protocol):
     """Forward and backward of the micro-batches of a step, one after another. All ranks call it together.
 
     Attributes:
-        are_replayed: whether the host queues a micro-batch in less time than a GPU needs for it, and without waiting.
+        are_replayed: whether micro-batches are replayed as graphs, which the host queues faster than a GPU computes.
     """
 
     @property
@@ -49,10 +49,10 @@ class Passes(Protocol):
 
 
 def place(batch: Batch, device: torch.device, deterministic: bool) -> Batch:
-    """The micro-batch on the device, laid out as a pass of training has it; see `EagerPasses`.
+    """The micro-batch on the device, laid out as a training pass needs it; see `EagerPasses`.
 
-    The reference's passes have the layout of the model's, recorded or not: attention rounds in another way if it is
-    told of longer rows.
+    Passes of a preference's reference have the same layout, because attention rounds differently if it is told of
+    longer rows.
     """
     has_room = deterministic or (batch.num_answers > 0 and device.type == "cuda")
     return with_room(batch, Key.of(batch), device) if has_room else batch.to(device)
@@ -61,8 +61,8 @@ def place(batch: Batch, device: torch.device, deterministic: bool) -> Batch:
 class EagerPasses:
     """Queues kernel by kernel. Gradients are summed over ranks in the last micro-batch's backward.
 
-    A deterministic run must not show which of its micro-batches were recorded: a resumed run begins with others that
-    are launched. So its micro-batches are laid out as recorded ones are, and each sums its gradients over ranks.
+    In a deterministic run it must make no difference which micro-batches were recorded, because a resumed run records
+    others. So its micro-batches are laid out as recorded ones are, and each sums its gradients over ranks.
 
     Args:
         model: sharded, loaded and proven.

@@ -40,7 +40,7 @@ from qlora_fsdp.runtime.hardware import choose_dtype, find_machine, hold_to, is_
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.tracing.model_tracer import UntraceableModel, trace_assembled
 from qlora_fsdp.training.memory_use import PhasePeaks, explain_early_shortage, start_snapshot
-from qlora_fsdp.training.start import assemble_on
+from qlora_fsdp.training.start_adapter import assemble_for_training
 from qlora_fsdp.weights.quantized_cache import use_cache
 
 
@@ -49,10 +49,10 @@ class Prepared:
     """A run whose weights do not exist yet.
 
     Attributes:
-        config: the run's settings, with what was open decided: packing, the micro-batch, the sharding, the slices.
+        config: the run's settings, with `auto` decided: packing, the micro-batch, the sharding, the slices.
         assembled: the model on meta, and what it was assembled from.
         base: fingerprint of the model files; None for random weights.
-        base_layers: the same of the transformer layers alone, which an adapter remembers its base by.
+        base_layers: fingerprint of the transformer layers only, by which an adapter remembers its base.
         start: the adapter that the run starts from; None for a new one.
         sizes: numbers and bytes of the parameters.
         flops: counts the FLOPs of a batch.
@@ -92,11 +92,11 @@ def prepare(
     config: Config,
     processes: Processes,
     folder: Path,
-    first_step: int = 0,
-    start: SavedAdapter | None = None,
-    kept: Mapping[str, Any] | None = None,
+    first_step: int,
+    start: SavedAdapter | None,
+    choices: Mapping[str, Any],
 ) -> Prepared:
-    """Everything that can be found out before anything large exists. Collective.
+    """Find out everything that can be found out before anything large exists. Collective.
 
     Args:
         config: the run's settings.
@@ -104,15 +104,15 @@ def prepare(
         folder: the run folder.
         first_step: optimizer steps that a checkpoint has done already.
         start: the adapter that the run starts from; None for a new one.
-        kept: what was chosen for open settings when that checkpoint was written, by key. It is chosen again, unless it
-            does not fit any more.
+        choices: what was chosen for settings that are `auto` when that checkpoint was written, by key. It is chosen
+            again if it still fits.
 
     Raises:
-        UserError: the model, the data, the settings or the hardware do not go together; a MemoryShortage where what
-            is tried out or written to a cache finds no room.
+        UserError: the model, the data, the settings or the hardware do not go together. It is a MemoryShortage if the
+            small model that is tried, or a cache that is written, finds no memory.
     """
     try:
-        return _prepare(config, processes, folder, first_step, start, kept or {})
+        return _prepare(config, processes, folder, first_step, start, choices)
     except RuntimeError as error:
         if not is_shortage(error):
             raise
@@ -125,21 +125,21 @@ def _prepare(
     folder: Path,
     first_step: int,
     start: SavedAdapter | None,
-    kept: Mapping[str, Any],
+    choices: Mapping[str, Any],
 ) -> Prepared:
     device, dtype = processes.device, choose_dtype(config.training.precision, processes.device)
     ranks = f"{plural(processes.num_ranks, 'rank')} on {device.type}"
     default = f", on {config.data.path}, the default: data.path= names yours" if config.data.is_default else ""
     log.info(f"Run {config.run.name}: {ranks}, {dtype_name(dtype)}, in {folder}{default}")
     missing = replace_missing(config, device)
-    assembled = assemble_on(start, config, processes)
+    assembled = assemble_for_training(start, config, processes)
     model, meta = assembled.model, assembled.meta
     config = assembled.settle(config)
     base, base_layers = describe_base(meta.assignments, processes), describe_layers(assembled, processes)
     if config.model.cache_quantized:
         meta.assignments = use_cache(meta.assignments, base, config.model.cache_folder, dtype, processes)
     machine = find_machine(config.memory.target_gib, processes)
-    run_plan = _plan_memory(config, assembled, machine, processes, kept)
+    run_plan = _plan_memory(config, assembled, machine, processes, choices)
     inputs = InputOffload(run_plan.input_bytes)
     set_activation_policy(model.layers, run_plan.policies, inputs)
     config = run_plan.settle(config)
@@ -152,25 +152,25 @@ def _prepare(
         log.info(f"Memory: {line}")
     data, split = _prepare_data(config, assembled, processes, folder, first_step)
     flops = count_flops(model, meta.config.get_text_config())
-    # A layer that is computed again exchanges heads again, so ranks that share sequences keep to one policy.
+    # Recomputing a layer exchanges heads again, so ranks that share sequences must have the same policy all the time.
     is_auto = config.memory.activations is Activations.auto and config.distributed.num_slices == 1
     peaks = PhasePeaks(device, MemoryFallback(model.layers, run_plan.policies, inputs) if is_auto else None)
     return Prepared(config, assembled, base, base_layers, start, sizes, flops, data, split, machine, run_plan, peaks)
 
 
 def _plan_memory(
-    config: Config, assembled: AssembledModel, machine: Machine, processes: Processes, kept: Mapping[str, Any]
+    config: Config, assembled: AssembledModel, machine: Machine, processes: Processes, choices: Mapping[str, Any]
 ) -> RunPlan:
-    """Choose what the settings leave open, and hold the GPU to its target."""
+    """Choose what the settings leave open, change the model accordingly, and hold the GPU to its memory target."""
     model, device = assembled.model, processes.device
     # Every rank takes rank 0's plan, which depends on the speed measured on its GPU.
-    wanted = _plan(with_values(config, kept), assembled, machine) if processes.is_main else None
-    is_bound = config.optim.name is Optimizer.adamw_8bit  # its state fits no other shards
-    if wanted is not None and kept and not wanted.fits and not is_bound:
-        chosen = ", ".join(show(key, value) for key, value in kept.items())
-        log.info(f"Memory: what the checkpoint was trained with does not fit here, and is chosen anew: {chosen}")
-        wanted = _plan(config, assembled, machine)
-    run_plan: RunPlan = processes.share(wanted)
+    own = _plan(with_values(config, choices), assembled, machine) if processes.is_main else None
+    may_choose_anew = config.optim.name is not Optimizer.adamw_8bit  # its state fits no other shards
+    if own is not None and choices and not own.fits and may_choose_anew:
+        shown = ", ".join(show(key, value) for key, value in choices.items())
+        log.info(f"Memory: what the checkpoint was trained with does not fit here, and is chosen anew: {shown}")
+        own = _plan(config, assembled, machine)
+    run_plan: RunPlan = processes.share(own)
     use_tiles(model.layers, run_plan.num_tile_tokens)
     share_sequences(assembled, run_plan.num_slices, processes)
     if config.memory.target_gib is not None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from torch import Tensor, nn
+from torch import nn
 
 from qlora_fsdp.common.disk import find_room, write_elsewhere
 from qlora_fsdp.model.save_adapter import gather_trainable
@@ -22,7 +22,7 @@ def save_checkpoint_elsewhere(
     """Write a checkpoint to the first folder that takes it. Every rank calls this.
 
     Args:
-        name: of the checkpoint's folder.
+        name: name of the checkpoint's folder.
         own: the folder of the run's checkpoints, which can't be written.
         num_bytes: what it takes, about, over all ranks.
         write: writes it to a folder, collectively; it returns what went wrong, the same on every rank.
@@ -51,12 +51,9 @@ def save_adapter_elsewhere(own: Path, model: nn.Module, write: WriteAdapter, pro
     state, text = gather_trainable(model, processes), None
     if processes.is_main:
         num_bytes = sum(value.nbytes for value in state.values())
-        place = write_elsewhere(own.parent, num_bytes, lambda folder: _write_to(folder, state, write))
+        place = write_elsewhere(own.parent, num_bytes, lambda folder: write(folder / "adapter", state))
         if place is not None:
-            text = f"The adapter, to use but not to train on, is in {place / 'adapter'} on {platform.node()}."
+            where = f"{place / 'adapter'} on {platform.node()}"
+            text = f"The adapter, to use or to start from (lora.start) but not to resume, is in {where}."
     shared: str | None = processes.share(text)
     return shared
-
-
-def _write_to(folder: Path, state: dict[str, Tensor], write: WriteAdapter) -> None:
-    write(folder / "adapter", state)

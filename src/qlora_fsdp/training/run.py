@@ -48,7 +48,7 @@ from qlora_fsdp.training.resume import (
     find_checkpoint,
     is_own,
 )
-from qlora_fsdp.training.start import open_start
+from qlora_fsdp.training.start_adapter import open_start
 from qlora_fsdp.training.train_adapter import train_adapter
 
 
@@ -66,16 +66,17 @@ def run(config: Config, world: World) -> dict[str, Any]:
         UserError: anything the user can mend; the same on every rank, before the first step wherever possible.
     """
     with _joined_ranks(config) as (processes, watch, summary), repeatable(config.training.deterministic):
-        # First: can the settings be used on this hardware, and is there a checkpoint to resume from? Then the folder is
-        # opened.
+        # First: can the settings be used on this hardware, and is there a checkpoint to resume from? Then the run
+        # folder is opened.
         check(config, _complete(world, processes))
         config, rounded = round_default(config, processes.num_ranks)
         _check_hub(config, processes)
         checkpoint = processes.share(find_checkpoint(config) if processes.is_main else None)
-        kept = choices_of(checkpoint, config, processes.num_ranks) if checkpoint is not None else {}
+        choices: dict[str, Any] = {}
         changes = []
         if checkpoint is not None:
-            changes = check_changes(checkpoint, with_values(config, kept), processes.num_ranks)
+            choices = choices_of(checkpoint, config, processes.num_ranks)
+            changes = check_changes(checkpoint, with_values(config, choices), processes.num_ranks)
         folder = open_run_folder(config, processes, keep_records=is_own(checkpoint, config))
         summary.open(folder, processes.share(find_holder(folder) if processes.is_main else None))
         note_missing_key(config)
@@ -91,7 +92,7 @@ def run(config: Config, world: World) -> dict[str, Any]:
         # Second: the model without weights, the memory plan and the data. Most errors are found here, before anything
         # large is allocated.
         started = time.perf_counter()
-        prepared = prepare(config, processes, folder, 0 if checkpoint is None else checkpoint.step, start, kept)
+        prepared = prepare(config, processes, folder, 0 if checkpoint is None else checkpoint.step, start, choices)
         check_room(folder, prepared.sizes.num_trainable * 4, processes)  # float32
         if checkpoint is not None:
             check_data(checkpoint, prepared.data.train, config)
@@ -115,7 +116,7 @@ def run(config: Config, world: World) -> dict[str, Any]:
 
 @contextmanager
 def _joined_ranks(config: Config) -> Iterator[tuple[Processes, Watch, RunSummary]]:
-    """A context in which the ranks work together. On entry they meet, and at the end they part.
+    """A context in which the ranks work together: they meet at its beginning and part at its end.
 
     An error on one rank ends the run on all. It is recorded in summary.json and printed once.
     """

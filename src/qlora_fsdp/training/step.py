@@ -45,8 +45,8 @@ class StepFigures(NamedTuple):
     Attributes:
         loss: mean over the step's target tokens.
         grad_norm: norm of the gradient before clipping.
-        max_expert_load: the rows of a layer's busiest expert over the mean of its experts, the mean over the layers;
-            None for a model without experts. 1 is even, and the number of experts the most there can be.
+        max_expert_load: the rows of a layer's busiest expert divided by the mean of the layer's experts; averaged over
+            layers. It lies between 1 (even) and the number of experts. None for a model without experts.
         metrics: the task's other figures, by name.
     """
 
@@ -58,12 +58,12 @@ class StepFigures(NamedTuple):
 
 @dataclass(frozen=True)
 class StepPasses:
-    """Forward and backward of a step's micro-batches, which are queued.
+    """The queued forward and backward passes of a step's micro-batches.
 
     Attributes:
         batch: the global batch that they belong to.
         loss: this rank's part of the step's loss, a float32 scalar on the device.
-        micro_losses: the parts of it that each micro-batch added, in order.
+        micro_losses: what each micro-batch added to this part, in order.
         num_flops: model FLOPs of this rank's micro-batches.
     """
 
@@ -109,7 +109,7 @@ class StepRunner:
     @property
     def may_run_ahead(self) -> bool:
         """Whether `run_passes` may be called for the next step before the figures of this one are known."""
-        return self.passes.are_replayed and not self.model.looks_ahead  # to look ahead, ranks talk to one another
+        return self.passes.are_replayed and not self.model.looks_ahead  # to look ahead, ranks wait for one another
 
     def run_passes(
         self, micro_batches: Iterator[Batch], batch: GlobalBatch, while_gpu_works: Callable[[], None]
@@ -146,7 +146,7 @@ class StepRunner:
         this, so the host queues the update without waiting for the decision.
 
         Args:
-            passes: of this step.
+            passes: the step's, as `run_passes` returned them.
             norm_limit: a gradient of a larger norm is not used.
             is_first_update: no earlier step of this start has changed the weights.
 
@@ -162,28 +162,26 @@ class StepRunner:
         loss = _sum_over_ranks(passes.loss.double())
         is_good = loss.isfinite() & norm.isfinite() & (norm <= norm_limit)
         is_bad = (~is_good).float()
-        wait, step = self._start_reading(loss, norm), passes.batch.step
+        read_figures, step = self._start_reading(loss, norm), passes.batch.step
         if step < GRADIENT_CHECK_STEPS and not is_bad.item():
             check_gradients(self.model, step, is_first_update, self.processes)
         self.optimizer.found_inf = is_bad  # torch's name: the optimizer changes nothing where this is 1
         self.optimizer.step()
         self.passes.end_step(self.optimizer)
-        return wait
+        return read_figures
 
     def _start_reading(self, loss: Tensor, norm: Tensor) -> Callable[[], StepFigures]:
-        """Start copying the step's figures to the host; returns a function that waits for them only."""
+        """Start copying the step's figures to the host. Returns a function that waits for the copy and returns them."""
         loads, sums = self._max_expert_load(), self.model.take_sums()
         measured = [] if sums is None else list(_sum_over_ranks(sums).flatten())
-        wait_for_values = _start_copying(loss, norm, *loads, *measured)
+        read_values = _start_copying(loss, norm, *loads, *measured)
 
-        def wait() -> StepFigures:
-            values = wait_for_values()
-            first = 2 + len(loads)
-            return StepFigures(
-                values[0], values[1], values[2] if loads else None, self.model.name_figures(values[first:])
-            )
+        def read_figures() -> StepFigures:
+            loss, norm, *others = read_values()
+            load = others.pop(0) if loads else None
+            return StepFigures(loss, norm, load, self.model.name_figures(others))
 
-        return wait
+        return read_figures
 
     def _max_expert_load(self) -> list[Tensor]:
         """`StepFigures.max_expert_load` on the device; nothing for a model without experts. Counting begins anew."""
@@ -204,10 +202,7 @@ def _sum_over_ranks(value: Tensor) -> Tensor:
 
 
 def _start_copying(*figures: Tensor) -> Callable[[], list[float]]:
-    """Start copying a step's figures, scalars on the device, to the host.
-
-    Returns a function that waits for this copy only.
-    """
+    """Start copying scalars from the device to the host. Returns a function that waits for this copy only."""
     values = on_host = torch.stack(figures)
     copied: torch.cuda.Event | None = None
     if values.device.type == "cuda":
@@ -215,9 +210,9 @@ def _start_copying(*figures: Tensor) -> Callable[[], list[float]]:
         on_host.copy_(values, non_blocking=True)
         copied.record()
 
-    def wait() -> list[float]:
+    def read() -> list[float]:
         if copied is not None:
             copied.synchronize()
         return cast(list[float], on_host.tolist())
 
-    return wait
+    return read

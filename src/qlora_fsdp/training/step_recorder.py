@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from qlora_fsdp.common.text import finite_or_none
 from qlora_fsdp.records.journal import Journal
 from qlora_fsdp.runtime.hardware import host_rss_gib, peak_flops
 from qlora_fsdp.runtime.moment import Moment
@@ -97,8 +97,8 @@ class StepRecorder:
         figures = {
             "step": batch.step + 1,
             "epoch": round(batch.epoch, 4),
-            "loss": _finite(measured.loss),
-            "grad_norm": _finite(measured.grad_norm),
+            "loss": finite_or_none(measured.loss),
+            "grad_norm": finite_or_none(measured.grad_norm),
             **({} if done.is_good else {"skipped": True}),
             "learning_rate": done.learning_rate,
             "num_tokens": batch.num_tokens,
@@ -108,7 +108,7 @@ class StepRecorder:
             "tokens_per_second_per_gpu": round(speed / self.num_ranks, 1),
             "mfu": None if self.peak_flops is None else round(done.num_flops / seconds / self.peak_flops, 4),
         }
-        figures |= {name: _finite(value) for name, value in measured.metrics.items()}
+        figures |= {name: finite_or_none(value) for name, value in measured.metrics.items()}
         if measured.max_expert_load is not None:
             figures["max_expert_load"] = round(measured.max_expert_load, 4)
         return figures
@@ -132,7 +132,3 @@ class StepRecorder:
     def step_gpu_peak_gib(self) -> float | None:
         """The most memory that tensors took in any step; None on a CPU."""
         return self.peaks.peak_gib(*STEP_PHASES)
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

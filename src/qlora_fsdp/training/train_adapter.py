@@ -93,7 +93,7 @@ def train_adapter(
         figures |= {"status": "finished"} | result.describe()
     finally:
         passes.close()
-        summary.trained(saver.describe())
+        summary.trained(saver.thread.describe())
         journal.close(figures)
     return result
 
@@ -125,7 +125,7 @@ def _resume(
 def _make_bad_steps(
     prepared: Prepared, config: Config, folder: Path, journal: Journal, saver: Saver, result: TrainResult
 ) -> BadSteps:
-    """What judges the steps. It begins with the norms of earlier starts' steps; `result` gets their losses."""
+    """What judges the steps. It knows the gradient norms of earlier starts' steps, and `result` gets their losses."""
     processes = saver.processes
 
     def decode(tokens: Sequence[int]) -> str:
@@ -141,10 +141,11 @@ def _make_bad_steps(
 def _describe_adapter(
     prepared: Prepared, config: Config, result: TrainResult, folder: Path, processes: Processes
 ) -> tuple[Callable[..., CardFacts], str]:
-    """Two things that are needed whenever an adapter is written, at checkpoints and at the end.
+    """What is needed whenever an adapter is written, at checkpoints and at the end.
 
-    The first is a function that returns the facts for the model card as they are then. The second is the settings that
-    are saved with the adapter.
+    Returns:
+        A function that returns the facts for the model card as they are then, and the text of the settings that are
+        saved with the adapter.
     """
     form = find_form(config) if processes.is_main else None
     weights = getattr(prepared.model, "class_weights", None)
@@ -157,7 +158,7 @@ def _checkpoint_content(
 ) -> Checkpoint:
     """The manifest fields that all checkpoints of this run share.
 
-    `eval_losses` is the same list as the result's, so it grows as the loop evaluates.
+    `eval_losses` is the result's own list, so it grows as the loop evaluates.
     """
     return Checkpoint(
         folder / "checkpoints",

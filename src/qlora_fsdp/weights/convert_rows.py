@@ -23,6 +23,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.core_model_loading import WeightConverter
 
+from qlora_fsdp.common.text import first_line
 from qlora_fsdp.weights.composed import ComposedTensor, Piece
 from qlora_fsdp.weights.safetensors_files import StoredTensor
 
@@ -100,7 +101,7 @@ class RowConversions:
         try:
             made = numbered.convert(name, model=_Shapes(self.expected), config=self.config)
         except Exception as error:  # whatever an operation raises on tensors that do not fit each other
-            raise ValueError(str(error).partition("\n")[0] or type(error).__name__) from error
+            raise ValueError(first_line(error)) from error
         results = {key: value[0] if isinstance(value, list) else value for key, value in made.items()}
         rows = {key: _read_numbers(value, is_vector=width is None) for key, value in results.items()}
         found = torch.cat([numbers.flatten() for numbers, _ in rows.values()])

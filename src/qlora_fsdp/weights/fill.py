@@ -32,8 +32,8 @@ from qlora_fsdp.weights.safetensors_files import StoredTensor
 from qlora_fsdp.weights.scaled import ScaledTensor
 from qlora_fsdp.weights.sinks import Copy, Dequantize, HoldScales, Pack, Quantize, Transpose
 
-# Random rows are drawn in blocks of so many, each with a seed of its own. A rank can therefore begin at any block, and
-# the values do not depend on the number of ranks.
+# Random rows are drawn in blocks of this many, each with a seed of its own. So a rank can begin at any block, and the
+# values do not depend on the number of ranks.
 RANDOM_ROWS = 256
 Progress = Callable[[int], None]  # called with the bytes read
 
@@ -52,9 +52,20 @@ def fill(
 ) -> None:
     """Fill every assignment's shard: from the model files, or randomly if the files have no tensor for it.
 
-    The arguments are those of `fill_from_files` and `fill_randomly`.
+    Random weights are the same for a seed, whatever the number of ranks.
+
+    Args:
+        assignments: in the same order on every rank.
+        device: where weights are quantized, or drawn.
+        dtype: the model's dtype.
+        std: standard deviation of random matrices.
+        seed: seed of random matrices.
+        on_progress: called with the bytes read or drawn.
+
+    Raises:
+        CheckpointError: as `fill_from_files` does.
     """
-    fill_randomly([a for a in assignments if a.stored is None], device, dtype, std, seed, on_progress)
+    _fill_randomly([a for a in assignments if a.stored is None], device, dtype, std, seed, on_progress)
     fill_from_files([a for a in assignments if a.stored is not None], device, dtype, on_progress)
 
 
@@ -87,31 +98,29 @@ def fill_from_files(
     finite.finish()
 
 
-def fill_randomly(
+def _fill_randomly(
     assignments: Sequence[Assignment],
     device: torch.device,
     dtype: torch.dtype,
     std: float,
     seed: int,
-    on_progress: Progress = ignore_progress,
+    on_progress: Progress,
 ) -> None:
-    """Fill every shard with random weights, which are the same for a seed whatever the number of ranks.
-
-    Matrices are normal with the standard deviation `std`; vectors are ones (norms) or, for biases, zeros.
-    """
+    """Fill matrices with normally distributed numbers, the vectors of norms with ones, and biases with zeros."""
     for assignment in assignments:
-        is_matrix = assignment.parameter.ndim > 1
+        if assignment.parameter.ndim <= 1:
+            vector = local_tensor(assignment.parameter)
+            vector.fill_(0.0 if assignment.attribute == "bias" else 1.0)
+            on_progress(vector.numel() * dtype.itemsize)
+            continue
         # A quantized layer's parameter holds packed codes, so the width is that of the weight itself.
         width = assignment.layer.in_features if assignment.is_quantized else assignment.parameter.shape[-1]
-        first, last = _local_rows_of(assignment.parameter, width if is_matrix else 1, assignment.num_elements)
-        if not is_matrix:
-            local_tensor(assignment.parameter).fill_(0.0 if assignment.attribute == "bias" else 1.0)
-        else:
-            sink = _make_sink(assignment, device, dtype, dtype, width)
-            for start, rows in _random_rows(assignment.name, first, last, width, std, seed, device, dtype):
-                sink.put(rows, start - first)
-            sink.finish()
-        on_progress((last - first) * (width if is_matrix else 1) * dtype.itemsize)
+        first, last = _local_rows_of(assignment.parameter, width, assignment.num_elements)
+        sink = _make_sink(assignment, device, dtype, dtype, width)
+        for start, rows in _random_rows(assignment.name, first, last, width, std, seed, device, dtype):
+            sink.put(rows, start - first)
+        sink.finish()
+        on_progress((last - first) * width * dtype.itemsize)
 
 
 def _random_rows(
@@ -153,7 +162,8 @@ def _requests(assignment: Assignment, device: torch.device, dtype: torch.dtype, 
     stored, param = as_composed(assignment.stored), assignment.parameter
     example = stored.pieces[0].stored  # all pieces have one dtype, and either all have scales or none
     own_dtype = dtype if assignment.is_quantized else param.dtype
-    # What the sink gets, and what it casts the values to. A value that is infinite only after the cast is reported too.
+    # The sink gets values of the first dtype, and casts them to the second. A value that the cast makes infinite is
+    # reported too.
     arriving = own_dtype if isinstance(example, ScaledTensor) else stored.dtype
     cast_to = assignment.layer.format.source_dtype(dtype) if assignment.is_quantized else param.dtype
     row_elements = stored.shape[-1] if stored.is_transposed else stored.row_elements
@@ -191,7 +201,7 @@ def _scales_of(span: Span) -> Span:
 
 
 def find_spans(pieces: Sequence[Piece], first: int, last: int) -> list[Span]:
-    """Where the rows [first, last) of a tensor lie that is composed of pieces, one below the other."""
+    """Where rows [first, last) of a tensor lie in the files. The tensor is made of pieces, one below the other."""
     spans, start = [], 0
     for piece in pieces:
         begin, end = max(first, start), min(last, start + piece.num_rows)
@@ -205,7 +215,7 @@ def find_spans(pieces: Sequence[Piece], first: int, last: int) -> list[Span]:
 def _make_sink(
     assignment: Assignment, device: torch.device, source_dtype: torch.dtype, dtype: torch.dtype, row_elements: int
 ) -> Sink:
-    """Make the sink for a weight whose rows of `row_elements` elements arrive in `source_dtype`."""
+    """The sink that writes a weight to this rank's shard. Its rows of `row_elements` arrive in `source_dtype`."""
     if assignment.is_quantized:
         return Quantize(assignment.layer, device, source_dtype, dtype)
     return Copy(local_tensor(assignment.parameter).view(-1, row_elements), source_dtype)
@@ -217,13 +227,13 @@ def _prequantized_requests(assignment: Assignment, finite: FiniteCheck) -> list[
     The files store each of them as one flat tensor. A row of the weight is a fixed number of its bytes, so the reader
     can take it for a tensor with rows.
     """
+    layer, format, stored_parts = assignment.layer, assignment.layer.format, assignment.stored_parts
+    assert isinstance(assignment.stored, StoredTensor)
 
     def copy(name: str, row_bytes: int, row_range: tuple[int, int], target: Tensor) -> Request:
         spans = [Span(stored_parts[name], *row_range)]
         return Request(spans, row_bytes, finite.watch(Copy(target, torch.float32), spans, torch.float32, torch.float32))
 
-    layer, format, stored_parts = assignment.layer, assignment.layer.format, assignment.stored_parts
-    assert isinstance(assignment.stored, StoredTensor)
     num_blocks = layer.in_features // format.blocksize
     code_bytes = layer.in_features // 2 if format.is_4bit else layer.in_features
     row_range, scales = local_rows(assignment.parameter), local_tensor(layer.scales)

@@ -26,6 +26,7 @@ from qlora_fsdp.common.cache_folder import check_owner, close_to_others, find_ca
 from qlora_fsdp.common.errors import CheckpointError
 from qlora_fsdp.common.files import remove, remove_leftovers, replacing
 from qlora_fsdp.common.sizes import NESTED_BLOCKSIZE
+from qlora_fsdp.common.text import first_line
 from qlora_fsdp.layers import Format, QuantizedLinear
 from qlora_fsdp.layers.quantized_format import code_book, dynamic_map
 from qlora_fsdp.records.run_folder import log
@@ -53,7 +54,7 @@ def use_cache(
     """Let the weights that have to be quantized come from the cache, which is written first where it lacks them.
 
     Args:
-        assignments: of the whole model.
+        assignments: all of the model's.
         base: fingerprint of the base model's files.
         folder: model.cache_folder.
         dtype: the model's dtype, to which weights are cast before they are quantized.
@@ -150,7 +151,7 @@ def _find_damage(entry: Path) -> str | None:
         expected = json.loads((entry / MANIFEST).read_bytes())["fingerprint"]
         return None if fingerprint(read_headers(entry).values()) == expected else f"{entry} has other values"
     except (CheckpointError, OSError, ValueError, KeyError, TypeError) as error:
-        return str(error).partition("\n")[0]
+        return first_line(error)
 
 
 def _write(folder: Path, chosen: Sequence[Assignment], dtype: torch.dtype, device: torch.device) -> None:

@@ -25,7 +25,7 @@ from qlora_fsdp.common.errors import CheckpointError
 from qlora_fsdp.common.sizes import NUM_BUFFERS, PIECE_BYTES
 from qlora_fsdp.weights.safetensors_files import StoredTensor
 
-MAX_READERS = 8
+NUM_READERS = 8  # threads that read
 
 
 class Sink(ABC):
@@ -69,7 +69,6 @@ def run_requests(
     requests: Sequence[Request],
     device: torch.device,
     on_progress: Callable[[int], None],
-    num_readers: int = MAX_READERS,
 ) -> None:
     """Serve all requests in order.
 
@@ -77,7 +76,6 @@ def run_requests(
         requests: the same sequence of tensors on every rank; the rows are each rank's own.
         device: where the sinks get their rows.
         on_progress: called with the number of bytes of each piece, once it is served.
-        num_readers: threads that read.
 
     Raises:
         CheckpointError: a file can't be read, or ends early.
@@ -85,7 +83,7 @@ def run_requests(
     if not requests:  # random weights: no host memory for buffers
         return
     cuda = device.type == "cuda"
-    with _ReadAhead(requests, cuda, num_readers) as reader:
+    with _ReadAhead(requests, cuda) as reader:
         for item, buffer in reader:
             if buffer is None:
                 assert isinstance(item, Request)
@@ -123,7 +121,7 @@ class _ReadAhead:
     request itself, without a buffer.
     """
 
-    def __init__(self, requests: Sequence[Request], pins_memory: bool, num_readers: int) -> None:
+    def __init__(self, requests: Sequence[Request], pins_memory: bool) -> None:
         buffer_bytes = max(PIECE_BYTES, *(request.row_bytes for request in requests))
         self.free: SimpleQueue[_Buffer] = SimpleQueue()
         for _ in range(NUM_BUFFERS):
@@ -131,7 +129,7 @@ class _ReadAhead:
         self.items = _split(requests, buffer_bytes)
         self.pending: deque[tuple[_Piece | Request, Future[_Buffer] | None]] = deque()
         self.files: dict[Path, int] = {}
-        self.pool = ThreadPoolExecutor(num_readers, thread_name_prefix="read")
+        self.pool = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="read")
 
     def __enter__(self) -> _ReadAhead:
         return self

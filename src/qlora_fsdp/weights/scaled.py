@@ -154,8 +154,8 @@ def dequantize_rows(rows: Tensor, scales: Tensor, columns: int, dtype: torch.dty
     Args:
         rows: uint8 [n, row_bytes], packed 4-bit floats; or float8_e4m3fn [n, values].
         scales: [n, scales], one for each `columns` values of a row: floats, or uint8 exponents of two.
-        columns: of a block.
-        dtype: of the result [n, values].
+        columns: columns of a block.
+        dtype: the dtype of the result [n, values].
     """
     num_values = rows.shape[1] * (2 if rows.dtype == torch.uint8 else 1)
     out = torch.empty(len(rows), num_values, dtype=dtype, device=rows.device)

@@ -37,8 +37,8 @@ class Transpose(Sink):
 
     Args:
         sink: takes the rows.
-        dtype: of the matrices.
-        shape: of a matrix as it comes: [height, width]. Its transpose has `width` rows. What comes at a time is one or
+        dtype: the dtype of the matrices.
+        shape: the shape of a matrix as it comes: [height, width]. Its transpose has `width` rows. A piece is one or
             more whole matrices.
         first_row: the first row wanted, counted from the first of all matrices that come.
         num_rows: how many are wanted.
@@ -64,7 +64,7 @@ class HoldScales(Sink):
     """Keeps the scales of a tensor that is scaled by blocks, until its rows have come.
 
     Args:
-        dtype: of the scales.
+        dtype: the dtype of the scales.
         rows: where this rank's rows lie, in tensors that are scaled. What comes is the scales of each span, in order.
     """
 
@@ -104,7 +104,7 @@ class Dequantize(Sink):
         sink: takes the rows, in `dtype`.
         stored: one of the tensors whose rows come.
         scales: has their scales, which come before them.
-        dtype: of the values.
+        dtype: the dtype of the values.
     """
 
     def __init__(self, sink: Sink, stored: ScaledTensor, scales: HoldScales, dtype: torch.dtype) -> None:

@@ -40,7 +40,7 @@ class QuantState:
     Attributes:
         quant_type: code book of the codes.
         blocksize: weights that share a scale.
-        shape: of the weight.
+        shape: the weight's shape.
         nested_offset: with double quantization, the mean that was subtracted from all scales; else None.
     """
 

@@ -82,7 +82,7 @@ def bytes_moved(count: Callable[[int], None]) -> Iterator[None]:
 
 @contextmanager
 def standing_for(number: int) -> Iterator[None]:
-    """While it lasts, what is computed on meta stands for so many equal computations, one after another."""
+    """While it lasts, what is computed on meta stands for `number` equal computations, one after another."""
     token = _times.set(_times.get() * number)
     try:
         yield

@@ -118,13 +118,13 @@ def dequantize(
     """Fill `out` with a part of a 4-bit weight, or with its rows times `factors`. Returns `out`.
 
     Args:
-        codes: of the whole weight: two codes per byte, in any dtype [rows, units].
+        codes: the whole weight's: two codes per byte, in any dtype [rows, units].
         scales: float32 [rows, blocks], or quantized to bytes, in any dtype, if there is `nested`.
         nested: scales of the second quantization and its mean, float32 [groups + 1]; None without double quantization.
         books: the values of codes, float32 [16], and of quantized scales, float32 [256].
         blocksize: consecutive weights of a row that share a scale.
         out: in the dtype wanted, [rows, columns], or for axis "column" transposed, or [groups, rows of a group,
-            columns], where the weight is so many matrices one below the other. Rows and groups may be strided.
+            columns], where the weight is this many matrices one below the other. Rows and groups may be strided.
         factors: float32 [rows] for axis "row", [blocks] for axis "column"; None for axis "".
         axis: what there is one factor for.
         origin: the row, of each group, and the column that come first in `out`; the column a multiple of `blocksize`.

@@ -1,4 +1,4 @@
-"""Training on from a saved adapter (`lora.start`): where it is read, whether it fits, and what is said about it."""
+"""A run that starts from a saved adapter (`lora.start`): where it is read, whether it fits, and notes about it."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ QUANTIZATION = ("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type")
 
 
 def open_start(config: Config, folder: Path, processes: Processes, summary: RunSummary) -> SavedAdapter | None:
-    """The adapter that the run starts from, of which the run folder gets a copy; None for a new one. Collective.
+    """The adapter that the run starts from; None for a new one. The run folder gets a copy of it. Collective.
 
-    A run that resumes reads the copy, and needs what `lora.start` names no more.
+    A run that resumes reads the copy, and no longer needs the folder that `lora.start` names.
 
     Raises:
         RunFolderError: the copy can't be written.
@@ -48,13 +48,14 @@ def open_start(config: Config, folder: Path, processes: Processes, summary: RunS
     return SavedAdapter(place, SETTING, digest)
 
 
-def assemble_on(start: SavedAdapter | None, config: Config, processes: Processes) -> AssembledModel:
-    """The model on meta with its adapters: those that `config.lora` describes, which are the start's. Collective.
+def assemble_for_training(start: SavedAdapter | None, config: Config, processes: Processes) -> AssembledModel:
+    """The model on meta with the adapters that `config.lora` describes. Collective.
 
     Args:
-        start: the adapter that the run starts from. Its tokenizer is used, which may know more tokens and another chat
-            template than the base's, unless the settings name one; with tokens of its own in any case.
-        config: the run's settings.
+        start: the adapter that the run starts from; None for a new one. Its tokenizer is used unless the settings name
+            one, because it may know more tokens and another chat template than the base's. With tokens of its own it is
+            used in any case.
+        config: the run's settings, which have taken those of `lora` from the start.
         processes: all ranks take part.
 
     Raises:
@@ -71,19 +72,19 @@ def assemble_on(start: SavedAdapter | None, config: Config, processes: Processes
     fix = BASE_FIX
     fix += ", and leave lora.target_modules out" if config.lora.target_modules == "all-linear" else ""
     start.check(assembled.model.model, assembled.meta.head, fix + _about_tokens(config, tokens))
-    check_base(start, about, config, describe_layers(assembled, processes))
+    _check_same_base(start, about, config, describe_layers(assembled, processes))
     start.check_values(processes)
     return replace(assembled, notes=[*assembled.notes, *_notes(start, about, config)])
 
 
-def check_base(start: SavedAdapter, about: StartAdapter, config: Config, fingerprint: str | None) -> None:
-    """Refuse other weights than the adapter was trained on, whatever their folder is called.
+def _check_same_base(start: SavedAdapter, about: StartAdapter, config: Config, fingerprint: str | None) -> None:
+    """Refuse a base with other weights than the adapter was trained on, whatever its folder is called.
 
     Args:
         start: the adapter.
         about: what its folder says.
         config: the run's settings.
-        fingerprint: of the run's base; None for random weights.
+        fingerprint: the fingerprint of the run's base; None for random weights.
 
     Raises:
         AdapterError: the folder knows its base, and this is another one.

@@ -1,0 +1,187 @@
+"""Write checkpoints in a thread, one at a time, while training continues.
+
+Training waits while the state is copied to host memory. A thread on each rank then writes this copy to files. If a
+process ends before its thread has finished, the files keep their temporary name, and nothing reads them.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotYet
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn, optim
+
+from qlora_fsdp.config.schema import CheckpointConfig
+from qlora_fsdp.records.journal import Journal
+from qlora_fsdp.records.run_folder import log
+from qlora_fsdp.records.run_state import checkpoint_folders, step_of
+from qlora_fsdp.runtime.processes import Processes
+from qlora_fsdp.training.checkpoint import Checkpoint, remove_checkpoints
+from qlora_fsdp.training.checkpoint_write import HostCopy, Snapshot, WriteAdapter, write_checkpoint
+
+POLL_SECONDS = 0.2
+
+
+@dataclass
+class _Write:
+    """A checkpoint that is being written.
+
+    Attributes:
+        stall_seconds: how long training waited until the state was copied.
+        started: when the thread began, on the monotonic clock.
+        seconds: how long the thread took.
+        result: set by the thread when it ends: what went wrong, or None.
+    """
+
+    folder: Path
+    step: int
+    stall_seconds: float
+    started: float = field(default_factory=time.monotonic)
+    seconds: float = 0.0
+    result: Future[str | None] = field(default_factory=Future)
+
+
+class CheckpointThread:
+    """Copies the state of training and writes it to files in a thread. All ranks call it together.
+
+    Args:
+        config: how many checkpoints are kept.
+        content: the manifest fields that all checkpoints of this run share; see `Saver`.
+        model: sharded.
+        optimizer: over the model's trainable parameters.
+        write_adapter: writes the adapter to a folder; called in the thread of rank 0.
+        processes: all ranks take part.
+        journal: records how long each checkpoint took.
+
+    Attributes:
+        last_time: when the state was last copied, on the monotonic clock.
+    """
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        content: Checkpoint,
+        model: nn.Module,
+        optimizer: optim.Optimizer,
+        write_adapter: WriteAdapter,
+        processes: Processes,
+        journal: Journal,
+    ) -> None:
+        self.config, self.content, self.model, self.optimizer = config, content, model, optimizer
+        self.write_adapter, self.processes, self.journal = write_adapter, processes, journal
+        self.thread_processes, self.host_copy = processes.for_thread(), HostCopy()
+        self.last_time = time.monotonic()
+        self._write: _Write | None = None
+        self.stalls: list[float] = []
+        self.write_seconds: list[float] = []
+        self.num_failed = 0
+
+    @property
+    def has_finished(self) -> bool:
+        """Whether the thread has ended, and `wait` has not recorded the outcome yet."""
+        return self._write is not None and self._write.result.done()
+
+    def start(self, step: int, folder: Path) -> None:
+        """Wait for the checkpoint before, copy the state, and start a thread that writes the copy to `folder`."""
+        started = time.monotonic()
+        self.wait()
+        waited = time.monotonic() - started
+        if waited > 1.0:
+            log.warning(
+                f"Step {step} waited {waited:.1f} s for the checkpoint before it to be written: "
+                "checkpoint.every_steps or every_minutes is too low for this disk."
+            )
+        content = replace(
+            self.content,
+            folder=folder,
+            step=step,
+            # A run that resumes from this checkpoint evaluates at this step again, so its loss is left out.
+            eval_losses=[(at, loss) for at, loss in self.content.eval_losses if at < step],
+        )
+        snapshot = self.host_copy.take(self.model, self.optimizer)
+        self.last_time = time.monotonic()
+        self._write = write = _Write(content.folder, step, self.last_time - started)
+        self.stalls.append(write.stall_seconds)
+        # The thread is a daemon, so that a process that ends does not wait for a disk.
+        threading.Thread(target=self._work, args=(write, content, snapshot), name="checkpoint", daemon=True).start()
+
+    def wait(self, at_most_seconds: float | None = None, goes_on: bool = True) -> str | None:
+        """Wait for the thread, if there is one, and record the outcome in the journal and the log.
+
+        Args:
+            at_most_seconds: None for however long it takes.
+            goes_on: whether the message about a failure says that training goes on.
+
+        Returns:
+            What went wrong, the same on every rank. None if nothing did, if there is no thread, or if time ran out.
+        """
+        write, deadline = self._write, time.monotonic() + (at_most_seconds or 0.0)
+        if write is None:
+            return None
+        while not write.result.done():
+            if at_most_seconds is not None and time.monotonic() > deadline:
+                return None
+            with suppress(NotYet):  # signals are handled between two waits
+                write.result.result(POLL_SECONDS)
+        self._write = None
+        error = write.result.result()
+        if error is None:
+            self.write_seconds.append(write.seconds)
+            self.journal.checkpoint(write.step, write.folder, write.stall_seconds, write.seconds)
+        else:
+            self.num_failed += 1
+            if self.processes.is_main:
+                rest = " Training goes on, and the next checkpoint is tried when it is due." if goes_on else ""
+                log.error(
+                    f"No checkpoint of step {write.step}: {write.folder.parent} can't be written: {error}. "
+                    f"{self.describe_kept()}{rest}"
+                )
+        return error
+
+    def describe_kept(self) -> str:
+        """Which step is the last that is saved, as a sentence."""
+        folders = checkpoint_folders(self.content.folder)
+        return f"Step {step_of(folders[-1])} is the last that is saved." if folders else "No earlier step is saved."
+
+    def describe(self) -> dict[str, Any]:
+        """Figures for summary.json: checkpoints written and failed, longest stall of training, longest write."""
+        if not self.stalls:
+            return {}
+        return {
+            "written": len(self.write_seconds),
+            "failed": self.num_failed,
+            "max_stall_seconds": round(max(self.stalls), 3),
+            "max_write_seconds": round(max(self.write_seconds, default=0.0), 3),
+        }
+
+    def _work(self, write: _Write, content: Checkpoint, snapshot: Snapshot) -> None:
+        """Write the checkpoint, and remove those that are not kept. Runs in the thread."""
+        try:
+            error = write_checkpoint(content, snapshot, self.write_adapter, self.thread_processes)
+            if error is None and self.processes.is_main and content.folder.parent == self.content.folder:
+                self._remove_old(content)
+            # The threads end together. Otherwise the other ranks' main threads would wait for rank 0, which is still
+            # removing folders, in a collective with a time limit.
+            self.thread_processes.wait()
+        except BaseException as unexpected:
+            write.result.set_exception(unexpected)
+        else:
+            write.seconds = time.monotonic() - write.started
+            write.result.set_result(error)
+
+    def _remove_old(self, content: Checkpoint) -> None:
+        """Remove checkpoints except the newest (`keep_last`) and those of the lowest evaluation loss (`keep_best`)."""
+        folder, losses = self.content.folder, dict(content.eval_losses)
+        folders = checkpoint_folders(folder)
+        best = sorted((losses[step], path) for path in folders if (step := step_of(path)) in losses)
+        keep = [*folders[-self.config.keep_last :], *(path for _, path in best[: self.config.keep_best])]
+        try:
+            remove_checkpoints(folder, keep)
+        except OSError as error:
+            log.error(f"Old checkpoints can't be removed: {error}.")
