@@ -21,6 +21,7 @@ with quick_imports():  # most of what the modules of tests import, once in each 
 
     from tests.helpers.blocks import CHECKPOINTS, write_blocks
     from tests.helpers.checkpoints import make_checkpoint
+    from tests.helpers.quick_config import COMPOSED
     from tests.helpers.runs import write_rows
     from tests.helpers.smollm2 import make_model
 
@@ -96,12 +97,25 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="session")
-def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a real chat model, which all workers share: to make it takes half a minute."""
+def common_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that all workers of the session share."""
     folder = tmp_path_factory.getbasetemp()
-    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
-    with FileLock(folder / "smollm2.lock"):
-        return make_model(folder / "smollm2")
+    return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def composed(common_folder: Path) -> None:
+    """Hydra composes each choice of files once for all workers, and for the ranks that they start."""
+    folder = common_folder / "composed"
+    folder.mkdir(exist_ok=True)
+    os.environ[COMPOSED] = str(folder)
+
+
+@pytest.fixture(scope="session")
+def smollm2(common_folder: Path) -> Path:
+    """The folder of a real chat model, which all workers share: to make it takes half a minute."""
+    with FileLock(common_folder / "smollm2.lock"):
+        return make_model(common_folder / "smollm2")
 
 
 @pytest.fixture(scope="session")

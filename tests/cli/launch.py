@@ -18,6 +18,7 @@ import psutil
 import qlora_fsdp
 from qlora_fsdp import train
 from qlora_fsdp.runtime import watch
+from tests.helpers.quick_config import composing_quickly
 from tests.helpers.ranks import StartedRanks
 
 ROOT = Path(__file__).parents[2]
@@ -198,4 +199,5 @@ def _run_main(folder: Path, argv: list[str], preexec: Callable[[], None] | None)
     os.chdir(folder)
     if preexec is not None:
         preexec()
-    sys.exit(train.main(argv))
+    with composing_quickly():
+        sys.exit(train.main(argv))

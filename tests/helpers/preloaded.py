@@ -16,10 +16,10 @@ with quick_imports():
 
     import qlora_fsdp.training.run  # noqa: F401
     import tests.helpers.classification  # noqa: F401
-    from tests.helpers.quick_config import load_config
+    from qlora_fsdp.config.compose import load_config
     from tests.helpers.runs import settings
 
-# What these make at their first use
+# What these make at their first use; Hydra too, for the choices of files that tests/helpers/quick_config.py finds new
 load_config(settings(Path("model"), Path("rows.jsonl"), "model.tokenizer_path=bytes"))
 get_checkpoint_conversion_mapping("llama")
 gc.freeze()  # the ranks' garbage collector need not look through any of this

@@ -37,7 +37,6 @@ from safetensors.torch import save_file
 from qlora_fsdp import status
 from qlora_fsdp.common.errors import UserError, print_error
 from qlora_fsdp.common.files import digest_file
-from qlora_fsdp.config import compose
 from qlora_fsdp.config.adapter_config import ADAPTER_WEIGHTS, read_lora
 from qlora_fsdp.config.check_settings import Needs, check_settings
 from qlora_fsdp.config.commands import load_command
@@ -248,7 +247,7 @@ def _make_adapter(folder: Path) -> None:
 
 
 def _read_adapter(folder: Path) -> None:
-    with mock.patch.object(compose, "_compose", quick_config._compose):
+    with quick_config.composing_quickly():
         _, config = load_command([f"adapter={folder}", "prompt=x"], GenerateSettings, "")
     check_settings(config, Needs(optional=("data.path",)))
     read_lora(folder)
