@@ -57,7 +57,7 @@ def why_not_captured(config: Config, policies: Sequence[Policy], found: Found) -
     if config.kernels.cross_entropy is Kernel.liger:
         return "kernels.cross_entropy=liger asks the device"
     if found.uses_fsdp and found.has_experts:
-        return "experts under FSDP were not tried with it yet, and a recording that fails there would end the run"
+        return "experts under FSDP were not tried with it yet"
     if config.computes_reference:
         if config.lora.start is not None:
             return "the reference, which is the adapter of lora.start, changes places with the one that is trained"
