@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import pytest
@@ -14,6 +16,7 @@ import torch
 from qlora_fsdp.common.errors import TrainingError
 from qlora_fsdp.model.causal_lm import CausalLM
 from qlora_fsdp.training.bad_steps import BadSteps
+from tests.helpers.failing import PLACES, Place, failing
 from tests.helpers.preferences import write_pairs
 from tests.helpers.ranks import once, run_ranks
 from tests.helpers.runs import Trained, settings, train_all, train_here
@@ -101,7 +104,6 @@ def test_same_bits(trained, name: str):
     assert captured.losses == eager.losses
 
 
-@pytest.mark.skipif(NUM_RANKS > 1, reason="a model in shards evaluates kernel by kernel")
 def test_evaluations_are_recorded_with_the_third_of_a_shape(trained, rows: Path):
     lines = {}
     for mode in ("captured", "eager"):
@@ -129,32 +131,98 @@ def test_what_cannot_be_recorded_is_launched_and_the_log_says_why(trained, name:
     assert result.losses[-1] < result.losses[0]
 
 
-def train_short_of_memory(argv: list[str]) -> Trained:
-    """A run whose forward wants more memory than any GPU has while it is recorded, and only then."""
-    forward = CausalLM.forward
+class Failure(NamedTuple):
+    """What goes wrong in a run: at which place of which recording, counted from 0, on which rank, and how."""
 
-    def greedy(model: CausalLM, *args: Any, **options: Any) -> Any:
-        if torch.cuda.is_current_stream_capturing():
+    place: Place
+    recording: int = 0
+    rank: int = 0
+    asks: bool = False  # the device for a value, which ends the recording itself; otherwise there is no memory
+
+
+def lines_of(lengths: int, *more: str) -> list[str]:
+    return [*PLAIN, f"training.max_length={lengths}", "training.max_steps=12", *more]
+
+
+# The settings of a run, and what fails in it. Rows of 64 tokens need one graph. Of 256 they need two, the second of
+# which comes in the same step on two ranks. Of 192 they need a second one on rank 0 alone.
+LAST = NUM_RANKS - 1
+FAILING = {
+    **{f"{place}, rank {LAST}": (lines_of(64), Failure(place, rank=LAST)) for place in PLACES},
+    "forward, rank 0": (lines_of(64), Failure("forward")),
+    "a recomputed layer": (lines_of(64, "memory=recompute"), Failure("before backward", rank=LAST)),
+    "in several micro-batches": (
+        lines_of(64, f"training.global_batch_size={8 * NUM_RANKS}"),
+        Failure("behind backward", rank=LAST),
+    ),
+    "asks the device": (lines_of(64), Failure("forward", rank=LAST, asks=True)),
+}
+if NUM_RANKS <= 2:
+    FAILING["the second graph"] = lines_of(256), Failure("before backward", recording=1, rank=LAST)
+if NUM_RANKS == 2:
+    FAILING["a graph of one rank"] = lines_of(192), Failure("forward", recording=1)
+
+
+def train_failing(cases: Mapping[str, tuple[list[str], Failure]]) -> dict[str, Trained]:
+    """Runs in which a layer fails while it is recorded, and only then."""
+    forward, trained = CausalLM.forward, {}
+    for name, (argv, failure) in cases.items():
+        num_recordings = 0
+
+        def fail(*args: Any, asks: bool = failure.asks) -> None:
+            assert torch.cuda.is_current_stream_capturing()
+            if asks:
+                torch.ones((), device="cuda").item()
             torch.empty(2**45, dtype=torch.uint8, device="cuda")
-        return forward(model, *args, **options)
 
-    with patch.object(CausalLM, "forward", greedy):
-        return train_here(argv)
+        def fail_at_last(
+            model: CausalLM, *args: Any, failure: Failure = failure, fail: Callable[..., None] = fail, **options: Any
+        ) -> Any:
+            nonlocal num_recordings
+            fails = False
+            if torch.cuda.is_current_stream_capturing():
+                fails = int(os.environ["RANK"]) == failure.rank and num_recordings == failure.recording
+                num_recordings += 1
+            with failing(model, failure.place, fail) if fails else nullcontext():
+                return forward(model, *args, **options)
+
+        with patch.object(CausalLM, "forward", fail_at_last):
+            trained[name] = train_here(argv)
+    return trained
 
 
-def test_a_graph_that_gets_no_memory_is_launched_and_changes_no_bit(checkpoint, rows: Path, tmp_path: Path):
-    def argv(name: str, *more: str) -> list[str]:
-        own = ["training.max_steps=6", "training.micro_batch_size=2", "training.global_batch_size=2"]
-        return settings(checkpoint("llama"), rows, *own, f"run.folder={tmp_path / name}", *more)
+@pytest.fixture(scope="module")
+def after_failures(checkpoint: Callable[..., Path], rows: Path) -> Callable[[str], tuple[Trained, Trained, str]]:
+    """The run of a case, the run of kernels that are launched, and the log of the first."""
+    model = checkpoint("llama")
 
-    (short,) = run_ranks(1, train_short_of_memory, argv("short"), gpu=True)
-    (eager,) = run_ranks(1, train_here, argv("eager", "compute.cuda_graph=false"), gpu=True)
-    log = (tmp_path / "short" / "train.log").read_text()
-    assert log.count("Step: no CUDA graph could be recorded") == 1 and RECORDED not in log, log
-    assert short.losses == eager.losses
+    def argv(name: str, mode: str, own: list[str]) -> list[str]:
+        own = [*own, f"compute.cuda_graph={mode == 'captured'}"]
+        return settings(model, rows, *own, f"run.folder={folder(rows, name, f'{mode} failing')}")
+
+    failing_runs = {name: (argv(name, "captured", own), failure) for name, (own, failure) in FAILING.items()}
+    launched_runs = {name: argv(name, "eager", own) for name, (own, _) in FAILING.items()}
+    worlds = [
+        once(lambda: run_ranks(NUM_RANKS, train_failing, failing_runs, gpu=True)),
+        once(lambda: run_ranks(NUM_RANKS, train_all, launched_runs, gpu=True)),
+    ]
+
+    def find(name: str) -> tuple[Trained, Trained, str]:
+        failed, launched = (world()[0][name] for world in worlds)
+        return failed, launched, (folder(rows, name, "captured failing") / "train.log").read_text()
+
+    return find
 
 
-def train_after_an_error(failing: list[str], argv: list[str]) -> Trained:
+@pytest.mark.parametrize("name", FAILING)
+def test_a_recording_that_fails_on_one_rank_is_launched_on_all_and_changes_no_bit(after_failures, name: str):
+    failed, launched, log = after_failures(name)
+    assert log.count("Step: no CUDA graph could be recorded") == 1, log
+    assert (RECORDED in log) is (FAILING[name][1].recording > 0), log
+    assert failed.losses == launched.losses and len(failed.losses) == 12
+
+
+def train_after_an_error(ends: list[str], argv: list[str]) -> Trained:
     """A run that ends with an error once it has graphs, and another one in the same process."""
 
     def fail(self: BadSteps, step: int, *args: Any) -> bool:
@@ -163,7 +231,7 @@ def train_after_an_error(failing: list[str], argv: list[str]) -> Trained:
         return True
 
     with patch.object(BadSteps, "check", fail), pytest.raises(TrainingError, match="as asked"):
-        train_here(failing)
+        train_here(ends)
     return train_here(argv)
 
 

@@ -76,7 +76,7 @@ def test_plan_counts_no_graph_of_experts_under_fsdp(model: str, sharding: str, e
 )
 def test_which_runs_record(settings: list[str], policy: Policy, reason: str | None):
     config = load_config(["model=tiny", "data=random", "training.max_steps=1", *settings])
-    model = Found(config.lora.lora_dropout > 0, uses_fsdp=False, has_experts=False)
+    model = Found(config.lora.lora_dropout > 0, uses_fsdp=False)
     found = why_not_captured(config, [Policy.none, policy], model)
     assert (found is None) if reason is None else reason in (found or "")
 
@@ -85,7 +85,7 @@ def test_a_reference_in_the_step_is_launched_where_it_was_not_tried():
     config = load_config(
         ["model=tiny", "data=random", "training.max_steps=1", "task=preference", "preference.precompute=false"]
     )
-    reasons = [why_not_captured(config, [Policy.none], Found(False, uses_fsdp, False)) for uses_fsdp in (False, True)]
+    reasons = [why_not_captured(config, [Policy.none], Found(False, uses_fsdp)) for uses_fsdp in (False, True)]
     assert reasons[0] is None and "under FSDP" in (reasons[1] or "")
     config.lora.start = "adapter"
-    assert "changes places" in (why_not_captured(config, [Policy.none], Found(False, False, False)) or "")
+    assert "changes places" in (why_not_captured(config, [Policy.none], Found(False, False)) or "")

@@ -22,17 +22,15 @@ class Found(NamedTuple):
     Attributes:
         has_dropout: whether it draws random numbers.
         uses_fsdp: whether its weights are gathered for each layer.
-        has_experts: whether some of its layers are mixtures of experts.
     """
 
     has_dropout: bool
     uses_fsdp: bool
-    has_experts: bool
 
 
 def is_captured(work: Workload, policies: Sequence[Policy]) -> bool:
     """Whether a run that is planned will record its micro-batches."""
-    found = Found(work.config.lora.lora_dropout > 0, work.uses_fsdp, work.parts.has_experts)
+    found = Found(work.config.lora.lora_dropout > 0, work.uses_fsdp)
     return work.is_cuda and why_not_captured(work.config, policies, found) is None
 
 
@@ -56,8 +54,6 @@ def why_not_captured(config: Config, policies: Sequence[Policy], found: Found) -
         return "lengths differ between micro-batches (training.packing=false)"
     if config.kernels.cross_entropy is Kernel.liger:
         return "kernels.cross_entropy=liger asks the device"
-    if found.uses_fsdp and found.has_experts:
-        return "experts under FSDP were not tried with it yet, and a recording that fails there would end the run"
     if config.computes_reference:
         if config.lora.start is not None:
             return "the reference, which is the adapter of lora.start, changes places with the one that is trained"

@@ -19,7 +19,6 @@ from qlora_fsdp.layers.head_loss import LossKernel
 from qlora_fsdp.model.causal_lm import CausalLM
 from qlora_fsdp.model.frozen_copy import FrozenCopy
 from qlora_fsdp.model.preference_loss import Pairs, figure_names, judged_losses, pair_losses
-from qlora_fsdp.model.shard import free_gathered
 from qlora_fsdp.runtime.processes import Processes
 
 Wanted = Literal["loss", "log_probs", "reference"]
@@ -188,9 +187,6 @@ class PreferenceLM(CausalLM):
                     reference = self(mismatched, "reference")
             sums += torch.stack([(logps - reference).double().sum(), sums.new_tensor(len(logps))])
         self.train(was_training)
-        # A CUDA graph gathers the layers itself. If it is recorded while they are gathered already, it reads memory
-        # that is freed later; and what stays gathered beside a graph has the adapter of an earlier step.
-        free_gathered(self)
         total, count = processes.sum(sums.tolist())
         self._moved(sums).fill_(max(0.0, total / max(1.0, count)))
 

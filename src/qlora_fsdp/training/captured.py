@@ -13,16 +13,17 @@ the step. What this asks of a micro-batch:
 - The forward must not ask the device anything. A model that does, or that gets no memory for its graph, is computed
   kernel by kernel as before, and the log says why.
 
+The first steps run kernel by kernel, which compiles and warms up what they need, and shows how much memory they take
+and whether they ask the device. Then the ranks agree whether to record. All graphs share the memory of the first.
+
 Under FSDP the gathers and the sums of gradients are part of the graph. Every micro-batch then sums its gradients over
 ranks, not only the last one of a step: what is kept between two backwards would have to be at the same place in both.
+A rank records when a micro-batch has a new key, and the others may replay: the same collectives run in the same order.
+Before each micro-batch the hosts tell one another whether anybody records, and if so whether that failed. Then all
+ranks launch from this micro-batch on: NCCL wants a collective to be replayed on all of its ranks or launched on all.
 
-The first steps run kernel by kernel. They compile and warm up what they need, and show how much memory they take and
-whether they ask the device. Then the ranks agree whether to record. All graphs share the memory of the first. A rank
-records when a micro-batch has a new key, and the others may replay meanwhile: the same collectives run in the same
-order whether a micro-batch is replayed or not.
-
-Evaluations of models that are not under FSDP are recorded in the same way, once training has its graphs. A graph of
-forward only takes no memory of its own beside them.
+Evaluations are recorded in the same way, once training has its graphs: a graph of forward alone takes no memory of its
+own beside them.
 """
 
 from __future__ import annotations
@@ -32,57 +33,33 @@ import math
 import time
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from qlora_fsdp.common.text import first_line
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.memory.capture import SPARE_BYTES, Found, why_not_captured
 from qlora_fsdp.memory.plan import GIB
 from qlora_fsdp.model.activations import has_dropout
 from qlora_fsdp.model.causal_lm import CausalLM
-from qlora_fsdp.model.experts import has_experts
-from qlora_fsdp.model.preference import PreferenceLM
-from qlora_fsdp.model.shard import set_gradient_sync
+from qlora_fsdp.model.shard import free_gathered, set_gradient_sync
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.rows import local_tensor
-from qlora_fsdp.training.batch_key import Key, fill, with_room
+from qlora_fsdp.training.batch_key import Key, with_room
 from qlora_fsdp.training.memory_use import PhasePeaks
 from qlora_fsdp.training.passes import EagerPasses, Passes
 from qlora_fsdp.training.prepare import Prepared
+from qlora_fsdp.training.recording import NotRecorded, Recorded, find, free_graphs, record
 
 WARM_UP = 2  # steps that run kernel by kernel; in these, the host also checks the gradients
 SYNCHRONIZES = "called a synchronizing CUDA operation"  # torch's warning, under its sync debug mode
 NOT_RECORDED = "not recorded as a CUDA graph, its kernels are launched one by one"
 log = logging.getLogger("qlora_fsdp")
-
-
-@dataclass(frozen=True)
-class _Graph:
-    """A recorded micro-batch.
-
-    Attributes:
-        batch: the tensors on the device that the graph reads.
-        graph: what is replayed.
-        loss: the tensor that the graph writes.
-    """
-
-    batch: Batch
-    graph: torch.cuda.CUDAGraph
-    loss: Tensor
-
-    def run(self, batch: Batch) -> Tensor:
-        """Replay the graph with a micro-batch, and return its loss."""
-        fill(self.batch, batch)
-        self.graph.replay()
-        return self.loss.clone()
 
 
 class CapturedPasses:
@@ -101,10 +78,11 @@ class CapturedPasses:
     ) -> None:
         self.eager, self.params, self.processes, self.peaks, self.limit = eager, params, processes, peaks, limit
         self.device = processes.device
-        self.graphs: dict[Key, _Graph] = {}
-        self.held_out: dict[Key, _Graph] = {}  # of forward alone
+        self.graphs: dict[Key, Recorded] = {}
+        self.held_out: dict[Key, Recorded] = {}  # of forward alone
         self.num_evaluated: Counter[Key] = Counter()  # micro-batches that were launched kernel by kernel
-        self.records_evaluations = True
+        self.must_launch_evaluations = False
+        self.is_sharded = isinstance(eager.model, FSDPModule)  # then graphs have collectives in them
         self.pool = torch.cuda.graph_pool_handle()
         self.scale = torch.ones((), device=self.device)
         self.grads: list[Tensor] = []  # of all parameters, where graphs write them
@@ -135,13 +113,13 @@ class CapturedPasses:
     def run(self, batch: Batch, is_last: bool) -> Tensor:
         """Queue forward and backward, and return the loss."""
         key = Key.of(batch)
-        graph = _find(self.graphs, key)
         if self.num_steps < WARM_UP:
             return self.eager.run(batch, is_last)
         if self.num_steps == WARM_UP:
             return self._run_watched(batch, is_last)
-        if self.reason is None and key not in self.graphs:
-            graph = self._record(key, batch)
+        if self.reason is None and self._count([key not in self.graphs])[0]:
+            self._record(key, batch)
+        graph = find(self.graphs, key)
         if graph is not None:
             return graph.run(batch)
         return self.eager.run(batch, is_last or bool(self.graphs))
@@ -166,9 +144,14 @@ class CapturedPasses:
     def evaluate(self, batch: Batch) -> Tensor:
         """Queue forward, and return the loss. A key is recorded when it comes for the third time."""
         key = Key.of(batch)
-        graph = _find(self.held_out, key) if self.graphs else None
-        if graph is None and self.num_evaluated[key] >= WARM_UP and self._can_record_evaluations():
-            graph = self._record_evaluation(key, batch)
+        graph = find(self.held_out, key)
+        if self._records_evaluations():
+            is_due = graph is None and self.num_evaluated[key] >= WARM_UP
+            num_due, num_without = self._count([is_due, graph is None])
+            if num_due:
+                self._record_evaluation(key, batch, is_due)
+            # Under FSDP a launched pass gathers other units than a replayed one, so the ranks do the same.
+            graph = None if num_without > num_due else find(self.held_out, key)
         if graph is not None:
             return graph.run(batch)
         self.num_evaluated[key] += 1
@@ -180,33 +163,54 @@ class CapturedPasses:
         A rank can't leave NCCL's communicator while there is a graph with its collectives: the call waits forever.
         """
         with suppress(RuntimeError):  # after an error of CUDA's, which is what the run ends with
-            for graph in (*self.graphs.values(), *self.held_out.values()):
-                graph.graph.reset()
+            for recorded in (*self.graphs.values(), *self.held_out.values()):
+                recorded.graph.reset()
         self.graphs.clear()
         self.held_out.clear()
 
-    def _can_record_evaluations(self) -> bool:
-        # Other classes are FSDP's, or have labels: their forward does more on the host than queue kernels.
-        is_plain = type(self.eager.model) in (CausalLM, PreferenceLM)
-        return self.records_evaluations and bool(self.graphs) and self.reason is None and is_plain
+    def _records_evaluations(self) -> bool:
+        """Whether evaluations are recorded or replayed, the same on every rank under FSDP."""
+        # Models with labels do more on the host than to queue kernels.
+        return not self.must_launch_evaluations and bool(self.graphs) and isinstance(self.eager.model, CausalLM)
 
-    def _record_evaluation(self, key: Key, batch: Batch) -> _Graph | None:
-        """Record the forward of a key. If it can't be, none is recorded from now on."""
-        started, static, graph = time.perf_counter(), with_room(batch, key, self.device), torch.cuda.CUDAGraph()
+    def _record_evaluation(self, key: Key, batch: Batch, is_due: bool) -> None:
+        """Record the forward of a key, if it is due on this rank. If it can't be, none is replayed from now on.
+
+        Under FSDP all ranks call it together. A launched evaluation leaves the root gathered, and a graph must gather
+        it anew each time: the weights change until the next evaluation.
+        """
+        started, model = time.perf_counter(), self.eager.model
+        free_gathered(model)
         torch.cuda.synchronize(self.device)
-        try:
-            with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
-                loss = self.eager.model(static)
-        except RuntimeError as error:
-            torch.cuda.synchronize(self.device)
-            torch.cuda.empty_cache()
-            self.records_evaluations = False
-            log.warning(f"Evaluation: {NOT_RECORDED}: {first_line(error)}")
-            return None
-        self.held_out[key] = _Graph(static, graph, loss)
-        seconds = time.perf_counter() - started
-        log.info(f"Evaluation: recorded as a CUDA graph for {key.size} x {key.length} tokens, in {seconds:.1f} s")
-        return self.held_out[key]
+
+        def compute(static: Batch) -> Tensor:
+            loss: Tensor = model(static)
+            free_gathered(model)
+            return loss
+
+        reason = None
+        if is_due:
+            try:
+                self.held_out[key] = record(compute, with_room(batch, key, self.device), model, self.pool)
+            except NotRecorded as error:
+                reason = str(error)
+        reason = self._first_reason(reason)
+        if reason is not None:
+            self.must_launch_evaluations = True
+            self.held_out.clear()
+            free_graphs()
+            log.warning(f"Evaluation: {NOT_RECORDED}: {reason}")
+        elif is_due:
+            seconds = time.perf_counter() - started
+            log.info(f"Evaluation: recorded as a CUDA graph for {key.size} x {key.length} tokens, in {seconds:.1f} s")
+
+    def _count(self, facts: Sequence[bool]) -> list[float]:
+        """Of how many ranks each fact is true; under FSDP, else of this rank alone."""
+        return self.processes.sum(list(facts)) if self.is_sharded else list(facts)
+
+    def _first_reason(self, reason: str | None) -> str | None:
+        """Why the first rank that couldn't record anything could not; under FSDP, else why this rank couldn't."""
+        return self.processes.first_error(reason) if self.is_sharded else reason
 
     def _agree(self) -> None:
         """Find out whether graphs can be recorded. If a rank can't, none does, so that all sum gradients alike."""
@@ -234,39 +238,48 @@ class CapturedPasses:
             self.reason = f"the host waits for the device in {found[0].filename}, line {found[0].lineno}"
         return loss
 
-    def _record(self, key: Key, batch: Batch) -> _Graph | None:
-        """Record the graph of a key. If it can't be, give up the graphs that there are, and return None."""
-        started, static = time.perf_counter(), with_room(batch, key, self.device)
+    def _record(self, key: Key, batch: Batch) -> None:
+        """Record the graph of a key, unless this rank has it. If it can't be, give up the graphs that there are.
+
+        Under FSDP all ranks call it together, and give up together. Nothing is computed before they have agreed, so no
+        rank waits for a gather in which another takes no part.
+        """
+        started, is_new = time.perf_counter(), key not in self.graphs
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved(self.device)
-        graph = torch.cuda.CUDAGraph()
-        set_gradient_sync(self.eager.model, enabled=True)
-        self.peaks.enter("forward")
-        try:
-            # Other threads prepare batches and write checkpoints meanwhile: what they ask of CUDA is not recorded.
-            with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
-                loss = self.eager.model(static) * self.scale
-                self.peaks.enter("backward")
-                loss.backward()
-        except RuntimeError as error:
-            if isinstance(self.eager.model, FSDPModule):
-                raise  # FSDP's hooks are in the middle of a layer, and can't begin anew
-            torch.cuda.synchronize(self.device)
+        reason = self._first_reason(self._try_to_record(key, batch) if is_new else None)
+        if reason is not None:
+            self.reason = reason
             for graphs in (self.graphs, self.held_out):
                 graphs.clear()  # kernels that are launched need the memory
-            torch.cuda.empty_cache()
-            self.reason = first_line(error)
-            log.warning(f"Step: no CUDA graph could be recorded, its kernels are launched one by one: {self.reason}")
-            return None
-        self.graphs[key] = _Graph(static, graph, loss.detach())
-        grown = (torch.cuda.memory_reserved(self.device) - before) / GIB
-        rows = f", up to {key.num_rows} rows of {key.longest}" if key.num_rows else ""
-        log.info(
-            f"Step: recorded as a CUDA graph for {key.size} x {key.length} tokens{rows}, in "
-            f"{time.perf_counter() - started:.1f} s; it holds {grown:.1f} GiB"
-        )
-        return self.graphs[key]
+            free_graphs()
+            log.warning(f"Step: no CUDA graph could be recorded, its kernels are launched one by one: {reason}")
+        elif is_new:
+            grown = (torch.cuda.memory_reserved(self.device) - before) / GIB
+            rows = f", up to {key.num_rows} rows of {key.longest}" if key.num_rows else ""
+            log.info(
+                f"Step: recorded as a CUDA graph for {key.size} x {key.length} tokens{rows}, in "
+                f"{time.perf_counter() - started:.1f} s; it holds {grown:.1f} GiB"
+            )
+
+    def _try_to_record(self, key: Key, batch: Batch) -> str | None:
+        """Record the graph of a key; or return why it can't be."""
+        set_gradient_sync(self.eager.model, enabled=True)
+        self.peaks.enter("forward")
+
+        def compute(static: Batch) -> Tensor:
+            loss: Tensor = self.eager.model(static) * self.scale
+            self.peaks.enter("backward")
+            loss.backward()
+            return loss.detach()
+
+        try:
+            static = with_room(batch, key, self.device)
+            self.graphs[key] = record(compute, static, self.eager.model, self.pool)
+        except NotRecorded as error:
+            return str(error)
+        return None
 
     def _missing_bytes(self) -> float:
         """Bytes that are missing for a graph, and for what else runs beside it; at most 0 if there is room."""
@@ -277,18 +290,13 @@ class CapturedPasses:
         return graph + beside - (min(self.limit, free) - now)
 
 
-def _find(graphs: Mapping[Key, _Graph], key: Key) -> _Graph | None:
-    """The graph of a key, or another that has room for it."""
-    return graphs.get(key) or next((graph for known, graph in graphs.items() if known.holds(key)), None)
-
-
 def make_passes(prepared: Prepared, config: Config, trainable: Sequence[nn.Parameter], processes: Processes) -> Passes:
     """Choose how forward and backward run: as CUDA graphs if that is asked for and possible, else kernel by kernel."""
     eager = EagerPasses(prepared.model, processes.device, prepared.peaks, config.training.deterministic)
     plan = prepared.run_plan.plan
     if processes.device.type != "cuda":
         return eager
-    found = Found(has_dropout(prepared.model), isinstance(prepared.model, FSDPModule), has_experts(prepared.model))
+    found = Found(has_dropout(prepared.model), isinstance(prepared.model, FSDPModule))
     reason = why_not_captured(config, prepared.run_plan.policies, found)
     if reason is not None:
         log.info(f"Step: {NOT_RECORDED}: {reason}")

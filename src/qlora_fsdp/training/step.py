@@ -26,7 +26,7 @@ from torch import Tensor
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.layers.experts import count_loads
 from qlora_fsdp.model.count import FlopCounter
-from qlora_fsdp.model.shard import sum_gradients
+from qlora_fsdp.model.shard import free_gathered, sum_gradients
 from qlora_fsdp.model.task_model import TaskModel
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.training.batches import GlobalBatch
@@ -130,6 +130,7 @@ class StepRunner:
             seen = list(islice(micro_batches, batch.num_micro_batches))
             self.peaks.enter("evaluation")  # its passes have no gradients
             self.model.look_ahead(seen, self.processes)
+            free_gathered(self.model)  # a recorded micro-batch gathers the root itself, and leaves it as it was
             micro_batches = iter(seen)
         for micro in range(batch.num_micro_batches):
             micro_batch = next(micro_batches)
