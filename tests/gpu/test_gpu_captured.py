@@ -70,7 +70,7 @@ LAUNCHED = {
 
 
 def folder(rows: Path, name: str, mode: str) -> Path:
-    return rows.parent / "captured" / f"{name} {mode}".replace(" ", "_").replace("'", "")
+    return rows.parent / "captured" / f"{name} {mode}".replace(" ", "_").replace("'", "").replace(",", "")
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +104,7 @@ def test_same_bits(trained, name: str):
     assert captured.losses == eager.losses
 
 
+@pytest.mark.skipif(NUM_RANKS > 1, reason="a model in shards evaluates kernel by kernel")
 def test_evaluations_are_recorded_with_the_third_of_a_shape(trained, rows: Path):
     lines = {}
     for mode in ("captured", "eager"):

@@ -47,11 +47,15 @@ def test_the_rest_of_the_starts_are_rows_without_tokens():
 
 
 @pytest.mark.parametrize(
-    ("model", "sharding", "expected"),
-    [("qwen3-30b-a3b", "FULL_SHARD", False), ("qwen3-30b-a3b", "NO_SHARD", True), ("qwen3-8b", "FULL_SHARD", True)],
+    ("model", "setting", "expected"),
+    [
+        ("qwen3-30b-a3b", "fsdp.sharding_strategy=FULL_SHARD", True),
+        ("qwen3-8b", "fsdp.sharding_strategy=FULL_SHARD", True),
+        ("qwen3-8b", "distributed.context_parallel=2", False),
+    ],
 )
-def test_plan_counts_no_graph_of_experts_under_fsdp(model: str, sharding: str, expected: bool):
-    config = load_config([f"model={model}", f"fsdp.sharding_strategy={sharding}", "data=random", *STEPS])
+def test_the_plan_knows_which_runs_record(model: str, setting: str, expected: bool):
+    config = load_config([f"model={model}", setting, "data=random", *STEPS])
     work = Workload(traced(config), config, num_ranks=2, local_num_ranks=2, micro_batch_size=1)
     assert is_captured(work, [Policy.none] * work.num_layers) is expected
 

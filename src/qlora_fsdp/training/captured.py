@@ -22,8 +22,8 @@ A rank records when a micro-batch has a new key, and the others may replay: the 
 Before each micro-batch the hosts tell one another whether anybody records, and if so whether that failed. Then all
 ranks launch from this micro-batch on: NCCL wants a collective to be replayed on all of its ranks or launched on all.
 
-Evaluations are recorded in the same way, once training has its graphs: a graph of forward alone takes no memory of its
-own beside them.
+Evaluations of models that are not under FSDP are recorded in the same way, once training has its graphs. A graph of
+forward only takes no memory of its own beside them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ from qlora_fsdp.memory.capture import SPARE_BYTES, Found, why_not_captured
 from qlora_fsdp.memory.plan import GIB
 from qlora_fsdp.model.activations import has_dropout
 from qlora_fsdp.model.causal_lm import CausalLM
-from qlora_fsdp.model.shard import free_gathered, set_gradient_sync
+from qlora_fsdp.model.preference import PreferenceLM
+from qlora_fsdp.model.shard import set_gradient_sync
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.rows import local_tensor
 from qlora_fsdp.training.batch_key import Key, with_room
@@ -81,7 +82,7 @@ class CapturedPasses:
         self.graphs: dict[Key, Recorded] = {}
         self.held_out: dict[Key, Recorded] = {}  # of forward alone
         self.num_evaluated: Counter[Key] = Counter()  # micro-batches that were launched kernel by kernel
-        self.must_launch_evaluations = False
+        self.records_evaluations = True
         self.is_sharded = isinstance(eager.model, FSDPModule)  # then graphs have collectives in them
         self.pool = torch.cuda.graph_pool_handle()
         self.scale = torch.ones((), device=self.device)
@@ -117,7 +118,7 @@ class CapturedPasses:
             return self.eager.run(batch, is_last)
         if self.num_steps == WARM_UP:
             return self._run_watched(batch, is_last)
-        if self.reason is None and self._count([key not in self.graphs])[0]:
+        if self.reason is None and self._anybody(key not in self.graphs):
             self._record(key, batch)
         graph = find(self.graphs, key)
         if graph is not None:
@@ -144,14 +145,9 @@ class CapturedPasses:
     def evaluate(self, batch: Batch) -> Tensor:
         """Queue forward, and return the loss. A key is recorded when it comes for the third time."""
         key = Key.of(batch)
-        graph = find(self.held_out, key)
-        if self._records_evaluations():
-            is_due = graph is None and self.num_evaluated[key] >= WARM_UP
-            num_due, num_without = self._count([is_due, graph is None])
-            if num_due:
-                self._record_evaluation(key, batch, is_due)
-            # Under FSDP a launched pass gathers other units than a replayed one, so the ranks do the same.
-            graph = None if num_without > num_due else find(self.held_out, key)
+        graph = find(self.held_out, key) if self.graphs else None
+        if graph is None and self.num_evaluated[key] >= WARM_UP and self._can_record_evaluations():
+            graph = self._record_evaluation(key, batch)
         if graph is not None:
             return graph.run(batch)
         self.num_evaluated[key] += 1
@@ -168,45 +164,28 @@ class CapturedPasses:
         self.graphs.clear()
         self.held_out.clear()
 
-    def _records_evaluations(self) -> bool:
-        """Whether evaluations are recorded or replayed, the same on every rank under FSDP."""
-        # Models with labels do more on the host than to queue kernels.
-        return not self.must_launch_evaluations and bool(self.graphs) and isinstance(self.eager.model, CausalLM)
+    def _can_record_evaluations(self) -> bool:
+        # Models with labels do more on the host than queue kernels. Under FSDP a launched evaluation leaves the root
+        # gathered, but a graph has to gather it anew each time.
+        return self.records_evaluations and bool(self.graphs) and type(self.eager.model) in (CausalLM, PreferenceLM)
 
-    def _record_evaluation(self, key: Key, batch: Batch, is_due: bool) -> None:
-        """Record the forward of a key, if it is due on this rank. If it can't be, none is replayed from now on.
-
-        Under FSDP all ranks call it together. A launched evaluation leaves the root gathered, and a graph must gather
-        it anew each time: the weights change until the next evaluation.
-        """
+    def _record_evaluation(self, key: Key, batch: Batch) -> Recorded | None:
+        """Record the forward of a key. If it can't be, none is recorded from now on."""
         started, model = time.perf_counter(), self.eager.model
-        free_gathered(model)
         torch.cuda.synchronize(self.device)
+        try:
+            self.held_out[key] = record(model, with_room(batch, key, self.device), model, self.pool)
+        except NotRecorded as error:
+            self.records_evaluations = False
+            log.warning(f"Evaluation: {NOT_RECORDED}: {error}")
+            return None
+        seconds = time.perf_counter() - started
+        log.info(f"Evaluation: recorded as a CUDA graph for {key.size} x {key.length} tokens, in {seconds:.1f} s")
+        return self.held_out[key]
 
-        def compute(static: Batch) -> Tensor:
-            loss: Tensor = model(static)
-            free_gathered(model)
-            return loss
-
-        reason = None
-        if is_due:
-            try:
-                self.held_out[key] = record(compute, with_room(batch, key, self.device), model, self.pool)
-            except NotRecorded as error:
-                reason = str(error)
-        reason = self._first_reason(reason)
-        if reason is not None:
-            self.must_launch_evaluations = True
-            self.held_out.clear()
-            free_graphs()
-            log.warning(f"Evaluation: {NOT_RECORDED}: {reason}")
-        elif is_due:
-            seconds = time.perf_counter() - started
-            log.info(f"Evaluation: recorded as a CUDA graph for {key.size} x {key.length} tokens, in {seconds:.1f} s")
-
-    def _count(self, facts: Sequence[bool]) -> list[float]:
-        """Of how many ranks each fact is true; under FSDP, else of this rank alone."""
-        return self.processes.sum(list(facts)) if self.is_sharded else list(facts)
+    def _anybody(self, fact: bool) -> bool:
+        """Whether a fact is true of any rank; without FSDP, of this rank."""
+        return self.processes.sum([fact])[0] > 0 if self.is_sharded else fact
 
     def _first_reason(self, reason: str | None) -> str | None:
         """Why the first rank that couldn't record anything could not; under FSDP, else why this rank couldn't."""
