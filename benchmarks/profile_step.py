@@ -21,6 +21,7 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile, schedule
 
+from qlora_fsdp.common.startup import end_process
 from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.config.world import World
 from qlora_fsdp.training import loop
@@ -68,6 +69,7 @@ def main() -> None:
         (folder / "profile.json").write_text(json.dumps(report, indent=2) + "\n")
         for part, milliseconds in report.items():
             print(f"{part:<24}{milliseconds:>10.1f} ms {milliseconds / report['step'] * 100:>6.1f} %")
+    end_process(0)
 
 
 def summarize(events: Iterable[Any]) -> dict[str, float]:
