@@ -12,6 +12,7 @@ demo-chat` and tests/distributed/test_real_model.py use it. The package's own de
 from __future__ import annotations
 
 import sys
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -45,12 +46,16 @@ def make_model(folder: Path) -> Path:
     if file is None:
         raise SystemExit(f"The package that holds the model is not installed: {INSTALL}")
     with quick_imports():
+        import gguf
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
         from transformers.utils import logging
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()
+    # transformers parses the whole file three times, and makes a table of all names for each tensor
+    for name in ("GGUFReader", "get_tensor_name_map"):
+        setattr(gguf, name, cache(getattr(gguf, name)))
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     model: Any = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.bfloat16)
     model.hf_quantizer.remove_quantization_config(model)  # it still says GGUF, and the weights are plain by now
