@@ -2,7 +2,7 @@
 
     make demo-preference
 
-The model is SmolLM2-135M-Instruct (scripts/make_smollm2.py). It learns from 300 pairs, the right summary against
+The model is SmolLM2-135M-Instruct (scripts/make_smollm2.py). It learns from 180 pairs, the right summary against
 another function's (scripts/make_docstring_preferences.py), and is asked about 60 functions of other modules. Each
 command is shown as a user would type it.
 """
@@ -18,7 +18,7 @@ from make_smollm2 import make_model
 
 DATA = ROOT / "outputs" / "preferences"
 RUN_FOLDER = ROOT / "outputs" / "demo-preference"
-NUM_TRAINING, NUM_EVAL = 300, 60
+NUM_TRAINING, NUM_EVAL = 180, 60
 TRAIN = "accelerate launch --config_file accelerate_configs/cpu.yaml -m qlora_fsdp.train experiment=demo_preference"
 EVALUATE = (
     "python -m qlora_fsdp evaluate adapter=outputs/demo-preference/adapter data.path=outputs/preferences/eval.jsonl "
