@@ -10,7 +10,7 @@ WORKERS ?= $(if $(wildcard /dev/nvidiactl),0,3)
 PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 25
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-chat test test-all versions pins propose audit lint types format clean
+.PHONY: help setup demo demo-chat demo-preference test test-all versions pins propose audit lint types format clean
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -33,6 +33,9 @@ demo: $(STAMP)  ## Fine-tune a small model in 4 bits with two processes on the C
 
 demo-chat: $(STAMP)  ## Fine-tune a real chat model of 135 M parameters on the CPU, and talk to it
 	@$(BIN)/python scripts/demo_chat.py
+
+demo-preference: $(STAMP)  ## Teach the same model by DPO which of two summaries is a function's
+	@$(BIN)/python scripts/demo_preference.py
 
 test: $(STAMP)  ## Run the tests but the slowest (some of them: make test ARGS="-k config"; one file at a time: make test WORKERS=0)
 	@$(PYTEST) -m "not slow" $(ARGS)

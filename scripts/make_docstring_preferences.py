@@ -1,6 +1,6 @@
 r"""Write pairs of answers from the demo's data: which of two summaries is this function's?
 
-    python scripts/make_docstring_preferences.py FOLDER [ROUNDS]
+    python scripts/make_docstring_preferences.py FOLDER NUM_TRAINING NUM_EVAL
 
 makes FOLDER/train.jsonl from demo/pairs.jsonl and FOLDER/eval.jsonl from demo/pairs_eval.jsonl, whose functions belong
 to modules that training never sees. A row is {"prompt": "What does `textwrap.dedent(text)` do?\n", "chosen": "Remove
@@ -14,35 +14,35 @@ import json
 import random
 import sys
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 from make_docstring_pairs import DEMO
 
 
-def preferences(rows: list[dict[str, str]], num_rounds: int) -> Iterator[dict[str, str]]:
-    """Yield each question with its summary and another function's, `num_rounds` times with other ones.
+def preferences(rows: list[dict[str, str]]) -> Iterator[dict[str, str]]:
+    """Yield each question with its summary and another function's, round after round with other ones, without end.
 
-    Functions whose summaries are the same are no pair, and are left out where two of them meet.
+    Functions whose summaries are the same make no pair: where two of them meet, none is made.
     """
     rng = random.Random(0)
-    for _ in range(num_rounds):
+    while True:
         asked, others = rng.sample(rows, len(rows)), rng.sample(rows, len(rows))
         for row, other in zip(asked, others, strict=True):
             if row["completion"] != other["completion"]:
                 yield {"prompt": row["prompt"], "chosen": row["completion"], "rejected": other["completion"]}
 
 
-def write_preferences(folder: Path, num_rounds: int) -> None:
-    """Write both files: `num_rounds` for training, and one to evaluate on."""
+def write_preferences(folder: Path, num_training: int, num_eval: int) -> None:
+    """Write both files, of so many pairs each."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name, source, rounds in (("train", "pairs", num_rounds), ("eval", "pairs_eval", 1)):
+    for name, source, num_pairs in (("train", "pairs", num_training), ("eval", "pairs_eval", num_eval)):
         rows = [json.loads(line) for line in (DEMO / f"{source}.jsonl").read_text(encoding="utf-8").splitlines()]
-        pairs = list(preferences(rows, rounds))
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs), encoding="utf-8")
-        print(f"{folder / name}.jsonl: {len(pairs)} pairs")
+        lines = "".join(json.dumps(pair) + "\n" for pair in islice(preferences(rows), num_pairs))
+        (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8")
 
 
 if __name__ == "__main__":
-    if len(sys.argv) not in (2, 3):
+    if len(sys.argv) != 4:
         raise SystemExit(__doc__)
-    write_preferences(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) == 3 else 1)
+    write_preferences(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -85,6 +85,17 @@ def test_without_a_prompt_it_is_what_both_answers_begin_with(tmp_path: Path) -> 
     ]
 
 
+def test_a_prompt_of_another_name_is_not_left_unread(tmp_path: Path) -> None:
+    plain = {"question": "a b ", "chosen": "c", "rejected": "dd"}
+    whole = {"question": 'it\'s "a"', "chosen": 'it\'s "a" c', "rejected": 'it\'s "a" dd'}
+    data = prepare(tmp_path, [plain, whole])
+    assert rows_of(data.train) == [[('<bos>it\'s "a" c<eos>', " c<eos>"), ('<bos>it\'s "a" dd<eos>', " dd<eos>")]]
+    told = "(no prompt; keys are question, chosen, rejected; set data.columns={prompt: question})"
+    assert told in str(data.report.sources[0])
+    renamed = prepare(tmp_path, [plain], columns={"prompt": "question"}).train
+    assert rows_of(renamed) == [[("<bos>a b c<eos>", "c<eos>"), ("<bos>a b dd<eos>", "dd<eos>")]]
+
+
 @pytest.mark.parametrize(
     "row",
     [

@@ -10,6 +10,7 @@ neither is.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -40,6 +41,7 @@ from qlora_fsdp.data.tokenize import COLUMNS, Columns, RowTokenizer, TokenRow, a
 
 PAIR_KEYS = ("chosen", "rejected")
 JUDGED_KEYS = ("completion", "label")
+PROMPT_NAMES = ("question", "instruction", "query", "problem", "input")  # what data sets call a prompt of text
 RESPONSES, RANKS, SCORES = "responses", "ranks", "scores"
 MAX_RESPONSES = 32  # of a row, which are 496 pairs
 MARGIN, MAX_MARGIN = "margin", 1e6
@@ -135,6 +137,7 @@ def read_answers(raw: bytes, is_paired: bool, columns: Mapping[str, str]) -> lis
     row = rename(found, columns)
     turn_columns = {key: columns[key] for key in TURN_KEYS if key in columns}
     has_pair = all(key in row for key in PAIR_KEYS)
+    _check_prompt(row)
     if is_paired and not has_pair and RESPONSES in row:
         pairs = [row | dict(zip(PAIR_KEYS, pair, strict=True)) for pair in _ranked_pairs(row)]
         return [answer for pair in pairs for answer in _read_pair(pair, (None, None), turn_columns)]
@@ -146,6 +149,21 @@ def read_answers(raw: bytes, is_paired: bool, columns: Mapping[str, str]) -> lis
     if has_pair:
         return _read_pair(row, (None, None) if is_paired else (True, False), turn_columns)
     return [_answer(row, row["prompt"], "completion", turn_columns, _read_label(row["label"]))]
+
+
+def _check_prompt(row: Mapping[str, Any]) -> None:
+    """See that no prompt is left unread because its column has another name: without one, rows would still be pairs.
+
+    Raises:
+        BadRow: there is such a column, and its text is in none of the answers, which may be whole conversations.
+    """
+    if "prompt" in row:
+        return
+    answers = json.dumps([row.get(key) for key in (*PAIR_KEYS, RESPONSES)])
+    for name in PROMPT_NAMES:
+        text = row.get(name)
+        if isinstance(text, str) and text.strip() and json.dumps(text)[1:-1] not in answers:
+            raise BadRow(WRONG_KEYS, f"no prompt; keys are {show_keys(row)}; set data.columns={{prompt: {name}}}")
 
 
 def _read_pair(
@@ -194,6 +212,7 @@ def preference_columns(names: Sequence[str], columns: Mapping[str, str]) -> list
     """The columns of a table that preferences need; all of them if the table has no such columns."""
     keys = ("prompt", *PAIR_KEYS, *JUDGED_KEYS, RESPONSES, RANKS, SCORES, MARGIN, *MORE_KEYS[DataFormat.messages])
     wanted = {columns.get(key, key) for key in keys}
+    wanted.update(PROMPT_NAMES if columns.get("prompt", "prompt") not in names else ())
     return [name for name in names if name in wanted] or list(names)
 
 
