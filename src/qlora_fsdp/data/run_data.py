@@ -76,7 +76,7 @@ def prepare_data(
         tokenizer: the result of `load_tokenizer`, with new tokens added.
         processes: all ranks take part.
         vocab_size: number of tokens that the model's embeddings know, new ones included. Every id must be below it.
-        for_training: whether the data is cleaned (`clean`). What a model is measured on stays as it is.
+        for_training: whether the data is cleaned (`clean`). Data that a model is only evaluated on stays as it is.
 
     Raises:
         DataError: the data can't be used; raised on every rank.
@@ -135,7 +135,7 @@ def count_data(sources: Iterable[ReadReport], train: Sequences, held_out: Sequen
 
 
 def _sources(config: Config) -> list[tuple[Paths, Config]]:
-    """All sources, each with the settings that count for it: the training data, then `data.eval_path` if it is set."""
+    """All sources, each with its own settings: the training data, then `data.eval_path` if it is set."""
     paths = training_paths(config.data)
     if not paths:
         raise DataError(
@@ -165,7 +165,7 @@ def _tokenize_sources(
 
 
 def _open_first(open_data: Callable[[], PreparedData[Sequences]], processes: Processes) -> PreparedData[Sequences]:
-    """Opens the data on one rank per node, which keeps what cleaning finds, and then on the others, which read that."""
+    """Opens the data first on one rank per node, which caches what cleaning finds; the others then read that."""
     prepared, failure = None, None
     if processes.is_local_main:
         try:
