@@ -10,12 +10,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from qlora_fsdp import __version__
 from tests.cli.launch import SHORT_STEPS, Launch
 
 pytestmark = pytest.mark.distributed
 
-FIRST_LINE = f"qlora-fsdp {__version__}, 2 ranks: importing torch ...\n"
 TINY = [
     "model=tiny",
     "model.config.num_hidden_layers=1",

@@ -86,9 +86,6 @@ OTHER_FAMILIES: dict[str, dict[str, object]] = {
     "bloom": {},
 }
 
-# Models whose experts are one tensor. In the files each expert is a tensor of its own, except for gpt-oss.
-MOE_FAMILIES = {name: OTHER_FAMILIES[name] for name in ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3")}
-
 
 def make_checkpoint(
     family: str, folder: Path, dtype: torch.dtype = torch.bfloat16, max_shard_size: str = "100KB", seed: int = 0

@@ -255,7 +255,7 @@ def test_refused_by_the_device_only(override: str, world: World, expected: str) 
 @pytest.mark.parametrize(
     ("num_slices", "num_ranks", "more", "expected"),
     [
-        (3, 8, [], "does not divide 8 ranks, of which so many share each sequence. Set it to one of 1, 2, 4, 8, or"),
+        (3, 8, [], "does not divide 8 ranks into groups that share sequences. Set it to one of 1, 2, 4, 8, or"),
         (16, 8, [], "does not divide 8 ranks"),
         (
             2,

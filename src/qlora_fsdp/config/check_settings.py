@@ -102,7 +102,7 @@ def _check_slices(config: Config, world: World) -> Iterator[Problem]:
     if num_slices < 1 or world.num_ranks % num_slices == 0:
         return
     divisors = ", ".join(str(n) for n in range(1, world.num_ranks + 1) if world.num_ranks % n == 0)
-    reason = f"does not divide {plural(world.num_ranks, 'rank')}: this many share each sequence."
+    reason = f"does not divide {plural(world.num_ranks, 'rank')} into groups that share sequences."
     fix = f"Set it to one of {divisors}, or start a multiple of {num_slices} processes."
     yield problem_with(config, "distributed.context_parallel", reason, fix)
 

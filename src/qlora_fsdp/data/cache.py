@@ -123,7 +123,7 @@ def write_entry(
     read: ReadReport,
     tables: Iterable[pa.Table],
     is_compared: bool,
-    tell: Callable[[int], object],
+    on_progress: Callable[[int], object],
 ) -> None:
     """Writes tokenized rows (columns as in tokenize.COLUMNS) to `folder`, which exists and is empty.
 
@@ -133,7 +133,7 @@ def write_entry(
             its label as a whole.
         tables: the rows.
         is_compared: whether a loss belongs to a row as a whole, so that each has at most one target.
-        tell: called with the number of rows that have been written.
+        on_progress: called with the number of rows that have been written.
     """
     counter = ProblemCounter()
     num_rows = num_tokens = 0
@@ -146,7 +146,7 @@ def write_entry(
         for table in tables:
             _count(counter, table)
             used = table.filter(pa.compute.greater(pa.compute.list_value_length(table["tokens"]), 0))
-            tell(len(table))
+            on_progress(len(table))
             if not len(used):
                 continue
             tokens, is_target = _flat(used["tokens"], np.int32), _flat(used["is_target"], np.bool_)

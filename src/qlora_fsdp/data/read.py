@@ -138,13 +138,15 @@ def name_setting(path: Paths, data: DataConfig) -> str:
     return "data.eval_path" if path == data.eval_path and path != data.path else "data.path"
 
 
-def read_rows(source: Source, file: Path, tell: Callable[[int], object] = lambda num_rows: None) -> datasets.Dataset:
+def read_rows(
+    source: Source, file: Path, on_progress: Callable[[int], object] = lambda num_rows: None
+) -> datasets.Dataset:
     """Copies the raw rows of `source` into the Arrow file `file`.
 
     Args:
         source: where the rows come from.
         file: is written.
-        tell: called with the number of rows that have been read since the last call.
+        on_progress: called with the number of rows that have been read since the last call.
 
     Returns:
         A memory-mapped data set with the columns `place` (string, such as `chats.jsonl:12`) and `row` (bytes).
@@ -158,7 +160,7 @@ def read_rows(source: Source, file: Path, tell: Callable[[int], object] = lambda
         while batch := list(islice(rows, BATCH_ROWS)):
             places, contents = zip(*batch, strict=True)
             writer.write_batch(pa.record_batch([places, contents], schema=schema))
-            tell(len(batch))
+            on_progress(len(batch))
     return open_rows(file)
 
 

@@ -55,7 +55,7 @@ class ReadingBar:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._bar.close()
 
-    def tell(self, num_rows: int) -> None:
+    def advance(self, num_rows: int) -> None:
         """Moves the bar by `num_rows` more rows."""
         self._bar.update(num_rows if not self._ends else max(0, self._position() - self._bar.n))
 

@@ -76,7 +76,7 @@ def prepare_data(
         tokenizer: the result of `load_tokenizer`, with new tokens added.
         processes: all ranks take part.
         vocab_size: number of tokens that the model's embeddings know, new ones included. Every id must be below it.
-        for_training: whether the data is cleaned (`clean`). What a model is measured on stays as it is.
+        for_training: whether the data is cleaned (`clean`). Data that a model is only evaluated on stays as it is.
 
     Raises:
         DataError: the data can't be used; raised on every rank.
@@ -135,7 +135,7 @@ def count_data(sources: Iterable[ReadReport], train: Sequences, held_out: Sequen
 
 
 def _sources(config: Config) -> list[tuple[Paths, Config]]:
-    """All sources, each with the settings that count for it: the training data, then `data.eval_path` if it is set."""
+    """All sources, each with its own settings: the training data, then `data.eval_path` if it is set."""
     paths = training_paths(config.data)
     if not paths:
         raise DataError(
@@ -165,7 +165,7 @@ def _tokenize_sources(
 
 
 def _open_first(open_data: Callable[[], PreparedData[Sequences]], processes: Processes) -> PreparedData[Sequences]:
-    """Opens the data on one rank per node, which keeps what cleaning finds, and then on the others, which read that."""
+    """Opens the data first on one rank per node, which caches what cleaning finds; the others then read that."""
     prepared, failure = None, None
     if processes.is_local_main:
         try:
@@ -182,24 +182,17 @@ def _open(
     """Opens the tokenized rows, cleans them, holds some out for evaluation, mixes data sets, and makes sequences."""
     data = config.data
     settings = SequenceSettings.of(config, tokenizer)
-    sources: list[ReadReport] = []
-    train_rows: Rows
-    eval_rows: Rows | None = None
-    if data.format is DataFormat.random:
-        train_rows = _random_rows(config, vocab_size)
-    else:
-        loaded = [load_source(path, own, tokenizer, vocab_size) for path, own in _sources(config)]
-        sources = [report for _, report in loaded]
-        if data.eval_path is not None:
-            eval_rows = loaded.pop()[0]
-        train_rows = MixedRows(tuple(rows for rows, _ in loaded)) if data.mix else loaded[0][0]
-
+    train_rows, eval_rows, sources = _load_rows(config, tokenizer, vocab_size)
     starts = train_rows.starts if isinstance(train_rows, MixedRows) else [0, len(train_rows.lengths)]
     train_ids = [np.arange(first, last) for first, last in pairwise(starts)]  # one array per data set
     names = [report.path for report in sources[: len(train_ids)]]
+
+    # Clean.
     cleaned = clean_rows(train_rows, train_ids, names, data) if for_training and sources else None
     cleanings = () if cleaned is None else cleaned.cleanings
     train_ids = train_ids if cleaned is None else cleaned.parts
+
+    # Hold rows out, and compare them with those to train on.
     eval_ids: Indices | None = None
     if eval_rows is not None:
         eval_ids = np.arange(len(eval_rows.lengths))
@@ -214,6 +207,8 @@ def _open(
             hashes = cleaned.hashes if eval_rows is train_rows else hash_rows(eval_rows, data)
             train_ids, leaked = compare_with_held_out(train_ids, cleaned.hashes, hashes[eval_ids], names, data)
             cleanings += leaked
+
+    # Mix data sets, and make sequences.
     mix: tuple[MixPart, ...] = ()
     if data.mix:
         train_ids, mix = _mix(train_rows, train_ids, data, config.row_seed)
@@ -221,6 +216,19 @@ def _open(
     report = count_data(sources, train, evaluation)
     labels = count_labels(train.labels_of(np.arange(len(train))), config.task) if train.has_labels else {}
     return PreparedData(train, evaluation, replace(report, label_counts=labels, mix=mix, cleanings=cleanings))
+
+
+def _load_rows(
+    config: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: int
+) -> tuple[Rows, Rows | None, list[ReadReport]]:
+    """The rows of all training data, those of `data.eval_path` if it is set, and a report of each source."""
+    if config.data.format is DataFormat.random:
+        return _random_rows(config, vocab_size), None, []
+    loaded = [load_source(path, own, tokenizer, vocab_size) for path, own in _sources(config)]
+    sources = [report for _, report in loaded]
+    eval_rows = None if config.data.eval_path is None else loaded.pop()[0]
+    train_rows = MixedRows(tuple(rows for rows, _ in loaded)) if config.data.mix else loaded[0][0]
+    return train_rows, eval_rows, sources
 
 
 def _random_rows(config: Config, vocab_size: int) -> Rows:

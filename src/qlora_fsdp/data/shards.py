@@ -42,7 +42,7 @@ SCHEMA = pa.schema(
     ]
 )
 
-Tell = Callable[[int], object]
+Progress = Callable[[int], object]  # called with the rows done since the last call
 
 
 def find_bounds(num_bytes: NDArray[np.int64], may_divide: bool) -> NDArray[np.int64]:
@@ -87,14 +87,16 @@ class Shards:
             file.unlink()
         return [shard for shard in range(len(self)) if not self._is_whole(shard)]
 
-    def make(self, shard: int, raw: datasets.Dataset, tokenize: Callable[[Columns], Columns], tell: Tell) -> None:
+    def make(
+        self, shard: int, raw: datasets.Dataset, tokenize: Callable[[Columns], Columns], on_progress: Progress
+    ) -> None:
         """Tokenizes the rows of a shard.
 
         Args:
             shard: its number.
             raw: all rows, with the columns `place` and `row`.
             tokenize: maps columns of raw rows to `tokenize.COLUMNS`.
-            tell: called with the number of rows that have been tokenized since the last call.
+            on_progress: called with the number of rows that have been tokenized since the last call.
         """
         temporary = self.file(shard).with_suffix(".tmp")
         with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_file(sink, SCHEMA) as writer:
@@ -102,7 +104,7 @@ class Shards:
             for start in range(first, last, ROWS_A_BATCH):
                 rows = raw[start : min(start + ROWS_A_BATCH, last)]
                 writer.write_batch(_to_batch(tokenize(rows)))
-                tell(len(rows["row"]))
+                on_progress(len(rows["row"]))
         temporary.rename(self.file(shard))
 
     def make_all(
@@ -111,7 +113,7 @@ class Shards:
         num_processes: int,
         raw: datasets.Dataset,
         tokenize: Callable[[Columns], Columns],
-        tell: Tell,
+        on_progress: Progress,
     ) -> None:
         """Makes the shards `missing`, in processes of their own, or here where one is enough.
 
@@ -121,10 +123,10 @@ class Shards:
         """
         num_processes = min(num_processes, len(missing))
         if num_processes > 1:
-            _in_workers(partial(self.make, raw=raw, tokenize=tokenize), missing, num_processes, tell)
+            _in_workers(partial(self.make, raw=raw, tokenize=tokenize), missing, num_processes, on_progress)
             return
         for shard in missing:
-            self.make(shard, raw, tokenize, tell)
+            self.make(shard, raw, tokenize, on_progress)
 
     def read(self, shard: int) -> list[pa.Table]:
         """The rows of a shard, in tables of some hundred."""
@@ -154,20 +156,20 @@ def _to_batch(columns: Columns) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays(arrays, schema=SCHEMA)
 
 
-def _in_workers(job: Callable[..., None], numbers: Sequence[int], num_processes: int, tell: Tell) -> None:
-    """Calls `job(number, tell=...)` for each number in processes forked off this one, which end when this one does.
+def _in_workers(job: Callable[..., None], numbers: Sequence[int], num_processes: int, on_progress: Progress) -> None:
+    """Calls `job(number, on_progress=...)` for each number, in processes forked off this one that end when it does.
 
     They see what this process has in memory, so nothing is sent to them and nothing comes back but counts.
     """
     context = multiprocessing.get_context("fork")
-    others, counted, told = set(multiprocessing.active_children()), context.Value("q", 0), 0
+    others, counted, shown = set(multiprocessing.active_children()), context.Value("q", 0), 0
     with ProcessPoolExecutor(num_processes, context, _begin, (job, counted, os.getpid())) as pool:
         pending = {pool.submit(_run, number) for number in numbers}
         try:
             while pending:
                 finished, pending = wait(pending, SECONDS_BETWEEN_LOOKS, FIRST_COMPLETED)
-                told, before = counted.value, told
-                tell(told - before)
+                shown, before = counted.value, shown
+                on_progress(shown - before)
                 for future in finished:
                     future.result()
         except BaseException as error:
@@ -179,7 +181,7 @@ def _in_workers(job: Callable[..., None], numbers: Sequence[int], num_processes:
                     f" kills). {num_processes} were running: set data.num_proc lower. {KEPT}"
                 ) from error
             raise
-    tell(counted.value - told)
+    on_progress(counted.value - shown)
 
 
 _job: Callable[[int], None]  # of a worker: what it was forked for
@@ -191,12 +193,12 @@ def _begin(job: Callable[..., None], counted: Any, parent: int) -> None:
     end_with(parent, signal.SIGKILL)
     gc.freeze()  # else collecting garbage would copy the pages that are shared with the parent
 
-    def tell(num_rows: int) -> None:
+    def count(num_rows: int) -> None:
         with counted.get_lock():
             counted.value += num_rows
 
     global _job
-    _job = partial(job, tell=tell)
+    _job = partial(job, on_progress=count)
 
 
 def _run(number: int) -> None:

@@ -165,7 +165,7 @@ def _tokenize_into(folder: Path, source: Source, config: Config, tokenizer: PreT
     if plan is None or shards is None or (missing and not (work / RAW).exists()):
         empty(work)
         with ReadingBar(source, f"Reading {name}") as reading:
-            raw = read_rows(reading.source, work / RAW, reading.tell)
+            raw = read_rows(reading.source, work / RAW, reading.advance)
         plan = _plan(raw, source, config)
         plan.save(work)
         shards = Shards(work, plan.bounds)

@@ -52,18 +52,18 @@ def choose_attention(
     Raises:
         ConfigError: `varlen` or `flash_attention_4` was asked for and can't run this model here.
     """
-    whole, config = config, config.get_text_config()
-    neither = _why_none_for_rows(config, device, dtype) if is_causal else "padding is masked, which it can't do"
-    neither = neither or why_not_by_starts
-    no_varlen, no_flash_4 = neither, neither
-    if neither is None and find_spec("torch.nn.attention.varlen") is None:
+    text = config.get_text_config()
+    no_kernel = _why_none_for_rows(text, device, dtype) if is_causal else "padding is masked, which it can't do"
+    no_kernel = no_kernel or why_not_by_starts
+    no_varlen = no_flash_4 = no_kernel  # why each of the two can't be used; None if it can
+    if no_kernel is None and find_spec("torch.nn.attention.varlen") is None:
         no_varlen = "this torch has none"
-    if neither is None and deterministic:
+    if no_kernel is None and deterministic:
         no_flash_4 = "flash-attn-4 adds gradients in any order (training.deterministic=true)"
-    elif neither is None and wanted in ("auto", "flash_attention_4"):
-        num_heads = config.num_attention_heads
-        num_key_heads = getattr(config, "num_key_value_heads", None) or num_heads
-        no_flash_4 = flash_4.why_not(num_heads, num_key_heads, head_dim(config), dtype, device)
+    elif no_kernel is None and wanted in ("auto", "flash_attention_4"):
+        num_heads = text.num_attention_heads
+        num_key_heads = getattr(text, "num_key_value_heads", None) or num_heads
+        no_flash_4 = flash_4.why_not(num_heads, num_key_heads, head_dim(text), dtype, device)
     for setting, reason in (("varlen", no_varlen), ("flash_attention_4", no_flash_4)):
         if wanted == setting and reason is not None:
             fix = "Set model.attn_implementation=auto."
@@ -75,10 +75,10 @@ def choose_attention(
         AttentionInterface.register(VARLEN, varlen_attention)
         return VARLEN, _note(no_flash_4, device) if wanted == "auto" else None
     if wanted == "auto":
-        is_plain = getattr(config, "attn_logit_softcapping", None) or _lacks_sdpa(whole, config)
+        needs_eager = getattr(text, "attn_logit_softcapping", None) or _lacks_sdpa(config, text)
         is_slower = is_causal and device.type == "cuda"
         note = f"varlen attention can't be used: {no_varlen}; attention with a mask is used (slower)"
-        return ("eager" if is_plain else "sdpa"), note if is_slower else None
+        return ("eager" if needs_eager else "sdpa"), note if is_slower else None
     return wanted, None
 
 

@@ -5,9 +5,9 @@ pass, so that backward needs neither the logits nor the head. The idea is that o
 (arXiv:2410.10989). On a GPU one kernel turns a chunk of logits into losses and gradients
 (kernels/triton_cross_entropy.py).
 
-Each token's loss is a result of its own, because a preference weighs whole answers, and finds the weights in their
-sums. That costs nothing: a token's loss depends on its hidden state alone, whose gradient is a multiple of the one that
-forward has kept. Backward knows the factor.
+Each token's loss is returned by itself, because a preference loss weighs each answer by a factor that follows from the
+sum of its tokens' losses. That costs nothing: a token's loss depends only on its own hidden state. So backward
+multiplies the gradient that forward has kept by this factor.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def forward_moments(work: Workload, model: ModelBytes, policies: Sequence[Policy
     activations, and those before it have more layers gathered ahead. So all of these are counted.
     """
     uses, ends = work.layer_uses(policies), work.ends
-    # The model's own code holds the first layer's input for all of forward, whether that layer keeps it or not.
+    # The model's own code holds the first layer's input until forward ends, whether that layer keeps it or not.
     held = 0 if uses[0].keeps_input and policies[0] is not Policy.offload else ends.hidden
     leaving = ends.hidden if Policy.offload in policies else 0  # an input on its way to the host
     always = ends.shared + held + leaving

@@ -12,8 +12,8 @@ class Policy(Enum):
 
     Attributes:
         none: nothing is given up: the layer keeps everything that backward needs.
-        selective: it keeps all but the outputs of its norms. The linear layers that read these make them again.
-        full: it keeps its input, and its adapters' low-rank products, which are small. Backward computes it again.
+        selective: it keeps all but the outputs of its norms. The linear layers that read these recompute them.
+        full: it keeps its input, and its adapters' low-rank products, which are small. Backward recomputes the layer.
         offload: as `full`, but the input waits in host memory.
     """
 
@@ -24,7 +24,7 @@ class Policy(Enum):
 
     @property
     def recomputes(self) -> bool:
-        """Whether backward computes the layer again."""
+        """Whether backward recomputes the layer."""
         match self:
             case Policy.none | Policy.selective:
                 return False

@@ -1,8 +1,8 @@
 """Where a run finds what it continues: the checkpoint that it resumes from, and the adapter that it started from.
 
-A run that trains on from an adapter (`lora.start`) keeps a copy of it. Once there is a checkpoint, the run reads the
-copy alone: its settings, its tokenizer, and its weights where these are still asked for. So the adapter may be moved,
-replaced or removed meanwhile. Imports no torch.
+A run that starts from an adapter (`lora.start`) keeps a copy of it. Once there is a checkpoint, the run reads only the
+copy: its settings, its tokenizer, and its weights if they are still needed. So the adapter may be moved, replaced or
+removed meanwhile. Imports no torch.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_ma
 def checkpoint_to_resume(config: Config) -> Path | None:
     """The folder of the checkpoint that `checkpoint.resume` asks for; None where the run starts anew.
 
-    A batch system or torchrun starts the command again where it was preempted or a rank was lost. Such a restart
-    resumes from the newest checkpoint: `run.overwrite` and `checkpoint.resume` were obeyed by the first start, and are
-    not obeyed again. Whether the folder holds a checkpoint is not looked at.
+    A batch system or torchrun starts the command again after it was preempted or a rank was lost. Such a restart
+    resumes from the newest checkpoint: `run.overwrite` and `checkpoint.resume` counted for the first start, and do not
+    count again. Whether the folder holds a checkpoint is not checked here.
     """
     own, resume = checkpoint_folders(own_checkpoints(config)), config.checkpoint.resume
     if own and is_restart(config):

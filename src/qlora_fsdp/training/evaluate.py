@@ -93,8 +93,8 @@ def evaluate(
         split: how sequences spread over ranks and micro-batches.
         passes: computes the losses.
         processes: all ranks take part.
-        is_stopped: asked before each micro-batch; it must answer the same on every rank. Where it says so, the result
-            is None.
+        is_stopped: asked before each micro-batch; it must answer the same on every rank. If it is true, the evaluation
+            ends and the result is None.
     """
     was_training = model.training
     model.eval()
