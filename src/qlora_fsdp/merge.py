@@ -22,6 +22,7 @@ from qlora_fsdp.common.text import plural, show_bytes
 from qlora_fsdp.config.commands import AdapterSettings
 from qlora_fsdp.config.schema import Config, EmbeddingStorage, QuantType4bit, TaskName, TokenizerConfig, Weights
 from qlora_fsdp.config.settings import show
+from qlora_fsdp.records.ending import ask
 from qlora_fsdp.runtime.run_command import log, run_command
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ def merge(settings: MergeSettings, config: Config, processes: Processes) -> None
             processes.device,
         )
     )
-    log.info(_describe_end(out, is_there))
+    log.info(_describe_end(out, is_there, config.task.is_causal))
     if settings.report_data is not None:
         config.data.path, config.data.mix, config.data.max_rows = settings.report_data, {}, None
         report = compare(settings, config, processes)
@@ -106,16 +107,16 @@ def merge(settings: MergeSettings, config: Config, processes: Processes) -> None
             write_json(Path(out).expanduser() / "merge_report.json", report)
 
 
-def _describe_end(out: str, was_there: bool) -> str:
-    """Describe the result, and what to type next."""
+def _describe_end(out: str, was_there: bool, is_causal: bool) -> str:
+    """Describe the result, and what to type next with a model that writes text."""
     folder = Path(out).expanduser()
     files = list(folder.glob("*.safetensors"))
     size = show_bytes(sum(file.stat().st_size for file in files))
     what = f"{plural(len(files), 'file')} of weights, {size}"
     if was_there:
         return f"{out} already holds this very merge ({what}). To merge once more, remove it or set another out."
-    given = shlex.quote(str(folder))
-    return f"Merged: {out} ({what}). It is a model as any other:\n  qlora-fsdp chat model.path={given}"
+    merged = f"Merged: {out} ({what}). It is a model as any other"
+    return f"{merged}:\n  {ask(f'model.path={shlex.quote(str(folder))}', folder)}" if is_causal else f"{merged}."
 
 
 def compare(settings: MergeSettings, config: Config, processes: Processes) -> dict[str, Any]:

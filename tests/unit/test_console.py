@@ -117,6 +117,7 @@ def test_a_file_has_no_live_line(tmp_path: Path):
 def test_the_end_says_what_there_is_and_what_to_type(tmp_path: Path):
     folder = tmp_path / "my run"
     (folder / "adapter").mkdir(parents=True)
+    (folder / "adapter" / "chat_template.jinja").touch()
     lines = [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0}]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     summary = {"steps": 1200, "seconds": 3905.0, "final_loss": 2.0, "initial_eval_loss": 3.5, "eval_loss": 2.5}
@@ -132,5 +133,8 @@ def test_the_end_says_what_there_is_and_what_to_type(tmp_path: Path):
         f"  qlora-fsdp merge {given} out='{folder}/merged'",
         f"  qlora-fsdp push {given} repo=ORG/NAME",
     ]
+    (folder / "adapter" / "chat_template.jinja").unlink()
+    (asks,) = commands_for(folder / "adapter", is_causal=True, is_random=True)
+    assert asks == f'qlora-fsdp generate {given} prompt="..."', "chat refuses a tokenizer without a chat template"
     evaluates = "qlora-fsdp evaluate adapter=a data.path=FILE"
     assert commands_for(Path("a"), is_causal=False, is_random=True) == [evaluates]

@@ -739,6 +739,19 @@ def test_one_file_may_be_trained_on_and_held_out_by_slices(tmp_path, run):
     assert texts(prepared.eval) == ["8", "9"]
 
 
+@pytest.mark.parametrize(
+    ("weights", "more", "fix"),
+    [((1, 1e-9), {}, "data.mix_until=shortest"), ((1, 1), {"mix_tokens": 10**13}, "a smaller data.mix_tokens")],
+)
+def test_an_epoch_of_a_mix_that_no_memory_holds_is_refused(tmp_path, run, weights, more, fix):
+    paths = [write_lines(tmp_path / f"{name}.jsonl", {"text": name}, {"text": 2 * name}) for name in "ab"]
+    mix = {str(path): weight for path, weight in zip(paths, weights, strict=True)}
+    until = MixUntil.tokens if more else MixUntil.longest
+    told = rf"gives an epoch [0-9,]+ rows, .*\.jsonl [0-9,]+ times, .* or {re.escape(fix)}\."
+    with pytest.raises(DataError, match=told):
+        run(None, mix=mix, mix_until=until, **more)
+
+
 def test_files_have_no_splits_but_train(tmp_path, run):
     """`test` of a file would be all of its rows, those that are trained on too."""
     path = write_lines(tmp_path / "rows.jsonl", *({"text": str(i)} for i in range(4)))

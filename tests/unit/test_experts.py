@@ -27,6 +27,7 @@ from transformers import (
 from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
 
 from qlora_fsdp.common.errors import AdapterError, ConfigError
+from qlora_fsdp.common.sizes import IGNORE_INDEX
 from qlora_fsdp.config.schema import LoraConfig
 from qlora_fsdp.data.batch import lay_out
 from qlora_fsdp.layers import Format, QuantizedExpertWeight, experts, grouped_products
@@ -37,6 +38,7 @@ from qlora_fsdp.layers.experts import count_loads, expert_weight_names, experts_
 from qlora_fsdp.layers.llama4_experts import compute_chosen_experts
 from qlora_fsdp.layers.token_rows import ADAPTER
 from qlora_fsdp.model.adapters import apply_adapters
+from qlora_fsdp.model.causal_lm import CausalLM
 from qlora_fsdp.model.experts import expert_weights, find_routers
 from qlora_fsdp.model.router_loss import RouterLoss, describe_router_loss
 
@@ -306,6 +308,23 @@ def test_router_loss_equals_transformers(family: str):
     without: Tensor = model(batch.input_ids, labels=batch.input_ids).loss
     found = RouterLoss(model, 0.3).of(outputs.router_logits, batch)
     torch.testing.assert_close(found, outputs.loss - without, rtol=1e-4, atol=1e-5)
+
+
+def test_held_out_rows_have_no_router_loss():
+    """Their loss is that of `evaluate`, so that runs of different coefficients can be compared by it."""
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_config(MODELS["qwen3_moe"], dtype=torch.float32)
+    stock: Any = copy.deepcopy(base).eval()
+    stock.router_aux_loss_coef = 0.3
+    adapter = peft.LoraConfig(target_modules=["q_proj"])
+    model, batch = CausalLM(peft.get_peft_model(base, adapter, adapter_name=ADAPTER)), collate_two()
+    model.router_loss = RouterLoss(model.base, 0.3)
+    num_targets = int((batch.targets != IGNORE_INDEX).sum())
+    for is_training in (False, True):
+        labels, inputs = batch.input_ids, {"output_router_logits": is_training}
+        expected = stock(batch.input_ids, labels=labels, **inputs).loss
+        found = model.train(is_training)(batch) / num_targets
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def collate_two() -> Any:

@@ -101,6 +101,7 @@ def test_the_top_of_a_report_says_what_there_is_and_what_to_type_next(tmp_path: 
     folder = tmp_path / "my run"
     make_run(folder, 4, {"status": "finished", "steps": 1500, "eval_loss": 4.25, "seconds": 3600.0})
     (folder / "adapter").mkdir()
+    (folder / "adapter" / "chat_template.jinja").touch()
     assert report([str(folder)]) == 0
     text = plain(folder / "report.html")
     top = text.partition("Learning rate")[0]

@@ -15,6 +15,8 @@ from qlora_fsdp.data.answers import Judged, Paired
 from qlora_fsdp.data.sequences import Indices, Rows
 from qlora_fsdp.data.tokenize import TokenRow
 
+MAX_ROWS = 500_000_000  # of an epoch: the numbers of its rows take 8 bytes each, on every rank
+
 
 @dataclass(frozen=True)
 class MixedRows:

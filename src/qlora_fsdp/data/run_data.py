@@ -17,13 +17,14 @@ from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.data_sets import mixed_sets, settings_for, settings_for_evaluation
-from qlora_fsdp.config.schema import Config, DataConfig, DataFormat, MixBy
+from qlora_fsdp.config.schema import Config, DataConfig, DataFormat, MixBy, MixUntil
+from qlora_fsdp.config.settings import show
 from qlora_fsdp.data.answers import wrap_answers
 from qlora_fsdp.data.chat_markers import check_markers
 from qlora_fsdp.data.clean import clean_rows, compare_with_held_out
 from qlora_fsdp.data.counts import DataReport, MixPart, ReadReport
 from qlora_fsdp.data.label_counts import count_labels
-from qlora_fsdp.data.mix import MixedRows, count_rows, repeat_rows
+from qlora_fsdp.data.mix import MAX_ROWS, MixedRows, count_rows, repeat_rows
 from qlora_fsdp.data.read import Paths, training_paths
 from qlora_fsdp.data.row_hashes import hash_rows
 from qlora_fsdp.data.sequences import (
@@ -249,6 +250,9 @@ def _mix(rows: Rows, parts: list[Indices], data: DataConfig, seed: int) -> tuple
 
     Returns:
         The row ids of an epoch, one array per data set, and counts of each data set for the report.
+
+    Raises:
+        DataError: an epoch would have more than `MAX_ROWS` rows.
     """
     weights = {path: own.weight for path, own in mixed_sets(data).items()}
     lengths = [float(rows.lengths[ids].mean()) for ids in parts]
@@ -256,6 +260,13 @@ def _mix(rows: Rows, parts: list[Indices], data: DataConfig, seed: int) -> tuple
         weights = {path: weight / length for (path, weight), length in zip(weights.items(), lengths, strict=True)}
     num_rows = [len(ids) for ids in parts]
     counts = count_rows(num_rows, list(weights.values()), data.mix_until, lengths, data.mix_tokens)
+    if sum(counts) > MAX_ROWS:
+        times, path = max((count / number, path) for count, number, path in zip(counts, num_rows, weights, strict=True))
+        fix = "a smaller data.mix_tokens" if data.mix_until is MixUntil.tokens else "data.mix_until=shortest"
+        raise DataError(
+            f"{show('data.mix', data.mix)} gives an epoch {sum(counts):,} rows, {path} {times:,.0f} times, and at most "
+            f"{MAX_ROWS:,} can be listed. Set weights that are nearer to one another, or {fix}."
+        )
     used = [repeat_rows(ids, count, seed, n) for n, (ids, count) in enumerate(zip(parts, counts, strict=True))]
     num_tokens = [int(rows.lengths[ids].sum()) for ids in used]
     shares = [

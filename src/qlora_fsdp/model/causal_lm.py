@@ -35,7 +35,7 @@ class CausalLM(TaskModel):
         splits_head: whether the logits are the head's alone (`packing.has_plain_head`).
 
     Attributes:
-        router_loss: what is added for a mixture of experts; None for nothing.
+        router_loss: what is added in training for a mixture of experts; None for nothing.
     """
 
     router_loss: RouterLoss | None = None
@@ -58,13 +58,14 @@ class CausalLM(TaskModel):
     def forward(self, batch: Batch) -> Tensor:
         """Sum of the cross-entropy over the batch's targets, not divided by their number: float32 scalar.
 
-        The router's loss, if there is one, is added to each target's.
+        In training the router's loss, if there is one, is added to each target's. It is no part of what held-out rows
+        tell, which would not be that of `evaluate` then, and would depend on the micro-batch.
         """
         loss, router_loss = self.losses(batch, "sum")
         return loss if router_loss is None else loss + router_loss * (batch.targets != IGNORE_INDEX).sum()
 
     def losses(self, batch: Batch, reduction: Reduction) -> tuple[Tensor, Tensor | None]:
-        """The cross-entropy, 0 where there is no target, and the router's loss, if there is one, a mean over tokens.
+        """The cross-entropy, 0 where there is no target, and in training the router's loss, a mean over tokens.
 
         Args:
             batch: the micro-batch.
@@ -80,7 +81,8 @@ class CausalLM(TaskModel):
             inputs["inputs_embeds"] = _look_up(embeddings, batch.input_ids)
         else:
             inputs["input_ids"] = batch.input_ids
-        if self.router_loss is not None:
+        router_loss = self.router_loss if self.training else None
+        if router_loss is not None:
             inputs["output_router_logits"] = True
         if self.splits_head:
             outputs = self.base.get_decoder()(**inputs)
@@ -90,7 +92,7 @@ class CausalLM(TaskModel):
             outputs = self.base(**inputs)
             logits = outputs.logits.float().flatten(0, 1)
             loss = F.cross_entropy(logits, batch.targets.flatten(), ignore_index=IGNORE_INDEX, reduction=reduction)
-        return loss, None if self.router_loss is None else self.router_loss.of(outputs.router_logits, given)
+        return loss, None if router_loss is None else router_loss.of(outputs.router_logits, given)
 
     def may_get_zero_gradient(self, name: str) -> bool:
         """Rows of new tokens may, because a batch may have none of these tokens."""

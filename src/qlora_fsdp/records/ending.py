@@ -40,12 +40,26 @@ def commands_for(adapter: Path, is_causal: bool, is_random: bool) -> list[str]:
         is_random: whether its base has random weights, which are in no files.
     """
     given = f"adapter={shlex.quote(str(adapter))}"
-    commands = [f"qlora-fsdp chat {given}" if is_causal else f"qlora-fsdp evaluate {given} data.path=FILE"]
+    commands = [ask(given, adapter) if is_causal else f"qlora-fsdp evaluate {given} data.path=FILE"]
     if not is_random:
         merged = shlex.quote(str(adapter.with_name("merged")))
         commands.append(f"qlora-fsdp merge {given} out={merged}")
         commands.append(f"qlora-fsdp push {given} repo=ORG/NAME")
     return commands
+
+
+def ask(given: str, folder: Path) -> str:
+    """Returns the command that lets a model write: `chat`, where the tokenizer in its folder has a chat template.
+
+    Args:
+        given: what names the model, such as `adapter=FOLDER`.
+        folder: of the adapter or the model, with its tokenizer.
+    """
+    config = folder / "tokenizer_config.json"  # older versions of transformers wrote the template into it
+    has_template = (folder / "chat_template.jinja").is_file() or (
+        config.is_file() and '"chat_template"' in config.read_text(encoding="utf-8")
+    )
+    return f"qlora-fsdp chat {given}" if has_template else f'qlora-fsdp generate {given} prompt="..."'
 
 
 def _before_and_after(name: str, before: float | None, after: float | None) -> list[str]:
