@@ -40,6 +40,8 @@ def model_of(loss: str, **more: Any) -> Given:
     return Given(
         peft.get_peft_model(LlamaForCausalLM(config), peft.LoraConfig(target_modules=["q_proj"])),
         settings_of(loss, **more),
+        loss_kernel="torch",
+        splits_head=True,
     )
 
 
