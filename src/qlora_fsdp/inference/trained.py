@@ -23,7 +23,7 @@ from qlora_fsdp.model.count import dtype_name
 from qlora_fsdp.model.initialize_adapters import initialize_adapters
 from qlora_fsdp.model.materialize import materialize
 from qlora_fsdp.model.saved_adapter import NO_ADAPTER, SavedAdapter
-from qlora_fsdp.model.spread import bytes_of_fullest, find_layers, spread_layers, why_not_spread
+from qlora_fsdp.model.spread import bytes_of_fullest, spread_layers, why_not_spread
 from qlora_fsdp.model.task_model import TaskModel
 from qlora_fsdp.runtime.chain import Chain
 from qlora_fsdp.runtime.fallbacks import check_bitsandbytes
@@ -139,7 +139,7 @@ def fits_whole(trained: AssembledModel, config: Config, processes: Processes) ->
 def _can_spread(trained: AssembledModel, config: Config, processes: Processes) -> bool:
     """Whether ranks can each keep some of the layers. Collective."""
     base, num_ranks = trained.model.base, processes.num_ranks
-    if config.fsdp.cpu_offload or len(find_layers(base)) < num_ranks:
+    if config.fsdp.cpu_offload or len(trained.model.layers) < num_ranks:
         return False
     if processes.device.type == "cuda":
         free = -processes.max([-float(torch.cuda.mem_get_info(processes.device)[0])])[0]

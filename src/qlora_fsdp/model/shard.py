@@ -41,7 +41,7 @@ from typing_extensions import assert_never
 
 from qlora_fsdp.config.schema import FsdpConfig, ShardingStrategy
 from qlora_fsdp.layers import QuantizedLayer
-from qlora_fsdp.model.task_model import TaskModel
+from qlora_fsdp.model.task_model import TaskModel, are_tied
 from qlora_fsdp.runtime.processes import Processes
 
 
@@ -211,8 +211,7 @@ def embedding_and_head_units(model: TaskModel) -> list[nn.Module]:
         return [embeddings]
     if not model.splits_head:
         return []
-    shared = {id(p) for p in embeddings.parameters()} & {id(p) for p in head.parameters()}
-    return [] if shared else [embeddings, head]
+    return [] if are_tied(embeddings, head) else [embeddings, head]
 
 
 def _set_prefetch(units: Sequence[FSDPModule], root: FSDPModule, config: FsdpConfig) -> None:

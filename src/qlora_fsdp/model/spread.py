@@ -18,11 +18,11 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from qlora_fsdp.common.text import first_line
 from qlora_fsdp.layers.liger import stock_models
 from qlora_fsdp.model.row_trial import RowTrial
+from qlora_fsdp.model.task_model import are_tied, find_layers
 
 MAX_LENGTH = 2**40  # so that the small model's windows are shorter than its rows
 TOLERANCE = 1e-5  # of the largest logit
@@ -96,7 +96,7 @@ def spread_layers(base: PreTrainedModel, link: Link, dtype: torch.dtype) -> None
     layers = find_layers(base)
     names = {id(module): name for name, module in base.named_modules()}
     embeddings, head = base.get_input_embeddings(), cast(nn.Module, base.get_output_embeddings())
-    is_tied = _are_tied(embeddings, head)  # then all ranks keep the table that the two share: such models are small
+    is_tied = are_tied(embeddings, head)  # then all ranks keep the table that the two share: such models are small
     for index, layer in enumerate(layers):
         if index not in own:
             base.set_submodule(names[id(layer)], PassedLayer(layer))
@@ -109,11 +109,6 @@ def spread_layers(base: PreTrainedModel, link: Link, dtype: torch.dtype) -> None
         layers[own.start].register_forward_pre_hook(_take_from(link), with_kwargs=True)
     if not link.is_last:
         layers[own.stop - 1].register_forward_hook(_hand_to(link))
-
-
-def find_layers(base: nn.Module) -> list[nn.Module]:
-    """The transformer layers, in order."""
-    return [module for module in base.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 def share_layers(base: PreTrainedModel, num_ranks: int) -> list[range]:
@@ -145,16 +140,12 @@ def bytes_of_fullest(base: PreTrainedModel, num_ranks: int) -> int:
 def _bytes_by_layer(base: PreTrainedModel) -> tuple[list[int], int, int]:
     """Bytes of each layer's parameters, of the embeddings, and of the head, 0 if it is tied to them."""
     embeddings, head = base.get_input_embeddings(), cast(nn.Module, base.get_output_embeddings())
-    after = 0 if _are_tied(embeddings, head) else _num_bytes(head)
+    after = 0 if are_tied(embeddings, head) else _num_bytes(head)
     return [_num_bytes(layer) for layer in find_layers(base)], _num_bytes(embeddings), after
 
 
 def _num_bytes(module: nn.Module) -> int:
     return sum(param.numel() * param.itemsize for param in module.parameters())
-
-
-def _are_tied(embeddings: nn.Module, head: nn.Module) -> bool:
-    return bool({id(param) for param in embeddings.parameters()} & {id(param) for param in head.parameters()})
 
 
 def _num_logits(head: nn.Module, base: PreTrainedModel) -> int:

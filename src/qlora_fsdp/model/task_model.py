@@ -63,7 +63,7 @@ class TaskModel(nn.Module):
     @property
     def layers(self) -> list[nn.Module]:
         """The transformer layers in order. Each is an FSDP unit, and has its own activation policy."""
-        return [module for module in self.base.modules() if isinstance(module, GradientCheckpointingLayer)]
+        return find_layers(self.base)
 
     def forward(self, batch: Batch) -> Tensor:
         """Sum of the losses of the batch's targets, not divided by their number: float32 scalar."""
@@ -102,3 +102,13 @@ class TaskModel(nn.Module):
 
     def forget_outputs(self) -> None:
         """Drop what has been collected for `take_sums` and `take_metrics`."""
+
+
+def find_layers(base: nn.Module) -> list[nn.Module]:
+    """The transformer layers of transformers' model, in order."""
+    return [module for module in base.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def are_tied(embeddings: nn.Module, head: nn.Module) -> bool:
+    """Whether embeddings and head share a weight."""
+    return bool({id(param) for param in embeddings.parameters()} & {id(param) for param in head.parameters()})
