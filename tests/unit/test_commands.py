@@ -13,6 +13,7 @@ from qlora_fsdp.config.commands import AdapterSettings, load_command, saved_sett
 from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.config.foreign_settings import ALLOWED
 from qlora_fsdp.config.schema import Config, TaskName
+from qlora_fsdp.generate import main as generate
 
 TASK_LABELS = "task.labels=['1e5','yes','a: b']"
 
@@ -100,3 +101,10 @@ def test_settings_and_bases_that_are_not_there(adapter: Path) -> None:
         load(adapter)
     (adapter / SETTINGS_FILE).unlink()
     assert load(adapter).model.path is None
+
+
+@pytest.mark.parametrize("typed", ["no_such_setting=1", "quant.load_in_4bit=perhaps"])
+def test_beside_a_mistake_only_what_the_command_uses_is_told(adapter: Path, capfd, typed: str) -> None:
+    assert generate([f"adapter={adapter}", "prompt=x", typed]) == 2
+    told = capfd.readouterr().err
+    assert typed in told and "data.path" not in told

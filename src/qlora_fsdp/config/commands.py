@@ -12,6 +12,7 @@ import difflib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
@@ -21,6 +22,7 @@ from omegaconf import OmegaConf
 from qlora_fsdp.common.errors import ConfigError, Problem, refuse
 from qlora_fsdp.common.foreign_files import read_small
 from qlora_fsdp.config.adapter_config import SETTINGS_FILE, adapter_problems
+from qlora_fsdp.config.check_settings import TRAINING, Needs, check_settings
 from qlora_fsdp.config.command_line import conf_folder
 from qlora_fsdp.config.compose import load_config, print_and_exit
 from qlora_fsdp.config.config_file import Sections
@@ -83,7 +85,7 @@ def _show_help(argv: Sequence[str], usage: str) -> None:
 
 
 def load_command(
-    argv: Sequence[str], kind: type[Settings], usage: str, uses_default_data: bool = False
+    argv: Sequence[str], kind: type[Settings], usage: str, uses_default_data: bool = False, needs: Needs = TRAINING
 ) -> tuple[Settings, Config]:
     """Reads the command line of a command.
 
@@ -92,6 +94,7 @@ def load_command(
         kind: a dataclass of the command's settings.
         usage: what --help prints.
         uses_default_data: whether the command takes the data that training takes where none is named.
+        needs: the settings that the command uses. Beside a mistake, only what is wrong with these is told.
 
     Raises:
         ConfigError: a key is unknown, a value has a wrong type, or the adapter's folder can't be used.
@@ -114,7 +117,7 @@ def load_command(
             beneath.append(saved)
         elif "model" not in typed:
             beneath.append({"model": {"path": read_base_model(adapter)}})
-    config = load_config(rest, beneath=beneath)
+    config = load_config(rest, partial(check_settings, needs=needs), beneath=beneath)
     wants_code = wants_code and not typed & {"model", REMOTE_CODE}
     if wants_code and not config.model.trust_remote_code:
         file = Path(str(settings.adapter)).expanduser() / SETTINGS_FILE

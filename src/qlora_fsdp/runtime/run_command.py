@@ -91,11 +91,10 @@ def run_command(
     Returns:
         The exit code: 0, or that of the `UserError` that has been printed.
     """
+    typed, needs = sys.argv[1:] if argv is None else argv, Needs(optional=tuple(optional))
     try:
-        settings, config = load_command(
-            sys.argv[1:] if argv is None else argv, kind, usage, uses_default_data=not takes_adapter
-        )
-        problems = check_settings(config, Needs(optional=tuple(optional)))
+        settings, config = load_command(typed, kind, usage, uses_default_data=not takes_adapter, needs=needs)
+        problems = check_settings(config, needs)
         if takes_adapter and settings.adapter is None and config.model.path is None:
             problems = [replace(p, fix=NO_BASE) if p.setting == "model.path" else p for p in problems]
         refuse(problems)
