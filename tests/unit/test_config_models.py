@@ -16,7 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from qlora_fsdp.config.command_line import conf_folder, group_options
 from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.config.schema import Config, ModelConfig
+from qlora_fsdp.config.world import World
 from qlora_fsdp.model.find import make_config
+from qlora_fsdp.records.check_run_folder import check
 from qlora_fsdp.tracing.model_tracer import trace_config
 
 PRESETS = [name for name in group_options("model", [conf_folder()]) if name not in ("custom", "tiny")]
@@ -61,7 +63,7 @@ NAMED_BY_AUTHORS = {
 
 @cache
 def settings(name: str) -> Config:
-    return load_config([f"model={name}"])
+    return load_config(["data=random", "training.max_steps=1", f"model={name}"])
 
 
 def preset(name: str) -> ModelConfig:
@@ -92,6 +94,12 @@ def count_active(name: str) -> int:
     model = built(name)
     top_k: int = model.config.num_experts_per_tok
     return sum(p.numel() * top_k // len(p) if ".experts." in key else p.numel() for key, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("name", [*PRESETS, "tiny"])
+def test_every_preset_composes_and_validates(name: str) -> None:
+    """As test_config_compose.py does with the options of the other groups."""
+    check(settings(name), World())
 
 
 @pytest.mark.parametrize("name", PRESETS)
