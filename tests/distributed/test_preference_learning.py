@@ -15,22 +15,23 @@ from tests.helpers.runs import printed_by, train_all
 from tests.helpers.smollm2 import needs_smollm2
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+from demo_preference import NUM_EVAL, NUM_TRAINING
 from make_docstring_preferences import write_preferences
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, needs_smollm2]
 
 
 def learn(folder: Path, model: Path) -> str:
-    """On one of two ranks: half of what `make demo-preference` trains, and what `evaluate` prints of the adapter."""
+    """On one of two ranks: what `make demo-preference` trains, and what `evaluate` prints of the adapter."""
     own = [f"data.{name}={folder}/{file}" for name, file in (("path", "train.jsonl"), ("eval_path", "eval.jsonl"))]
     places = [f"model.path={model}", f"data.cache_folder={folder}/cache", f"run.folder={folder}/run", *own]
-    train_all({"dpo": ["experiment=demo_preference", "training.max_steps=10", *places]})
+    train_all({"dpo": ["experiment=demo_preference", *places]})
     own = [f"data.path={folder}/eval.jsonl", f"data.cache_folder={folder}/cache", "training.max_length=128"]
     return printed_by(evaluate.main, [f"adapter={folder}/run/adapter", *own])
 
 
 def test_a_chat_model_learns_which_summary_is_a_functions(tmp_path: Path, smollm2: Path) -> None:
-    write_preferences(tmp_path, num_training=150, num_eval=40)
+    write_preferences(tmp_path, NUM_TRAINING, NUM_EVAL)
     trained, held_out = (read_lines(tmp_path / f"{name}.jsonl") for name in ("train", "eval"))
     assert not {row["prompt"] for row in trained} & {row["prompt"] for row in held_out}
     assert not {row["chosen"] for row in trained} & {row["chosen"] for row in held_out}
