@@ -15,17 +15,18 @@ from tests.helpers.runs import printed_by, train_all
 from tests.helpers.smollm2 import needs_smollm2
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-from demo_preference import NUM_EVAL, NUM_TRAINING
+from demo_preference import NUM_TRAINING
 from make_docstring_preferences import write_preferences
 
+NUM_STEPS, NUM_EVAL = 6, 30
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, needs_smollm2]
 
 
 def learn(folder: Path, model: Path) -> str:
-    """On one of two ranks: what `make demo-preference` trains, and what `evaluate` prints of the adapter."""
+    """On one of two ranks: the first half of what `make demo-preference` trains, and what `evaluate` prints of it."""
     own = [f"data.{name}={folder}/{file}" for name, file in (("path", "train.jsonl"), ("eval_path", "eval.jsonl"))]
     places = [f"model.path={model}", f"data.cache_folder={folder}/cache", f"run.folder={folder}/run", *own]
-    train_all({"dpo": ["experiment=demo_preference", *places]})
+    train_all({"dpo": ["experiment=demo_preference", f"training.max_steps={NUM_STEPS}", *places]})
     own = [f"data.path={folder}/eval.jsonl", f"data.cache_folder={folder}/cache", "training.max_length=128"]
     return printed_by(evaluate.main, [f"adapter={folder}/run/adapter", *own])
 
@@ -38,6 +39,6 @@ def test_a_chat_model_learns_which_summary_is_a_functions(tmp_path: Path, smollm
     printed = run_ranks(2, learn, tmp_path, smollm2, timeout_seconds=1800)[0]
     before, after = (line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if "eval_loss" in line)
     assert before["eval_rewards/margins"] == 0
-    assert after["eval_rewards/accuracies"] >= 0.75  # chance is 0.5
+    assert after["eval_rewards/accuracies"] >= 0.7  # chance is 0.5, and gives as many of 30 once in 47 tries
     assert json.loads(printed)["rewards/accuracies"] == after["eval_rewards/accuracies"]
     assert json.loads(printed)["loss"] == pytest.approx(after["eval_loss"], abs=1e-4)
