@@ -69,8 +69,9 @@ class PreviewSettings(AdapterSettings):
 def preview(settings: PreviewSettings, config: Config, processes: Processes) -> None:
     """Prepares the data as training does, and prints it."""
     problems = []
-    if settings.rows < 0 or settings.first < 1:
-        problems.append(Problem("rows and first", "must be at least 0 and 1.", "Set rows=3 first=1."))
+    for name, least, example in (("rows", 0, 3), ("first", 1, 1)):
+        if (value := getattr(settings, name)) < least:
+            problems.append(Problem(f"{name}={value}", f"must be at least {least}.", f"Set {name}={example}."))
     if settings.color not in ("auto", "always", "never"):
         problems.append(Problem(f"color={settings.color}", "is none of auto, always, never.", "Set color=auto."))
     refuse(problems)

@@ -55,7 +55,7 @@ def test_colours_and_later_rows(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 def test_mistakes_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     code, _, error = show(tmp_path, capsys, "color=green", "first=0")
-    assert code == 2 and "color=green is none of" in error and "rows and first" in error
+    assert code == 2 and "color=green is none of" in error and "first=0 must be at least 1." in error
 
 
 def test_a_mix_shows_rows_and_shares_of_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

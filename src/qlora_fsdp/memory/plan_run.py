@@ -212,7 +212,8 @@ def _check_weights(plan: MemoryPlan, machine: Machine) -> None:
         more = f"Use {gpus.text}, or set fsdp=offload." if gpus else "Set fsdp=offload."
         reason += " with CUDA's own share."
     else:
-        more = "Set model to a smaller one, or use a host with more memory."
+        room = "use a host with more memory" if config.memory.target_gib is None else "set memory.target_gib higher"
+        more = f"Set model to a smaller one, or {room}."
         reason += "."
     adapters = plan.phases["load"]["adapters"]
     if adapters > weights / 2:
