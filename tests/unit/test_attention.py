@@ -119,3 +119,16 @@ def test_it_gets_tokens_before_heads_and_where_rows_start(hopper, monkeypatch, l
     mask = (row[:, :, None] == row[:, None, :]) & torch.ones(12, 12, dtype=torch.bool).tril()
     wanted = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None], scale=0.3, enable_gqa=True)
     torch.testing.assert_close(out, wanted.transpose(1, 2))
+
+
+def test_sequences_of_one_row_each_take_the_kernel_of_whole_rows(monkeypatch):
+    """Also if the starts of these rows are told, as they are where ranks share a long row."""
+    monkeypatch.setattr(varlen, "attend", lambda *args: pytest.fail("this kernel is slower over long rows"))
+    query, key, value = (torch.randn(2, heads, 8, 16) for heads in (4, 2, 2))
+    starts = torch.tensor([0, 8, 16], dtype=torch.int32)
+    module = torch.nn.Module()
+    told, _ = attention.varlen_attention(module, query, key, value, None, cu_seq_lens_q=starts, max_length_q=8)
+    alone, _ = attention.varlen_attention(module, query, key, value, None)
+    assert torch.equal(told, alone)
+    expected = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+    assert torch.equal(told, expected.transpose(1, 2))

@@ -195,6 +195,8 @@ def varlen_attention(
     """
     assert attention_mask is None and not dropout
     batch, _, length, _ = query.shape
+    if cu_seq_lens_q is not None and len(cu_seq_lens_q) == batch + 1:
+        cu_seq_lens_q = None  # each sequence is one row: as a long row is that ranks share
     window = sliding_window if sliding_window is not None and sliding_window < length else None
     is_plain = window is None and s_aux is None
     num_rows = 0 if cu_seq_lens_q is None else len(cu_seq_lens_q) - 1
