@@ -13,7 +13,7 @@ from torch import nn
 from qlora_fsdp.data.tokenize import RowTokenizer
 from qlora_fsdp.model import materialize
 from qlora_fsdp.model.causal_lm import CausalLM
-from qlora_fsdp.training import run, saver, train_adapter
+from qlora_fsdp.training import checkpoint_thread, run, train_adapter
 
 # An object, and the name of its function
 STAGES: dict[str, tuple[Any, str]] = {
@@ -22,7 +22,7 @@ STAGES: dict[str, tuple[Any, str]] = {
     "workers that tokenize": (RowTokenizer, "whole"),
     "load": (materialize, "fill"),
     "forward": (CausalLM, "forward"),
-    "checkpoint": (saver, "write_checkpoint"),
+    "checkpoint": (checkpoint_thread, "write_checkpoint"),
     "export": (train_adapter, "save_adapter"),
     "report": (run, "write_report"),
 }

@@ -46,8 +46,18 @@ def test_every_option_composes_and_validates(group: str, option: str, monkeypatc
 @pytest.mark.parametrize("option", group_options("experiment", [conf_folder()]))
 def test_every_experiment_composes_and_validates(option: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(Path(__file__).parents[2])  # the demo's paths are seen from there
-    needed = {"qlora_paper": ["model=llama3-8b", "data.path=org/name"], "dry_run": ["model=llama3-8b"]}.get(option, [])
-    check(load_config([f"experiment={option}", f"run.folder={tmp_path / 'new'}", *needed]), World(num_ranks=2))
+    needed = {
+        "qlora_paper": ["model=llama3-8b", "data.path=org/name"],
+        "dry_run": ["model=llama3-8b"],
+        # Its script makes model and data
+        "demo_preference": [
+            "model.path=demo/base",
+            "data.path=demo/pairs.jsonl",
+            "data.eval_path=demo/pairs_eval.jsonl",
+        ],
+    }
+    own = [f"run.folder={tmp_path / 'new'}", *needed.get(option, [])]
+    check(load_config([f"experiment={option}", *own]), World(num_ranks=2))
 
 
 def test_overrides_win_over_the_experiment_which_wins_over_groups() -> None:
