@@ -5,8 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 AUDIT := .audit
-# Test files at a time, three even on two cores: many wait. On GPUs one, as their tests use all that there are.
-WORKERS ?= $(if $(wildcard /dev/nvidiactl),0,3)
+# Test files at a time: two, whose ranks keep two cores busy. On GPUs one, as their tests use all that there are.
+WORKERS ?= $(if $(wildcard /dev/nvidiactl),0,2)
 PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 25
 
 .DEFAULT_GOAL := help

@@ -95,8 +95,9 @@ class StartedRanks:
     def kill(self) -> None:
         """End all processes. One that still lives writes to its log where each of its threads stands."""
         for process in self.processes:
-            if process.is_alive():
-                os.kill(process.pid, signal.SIGUSR2)
+            with suppress(ProcessLookupError):  # it ends by itself just now
+                if process.is_alive():
+                    os.kill(process.pid, signal.SIGUSR2)
             process.join(GRACE_SECONDS)
             process.kill()
             process.join()
