@@ -132,8 +132,12 @@ def fits_whole(trained: AssembledModel, config: Config, processes: Processes) ->
     if processes.device.type != "cuda" or config.fsdp.cpu_offload:
         return False
     num_bytes = sum(param.numel() * param.itemsize for param in trained.model.parameters())
-    free = -processes.max([-float(torch.cuda.mem_get_info(processes.device)[0])])[0]
-    return num_bytes <= WHOLE_SHARE * free
+    return num_bytes <= WHOLE_SHARE * _least_free(processes)
+
+
+def _least_free(processes: Processes) -> float:
+    """Free bytes of the GPU that has the fewest. Collective."""
+    return -processes.max([-float(torch.cuda.mem_get_info(processes.device)[0])])[0]
 
 
 def _can_spread(trained: AssembledModel, config: Config, processes: Processes) -> bool:
@@ -141,10 +145,9 @@ def _can_spread(trained: AssembledModel, config: Config, processes: Processes) -
     base, num_ranks = trained.model.base, processes.num_ranks
     if config.fsdp.cpu_offload or len(trained.model.layers) < num_ranks:
         return False
-    if processes.device.type == "cuda":
-        free = -processes.max([-float(torch.cuda.mem_get_info(processes.device)[0])])[0]
-        if bytes_of_fullest(base, num_ranks) > SPREAD_SHARE * free:
-            return False
+    is_gpu = processes.device.type == "cuda"
+    if is_gpu and bytes_of_fullest(base, num_ranks) > SPREAD_SHARE * _least_free(processes):
+        return False
     trusts, generation = config.model.trust_remote_code, generation_config(trained)
     generation.update(do_sample=True)  # as a command may: then all settings are used
     reason = why_not(generation) or why_not_in_slots(base.config, trusts) or why_not_spread(base.config, trusts)
