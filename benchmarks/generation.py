@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
-r"""Tokens a second that are generated on one GPU: this project beside transformers + bitsandbytes + PEFT, in one job.
+r"""Tokens a second that are generated: this project beside transformers + bitsandbytes + PEFT, in one job.
 
     python benchmarks/generation.py --shape 8b --out generation.json
+    python benchmarks/generation.py --shape 70b --num-gpus 2 --sparse --sides ours
 
 Both sides have the same random weights in nf4 with double quantization, the same random adapter (r=16 on all linear
 layers), and the same random prompts, and no text ends early. A figure is all new tokens over all seconds, prompts
 included, of a second call; the first records the CUDA graph. `likelihoods` are answers a second, of 20 tokens each,
-four to a question of 80.
+four to a question of 80, on one GPU. With `--num-gpus` the layers are spread over GPUs, as `generate` spreads those of
+a model that no GPU holds.
 """
 
 from __future__ import annotations
@@ -14,11 +16,15 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import patch
 
 import peft
 import torch
@@ -33,7 +39,7 @@ from qlora_fsdp.decoding.completer import Request
 from qlora_fsdp.decoding.likelihoods import Scorer, Text
 from qlora_fsdp.generate import GenerateSettings
 from qlora_fsdp.inference.completions import make_completer
-from qlora_fsdp.inference.trained import load_trained
+from qlora_fsdp.inference.trained import WHOLE_SHARE, load_trained
 from qlora_fsdp.model.causal_lm import CausalLM
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.run_command import run_command
@@ -46,6 +52,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=["tiny", "1b", "8b", "70b"], default="8b")
     parser.add_argument("--sides", default="stock,ours")
+    parser.add_argument("--num-gpus", type=int, default=1)
     parser.add_argument("--prompts", default="1,8,64", help="numbers of prompts")
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=128)
@@ -54,28 +61,44 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="list our kernels, most time first")
     parser.add_argument("--sparse", action="store_true", help="weights of zeros, which take no time to write")
     parser.add_argument("--checkpoint", type=Path, help="a folder to keep the checkpoint in")
+    parser.add_argument("--adapter", type=Path, help=argparse.SUPPRESS)  # of a rank, which its launcher has made
     parser.add_argument("--out", type=Path, default=Path("generation.json"))
     args = parser.parse_args()
+    if args.adapter:
+        return write_rows(run_ours(args, args.checkpoint, args.adapter), args.out)
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
         checkpoint, adapter = args.checkpoint or Path(scratch) / "base", Path(scratch) / "adapter"
         if not (checkpoint / "model.safetensors.index.json").is_file():
             make_checkpoint(args.shape, checkpoint, sparse=args.sparse)
         write_adapter(checkpoint, adapter)
+        if args.num_gpus > 1:
+            return launch_ranks(args.num_gpus, checkpoint, adapter)
         for side in args.sides.split(","):
             rows += (run_ours if side == "ours" else run_stock)(args, checkpoint, adapter)
             gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
+    write_rows(rows, args.out)
+
+
+def launch_ranks(number: int, checkpoint: Path, adapter: Path) -> None:
+    """Start this program again, once for each GPU, with what has been made."""
+    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(number), __file__, *sys.argv[1:]]
+    subprocess.run([sys.executable, *ranks, "--checkpoint", checkpoint, "--adapter", adapter], check=True)
+
+
+def write_rows(rows: list[dict[str, Any]], out: Path) -> None:
+    """Print the table and write the JSON, in one process of all."""
+    if int(os.environ.get("RANK", "0")) > 0:
+        return
     print(f"{'side':<8}{'what':<16}{'a second':>12}{'ms/token':>10}{'first, s':>10}{'peak GiB':>10}")
     for row in rows:
         print(
             f"{row['side']:<8}{row['what']:<16}{row['per_second']:>12,.1f}{row['ms_token']:>10.2f}"
             f"{row['first_s']:>10.2f}{row['peak_gib']:>10.1f}"
         )
-    args.out.write_text(
-        json.dumps({"device": device_name(), "torch": torch.__version__, "rows": rows}, indent=1) + "\n"
-    )
+    out.write_text(json.dumps({"device": device_name(), "torch": torch.__version__, "rows": rows}, indent=1) + "\n")
 
 
 def write_adapter(checkpoint: Path, folder: Path) -> None:
@@ -132,7 +155,9 @@ def run_ours(args: argparse.Namespace, checkpoint: Path, adapter: Path) -> list[
     rows: list[dict[str, Any]] = []
 
     def body(settings: GenerateSettings, config: Config, processes: Processes) -> None:
-        trained = load_trained(config, settings.adapter, processes, generates=True)
+        whole_share = 0 if args.num_gpus > 1 else WHOLE_SHARE  # a model that one GPU could hold is spread too
+        with patch("qlora_fsdp.inference.trained.WHOLE_SHARE", whole_share):
+            trained = load_trained(config, settings.adapter, processes, generates=True, may_spread=True)
         completer = make_completer(trained, config, GenerationConfig(do_sample=False), processes)
         assert completer is not None, "this model can't be completed in slots"
         scorer = Scorer(cast(CausalLM, trained.model), processes.device)
@@ -162,11 +187,13 @@ def measure(
     release: Callable[[], None] = lambda: None,
 ) -> list[dict[str, Any]]:
     """A row for each number of prompts, and one of likelihoods: the first call, and the third, by the clock."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     for number in map(int, args.prompts.split(",")):
         prompts = random_words(number, args.prompt_tokens)
         rows.append({"side": side, "what": f"{number} prompts", **time_calls(complete, prompts, number)})
         release()
+    if args.num_gpus > 1:
+        return rows
     answers = iter(random_words(args.texts, 20))
     questions = [words for words in random_words(-(args.texts // -4), 80) for _ in range(4)][: args.texts]
     texts = [
