@@ -29,7 +29,7 @@ def main(families: list[str]) -> int:
         trial = RowTrial(config, max_length=2048)
         reason = trial.why_not_packed("eager")
         seconds = time.process_time() - started
-        by_starts, head = trial.why_not_packed(BY_STARTS) is None, trial.has_plain_head()
+        by_starts, head = trial.why_not_packed(BY_STARTS) is None, trial.head_transform() is not None
         is_apart = packed_rows_stay_apart(family)
         num_wrong += (reason is None) != is_apart
         words = [{True: "yes", False: "no"}[value] for value in (reason is None, is_apart, by_starts, head)]

@@ -44,7 +44,7 @@ CHECKPOINTS = list(itertools.product((torch.bfloat16, torch.float16, torch.float
 class Blocks(nn.Module):
     """Blocks of quantized layers, every second with a bias, and a norm, in the place of a language model."""
 
-    splits_head = False
+    transform = None
     embeddings = head = nn.Identity()  # neither is a unit of its own
 
     def __init__(self, format: Format, dtype: torch.dtype) -> None:

@@ -71,7 +71,7 @@ def build(folder: Path, quant: QuantConfig, dtype: torch.dtype = torch.bfloat16)
 class Whole(nn.Module):
     """A base model without adapters, in the place of a task's model."""
 
-    splits_head = False
+    transform = None
     embeddings = head = nn.Identity()  # neither is a unit of its own
 
     def __init__(self, model: PreTrainedModel) -> None:

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from qlora_fsdp.common.sizes import IGNORE_INDEX
 from qlora_fsdp.config.schema import PreferenceConfig, PreferenceLoss
 from qlora_fsdp.data.batch import Batch, lay_out
-from qlora_fsdp.layers.head_loss import Reduction
+from qlora_fsdp.layers.head_loss import LogitTransform, Reduction
 from qlora_fsdp.model.preference import PreferenceLM
 from qlora_fsdp.training.batch_key import Key, fill, with_room
 
@@ -41,7 +41,7 @@ def model_of(loss: str, **more: Any) -> Given:
         peft.get_peft_model(LlamaForCausalLM(config), peft.LoraConfig(target_modules=["q_proj"])),
         settings_of(loss, **more),
         loss_kernel="torch",
-        splits_head=True,
+        transform=LogitTransform(),
     )
 
 

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from qlora_fsdp.decoding import likelihoods
 from qlora_fsdp.decoding.likelihoods import Scorer, Text, find_rows
+from qlora_fsdp.layers.head_loss import LogitTransform
 from qlora_fsdp.model.causal_lm import CausalLM
 
 
@@ -54,9 +55,11 @@ def test_likelihoods_are_those_of_each_text_alone(
         expected.append(
             (-F.cross_entropy(logits, target, reduction="sum").item(), bool((logits.argmax(-1) == target).all()))
         )
+    cap = getattr(model.config, "final_logit_softcapping", None)
+    transform = LogitTransform(cap=cap) if splits_head else None
     wrapped = peft.PeftModel(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
     done: list[int] = []
-    found = Scorer(CausalLM(wrapped, splits_head=splits_head), CPU).score(asked, done.append)
+    found = Scorer(CausalLM(wrapped, transform=transform), CPU).score(asked, done.append)
     wrapped.unload()
     assert [each.is_greedy for each in found] == [is_greedy for _, is_greedy in expected]
     assert found[-1].is_greedy and not found[0].is_greedy

@@ -8,14 +8,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qlora_fsdp.common import sizes
+from qlora_fsdp.layers.head_loss import LogitTransform
 from qlora_fsdp.layers.rewire import attach_loss
 
 
-def reference(hidden: Tensor, targets: Tensor, head: nn.Linear, softcap: float | None) -> tuple[Tensor, list[Tensor]]:
+def reference(
+    hidden: Tensor, targets: Tensor, head: nn.Linear, softcap: float | None, factor: float
+) -> tuple[Tensor, list[Tensor]]:
     """The summed loss and its gradients by the hidden states and the head's parameters, in float64, by autograd."""
     leaves = [tensor.detach().double().requires_grad_() for tensor in (hidden, *head.parameters())]
     hidden, *parameters = leaves
-    logits = F.linear(hidden, *parameters)
+    logits = factor * F.linear(hidden, *parameters)
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
@@ -25,9 +28,12 @@ def reference(hidden: Tensor, targets: Tensor, head: nn.Linear, softcap: float |
 
 @pytest.mark.parametrize("is_frozen", [True, False])
 @pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("factor", [1.0, 0.25])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("num_tokens", [64, 60])  # chunks of 32 that fit, and that do not
-def test_loss_and_gradient(monkeypatch, is_frozen: bool, softcap: float | None, bias: bool, num_tokens: int):
+def test_loss_and_gradient(
+    monkeypatch, is_frozen: bool, softcap: float | None, factor: float, bias: bool, num_tokens: int
+):
     monkeypatch.setattr(sizes, "MIN_CHUNK", 32)
     monkeypatch.setattr(sizes, "LOGITS_BYTES", 1)
     torch.manual_seed(0)
@@ -36,8 +42,10 @@ def test_loss_and_gradient(monkeypatch, is_frozen: bool, softcap: float | None, 
     targets = torch.randint(0, 50, (2, num_tokens // 2))
     targets[0, :20] = -100
     targets[1, -1] = -100
-    expected, expected_grads = reference(hidden, targets, head, softcap)
-    attach_loss(head, softcap)
+    if factor != 1.0 and bias:
+        pytest.skip("a head with a bias has no factor")
+    expected, expected_grads = reference(hidden, targets, head, softcap, factor)
+    attach_loss(head, LogitTransform(factor, softcap))
 
     loss = head(hidden, targets)
     (3 * loss).backward()

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -19,7 +19,7 @@ from tests.helpers.patched import liger_kernels
 from tests.helpers.quick_config import load_config
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.models.lfm2 import modeling_lfm2
 from transformers.models.llama import modeling_llama
 from transformers.models.qwen3_next import modeling_qwen3_next
@@ -27,6 +27,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 from qlora_fsdp.common.errors import ConfigError
 from qlora_fsdp.data.batch import lay_out
 from qlora_fsdp.layers.attention import VARLEN
+from qlora_fsdp.layers.head_loss import LogitTransform
 from qlora_fsdp.model import miniature as small_configs
 from qlora_fsdp.model import packing
 from qlora_fsdp.model.attention_by_starts import BY_SLICES, BY_STARTS, BY_STARTS_CAPPED
@@ -48,7 +49,7 @@ def test_an_earlier_run_of_the_process_left_kernels_for_gpus():
         patched_norm = modeling_llama.LlamaRMSNorm
         assert chosen == ["rms_norm", "rotary", "glu"] and patched_norm is not stock_norm
         trial = RowTrial(config, LONG)
-        assert (trial.error, trial.why_not_packed(BY_STARTS), trial.has_plain_head()) == (None, None, True)
+        assert (trial.error, trial.why_not_packed(BY_STARTS), trial.head_transform()) == (None, None, LogitTransform())
         assert modeling_llama.LlamaRMSNorm is patched_norm
     assert modeling_llama.LlamaRMSNorm is stock_norm
 
@@ -314,11 +315,51 @@ def test_delta_rules_get_rows_starts(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize(
-    ("family", "is_plain"),
-    [("llama", True), ("gemma2", True), ("gemma3n_text", True), ("granite", False), ("cohere", False)],
+    ("family", "values", "expected"),
+    [
+        ("llama", {}, LogitTransform()),
+        ("gemma2", {}, LogitTransform(cap=30.0)),
+        ("granite", {"logits_scaling": 1.0}, LogitTransform()),
+        ("granite", {"logits_scaling": 16.0}, LogitTransform(1 / 16)),
+        ("granitemoe", {"logits_scaling": 6.0}, LogitTransform(1 / 6)),
+        ("cohere", {}, LogitTransform(0.0625)),
+        ("cohere2", {"logit_scale": 0.25}, LogitTransform(0.25)),
+    ],
 )
-def test_a_head_that_does_more_is_found(family: str, is_plain: bool):
-    assert RowTrial(real_config(family), LONG).has_plain_head() == is_plain
+def test_what_a_model_does_to_its_heads_output_is_found(family: str, values: dict[str, float], expected):
+    config = real_config(family)
+    config.update(values)
+    assert RowTrial(config, LONG).head_transform() == expected
+
+
+def scaled_llama(monkeypatch: pytest.MonkeyPatch, scale: Callable[[LlamaConfig], float]) -> LogitTransform | None:
+    forward = LlamaForCausalLM.forward
+
+    def scaled(self: LlamaForCausalLM, *args: Any, **kwargs: Any) -> Any:
+        output = forward(self, *args, **kwargs)
+        output.logits = scale(self.config) * output.logits
+        return output
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", scaled)
+    config = real_config("llama")
+    config.update({"own_scale": 3.0, "other_number": 5.0})
+    return RowTrial(config, LONG).head_transform()
+
+
+def test_a_scale_is_taken_only_from_a_number_that_it_follows(monkeypatch: pytest.MonkeyPatch):
+    assert scaled_llama(monkeypatch, lambda config: 1 / config.own_scale) == LogitTransform(1 / 3)
+
+
+@pytest.mark.parametrize(
+    "scale",
+    [
+        lambda config: 5.0,  # equal to a number of the config by chance
+        lambda config: 256 / config.hidden_size,  # the small model has another width than the large one
+        lambda config: config.own_scale**2,
+    ],
+)
+def test_a_scale_that_the_large_model_may_not_have_is_not_taken(monkeypatch: pytest.MonkeyPatch, scale):
+    assert scaled_llama(monkeypatch, scale) is None
 
 
 def settle(model: str, *more: str, attention: str = "sdpa", **values: Any):
@@ -371,14 +412,18 @@ def losses_of(model: CausalLM, rows: Sequence[Sequence[int]], is_target: Sequenc
         return float(model(lay_out([pairs], 64, pad_token_id=0)).item())
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe", "cohere"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe", "cohere", "granitemoe"])
 def test_the_loss_of_a_packed_row_is_that_of_the_row_alone(family: str):
     torch.manual_seed(0)
-    config = miniature(real_config(family), LONG)
+    real = real_config(family)
+    if family == "granitemoe":
+        real.logits_scaling = 6.0
+    config = miniature(real, LONG)
     base = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    has_plain_head = RowTrial(real_config(family), LONG).has_plain_head()
+    transform = RowTrial(real, LONG).head_transform()
+    assert transform is not None
     wrapped = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
-    model = CausalLM(wrapped, splits_head=has_plain_head)
+    model = CausalLM(wrapped, transform=transform)
     first, second, third = [list(range(start, start + 20)) for start in (3, 20, 40)]
     only_second = (False, True, False)
     packed = losses_of(model, (first, second, third), only_second)

@@ -34,6 +34,7 @@ from qlora_fsdp.data.batch import Batch, collate
 from qlora_fsdp.data.run_data import PreparedData, prepare_data
 from qlora_fsdp.data.sequences import Sequences
 from qlora_fsdp.data.tokenizer import byte_tokenizer, load_tokenizer
+from qlora_fsdp.layers.head_loss import LogitTransform
 from qlora_fsdp.layers.rewire import attach_loss
 from qlora_fsdp.memory.gpus import find_gpu
 from qlora_fsdp.memory.policy import Policy
@@ -285,7 +286,7 @@ def test_losses_of_tokens_and_their_weighted_gradient(monkeypatch, is_frozen: bo
     (expected * weights).sum().backward()
 
     hidden = hidden.requires_grad_()
-    attach_loss(head, softcap)
+    attach_loss(head, LogitTransform(cap=softcap))
     losses = head(hidden, targets, "none")
     (losses * weights).sum().backward()
     torch.testing.assert_close(losses.double(), expected, rtol=1e-5, atol=1e-6)

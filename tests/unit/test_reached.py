@@ -97,7 +97,7 @@ def test_what_peft_refuses_by_itself(family: str):
 def test_a_model_that_sees_what_it_is_to_predict_is_refused(family: str, sees: bool):
     trial = RowTrial(AutoConfig.for_model(family), max_length=64)
     assert trial.error is None and (trial.why_not_causal() is not None) == sees
-    traits = Traits(has_plain_head=False, why_not_by_starts=None, why_not_causal=trial.why_not_causal())
+    traits = Traits(transform=None, why_not_by_starts=None, why_not_causal=trial.why_not_causal())
     if sees:
         with pytest.raises(CheckpointError, match="can't learn to predict the next token: tokens see later ones"):
             check_causal(trial.small, traits)

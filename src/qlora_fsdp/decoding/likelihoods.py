@@ -137,7 +137,7 @@ class Scorer:
         base: Any = self.model.base
         with running(Step(branches=branches, places=positions) if has_branches else Step()):
             inputs = {"input_ids": tokens, "position_ids": positions, "use_cache": False}
-            if self.model.splits_head:
+            if self.model.transform is not None:
                 outputs = base.get_decoder()(**inputs).last_hidden_state
             else:
                 outputs = base(**inputs).logits
@@ -152,12 +152,10 @@ class Scorer:
         return sums, zeros.index_add(0, numbers, torch.cat(are_missed)) == 0
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        if not self.model.splits_head:
+        if self.model.transform is None:
             return hidden
         base: Any = self.model.base
-        logits = base.get_output_embeddings()(hidden[None])[0]
-        cap = getattr(base.config, "final_logit_softcapping", None)
-        return logits if cap is None else cap * torch.tanh(logits / cap)  # type: ignore[no-any-return]
+        return self.model.transform(base.get_output_embeddings()(hidden[None])[0])
 
 
 def find_rows(texts: Sequence[Text]) -> list[Row]:

@@ -12,6 +12,7 @@ multiplies the gradient that forward has kept by this factor.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torch
@@ -28,12 +29,35 @@ LossKernel = Literal["triton", "liger", "torch"]
 Reduction = Literal["sum", "none"]
 
 
+@dataclass(frozen=True)
+class LogitTransform:
+    """What a model does to the output of its head before the loss: `cap * tanh(factor * logits / cap)`.
+
+    Attributes:
+        factor: Granite and Cohere scale their logits.
+        cap: Gemma 2 caps them; None for no cap.
+    """
+
+    factor: float = 1.0
+    cap: float | None = None
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """The logits of the model, in the dtype and shape of the head's."""
+        if self.factor != 1.0:
+            logits = self.factor * logits
+        return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
+
+
+UNCHANGED = LogitTransform()
+
+
 class HeadLoss:
     """The forward of an output layer that computes the loss if it is given targets, and logits otherwise.
 
     Args:
         head: hidden size -> vocabulary; may be adapted or trained (PEFT's wrappers). On meta or not, but not sharded.
-        softcap: logits become `softcap * tanh(logits / softcap)` (Gemma 2); None leaves them as they are.
+        transform: what the model does to the head's logits. A factor is applied to the hidden states, which are fewer;
+            so a head with a bias must have none.
         kernel: what computes the loss of a frozen head: our Triton kernel or Liger's, both on a GPU, or torch.
 
     Attributes:
@@ -41,9 +65,9 @@ class HeadLoss:
             tokens beside it. Its weight is then gathered here, into one buffer, and backward does not need it.
     """
 
-    def __init__(self, head: nn.Module, softcap: float | None, kernel: LossKernel) -> None:
+    def __init__(self, head: nn.Module, transform: LogitTransform, kernel: LossKernel) -> None:
         self.head, self.logits = cast(nn.Linear, plain_table(head)), head.forward
-        self.softcap, self.kernel = softcap, kernel
+        self.factor, self.softcap, self.kernel = transform.factor, transform.cap, kernel
         is_int8 = type(self.head) is QuantizedLinear and self.head.format.quant_type == "int8"
         self.is_frozen_linear = is_int8 or (type(self.head) is nn.Linear and not self.head.weight.requires_grad)
         self.new_rows = cast(TokenRows, head.token_adapter) if self.head is not head else None
@@ -59,6 +83,8 @@ class HeadLoss:
         """
         if targets_BL is None:
             return self.logits(hidden_BLD)  # type: ignore[no-any-return]
+        if self.factor != 1.0:
+            hidden_BLD = hidden_BLD * self.factor
         losses = self._losses(hidden_BLD.flatten(0, 1), targets_BL.flatten(), reduction)
         return losses.sum() if reduction == "sum" else losses.view(targets_BL.shape)
 

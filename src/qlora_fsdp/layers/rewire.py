@@ -36,7 +36,7 @@ from qlora_fsdp.common.families import PRENORM_LAYERS
 from qlora_fsdp.config.schema import ComputeConfig, Kernel, KernelsConfig, MatmulKind
 from qlora_fsdp.layers.experts import expert_weight_names
 from qlora_fsdp.layers.gated import find_gated
-from qlora_fsdp.layers.head_loss import HeadLoss, LossKernel
+from qlora_fsdp.layers.head_loss import UNCHANGED, HeadLoss, LogitTransform, LossKernel
 from qlora_fsdp.layers.lora import LoraLinear, SharedInput
 from qlora_fsdp.layers.matmul import FP8_MAX_BLOCKSIZE, FP8_MULTIPLE, Fp8Matmul
 from qlora_fsdp.layers.mlp import MAX_RANK, GatedMlp
@@ -208,7 +208,7 @@ def recompute_norms(layer: nn.Module) -> None:
         module.last_norm = last_norm  # type: ignore[assignment]
 
 
-def attach_loss(head: nn.Module, softcap: float | None = None, kernel: LossKernel = "torch") -> bool:
+def attach_loss(head: nn.Module, transform: LogitTransform = UNCHANGED, kernel: LossKernel = "torch") -> bool:
     """Let the model's output layer compute the loss when it is given targets: `head(hidden, targets)`.
 
     The loss belongs inside the head's own forward because FSDP gathers the head for exactly that call. A frozen head
@@ -216,12 +216,12 @@ def attach_loss(head: nn.Module, softcap: float | None = None, kernel: LossKerne
 
     Args:
         head: hidden size -> vocabulary; may be adapted or trained (PEFT's wrappers).
-        softcap: logits become `softcap * tanh(logits / softcap)` (Gemma 2); None leaves them as they are.
+        transform: what the model does to the logits before the loss.
         kernel: what computes the loss of a frozen head.
 
     Returns:
         Whether backward needs the head's weight. It does not where the head is frozen.
     """
-    loss = HeadLoss(head, softcap, kernel)
+    loss = HeadLoss(head, transform, kernel)
     head.forward = loss
     return not loss.is_frozen_linear

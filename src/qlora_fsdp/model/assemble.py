@@ -20,7 +20,7 @@ from qlora_fsdp.config.schema import Config, LoraConfig, TaskName
 from qlora_fsdp.config.written import public_value, with_values
 from qlora_fsdp.data.tokenizer import NO_TOKENS, AddedTokens, add_tokens, find_tokenizer
 from qlora_fsdp.layers.attention import choose_attention
-from qlora_fsdp.layers.head_loss import LossKernel
+from qlora_fsdp.layers.head_loss import UNCHANGED, LogitTransform, LossKernel
 from qlora_fsdp.layers.liger import choose_loss_kernel, use_fused_kernels
 from qlora_fsdp.layers.rewire import Rewired, rewire
 from qlora_fsdp.layers.sliced_attention import slice_attention
@@ -136,7 +136,7 @@ def assemble(
     _check_token_rows(meta, tokens, len(tokenizer), files.folder)
     notes += [*meta.notes, *describe_left_out(meta.model, find_left_out(meta.model, lora, traits.unreached))]
     settings = replace(config, lora=lora)
-    model = adapt_model(meta, settings, tokens, loss_kernel, traits.has_plain_head, traits.unreached)
+    model = adapt_model(meta, settings, tokens, loss_kernel, traits.transform, traits.unreached)
     rewired = Rewired(num_fp8=0, num_groups=0)
     if trains:
         rewired = rewire(model, config.compute, config.kernels)
@@ -265,7 +265,7 @@ def adapt_model(
     config: Config,
     tokens: AddedTokens,
     loss_kernel: LossKernel = "torch",
-    splits_head: bool = True,
+    transform: LogitTransform | None = UNCHANGED,
     unreached: Collection[str] = (),
 ) -> TaskModel:
     """Add the adapters to the model, in place, and wrap it in the `TaskModel` of its task.
@@ -275,7 +275,7 @@ def adapt_model(
         config: `lora`, `task` and `preference` are used.
         tokens: the tokens whose rows in embeddings and head are trained.
         loss_kernel: what computes the loss of a frozen head.
-        splits_head: see `CausalLM`.
+        transform: see `CausalLM`.
         unreached: see `find_targets`.
     """
     lora, task = config.lora, config.task
@@ -284,9 +284,9 @@ def adapt_model(
     adapted = apply_adapters(meta.model, lora, task.name, tokens, unreached)
     match task.name:
         case TaskName.causal_lm:
-            return CausalLM(adapted, loss_kernel, splits_head)
+            return CausalLM(adapted, loss_kernel, transform)
         case TaskName.preference:
-            return PreferenceLM(adapted, config.preference, loss_kernel, splits_head)
+            return PreferenceLM(adapted, config.preference, loss_kernel, transform)
         case TaskName.reward:
             return RewardModel(adapted)
         case TaskName.sequence_classification | TaskName.token_classification:

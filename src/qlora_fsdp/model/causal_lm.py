@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from qlora_fsdp.common.sizes import IGNORE_INDEX
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.layers import QuantizedEmbedding
-from qlora_fsdp.layers.head_loss import LossKernel, Reduction
+from qlora_fsdp.layers.head_loss import UNCHANGED, LogitTransform, LossKernel, Reduction
 from qlora_fsdp.layers.rewire import attach_loss
 from qlora_fsdp.model.inputs import has_recurrent_layers, lay_out_for, row_markers
 from qlora_fsdp.model.positions import first_position
@@ -23,8 +23,9 @@ from qlora_fsdp.runtime.rows import gather_whole
 class CausalLM(TaskModel):
     """A PEFT-wrapped causal language model with its loss.
 
-    In most models the logits are the head applied to the last hidden state. For these, backbone and head run apart, and
-    the head computes the loss without holding the logits of all tokens. Any other model runs its own forward.
+    In most models the logits are the head applied to the last hidden state, maybe scaled or capped. For these, backbone
+    and head run apart, and the head computes the loss without holding the logits of all tokens. Any other model runs
+    its own forward.
 
     Frozen embeddings and a frozen head are large, and forward alone needs them. The model gathers these itself, each
     into one buffer for the time of its use; FSDP's hooks would take two buffers.
@@ -32,7 +33,7 @@ class CausalLM(TaskModel):
     Args:
         model: the wrapped model, on meta or not.
         loss_kernel: what computes the loss of a frozen head.
-        splits_head: whether the logits are the head's alone (`packing.has_plain_head`).
+        transform: what makes logits of the head's output; None if the logits are made in another way.
 
     Attributes:
         router_loss: what is added in training for a mixture of experts; None for nothing.
@@ -40,18 +41,22 @@ class CausalLM(TaskModel):
 
     router_loss: RouterLoss | None = None
 
-    def __init__(self, model: peft.PeftModel, loss_kernel: LossKernel = "torch", splits_head: bool = True) -> None:
+    def __init__(
+        self,
+        model: peft.PeftModel,
+        loss_kernel: LossKernel = "torch",
+        transform: LogitTransform | None = UNCHANGED,
+    ) -> None:
         super().__init__(model)
-        config = self.base.config.get_text_config()
-        self.splits_head, self.is_recurrent = splits_head, has_recurrent_layers(self.base)
+        self.transform, self.is_recurrent = transform, has_recurrent_layers(self.base)
         self.first_position = first_position(self.base)
         embeddings, head = self.base.get_input_embeddings(), self.base.get_output_embeddings()
         own: list[nn.Module] = []
-        if self.splits_head:
+        if transform is not None:
             is_plain = type(embeddings) is nn.Embedding and not embeddings.weight.requires_grad
             if is_plain or isinstance(embeddings, QuantizedEmbedding):
                 own.append(embeddings)
-            if not attach_loss(head, getattr(config, "final_logit_softcapping", None), loss_kernel):
+            if not attach_loss(head, transform, loss_kernel):
                 own.append(cast(nn.Module, self.head))
         self.gathered_by_model = own
 
@@ -84,7 +89,7 @@ class CausalLM(TaskModel):
         router_loss = self.router_loss if self.training else None
         if router_loss is not None:
             inputs["output_router_logits"] = True
-        if self.splits_head:
+        if self.transform is not None:
             outputs = self.base.get_decoder()(**inputs)
             compute = head.forward if self.head in self.gathered_by_model else head  # calling `head` runs FSDP's hooks
             loss: Tensor = compute(outputs.last_hidden_state, batch.targets, reduction)

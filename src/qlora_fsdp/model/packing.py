@@ -39,6 +39,7 @@ from qlora_fsdp.config.schema import Config, Dtype
 from qlora_fsdp.config.settings import problem_with
 from qlora_fsdp.config.written import with_values
 from qlora_fsdp.layers.attention import FLASH_4, VARLEN, traced_attention
+from qlora_fsdp.layers.head_loss import LogitTransform
 from qlora_fsdp.model.attention_by_starts import BY_SLICES, BY_STARTS, BY_STARTS_CAPPED
 from qlora_fsdp.model.row_trial import CPU, RowTrial
 from qlora_fsdp.runtime.processes import Processes
@@ -52,8 +53,7 @@ class Traits:
     """Traits of a model's class that a small model showed. They are the same on all ranks.
 
     Attributes:
-        has_plain_head: whether the logits are the output head of the decoder's last hidden state, and no more than
-            capped.
+        transform: what makes the logits of the head's output; None if they are made in another way.
         why_not_by_starts: why kernels that get rows' starts and no mask (`varlen`) do not compute this model; None if
             they do, or if it was not asked.
         unreached: linear layers that got no gradient, by their `general_name` (reached.py).
@@ -61,7 +61,7 @@ class Traits:
         why_not_sliced: why ranks can't share sequences of this model; None if they can, or if it was not asked.
     """
 
-    has_plain_head: bool
+    transform: LogitTransform | None
     why_not_by_starts: str | None
     unreached: frozenset[str] = frozenset()
     why_not_causal: str | None = None
@@ -93,10 +93,10 @@ def try_small(model: PretrainedConfig, config: Config, device: torch.device = CP
     """
     trial = _trial(model, config, device)
     if not config.task.is_causal:
-        return Traits(has_plain_head=False, why_not_by_starts=None, unreached=trial.unreached)
+        return Traits(transform=None, why_not_by_starts=None, unreached=trial.unreached)
     by_starts = trial.why_not_packed(BY_STARTS) if for_gpu else None
     by_slices = trial.why_not_packed(BY_SLICES) if config.distributed.num_slices > 1 else None
-    return Traits(trial.has_plain_head(), by_starts, trial.unreached, trial.why_not_causal(), by_slices)
+    return Traits(trial.head_transform(), by_starts, trial.unreached, trial.why_not_causal(), by_slices)
 
 
 def check_causal(model: PretrainedConfig, traits: Traits) -> None:

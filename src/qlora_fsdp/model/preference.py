@@ -15,7 +15,7 @@ from torch import Tensor
 from qlora_fsdp.common.sizes import IGNORE_INDEX
 from qlora_fsdp.config.schema import PreferenceConfig
 from qlora_fsdp.data.batch import Batch
-from qlora_fsdp.layers.head_loss import LossKernel
+from qlora_fsdp.layers.head_loss import LogitTransform, LossKernel
 from qlora_fsdp.model.causal_lm import CausalLM
 from qlora_fsdp.model.frozen_copy import FrozenCopy
 from qlora_fsdp.model.preference_loss import Pairs, figure_names, judged_losses, pair_losses
@@ -35,7 +35,7 @@ class PreferenceLM(CausalLM):
         model: the wrapped model, on meta or not.
         settings: the loss and its numbers.
         loss_kernel: see `CausalLM`, but not Liger's, which gives no losses of single tokens.
-        splits_head: see `CausalLM`.
+        transform: see `CausalLM`.
 
     Attributes:
         starts_from_adapter: whether the reference is the adapter with which training starts, and not the base.
@@ -47,9 +47,9 @@ class PreferenceLM(CausalLM):
         model: peft.PeftModel,
         settings: PreferenceConfig,
         loss_kernel: LossKernel,
-        splits_head: bool,
+        transform: LogitTransform | None,
     ) -> None:
-        super().__init__(model, loss_kernel, splits_head)
+        super().__init__(model, loss_kernel, transform)
         self.settings = settings
         self.figure_names = figure_names(self.settings)
         self.looks_ahead = not self.settings.loss.is_paired

@@ -19,8 +19,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from qlora_fsdp.data.batch import lay_out
+from qlora_fsdp.layers.head_loss import LogitTransform
 from qlora_fsdp.layers.liger import stock_models
 from qlora_fsdp.model.attention_by_starts import BY_SLICES, register_stand_ins
+from qlora_fsdp.model.head_trial import HeadTrial
 from qlora_fsdp.model.inputs import has_recurrent_layers, lay_out_for, row_markers
 from qlora_fsdp.model.miniature import MAX_PARAMETERS, VOCAB, miniature
 from qlora_fsdp.model.positions import num_learned_positions
@@ -72,7 +74,8 @@ class RowTrial:
     def __init__(
         self, config: PretrainedConfig, max_length: int, device: torch.device = CPU, trust_remote_code: bool = False
     ) -> None:
-        self.device, self.trust_remote_code, self.rows = device, trust_remote_code, _draw_rows()
+        self.config, self.device, self.trust_remote_code = config, device, trust_remote_code
+        self.rows = _draw_rows()
         self.found: dict[str, str | None] = {}  # by the implementation of attention
         self.error: str | None = None
         self.is_recurrent, self.num_positions, self.unreached = False, None, frozenset[str]()
@@ -138,32 +141,25 @@ class RowTrial:
             return None
         return f"tokens see later ones (with another last token, logits change by {change:.1g} of the largest)"
 
-    def has_plain_head(self) -> bool:
-        """Whether the logits are the output head of the decoder's last hidden state, and no more than capped."""
+    def head_transform(self) -> LogitTransform | None:
+        """What makes the logits of the head's output for the decoder's last hidden state; None for another way."""
         if self.error is not None:
-            return False
+            return None
+        row, logits = self.rows[1].to(self.device), self.alone.logits[1]
         with _stock(), torch.no_grad():
             try:
-                return self._compare_heads()
+                return HeadTrial(self.model, self.config, row, logits, self._build_from, _are_apart).transform()
             except Exception:  # no such parts, or parts that want to be called in another way
-                return False
+                return None
 
-    def _compare_heads(self) -> bool:
-        embeddings, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
-        decoder, cap = self.model.get_decoder(), getattr(self.small, "final_logit_softcapping", None)
-        ids = self.rows[1][None].to(self.device)
-        ways = [{"input_ids": ids}]
-        if type(embeddings) is nn.Embedding:  # then CausalLM looks the tokens up itself
-            ways.append({"inputs_embeds": embeddings(ids)})
-        found = [head(decoder(**way, use_cache=False).last_hidden_state)[0] for way in ways]
-        found = [logits if cap is None else cap * torch.tanh(logits / cap) for logits in found]
-        return all(_difference([logits], [self.alone.logits[1]]) <= LOGITS_TOLERANCE for logits in found)
+    def _build_from(self, config: PretrainedConfig) -> PreTrainedModel:
+        return self._build("eager", config)
 
-    def _build(self, attention: str) -> PreTrainedModel:
+    def _build(self, attention: str, config: PretrainedConfig | None = None) -> PreTrainedModel:
         """A small model in training mode, with random weights that are so large that whatever is mixed shows."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            model = self._make(attention)
+            model = self._make(attention, config)
             for name, parameter in model.named_parameters():
                 if parameter.ndim > 1:
                     is_table = "embed" in name or "wte" in name
@@ -183,9 +179,9 @@ class RowTrial:
         if num_parameters > MAX_PARAMETERS:
             raise ValueError(f"it has {num_parameters:,} parameters, so its config has sizes under unknown names")
 
-    def _make(self, attention: str) -> PreTrainedModel:
+    def _make(self, attention: str, config: PretrainedConfig | None = None) -> PreTrainedModel:
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            deepcopy(self.small),
+            deepcopy(config or self.small),
             attn_implementation=attention,
             dtype=torch.float32,
             trust_remote_code=self.trust_remote_code,
@@ -268,6 +264,10 @@ def _difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     """The largest difference of all rows, as a part of the largest value; NaN if a value is."""
     difference = torch.cat([(a - b).abs().flatten() for a, b in zip(found, expected, strict=True)]).max()
     return float(difference / torch.cat([tensor.abs().flatten() for tensor in expected]).max())
+
+
+def _are_apart(found: Tensor, expected: Tensor) -> bool:
+    return not _difference([found], [expected]) <= LOGITS_TOLERANCE
 
 
 def _first_line(error: Exception) -> str:

@@ -209,7 +209,7 @@ def embedding_and_head_units(model: TaskModel) -> list[nn.Module]:
     embeddings, head = model.embeddings, model.head
     if head is None:  # a classifier
         return [embeddings]
-    if not model.splits_head:
+    if model.transform is None:
         return []
     return [] if are_tied(embeddings, head) else [embeddings, head]
 

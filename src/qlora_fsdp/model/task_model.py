@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from qlora_fsdp.data.batch import Batch
+from qlora_fsdp.layers.head_loss import LogitTransform
 from qlora_fsdp.layers.token_rows import plain_table
 from qlora_fsdp.model.new_tokens import count_tokens
 from qlora_fsdp.runtime.processes import Processes
@@ -23,14 +24,15 @@ class TaskModel(nn.Module):
         model: the wrapped model, on meta or not.
 
     Attributes:
-        splits_head: whether embeddings and output head are FSDP units of their own, if the model has such a head.
+        transform: what makes the logits of the output of a causal model's head. The head then computes the loss, and
+            embeddings and head are FSDP units of their own. None if the model makes logits, or has none.
         gathered_by_model: those of these two units that the model gathers itself, where forward uses them
             (`gather_whole`).
         sums_gradients: the last value given to `shard.set_gradient_sync`.
         looks_ahead: whether `look_ahead` must be called before the losses of a step's or an evaluation's batches.
     """
 
-    splits_head = False
+    transform: LogitTransform | None = None
     gathered_by_model: Sequence[nn.Module] = ()
     sums_gradients: bool | None = None
     looks_ahead = False

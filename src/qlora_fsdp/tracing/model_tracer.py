@@ -22,7 +22,7 @@ from qlora_fsdp.config.schema import Config, Kernel, KernelsConfig
 from qlora_fsdp.data.tokenizer import AddedTokens
 from qlora_fsdp.layers.attention import traced_attention
 from qlora_fsdp.layers.experts import mentions_experts
-from qlora_fsdp.layers.head_loss import LossKernel
+from qlora_fsdp.layers.head_loss import UNCHANGED, LogitTransform, LossKernel
 from qlora_fsdp.layers.liger import stock_models
 from qlora_fsdp.layers.rewire import rewire
 from qlora_fsdp.layers.sliced_attention import slice_attention
@@ -55,7 +55,7 @@ class Computing:
         liger_kernels: the settings of `kernels` for which Liger's are used.
         loss_kernel: what computes the loss of a frozen head.
         is_cuda: whether it computes on a GPU.
-        splits_head: whether a causal model's logits are the head's alone, so that the head computes the loss.
+        transform: what makes a causal model's logits of its head's output, see `CausalLM`.
         unreached: linear layers that no gradient reaches, see `Traits`.
     """
 
@@ -64,7 +64,7 @@ class Computing:
     liger_kernels: Collection[str]
     loss_kernel: LossKernel
     is_cuda: bool
-    splits_head: bool = True
+    transform: LogitTransform | None = UNCHANGED
     unreached: frozenset[str] = frozenset()
 
 
@@ -167,8 +167,8 @@ class ModelTracer:
         with stock_models():
             meta = build_model(self.files, settings)
         put_in_shapes(meta.model, computing.liger_kernels)
-        loss_kernel, splits_head = computing.loss_kernel, computing.splits_head
-        model = adapt_model(meta, config, self.tokens, loss_kernel, splits_head, computing.unreached)
+        loss_kernel, transform = computing.loss_kernel, computing.transform
+        model = adapt_model(meta, config, self.tokens, loss_kernel, transform, computing.unreached)
         add_router_loss(model, config.training.router_aux_loss_coef)
         rewire(model, config.compute, config.kernels)
         if not model.layers:
@@ -199,8 +199,8 @@ def trace_assembled(assembled: AssembledModel, config: Config, is_cuda: bool) ->
     attention = assembled.attention
     if is_cuda:
         attention = traced_attention(attention, assembled.files.config, assembled.dtype, is_causal)
-    kernels, loss, splits_head = assembled.liger_kernels, assembled.loss_kernel, assembled.model.splits_head
-    computing = Computing(assembled.dtype, attention, kernels, loss, is_cuda, splits_head, assembled.unreached)
+    kernels, loss, transform = assembled.liger_kernels, assembled.loss_kernel, assembled.model.transform
+    computing = Computing(assembled.dtype, attention, kernels, loss, is_cuda, transform, assembled.unreached)
     return ModelTracer(assembled.files, computing, assembled.tokens, config.model.trust_remote_code)
 
 
@@ -216,9 +216,7 @@ def trace_config(model_config: PretrainedConfig, config: Config) -> ModelTracer:
         attention = whole_attention(attention, None, model_config, config, torch.device("cuda"))
     liger = planned_liger_kernels(config.kernels, model_config)
     loss = {Kernel.auto: "triton", Kernel.liger: "liger", Kernel.torch: "torch"}[config.kernels.cross_entropy]
-    computing = Computing(
-        dtype, attention, liger, cast(LossKernel, loss), True, traits.has_plain_head, traits.unreached
-    )
+    computing = Computing(dtype, attention, liger, cast(LossKernel, loss), True, traits.transform, traits.unreached)
     names = {*config.tokenizer.add_tokens, *config.tokenizer.add_special_tokens}
     # The model may have rows for some of these already. Only the tokenizer knows, which is not loaded here.
     ids = frozenset(range(text.vocab_size, text.vocab_size + len(names)))
