@@ -82,6 +82,7 @@ def test_equals_plain_attention(
     expected = plain_attention(query, key, value, lengths, window)
     expected.backward(grad.double())
     assert out.shape == expected.shape
+    assert out.is_contiguous(), "the model would copy it for the next layer, and both would be kept for backward"
     torch.testing.assert_close(out.double(), expected, rtol=2e-2, atol=2e-2)
     for found, wanted in zip(ours, exact, strict=True):
         error = (found.grad.double() - wanted.grad).norm() / wanted.grad.norm()

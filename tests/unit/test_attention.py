@@ -132,3 +132,17 @@ def test_sequences_of_one_row_each_take_the_kernel_of_whole_rows(monkeypatch):
     assert torch.equal(told, alone)
     expected = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
     assert torch.equal(told, expected.transpose(1, 2))
+
+
+def test_queries_lie_token_by_token_so_that_the_output_does(monkeypatch):
+    """cuDNN's output lies as its queries do. Here they lie head by head, as `torch.cat` leaves them in GLM 4."""
+    given, attend = [], F.scaled_dot_product_attention
+
+    def remember(query, *args, **kwargs):
+        given.append(query)
+        return attend(query, *args, **kwargs)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", remember)
+    query, key, value = (torch.randn(2, heads, 8, 16) for heads in (4, 2, 2))
+    attention.varlen_attention(torch.nn.Module(), query, key, value, None)
+    assert torch.equal(given[0], query) and given[0].transpose(1, 2).is_contiguous()

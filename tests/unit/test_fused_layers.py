@@ -21,7 +21,7 @@ from transformers.models.phi3.modeling_phi3 import Phi3MLP
 
 from qlora_fsdp.layers import Format, QuantizedLinear, gated_activation
 from qlora_fsdp.layers.lora import SharedInput
-from qlora_fsdp.layers.norm import NormAndResidual
+from qlora_fsdp.layers.norm import NormAndResidual, is_rms_norm
 from qlora_fsdp.layers.quantized_format import code_book, dynamic_map
 from qlora_fsdp.layers.rewire import fuse_layers, recompute_norms
 
@@ -49,6 +49,19 @@ def test_with_norms_made_again(recompute: bool, mlp: type[torch.nn.Module]):
     call = partial(checkpoint, use_reentrant=False) if recompute else None
     errors = differences(ours, reference, call) if call else differences(ours, reference)
     assert max(errors.values()) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("Glm4RMSNorm", True),
+        ("LigerRMSNormForGlm4", True),  # Liger's in place of it
+        ("Qwen3NextRMSNormGated", False),  # called with a gate
+        ("LayerNorm", False),
+    ],
+)
+def test_rms_norms_are_known_by_their_class(name: str, expected: bool):
+    assert is_rms_norm(type(name, (torch.nn.Module,), {})()) is expected
 
 
 def test_norms_made_again_keep_no_activation_alive():

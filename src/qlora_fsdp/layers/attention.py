@@ -206,6 +206,9 @@ def varlen_attention(
         q, k, v = (t.transpose(1, 2) for t in (query, key, value))
         return flash_4.attention(q, k, v, scaling), None
     if cu_seq_lens_q is None and is_plain:
+        # The kernel's output lies in memory as the queries do. Where partial rotary embeddings are joined, queries lie
+        # head by head: then the model would copy the output, and both would be kept for backward.
+        query = query.transpose(1, 2).contiguous().transpose(1, 2)
         out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
         return out.transpose(1, 2), None
     if cu_seq_lens_q is None:

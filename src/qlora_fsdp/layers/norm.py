@@ -15,6 +15,12 @@ from qlora_fsdp.layers.kernels.launch import runs_kernels
 Recompute = Callable[[Tensor], Tensor]
 
 
+def is_rms_norm(module: nn.Module) -> bool:
+    """Whether it is an RMSNorm, transformers' or Liger's, by the name of its class (`LigerRMSNormForGlm4`)."""
+    name = type(module).__name__  # a gated one (`Qwen3NextRMSNormGated`) is called in another way
+    return name.endswith("RMSNorm") or name.startswith("LigerRMSNorm")
+
+
 class LastNorm:
     """Remembers what the norm of a transformer layer that ran last was given, and what it gave.
 

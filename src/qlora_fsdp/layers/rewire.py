@@ -40,13 +40,12 @@ from qlora_fsdp.layers.head_loss import UNCHANGED, HeadLoss, LogitTransform, Los
 from qlora_fsdp.layers.lora import LoraLinear, SharedInput
 from qlora_fsdp.layers.matmul import FP8_MAX_BLOCKSIZE, FP8_MULTIPLE, Fp8Matmul
 from qlora_fsdp.layers.mlp import MAX_RANK, GatedMlp
-from qlora_fsdp.layers.norm import LastNorm, PreNorm, normalize_and_remember, normalize_as_stored
+from qlora_fsdp.layers.norm import LastNorm, PreNorm, is_rms_norm, normalize_and_remember, normalize_as_stored
 from qlora_fsdp.layers.quantized_experts import QuantizedExpertWeight
 from qlora_fsdp.layers.quantized_linear import QuantizedLinear
 from qlora_fsdp.layers.tiles import TiledModule
 
 HEAD_NORMS = ("q_norm", "k_norm")
-NORMS = ("RMSNorm", "LayerNorm")  # ends of the names of their classes
 SAME_INPUT = ("q_proj", "k_proj", "v_proj")
 
 
@@ -184,7 +183,9 @@ def use_tiles(layers: Iterable[nn.Module], num_tokens: int | None) -> None:
     if num_tokens is None:
         return
     for layer in layers:
-        norms = [child for child in layer.children() if type(child).__name__.endswith(NORMS)]
+        norms = [
+            child for child in layer.children() if is_rms_norm(child) or type(child).__name__.endswith("LayerNorm")
+        ]
         gated = [module for module in layer.modules() if find_gated(module) is not None]
         for module in (*norms, *gated):
             module.forward = TiledModule(module, num_tokens)
@@ -202,7 +203,7 @@ def recompute_norms(layer: nn.Module) -> None:
         return
     last_norm = LastNorm()
     for norm in layer.children():
-        if type(norm).__name__.endswith("RMSNorm"):
+        if is_rms_norm(norm):
             norm.forward = partial(normalize_and_remember, norm.forward, last_norm)
     for module in (layer, *(each for each in layer.modules() if isinstance(each, LoraLinear))):
         module.last_norm = last_norm  # type: ignore[assignment]

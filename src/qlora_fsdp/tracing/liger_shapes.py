@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from qlora_fsdp.common.sizes import next_power_of_two
 from qlora_fsdp.layers import head_loss
 from qlora_fsdp.layers.gated import find_gated
+from qlora_fsdp.layers.norm import is_rms_norm
 
 
 def put_in_shapes(model: nn.Module, kernels: Collection[str]) -> None:
@@ -31,7 +32,7 @@ def put_in_shapes(model: nn.Module, kernels: Collection[str]) -> None:
         kernels: the settings of `kernels` for which Liger's are used.
     """
     for module in model.modules():
-        if "rms_norm" in kernels and type(module).__name__.endswith("RMSNorm"):
+        if "rms_norm" in kernels and is_rms_norm(module):
             module.forward = partial(_normalize, module)
         elif "glu" in kernels and (gated := find_gated(module)) is not None:
             module.forward = partial(_gated_mlp, module, gated.names)
