@@ -31,14 +31,6 @@ def test_micro_batches_share_a_graph_if_their_rows_are_alike():
     assert Key.of(batch([[256], [256]], 256)) == Key(2, 256, 0, 256)  # no rows within sequences: another kernel
 
 
-def test_a_graph_with_more_room_computes_a_smaller_micro_batch():
-    large = Key(2, 4096, 64, 2048)
-    assert large.holds(Key(2, 4096, 16, 512)) and large.holds(large)
-    assert not large.holds(Key(2, 4096, 256, 512)) and not large.holds(Key(2, 4096, 16, 4096))
-    assert not large.holds(Key(2, 2048, 16, 512)) and not large.holds(Key(1, 4096, 16, 512))
-    assert not large.holds(Key(2, 4096, 0, 4096))
-
-
 def test_the_rest_of_the_starts_are_rows_without_tokens():
     first = batch([[8] * 32, [8] * 32], 256)
     roomy = with_room(first, Key(2, 256, 64, 256), torch.device("cpu"))
