@@ -21,8 +21,8 @@ ranks, not only the last one of a step: what is kept between two backwards would
 A rank records when a micro-batch has a new key, and the others may replay: the same collectives run in the same order.
 Ranks that can't record are a matter of all (`graphs.py`).
 
-Evaluations of models that are not under FSDP are recorded in the same way, once training has its graphs. A graph of
-forward only takes no memory of its own beside them.
+Evaluations are recorded in the same way, once training has its graphs. A graph of forward only takes no memory of its
+own beside them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from qlora_fsdp.memory.plan import GIB
 from qlora_fsdp.model.activations import has_dropout
 from qlora_fsdp.model.causal_lm import CausalLM
 from qlora_fsdp.model.preference import PreferenceLM
-from qlora_fsdp.model.shard import set_gradient_sync
+from qlora_fsdp.model.shard import free_gathered, set_gradient_sync
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.rows import local_tensor
 from qlora_fsdp.training.batch_key import Key, with_room
@@ -148,12 +148,23 @@ class CapturedPasses:
         return self.eager.evaluate(batch)
 
     def _of_evaluation(self, batch: Batch) -> Recorded | None:
-        """The graph of held-out rows; None if they have to be launched."""
-        is_sharded = isinstance(self.eager.model, FSDPModule)
+        """The graph of held-out rows; None if they have to be launched. Under FSDP ranks get graphs or none together.
+
+        A pass that is launched leaves FSDP's root gathered. A graph gathers it anew, because weights change between
+        evaluations. So the root is freed before the first graph, on all ranks: those that record none now may have to
+        launch later, and would not take part in the gather.
+        """
+        has_steps = self.are_replayed and self.num_evaluated >= WARM_UP
         # Models with labels do more on the host than queue kernels.
-        if is_sharded or type(self.eager.model) not in (CausalLM, PreferenceLM):
+        if (
+            not has_steps
+            or self.evaluations.reason is not None
+            or type(self.eager.model) not in (CausalLM, PreferenceLM)
+        ):
             return None
-        return self.evaluations.of(batch) if self.are_replayed and self.num_evaluated >= WARM_UP else None
+        if not self.evaluations.by_key:
+            free_gathered(self.eager.model)
+        return self.evaluations.of(batch)
 
     def close(self) -> None:
         """Destroy all graphs, also those that the traceback of an error still refers to.
@@ -207,6 +218,7 @@ class CapturedPasses:
     def _evaluate(self, batch: Batch) -> Tensor:
         """What the graph of held-out rows holds."""
         loss: Tensor = self.eager.model(batch)
+        free_gathered(self.eager.model)
         return loss
 
     def _missing_bytes(self) -> float:
