@@ -44,8 +44,6 @@ from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.memory.capture import SPARE_BYTES, Found, why_not_captured
 from qlora_fsdp.memory.plan import GIB
 from qlora_fsdp.model.activations import has_dropout
-from qlora_fsdp.model.causal_lm import CausalLM
-from qlora_fsdp.model.preference import PreferenceLM
 from qlora_fsdp.model.shard import free_gathered, set_gradient_sync
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.rows import local_tensor
@@ -154,13 +152,7 @@ class CapturedPasses:
         evaluations. So the root is freed before the first graph, on all ranks: those that record none now may have to
         launch later, and would not take part in the gather.
         """
-        has_steps = self.are_replayed and self.num_evaluated >= WARM_UP
-        # Models with labels do more on the host than queue kernels.
-        if (
-            not has_steps
-            or self.evaluations.reason is not None
-            or type(self.eager.model) not in (CausalLM, PreferenceLM)
-        ):
+        if not self.are_replayed or self.num_evaluated < WARM_UP or self.evaluations.reason is not None:
             return None
         if not self.evaluations.by_key:
             free_gathered(self.eager.model)
