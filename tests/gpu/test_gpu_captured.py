@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -51,6 +52,13 @@ SAME_BITS = {
     "orpo": [*PAIRS, "preference.loss=orpo"],
     "kto": [*PAIRS, "preference.loss=kto"],
 }
+# The reference in the step: two forwards before the backward.
+WITH_REFERENCE = {
+    "dpo with the reference in the step": [*PAIRS, IN_STEP],
+    "dpo with the reference in the step, recomputed": [*PAIRS, IN_STEP, "memory=recompute"],
+    "dpo with the reference in the step, SHARD_GRAD_OP": [*PAIRS, IN_STEP, "fsdp.sharding_strategy=SHARD_GRAD_OP"],
+    "kto with the reference in the step": [*PAIRS, "preference.loss=kto", IN_STEP],
+}
 # The evaluations before, between and after the steps too.
 SAME_EVALUATIONS = {
     "evaluations": EVALUATED,
@@ -58,14 +66,10 @@ SAME_EVALUATIONS = {
     "evaluations under SHARD_GRAD_OP": [*EVALUATED, "fsdp.sharding_strategy=SHARD_GRAD_OP"],
     "evaluations of recomputed tiles": [*EVALUATED, "training.max_length=256", "memory=recompute"],
     "evaluations of dpo": [*PAIRS, *EVALUATED],
+    "evaluations of dpo with the reference in them": [*PAIRS, *EVALUATED, IN_STEP],
     "evaluations of kto": [*PAIRS, *EVALUATED, "preference.loss=kto"],
 }
-SAME_BITS |= SAME_EVALUATIONS
-if NUM_RANKS == 1:  # under FSDP it is launched
-    SAME_BITS |= {
-        "dpo with the reference in the step": [*PAIRS, IN_STEP],
-        "kto with the reference in the step": [*PAIRS, "preference.loss=kto", IN_STEP],
-    }
+ALL_SAME_BITS = SAME_BITS | WITH_REFERENCE | SAME_EVALUATIONS
 # Recorded micro-batches sum over ranks each time, others only the last time of a step.
 SAME_SUMS = {"accumulation": [f"training.global_batch_size={8 * NUM_RANKS}"]}
 # What can't be recorded, and what the log says.
@@ -86,8 +90,6 @@ def folder(rows: Path, name: str, mode: str) -> Path:
 @pytest.fixture(scope="module")
 def trained(checkpoint: Callable[..., Path], rows: Path) -> Callable[[str, str], tuple[Trained, str]]:
     """The run of a case, captured or eager, and its log."""
-    cases = {(name, mode): more for name, more in (SAME_BITS | SAME_SUMS).items() for mode in ("captured", "eager")}
-    cases |= {(name, "captured"): more for name, (more, _) in LAUNCHED.items()}
     model, pairs = checkpoint("llama"), write_pairs(rows.parent / "pairs.jsonl", 600)
 
     def argv(name: str, mode: str, more: list[str]) -> list[str]:
@@ -95,17 +97,21 @@ def trained(checkpoint: Callable[..., Path], rows: Path) -> Callable[[str, str],
         own = [*PLAIN, *more, f"run.folder={folder(rows, name, mode)}", f"compute.cuda_graph={mode == 'captured'}"]
         return settings(model, rows, "training.max_steps=12", *own)
 
-    runs = {(name, mode): argv(name, mode, more) for (name, mode), more in cases.items()}
-    world = once(lambda: run_ranks(NUM_RANKS, train_all, runs, gpu=True))
+    launched = {name: more for name, (more, _) in LAUNCHED.items()}
+    worlds = {}
+    for group in (SAME_BITS | SAME_SUMS, WITH_REFERENCE, SAME_EVALUATIONS, launched):  # ranks that start together
+        modes = ["captured"] if group is launched else ["captured", "eager"]
+        runs = {(name, mode): argv(name, mode, more) for name, more in group.items() for mode in modes}
+        worlds |= dict.fromkeys(group, once(partial(run_ranks, NUM_RANKS, train_all, runs, gpu=True)))
 
     def find(name: str, mode: str) -> tuple[Trained, str]:
-        result = world()[0][name, mode]
+        result = worlds[name]()[0][name, mode]
         return result, (folder(rows, name, mode) / "train.log").read_text()
 
     return find
 
 
-@pytest.mark.parametrize("name", SAME_BITS)
+@pytest.mark.parametrize("name", ALL_SAME_BITS)
 def test_same_bits(trained, name: str):
     captured, log = trained(name, "captured")
     assert RECORDED in log, log

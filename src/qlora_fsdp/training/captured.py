@@ -41,7 +41,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.data.batch import Batch
-from qlora_fsdp.memory.capture import SPARE_BYTES, Found, why_not_captured
+from qlora_fsdp.memory.capture import SPARE_BYTES, why_not_captured
 from qlora_fsdp.memory.plan import GIB
 from qlora_fsdp.model.activations import has_dropout
 from qlora_fsdp.model.shard import free_gathered, set_gradient_sync
@@ -228,8 +228,7 @@ def make_passes(prepared: Prepared, config: Config, trainable: Sequence[nn.Param
     plan = prepared.run_plan.plan
     if processes.device.type != "cuda":
         return eager
-    found = Found(has_dropout(prepared.model), isinstance(prepared.model, FSDPModule))
-    reason = why_not_captured(config, prepared.run_plan.policies, found)
+    reason = why_not_captured(config, prepared.run_plan.policies, has_dropout(prepared.model))
     if reason is not None:
         log.info(f"Step: {NOT_RECORDED}: {reason}")
         return eager
