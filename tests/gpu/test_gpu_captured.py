@@ -98,7 +98,7 @@ def trained(checkpoint: Callable[..., Path], rows: Path) -> Callable[[str, str],
         return settings(model, rows, "training.max_steps=12", *own)
 
     launched = {name: more for name, (more, _) in LAUNCHED.items()}
-    worlds = {}
+    worlds: dict[str, Callable[[], Any]] = {}
     for group in (SAME_BITS | SAME_SUMS, WITH_REFERENCE, SAME_EVALUATIONS, launched):  # ranks that start together
         modes = ["captured"] if group is launched else ["captured", "eager"]
         runs = {(name, mode): argv(name, mode, more) for name, more in group.items() for mode in modes}
