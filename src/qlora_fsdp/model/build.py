@@ -224,8 +224,8 @@ class _NothingOnMeta(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in (torch.Tensor.normal_, torch.Tensor.uniform_) and args[0].is_meta:
-            return args[0]
+        if func is nn.init.normal_ and kwargs["tensor"].is_meta:
+            return kwargs["tensor"]
         makes_zeros = func is torch.zeros and "device" not in kwargs
         if makes_zeros and (on_meta := func(*args, **kwargs, device="meta")).numel() >= LARGE:
             return on_meta
