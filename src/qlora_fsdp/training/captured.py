@@ -93,7 +93,7 @@ class CapturedPasses:
 
     def announced(self, micro_batches: Iterator[Batch]) -> Iterator[Batch]:
         """The same micro-batches. Under FSDP each comes when the next one is there too."""
-        return self.steps.announced(micro_batches)
+        return self.steps.announced(micro_batches) if self.steps.is_sharded else micro_batches
 
     def begin_step(self, num_targets: int) -> None:
         """Give the gradients their places, which hold zeros, and set what losses are divided by."""

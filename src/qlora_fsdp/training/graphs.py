@@ -55,13 +55,13 @@ class Graphs:
         self._answers: dict[int, Callable[[], bool]] = {}  # by the id of the micro-batch
 
     def announced(self, micro_batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Yield micro-batches, each when the hosts have begun to ask about the one behind it.
+        """Yield micro-batches of a sharded model, each when the hosts have begun to ask about the one behind it.
 
         Questions begin with the first graph, which all ranks record together.
         """
         before: Batch | None = None
         for batch in micro_batches:
-            if self.by_key and self.is_sharded:
+            if self.by_key:
                 key = Key.of(batch)
                 self._answers[id(batch)] = self._ask(key not in self.by_key and key not in self._announced)
                 self._announced.add(key)
