@@ -11,9 +11,10 @@ their graphs. It follows for every micro-batch that either each rank has a graph
 - Somebody has to, and all could: now every rank has its graph, and replays.
 - Somebody could not: no rank has a graph from now on, and all launch.
 
-The question costs no time. It depends on the sizes of micro-batches only, so it is asked one micro-batch ahead
-(`announced`), and the answer has come when it is needed. Two micro-batches may be on their way at that time. If both
-have the same new sizes, only the first of them is called new: the graph that is recorded for it serves the second.
+The question depends on the sizes of micro-batches only. So in training it is asked one micro-batch ahead (`announced`),
+and the answer has come when it is needed. Two micro-batches may be on their way at that time. If both have the same new
+sizes, only the first of them is called new: the graph that is recorded for it serves the second. Evaluations ask when
+they need the answer, because their hosts wait for nothing else and are far ahead of the GPUs.
 """
 
 from __future__ import annotations
