@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -28,6 +29,7 @@ RECORDED = "recorded as a CUDA graph for"
 # Pairs of rows of many lengths, so that micro-batches have unlike numbers of answers.
 PAIRS = ["task=preference", "data.path=PAIRS", "training.max_length=256", "training.deterministic=true"]
 IN_STEP = "preference.precompute=false"
+EVALUATED = ["data.eval_fraction=0.1", "training.eval_every_steps=4", "training.deterministic=true"]
 
 # A micro-batch a step: gradients are summed over ranks once, in either case.
 SAME_BITS = {
@@ -40,7 +42,6 @@ SAME_BITS = {
     "int8": ["quant=int8"],
     "dora": ["lora.use_dora=true"],
     "new tokens": ["tokenizer.add_tokens=[the,cat]"],
-    "evaluations in between": ["data.eval_fraction=0.1", "training.eval_every_steps=4"],
     "checkpoints in between": ["checkpoint.every_steps=4"],
     "layers by themselves": ["kernels.fuse_layers=false"],
     "NO_SHARD": ["fsdp.sharding_strategy=NO_SHARD"],
@@ -51,11 +52,24 @@ SAME_BITS = {
     "orpo": [*PAIRS, "preference.loss=orpo"],
     "kto": [*PAIRS, "preference.loss=kto"],
 }
-if NUM_RANKS == 1:  # under FSDP it is launched
-    SAME_BITS |= {
-        "dpo with the reference in the step": [*PAIRS, IN_STEP],
-        "kto with the reference in the step": [*PAIRS, "preference.loss=kto", IN_STEP],
-    }
+# The reference in the step: two forwards before the backward.
+WITH_REFERENCE = {
+    "dpo with the reference in the step": [*PAIRS, IN_STEP],
+    "dpo with the reference in the step, recomputed": [*PAIRS, IN_STEP, "memory=recompute"],
+    "dpo with the reference in the step, SHARD_GRAD_OP": [*PAIRS, IN_STEP, "fsdp.sharding_strategy=SHARD_GRAD_OP"],
+    "kto with the reference in the step": [*PAIRS, "preference.loss=kto", IN_STEP],
+}
+# The evaluations before, between and after the steps too.
+SAME_EVALUATIONS = {
+    "evaluations": EVALUATED,
+    "evaluations of rows of many lengths": [*EVALUATED, "training.max_length=256"],
+    "evaluations under SHARD_GRAD_OP": [*EVALUATED, "fsdp.sharding_strategy=SHARD_GRAD_OP"],
+    "evaluations of recomputed tiles": [*EVALUATED, "training.max_length=256", "memory=recompute"],
+    "evaluations of dpo": [*PAIRS, *EVALUATED],
+    "evaluations of dpo with the reference in them": [*PAIRS, *EVALUATED, IN_STEP],
+    "evaluations of kto": [*PAIRS, *EVALUATED, "preference.loss=kto"],
+}
+ALL_SAME_BITS = SAME_BITS | WITH_REFERENCE | SAME_EVALUATIONS
 # Recorded micro-batches sum over ranks each time, others only the last time of a step.
 SAME_SUMS = {"accumulation": [f"training.global_batch_size={8 * NUM_RANKS}"]}
 # What can't be recorded, and what the log says.
@@ -76,8 +90,6 @@ def folder(rows: Path, name: str, mode: str) -> Path:
 @pytest.fixture(scope="module")
 def trained(checkpoint: Callable[..., Path], rows: Path) -> Callable[[str, str], tuple[Trained, str]]:
     """The run of a case, captured or eager, and its log."""
-    cases = {(name, mode): more for name, more in (SAME_BITS | SAME_SUMS).items() for mode in ("captured", "eager")}
-    cases |= {(name, "captured"): more for name, (more, _) in LAUNCHED.items()}
     model, pairs = checkpoint("llama"), write_pairs(rows.parent / "pairs.jsonl", 600)
 
     def argv(name: str, mode: str, more: list[str]) -> list[str]:
@@ -85,17 +97,21 @@ def trained(checkpoint: Callable[..., Path], rows: Path) -> Callable[[str, str],
         own = [*PLAIN, *more, f"run.folder={folder(rows, name, mode)}", f"compute.cuda_graph={mode == 'captured'}"]
         return settings(model, rows, "training.max_steps=12", *own)
 
-    runs = {(name, mode): argv(name, mode, more) for (name, mode), more in cases.items()}
-    world = once(lambda: run_ranks(NUM_RANKS, train_all, runs, gpu=True))
+    launched = {name: more for name, (more, _) in LAUNCHED.items()}
+    worlds: dict[str, Callable[[], Any]] = {}
+    for group in (SAME_BITS | SAME_SUMS, WITH_REFERENCE, SAME_EVALUATIONS, launched):  # ranks that start together
+        modes = ["captured"] if group is launched else ["captured", "eager"]
+        runs = {(name, mode): argv(name, mode, more) for name, more in group.items() for mode in modes}
+        worlds |= dict.fromkeys(group, once(partial(run_ranks, NUM_RANKS, train_all, runs, gpu=True)))
 
     def find(name: str, mode: str) -> tuple[Trained, str]:
-        result = world()[0][name, mode]
+        result = worlds[name]()[0][name, mode]
         return result, (folder(rows, name, mode) / "train.log").read_text()
 
     return find
 
 
-@pytest.mark.parametrize("name", SAME_BITS)
+@pytest.mark.parametrize("name", ALL_SAME_BITS)
 def test_same_bits(trained, name: str):
     captured, log = trained(name, "captured")
     assert RECORDED in log, log
@@ -104,17 +120,18 @@ def test_same_bits(trained, name: str):
     assert captured.losses == eager.losses
 
 
-@pytest.mark.skipif(NUM_RANKS > 1, reason="a model in shards evaluates kernel by kernel")
-def test_evaluations_are_recorded_with_the_third_of_a_shape(trained, rows: Path):
-    lines = {}
+def evaluations_of(run: Path) -> list[float]:
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [line["eval_loss"] for line in lines if "eval_loss" in line]
+
+
+@pytest.mark.parametrize("name", SAME_EVALUATIONS)
+def test_evaluations_are_recorded_and_have_the_same_bits(trained, rows: Path, name: str):
     for mode in ("captured", "eager"):
-        _, log = trained("evaluations in between", mode)
-        assert ("Evaluation: recorded as a CUDA graph" in log) is (mode == "captured"), log
-        file = folder(rows, "evaluations in between", mode) / "metrics.jsonl"
-        lines[mode] = [
-            line["eval_loss"] for line in map(json.loads, file.read_text().splitlines()) if "eval_loss" in line
-        ]
-    assert len(lines["eager"]) == 4 and lines["captured"] == pytest.approx(lines["eager"], rel=1e-5)
+        _, log = trained(name, mode)
+        assert (f"Evaluation: {RECORDED}" in log) is (mode == "captured"), log
+    launched, recorded = (evaluations_of(folder(rows, name, mode)) for mode in ("eager", "captured"))
+    assert len(set(launched)) == 4 and recorded == launched
 
 
 @pytest.mark.parametrize("name", SAME_SUMS)
@@ -146,7 +163,8 @@ def lines_of(lengths: int, *more: str) -> list[str]:
 
 
 # The settings of a run, and what fails in it. Rows of 64 tokens need one graph. Of 256 they need two, the second of
-# which comes in the same step on two ranks. Of 192 they need a second one on rank 0 alone.
+# which comes in the same step on two ranks. Of 192 they need a second one on rank 0 alone. The graph behind a step's
+# first one is an evaluation's, where there are evaluations.
 LAST = NUM_RANKS - 1
 FAILING = {
     **{f"{place}, rank {LAST}": (lines_of(64), Failure(place, rank=LAST)) for place in PLACES},
@@ -158,6 +176,7 @@ FAILING = {
     ),
     "asks the device": (lines_of(64), Failure("forward", rank=LAST, asks=True)),
 }
+FAILING["Evaluation"] = lines_of(64, *EVALUATED), Failure("forward", recording=1, rank=LAST)
 if NUM_RANKS <= 2:
     FAILING["the second graph"] = lines_of(256), Failure("before backward", recording=1, rank=LAST)
 if NUM_RANKS == 2:
@@ -216,11 +235,16 @@ def after_failures(checkpoint: Callable[..., Path], rows: Path) -> Callable[[str
 
 
 @pytest.mark.parametrize("name", FAILING)
-def test_a_recording_that_fails_on_one_rank_is_launched_on_all_and_changes_no_bit(after_failures, name: str):
+def test_a_recording_that_fails_on_one_rank_is_launched_on_all_and_changes_no_bit(after_failures, rows, name: str):
     failed, launched, log = after_failures(name)
-    assert log.count("Step: no CUDA graph could be recorded") == 1, log
+    kind = name if name == "Evaluation" else "Step"
+    assert log.count("no CUDA graph could be recorded") == log.count(f"{kind}: no CUDA graph could be recorded") == 1, (
+        log
+    )
     assert (RECORDED in log) is (FAILING[name][1].recording > 0), log
     assert failed.losses == launched.losses and len(failed.losses) == 12
+    runs = [folder(rows, name, f"{mode} failing") for mode in ("captured", "eager")]
+    assert evaluations_of(runs[0]) == evaluations_of(runs[1])
 
 
 def train_after_an_error(ends: list[str], argv: list[str]) -> Trained:

@@ -36,9 +36,11 @@ SECONDS_BETWEEN_BARS = "30"  # in a log file, where every state of a progress ba
 def quick_imports() -> Iterator[None]:
     """Wraps the import of torch and of what is built on it, which then takes a quarter less time.
 
-    The garbage collector is off meanwhile: it would look again and again through objects that stay. Nor does torch
-    import its compiler, for which bitsandbytes asks by putting torch.compile around fallbacks that nothing here calls.
+    The garbage collector is off meanwhile: it would look again and again through objects that stay. Afterwards it
+    leaves them alone. Nor does torch import its compiler, for which bitsandbytes asks by putting torch.compile around
+    fallbacks that nothing here calls.
     """
+    is_first_import = "torch" not in sys.modules
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_MININTERVAL", SECONDS_BETWEEN_BARS)
     # It warns that a kernel for 4-bit inference on CPUs is missing, which nothing here calls either.
@@ -52,6 +54,8 @@ def quick_imports() -> Iterator[None]:
         yield
     finally:
         gc.enable()
+        if is_first_import:  # else there may be garbage of an earlier command, which is to be found
+            gc.freeze()
         if is_ours:
             os.environ.pop(NO_COMPILER, None)
 

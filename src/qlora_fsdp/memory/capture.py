@@ -6,7 +6,6 @@ The plan needs to know: a graph keeps its memory while evaluations and the optim
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from qlora_fsdp.config.schema import Config, Kernel
 from qlora_fsdp.memory.policy import Policy
@@ -16,31 +15,19 @@ from qlora_fsdp.memory.workload import Workload
 SPARE_BYTES = 256 * 2**20
 
 
-class Found(NamedTuple):
-    """What a model is like, as far as it decides about graphs.
-
-    Attributes:
-        has_dropout: whether it draws random numbers.
-        uses_fsdp: whether its weights are gathered for each layer.
-    """
-
-    has_dropout: bool
-    uses_fsdp: bool
-
-
 def is_captured(work: Workload, policies: Sequence[Policy]) -> bool:
     """Whether a run that is planned will record its micro-batches."""
-    found = Found(work.config.lora.lora_dropout > 0, work.uses_fsdp)
-    return work.is_cuda and why_not_captured(work.config, policies, found) is None
+    has_dropout = work.config.lora.lora_dropout > 0
+    return work.is_cuda and why_not_captured(work.config, policies, has_dropout) is None
 
 
-def why_not_captured(config: Config, policies: Sequence[Policy], found: Found) -> str | None:
+def why_not_captured(config: Config, policies: Sequence[Policy], has_dropout: bool) -> str | None:
     """Why micro-batches are not recorded; None if they are, unless the model itself prevents it.
 
     Args:
         config: the run's settings.
         policies: the activation policy of each layer.
-        found: what the model is like.
+        has_dropout: whether the model draws random numbers.
     """
     if not config.compute.cuda_graph:
         return "compute.cuda_graph=false"
@@ -54,11 +41,8 @@ def why_not_captured(config: Config, policies: Sequence[Policy], found: Found) -
         return "lengths differ between micro-batches (training.packing=false)"
     if config.kernels.cross_entropy is Kernel.liger:
         return "kernels.cross_entropy=liger asks the device"
-    if config.computes_reference:
-        if config.lora.start is not None:
-            return "the reference, which is the adapter of lora.start, changes places with the one that is trained"
-        if found.uses_fsdp:
-            return "a second pass of each layer under FSDP was not tried with it yet (preference.precompute=false)"
-    if found.has_dropout and any(policy.recomputes for policy in policies):
+    if config.computes_reference and config.lora.start is not None:
+        return "the reference, which is the adapter of lora.start, changes places with the one that is trained"
+    if has_dropout and any(policy.recomputes for policy in policies):
         return "random numbers can't be drawn again in backward"
     return None

@@ -195,7 +195,7 @@ def _make_on_meta(config: PretrainedConfig, files: ModelFiles, settings: BuildSe
     if auto_class is AutoModelForCausalLM and config.model_type in MULTIMODAL_FAMILIES:
         auto_class = AutoModelForImageTextToText  # Gemma 3 is in both, Mistral 3 only here
     try:
-        with init_empty_weights(include_buffers=False), _LargeZerosOnMeta():
+        with init_empty_weights(include_buffers=False), _NothingOnMeta():
             model: PreTrainedModel = auto_class.from_config(
                 config,
                 dtype=settings.dtype,
@@ -215,8 +215,8 @@ def _make_on_meta(config: PretrainedConfig, files: ModelFiles, settings: BuildSe
     return model
 
 
-class _LargeZerosOnMeta(TorchFunctionMode):
-    """Makes large tensors of zeros on meta at once.
+class _NothingOnMeta(TorchFunctionMode):
+    """Makes large tensors of zeros on meta at once, and draws no numbers for what is there, which would take time.
 
     accelerate puts a parameter on meta after a class has made it. What is empty until then takes no memory, but zeros
     are written: 5 GiB for each layer of Llama 4 Scout. Buffers, which have to be real, are smaller.
@@ -224,10 +224,11 @@ class _LargeZerosOnMeta(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.zeros and "device" not in kwargs:
-            on_meta = func(*args, **kwargs, device="meta")
-            if on_meta.numel() >= LARGE:
-                return on_meta
+        if func is nn.init.normal_ and kwargs["tensor"].is_meta:
+            return kwargs["tensor"]
+        makes_zeros = func is torch.zeros and "device" not in kwargs
+        if makes_zeros and (on_meta := func(*args, **kwargs, device="meta")).numel() >= LARGE:
+            return on_meta
         return func(*args, **kwargs)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, cast
@@ -118,9 +119,22 @@ class Processes:
 
     def sum(self, values: list[float]) -> list[float]:
         """Sums over all ranks, in float64."""
+        return self.start_sum(values)()
+
+    def start_sum(self, values: list[float]) -> Callable[[], list[float]]:
+        """Starts a sum over all ranks, in float64. What is returned waits for the sums.
+
+        Ranks may do anything else together meanwhile, as long as all of them start everything in the same order.
+        """
         tensor = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(tensor, group=self.group)
-        return tensor.tolist()
+        work = dist.all_reduce(tensor, group=self.group, async_op=True)
+
+        def wait() -> list[float]:
+            if work is not None:
+                work.wait()
+            return tensor.tolist()
+
+        return wait
 
     def max(self, values: list[float]) -> list[float]:
         """Maxima over all ranks, in float64."""

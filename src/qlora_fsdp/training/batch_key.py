@@ -50,13 +50,6 @@ class Key(NamedTuple):
         longest = min(batch.whole_length, _round_up(batch.max_row_length, MIN_LONGEST))
         return cls(size, length, num_rows, longest, num_rows if batch.num_answers else 0)
 
-    def holds(self, other: Key) -> bool:
-        """Whether a graph of this key can compute a micro-batch of the other."""
-        if not self.num_rows:
-            return self == other
-        has_room = self.num_rows >= other.num_rows > 0 and self.longest >= other.longest
-        return self[:2] == other[:2] and has_room and (self.num_answers > 0) == (other.num_answers > 0)
-
 
 def with_room(batch: Batch, key: Key, device: torch.device) -> Batch:
     """The micro-batch on `device`, with room for as many rows and answers, and as long rows, as its key has."""

@@ -19,22 +19,20 @@ and whether they ask the device. Then the ranks agree whether to record. All gra
 Under FSDP the gathers and the sums of gradients are part of the graph. Every micro-batch then sums its gradients over
 ranks, not only the last one of a step: what is kept between two backwards would have to be at the same place in both.
 A rank records when a micro-batch has a new key, and the others may replay: the same collectives run in the same order.
-Before each micro-batch the hosts tell one another whether anybody records, and if so whether that failed. Then all
-ranks launch from this micro-batch on: NCCL wants a collective to be replayed on all of its ranks or launched on all.
+Ranks that can't record are a matter of all (`graphs.py`).
 
-Evaluations of models that are not under FSDP are recorded in the same way, once training has its graphs. A graph of
-forward only takes no memory of its own beside them.
+Evaluations are recorded in the same way, once training has its graphs. A graph of forward only takes no memory of its
+own beside them.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import time
 import warnings
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 
 import numpy as np
 import torch
@@ -43,19 +41,18 @@ from torch.distributed.fsdp import FSDPModule
 
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.data.batch import Batch
-from qlora_fsdp.memory.capture import SPARE_BYTES, Found, why_not_captured
+from qlora_fsdp.memory.capture import SPARE_BYTES, why_not_captured
 from qlora_fsdp.memory.plan import GIB
 from qlora_fsdp.model.activations import has_dropout
-from qlora_fsdp.model.causal_lm import CausalLM
-from qlora_fsdp.model.preference import PreferenceLM
-from qlora_fsdp.model.shard import set_gradient_sync
+from qlora_fsdp.model.shard import free_gathered, set_gradient_sync
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.rows import local_tensor
 from qlora_fsdp.training.batch_key import Key, with_room
+from qlora_fsdp.training.graphs import Graphs
 from qlora_fsdp.training.memory_use import PhasePeaks
 from qlora_fsdp.training.passes import EagerPasses, Passes
 from qlora_fsdp.training.prepare import Prepared
-from qlora_fsdp.training.recording import NotRecorded, Recorded, find, free_graphs, record
+from qlora_fsdp.training.recording import Recorded, record
 
 WARM_UP = 2  # steps that run kernel by kernel; in these, the host also checks the gradients
 SYNCHRONIZES = "called a synchronizing CUDA operation"  # torch's warning, under its sync debug mode
@@ -79,22 +76,24 @@ class CapturedPasses:
     ) -> None:
         self.eager, self.params, self.processes, self.peaks, self.limit = eager, params, processes, peaks, limit
         self.device = processes.device
-        self.graphs: dict[Key, Recorded] = {}
-        self.held_out: dict[Key, Recorded] = {}  # of forward alone
-        self.num_evaluated: Counter[Key] = Counter()  # micro-batches that were launched kernel by kernel
-        self.records_evaluations = True
-        self.is_sharded = isinstance(eager.model, FSDPModule)  # then graphs have collectives in them
+        is_sharded = isinstance(eager.model, FSDPModule)
+        self.steps = Graphs("Step", partial(self._record, self._train), processes, is_sharded)
+        self.evaluations = Graphs("Evaluation", partial(self._record, self._evaluate), processes, is_sharded)
+        self.num_evaluated = 0  # micro-batches that were launched kernel by kernel
         self.pool = torch.cuda.graph_pool_handle()
         self.scale = torch.ones((), device=self.device)
         self.grads: list[Tensor] = []  # of all parameters, where graphs write them
         self.local_grads: list[Tensor] = []  # this rank's rows of them
         self.num_steps = 0
-        self.reason: str | None = None  # why no more graphs are recorded
 
     @property
     def are_replayed(self) -> bool:
         """Whether there are graphs."""
-        return bool(self.graphs)
+        return bool(self.steps.by_key)
+
+    def announced(self, micro_batches: Iterator[Batch]) -> Iterator[Batch]:
+        """The same micro-batches. Under FSDP each comes when the next one is there too."""
+        return self.steps.announced(micro_batches) if self.steps.is_sharded else micro_batches
 
     def begin_step(self, num_targets: int) -> None:
         """Give the gradients their places, which hold zeros, and set what losses are divided by."""
@@ -104,7 +103,7 @@ class CapturedPasses:
         self.num_steps += 1
         if self.num_steps == WARM_UP + 1:
             self._agree()
-        if self.num_steps <= WARM_UP or (self.reason is not None and not self.graphs):
+        if self.num_steps <= WARM_UP or self.steps.reason is not None:
             return
         if not self.grads:
             self.grads = [torch.zeros_like(param) for param in self.params]
@@ -113,24 +112,20 @@ class CapturedPasses:
 
     def run(self, batch: Batch, is_last: bool) -> Tensor:
         """Queue forward and backward, and return the loss."""
-        key = Key.of(batch)
-        if self.num_steps < WARM_UP:
-            return self.eager.run(batch, is_last)
         if self.num_steps == WARM_UP:
             return self._run_watched(batch, is_last)
-        if self.reason is None and self._anybody(key not in self.graphs):
-            self._record(key, batch)
-        graph = find(self.graphs, key)
+        graph = self.steps.of(batch) if self.num_steps > WARM_UP else None
         if graph is not None:
             return graph.run(batch)
-        return self.eager.run(batch, is_last or bool(self.graphs))
+        self.evaluations.clear()  # kernels that are launched need the memory
+        return self.eager.run(batch, is_last)
 
     def end_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Set the gradients of graphs to zero, in place; drop others.
 
         This is done now because the GPU still computes. At the beginning of the next step it would wait for the host.
         """
-        if self.graphs:
+        if self.are_replayed:
             torch._foreach_zero_(self.local_grads)
             self._place_gradients()
         else:
@@ -143,15 +138,25 @@ class CapturedPasses:
                 param.grad = grad
 
     def evaluate(self, batch: Batch) -> Tensor:
-        """Queue forward, and return the loss. A key is recorded when it comes for the third time."""
-        key = Key.of(batch)
-        graph = find(self.held_out, key) if self.graphs else None
-        if graph is None and self.num_evaluated[key] >= WARM_UP and self._can_record_evaluations():
-            graph = self._record_evaluation(key, batch)
+        """Queue forward, and return the loss. Graphs are recorded once some micro-batches were launched."""
+        graph = self._of_evaluation(batch)
         if graph is not None:
             return graph.run(batch)
-        self.num_evaluated[key] += 1
+        self.num_evaluated += 1
         return self.eager.evaluate(batch)
+
+    def _of_evaluation(self, batch: Batch) -> Recorded | None:
+        """The graph of held-out rows; None if they have to be launched. Under FSDP ranks get graphs or none together.
+
+        A pass that is launched leaves FSDP's root gathered. A graph gathers it anew, because weights change between
+        evaluations. So the root is freed before the first graph, on all ranks: those that record none now may have to
+        launch later, and would not take part in the gather.
+        """
+        if not self.are_replayed or self.num_evaluated < WARM_UP or self.evaluations.reason is not None:
+            return None
+        if not self.evaluations.by_key:
+            free_gathered(self.eager.model)
+        return self.evaluations.of(batch)
 
     def close(self) -> None:
         """Destroy all graphs, also those that the traceback of an error still refers to.
@@ -159,48 +164,21 @@ class CapturedPasses:
         A rank can't leave NCCL's communicator while there is a graph with its collectives: the call waits forever.
         """
         with suppress(RuntimeError):  # after an error of CUDA's, which is what the run ends with
-            for recorded in (*self.graphs.values(), *self.held_out.values()):
+            for recorded in (*self.steps.by_key.values(), *self.evaluations.by_key.values()):
                 recorded.graph.reset()
-        self.graphs.clear()
-        self.held_out.clear()
-
-    def _can_record_evaluations(self) -> bool:
-        # Models with labels do more on the host than queue kernels. Under FSDP a launched evaluation leaves the root
-        # gathered, but a graph has to gather it anew each time.
-        return self.records_evaluations and bool(self.graphs) and type(self.eager.model) in (CausalLM, PreferenceLM)
-
-    def _record_evaluation(self, key: Key, batch: Batch) -> Recorded | None:
-        """Record the forward of a key. If it can't be, none is recorded from now on."""
-        started, model = time.perf_counter(), self.eager.model
-        torch.cuda.synchronize(self.device)
-        try:
-            self.held_out[key] = record(model, with_room(batch, key, self.device), model, self.pool)
-        except NotRecorded as error:
-            self.records_evaluations = False
-            log.warning(f"Evaluation: {NOT_RECORDED}: {error}")
-            return None
-        seconds = time.perf_counter() - started
-        log.info(f"Evaluation: recorded as a CUDA graph for {key.size} x {key.length} tokens, in {seconds:.1f} s")
-        return self.held_out[key]
-
-    def _anybody(self, fact: bool) -> bool:
-        """Whether a fact is true of any rank; without FSDP, of this rank."""
-        return self.processes.sum([fact])[0] > 0 if self.is_sharded else fact
-
-    def _first_reason(self, reason: str | None) -> str | None:
-        """Why the first rank that couldn't record anything could not; under FSDP, else why this rank couldn't."""
-        return self.processes.first_error(reason) if self.is_sharded else reason
+        self.steps.by_key.clear()
+        self.evaluations.by_key.clear()
 
     def _agree(self) -> None:
         """Find out whether graphs can be recorded. If a rank can't, none does, so that all sum gradients alike."""
-        missing = self._missing_bytes()
-        if self.reason is None and self.peaks.num_retries:
-            self.reason = "memory is short"
-        if self.reason is None and missing > 0:
-            self.reason = f"it would hold {missing / GIB:.1f} GiB too much beside what else a step needs"
-        self.reason = self.processes.first_error(self.reason)
-        if self.reason is not None:
-            log.info(f"Step: {NOT_RECORDED}: {self.reason}")
+        missing, reason = self._missing_bytes(), self.steps.reason
+        if reason is None and self.peaks.num_retries:
+            reason = "memory is short"
+        if reason is None and missing > 0:
+            reason = f"it would hold {missing / GIB:.1f} GiB too much beside what else a step needs"
+        self.steps.reason = self.processes.first_error(reason)
+        if self.steps.reason is not None:
+            log.info(f"Step: {NOT_RECORDED}: {self.steps.reason}")
 
     def _run_watched(self, batch: Batch, is_last: bool) -> Tensor:
         """Run a micro-batch kernel by kernel, and note whether the host waits for the device in it."""
@@ -213,52 +191,27 @@ class CapturedPasses:
             finally:
                 torch.cuda.set_sync_debug_mode(mode)
         found = [warning for warning in caught if SYNCHRONIZES in str(warning.message)]
-        if found and self.reason is None:
-            self.reason = f"the host waits for the device in {found[0].filename}, line {found[0].lineno}"
+        if found and self.steps.reason is None:
+            self.steps.reason = f"the host waits for the device in {found[0].filename}, line {found[0].lineno}"
         return loss
 
-    def _record(self, key: Key, batch: Batch) -> None:
-        """Record the graph of a key, unless this rank has it. If it can't be, give up the graphs that there are.
+    def _record(self, compute: Callable[[Batch], Tensor], key: Key, batch: Batch) -> Recorded:
+        return record(compute, with_room(batch, key, self.device), self.eager.model, self.pool)
 
-        Under FSDP all ranks call it together, and give up together. Nothing is computed before they have agreed, so no
-        rank waits for a gather in which another takes no part.
-        """
-        started, is_new = time.perf_counter(), key not in self.graphs
-        torch.cuda.synchronize(self.device)
-        torch.cuda.empty_cache()
-        before = torch.cuda.memory_reserved(self.device)
-        reason = self._first_reason(self._try_to_record(key, batch) if is_new else None)
-        if reason is not None:
-            self.reason = reason
-            for graphs in (self.graphs, self.held_out):
-                graphs.clear()  # kernels that are launched need the memory
-            free_graphs()
-            log.warning(f"Step: no CUDA graph could be recorded, its kernels are launched one by one: {reason}")
-        elif is_new:
-            grown = (torch.cuda.memory_reserved(self.device) - before) / GIB
-            rows = f", up to {key.num_rows} rows of {key.longest}" if key.num_rows else ""
-            log.info(
-                f"Step: recorded as a CUDA graph for {key.size} x {key.length} tokens{rows}, in "
-                f"{time.perf_counter() - started:.1f} s; it holds {grown:.1f} GiB"
-            )
-
-    def _try_to_record(self, key: Key, batch: Batch) -> str | None:
-        """Record the graph of a key; or return why it can't be."""
+    def _train(self, batch: Batch) -> Tensor:
+        """What the graph of a step's micro-batch holds."""
         set_gradient_sync(self.eager.model, enabled=True)
         self.peaks.enter("forward")
+        loss: Tensor = self.eager.model(batch) * self.scale
+        self.peaks.enter("backward")
+        loss.backward()
+        return loss.detach()
 
-        def compute(static: Batch) -> Tensor:
-            loss: Tensor = self.eager.model(static) * self.scale
-            self.peaks.enter("backward")
-            loss.backward()
-            return loss.detach()
-
-        try:
-            static = with_room(batch, key, self.device)
-            self.graphs[key] = record(compute, static, self.eager.model, self.pool)
-        except NotRecorded as error:
-            return str(error)
-        return None
+    def _evaluate(self, batch: Batch) -> Tensor:
+        """What the graph of held-out rows holds."""
+        loss: Tensor = self.eager.model(batch)
+        free_gathered(self.eager.model)
+        return loss
 
     def _missing_bytes(self) -> float:
         """Bytes that are missing for a graph, and for what else runs beside it; at most 0 if there is room."""
@@ -275,8 +228,7 @@ def make_passes(prepared: Prepared, config: Config, trainable: Sequence[nn.Param
     plan = prepared.run_plan.plan
     if processes.device.type != "cuda":
         return eager
-    found = Found(has_dropout(prepared.model), isinstance(prepared.model, FSDPModule))
-    reason = why_not_captured(config, prepared.run_plan.policies, found)
+    reason = why_not_captured(config, prepared.run_plan.policies, has_dropout(prepared.model))
     if reason is not None:
         log.info(f"Step: {NOT_RECORDED}: {reason}")
         return eager

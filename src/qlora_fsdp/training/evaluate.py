@@ -105,6 +105,7 @@ def evaluate(
     if model.looks_ahead:
         with closing(prefetch(micro_batches_of(data, everything, split, processes.rank))) as batches:
             model.look_ahead(batches, processes)
+        free_gathered(model)  # a recorded micro-batch gathers the root itself
     with closing(prefetch(micro_batches_of(data, everything, split, processes.rank))) as batches:
         for batch in batches:
             if stopped := is_stopped():

@@ -112,7 +112,7 @@ class PassQueue:
     def __init__(self, runner: StepRunner, batches: GlobalBatches, recorder: StepRecorder, first_step: int) -> None:
         self.runner, self.batches, self.recorder = runner, batches, recorder
         # One stream for the whole run, from which each step takes as many micro-batches as its batch has.
-        self.micro_batches = prefetch(batches.micro_batches(first_step))
+        self.micro_batches = runner.passes.announced(prefetch(batches.micro_batches(first_step)))
         self._early: StepPasses | None = None
 
     def of_step(self, step: int) -> StepPasses:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
@@ -23,6 +24,9 @@ class Passes(Protocol):
 
     @property
     def are_replayed(self) -> bool: ...
+
+    def announced(self, micro_batches: Iterator[Batch]) -> Iterator[Batch]:
+        """The micro-batches of all steps, in the order in which `run` gets them. It may see some ahead of that."""
 
     def begin_step(self, num_targets: int) -> None:
         """Prepare for the micro-batches of a step, whose losses are divided by `num_targets`."""
@@ -76,6 +80,10 @@ class EagerPasses:
     def __init__(self, model: TaskModel, device: torch.device, peaks: PhasePeaks, deterministic: bool = False) -> None:
         self.model, self.device, self.peaks, self.deterministic = model, device, peaks, deterministic
         self.num_targets = 1
+
+    def announced(self, micro_batches: Iterator[Batch]) -> Iterator[Batch]:
+        """The same micro-batches."""
+        return micro_batches
 
     def begin_step(self, num_targets: int) -> None:
         """Losses are divided by `num_targets` from now on."""

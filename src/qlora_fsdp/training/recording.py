@@ -8,7 +8,7 @@ graph is free.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from qlora_fsdp.common.text import first_line
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.model.rest import rest
-from qlora_fsdp.training.batch_key import Key, fill
+from qlora_fsdp.training.batch_key import fill
 
 
 class NotRecorded(Exception):
@@ -33,22 +33,19 @@ class Recorded:
         batch: the tensors on the device that the graph reads.
         graph: what is replayed.
         loss: the tensor that the graph writes.
+        num_bytes: memory that torch has taken for it.
     """
 
     batch: Batch
     graph: torch.cuda.CUDAGraph
     loss: Tensor
+    num_bytes: int
 
     def run(self, batch: Batch) -> Tensor:
         """Replay the graph with a micro-batch, and return its loss."""
         fill(self.batch, batch)
         self.graph.replay()
         return self.loss.clone()
-
-
-def find(graphs: Mapping[Key, Recorded], key: Key) -> Recorded | None:
-    """The graph of a key, or another that has room for it."""
-    return graphs.get(key) or next((graph for known, graph in graphs.items() if known.holds(key)), None)
 
 
 def record(
@@ -65,7 +62,9 @@ def record(
     Raises:
         NotRecorded: the function or CUDA refuses, or there is no memory. What the graph has allocated is given back.
     """
-    graph, loss, reason = torch.cuda.CUDAGraph(), None, None
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    graph, loss, reason, before = torch.cuda.CUDAGraph(), None, None, torch.cuda.memory_reserved()
     try:
         # The outer context sets the stream back where the inner one fails at its end. Other threads prepare batches and
         # write checkpoints meanwhile: what they ask of CUDA is not recorded.
@@ -84,7 +83,7 @@ def record(
             torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
             torch._C._cuda_releasePool(torch.cuda.current_device(), pool)
     if reason is None and loss is not None:
-        return Recorded(batch, graph, loss)
+        return Recorded(batch, graph, loss, torch.cuda.memory_reserved() - before)
     del graph, loss
     free_graphs()
     raise NotRecorded(reason)

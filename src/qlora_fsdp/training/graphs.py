@@ -1,0 +1,120 @@
+"""The CUDA graphs of one kind of pass, by the sizes of their micro-batches. Ranks replay them together or not at all.
+
+Under FSDP the graphs hold collectives, and NCCL wants a collective to be replayed on all of its ranks or launched on
+all. A rank has its own micro-batches, so it may have to record a new graph while the others replay old ones. That needs
+nothing of the others if it succeeds, because nothing is computed while a graph is recorded, and the same collectives
+run in the same order afterwards. If it fails, the others have to know before they replay. So the hosts ask one another
+before each micro-batch whether anybody has to record. If so, all of them wait for it, and where it fails, all give up
+their graphs. It follows for every micro-batch that either each rank has a graph for its own, or none has any:
+
+- Nobody has to record: every rank has the graph of its micro-batch, and replays.
+- Somebody has to, and all could: now every rank has its graph, and replays.
+- Somebody could not: no rank has a graph from now on, and all launch.
+
+The question depends on the sizes of micro-batches only. So in training it is asked one micro-batch ahead (`announced`),
+and the answer has come when it is needed. Two micro-batches may be on their way at that time. If both have the same new
+sizes, only the first of them is called new: the graph that is recorded for it serves the second. Evaluations ask when
+they need the answer, because their hosts wait for nothing else and are far ahead of the GPUs.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+
+from qlora_fsdp.data.batch import Batch
+from qlora_fsdp.memory.plan import GIB
+from qlora_fsdp.runtime.processes import Processes
+from qlora_fsdp.training.batch_key import Key
+from qlora_fsdp.training.recording import NotRecorded, Recorded, free_graphs
+
+log = logging.getLogger("qlora_fsdp")
+
+
+class Graphs:
+    """The graphs of one kind of pass.
+
+    Args:
+        name: what the log calls the pass.
+        record: records the graph of a micro-batch with these sizes; it raises NotRecorded.
+        processes: all ranks take part if there are collectives in the graphs.
+        is_sharded: whether there are, because FSDP shards the model. Else each rank decides for itself.
+
+    Attributes:
+        by_key: the graphs.
+        reason: why none are recorded any more. Under FSDP it is the same on every rank.
+    """
+
+    def __init__(
+        self, name: str, record: Callable[[Key, Batch], Recorded], processes: Processes, is_sharded: bool
+    ) -> None:
+        self.name, self.record, self.processes, self.is_sharded = name, record, processes, is_sharded
+        self.by_key: dict[Key, Recorded] = {}
+        self.reason: str | None = None
+        self._announced: set[Key] = set()
+        self._answers: dict[int, Callable[[], bool]] = {}  # by the id of the micro-batch
+
+    def announced(self, micro_batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Yield micro-batches of a sharded model, each when the hosts have begun to ask about the one behind it.
+
+        Questions begin with the first graph, which all ranks record together.
+        """
+        before: Batch | None = None
+        for batch in micro_batches:
+            if self.by_key:
+                key = Key.of(batch)
+                self._answers[id(batch)] = self._ask(key not in self.by_key and key not in self._announced)
+                self._announced.add(key)
+            if before is not None:
+                yield before
+            before = batch
+        if before is not None:
+            yield before
+
+    def of(self, batch: Batch) -> Recorded | None:
+        """The graph of a micro-batch, which is recorded if there is none; None if it has to be launched.
+
+        Under FSDP all ranks call it together, and all get a graph or none does.
+        """
+        if self.reason is not None:
+            return None
+        key = Key.of(batch)
+        is_new_anywhere = self._answers.pop(id(batch), None) or self._ask(key not in self.by_key)
+        if is_new_anywhere():
+            self._record(key, batch)
+        return self.by_key.get(key)
+
+    def clear(self) -> None:
+        """Give up the graphs, and their memory."""
+        if self.by_key:
+            self.by_key.clear()
+            free_graphs()
+
+    def _ask(self, is_new: bool) -> Callable[[], bool]:
+        """Begin to ask whether a micro-batch is new to any rank. What is returned waits for the answer."""
+        if not self.is_sharded:
+            return lambda: is_new
+        wait = self.processes.start_sum([is_new])
+        return lambda: wait()[0] > 0
+
+    def _record(self, key: Key, batch: Batch) -> None:
+        """Record the graph of a key, unless this rank has it. If a rank can't, give up all graphs."""
+        started, is_new, reason = time.perf_counter(), key not in self.by_key, None
+        if is_new:
+            try:
+                self.by_key[key] = self.record(key, batch)
+            except NotRecorded as error:
+                reason = str(error)
+        self.reason = self.processes.first_error(reason) if self.is_sharded else reason
+        if self.reason is not None:
+            self.clear()
+            log.warning(
+                f"{self.name}: no CUDA graph could be recorded, its kernels are launched one by one: {self.reason}"
+            )
+        elif is_new:
+            rows = f", up to {key.num_rows} rows of {key.longest}" if key.num_rows else ""
+            log.info(
+                f"{self.name}: recorded as a CUDA graph for {key.size} x {key.length} tokens{rows}, in "
+                f"{time.perf_counter() - started:.1f} s; it holds {self.by_key[key].num_bytes / GIB:.1f} GiB"
+            )

@@ -1,0 +1,135 @@
+"""Steps and evaluations whose graphs stand for launched kernels: what ranks gather, free and add up, without a GPU.
+
+A graph of these tests launches what was recorded, each time that it is replayed. So gathers and sums run as in a graph,
+and ranks that disagree about them wait for one another until the time is up.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from qlora_fsdp.config.schema import Config
+from qlora_fsdp.data.batch import Batch
+from qlora_fsdp.runtime.processes import Processes
+from qlora_fsdp.training import captured, graphs, train_adapter
+from qlora_fsdp.training.batch_key import fill
+from qlora_fsdp.training.passes import EagerPasses
+from qlora_fsdp.training.prepare import Prepared
+from qlora_fsdp.training.recording import NotRecorded
+from tests.helpers.preferences import write_pairs
+from tests.helpers.ranks import once, run_ranks
+from tests.helpers.runs import Trained, settings, train_all, train_here
+
+pytestmark = pytest.mark.distributed
+NUM_RANKS = 2
+RUN = ["training.max_steps=9", "training.micro_batch_size=2", "training.global_batch_size=4"]
+EVALUATED = ["data.eval_fraction=0.1", "training.eval_every_steps=4", "training.deterministic=true"]
+LONG = ["training.max_length=256"]  # then ranks need several graphs, which come at different times
+PAIRS = [*LONG, "task=preference", "data.path=PAIRS"]
+
+
+class Case(NamedTuple):
+    """The settings of a run, which recording fails on which rank, and what the log says then."""
+
+    settings: list[str]
+    fails: tuple[int, int] | None = None
+    name: str = ""
+
+
+CASES = {
+    "rows of many lengths": Case(LONG),
+    "SHARD_GRAD_OP": Case(["fsdp.sharding_strategy=SHARD_GRAD_OP"]),
+    "accumulation": Case([*LONG, "training.global_batch_size=16"]),
+    "kto, which looks ahead": Case([*PAIRS, "preference.loss=kto"]),
+    "dpo with the reference in the step": Case([*PAIRS, "preference.precompute=false"]),
+    "the second graph of a step fails": Case(LONG, (1, 1), "Step"),
+    "the graph of an evaluation fails": Case([], (0, 1), "Evaluation"),
+}
+
+
+def train_replaying(cases: Mapping[str, tuple[Sequence[str], tuple[int, int] | None]]) -> dict[str, Trained]:
+    """Runs whose micro-batches are recorded and replayed as far as that can be done without CUDA."""
+    return {name: _train(argv, fails) for name, (argv, fails) in cases.items()}
+
+
+def _train(argv: Sequence[str], fails: tuple[int, int] | None) -> Trained:
+    num_recorded = 0
+
+    def record(compute: Callable[[Batch], Tensor], batch: Batch, model: nn.Module, pool: Any) -> Any:
+        nonlocal num_recorded
+        if fails == (int(os.environ["RANK"]), num_recorded):
+            raise NotRecorded("as asked")
+        num_recorded += 1
+        has_backward = torch.is_grad_enabled()
+
+        def run(given: Batch) -> Tensor:
+            fill(batch, given)
+            with torch.set_grad_enabled(has_backward):
+                return compute(batch)
+
+        return SimpleNamespace(run=run, num_bytes=0, graph=SimpleNamespace(reset=lambda: None))
+
+    def make(prepared: Prepared, config: Config, trainable: Sequence[nn.Parameter], processes: Processes) -> Any:
+        eager = EagerPasses(prepared.model, processes.device, prepared.peaks, config.training.deterministic)
+        return captured.CapturedPasses(eager, trainable, processes, prepared.peaks, limit=float("inf"))
+
+    with ExitStack() as stack:
+        for module, name, value in (
+            (train_adapter, "make_passes", make),
+            (captured, "record", record),
+            (graphs, "free_graphs", lambda: None),
+            (captured.CapturedPasses, "_missing_bytes", lambda self: 0),
+            (torch.cuda, "graph_pool_handle", lambda: None),
+            (torch.cuda, "get_sync_debug_mode", lambda: 0),
+            (torch.cuda, "set_sync_debug_mode", lambda mode: None),
+        ):
+            stack.enter_context(patch.object(module, name, value))
+        return train_here(argv)
+
+
+@pytest.fixture(scope="module")
+def folder(rows: Path) -> Path:
+    return rows.parent / "replayed"
+
+
+@pytest.fixture(scope="module")
+def worlds(checkpoint: Callable[..., Path], rows: Path, folder: Path) -> Sequence[Callable[[], Any]]:
+    """The runs that replay and those that launch."""
+    pairs = write_pairs(rows.parent / "replayed pairs.jsonl", 300)
+
+    def argv(name: str, mode: str) -> list[str]:
+        own = [text.replace("PAIRS", str(pairs)) for text in CASES[name].settings]
+        return settings(checkpoint("llama"), rows, *RUN, *EVALUATED, *own, f"run.folder='{folder / mode / name}'")
+
+    replaying = {name: (argv(name, "replayed"), case.fails) for name, case in CASES.items()}
+    launching = {name: argv(name, "launched") for name in CASES}
+    return (
+        once(lambda: run_ranks(NUM_RANKS, train_replaying, replaying)),
+        once(lambda: run_ranks(NUM_RANKS, train_all, launching)),
+    )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_steps_and_evaluations_are_those_of_launched_kernels(worlds, folder: Path, name: str):
+    replayed, launched = (world()[0][name] for world in worlds)
+    assert len(launched.losses) == 9 and replayed.losses == pytest.approx(launched.losses, rel=1e-5)
+    found = []
+    for mode in ("replayed", "launched"):
+        lines = map(json.loads, (folder / mode / name / "metrics.jsonl").read_text().splitlines())
+        found.append([line["eval_loss"] for line in lines if "eval_loss" in line])
+    assert len(found[1]) == 4 and found[0] == pytest.approx(found[1], rel=1e-5)
+    log, fails = (folder / "replayed" / name / "train.log").read_text(), CASES[name].name
+    assert "Step: recorded as a CUDA graph for" in log
+    assert ("Evaluation: recorded as a CUDA graph for" in log) is (not fails), log
+    assert log.count("no CUDA graph could be recorded") == log.count(f"{fails}: no CUDA graph could be") == bool(fails)
