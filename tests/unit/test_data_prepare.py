@@ -752,15 +752,8 @@ def test_an_epoch_of_a_mix_that_no_memory_holds_is_refused(tmp_path, run, weight
         run(None, mix=mix, mix_until=until, **more)
 
 
-def test_files_have_no_splits_but_train(tmp_path, run):
-    """`test` of a file would be all of its rows, those that are trained on too."""
+def test_the_name_of_a_split_is_not_asked_of_other_files(tmp_path, run):
     path = write_lines(tmp_path / "rows.jsonl", *({"text": str(i)} for i in range(4)))
-    with pytest.raises(DataError, match=r"data\.split=test: .*rows\.jsonl has no splits\. .*Leave data\.split out"):
-        run(path, split="test")
-    with pytest.raises(DataError, match=r"data\.eval_split=test\[:2\]: .*rows\.jsonl has no splits\."):
-        run(path, eval_path=str(path), eval_split="test[:2]")
-    with pytest.raises(DataError, match=r"data\.mix\..*rows\.jsonl\.split=test: .*rows\.jsonl has no splits\."):
-        run(None, mix={str(path): {"split": "test"}, str(tmp_path): 1})
     splits = {"train": [{"text": "a"}], "extra": [{"text": "b"}]}
     by_name = {name: datasets.Dataset.from_list(rows) for name, rows in splits.items()}
     datasets.DatasetDict(by_name).save_to_disk(str(tmp_path / "saved"))
