@@ -8,6 +8,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.common.errors import DataError
+from qlora_fsdp.common.text import shorten
 from qlora_fsdp.config.schema import LossOn
 from qlora_fsdp.data.chat_markers import explain_no_template
 from qlora_fsdp.data.chat_template import Conversation, Span, Trace, find_texts, has_generation_marks
@@ -66,8 +67,9 @@ def _trace(conversation: Conversation) -> Trace | None:
 
 def _check_answers(messages: list[dict[str, Any]], trained: list[bool]) -> None:
     """Refuses a conversation that has nothing to train on, or an empty answer to train on."""
-    if not any(message["role"] == "assistant" for message in messages):
-        raise BadRow(NO_TARGET, "no message of the assistant")
+    roles = dict.fromkeys(message["role"] for message in messages)
+    if "assistant" not in roles:
+        raise BadRow(NO_TARGET, f"no message of the assistant (roles: {shorten(', '.join(roles))})")
     if not any(trained):
         raise BadRow(NO_TARGET, "no message of the assistant is to be trained on")
     for number, (message, is_target) in enumerate(zip(messages, trained, strict=True), start=1):

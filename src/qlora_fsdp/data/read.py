@@ -33,7 +33,7 @@ from qlora_fsdp.data.row_files import (
     BROKEN,
     ChooseColumns,
     RawRow,
-    dump_row,
+    dump_table_row,
     find_reader,
     known_suffixes,
     read_text,
@@ -224,4 +224,4 @@ def _iterate_hub(
     for number, row in enumerate(hub, start=position.number + 1):
         if isinstance(hub, IterableDataset):
             position.number, position.hub = number, hub.state_dict()
-        yield f"{source.path} row {number}", dump_row(row)
+        yield f"{source.path} row {number}", dump_table_row(row)
