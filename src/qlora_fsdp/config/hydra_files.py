@@ -94,6 +94,9 @@ def _explain(error: Exception, folders: Sequence[Path]) -> Problem:
     if found := re.match(r"Could not override '(.+)'", str(error)):
         fix = "See docs/configuration.md, and for hydra.* Hydra's own pages."
         return Problem(found[1], "is neither a setting nor a group of options.", fix)
+    if "does not support sweep type" in str(error):
+        fix = "List the values (a,b), or name the sweeper: hydra/sweeper=optuna (docs/sweeps.md)."
+        return Problem("interval(...)", "is drawn from by sweepers of other packages.", fix)
     return Problem("The YAML files", f"can't be composed: {reason_of(error)}", "See the files under --config-dir.")
 
 
