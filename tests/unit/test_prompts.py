@@ -9,12 +9,13 @@ import pytest
 from tests.helpers.quick_config import load_config
 
 from qlora_fsdp.common import text
+from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.adapter_config import SETTINGS_FILE
 from qlora_fsdp.config.commands import read_trained_on, saved_settings
 from qlora_fsdp.config.schema import DataFormat
 from qlora_fsdp.data.form import find_form
 from qlora_fsdp.data.tokenizer import byte_tokenizer, template_name
-from qlora_fsdp.inference.prompts import PromptStyle, choose_style, style_tokens
+from qlora_fsdp.inference.prompts import PromptStyle, chat_tokens, choose_style, style_tokens
 
 
 @pytest.mark.parametrize(
@@ -42,6 +43,18 @@ def test_without_a_template_a_prompt_is_as_it_is():
     tokenizer.chat_template = None
     assert template_name(tokenizer) == "none"
     assert choose_style(tokenizer, None, raw=False) == (PromptStyle.plain, "the tokenizer has no chat template")
+
+
+def test_a_conversation_is_written_as_in_training():
+    """Null fields count as missing, tools may be text, and what is no conversation is named."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.keys() | list }}{{ m.content }}{% endfor %}{{ tools | map(attribute='name') | list }}"
+    messages = [{"role": "user", "content": "a", "name": None}]
+    tokens = chat_tokens(tokenizer, messages, json.dumps([{"name": "f"}]), "row 1")
+    assert tokenizer.decode(tokens) == "['role', 'content']a['f']"
+    for odd, reason in (("hi", "messages is str, not a list"), ([{"role": "user"}], "message 1 has no content")):
+        with pytest.raises(DataError, match=f"row 1: .*{reason}"):
+            chat_tokens(tokenizer, odd, None, "row 1")
 
 
 CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]

@@ -14,8 +14,9 @@ from typing_extensions import assert_never
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.schema import DataFormat
 from qlora_fsdp.data.chat_template import check_length, limited_rendering
+from qlora_fsdp.data.columns import NO_COLUMNS
 from qlora_fsdp.data.format import ALPACA
-from qlora_fsdp.data.row import join_parts
+from qlora_fsdp.data.row import BadRow, as_template_sees, check_fields
 from qlora_fsdp.data.tokenizer import encode
 
 ANOTHER_TEMPLATE = "set data.chat_template=chatml (or llama3, alpaca, or a Jinja file)"
@@ -95,14 +96,18 @@ def check_template(tokenizer: PreTrainedTokenizerBase, place: str) -> None:
 
 
 def chat_tokens(tokenizer: PreTrainedTokenizerBase, messages: Any, tools: Any, place: str) -> list[int]:
-    """A conversation's tokens by the chat template, with the beginning of the assistant's next turn.
+    """A conversation's tokens by the chat template, as in training, with the beginning of the assistant's next turn.
 
     Raises:
-        DataError: there is no template, or it refuses the conversation.
+        DataError: there is no template, it refuses the conversation, or this is none.
     """
     check_template(tokenizer, place)
     try:
-        messages = [{**message, "content": join_parts(message.get("content"))} for message in messages]
+        _, row = check_fields({"messages": messages, "tools": tools}, DataFormat.messages, NO_COLUMNS)
+    except BadRow as bad:
+        raise DataError(f"{place}: {bad.kind}: {bad.detail}. Correct it.") from bad
+    messages, tools = [as_template_sees(message) for message in row["messages"]], row["tools"]
+    try:
         with limited_rendering():
             text = str(tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False))
         check_length(text)
