@@ -64,7 +64,8 @@ def test_a_prompt_begins_with_the_system_message_of_training(tmp_path: Path):
 def test_a_conversation_is_written_as_in_training():
     """Null fields count as missing, tools may be text, and what is no conversation is named."""
     tokenizer = byte_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}{{ m.keys() | list }}{{ m.content }}{% endfor %}{{ tools | map(attribute='name') | list }}"
+    keys, names = "{{ m.keys() | list }}{{ m.content }}", "{{ tools | map(attribute='name') | list }}"
+    tokenizer.chat_template = f"{{% for m in messages %}}{keys}{{% endfor %}}{names}"
     messages = [{"role": "user", "content": "a", "name": None}]
     tokens = chat_tokens(tokenizer, messages, json.dumps([{"name": "f"}]), "row 1")
     assert tokenizer.decode(tokens) == "['role', 'content']a['f']"
