@@ -38,7 +38,7 @@ Talk to a model: the quantized base, with an adapter or without.
 usage: qlora-fsdp chat [adapter=DIR] [launch.num_processes=N] [setting=value ...]
 
   adapter=DIR         the adapter's folder, which also knows its base model. Without one: the base model, model.path=...
-  system=TEXT         the system turn
+  system=TEXT         the system turn (default: the data.system_prompt that the adapter was trained with)
   max_new_tokens=512  an answer's tokens, at most
   temperature=0       0: the likeliest token each time. Above: sampled, at this temperature
   top_p=1, seed=0     of sampling
@@ -61,7 +61,7 @@ class ChatSettings(GenerateSettings):
 def chat(settings: ChatSettings, config: Config, processes: Processes) -> None:
     """Read turns from the terminal until it ends. Rank 0 shares what it reads with the other ranks."""
     settings.prompt = ""  # a chat starts without one
-    system = settings.system
+    system = settings.system = config.data.system_prompt if settings.system is None else settings.system
     bad = [] if system is None or is_unicode(system) else [Problem("system", "has bytes that are no UTF-8.", IN_UTF8)]
     check_generation(settings, config, bad)
     with quick_imports():

@@ -75,7 +75,7 @@ def generate_completions(settings: GenerateSettings, config: Config, processes: 
         from qlora_fsdp.inference.trained import load_trained, num_positions
 
     trained = load_trained(config, settings.adapter, processes, generates=True, may_spread=True)
-    prompts = _tokenize(rows, trained, settings)
+    prompts = _tokenize(rows, trained, settings, config.data.system_prompt)
     _check_lengths(prompts, settings, num_positions(trained))
     # Ranks that share the layers complete all prompts together, others each their share.
     mine = range(len(rows)) if trained.chain is not None else range(processes.rank, len(rows), processes.num_ranks)
@@ -204,8 +204,10 @@ def _read_rows(settings: GenerateSettings) -> list[dict[str, Any]]:
     return rows
 
 
-def _tokenize(rows: list[dict[str, Any]], trained: AssembledModel, settings: GenerateSettings) -> list[list[int]]:
-    """Token ids of each row's prompt or conversation."""
+def _tokenize(
+    rows: list[dict[str, Any]], trained: AssembledModel, settings: GenerateSettings, system: str | None
+) -> list[list[int]]:
+    """Token ids of each row's prompt or conversation, with what these begin with where they have no system message."""
     from qlora_fsdp.inference.prompts import chat_tokens, choose_style, style_tokens
 
     tokenizer = trained.tokenizer
@@ -215,9 +217,9 @@ def _tokenize(rows: list[dict[str, Any]], trained: AssembledModel, settings: Gen
     found = []
     for number, row in enumerate(rows, start=1):
         if isinstance(row.get("prompt"), str):
-            found.append(style_tokens(style, tokenizer, row["prompt"], f"row {number}"))
+            found.append(style_tokens(style, tokenizer, row["prompt"], f"row {number}", system))
         else:
-            found.append(chat_tokens(tokenizer, row["messages"], row.get("tools"), f"row {number}"))
+            found.append(chat_tokens(tokenizer, row["messages"], row.get("tools"), f"row {number}", system))
     return found
 
 

@@ -59,11 +59,14 @@ if TYPE_CHECKING:
 DOES_NOT_FIT = 3  # exit code
 LONGEST = "training.max_length=max"  # what is typed to ask for the longest rows
 BYTES_A_TOKEN = 4.0  # of text in a file of rows, as an estimate
-# A run also needs data, a tokenizer and a folder to write to. The model may be named by its shape alone, and the end of
-# the run matters only for its duration.
+# A run also needs data, a tokenizer and a folder to write to, which may be on another machine. The model may be named
+# by its shape alone, and the end of the run matters only for its duration.
 NEEDS = Needs(
-    sections=tuple(section for section in TRAINING.sections if section not in ("run", "data", "tracking")),
-    unused=("model.path", "model.tokenizer_path"),
+    sections=tuple(section for section in TRAINING.sections if section not in ("run", "tracking")),
+    unused=(
+        *("model.path", "model.tokenizer_path"),
+        *("data.path", "data.eval_path", "data.mix", "data.chat_template", "data.near_duplicates"),
+    ),
     optional=("training.max_steps",),
 )
 USAGE = "python -m qlora_fsdp.preflight [hardware=COUNTxGIB|COUNTxNAME] [group=option ...] [setting=value ...]"

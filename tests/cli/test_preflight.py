@@ -203,6 +203,7 @@ def test_what_is_not_what_it_seems(tmp_path: Path, capsys: pytest.CaptureFixture
             ["hardware=2x24gib", "model=llama3-8b", "training.max_length=2k"],
             "\nError: training.max_length=2k must be a",
         ),
+        (["hardware=1xh200", "model=llama3-8b", "data=demo/chats.jsonl", "data.split=test"], "is no split of demo/"),
         (["hardware=1xh200"], "model.path=null names no model. Set model to a preset"),
         (["hardware=1xh200", "model=llama3-8b", "lora.rr=8"], "lora.rr=8 is not a setting"),
         (["hardware=3xh200", "model=llama3-8b", "training.global_batch_size=4"], "Set training.global_batch_size=3"),
@@ -214,7 +215,10 @@ def test_what_is_not_what_it_seems(tmp_path: Path, capsys: pytest.CaptureFixture
         (["hardware=1xh200", "model.weights=random", "model.config={hidden_size: 64}"], "names no model"),
     ],
 )
-def test_bad_input(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]):
+def test_bad_input(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(Path(qlora_fsdp.__file__).parents[2])
     assert preflight.main(arguments) == 2
     assert message in capsys.readouterr().err
 

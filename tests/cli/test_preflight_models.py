@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -13,8 +14,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from transformers import AutoConfig
 
 from qlora_fsdp import preflight
+from qlora_fsdp.config.model_config import read_config_json
+from qlora_fsdp.config.schema import ModelConfig
+from qlora_fsdp.model.find import make_config
 
 TINY = {
     "model_type": "llama",
@@ -63,6 +68,14 @@ def test_experts_that_stay_in_full_precision_are_told(
     num_bytes = 2 * 8 * 16 * (128 * 2 * 256 + 256 * 128)
     said = capsys.readouterr().out
     assert f"stay in bfloat16 ({num_bytes / 2**20:.1f} MiB)" in said and "8 modules such as model.layers.0" in said
+
+
+def test_numbers_that_json_does_not_have_are_read_as_transformers_writes_them(tmp_path: Path) -> None:
+    AutoConfig.for_model("granitemoehybrid", time_step_limit=(0.0, math.inf)).save_pretrained(tmp_path)
+    assert '"__float__": "Infinity"' in (tmp_path / "config.json").read_text()
+    values = read_config_json(tmp_path / "config.json", ModelConfig(path=str(tmp_path)))
+    assert values["time_step_limit"] == [0.0, math.inf]
+    assert make_config(values, "granite").time_step_limit == AutoConfig.from_pretrained(tmp_path).time_step_limit
 
 
 @pytest.mark.parametrize("before", [[], ["experiment=dry_run"]])

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qlora_fsdp import merge
 from qlora_fsdp.common import files
+from qlora_fsdp.config.schema import QuantConfig
 from qlora_fsdp.inference import merge_files
 from qlora_fsdp.weights.safetensors_files import read_headers
 from tests.helpers.checkpoints import VOCAB, make_checkpoint
@@ -92,6 +93,28 @@ def test_merged_logits_are_those_of_base_and_adapter(adapters, bases, tmp_path: 
     torch.testing.assert_close(load_merged(out), logits(stock), rtol=0, atol=2e-5)
     keys = [key for file in out.glob("*.safetensors") for key in load_file(file)]
     assert len(keys) == len(set(keys))  # programs that read all files find each weight once
+
+
+@pytest.mark.parametrize(
+    ("family", "chosen"),
+    [
+        ("llama", {"target_modules": ["q_proj", "lm_head"]}),
+        ("qwen2", {"target_modules": ["q_proj", "lm_head"]}),
+        ("qwen2", {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}),
+    ],
+)
+def test_adapters_of_peft_have_tables_of_the_base_beside_them(bases, tmp_path: Path, family, chosen):
+    """Beside an adapter of the head PEFT saves the base's head, and of a tied table that is trained the other one."""
+    torch.manual_seed(0)
+    config = peft.LoraConfig(**{"target_modules": ["q_proj"], "task_type": "CAUSAL_LM"} | chosen)
+    model = peft.get_peft_model(load_stock(bases[family], QuantConfig(load_in_4bit=False)), config)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data.normal_(std=0.3)
+    model.save_pretrained(tmp_path / "adapter")
+    base = [f"model.path={bases[family]}", "model.tokenizer_path=bytes"]
+    assert merge.main([f"adapter={tmp_path / 'adapter'}", f"out={tmp_path / 'merged'}", *base]) == 0
+    torch.testing.assert_close(load_merged(tmp_path / "merged"), logits(model), rtol=0, atol=2e-5)
 
 
 def test_the_report_compares_what_was_trained_with_what_was_merged(adapters, rows: Path, tmp_path, capsys):

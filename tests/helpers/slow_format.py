@@ -88,8 +88,9 @@ def slow_format(
 
 def _check_answers(messages: list[dict[str, Any]], trained: list[bool]) -> None:
     """Refuse a conversation with nothing to train on, or with silence."""
-    if not any(message["role"] == "assistant" for message in messages):
-        raise BadRow(NO_TARGET, "no message of the assistant")
+    roles = dict.fromkeys(message["role"] for message in messages)
+    if "assistant" not in roles:
+        raise BadRow(NO_TARGET, f"no message of the assistant (roles: {', '.join(roles)})")
     if not any(trained):
         raise BadRow(NO_TARGET, "no message of the assistant is to be trained on")
     for number, (message, is_target) in enumerate(zip(messages, trained, strict=True), start=1):

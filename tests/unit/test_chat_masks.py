@@ -203,7 +203,10 @@ def test_parts_of_text_are_text(template: str):
         ({"conversations": [{"from": "function_call", "value": "add"}]}, "not JSON: turn 1 is a function_call that"),
         ({"conversations": [{"from": "function_call", "value": "[]"}]}, "wrong types: turn 1 is a function_call w"),
         ({"messages": [CHAT[1], {**CHAT[2], "content": " "}]}, "empty: message 2, an answer to train on, is empty"),
-        ({"messages": [CHAT[1]]}, "no target token: no message of the assistant"),
+        (
+            {"messages": [{**CHAT[1], "role": "human"}, {**CHAT[2], "role": "bot"}]},
+            "no target token: no message of the assistant (roles: human, bot)",
+        ),
         ({"conversations": "a"}, "wrong types: conversations is not a list of turns"),
         ({"conversations": [{"from": "human"}]}, "wrong keys: message 1 has no content"),
         ({"messages": [{**CHAT[2], "weight": 0.5}]}, "wrong types: weight of message 1 is 0.5, neither 0 nor 1"),
@@ -213,3 +216,13 @@ def test_parts_of_text_are_text(template: str):
 )
 def test_rows_that_can_not_be_used(row: dict[str, Any], problem: str):
     assert marked(row, "gemma3").startswith(problem)
+
+
+def test_what_a_template_does_not_know_is_told_beside_its_own_words():
+    shipped = str(TEMPLATES.parents[2] / "src" / "qlora_fsdp" / "data" / "templates" / "chatml.jinja")
+    picture = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]}
+    call = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]}
+    told = marked({"messages": [picture, CHAT[2]]}, shipped)
+    assert told.startswith("refused by the chat template: ") and told.endswith("message 1 has parts: image, text")
+    told = marked({"messages": [CHAT[1], call]}, shipped)
+    assert told.endswith("'content'; message 2 calls tools and has no content")

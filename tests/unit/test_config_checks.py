@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import yaml
 from tests.helpers.quick_config import load_config
@@ -79,7 +80,7 @@ def test_wandb_is_missed_before_the_run_where_a_key_turns_it_on(
         ("data.path=[org/a,gone.jsonl]", "data.path=[org/a,gone.jsonl] names gone.jsonl, which does not exist"),
         ("data.path=[/no(1).jsonl,b]", "names /no(1).jsonl, which does not exist"),
         ("data.path=[]", "data.path=[] must be text or a list such as [a,b] or null. Set data.path to a file"),
-        ("data.eval_path=3", "data.eval_path=3 must be text or a list"),
+        ("data.eval_path={a: 3}", "data.eval_path={a: 3} must be text or a list"),
         ("data.columns={question:prompt}", "Did you mean data.columns={prompt: question}?"),
         ("data.columns={promt:a}", "renames promt, which no form of rows has. The names to set are messages, role"),
         ("data=default data.path=null", "data.path=null names no data."),
@@ -209,6 +210,26 @@ def test_refused(overrides: str, expected: str) -> None:
 def test_mixes_and_streams_that_are_refused(overrides: list[str], expected: str) -> None:
     (message,) = complaints(configure("data=default", *overrides))
     assert expected in message
+
+
+def test_a_split_that_the_files_here_do_not_have_is_refused(tmp_path: Path) -> None:
+    """`test` of a file would be all of its rows, those that are trained on too."""
+    rows, saved = tmp_path / "rows.jsonl", tmp_path / "saved"
+    rows.write_text('{"text": "a"}\n')
+    by_name = {name: datasets.Dataset.from_list([{"text": "a"}]) for name in ("train", "extra")}
+    datasets.DatasetDict(by_name).save_to_disk(str(saved))
+    (problem,) = complaints(configure("data=default", f"data.path={rows}", "data.split=test"))
+    assert problem == (
+        f"data.split=test is no split of {rows}, which has no splits: all its rows are train. Leave data.split out."
+    )
+    (problem,) = complaints(configure(f"data.eval_path={rows}", "data.eval_split='test[:2]'"))
+    assert "data.eval_split=test[:2] is no split of" in problem
+    (problem,) = complaints(configure("data=default", f"data.mix={{{rows}: {{split: test}}, org/a: 1}}"))
+    assert f"data.mix.{rows}.split=test is no split of" in problem
+    (problem,) = complaints(configure("data=default", f"data.path={saved}", "data.split=test"))
+    assert "which has extra, train. Set it to one of these." in problem
+    own = ["data=default", f"data.path={saved}", "data.split='extra[:1]'", f"data.eval_path={rows}"]
+    assert complaints(configure(*own)) == complaints(configure("data=default", "data.path=org/a", "data.split=x")) == []
 
 
 @pytest.mark.parametrize("text", ["-1", "0", "nan", "inf", "-inf"])

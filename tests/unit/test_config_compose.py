@@ -106,6 +106,17 @@ def test_new_tokens_need_no_quotes(text: str) -> None:
     assert config.tokenizer.add_tokens == ["<|im_start|>", "<|im_end|>"]
 
 
+@pytest.mark.parametrize("text", ["1.10", "1e3", "true", "1_000", "007", "a 1.10", "12e4567"])
+def test_a_text_that_looks_like_a_number_stays_as_it_is(text: str) -> None:
+    assert load_config([f"run.name={text}"]).run.name == text
+    config = load_config([f"task.labels=[{text}, b]", f"data.columns={{prompt: {text}}}", f"data.path={text}"])
+    assert (config.task.labels, config.data.columns, config.data.path) == ([text, "b"], {"prompt": text}, text)
+
+
+def test_a_text_may_be_made_of_a_number_of_another_setting() -> None:
+    assert load_config(["run.name=${lora.lora_dropout}", "lora.lora_dropout=0.10"]).run.name == "0.1"
+
+
 @pytest.mark.parametrize(
     ("override", "hint"),
     [
@@ -135,6 +146,8 @@ def test_plus_before_a_group_is_accepted() -> None:
         ("lora.r=abc", "lora.r=abc must be a whole number. Set lora.r=16."),
         ("lora.r=null", "lora.r=null must be a whole number. Set lora.r=16."),
         ("lora.r.x=1", "lora.r={x: 1} must be a whole number. Set lora.r=16."),
+        ("fsdp.cpu_offload=7", "must be true or false. Set fsdp.cpu_offload=false."),
+        ("fsdp.cpu_offload=1", "fsdp.cpu_offload=1 must be true or false. Set fsdp.cpu_offload=true."),
         ("fsdp.cpu_offload=maybe", "must be true or false. Set fsdp.cpu_offload=false."),
         (
             "training.max_steps=many",
@@ -163,7 +176,13 @@ def test_plus_before_a_group_is_accepted() -> None:
         ("data.path=a.jsonl,b.jsonl", "for a list write data.path=[a.jsonl,b.jsonl]"),
         ("run.name=${model.nme}", "can't be resolved"),
         ("run.name=${now:%H}", "reads the clock on every rank"),
-        ("lora@x=default", "can't be composed"),
+        ("run.name=${oc.env:NOT_THERE}", "Set the variable, or write ${oc.env:NAME,VALUE}"),
+        ("run.name=${lora.r", "run.name='${lora.r' can't be read: no viable alternative at input"),
+        ("lora@x=default", "lora@x is neither a setting nor a group of options."),
+        ("hydra.foo=1", "hydra.foo is neither a setting nor a group of options."),
+        ("quant=nf4,int8", "quant=nf4,int8 gives several values to one run. For a sweep add -m."),
+        ("data=null", "data=null is no option of data: it has default, random. Set data to one of these."),
+        ("run=3", "run=3 is not a setting. run has: name, folder, overwrite."),
     ],
 )
 def test_unusable_override_is_one_clear_error(override: str, expected: str) -> None:
@@ -205,6 +224,8 @@ class TestOwnFolder:
             ("lora: 4\n", "lora=4 is not a setting."),
             ("defaults: [override /quant: nf5]\n", "quant=nf5 is in a defaults list but does not exist"),
             ("defaults: [override /qant: nf4]\n", "can't be composed"),
+            ("run: {name: 1.10}\n", "must be text, and what is written there is read as a number. Put it in quotes."),
+            ("task: {labels: [no, yes]}\n", "and what is written there is read as true or false. Put it in quotes."),
             ("lora: {r: 4\n", "mine.yaml can't be read: line 3: expected"),
         ],
     )

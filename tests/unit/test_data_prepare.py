@@ -12,6 +12,7 @@ import re
 import threading
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -41,6 +42,7 @@ from qlora_fsdp.config.schema import (
     TrainingConfig,
 )
 from qlora_fsdp.data import json_list, row_files, shards, tokenize_source
+from qlora_fsdp.data.read import find_source, iterate_rows
 from qlora_fsdp.data.run_data import PreparedData, prepare_data
 from qlora_fsdp.data.sequences import Sequences
 from qlora_fsdp.data.tokenizer import load_tokenizer
@@ -549,6 +551,23 @@ def test_of_tables_only_the_columns_that_rows_need_are_read(tmp_path, run, monke
         run(tmp_path / "splits", columns=columns, split="test")
 
 
+def test_objects_of_tables_have_the_fields_of_their_own_row(tmp_path):
+    """Arrow gives each call of a tool the arguments of all calls, null where it has none."""
+    rows = [
+        {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "tool_calls": [{"name": n, "args": a}]}]}
+        for n, a in (("f", {"x": 1}), ("g", {"city": "Rome"}))
+    ]
+    table = pa.Table.from_pylist([{**row, "tools": None} for row in rows])
+    pq.write_table(table, tmp_path / "a.parquet")
+    pa.feather.write_feather(table, str(tmp_path / "a.arrow"))
+    datasets.Dataset(table).save_to_disk(str(tmp_path / "saved"))
+    for name in ("a.parquet", "a.arrow", "saved"):
+        source = find_source(str(tmp_path / name), DataConfig())
+        assert [json.loads(row) for _, row in iterate_rows(source)] == [{**row, "tools": None} for row in rows]
+    hub = replace(source, files=(), hub=datasets.load_from_disk(str(tmp_path / "saved")))
+    assert [json.loads(row)["messages"] for _, row in iterate_rows(hub)] == [row["messages"] for row in rows]
+
+
 def test_patterns_and_lists_of_paths(tmp_path, run, monkeypatch):
     (tmp_path / "part").mkdir()
     for name in ("a.jsonl", "b.jsonl", "part/c.jsonl", "part/d[1].jsonl"):
@@ -752,15 +771,8 @@ def test_an_epoch_of_a_mix_that_no_memory_holds_is_refused(tmp_path, run, weight
         run(None, mix=mix, mix_until=until, **more)
 
 
-def test_files_have_no_splits_but_train(tmp_path, run):
-    """`test` of a file would be all of its rows, those that are trained on too."""
+def test_the_name_of_a_split_is_not_asked_of_other_files(tmp_path, run):
     path = write_lines(tmp_path / "rows.jsonl", *({"text": str(i)} for i in range(4)))
-    with pytest.raises(DataError, match=r"data\.split=test: .*rows\.jsonl has no splits\. .*Leave data\.split out"):
-        run(path, split="test")
-    with pytest.raises(DataError, match=r"data\.eval_split=test\[:2\]: .*rows\.jsonl has no splits\."):
-        run(path, eval_path=str(path), eval_split="test[:2]")
-    with pytest.raises(DataError, match=r"data\.mix\..*rows\.jsonl\.split=test: .*rows\.jsonl has no splits\."):
-        run(None, mix={str(path): {"split": "test"}, str(tmp_path): 1})
     splits = {"train": [{"text": "a"}], "extra": [{"text": "b"}]}
     by_name = {name: datasets.Dataset.from_list(rows) for name, rows in splits.items()}
     datasets.DatasetDict(by_name).save_to_disk(str(tmp_path / "saved"))

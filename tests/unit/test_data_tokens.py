@@ -184,9 +184,10 @@ def test_a_template_that_leaves_out_calls_of_tools_refuses_the_row(template: str
 
 def test_null_fields_of_messages_are_as_if_missing():
     template = "{% for m in messages %}{{ m['content'] }}{% if m.name is defined %}!{% endif %}{% endfor %}"
-    row = {"messages": [{**message, "name": None} for message in CHAT]}
+    row = {"messages": [{**message, "name": None, "weight": None, "train": None} for message in CHAT]}
     [(_, tokens, _)] = tokenize(row, tokenizer=make_tokenizer(template), loss_on=LossOn.all)
     assert b"!" * 2 not in bytes(tokens)
+    assert tokenize(row) == tokenize({"messages": CHAT})
 
 
 def test_a_token_across_the_boundary_is_trained_on():

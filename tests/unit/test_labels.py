@@ -105,6 +105,7 @@ def test_rows_that_can_not_be_used_are_named(tmp_path: Path):
             0,
             "0 is neither one of task.labels (1, 2, 3) nor",
         ),  # no index where names are numbers
+        (SINGLE, ["0.5", "1.5", "2.5"], 2, "2 is neither one of task.labels (0.5, 1.5, 2.5) nor"),
         (SINGLE, ["no", "yes"], 0.5, "0.5 is neither"),
         (MULTI, ["a", "b", "c"], ["a", 1, 1], "which names a label twice"),
         (MULTI, ["a", "b", "c"], [1, 0, 1, 1], "which names a label twice"),
@@ -117,6 +118,13 @@ def test_labels_that_can_not_be_read(form: ProblemType, labels: list[str] | None
     with pytest.raises(BadRow) as caught:
         read_labels({"label": value}, TaskConfig(TaskName.sequence_classification, form, labels))
     assert reason in caught.value.detail
+
+
+def test_a_number_is_the_label_of_that_name():
+    stars = TaskConfig(TaskName.sequence_classification, SINGLE, ["0.5", "1.0", "1.5", "2.0"])
+    values = [0.5, 1.0, 1.5, 2.0, "2.0"]
+    assert [read_labels({"label": value}, stars) for value in values] == [[0], [1], [2], [3], [3]]
+    assert read_labels({"label": 2.0}, TaskConfig(TaskName.sequence_classification, SINGLE, ["1", "2"])) == [1]
 
 
 @pytest.mark.parametrize(("labels", "values"), [(["a", "b"], [[0, 1], []]), (["a", "b"], [["a"], [1, 0]])])

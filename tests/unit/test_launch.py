@@ -76,6 +76,13 @@ def test_a_failed_job_stops_no_other_and_only_it_is_started_again(
     assert sorted(name.count("lora.r=4") for name, *_ in starts(tmp_path / "s")[4:]) == [0, 0, 0, 1]
 
 
+def test_of_a_setting_that_is_typed_twice_the_later_values_are_swept(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["-m", *BASE, "lora.r=2", "lora.r=4,8", "launch.dry_run=true"]) == 0
+    assert re.findall(r"run.folder=\S+/lora.r=(\d)", capsys.readouterr().out) == ["4", "8"]
+    assert main(["-m", *BASE, "lora.r=4,8", "lora.r=2", "launch.dry_run=true"]) == 0
+    assert re.findall(r" lora.r=(\d) ", capsys.readouterr().out) == ["2"]
+
+
 def test_jobs_run_side_by_side_on_gpus_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,5,7")
     monkeypatch.setenv("PARALLEL", "2")
@@ -156,6 +163,7 @@ def test_a_launcher_without_m_starts_one_job_in_the_run_folder_itself(capsys: py
         (["launch.parallel=2"], {}, "has no effect here: nothing is launched. Start it as `qlora-fsdp train`"),
         (["hydra/launcher=joblib"], {}, "Set hydra/launcher=accelerate or hydra/launcher=slurm"),
         (["-m", "run.folder=a,b"], {}, "is swept over. Give one folder"),
+        (["-m", "training.learning_rate=interval(1e-5,1e-4)"], {}, "or name the sweeper: hydra/sweeper=optuna"),
         (["-m", "quant=nf4,nf5"], {}, "Did you mean quant=nf4?"),
         (["-m", "lora.r=1,2", "hydra/launcher=slurm", "launch.num_processes=1,2"], {}, "Start a sweep for each"),
         (["hydra/launcher=slurm"], {"PATH": "/nowhere"}, "needs sbatch, which is not here"),

@@ -137,6 +137,13 @@ def test_of_a_ranked_list_every_answer_makes_a_pair_with_every_worse_one(tmp_pat
     assert data.report.num_answers == 2 and not data.report.sources[0].problems
 
 
+def test_an_answer_that_makes_no_pair_takes_no_other_pair_away(tmp_path: Path) -> None:
+    rows = [{"prompt": "p ", "responses": ["a", "b", " ", "a"], "scores": [4, 2, 1, 3]}]
+    data = prepare(tmp_path, rows, deduplicate=False)
+    pairs = [[target for _, target in pair] for pair in rows_of(data.train)]
+    assert pairs == [["a<eos>", "b<eos>"]] * 2 and not data.report.sources[0].problems
+
+
 @pytest.mark.parametrize(
     ("row", "reason"),
     [

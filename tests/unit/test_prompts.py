@@ -9,12 +9,13 @@ import pytest
 from tests.helpers.quick_config import load_config
 
 from qlora_fsdp.common import text
+from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.adapter_config import SETTINGS_FILE
-from qlora_fsdp.config.commands import read_trained_on, saved_settings
+from qlora_fsdp.config.commands import AdapterSettings, load_command, read_trained_on, saved_settings
 from qlora_fsdp.config.schema import DataFormat
 from qlora_fsdp.data.form import find_form
 from qlora_fsdp.data.tokenizer import byte_tokenizer, template_name
-from qlora_fsdp.inference.prompts import PromptStyle, choose_style, style_tokens
+from qlora_fsdp.inference.prompts import PromptStyle, chat_tokens, choose_style, style_tokens
 
 
 @pytest.mark.parametrize(
@@ -42,6 +43,35 @@ def test_without_a_template_a_prompt_is_as_it_is():
     tokenizer.chat_template = None
     assert template_name(tokenizer) == "none"
     assert choose_style(tokenizer, None, raw=False) == (PromptStyle.plain, "the tokenizer has no chat template")
+
+
+def test_a_prompt_begins_with_the_system_message_of_training(tmp_path: Path):
+    tokenizer, system = byte_tokenizer(), "You are terse."
+    written = "<bos><|im_start|>system\nYou are terse.<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n"
+    tokens = style_tokens(PromptStyle.chat, tokenizer, "hi", "row 1", system)
+    assert tokenizer.decode(tokens) == f"{written}<|im_start|>assistant\n"
+    own = [{"role": "system", "content": "Talk."}, {"role": "user", "content": "hi"}]
+    assert "terse" not in tokenizer.decode(chat_tokens(tokenizer, own, None, "row 1", system))
+    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "adapter_model.safetensors").touch()
+    trained = load_config(["model=tiny", "data.path=a", f"data.system_prompt='{system}'"])
+    (tmp_path / SETTINGS_FILE).write_text(saved_settings(trained))
+    _, config = load_command([f"adapter={tmp_path}"], AdapterSettings, "")
+    assert config.data.system_prompt == system
+    assert "data:" not in saved_settings(load_config(["model=tiny", "data.path=a"]))
+
+
+def test_a_conversation_is_written_as_in_training():
+    """Null fields count as missing, tools may be text, and what is no conversation is named."""
+    tokenizer = byte_tokenizer()
+    keys, names = "{{ m.keys() | list }}{{ m.content }}", "{{ tools | map(attribute='name') | list }}"
+    tokenizer.chat_template = f"{{% for m in messages %}}{keys}{{% endfor %}}{names}"
+    messages = [{"role": "user", "content": "a", "name": None}]
+    tokens = chat_tokens(tokenizer, messages, json.dumps([{"name": "f"}]), "row 1")
+    assert tokenizer.decode(tokens) == "['role', 'content']a['f']"
+    for odd, reason in (("hi", "messages is str, not a list"), ([{"role": "user"}], "message 1 has no content")):
+        with pytest.raises(DataError, match=f"row 1: .*{reason}"):
+            chat_tokens(tokenizer, odd, None, "row 1")
 
 
 CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]

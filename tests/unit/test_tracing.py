@@ -27,6 +27,7 @@ from qlora_fsdp.layers.mlp import MAX_RANK
 from qlora_fsdp.layers.rewire import rewire
 from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.memory.traced import Operations
+from qlora_fsdp.memory.workload import Workload
 from qlora_fsdp.model import input_offload
 from qlora_fsdp.model.activations import set_activation_policy
 from qlora_fsdp.model.adapters import apply_adapters
@@ -311,6 +312,36 @@ def test_offloaded_layers_keep_nothing(monkeypatch: pytest.MonkeyPatch):
     gradients(model, [Policy.offload, Policy.offload])
     assert traced.saved == TOKENS * (3 + 1 + 1) * 16 * 4, "h of q, k and v, of o, and of down"
     assert len(made) >= 4 and made[0] == 0 and made[-1] > 0, "two layers, twice; the second time into free buffers"
+
+
+UPPER = Config(lora=LoraConfig(r=8, target_modules=r".*layers\.1\..*_proj"))  # the first layer has no adapters
+
+
+@pytest.mark.parametrize("policy", list(Policy))
+def test_layers_before_the_first_that_is_trained_keep_nothing(policy: Policy) -> None:
+    model = make_model("llama", UPPER)
+    set_activation_policy(model.layers, [policy] * len(model.layers))
+    trace = Trace(on_meta("llama", UPPER), batch(), is_cuda=False, liger_kernels=())
+    frozen, trained = trace.layer(0, policy, is_first=True), trace.layer(1, policy, is_first=True)
+    assert (frozen.saved, frozen.host, frozen.keeps_input) == (0, 0, False)
+    assert frozen.in_backward == Operations() and frozen.in_forward.moved > 0
+    if policy in (Policy.none, Policy.selective):
+        assert (saved_by_layer(model, 0), saved_by_layer(model, 1)) == (0, trained.saved)
+
+
+def test_a_plan_counts_up_to_the_first_layer_that_is_trained() -> None:
+    shape = {**SHAPE, **FAMILIES["llama"], "num_hidden_layers": 4, "model_type": "llama"}
+    keys = Workload(trace_config(make_config(shape, "llama"), UPPER), UPPER, 1, 1, 1).keys([Policy.none] * 4)
+    assert [is_first for *_, is_first in keys] == [True, True, False, False]
+
+
+def test_buffers_of_layers_without_a_backward_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(input_offload, "MIN_BYTES", 0)
+    inputs, model = input_offload.InputOffload(), make_model("llama", UPPER)
+    set_activation_policy(model.layers, [Policy.offload] * len(model.layers), inputs)
+    for _ in range(2):
+        model(batch()).backward()
+        assert (len(inputs.free), inputs.last) == (1, None)
 
 
 def test_what_a_gpu_is_asked_for_is_counted() -> None:

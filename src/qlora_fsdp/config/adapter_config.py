@@ -87,10 +87,18 @@ def read_lora(folder: Path, setting: str = "adapter") -> LoraConfig:
     odd = next(_find_odd(saved), None)
     if odd is not None:
         raise AdapterError(f"{what}: {odd} in adapter_config.json is not what PEFT writes. Copy it again.")
+    shapes = read_shapes(folder, what)
+    embedded = sorted(key.rpartition(".")[0] for key in shapes if key.endswith(".lora_embedding_A"))
+    if embedded:
+        names = ", ".join(key.removeprefix("base_model.model.") for key in embedded)
+        raise AdapterError(
+            f"{what} adapts embeddings ({names}), which is not here. Set {setting} to an adapter of linear layers; "
+            "one whose modules_to_save has the embeddings will do."
+        )
     targets, excluded = saved.get("target_modules") or [], saved.get("exclude_modules")
     parameters = set(saved.get("target_parameters") or [])
     if parameters or saved.get("layers_to_transform") is not None or isinstance(excluded, str):
-        targets, excluded = _adapted(folder, what, targets, parameters), None  # the file names what is left
+        targets, excluded = _adapted(shapes, what, targets, parameters), None  # the file names what is left
     return LoraConfig(
         r=saved["r"],
         lora_alpha=saved["lora_alpha"],
@@ -98,7 +106,7 @@ def read_lora(folder: Path, setting: str = "adapter") -> LoraConfig:
         target_modules=targets if isinstance(targets, str) else sorted(set(targets)),
         experts=bool(parameters),
         exclude_modules=None if excluded is None else sorted(set(excluded)),
-        modules_to_save=_names(saved.get("modules_to_save"), saved.get("task_type")),
+        modules_to_save=_saved_modules(saved, shapes),
         use_rslora=saved.get("use_rslora") or False,
         use_dora=saved.get("use_dora") or False,
         rank_pattern=_without_parameters(saved.get("rank_pattern")),
@@ -162,20 +170,20 @@ def _find_odd(saved: Mapping[str, Any]) -> Iterator[str]:
             yield name
 
 
-def _adapted(folder: Path, what: str, modules: Any, parameters: Collection[str]) -> list[str]:
+def _adapted(shapes: Mapping[str, Any], what: str, modules: Any, parameters: Collection[str]) -> list[str]:
     """Full names of the linear layers and of the experts' weights that an adapter's file has matrices for.
 
     PEFT names the matrices of a linear layer after the layer, whether `target_modules` or `target_parameters` name it,
     and those of a weight of experts after the experts' module: those of a second weight there follow `base_layer`.
 
     Args:
-        folder: the adapter's folder.
+        shapes: of the tensors of its file, by their keys.
         what: names it in messages.
         modules: its `target_modules`.
         parameters: its `target_parameters`: parameters' names, or ends of names that are cut at a dot.
     """
     ending = ".lora_A.weight"
-    stored = [key.removeprefix("base_model.model.") for key in read_shapes(folder, what) if key.endswith(ending)]
+    stored = [key.removeprefix("base_model.model.") for key in shapes if key.endswith(ending)]
     names = sorted({re.sub(r"(\.base_layer)*$", "", key.removesuffix(ending)) for key in stored})
     keys = {name.rpartition(".")[2] for name in parameters} - {"weight"}
 
@@ -194,12 +202,16 @@ def _without_parameters(patterns: dict[str, Any] | None) -> dict[str, Any]:
     return {re.sub(r"\\?\.weight$", "", pattern): value for pattern, value in (patterns or {}).items()}
 
 
-def _names(modules_to_save: list[str] | None, task_type: Any) -> list[str] | None:
-    """`modules_to_save` without the usual names of a classifier's head.
+def _saved_modules(saved: Mapping[str, Any], shapes: Mapping[str, Any]) -> list[str] | None:
+    """`modules_to_save` without the usual names of a classifier's head, and with the tables that are tied to one.
 
-    PEFT adds these names when it saves, whether the model has such modules or not, and again when it wraps the model.
+    PEFT adds the head's names when it saves, whether the model has such modules or not, and again when it wraps the
+    model. With `ensure_weight_tying` its file has both of two tied tables, of which the setting names one.
     """
-    if modules_to_save is None:
+    names = saved.get("modules_to_save")
+    if names is None:
         return None
-    usual = {"score", "classifier"} if str(task_type).endswith(("SEQ_CLS", "TOKEN_CLS")) else set()
-    return sorted(set(modules_to_save) - usual) or None
+    usual = {"score", "classifier"} if str(saved.get("task_type")).endswith(("SEQ_CLS", "TOKEN_CLS")) else set()
+    whole = [key.removeprefix("base_model.model.").removesuffix(".weight") for key in shapes if "lora_" not in key]
+    tied = whole if saved.get("ensure_weight_tying") and names else []
+    return sorted(({*names, *tied}) - usual) or None

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from qlora_fsdp.common.errors import Problem
-from qlora_fsdp.config.data_paths import as_paths, is_missing, is_pattern
-from qlora_fsdp.config.data_sets import explain_split, find_mistakes
-from qlora_fsdp.config.schema import Config, DataFormat, MixUntil, ProblemType, TaskName
+from qlora_fsdp.common.text import printable
+from qlora_fsdp.config.data_paths import as_paths, is_missing, is_pattern, match, saved_splits
+from qlora_fsdp.config.data_sets import DEFAULT_SPLIT, explain_split, find_mistakes, split_name
+from qlora_fsdp.config.schema import Config, DataConfig, DataFormat, MixUntil, ProblemType, TaskName
 from qlora_fsdp.config.settings import SEVERAL_DATA_SETS, all_settings, problem_with, show, value_of
 
 _CHAT_TEMPLATES = Path(__file__).parents[1] / "data" / "templates"
@@ -85,6 +86,26 @@ def _splits(config: Config) -> Iterator[Problem]:
     if config.data.eval_split is not None and config.data.eval_path is None:
         fix = "Set data.eval_path too: it may be the data set that is trained on."
         yield problem_with(config, "data.eval_split", "has no effect without data.eval_path.", fix)
+    yield from _absent_splits(config.data)
+
+
+def _absent_splits(data: DataConfig) -> Iterator[Problem]:
+    """Refuses a split that the files here do not have: all their rows would stand for it.
+
+    A split of data.path is none of data.eval_path, for which nobody gave it. Those of hub data sets are not known yet.
+    """
+    asked = [("data.split", data.split, path) for path in as_paths(data.path)]
+    asked += [("data.eval_split", data.eval_split, path) for path in as_paths(data.eval_path) if data.eval_split]
+    own = {path: value["split"] for path, value in data.mix.items() if isinstance(value, dict) and "split" in value}
+    asked += [(f"data.mix.{path}.split", split, path) for path, split in own.items() if isinstance(split, str)]
+    for key, split, path in asked:
+        name, splits = split_name(split), saved_splits(path)
+        is_here = "://" in path or bool(match(path))
+        if not is_here or name in (splits or [DEFAULT_SPLIT]) or explain_split(split):
+            continue
+        has = f"which has {printable(', '.join(splits))}" if splits else "which has no splits: all its rows are train"
+        fix = "Set it to one of these." if splits else f"Leave {key} out."
+        yield Problem(f"{key}={split}", f"is no split of {path}, {has}.", fix, setting="data.split")
 
 
 def _columns(config: Config) -> Iterator[Problem]:

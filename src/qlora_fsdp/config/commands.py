@@ -152,6 +152,8 @@ def saved_settings(
         del values["training"]
     if config.task.name is not TaskName.preference:
         del values["preference"]
+    if config.data.system_prompt is None:
+        del values["data"]
     if config.task.has_labels:
         values["task"]["class_weights"] = class_weights
     if trained_on is not None:

@@ -28,7 +28,7 @@ from qlora_fsdp.config.hydra_files import composing, reason_of, register_default
 from qlora_fsdp.config.identity import plain_settings, sections_of
 from qlora_fsdp.config.overrides import chosen_groups, prepare_overrides
 from qlora_fsdp.config.schema import Config, DataFormat, Dtype
-from qlora_fsdp.config.settings import all_settings, unknown_setting, wrong_type
+from qlora_fsdp.config.settings import all_settings, changed_by_reading, unknown_setting, wrong_type
 from qlora_fsdp.config.start_adapter import (
     FindStart,
     find_contradictions,
@@ -174,9 +174,10 @@ def read_config(composed: DictConfig) -> tuple[Config, list[Problem]]:
         values = _as_dict(composed, resolve=True)
     except OmegaConfBaseException as error:
         reason = f"can't be resolved: {reason_of(error)}."
-        raise ConfigError(
-            [Problem(error.full_key or "${...}", reason, "Name an existing setting in ${...}.")]
-        ) from None
+        fix = "Name an existing setting in ${...}."
+        if "Environment variable" in reason:
+            fix = "Set the variable, or write ${oc.env:NAME,VALUE} with what counts without it."
+        raise ConfigError([Problem(error.full_key or "${...}", reason, fix)]) from None
 
     typed, problems = deepcopy(typed_defaults()), list[Problem]()
     for section, section_values in values.items():
@@ -187,6 +188,9 @@ def read_config(composed: DictConfig) -> tuple[Config, list[Problem]]:
             key = f"{section}.{name}"
             if key not in all_settings():
                 problems.append(unknown_setting(key, value))
+                continue
+            if changed := changed_by_reading(key, value, written[section][name]):
+                problems.append(changed)
                 continue
             try:
                 typed[section][name] = value

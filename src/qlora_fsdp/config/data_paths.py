@@ -12,6 +12,9 @@ from qlora_fsdp.config.schema import DataConfig
 # Suffixes of the files that data/row_files.py reads.
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow", ".txt", ".md", ".gz", ".bz2", ".xz", ".zst")
 
+# datasets' `save_to_disk` writes this beside the folders of a data set's splits.
+SAVED_SPLITS = "dataset_dict.json"
+
 
 def as_paths(value: Any) -> list[str]:
     """The paths of a setting that takes one path or a list of them; none if it is null."""
@@ -44,3 +47,9 @@ def is_missing(path: str) -> bool:
         return False
     is_local = path.startswith(("/", "./", "../", "~")) or path.endswith(SUFFIXES) or is_pattern(path)
     return is_local and not match(path)
+
+
+def saved_splits(path: str) -> list[str]:
+    """The splits of a data set that `save_to_disk` wrote, sorted; none if the path leads to no such, or to a URL."""
+    folders = [] if "://" in path else [found for found in match(path) if (found / SAVED_SPLITS).is_file()]
+    return sorted({file.parent.name for folder in folders for file in folder.glob("*/state.json")})

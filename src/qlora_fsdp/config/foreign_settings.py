@@ -40,6 +40,7 @@ ALLOWED = {
         *("sft_weight", "desirable_weight", "undesirable_weight"),
     ),
     "training": ("packing",),
+    "data": ("system_prompt",),
 }
 # Adapters that were saved before this list existed have these two. A folder for the cache means nothing on another
 # machine; what becomes of the other is said at `remote_code_problem`.

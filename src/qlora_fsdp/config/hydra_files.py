@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -87,6 +88,15 @@ def _explain(error: Exception, folders: Sequence[Path]) -> Problem:
             f"is in a defaults list but does not exist: {group or 'this folder'} has {', '.join(options) or 'none'}.",
             did_you_mean(group, option, options),
         )
+    if found := re.match(r"Error merging override \+*(.+)", str(error)):
+        fix = "Write ${section.name} for the value of another setting."
+        return Problem(found[1], f"can't be read: {reason_of(error.__cause__ or error)}.", fix)
+    if found := re.match(r"Could not override '(.+)'", str(error)):
+        fix = "See docs/configuration.md, and for hydra.* Hydra's own pages."
+        return Problem(found[1], "is neither a setting nor a group of options.", fix)
+    if "does not support sweep type" in str(error):
+        fix = "List the values (a,b), or name the sweeper: hydra/sweeper=optuna (docs/sweeps.md)."
+        return Problem("interval(...)", "is drawn from by sweepers of other packages.", fix)
     return Problem("The YAML files", f"can't be composed: {reason_of(error)}", "See the files under --config-dir.")
 
 

@@ -28,6 +28,8 @@ FIGURES = (
     *("num_key_value_heads", "head_dim", "vocab_size", "tie_word_embeddings"),
     *("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size", "num_experts_per_tok"),
 )
+# What JSON has no number for is an object in transformers' files: {"__float__": "Infinity"}.
+FLOAT_TAG, FLOATS = "__float__", ("NaN", "Infinity", "-Infinity")
 MAX_SHOWN = 3  # figures in a message
 MAX_WIDTH = 40  # letters of one of them
 
@@ -85,14 +87,22 @@ def read_config_json(file: Path, model: ModelConfig) -> dict[str, Any]:
         ConfigError: as `check_same_model`.
     """
     try:
-        values = read_json_object(file, MAX_CONFIG_BYTES)
-    except (OSError, ValueError) as error:
+        values = {key: _with_floats(value) for key, value in read_json_object(file, MAX_CONFIG_BYTES).items()}
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} is damaged ({error}). Copy or download it again.") from error
     check_same_model(model, values)
     if model.name == "custom" and model.weights is Weights.random:
         text = text_part(values)
         values = values | {"text_config": {**text, **model.config}} if text is not values else values | model.config
     return values
+
+
+def _with_floats(value: Any) -> Any:
+    """A value of a config.json with the numbers that objects of one tag stand for, as transformers reads it."""
+    if isinstance(value, dict):
+        tagged = value.get(FLOAT_TAG) if len(value) == 1 else None
+        return float(tagged) if tagged in FLOATS else {key: _with_floats(item) for key, item in value.items()}
+    return [_with_floats(item) for item in value] if isinstance(value, list) else value
 
 
 def _preset_path(model: ModelConfig) -> str | None:

@@ -22,6 +22,7 @@ from qlora_fsdp.config.settings import SEVERAL_DATA_SETS, all_settings, nearest_
 MAX_LISTED = 20  # options of a group that a message names; of more, the nearest
 OTHER_NAMES = {"quant": {"4bit": "nf4", "int4": "nf4", "bnb-4bit": "nf4", "8bit": "int8", "bnb-8bit": "int8"}}
 SPECIAL, BACKSLASHED = r"([\\()\[\]{}:=, ])", r"\\\1"  # characters of keys that Hydra reads only after a backslash
+WORD = re.compile(r"((?:^|[\[,:{])\s*)([\w.+-]+)(?=\s*(?:[,\]}]|$))")  # an item that may look like a number
 
 
 def prepare_overrides(
@@ -51,7 +52,7 @@ def prepare_overrides(
             problems.append(Problem(text, "removes a setting, which is not possible.", "Set it to another value."))
         elif override.is_sweep_override() and not sweep:
             value, setting = text.partition("=")[2], all_settings().get(key)
-            kind = Any if setting is None else setting.type
+            kind = Any if setting is None and not options else getattr(setting, "type", None)
             fix = "For a sweep add -m"
             fix += f", for a list write {key}=[{value}]" if kind is Any or get_origin(kind) is list else ""
             fix += f", for a text with a comma {key}='\"{value}\"'." if kind in (Any, str) else "."
@@ -121,12 +122,11 @@ def _parse(text: str, sweep: bool) -> Override | Problem:
         return Problem(text, "is not of the form key=value.", f"Did you mean --config {text}?")
     if not equals and not key.startswith("~"):
         return Problem(text, "is not of the form key=value.", _meant(text))
-    try:
-        return parser.parse_overrides([text])[0]
-    except HydraException:
-        pass
-    # Hydra's grammar has no unquoted ~, =, (, < or letters outside ASCII, which are common in paths and new tokens.
     setting = all_settings().get(key.lstrip("+"))
+    for form in (f"{key}={_quote_words(value)}" if setting is not None and setting.has_texts else text, text):
+        with suppress(HydraException):
+            return parser.parse_overrides([form])[0]
+    # Hydra's grammar has no unquoted ~, =, (, < or letters outside ASCII, which are common in paths and new tokens.
     takes_list = setting is not None and (setting.type == list[str] or setting.text_or_list)
     items = value.removeprefix("[").removesuffix("]")
     if takes_list and value == f"[{items}]" and not set("[]'\"") & set(items):
@@ -138,6 +138,13 @@ def _parse(text: str, sweep: bool) -> Override | Problem:
         values = value.split(",") if sweep else [value]
         return parser.parse_overrides([f"{key}={','.join(quote(value) for value in values)}"])[0]
     return Problem(text, "can't be read.", f"Put quotes around special characters: {key}='\"...\"'.")
+
+
+def _quote_words(text: str) -> str:
+    """A text, or a list or mapping of texts, whose items Hydra leaves as they are: 1.10 and true are texts too."""
+    if set("'\"()$\\") & set(text):  # it has quotes, a sweep's function or ${...}
+        return text
+    return WORD.sub(lambda found: found[1] + (found[2] if found[2].lower() == "null" else quote(found[2])), text)
 
 
 def _escape_keys(text: str) -> str | None:
@@ -189,7 +196,7 @@ def _check_option(group: str, option: Any, options: Sequence[str]) -> Problem | 
     if option in options or (option is None and group == "experiment"):
         return None
     fix = did_you_mean(group, option, options)
-    if group in ("model", "data"):
+    if group in ("model", "data") and isinstance(option, str):
         fix += f" For a path or a hub name set {group}.path={option}."
     listed = f"it has {', '.join(options)}"
     if len(options) > MAX_LISTED:

@@ -46,6 +46,11 @@ class Setting:
         return tuple(member.name for member in self.type) if isinstance(self.type, type(Enum)) else ()
 
     @property
+    def has_texts(self) -> bool:
+        """Whether the value is text, or texts, so that what looks like a number is none."""
+        return self.type in (str, list[str], dict[str, str]) or self.text_or_list
+
+    @property
     def expected(self) -> str:
         """A description of valid values, as the end of a sentence that starts with 'must be'."""
         text = f"one of {', '.join(self.choices)}" if self.choices else _NOUNS[self.type]
@@ -135,15 +140,37 @@ def unknown_setting(key: str, value: Any) -> Problem:
     """Returns the problem with a key that is no setting, with the one that was probably meant."""
     section, _, name = key.rpartition(".")
     sections = [*(field.name for field in fields(schema.Config)), "experiment"]
-    nearest = nearest_settings(key) or ([] if section else difflib.get_close_matches(key, sections, n=1, cutoff=0.7))
-    if nearest:
-        fix = f"Did you mean {' or '.join(nearest)}?"
-    elif (section or name) in sections:
+    nearest = nearest_settings(key)
+    if not nearest and (section or name) in sections:
         prefix = (section or name) + "."
         fix = f"{prefix[:-1]} has: {', '.join(k.removeprefix(prefix) for k in all_settings() if k.startswith(prefix))}."
+    elif nearest or (nearest := [] if section else difflib.get_close_matches(key, sections, n=1, cutoff=0.7)):
+        fix = f"Did you mean {' or '.join(nearest)}?"
     else:
         fix = "See --help for the commonest settings, docs/configuration.md for all."
     return problem_about(key, value, "is not a setting.", fix)
+
+
+def changed_by_reading(key: str, value: Any, written: Any) -> Problem | None:
+    """Returns the problem with a value of which OmegaConf would make another one; None: it keeps this one.
+
+    It would make true of 7, and of YAML's `1.10` and `yes` the texts 1.1 and True.
+
+    Args:
+        key: the setting.
+        value: its value.
+        written: the same, with every `${...}` as it was written: a text may be made of another setting's number.
+    """
+    setting = all_settings()[key]
+    if setting.type is bool and isinstance(value, (int, float)) and not isinstance(value, bool):
+        return wrong_type(key, value)
+    items = list(written.values()) if isinstance(written, dict) else written if isinstance(written, list) else [written]
+    changed = [item for item in items if isinstance(item, (bool, float))] if setting.has_texts else []
+    if not changed:
+        return None
+    kind = "true or false" if isinstance(changed[0], bool) else "a number"
+    reason = f"must be {setting.expected}, and what is written there is read as {kind}."
+    return problem_about(key, value, reason, "Put it in quotes.")
 
 
 def wrong_type(key: str, value: Any) -> Problem:
@@ -162,6 +189,8 @@ def _nearest_value(setting: Setting, value: Any) -> Any:
     nearest = difflib.get_close_matches(str(value).lower(), by_lower, n=1)
     if nearest:
         return by_lower[nearest[0]]
+    if setting.type is bool and value in (0, 1):
+        return bool(value)
     if setting.type is int and isinstance(value, float) and math.isfinite(value):
         lowest = -math.inf if setting.bounds is None else setting.bounds.low
         return int(max(round(value), lowest))

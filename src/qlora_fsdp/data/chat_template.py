@@ -17,6 +17,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.common.limits import limited_memory, limited_time
+from qlora_fsdp.common.text import shorten
 from qlora_fsdp.data.row import REFUSED, BadRow
 
 Span = tuple[int, int]  # characters: start, end
@@ -129,7 +130,7 @@ class Conversation:
         except DataError:
             raise
         except Exception as error:  # templates compute, and their sandbox lets any error through
-            raise BadRow(REFUSED, str(error) or repr(error)) from error
+            raise BadRow(REFUSED, f"{str(error) or repr(error)}{_find_unusual(messages)}") from error
         texts, spans = rendered
         check_length(texts[0])
         return texts[0], spans[0] if marks else []
@@ -170,6 +171,18 @@ class Conversation:
         text = "".join(blocks)
         check_length(text)
         return Trace(text, _whole_parts(events), marks)
+
+
+def _find_unusual(messages: list[dict[str, Any]]) -> str:
+    """What the first message has that many templates know nothing of, for what is said when one refuses them."""
+    for number, message in enumerate(messages, start=1):
+        content = message.get("content")
+        if isinstance(content, list):
+            kinds = [str(part.get("type")) if isinstance(part, dict) else type(part).__name__ for part in content]
+            return f"; the content of message {number} has parts: {shorten(', '.join(dict.fromkeys(kinds)))}"
+        if content is None and message.get("tool_calls"):
+            return f"; message {number} calls tools and has no content"
+    return ""
 
 
 def has_generation_marks(template: str) -> bool:

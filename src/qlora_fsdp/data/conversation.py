@@ -8,10 +8,11 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from qlora_fsdp.common.errors import DataError
+from qlora_fsdp.common.text import shorten
 from qlora_fsdp.config.schema import LossOn
 from qlora_fsdp.data.chat_markers import explain_no_template
 from qlora_fsdp.data.chat_template import Conversation, Span, Trace, find_texts, has_generation_marks
-from qlora_fsdp.data.row import EMPTY, NO_TARGET, REFUSED, TRAIN_KEYS, BadRow, is_trained
+from qlora_fsdp.data.row import EMPTY, NO_TARGET, REFUSED, BadRow, as_template_sees, is_trained
 from qlora_fsdp.data.turn_kinds import can_trace
 from qlora_fsdp.data.turns import find_turns
 
@@ -31,12 +32,10 @@ def format_messages(
         template = tokenizer.get_chat_template(tools=tools)
     except ValueError as error:
         raise DataError(explain_no_template(tokenizer)) from error
-    # Parquet fills missing fields with null; templates test whether a field is there.
-    messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
     trained = [message["role"] == "assistant" and is_trained(message) for message in messages]
+    messages = [as_template_sees(message) for message in messages]
     if loss_on is LossOn.completion:
         _check_answers(messages, trained)
-    messages = [{key: value for key, value in message.items() if key not in TRAIN_KEYS} for message in messages]
     conversation = Conversation(messages, tools, template, tokenizer)
 
     has_marks = loss_on is LossOn.completion and has_generation_marks(template)
@@ -66,12 +65,13 @@ def _trace(conversation: Conversation) -> Trace | None:
 
 def _check_answers(messages: list[dict[str, Any]], trained: list[bool]) -> None:
     """Refuses a conversation that has nothing to train on, or an empty answer to train on."""
-    if not any(message["role"] == "assistant" for message in messages):
-        raise BadRow(NO_TARGET, "no message of the assistant")
+    roles = dict.fromkeys(message["role"] for message in messages)
+    if "assistant" not in roles:
+        raise BadRow(NO_TARGET, f"no message of the assistant (roles: {shorten(', '.join(roles))})")
     if not any(trained):
         raise BadRow(NO_TARGET, "no message of the assistant is to be trained on")
     for number, (message, is_target) in enumerate(zip(messages, trained, strict=True), start=1):
-        said = [value for key, value in message.items() if key not in ("role", *TRAIN_KEYS)]
+        said = [value for key, value in message.items() if key != "role"]
         if is_target and not any(value.strip() if isinstance(value, str) else value for value in said):
             raise BadRow(EMPTY, f"message {number}, an answer to train on, is empty")
 

@@ -8,14 +8,14 @@ from pathlib import Path
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.common.foreign_files import MAX_SMALL_BYTES, read_json_object
 from qlora_fsdp.common.text import plural, printable
-from qlora_fsdp.config.data_paths import is_pattern, match
+from qlora_fsdp.config.data_paths import SAVED_SPLITS, is_pattern, match, saved_splits
 from qlora_fsdp.data.remote import find_remote, is_remote
 from qlora_fsdp.data.row_file import RowFile
 from qlora_fsdp.data.row_files import TEXT_SUFFIXES, find_reader, known_suffixes
 
 MAX_NAMES = 20  # of files that are left out for one reason
-# datasets' `save_to_disk` writes these beside a data set's Arrow files, and beside the folders of its splits.
-SAVED_STATE, SAVED_INFO, SAVED_SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
+# datasets' `save_to_disk` writes these beside a data set's Arrow files.
+SAVED_STATE, SAVED_INFO = "state.json", "dataset_info.json"
 
 
 def find_files(path: str, split: str, setting: str) -> tuple[list[RowFile], list[str]] | None:
@@ -53,11 +53,6 @@ def find_files(path: str, split: str, setting: str) -> tuple[list[RowFile], list
     raise DataError(f"{setting}={path} is a folder with no file of {known_suffixes()}.")
 
 
-def has_splits(path: str) -> bool:
-    """Whether a path leads to a data set of several splits, which `save_to_disk` wrote."""
-    return not is_remote(path) and any((found / SAVED_SPLITS).is_file() for found in match(path))
-
-
 def _list(found: Path, path: str, split: str, setting: str) -> Iterable[tuple[str, Path]]:
     """The files of what a path has led to, with the names by which they are told. Links to folders are among them."""
     if not found.is_dir():
@@ -66,8 +61,9 @@ def _list(found: Path, path: str, split: str, setting: str) -> Iterable[tuple[st
     if (found / SAVED_SPLITS).is_file():
         folder = found / split
         if not (folder / SAVED_STATE).is_file():
-            splits = ", ".join(sorted(file.parent.name for file in found.glob(f"*/{SAVED_STATE}"))) or "none"
-            raise DataError(f"{setting}={path} has no split {split}: it has {printable(splits)}. Set data.split.")
+            splits = printable(", ".join(saved_splits(path)) or "none")
+            key = "data.eval_split" if setting == "data.eval_path" else "data.split"
+            raise DataError(f"{setting}={path} has no split {split}: it has {splits}. Set {key}.")
     if (folder / SAVED_STATE).is_file() and (folder / SAVED_INFO).is_file():
         return [(file.name, file) for file in _saved_files(folder)]
     listed = sorted(folder.rglob("*"))

@@ -251,24 +251,30 @@ def _may_be_flags(value: list[Any], names: list[str]) -> bool:
     """Whether a list may be a 0 or 1 (or false or true) for each label. Where names are numbers, numbers are names."""
     if len(value) != len(names):
         return False
-    are_numbers = not any(map(_is_index, names)) and all(isinstance(item, (int, float)) for item in value)
+    are_numbers = not _are_numbers(names) and all(isinstance(item, (int, float)) for item in value)
     return (are_numbers and all(item in (0, 1) for item in value)) or all(isinstance(item, bool) for item in value)
 
 
 def _index(value: Any, names: list[str]) -> int:
     """The index of a label that a row gives by its name, or by its index unless names are numbers. CSV has text."""
     if isinstance(value, (str, int, float)) and not isinstance(value, bool):
-        name = str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
-        if name in names:
-            return names.index(name)
-        if _is_index(name) and int(name) < len(names) and not any(map(_is_index, names)):
-            return int(name)
+        whole = str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+        for name in (str(value), whole):
+            if name in names:
+                return names.index(name)
+        if _is_index(whole) and int(whole) < len(names) and not _are_numbers(names):
+            return int(whole)
     shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
     raise BadRow(WRONG_LABEL, f"{value!r} is neither one of task.labels ({shown}) nor an index of them")
 
 
 def _is_index(text: str) -> bool:
     return text.isascii() and text.isdigit()
+
+
+def _are_numbers(names: list[str]) -> bool:
+    """Whether a name of a label is a number, such as 3 or 0.5, so that numbers in rows are names and no indices."""
+    return any(_number(name) is not None for name in names)
 
 
 def _number(value: Any) -> float | None:

@@ -191,7 +191,8 @@ def _ranked_pairs(row: Mapping[str, Any]) -> list[tuple[Any, Any]]:
     pairs = [(a, b) for (a, x), (b, y) in permutations(zip(answers, values, strict=True), 2) if sign * x > sign * y]
     if not pairs:
         raise BadRow(WRONG_LABEL, f"{kind} says of no answer that it is better than another")
-    return pairs
+    # The same answer may stand there twice, and one may be empty: the pairs of all others are as good.
+    return [(a, b) for a, b in pairs if a != b and not _is_empty(a) and not _is_empty(b)] or pairs[:1]
 
 
 def read_margin(raw: bytes, columns: Mapping[str, str]) -> float:
@@ -249,7 +250,7 @@ def _answer(
     for name, value in (("prompt", prompt), (key, answer)):
         if not isinstance(value, (str, list)):
             raise BadRow(WRONG_TYPES, f"{name} is {type_name(value)}, neither text nor a list of messages")
-    if not (answer.strip() if isinstance(answer, str) else answer):
+    if _is_empty(answer):
         raise BadRow(EMPTY, f"{key} is empty")
     if isinstance(prompt, str) and isinstance(answer, str):
         return Answer(DataFormat.prompt_completion, {"prompt": prompt, "completion": answer}, label)
@@ -260,6 +261,10 @@ def _answer(
     untrained = [turn | {TRAIN_KEYS[0]: False} if isinstance(turn, dict) else turn for turn in prompt]
     messages = {"messages": [*untrained, *answer], "tools": row.get("tools")}
     return Answer(*check_fields(messages, DataFormat.messages, turn_columns), label)
+
+
+def _is_empty(answer: Any) -> bool:
+    return not (answer.strip() if isinstance(answer, str) else answer)
 
 
 def _read_label(value: Any) -> bool:

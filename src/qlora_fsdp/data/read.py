@@ -19,11 +19,11 @@ import pyarrow as pa
 from qlora_fsdp.common.errors import DataError, UserError
 from qlora_fsdp.common.hub_names import path_exists
 from qlora_fsdp.config.data_paths import SUFFIXES, as_paths
-from qlora_fsdp.config.data_sets import DEFAULT_SPLIT, hub_split, mixed_sets, split_name
+from qlora_fsdp.config.data_sets import hub_split, split_name
 from qlora_fsdp.config.schema import DataConfig, TaskConfig
 from qlora_fsdp.config.settings import show
 from qlora_fsdp.data.columns import used_columns
-from qlora_fsdp.data.find_files import find_files, has_splits
+from qlora_fsdp.data.find_files import find_files
 from qlora_fsdp.data.labels import used_label_columns
 from qlora_fsdp.data.position import Position
 from qlora_fsdp.data.preferences import preference_columns
@@ -33,7 +33,7 @@ from qlora_fsdp.data.row_files import (
     BROKEN,
     ChooseColumns,
     RawRow,
-    dump_row,
+    dump_table_row,
     find_reader,
     known_suffixes,
     read_text,
@@ -92,30 +92,12 @@ def find_source(path: Paths, data: DataConfig, task: TaskConfig | None = None) -
                 f"{show(setting, path)} names {one}, which does not exist. Give files or folders that do. A hub data"
                 " set can be a part of data.mix={...}, but not of a list."
             )
-        _check_split(path, one, data)
         files |= dict.fromkeys(found[0])
         skipped += found[1]
     identity = [file.identity for file in files]
     return Source(
         ", ".join(as_paths(path)), tuple(files), identity, None, tuple(skipped), choose, data.max_unpack_ratio
     )
-
-
-def _check_split(path: Paths, one: str, data: DataConfig) -> None:
-    """Check that files without splits are not asked for one: all their rows would stand for it.
-
-    Raises:
-        DataError: they are.
-    """
-    setting, key, split = name_setting(path, data), "data.split", data.split
-    if setting == "data.mix":
-        key, split = f"data.mix.{path}.split", mixed_sets(data)[str(path)].split or DEFAULT_SPLIT
-    elif path == data.eval_path and split == data.eval_split:
-        key = "data.eval_split"
-    elif setting == "data.eval_path":  # the name of data.path's split, which nobody gave for these files
-        return
-    if split_name(split) != DEFAULT_SPLIT and not has_splits(one):
-        raise DataError(f"{key}={split}: {one} has no splits. All its rows are train. Leave {key} out.")
 
 
 def _choose(names: Sequence[str], data: DataConfig, task: TaskConfig) -> list[str]:
@@ -242,4 +224,4 @@ def _iterate_hub(
     for number, row in enumerate(hub, start=position.number + 1):
         if isinstance(hub, IterableDataset):
             position.number, position.hub = number, hub.state_dict()
-        yield f"{source.path} row {number}", dump_row(row)
+        yield f"{source.path} row {number}", dump_table_row(row)

@@ -194,7 +194,12 @@ def _read_calls(value: Any, number: int) -> list[dict[str, Any]]:
 
 def is_trained(message: dict[str, Any]) -> bool:
     """Whether a message of the assistant is trained on: it is, unless it says `train: false` or `weight: 0`."""
-    return all(bool(message.get(key, True)) for key in TRAIN_KEYS)
+    return all(message.get(key) is None or bool(message[key]) for key in TRAIN_KEYS)
+
+
+def as_template_sees(message: dict[str, Any]) -> dict[str, Any]:
+    """A message without fields that are null, as templates test whether a field is there, and without `train`."""
+    return {key: value for key, value in message.items() if value is not None and key not in TRAIN_KEYS}
 
 
 def _check_messages(messages: Any) -> None:

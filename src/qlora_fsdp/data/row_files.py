@@ -74,6 +74,21 @@ def dump_row(row: Any) -> bytes:
         return json.dumps(row, default=_as_text).encode("ascii")
 
 
+def dump_table_row(row: dict[str, Any]) -> bytes:
+    """A row of a table, as a raw row. Fields of objects in it that are null are left out.
+
+    In a table every object has the fields of all rows: of a call `{"city": "Rome"}` beside a call `{"x": 1}`, Arrow
+    makes `{"city": "Rome", "x": null}`, which the model would learn to write.
+    """
+    return dump_row({name: _without_null(value) for name, value in row.items()})
+
+
+def _without_null(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_null(item) for name, item in value.items() if item is not None}
+    return [_without_null(item) for item in value] if isinstance(value, list) else value
+
+
 def _as_text(value: Any) -> str:
     """Turn into text what JSON has no type for: dates and the like, and text that Parquet stores as bytes."""
     return value.decode("utf-8", errors="surrogateescape") if isinstance(value, bytes) else str(value)
@@ -215,7 +230,7 @@ def _read_batches(
         nonlocal number
         rest = batch.slice(min(len(batch), max(0, position.start - number)))
         number += len(batch) - len(rest)
-        return [dump_row(row) for row in rest.to_pylist()]
+        return [dump_table_row(row) for row in rest.to_pylist()]
 
     while (rows := unpacking.take(batches, dump_rows)) is not None:
         if rows:

@@ -14,8 +14,10 @@ from typing_extensions import assert_never
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.schema import DataFormat
 from qlora_fsdp.data.chat_template import check_length, limited_rendering
+from qlora_fsdp.data.columns import NO_COLUMNS
 from qlora_fsdp.data.format import ALPACA
-from qlora_fsdp.data.row import join_parts
+from qlora_fsdp.data.row import BadRow, as_template_sees, check_fields
+from qlora_fsdp.data.tokenize import add_system_prompt
 from qlora_fsdp.data.tokenizer import encode
 
 ANOTHER_TEMPLATE = "set data.chat_template=chatml (or llama3, alpaca, or a Jinja file)"
@@ -57,15 +59,17 @@ def choose_style(
             assert_never(trained_on)
 
 
-def style_tokens(style: PromptStyle, tokenizer: PreTrainedTokenizerBase, prompt: str, place: str) -> list[int]:
-    """A prompt's tokens in a style.
+def style_tokens(
+    style: PromptStyle, tokenizer: PreTrainedTokenizerBase, prompt: str, place: str, system: str | None = None
+) -> list[int]:
+    """A prompt's tokens in a style; `system` is what conversations begin with.
 
     Raises:
         DataError: there is no chat template, or it refuses the prompt.
     """
     match style:
         case PromptStyle.chat:
-            return chat_tokens(tokenizer, [{"role": "user", "content": prompt}], None, place)
+            return chat_tokens(tokenizer, [{"role": "user", "content": prompt}], None, place, system)
         case PromptStyle.alpaca:
             return prompt_tokens(tokenizer, ALPACA.format(instruction=prompt))
         case PromptStyle.plain:
@@ -94,15 +98,29 @@ def check_template(tokenizer: PreTrainedTokenizerBase, place: str) -> None:
         raise DataError(f"{place}: the tokenizer has no chat template. To use one, {ANOTHER_TEMPLATE}.")
 
 
-def chat_tokens(tokenizer: PreTrainedTokenizerBase, messages: Any, tools: Any, place: str) -> list[int]:
-    """A conversation's tokens by the chat template, with the beginning of the assistant's next turn.
+def chat_tokens(
+    tokenizer: PreTrainedTokenizerBase, messages: Any, tools: Any, place: str, system: str | None = None
+) -> list[int]:
+    """A conversation's tokens by the chat template, as in training, with the beginning of the assistant's next turn.
+
+    Args:
+        tokenizer: the model's.
+        messages: the turns.
+        tools: JSON schemas, or a list of them as text; or None.
+        place: where the conversation stands, for messages.
+        system: what conversations without a system message begin with; or None.
 
     Raises:
-        DataError: there is no template, or it refuses the conversation.
+        DataError: there is no template, it refuses the conversation, or this is none.
     """
     check_template(tokenizer, place)
     try:
-        messages = [{**message, "content": join_parts(message.get("content"))} for message in messages]
+        _, row = check_fields({"messages": messages, "tools": tools}, DataFormat.messages, NO_COLUMNS)
+    except BadRow as bad:
+        raise DataError(f"{place}: {bad.kind}: {bad.detail}. Correct it.") from bad
+    row = add_system_prompt(row, system) if system else row
+    messages, tools = [as_template_sees(message) for message in row["messages"]], row["tools"]
+    try:
         with limited_rendering():
             text = str(tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False))
         check_length(text)

@@ -83,7 +83,8 @@ def collect_jobs(
         ConfigError: the settings of some job can't be used.
     """
     parser = OverridesParser.create()
-    fixed = {_key(override) for override in parser.parse_overrides(list(typed)) if not override.is_sweep_override()}
+    last = {_key(override): override for override in parser.parse_overrides(list(typed))}  # of a setting typed twice
+    fixed = {key for key, override in last.items() if not override.is_sweep_override()}
     jobs, problems = [], []
     for texts in batch:
         overrides = parser.parse_overrides(list(texts))

@@ -158,7 +158,7 @@ class TracedModel(Protocol):
     def layer_use(
         self, config: Config, micro_batch_size: int, kind: int, policy: Policy, is_first: bool = False
     ) -> LayerUse:
-        """Memory of one layer of a kind; `is_first` for the first layer of the model."""
+        """Memory of one layer of a kind; `is_first` if no layer before it is trained."""
 
     def ends_use(self, config: Config, micro_batch_size: int) -> EndsUse:
         """Memory of everything around the layers."""

@@ -13,7 +13,7 @@ from qlora_fsdp.config.schema import Config
 from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.memory.traced import EndsUse, LayerKind, LayerUse, ModelParts, TracedModel
 
-LayerKey = tuple[int, Policy, bool]  # kind, policy, whether it is the model's first layer
+LayerKey = tuple[int, Policy, bool]  # kind, policy, whether no layer before it is trained
 
 
 @dataclass(frozen=True)
@@ -62,12 +62,18 @@ class Workload:
 
     def layer_use(self, index: int, policy: Policy) -> LayerUse:
         """Memory that a micro-batch needs in one layer."""
-        return self._use(self.parts.layers[index], policy, index == 0)
+        return self._use(self.parts.layers[index], policy, index <= self._first_trained)
 
     def keys(self, policies: Sequence[Policy]) -> list[LayerKey]:
-        """For each layer, all that its memory depends on. The first layer's input may need no gradient."""
+        """For each layer, all that its memory depends on."""
         kinds = enumerate(zip(self.parts.layers, policies, strict=True))
-        return [(kind, policy, index == 0) for index, (kind, policy) in kinds]
+        return [(kind, policy, index <= self._first_trained) for index, (kind, policy) in kinds]
+
+    @cached_property
+    def _first_trained(self) -> int:
+        """The first layer with adapters. Up to it, no gradient is computed of a layer's input."""
+        trained = [any(tensor.part == "adapters" for tensor in kind.tensors) for kind in self.layers]
+        return trained.index(True) if True in trained else len(trained)
 
     def _use(self, *key: Unpack[LayerKey]) -> LayerUse:
         if key not in self._uses:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
 
 from qlora_fsdp.common.sizes import offload_buffer_bytes
 from qlora_fsdp.runtime.pinned_memory import pinned_buffer
@@ -61,9 +62,22 @@ class InputOffload:
         self.stream: torch.cuda.Stream | None = None
 
     def run(self, checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any) -> Any:
-        """`checkpoint(function, *args)`, with what it saves of `args` in host memory."""
+        """`checkpoint(function, *args)`, with what it saves of `args` in host memory.
+
+        Of a layer with nothing to train in it or before it, what checkpoint saved is of no use: there is no backward.
+        """
+        before = self.last
         with saved_tensors_hooks(self._pack, self._unpack):
-            return checkpoint(function, *args)
+            output = checkpoint(function, *args)
+        if not any(leaf.requires_grad for leaf in tree_leaves(output) if isinstance(leaf, Tensor)):
+            self._forget(before)
+        return output
+
+    def _forget(self, before: _Saved | None) -> None:
+        """Take back the buffers of all that was saved after `before`."""
+        while self.last is not None and self.last is not before:
+            self.free.append(self.last.buffer)
+            self.last = self.last.previous
 
     def _pack(self, tensor: Tensor) -> Tensor | _Saved:
         if tensor.nbytes < MIN_BYTES or not tensor.is_floating_point():

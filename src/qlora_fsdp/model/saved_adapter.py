@@ -29,6 +29,7 @@ from qlora_fsdp.runtime.rows import local_rows, local_tensor
 
 TOKEN_ROWS = "token_adapter.trainable_tokens_delta"  # how the names of such rows end there
 NO_ADAPTER = LoraConfig(r=1, target_modules=DUMMY_TARGET_MODULES)  # PEFT's wrapper around a model without adapters
+BASE_COPY = ".base_layer.weight"  # how the name of a weight of the base ends beside an adapter of its layer
 BASE_FIX = "Set model.path to the model that it was trained on"
 MAX_LISTED = 10  # tensors that do not fit
 
@@ -89,6 +90,8 @@ class SavedAdapter:
         # A language model's adapter may have rows of its head for new tokens, of which a classifier has no use.
         has_head = cast(PreTrainedModel, model.get_base_model()).get_output_embeddings() is not None
         left_over = [key for key in sorted(found.keys() - shapes.keys()) if has_head or not key.endswith(TOKEN_ROWS)]
+        # PEFT saves a copy of the base's head beside an adapter of it.
+        left_over = [key for key in left_over if key.replace(BASE_COPY, ".lora_A.weight") not in shapes]
         problems += [f"{key} is not in the model" for key in left_over]
         problems += [
             f"{key} is {list(found[key])}, in the model {list(shapes[key])}"

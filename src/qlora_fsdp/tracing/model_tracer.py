@@ -109,7 +109,7 @@ class ModelTracer:
     def layer_use(
         self, config: Config, micro_batch_size: int, kind: int, policy: Policy, is_first: bool = False
     ) -> LayerUse:
-        """Memory of one layer of a kind; `is_first` for the first layer of the model."""
+        """Memory of one layer of a kind; `is_first` if no layer before it is trained."""
         tile = config.memory.num_tile_tokens
         key = (*self._key(config, micro_batch_size), kind, policy, is_first, tile)
         if key not in self._uses:

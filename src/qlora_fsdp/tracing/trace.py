@@ -70,12 +70,14 @@ class Trace:
         Args:
             index: index of a layer that stands for others of its kind.
             policy: what it keeps of its activations.
-            is_first: whether it is the first layer of the model. If embeddings are frozen, its input needs no
-                gradient, and its first norm keeps nothing.
+            is_first: whether no layer before it is trained. If embeddings are frozen too, its input needs no
+                gradient, and its first norm keeps nothing. Without adapters of its own it keeps nothing at all.
             num_tile_tokens: tokens of a tile, in modules that compute in tiles; None: all tokens at once.
         """
         if policy is Policy.offload:  # full, but the input waits on the host. On meta nothing is copied there.
             use, size = self.layer(index, Policy.full, is_first, num_tile_tokens), self.ends.hidden
+            if not use.keeps_input:
+                return use
             return replace(use, saved=use.saved - size, host=size)
         original = self.model.layers[index]
         with self._running():
@@ -245,9 +247,10 @@ def _run_layer(live: LiveBytes, layer: nn.Module, call: _Call, needs_gradient: b
     saved = live.now - y.untyped_storage().nbytes()
     forward_peak, in_forward, keeps_input = live.peak, live.operations, kept_input() is not None
     live.start_phase()
-    loss = Sink.apply(y)  # type: ignore[no-untyped-call]
-    del y
-    loss.backward()
+    if y.requires_grad:  # else nothing is trained up to this layer, and it has no backward
+        loss = Sink.apply(y)  # type: ignore[no-untyped-call]
+        del y
+        loss.backward()
     return LayerUse(
         saved=saved,
         host=0,
