@@ -10,10 +10,11 @@ import pytest
 import torch
 from tests.helpers.checkpoints import SHAPE, quantize_checkpoint
 from tests.helpers.experts import EXPERTS, build, num_quantized
+from torch import nn
 from transformers import AutoConfig, Llama4Config, Llama4ForConditionalGeneration
 
 from qlora_fsdp.config.schema import ModelConfig, QuantConfig, TaskConfig, TaskName
-from qlora_fsdp.model.build import LARGE, BuildSettings, MetaModel, _LargeZerosOnMeta, build_model
+from qlora_fsdp.model.build import LARGE, BuildSettings, MetaModel, _NothingWrittenOnMeta, build_model
 from qlora_fsdp.model.find import find_model
 
 CLASSIFIER = TaskConfig(name=TaskName.sequence_classification, labels=["no", "maybe", "yes"])
@@ -60,6 +61,13 @@ def test_files_of_llama4_with_its_towers_fill_the_text_part(tmp_path: Path):
 
 
 def test_large_zeros_are_made_on_meta():
-    with _LargeZerosOnMeta():
+    with _NothingWrittenOnMeta():
         assert torch.zeros(LARGE).is_meta and torch.zeros((2, LARGE)).is_meta
         assert not torch.zeros(8, 8).is_meta and not torch.zeros(LARGE, device="cpu").is_meta
+
+
+def test_no_weights_are_drawn_on_meta_and_buffers_are():
+    weight, buffer = torch.empty(8, device="meta"), torch.zeros(8)
+    with _NothingWrittenOnMeta():
+        assert nn.init.normal_(weight, std=0.02) is weight and nn.init.normal_(tensor=buffer) is buffer
+    assert weight._version == 0 and buffer.all()

@@ -195,7 +195,7 @@ def _make_on_meta(config: PretrainedConfig, files: ModelFiles, settings: BuildSe
     if auto_class is AutoModelForCausalLM and config.model_type in MULTIMODAL_FAMILIES:
         auto_class = AutoModelForImageTextToText  # Gemma 3 is in both, Mistral 3 only here
     try:
-        with init_empty_weights(include_buffers=False), _LargeZerosOnMeta():
+        with init_empty_weights(include_buffers=False), _NothingWrittenOnMeta():
             model: PreTrainedModel = auto_class.from_config(
                 config,
                 dtype=settings.dtype,
@@ -215,15 +215,18 @@ def _make_on_meta(config: PretrainedConfig, files: ModelFiles, settings: BuildSe
     return model
 
 
-class _LargeZerosOnMeta(TorchFunctionMode):
-    """Makes large tensors of zeros on meta at once.
+class _NothingWrittenOnMeta(TorchFunctionMode):
+    """Makes large tensors of zeros on meta at once, and draws no random weights there.
 
     accelerate puts a parameter on meta after a class has made it. What is empty until then takes no memory, but zeros
-    are written: 5 GiB for each layer of Llama 4 Scout. Buffers, which have to be real, are smaller.
+    are written: 5 GiB for each layer of Llama 4 Scout. Buffers, which have to be real, are smaller. To draw a weight on
+    meta changes nothing, and takes most of the time that transformers needs to make a model.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is nn.init.normal_ and kwargs["tensor"].is_meta:
+            return kwargs["tensor"]
         if func is torch.zeros and "device" not in kwargs:
             on_meta = func(*args, **kwargs, device="meta")
             if on_meta.numel() >= LARGE:
