@@ -39,5 +39,6 @@ def kind_of(layer: nn.Module) -> Any:
 
 
 def _is_simple(name: str, value: Any) -> bool:
-    is_position = any(part in name for part in ("idx", "index", "layer_id", "layer_number"))
-    return not is_position and isinstance(value, (int, float, str, bool, torch.dtype))
+    if not isinstance(value, (int, float, str, bool, torch.dtype)):
+        return False
+    return not any(part in name for part in ("idx", "index", "layer_id", "layer_number"))  # its position
