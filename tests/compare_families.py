@@ -40,7 +40,7 @@ from qlora_fsdp.common.errors import UserError
 from qlora_fsdp.model.attention_by_starts import BY_STARTS
 from qlora_fsdp.model.miniature import miniature
 from qlora_fsdp.model.row_trial import RowTrial
-from tests import conftest as conftest  # how this process computes
+from tests.helpers import shared as shared  # how this process computes
 from tests.helpers.checkpoints import FAMILIES, OTHER_FAMILIES, SHAPE, write_checkpoint
 from tests.helpers.plain_varlen import cpu_with_varlen
 from tests.helpers.ranks import RanksFailed, run_ranks
@@ -289,7 +289,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="steps of a run: 20, and 2 with --all")
     parser.add_argument("--write", action="store_true", help=f"put the table into {DOCUMENT.name}")
     asked = parser.parse_args()
-    gc.unfreeze()  # what conftest freezes, Triton's bindings would call leaks at the end
+    gc.unfreeze()  # what tests/helpers/shared.py freezes, Triton's bindings would call leaks at the end
     logging.disable(logging.WARNING)
     disable_progress_bar()
     every = sorted({config.model_type for config in MODEL_FOR_CAUSAL_LM_MAPPING})

@@ -18,7 +18,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from qlora_fsdp.common.errors import UserError
-from tests import conftest as conftest  # how this process computes
+from tests.helpers import shared as shared  # how this process computes
 from tests.helpers.checkpoints import FAMILIES, SHAPE, quantize_checkpoint
 from tests.helpers.ranks import RanksFailed, run_ranks
 from tests.helpers.reference import stock_losses

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from itertools import pairwise
@@ -20,18 +21,26 @@ import qlora_fsdp.training.train_adapter as stage
 from qlora_fsdp import preflight
 from qlora_fsdp.common.errors import ConfigError, MemoryShortage
 from qlora_fsdp.config.world import World
+from tests.cli.launch import run_forked
 from tests.helpers.quick_config import load_config
 from tests.helpers.ranks import Meeting, run_ranks
 
 SEVENTY_B = ["model=llama3-70b", "hardware=2x24gib", "training.max_length=2048"]
 
 
-def test_command_line(tmp_path: Path):
-    """Without a GPU or a download: the table, preflight.json, and 3 for a run that does not fit."""
-    source = str(Path(qlora_fsdp.__file__).parents[1])
+@pytest.fixture(scope="module")
+def seventy_b(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+    """What the command, as a user starts it, said of a run that does not fit, and what it wrote."""
+    folder, source = tmp_path_factory.mktemp("seventy_b"), str(Path(qlora_fsdp.__file__).parents[1])
     environment = os.environ | {"PYTHONPATH": source, "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-m", "qlora_fsdp.preflight", *SEVENTY_B]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    return done, json.loads((folder / "preflight.json").read_text())
+
+
+def test_command_line(seventy_b):
+    """Without a GPU or a download: the table, preflight.json, and 3 for a run that does not fit."""
+    done, figures = seventy_b
     assert done.returncode == 3, done.stderr
     for text in (
         "codes",
@@ -45,7 +54,6 @@ def test_command_line(tmp_path: Path):
     ):
         assert text in done.stdout
     assert done.stdout.startswith("Does not fit: llama3-70b (70.55 B parameters) on 2 x 24 GiB needs ")
-    figures = json.loads((tmp_path / "preflight.json").read_text())
     assert figures["fits"] is False and figures["changes"]
     assert 15 < figures["plan"]["phases"]["load"]["codes"] < 17
 
@@ -107,10 +115,9 @@ def run_preflight(folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
     return code, json.loads(file.read_text())
 
 
-def test_a_fit_and_the_changes_that_give_it(tmp_path: Path):
+def test_a_fit_and_the_changes_that_give_it(seventy_b, tmp_path: Path):
     """What is said to make it fit does."""
-    code, figures = run_preflight(tmp_path, *SEVENTY_B)
-    assert code == 3
+    _, figures = seventy_b
     overrides = [change["change"] for change in figures["changes"] if "GPUs" not in change["change"]]
     assert overrides
     for change in overrides:
@@ -255,14 +262,19 @@ def test_out_of_memory(tmp_path: Path):
     assert summary["status"] == "failed" and summary["memory"]["predicted"]["tensors_gib"]["forward"] > 0
 
 
+def break_pipe() -> None:
+    """Stdout becomes a pipe whose reader has gone, as in `... | head`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    os.dup2(writer, 1)
+
+
 @pytest.mark.parametrize(
     "command", ["preflight model=tiny data=random training.max_steps=1 hardware=1x24gib", "status ."]
 )
 def test_nobody_reads_on(tmp_path: Path, command: str) -> None:
-    """As in `... | head`: a pipe whose reader has gone."""
-    reader, writer = os.pipe()
-    os.close(reader)
-    words = [sys.executable, "-m", *f"qlora_fsdp.{command}".split()]
-    ended = subprocess.run(words, cwd=tmp_path, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
-    os.close(writer)
-    assert "BrokenPipe" not in ended.stderr
+    for name in ("config.yaml", "environment.json"):  # a run, to status
+        (tmp_path / name).touch()
+    exit_code, printed = run_forked(tmp_path, *command.split(), preexec=break_pipe)
+    assert exit_code == -signal.SIGPIPE, "it ends silently"
+    assert not printed

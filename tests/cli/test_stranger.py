@@ -1,5 +1,6 @@
 """Five commands from a file of chats to a conversation, as somebody types them who has read nothing but their output.
 
+Training goes through the launcher, in new processes; the others run in processes that have the libraries already.
 The model is SmolLM2-135M-Instruct, out of a Python package (scripts/make_smollm2.py); without it this is skipped.
 """
 
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.launch import ROOT, SCRIPT, child_environment
+from tests.cli.launch import ROOT, SCRIPT, child_environment, run_forked
 from tests.helpers.lines import read_lines
 from tests.helpers.smollm2 import needs_smollm2
 
@@ -26,19 +27,15 @@ QUESTION = "What does `textwrap.dedent(text)` do?"
 
 def type_in(folder: Path, *command: str, text: str = "") -> str:
     """Runs a command to its end, and returns what it printed."""
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), *command],
-        cwd=folder,
-        env=child_environment(),
-        input=text,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
-    assert "Traceback" not in done.stdout and "Error" not in done.stdout, done.stdout
-    return done.stdout
+    if command[0] == "train":
+        both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "check": False}
+        done = subprocess.run([sys.executable, str(SCRIPT), *command], cwd=folder, env=child_environment(), **both)
+        exit_code, printed = done.returncode, done.stdout
+    else:
+        exit_code, printed = run_forked(folder, *command, text=text)
+    assert exit_code == 0, printed
+    assert "Traceback" not in printed and "Error" not in printed, printed
+    return printed
 
 
 def test_five_commands_from_a_file_of_chats_to_a_conversation(tmp_path: Path, smollm2: Path) -> None:

@@ -15,24 +15,34 @@ from tests.helpers.runs import printed_by, train_all
 from tests.helpers.smollm2 import needs_smollm2
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-from demo_preference import NUM_TRAINING
 from make_docstring_preferences import write_preferences
 
-NUM_STEPS, NUM_EVAL = 6, 30
+NUM_STEPS, NUM_TRAINING, NUM_EVAL = 6, 72, 30
+LENGTH = "training.max_length=128"
+# Short pairs, of which ten fill a step: half of the demo's tokens, at twice its rate
+SHORT_STEPS = ["training.global_batch_size=2", "training.micro_batch_size=1", "training.learning_rate=1e-3"]
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, needs_smollm2]
 
 
 def learn(folder: Path, model: Path) -> str:
-    """On one of two ranks: the first half of what `make demo-preference` trains, and what `evaluate` prints of it."""
+    """On one of two ranks: steps as those of `make demo-preference`, and what `evaluate` prints of the adapter."""
     own = [f"data.{name}={folder}/{file}" for name, file in (("path", "train.jsonl"), ("eval_path", "eval.jsonl"))]
     places = [f"model.path={model}", f"data.cache_folder={folder}/cache", f"run.folder={folder}/run", *own]
-    train_all({"dpo": ["experiment=demo_preference", f"training.max_steps={NUM_STEPS}", *places]})
-    own = [f"data.path={folder}/eval.jsonl", f"data.cache_folder={folder}/cache", "training.max_length=128"]
+    train_all({"dpo": ["experiment=demo_preference", f"training.max_steps={NUM_STEPS}", LENGTH, *SHORT_STEPS, *places]})
+    own = [f"data.path={folder}/eval.jsonl", f"data.cache_folder={folder}/cache", LENGTH]
     return printed_by(evaluate.main, [f"adapter={folder}/run/adapter", *own])
 
 
+def keep_the_shortest(file: Path, num_pairs: int) -> None:
+    """Of the pairs in a file those that take the fewest letters."""
+    pairs = sorted(read_lines(file), key=lambda pair: 2 * len(pair["prompt"]) + len(pair["chosen"] + pair["rejected"]))
+    file.write_text("".join(json.dumps(pair) + "\n" for pair in pairs[:num_pairs]))
+
+
 def test_a_chat_model_learns_which_summary_is_a_functions(tmp_path: Path, smollm2: Path) -> None:
-    write_preferences(tmp_path, NUM_TRAINING, NUM_EVAL)
+    write_preferences(tmp_path, 5 * NUM_TRAINING, 5 * NUM_EVAL)
+    for name, num_pairs in (("train", NUM_TRAINING), ("eval", NUM_EVAL)):
+        keep_the_shortest(tmp_path / f"{name}.jsonl", num_pairs)
     trained, held_out = (read_lines(tmp_path / f"{name}.jsonl") for name in ("train", "eval"))
     assert not {row["prompt"] for row in trained} & {row["prompt"] for row in held_out}
     assert not {row["chosen"] for row in trained} & {row["chosen"] for row in held_out}

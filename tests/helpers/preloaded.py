@@ -9,6 +9,7 @@ from pathlib import Path
 from qlora_fsdp.common.startup import quick_imports
 
 with quick_imports():
+    import datasets  # noqa: F401
     import peft.tuners.lora.bnb  # noqa: F401
     import pytest  # noqa: F401
     import transformers.models.llama.modeling_llama  # noqa: F401

@@ -21,6 +21,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import cache
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -67,6 +68,17 @@ def run_ranks(
     return [results[rank] for rank in range(num_ranks)]
 
 
+def start_process(function: Callable[..., Any], *args: Any, gpu: bool = False) -> BaseProcess:
+    """A process that calls `function(*args)` and ends: forked from the server, or with `gpu` a new one."""
+    context = multiprocessing.get_context("spawn" if gpu else "forkserver")
+    if not gpu:
+        context.set_forkserver_preload(PRELOADED)
+    process = context.Process(target=function, args=args, daemon=True)
+    with nullcontext() if gpu else _hidden_gpus():
+        process.start()
+    return process
+
+
 class StartedRanks:
     """The processes of a world; each sends what `function(*args)` returned or raised through its pipe.
 
@@ -76,21 +88,14 @@ class StartedRanks:
     """
 
     def __init__(self, logs: Sequence[Path], function: Callable[..., Any], *args: Any, gpu: bool = False) -> None:
-        context = multiprocessing.get_context("spawn" if gpu else "forkserver")
-        if not gpu:
-            context.set_forkserver_preload(PRELOADED)
         self.meeting = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.pipes, self.processes = [], []
         for rank, log in enumerate(logs):
-            mine, theirs = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_run_rank, args=(rank, len(logs), self.meeting.port, log, theirs, function, args), daemon=True
-            )
-            with nullcontext() if gpu else _hidden_gpus():
-                process.start()
+            mine, theirs = multiprocessing.Pipe(duplex=False)
+            told = (rank, len(logs), self.meeting.port, log, theirs)
+            self.processes.append(start_process(_run_rank, *told, function, args, gpu=gpu))
             theirs.close()
             self.pipes.append(mine)
-            self.processes.append(process)
 
     def kill(self) -> None:
         """End all processes. One that still lives writes to its log where each of its threads stands."""

@@ -171,7 +171,7 @@ def plain_norm_and_residual(x: Tensor, weight: Tensor, eps: float) -> tuple[Tens
 
 @pytest.fixture(scope="module")
 def triton_modules() -> tuple[ModuleType, ModuleType]:
-    """The kernels' modules; tests/conftest.py has switched Triton's interpreter on."""
+    """The kernels' modules; tests/helpers/shared.py has switched Triton's interpreter on."""
     pytest.importorskip("triton")
     return tuple(import_module(f"qlora_fsdp.layers.kernels.{name}") for name in ("triton_gate", "triton_dequantize"))
 

@@ -1,0 +1,98 @@
+"""What most numeric tests share: how their process computes, and tiny checkpoints and rows, made once a session."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+
+if not Path("/dev/nvidiactl").exists():
+    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: without a GPU its kernels run in Python
+
+from qlora_fsdp.common.startup import quick_imports
+
+with quick_imports():  # most of what the modules of tests import, once in each of the workers
+    import bitsandbytes.nn.modules
+    import torch
+
+    from tests.helpers.blocks import CHECKPOINTS, write_blocks
+    from tests.helpers.checkpoints import make_checkpoint
+    from tests.helpers.quick_config import COMPOSED
+    from tests.helpers.runs import write_rows
+    from tests.helpers.smollm2 import make_model
+
+gc.freeze()  # the garbage collector need not look through any of this
+
+# Stock layers, our reference, would evaluate in bfloat16 on CPUs that have instructions for it.
+bitsandbytes.nn.modules.has_avx512bf16 = lambda: False
+torch.set_num_threads(1)  # models are tiny, and ranks or another worker compute beside this process
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # else Triton's bindings complain of leaks at the end
+
+
+@pytest.fixture
+def own_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What `qlora-fsdp` does to its process stays in the test, which has a folder of its own and no GPU."""
+    monkeypatch.setattr("qlora_fsdp.__main__.begin", lambda detail: None)
+    monkeypatch.setattr("qlora_fsdp.__main__.end_with_the_reader", lambda: None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of prompts and completions."""
+    return write_rows(tmp_path_factory.mktemp("rows") / "rows.jsonl")
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`checkpoint(family, dtype=bfloat16)`: the folder of a tiny random model."""
+    folder = tmp_path_factory.mktemp("models")
+    made: dict[tuple[str, torch.dtype], Path] = {}
+
+    def make(family: str, dtype: torch.dtype = torch.bfloat16) -> Path:
+        key = (family, dtype)
+        if key not in made:
+            made[key] = make_checkpoint(family, folder / f"{family}-{str(dtype).removeprefix('torch.')}", dtype)
+        return made[key]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def common_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that all workers of the session share."""
+    folder = tmp_path_factory.getbasetemp()
+    return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def composed(common_folder: Path) -> None:
+    """Hydra composes each choice of files once for all workers, and for the ranks that they start."""
+    folder = common_folder / "composed"
+    folder.mkdir(exist_ok=True)
+    os.environ[COMPOSED] = str(folder)
+
+
+@pytest.fixture(scope="session")
+def smollm2(common_folder: Path) -> Path:
+    """The folder of a real chat model, which all workers share: to make it takes half a minute."""
+    with FileLock(common_folder / "smollm2.lock"):
+        return make_model(common_folder / "smollm2")
+
+
+@pytest.fixture(scope="session")
+def blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Files of a few odd-sized layers, in each dtype and number of files that `CHECKPOINTS` names."""
+    folder = tmp_path_factory.mktemp("blocks")
+    for dtype, num_files in CHECKPOINTS:
+        write_blocks(folder / f"{dtype}-{num_files}", dtype, num_files)
+    return folder
