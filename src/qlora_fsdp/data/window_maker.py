@@ -114,7 +114,7 @@ class WindowMaker:
         share: Share | None = None
         failure: Exception | None = None
         try:
-            share = tokenize_share(raw, self.map_batches, self._path)
+            share = tokenize_share(raw, self.map_batches)
         except Exception as error:
             failure = error
         raise_on_all(failure, self.processes)
@@ -192,9 +192,6 @@ class WindowMaker:
                 f"The data has token {largest}, but the model has only {self.vocab_size}: the tokenizer is not this "
                 "model's. Set model.tokenizer_path to the tokenizer the model was trained with."
             )
-        used = [table for table in tables if len(table.lengths)]
-        if all(table.unlearnable for table in used):
-            raise DataError(used[0].unlearnable)
         return report
 
     def _pack(
