@@ -33,7 +33,7 @@ from qlora_fsdp.data.row import (
     WRONG_LABEL,
     WRONG_TYPES,
     BadRow,
-    check_fields,
+    check_row,
     parse_row,
     type_name,
 )
@@ -259,7 +259,7 @@ def _answer(
         prompt = [{"role": "user", "content": prompt}] if prompt else []
     untrained = [turn | {TRAIN_KEYS[0]: False} if isinstance(turn, dict) else turn for turn in prompt]
     messages = {"messages": [*untrained, *answer], "tools": row.get("tools")}
-    return Answer(*check_fields(messages, DataFormat.messages, turn_columns), label)
+    return Answer(*check_row(messages, DataFormat.messages, turn_columns), label)
 
 
 def _read_label(value: Any) -> bool:

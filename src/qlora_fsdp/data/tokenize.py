@@ -16,7 +16,7 @@ from qlora_fsdp.config.schema import BadRows, DataFormat, LossOn
 from qlora_fsdp.data.chat_template import Span
 from qlora_fsdp.data.cut import MAY_SPLIT, CutSettings, FlatRows, all_rows, cut_rows
 from qlora_fsdp.data.format import FormattedRow, format_row
-from qlora_fsdp.data.row import NO_TARGET, BadRow, check_row
+from qlora_fsdp.data.row import NO_TARGET, BadRow, check_row, parse_row
 from qlora_fsdp.data.tokenizer import encode
 
 Tokens = NDArray[np.int32]
@@ -68,7 +68,7 @@ class RowTokenizer:
         formatted: list[tuple[str, FormattedRow]] = []
         for place, raw in zip(batch["place"], batch["row"], strict=True):
             try:
-                form, fields = check_row(raw, self.data_format, self.columns)
+                form, fields = check_row(parse_row(raw), self.data_format, self.columns)
                 if self.system_prompt and form is DataFormat.messages:
                     fields = add_system_prompt(fields, self.system_prompt)
                 formatted.append((place, format_row(form, fields, self.loss_on, self.tokenizer)))

@@ -38,7 +38,7 @@ from qlora_fsdp.data.sequences import Rows
 from qlora_fsdp.data.shards import Shards, find_bounds
 from qlora_fsdp.data.tokenize import Columns, RowTokenizer
 from qlora_fsdp.data.tokenizer import with_template
-from qlora_fsdp.data.work_folder import RAW, Plan, empty, find_work, open_work, remove_abandoned
+from qlora_fsdp.data.work_folder import RAW, Plan, find_work, open_work, remove_abandoned
 from qlora_fsdp.data.workers import num_cores
 
 if TYPE_CHECKING:
@@ -161,7 +161,8 @@ def _tokenize_into(folder: Path, source: Source, config: Config, tokenizer: PreT
     shards = None if plan is None else Shards(work, plan.bounds)
     missing = [] if shards is None else shards.find_missing()
     if plan is None or shards is None or (missing and not (work / RAW).exists()):
-        empty(work)
+        for path in work.iterdir():
+            remove(path)
         with ReadingBar(source, f"Reading {name}") as reading:
             raw = read_rows(reading.source, work / RAW, reading.advance)
         plan = _plan(raw, source, config)
