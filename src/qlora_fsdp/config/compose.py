@@ -125,10 +125,6 @@ def read_composed(compose_all: Callable[[], DictConfig], find_start: FindStart) 
 
     With `lora.start` they are composed twice: what the adapter's settings change then is what nobody has written.
 
-    Args:
-        compose_all: has Hydra compose the values.
-        find_start: says where the adapter that `lora.start` names is to be read.
-
     Returns:
         As `read_config`.
 

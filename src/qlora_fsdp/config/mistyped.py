@@ -13,12 +13,7 @@ WITH_VALUE = ("--cfg", "--config", "--config-dir")
 
 
 def find_mistyped(argv: Sequence[str], groups: Collection[str]) -> Iterator[Problem]:
-    """Yields a problem for each word that looks like a setting and is not written as one.
-
-    Args:
-        argv: the command line.
-        groups: the names of the groups of options, e.g. `model`.
-    """
+    """Yields a problem for each word that looks like a setting and is not written as one."""
     words = list(argv)
     while words:
         word = words.pop(0)

@@ -88,11 +88,6 @@ def _choose_marks(marks: list[Span], messages: list[dict[str, Any]], trained: li
 def check_calls(conversation: Conversation, text: str, trace: Trace | None) -> None:
     """Refuses a template that leaves calls of tools out: the model would learn to say nothing where it should call.
 
-    Args:
-        conversation: renders its messages.
-        text: the text of all of them.
-        trace: which part of it came from which message; None: nobody knows.
-
     Raises:
         BadRow: a message's calls are left out.
     """

@@ -50,14 +50,7 @@ class ProblemCounter:
         self._num_kept[kind] += num_rows * is_kept
 
     def add(self, place: str, kind: str, detail: str, is_kept: bool) -> None:
-        """Counts a row.
-
-        Args:
-            place: its file and line.
-            kind: one of the kinds of data.row.
-            detail: what else there is to say.
-            is_kept: whether it is cut and used all the same.
-        """
+        """Counts a row."""
         self._num_rows[kind] = self._num_rows.get(kind, 0) + 1
         self._num_kept[kind] = self._num_kept.get(kind, 0) + int(is_kept)
         if self._num_rows[kind] <= NUM_EXAMPLES:

@@ -15,13 +15,7 @@ from qlora_fsdp.data.read import Source
 
 
 def row_bar(title: str, total: int | None, done: int = 0) -> Any:
-    """A bar of rows.
-
-    Args:
-        title: stands before it.
-        total: rows; None: nobody knows.
-        done: rows that were done before.
-    """
+    """A bar of rows."""
     return tqdm(total=total, initial=done, desc=title, unit=" rows", unit_scale=True, delay=1, leave=False)
 
 

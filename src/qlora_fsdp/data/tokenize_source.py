@@ -58,11 +58,6 @@ KEPT_TOKENS = 2**17
 def tokenize_source(path: Paths, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
     """Writes the cache entry of a source, unless it is there already.
 
-    Args:
-        path: the source's path.
-        config: its `data` is that of this source (see `config.data_sets`).
-        tokenizer: the result of `load_tokenizer`, with new tokens added.
-
     Raises:
         DataError: the source can't be read, has no usable row, or the cache folder can't be written.
     """

@@ -265,16 +265,7 @@ def evaluate_tasks(
     limit: int | None,
     apply_chat_template: bool,
 ) -> dict[str, dict[str, Any]]:
-    """Each task's and group's metrics as lm-eval names them, such as `acc,none`; empty on all ranks but the first.
-
-    Args:
-        lm: the model; every rank takes part, and answers its share of the requests.
-        manager: the tasks that `find_tasks` has loaded.
-        names: tasks, groups or tags, or YAML files.
-        num_fewshot: examples before each question; None: the task's own number.
-        limit: rows of each task; None: all.
-        apply_chat_template: ask in turns of a conversation.
-    """
+    """Each task's and group's metrics as lm-eval names them, such as `acc,none`; empty on all ranks but the first."""
     os.environ["DISABLE_MULTIPROC"] = "1"  # lm-eval would fork this process, GPU and all, to draw samples
     with contextlib.redirect_stdout(sys.stderr):
         results = simple_evaluate(

@@ -78,10 +78,6 @@ def plan_ranks(config: Config, environ: Mapping[str, str]) -> Plan:
 def start_command(module: str, argv: Sequence[str]) -> int:
     """Starts a command beside training on several ranks, as the settings of `launch` among its arguments say.
 
-    Args:
-        module: what each rank runs, e.g. `qlora_fsdp.generate`.
-        argv: its command line.
-
     Returns:
         The exit code: that of the ranks, or of the `UserError` that has been printed.
     """

@@ -34,9 +34,6 @@ from qlora_fsdp.runtime.signals import SIGNALS
 def main(argv: Sequence[str] | None = None) -> int:
     """Starts the ranks as `accelerate launch` does, and waits for their end.
 
-    Args:
-        argv: the arguments of `accelerate launch`.
-
     Returns:
         0, or the exit code of the rank that failed first.
     """

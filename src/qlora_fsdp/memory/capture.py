@@ -35,13 +35,7 @@ def is_captured(work: Workload, policies: Sequence[Policy]) -> bool:
 
 
 def why_not_captured(config: Config, policies: Sequence[Policy], found: Found) -> str | None:
-    """Why micro-batches are not recorded; None if they are, unless the model itself prevents it.
-
-    Args:
-        config: the run's settings.
-        policies: the activation policy of each layer.
-        found: what the model is like.
-    """
+    """Why micro-batches are not recorded; None if they are, unless the model itself prevents it."""
     if not config.compute.cuda_graph:
         return "compute.cuda_graph=false"
     if config.distributed.num_slices > 1:

@@ -153,13 +153,7 @@ def plan_run(
 
 
 def run_without_plan(config: Config, num_layers: int, reason: str) -> RunPlan:
-    """For a model that can't be traced: what is open takes the least memory.
-
-    Args:
-        config: the settings of the run.
-        num_layers: transformer layers of the model.
-        reason: why it can't be traced.
-    """
+    """For a model that can't be traced: what is open takes the least memory."""
     size, strategy = config.training.micro_batch_size, config.fsdp.sharding_strategy
     size = 1 if size == AUTO else size
     strategy = ShardingStrategy.FULL_SHARD if strategy is ShardingStrategy.auto else strategy

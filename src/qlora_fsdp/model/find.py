@@ -102,10 +102,6 @@ def find_model(config: ModelConfig, is_main: bool, first_error: FirstError) -> M
 def make_config(values: Mapping[str, Any], name: str) -> PretrainedConfig:
     """transformers' config with these values, which were read from a config.json or a preset.
 
-    Args:
-        values: the content of config.json.
-        name: what the model is called, for messages.
-
     Raises:
         CheckpointError: transformers has no such model, or the values are none.
     """

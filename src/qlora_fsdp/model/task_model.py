@@ -70,12 +70,7 @@ class TaskModel(nn.Module):
         raise NotImplementedError
 
     def look_ahead(self, batches: Iterable[Batch], processes: Processes) -> None:
-        """See all of this rank's batches of a step, or of an evaluation, before their losses are asked for. Collective.
-
-        Args:
-            batches: on the host.
-            processes: all ranks take part.
-        """
+        """See all of this rank's batches of a step, or an evaluation, before their losses are asked for. Collective."""
 
     def with_reference(self, batch: Batch) -> Batch:
         """The batch, on the device, with the reference's log-probabilities if a call of the model gives them."""
