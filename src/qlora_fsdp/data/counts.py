@@ -132,15 +132,7 @@ class Cleaning:
 
 @dataclass(frozen=True)
 class MixPart:
-    """The part of an epoch that one data set of a mix contributes.
-
-    Attributes:
-        path: path of the data set, as the user gave it.
-        num_rows: token rows to train on, each counted once.
-        num_used_rows: the same, with repetitions counted.
-        row_share: share of the epoch's rows.
-        token_share: share of the epoch's tokens.
-    """
+    """The part of an epoch that one data set of a mix contributes."""
 
     path: str
     num_rows: int

@@ -47,12 +47,6 @@ class KeptWindows:
     """The files of a run's windows. Rank 0 alone reads and writes them.
 
     At most NUM_KEPT are there up to the newest window, and before them the one that the newest checkpoint stands in.
-
-    Attributes:
-        run_folder: where they are written.
-        others: the folders of other runs whose windows are read too.
-        key: tells the data and its settings from others.
-        global_batch_size: sequences of an optimizer step.
     """
 
     run_folder: Path

@@ -50,13 +50,7 @@ LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0
 
 @dataclass(frozen=True)
 class Answer:
-    """A prompt with one answer, as a row of a form that `format_row` knows.
-
-    Attributes:
-        form: prompt_completion or messages.
-        fields: the keys of the form.
-        label: whether the answer is a good one; None in a pair.
-    """
+    """A prompt with one answer, as a row of a form that `format_row` knows."""
 
     form: DataFormat
     fields: dict[str, Any]

@@ -22,10 +22,6 @@ def row_bar(title: str, total: int | None, done: int = 0) -> Any:
 class ReadingBar:
     """A bar of how much of a source has been read: of the bytes of its files as they are stored, or else of its rows.
 
-    Args:
-        source: the source.
-        title: stands before the bar.
-
     Attributes:
         source: to be read in place of the other: the bar sees how far its files are read.
     """

@@ -57,10 +57,6 @@ class ModelInStep:
 
     Computing with a sharded model is collective, and ranks have different numbers of requests. Before each computation
     the ranks agree on what comes next, and those without a request compute on a dummy input.
-
-    Args:
-        trained: what `load_trained` returned for a model that generates.
-        processes: all ranks have the model, and a share of the requests.
     """
 
     def __init__(self, trained: AssembledModel, processes: Processes) -> None:
@@ -214,12 +210,7 @@ class SharedLM(HFLM):  # type: ignore[misc]
 
 
 class Stops:
-    """Whether a text has one of some stop sequences at its end.
-
-    Args:
-        tokenizer: the model's.
-        sequences: sequences of characters.
-    """
+    """Whether a text has one of some stop sequences at its end."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, sequences: Sequence[str]) -> None:
         self.tokenizer, self.sequences = tokenizer, [sequence for sequence in sequences if sequence]

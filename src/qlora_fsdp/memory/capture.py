@@ -17,12 +17,7 @@ SPARE_BYTES = 256 * 2**20
 
 
 class Found(NamedTuple):
-    """What a model is like, as far as it decides about graphs.
-
-    Attributes:
-        has_dropout: whether it draws random numbers.
-        uses_fsdp: whether its weights are gathered for each layer.
-    """
+    """What a model is like, as far as it decides about graphs."""
 
     has_dropout: bool
     uses_fsdp: bool

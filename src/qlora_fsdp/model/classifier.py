@@ -34,10 +34,6 @@ class Classifier(TaskModel):
     of their binary cross-entropies, and a row with numbers the mean of their squared errors. Every row or token counts
     the same whatever batch it is in, so that the same data gives the same loss however it is split. This is why the sum
     of the losses is divided by their number, and not by the sum of the class weights as torch would do.
-
-    Args:
-        model: the wrapped model, on meta or not.
-        task: what the model's head is for.
     """
 
     class_weights: Tensor | None

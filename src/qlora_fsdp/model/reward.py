@@ -22,9 +22,6 @@ class RewardModel(TaskModel):
 
     The loss of a pair is that of Bradley and Terry, -log sigmoid(r_chosen - r_rejected - margin), as TRL's
     RewardTrainer has it. Every pair counts the same whatever batch it is in.
-
-    Args:
-        model: the wrapped model, on meta or not.
     """
 
     def __init__(self, model: peft.PeftModel) -> None:

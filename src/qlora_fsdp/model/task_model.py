@@ -19,9 +19,6 @@ from qlora_fsdp.runtime.processes import Processes
 class TaskModel(nn.Module):
     """A PEFT-wrapped transformers model with the loss of its task.
 
-    Args:
-        model: the wrapped model, on meta or not.
-
     Attributes:
         splits_head: whether embeddings and output head are FSDP units of their own, if the model has such a head.
         gathered_by_model: those of these two units that the model gathers itself, where forward uses them
