@@ -65,7 +65,7 @@ def test_labels_reach_the_batch(tmp_path: Path, form: ProblemType, labels: list[
     assert batch.labels is not None and batch.label_positions is not None
     np.testing.assert_array_equal(batch.labels, np.array(expected, np.float32))
     assert batch.label_positions.tolist() == [0, 1, 2]  # the fourth sequence is padding alone: no loss
-    assert batch.num_tokens is not None and batch.num_tokens.tolist() == [4, 4, 4, 8]
+    assert batch.attention_mask.sum(1).tolist() == [4, 4, 4, 8]
     assert data.num_target_tokens(np.arange(3)) == 3
     assert batch.input_ids[0].tolist() == [256, *b"abc", 258, 258, 258, 258]
 

@@ -22,12 +22,7 @@ class RewardModel(TaskModel):
 
     def forward(self, batch: Batch) -> Tensor:
         """Sum of the losses of the batch's pairs, not divided by their number: float32 scalar."""
-        assert batch.num_tokens is not None
-        length = batch.input_ids.shape[1]
-        # A sequence of padding alone passes for real tokens: a row of the mask without a 1 would give NaN.
-        num_tokens = torch.where(batch.num_tokens > 0, batch.num_tokens, length)
-        attention_mask = (torch.arange(length, device=num_tokens.device) < num_tokens[:, None]).long()
-        output = self.base(input_ids=batch.input_ids, attention_mask=attention_mask)
+        output = self.base(input_ids=batch.input_ids, attention_mask=batch.attention_mask)
         rewards_P2 = output.logits.float()[: batch.num_answers].view(-1, 2)
         differences = rewards_P2[:, 0] - rewards_P2[:, 1]
         values = torch.stack([*rewards_P2.T, differences, (differences > 0).float()]).detach()
