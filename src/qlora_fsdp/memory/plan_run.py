@@ -18,15 +18,7 @@ from qlora_fsdp.memory.choose import choose, describe_choice, describe_policies,
 from qlora_fsdp.memory.gpus import Gpu
 from qlora_fsdp.memory.plan import GIB, MemoryPlan
 from qlora_fsdp.memory.policy import Policy
-from qlora_fsdp.memory.show import (
-    changes_table,
-    faster_lines,
-    host_line,
-    launch_lines,
-    speed_text,
-    table,
-    waiting_lines,
-)
+from qlora_fsdp.memory.show import changes_table, host_line, remarks, speed_text, table
 from qlora_fsdp.memory.suggest import MAX_SHOWN, cheapest_changes, enough_gpus, smaller_runs
 from qlora_fsdp.memory.traced import TracedModel
 from qlora_fsdp.memory.workload import Workload
@@ -132,9 +124,7 @@ def plan_run(
         lines.append("\n".join(("the plan", table(plan), host_line(plan), speed_text(plan, machine.gpu))))
     lines.append(_reason(config, plan, machine))
     if machine.is_cuda:
-        lines += launch_lines(choice)
-        lines += waiting_lines(plan, machine.gpu)
-        lines += faster_lines(choice, machine.target, machine.gpu)
+        lines += remarks(choice, machine.target, machine.gpu)
     if not choice.fits and machine.is_cuda:
         cheapest = cheapest_changes(work, machine.target, machine.gpu)
         lines.append("This may not fit. What would, by the plan:\n" + changes_table(cheapest))
