@@ -124,10 +124,7 @@ def start_ranks(module: str, arguments: Sequence[str], config: Config, plan: Pla
 
 
 def _wait(process: subprocess.Popen[bytes], signals: list[int]) -> int:
-    """Wait for the launcher's end, and pass on the signals that arrive meanwhile.
-
-    Returns:
-        The launcher's exit code.
+    """Wait for the launcher's exit code, and pass on the signals that arrive meanwhile.
 
     Raises:
         Interrupted: by a signal that the ranks could not answer, so that they were killed.
