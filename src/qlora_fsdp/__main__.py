@@ -54,11 +54,7 @@ options:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command that the command line names.
-
-    Returns:
-        Its exit code; 2 if there is no such command.
-    """
+    """Runs the command that the command line names: its exit code, or 2 if there is no such command."""
     name, *rest = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     begin({"train": NO_RUN, "prepare": KEPT}.get(name, ""))
     if name in ("-h", "--help", "help"):

@@ -194,14 +194,7 @@ def _prepare_terminal() -> None:
 
 
 class Answerer:
-    """Writes the next turn of a conversation, and prints it meanwhile.
-
-    Args:
-        trained: a model that generates.
-        generation: how tokens are chosen.
-        completer: what completes texts on each rank; None: transformers does.
-        processes: all ranks take part.
-    """
+    """Writes the next turn of a conversation, and prints it meanwhile."""
 
     def __init__(
         self,

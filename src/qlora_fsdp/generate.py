@@ -142,11 +142,6 @@ def complete(
 def check_generation(settings: GenerateSettings, config: Config, others: Sequence[Problem]) -> None:
     """Refuse a classifier, numbers that make no sense, and prompts that are missing or given twice.
 
-    Args:
-        settings: the command's own.
-        config: the run's settings.
-        others: problems found before, which are reported together with these.
-
     Raises:
         ConfigError: all problems that were found.
     """

@@ -40,14 +40,12 @@ from qlora_fsdp.memory.plan import GIB
 from qlora_fsdp.memory.show import (
     as_json,
     changes_table,
-    faster_lines,
     host_line,
-    launch_lines,
     loading_line,
     read_bytes,
+    remarks,
     speed_text,
     table,
-    waiting_lines,
 )
 from qlora_fsdp.memory.speed import load_seconds, tokens_per_second
 from qlora_fsdp.memory.suggest import cheapest_changes
@@ -233,9 +231,7 @@ def _describe(choice: Choice, hardware: Hardware, target: float) -> tuple[list[s
         f"{speed_text(plan, gpu)}; {_duration(hours)} for "
         f"{f'{num_tokens / 1e6:,.1f} M' if num_tokens >= 1e6 else f'{num_tokens:,.0f}'} tokens ({source})",
         "The speed is predicted from the GPU's datasheet, by what H200s reached of theirs (docs/plan-validation.md)",
-        *launch_lines(choice),
-        *waiting_lines(plan, gpu),
-        *faster_lines(choice, target, gpu),
+        *remarks(choice, target, gpu),
     ]
     figures = {
         "fits": choice.fits,

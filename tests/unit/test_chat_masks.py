@@ -139,7 +139,7 @@ def test_tools_their_calls_and_their_answers(is_text: bool):
 def test_tools_that_are_none(tools: Any, kind: str, detail: str):
     row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "tools": tools}
     with pytest.raises(BadRow) as caught:
-        check_row(json.dumps(row).encode(), DataFormat.auto)
+        check_row(row, DataFormat.auto, {})
     assert caught.value.kind == kind and detail in caught.value.detail
 
 

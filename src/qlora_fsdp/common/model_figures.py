@@ -30,19 +30,15 @@ _SIZES = {
 LARGEST = {name: limit for limit, names in _SIZES.items() for name in names}
 
 
-def find_bad_size(config: Mapping[str, Any]) -> str | None:
-    """Returns what is wrong with the sizes in a config, or None; models of several parts have configs inside.
+def find_bad_sizes(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yields what is wrong with the sizes in a config; models of several parts have configs inside.
 
     Raises:
         RecursionError: it is nested too deeply.
     """
-    return next(_bad_sizes(config), None)
-
-
-def _bad_sizes(config: Mapping[str, Any]) -> Iterator[str]:
     for name, value in config.items():
         if isinstance(value, Mapping):
-            yield from _bad_sizes(value)
+            yield from find_bad_sizes(value)
         largest = LARGEST.get(name)
         if largest is None or value is None:
             continue

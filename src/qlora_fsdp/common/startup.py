@@ -121,9 +121,6 @@ def announce(num_ranks: int | None) -> None:
     """Prints the first line, once, on rank 0: importing torch takes seconds in which nothing else would be seen.
 
     It goes to stderr, because the stdout of some commands is their result.
-
-    Args:
-        num_ranks: processes of the run, if known.
     """
     if IS_ANNOUNCED in os.environ or "torch" in sys.modules or not is_first_rank():
         return

@@ -39,12 +39,7 @@ DEFAULTS: dict[str, Any] = {"r": 8, "lora_alpha": 8, "lora_dropout": 0.0, "bias"
 
 
 def adapter_problems(adapter: str, setting: str = "adapter") -> list[Problem]:
-    """Returns why a folder can't be used as an adapter's: its files are not there, or one leads out of it.
-
-    Args:
-        adapter: the folder, as it is typed.
-        setting: what names it: `adapter` or `lora.start`.
-    """
+    """Returns why a folder can't be used as an adapter's: its files are not there, or one leads out of it."""
     folder = Path(adapter).expanduser()
     missing = [name for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS) if not (folder / name).is_file()]
     if not missing:
@@ -60,10 +55,6 @@ def adapter_problems(adapter: str, setting: str = "adapter") -> list[Problem]:
 
 def read_lora(folder: Path, setting: str = "adapter") -> LoraConfig:
     """The settings of a saved adapter.
-
-    Args:
-        folder: PEFT's folder of the adapter.
-        setting: what names it, for messages.
 
     Raises:
         AdapterError: it is not a LoRA adapter, or one of a kind that is not supported, or the file is damaged.
@@ -131,10 +122,6 @@ def read_adapter_config(folder: Path, setting: str) -> dict[str, Any]:
 
 def read_shapes(folder: Path, what: str) -> dict[str, tuple[int, ...]]:
     """Shapes of an adapter's tensors by their keys, from the header of its file.
-
-    Args:
-        folder: the adapter's folder.
-        what: `adapter=FOLDER` or `lora.start=FOLDER`, for messages.
 
     Raises:
         AdapterError: the file can't be read.

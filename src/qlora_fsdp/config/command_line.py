@@ -47,16 +47,7 @@ _COMMONEST = [
 
 @dataclass(frozen=True)
 class Arguments:
-    """The command line, split into its parts.
-
-    Attributes:
-        overrides: `group=option` and `setting=value` as typed.
-        folders: where groups of options are: the project's conf/, then those of --config-dir.
-        help: whether to print the help page.
-        cfg: whether to print the configuration.
-        config_file: the file of --config.
-        multirun: whether values with commas make several jobs.
-    """
+    """The command line, split into its parts."""
 
     overrides: tuple[str, ...]
     folders: tuple[Path, ...]

@@ -63,11 +63,6 @@ Settings = TypeVar("Settings", bound=AdapterSettings)
 def read_own_settings(argv: Sequence[str], kind: type[Settings], usage: str) -> Settings:
     """Reads the command line of a command that takes no settings of training.
 
-    Args:
-        argv: settings of the command, in any order.
-        kind: a dataclass of them.
-        usage: what --help prints.
-
     Raises:
         ConfigError: a key is unknown, or a value has a wrong type.
     """

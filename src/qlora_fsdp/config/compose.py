@@ -121,16 +121,9 @@ def read_given(arguments: Arguments, beneath: Sequence[Sections] = ()) -> FileSe
 
 
 def read_composed(compose_all: Callable[[], DictConfig], find_start: FindStart) -> tuple[Config, list[Problem]]:
-    """Composes the plain values and checks them against the schema, and against the adapter that a run starts from.
+    """Composes the plain values and checks them as `read_config` does, and against the adapter that a run starts from.
 
     With `lora.start` they are composed twice: what the adapter's settings change then is what nobody has written.
-
-    Args:
-        compose_all: has Hydra compose the values.
-        find_start: says where the adapter that `lora.start` names is to be read.
-
-    Returns:
-        As `read_config`.
 
     Raises:
         ConfigError, AdapterError: an interpolation can't be resolved, or an adapter can't be read.

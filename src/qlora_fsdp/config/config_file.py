@@ -48,10 +48,6 @@ class FileSettings:
 def read_config_file(file: Path, folders: Sequence[Path]) -> FileSettings:
     """Reads the file of `--config`.
 
-    Args:
-        file: YAML, or JSON.
-        folders: where groups of options are.
-
     Raises:
         ConfigError: the file can't be read, names what is no setting, or carries what no file may. Names every mistake.
     """
@@ -102,11 +98,6 @@ def leave_out(values: Sections, groups: Collection[str], folders: Sequence[Path]
 
     With `quant=int8`, nothing that the file says of quantization counts, and with `model=...` nothing that makes the
     model another one. With `optim=adamw_8bit` only its optim.name does not: no option of that group has anything else.
-
-    Args:
-        values: by section and name.
-        groups: the groups of which an option is typed.
-        folders: where groups of options are.
     """
     decided = {key for group in groups for key in _decided_by(group, folders)} if values else set[str]()
     return {

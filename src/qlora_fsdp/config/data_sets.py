@@ -17,17 +17,9 @@ _SLICE = re.compile(r"(?P<name>[\w.-]*)(?:\[(?P<start>-?\d+%?)?:(?P<stop>-?\d+%?
 
 @dataclass(frozen=True)
 class DataSet:
-    """A data set of `data.mix`. What is None here counts as it does for all data sets.
+    """A data set of `data.mix`, with its weight relative to the others'.
 
-    Attributes:
-        weight: its share of the mix, relative to the weights of the others.
-        max_rows: in place of data.max_rows.
-        split: in place of data.split.
-        name: in place of data.name.
-        format: in place of data.format.
-        chat_template: in place of data.chat_template, which is what the adapter is used with later.
-        columns: in place of data.columns.
-        system_prompt: in place of data.system_prompt.
+    What is None here is as the setting of this name in `data` has it for all data sets.
     """
 
     weight: float = 1.0

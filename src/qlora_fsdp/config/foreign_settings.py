@@ -93,12 +93,7 @@ def read_foreign_settings(file: Path) -> tuple[dict[str, dict[str, Any]], bool]:
 
 
 def find_forbidden(values: Mapping[str, Mapping[str, Any]], file: Path) -> Iterator[Problem]:
-    """Yields what a file of settings holds that is no setting, or one that only the user may type.
-
-    Args:
-        values: what the file says, by section and name.
-        file: it, for the messages.
-    """
+    """Yields what a file of settings holds that is no setting, or one that only the user may type."""
     for section, names in values.items():
         for name, value in names.items():
             key = f"{section}.{name}"
@@ -119,10 +114,6 @@ def remote_code_problem(file: Path, base: str) -> Problem:
 
 def read_base_model(adapter: Path, setting: str = "adapter") -> str | None:
     """Reads the name of the base model from an adapter's adapter_config.json; None if it names none.
-
-    Args:
-        adapter: the adapter's folder.
-        setting: what names it, for messages.
 
     Raises:
         ConfigError: the file can't be read, or the name is no plain text.

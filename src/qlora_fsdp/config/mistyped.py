@@ -12,17 +12,9 @@ FLAGS = ("-h", "--help", "-m", "--multirun")
 WITH_VALUE = ("--cfg", "--config", "--config-dir")
 
 
-def find_mistyped(argv: Sequence[str], groups: Collection[str]) -> list[Problem]:
-    """Returns a problem for each word that looks like a setting and is not written as one.
-
-    Args:
-        argv: the command line.
-        groups: the names of the groups of options, e.g. `model`.
-    """
-    return list(_problems(list(argv), groups))
-
-
-def _problems(words: list[str], groups: Collection[str]) -> Iterator[Problem]:
+def find_mistyped(argv: Sequence[str], groups: Collection[str]) -> Iterator[Problem]:
+    """Yields a problem for each word that looks like a setting and is not written as one."""
+    words = list(argv)
     while words:
         word = words.pop(0)
         if word in WITH_VALUE:

@@ -12,18 +12,7 @@ from qlora_fsdp.common.errors import DeviceError
 
 @dataclass(frozen=True)
 class World:
-    """The processes and the device on which a run is launched.
-
-    Attributes:
-        num_ranks: number of all processes.
-        rank: number of this process, from 0.
-        local_num_ranks: number of processes on this node.
-        local_rank: number of this process on its node, from 0.
-        device_type: the kind of device that computes the model.
-        has_bf16: whether that device computes in bfloat16.
-        has_fp8: whether that device multiplies matrices in fp8.
-        torch_version: major and minor number, e.g. (2, 13).
-    """
+    """The processes and the device on which a run is launched."""
 
     num_ranks: int = 1
     rank: int = 0

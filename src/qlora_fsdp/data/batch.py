@@ -40,7 +40,7 @@ class Batch:
         labels: float32 [num_labels, numbers per label]; None where tokens are predicted.
         label_positions: int64 [num_labels], what the labels belong to: their index among the B sequences, or among the
             B x L tokens if tokens have labels.
-        num_tokens: int64 [B], tokens of each sequence without padding; of a labelled one L if it is all padding.
+        num_tokens: int64 [B], tokens of each sequence without padding.
         num_answers: how many rows, from the first on, are answers to compare: the chosen and the rejected one
             of each pair side by side, or one with a label each; the rows after them are padding. 0: none are compared.
         is_answer: bool [num_answers], of a batch with room for more answers than it has: which it has; None: all.
@@ -73,6 +73,14 @@ class Batch:
     def whole_length(self) -> int:
         """Tokens of a whole sequence."""
         return self.input_ids.shape[1] * self.num_slices
+
+    @property
+    def attention_mask(self) -> torch.Tensor:
+        """1 for tokens, 0 for padding, int64 [B, L]. Of a sequence of padding alone all are 1: a row of 0 gave NaN."""
+        assert self.num_tokens is not None
+        length = self.input_ids.shape[1]
+        num_tokens = torch.where(self.num_tokens > 0, self.num_tokens, length)
+        return (torch.arange(length, device=num_tokens.device) < num_tokens[:, None]).long()
 
     def to(self, device: torch.device | str) -> Batch:
         """Copies the tensors to `device`. The host does not wait for the copy if they are pinned."""
@@ -220,7 +228,6 @@ def _with_labels(batch: Batch, rows: Sequence[Sequence[TokenRow]], labels: NDArr
     return replace(
         batch,
         targets=torch.full_like(batch.targets, IGNORE_INDEX),
-        num_tokens=torch.tensor([len(row[0][0]) if row else length for row in rows], dtype=torch.int64),
         labels=torch.from_numpy(labels),
         label_positions=torch.tensor(positions, dtype=torch.int64),
     )

@@ -78,14 +78,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages, with the tools that they may call, and the template that writes them.
-
-    Attributes:
-        messages: objects with a role, and content or calls of tools.
-        tools: JSON schemas, or None.
-        template: source of the Jinja template.
-        tokenizer: knows the special tokens.
-    """
+    """Messages, with the tools that they may call, and the template that writes them."""
 
     messages: list[dict[str, Any]]
     tools: Any

@@ -39,12 +39,6 @@ class CleanedRows:
 def clean_rows(rows: Rows, parts: list[Indices], names: list[str], data: DataConfig) -> CleanedRows:
     """Leaves out what the settings ask for, in the order of this function: each row counts once.
 
-    Args:
-        rows: the rows of all data sets.
-        parts: the numbers of each data set's rows.
-        names: what the user calls each data set.
-        data: `min_tokens`, `max_tokens`, `deduplicate`, `near_duplicates` and `cache_folder` are used.
-
     Raises:
         DataError: no row of a data set is left.
     """
@@ -85,13 +79,6 @@ def compare_with_held_out(
     parts: list[Indices], hashes: Hashes, held_out: Hashes, names: list[str], data: DataConfig
 ) -> tuple[list[Indices], tuple[Cleaning, ...]]:
     """Finds rows of the evaluation data in the training data, and takes them out of it if `data.decontaminate` says so.
-
-    Args:
-        parts: the numbers of each data set's rows, without what is held out of them.
-        hashes: hashes of all rows of these data sets.
-        held_out: the hashes of the evaluation rows.
-        names: what the user calls each data set.
-        data: `decontaminate` is used.
 
     Returns:
         The rows to train on, one array for each data set, and what was found.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 from qlora_fsdp.config.schema import DataFormat
@@ -35,7 +34,6 @@ COMMON_NAMES = {
     ),
     "text": ("text", "content", "body", "sentence", "raw_content", "code"),
 }
-NO_COLUMNS: Mapping[str, str] = MappingProxyType({})
 
 
 def rename(row: dict[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:

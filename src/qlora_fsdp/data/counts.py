@@ -50,14 +50,7 @@ class ProblemCounter:
         self._num_kept[kind] += num_rows * is_kept
 
     def add(self, place: str, kind: str, detail: str, is_kept: bool) -> None:
-        """Counts a row.
-
-        Args:
-            place: its file and line.
-            kind: one of the kinds of data.row.
-            detail: what else there is to say.
-            is_kept: whether it is cut and used all the same.
-        """
+        """Counts a row."""
         self._num_rows[kind] = self._num_rows.get(kind, 0) + 1
         self._num_kept[kind] = self._num_kept.get(kind, 0) + int(is_kept)
         if self._num_rows[kind] <= NUM_EXAMPLES:
@@ -139,15 +132,7 @@ class Cleaning:
 
 @dataclass(frozen=True)
 class MixPart:
-    """The part of an epoch that one data set of a mix contributes.
-
-    Attributes:
-        path: path of the data set, as the user gave it.
-        num_rows: token rows to train on, each counted once.
-        num_used_rows: the same, with repetitions counted.
-        row_share: share of the epoch's rows.
-        token_share: share of the epoch's tokens.
-    """
+    """The part of an epoch that one data set of a mix contributes."""
 
     path: str
     num_rows: int

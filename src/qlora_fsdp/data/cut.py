@@ -99,10 +99,6 @@ class Pieces:
 def cut_rows(flat: FlatRows, settings: CutSettings) -> Pieces | None:
     """Cuts rows that are too long, and leaves out those of which no target is left.
 
-    Args:
-        flat: the rows; the tokens of long ones alone are looked at.
-        settings: the length, and what becomes of longer rows.
-
     Returns:
         The pieces; None: every row is used as it is.
     """

@@ -14,12 +14,7 @@ ROWS_A_READER = 100_000  # of a file that can be sought, after which the next ra
 
 
 class EndlessRows:
-    """A data set that is being read.
-
-    Args:
-        source: the data set.
-        position: where to begin.
-    """
+    """A data set that is being read."""
 
     def __init__(self, source: Source, position: Position) -> None:
         self.source = source

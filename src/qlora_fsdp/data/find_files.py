@@ -21,11 +21,6 @@ SAVED_STATE, SAVED_INFO = "state.json", "dataset_info.json"
 def find_files(path: str, split: str, setting: str) -> tuple[list[RowFile], list[str]] | None:
     """The files that `path` names. None: it names nothing that is here.
 
-    Args:
-        path: as the user gave it.
-        split: the split of a data set that has splits.
-        setting: the setting that names the path, for messages.
-
     Returns:
         The files in the order in which they are read, and one line for each reason why others are left out.
 

@@ -9,7 +9,7 @@ from qlora_fsdp.config.data_sets import settings_for
 from qlora_fsdp.config.schema import Config, DataFormat, TaskName
 from qlora_fsdp.data.preferences import read_answers
 from qlora_fsdp.data.read import find_source, iterate_rows, training_paths
-from qlora_fsdp.data.row import BadRow, check_row
+from qlora_fsdp.data.row import BadRow, check_row, parse_row
 
 ROWS_LOOKED_AT = 100  # the first of them may be bad
 
@@ -28,7 +28,7 @@ def find_form(config: Config) -> DataFormat | None:
             try:
                 if config.task.name is TaskName.preference:
                     return read_answers(raw, config.has_pairs, data.columns)[0].form
-                return check_row(raw, data.format, data.columns)[0]
+                return check_row(parse_row(raw), data.format, data.columns)[0]
             except BadRow:
                 continue
     except DataError:  # the rows were tokenized before, and are not there any more

@@ -47,12 +47,6 @@ class KeptWindows:
     """The files of a run's windows. Rank 0 alone reads and writes them.
 
     At most NUM_KEPT are there up to the newest window, and before them the one that the newest checkpoint stands in.
-
-    Attributes:
-        run_folder: where they are written.
-        others: the folders of other runs whose windows are read too.
-        key: tells the data and its settings from others.
-        global_batch_size: sequences of an optimizer step.
     """
 
     run_folder: Path
@@ -166,7 +160,7 @@ def _parse(content: bytes, key: str, place: Place) -> tuple[Share, list[Position
     ends = [Position.from_json(end) for end in about["ends"]]
     if len(ends) != len(place.positions):
         raise ValueError("it is of another mix")
-    table = ShareTable(raw_rows, lengths, num_targets, tuple(problems), largest, "")
+    table = ShareTable(raw_rows, lengths, num_targets, tuple(problems), largest)
     return Share(table, np.split(tokens, starts[1:])), ends
 
 

@@ -33,7 +33,7 @@ from qlora_fsdp.data.row import (
     WRONG_LABEL,
     WRONG_TYPES,
     BadRow,
-    check_fields,
+    check_row,
     parse_row,
     type_name,
 )
@@ -50,13 +50,7 @@ LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0
 
 @dataclass(frozen=True)
 class Answer:
-    """A prompt with one answer, as a row of a form that `format_row` knows.
-
-    Attributes:
-        form: prompt_completion or messages.
-        fields: the keys of the form.
-        label: whether the answer is a good one; None in a pair.
-    """
+    """A prompt with one answer, as a row of a form that `format_row` knows."""
 
     form: DataFormat
     fields: dict[str, Any]
@@ -260,7 +254,7 @@ def _answer(
         prompt = [{"role": "user", "content": prompt}] if prompt else []
     untrained = [turn | {TRAIN_KEYS[0]: False} if isinstance(turn, dict) else turn for turn in prompt]
     messages = {"messages": [*untrained, *answer], "tools": row.get("tools")}
-    return Answer(*check_fields(messages, DataFormat.messages, turn_columns), label)
+    return Answer(*check_row(messages, DataFormat.messages, turn_columns), label)
 
 
 def _is_empty(answer: Any) -> bool:

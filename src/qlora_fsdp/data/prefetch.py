@@ -15,10 +15,6 @@ def prefetch(batches: Iterable[Batch], num_ahead: int = 2) -> Generator[Batch, N
     """Yields `batches`, which a thread makes ahead, in page-locked memory if there is a GPU.
 
     An error in the thread is raised here, where its batch would have come. Closing the iterator ends the thread.
-
-    Args:
-        batches: makes a batch when it is asked for one, such as a generator that collates.
-        num_ahead: batches that are kept ready, at most.
     """
     ready: queue.Queue[Batch | Exception | None] = queue.Queue(num_ahead)  # None: there are no more
     stop = threading.Event()

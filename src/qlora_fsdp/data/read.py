@@ -125,11 +125,6 @@ def read_rows(
 ) -> datasets.Dataset:
     """Copies the raw rows of `source` into the Arrow file `file`.
 
-    Args:
-        source: where the rows come from.
-        file: is written.
-        on_progress: called with the number of rows that have been read since the last call.
-
     Returns:
         A memory-mapped data set with the columns `place` (string, such as `chats.jsonl:12`) and `row` (bytes).
 

@@ -15,22 +15,12 @@ from qlora_fsdp.data.read import Source
 
 
 def row_bar(title: str, total: int | None, done: int = 0) -> Any:
-    """A bar of rows.
-
-    Args:
-        title: stands before it.
-        total: rows; None: nobody knows.
-        done: rows that were done before.
-    """
+    """A bar of rows."""
     return tqdm(total=total, initial=done, desc=title, unit=" rows", unit_scale=True, delay=1, leave=False)
 
 
 class ReadingBar:
     """A bar of how much of a source has been read: of the bytes of its files as they are stored, or else of its rows.
-
-    Args:
-        source: the source.
-        title: stands before the bar.
 
     Attributes:
         source: to be read in place of the other: the bar sees how far its files are read.

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from qlora_fsdp.config.schema import DataFormat
-from qlora_fsdp.data.columns import NO_COLUMNS, REQUIRED_KEYS, TURN_KEYS, explain_keys, rename, show_keys
+from qlora_fsdp.data.columns import REQUIRED_KEYS, TURN_KEYS, explain_keys, rename, show_keys
 
 EMPTY = "empty"
 NOT_UTF8 = "not UTF-8"
@@ -48,12 +48,12 @@ class BadRow(Exception):
 
 
 def check_row(
-    raw: bytes, data_format: DataFormat, columns: Mapping[str, str] = NO_COLUMNS
+    found: dict[str, Any], data_format: DataFormat, columns: Mapping[str, str]
 ) -> tuple[DataFormat, dict[str, Any]]:
-    """Parses a row and checks the keys and types that its form needs. Other keys are ignored.
+    """Checks the keys and types of a parsed row that its form needs. Other keys are ignored.
 
     Args:
-        raw: the row, as JSON.
+        found: the row, as `parse_row` gives it.
         data_format: the form of the rows; `auto`: it is told by their keys.
         columns: the names that the data has for the keys of the form, where they differ (data.columns).
 
@@ -63,13 +63,6 @@ def check_row(
     Raises:
         BadRow: the row can't be used.
     """
-    return check_fields(parse_row(raw), data_format, columns)
-
-
-def check_fields(
-    found: dict[str, Any], data_format: DataFormat, columns: Mapping[str, str]
-) -> tuple[DataFormat, dict[str, Any]]:
-    """Check a row that is parsed already, as `check_row` does."""
     row = rename(found, columns)
     form = _detect(row, found, columns) if data_format is DataFormat.auto else data_format
     missing = [key for key in REQUIRED_KEYS[form] if key not in row]

@@ -33,10 +33,6 @@ def hash_rows(rows: Rows, data: DataConfig) -> Hashes:
     """The hashes of all rows, [len(rows)]; of a pair, one of both answers.
 
     With 64 bits, one of a million rows is taken for another of them once in 37 million data sets.
-
-    Args:
-        rows: the rows of a data set, or of a mix.
-        data: `cache_folder` is used, for rows that are in the cache.
     """
     if isinstance(rows, MixedRows):
         return np.concatenate([hash_rows(part, data) for part in rows.parts])

@@ -7,7 +7,8 @@ is streamed (data.streaming) is opened by `stream.py` instead.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Generic, TypeVar
@@ -102,16 +103,18 @@ def prepare_held_out(
     return make_sequences(rows, np.arange(len(rows.lengths)), settings)
 
 
-def raise_on_all(failure: Exception | None, processes: Processes) -> None:
-    """Raises on every rank if any rank failed. Every rank calls this, and it waits for all of them.
-
-    Args:
-        failure: what went wrong on this rank, or None.
-        processes: all ranks take part.
+@contextmanager
+def failing_together(processes: Processes) -> Iterator[None]:
+    """Around work of single ranks: if it fails on one, all raise. Every rank enters this, and it waits for all of them.
 
     Raises:
         DataError: another rank failed. If this rank failed, its own exception is raised instead.
     """
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
     text = processes.first_error(None if failure is None else str(failure) or repr(failure))
     if failure is not None:
         raise failure
@@ -155,25 +158,15 @@ def _tokenize_sources(
     sources: Iterable[tuple[Paths, Config]], tokenizer: PreTrainedTokenizerBase, processes: Processes
 ) -> None:
     """Tokenizes sources into the cache, on one rank per node, and waits for all ranks."""
-    failure: Exception | None = None
-    if processes.is_local_main:
-        try:
-            for path, config in sources:
-                tokenize_source(path, config, tokenizer)
-        except Exception as error:
-            failure = error
-    raise_on_all(failure, processes)
+    with failing_together(processes):
+        for path, config in sources if processes.is_local_main else ():
+            tokenize_source(path, config, tokenizer)
 
 
 def _open_first(open_data: Callable[[], PreparedData[Sequences]], processes: Processes) -> PreparedData[Sequences]:
     """Opens the data first on one rank per node, which caches what cleaning finds; the others then read that."""
-    prepared, failure = None, None
-    if processes.is_local_main:
-        try:
-            prepared = open_data()
-        except Exception as error:
-            failure = error
-    raise_on_all(failure, processes)
+    with failing_together(processes):
+        prepared = open_data() if processes.is_local_main else None
     return prepared or open_data()
 
 
@@ -241,12 +234,6 @@ def _random_rows(config: Config, vocab_size: int) -> Rows:
 
 def _mix(rows: Rows, parts: list[Indices], data: DataConfig, seed: int) -> tuple[list[Indices], tuple[MixPart, ...]]:
     """Repeats or draws rows so that each data set has the share of an epoch that its weight asks for.
-
-    Args:
-        rows: the rows of all data sets.
-        parts: the row ids of each data set.
-        data: the weights of the data sets, what they are shares of, and when an epoch ends.
-        seed: decides which rows are repeated once more.
 
     Returns:
         The row ids of an epoch, one array per data set, and counts of each data set for the report.

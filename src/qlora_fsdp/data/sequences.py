@@ -19,14 +19,7 @@ Indices = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class SequenceSettings:
-    """How rows become sequences.
-
-    Attributes:
-        max_length: tokens per sequence, at most.
-        pad_token_id: the token that fills sequences up.
-        packing: put several rows into one sequence.
-        seed: decides which rows of the same length go together.
-    """
+    """How rows become sequences."""
 
     max_length: int
     pad_token_id: int

@@ -46,12 +46,7 @@ Progress = Callable[[int], object]  # called with the rows done since the last c
 
 
 def find_bounds(num_bytes: NDArray[np.int64], may_divide: bool) -> NDArray[np.int64]:
-    """Divides rows into shards of about the same bytes: the first row of each, and the number of rows.
-
-    Args:
-        num_bytes: int64 [num_rows], of each row.
-        may_divide: whether there may be more than one.
-    """
+    """Divides rows into shards of about the same bytes: the first row of each, and the number of rows."""
     ends = np.cumsum(num_bytes)
     total = int(ends[-1]) if len(ends) else 0
     num_shards = max(LEAST_SHARDS, -(-total // SHARD_BYTES)) if may_divide else 1
@@ -90,14 +85,7 @@ class Shards:
     def make(
         self, shard: int, raw: datasets.Dataset, tokenize: Callable[[Columns], Columns], on_progress: Progress
     ) -> None:
-        """Tokenizes the rows of a shard.
-
-        Args:
-            shard: its number.
-            raw: all rows, with the columns `place` and `row`.
-            tokenize: maps columns of raw rows to `tokenize.COLUMNS`.
-            on_progress: called with the number of rows that have been tokenized since the last call.
-        """
+        """Tokenizes the rows of a shard."""
         temporary = self.file(shard).with_suffix(".tmp")
         with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_file(sink, SCHEMA) as writer:
             first, last = self.bounds[shard : shard + 2].tolist()

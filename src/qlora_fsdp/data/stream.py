@@ -27,7 +27,7 @@ from qlora_fsdp.data.cache import fingerprint
 from qlora_fsdp.data.chat_markers import check_markers
 from qlora_fsdp.data.kept_windows import KeptWindows
 from qlora_fsdp.data.read import Source, find_source, training_paths
-from qlora_fsdp.data.run_data import PreparedData, count_data, prepare_held_out, raise_on_all
+from qlora_fsdp.data.run_data import PreparedData, count_data, failing_together, prepare_held_out
 from qlora_fsdp.data.sequences import Indices, Sequences, SequenceSettings
 from qlora_fsdp.data.split import BatchSplit
 from qlora_fsdp.data.tokenize import Mask, Tokens
@@ -164,13 +164,8 @@ def open_stream(
         DataError: the data can't be used; raised on every rank.
     """
     notes = check_markers(tokenizer, config)
-    sources: list[Source] = []
-    failure: Exception | None = None
-    try:
+    with failing_together(processes):
         sources = [find_source(path, config.data, config.task) for path in training_paths(config.data)]
-    except Exception as error:
-        failure = error
-    raise_on_all(failure, processes)
     _check_same(sources, processes)
     # Hosts may have copies of the data that are of another time, and only rank 0's has the run folder for sure.
     key = processes.share(_key(config, tokenizer, sources) if processes.is_main else None)

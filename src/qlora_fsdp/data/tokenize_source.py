@@ -25,11 +25,11 @@ from qlora_fsdp.common.startup import KEPT
 from qlora_fsdp.config.data_sets import slice_rows
 from qlora_fsdp.config.schema import BadRows, Config, TaskName
 from qlora_fsdp.data.answers import wrap_answers
-from qlora_fsdp.data.cache import Entry, check_targets, fingerprint, load_entry, write_entry
+from qlora_fsdp.data.cache import Entry, fingerprint, load_entry, write_entry
 from qlora_fsdp.data.counts import ReadReport
 from qlora_fsdp.data.cut import CutSettings
 from qlora_fsdp.data.label_counts import label_width
-from qlora_fsdp.data.labels import LabelledRowTokenizer, check_lists
+from qlora_fsdp.data.labels import LabelledRowTokenizer
 from qlora_fsdp.data.preferences import PreferenceRowTokenizer
 from qlora_fsdp.data.read import Paths, Source, find_source, name_setting, open_rows, read_rows
 from qlora_fsdp.data.reading_bar import ReadingBar, row_bar
@@ -38,7 +38,7 @@ from qlora_fsdp.data.sequences import Rows
 from qlora_fsdp.data.shards import Shards, find_bounds
 from qlora_fsdp.data.tokenize import Columns, RowTokenizer
 from qlora_fsdp.data.tokenizer import with_template
-from qlora_fsdp.data.work_folder import RAW, Plan, empty, find_work, open_work, remove_abandoned
+from qlora_fsdp.data.work_folder import RAW, Plan, find_work, open_work, remove_abandoned
 from qlora_fsdp.data.workers import num_cores
 
 if TYPE_CHECKING:
@@ -57,11 +57,6 @@ KEPT_TOKENS = 2**17
 
 def tokenize_source(path: Paths, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
     """Writes the cache entry of a source, unless it is there already.
-
-    Args:
-        path: the source's path.
-        config: its `data` is that of this source (see `config.data_sets`).
-        tokenizer: the result of `load_tokenizer`, with new tokens added.
 
     Raises:
         DataError: the source can't be read, has no usable row, or the cache folder can't be written.
@@ -96,8 +91,8 @@ def load_source(
     """The rows of a source that `tokenize_source` has tokenized, mapped into memory, and cut to training.max_length.
 
     Raises:
-        DataError: the cache entry can't be read, has tokens that the model does not know, or targets or labels that
-            nothing can be learned from.
+        DataError: the cache entry can't be read, has tokens that the model does not know, or labels that nothing can
+            be learned from.
     """
     source = find_source(path, config.data, config.task)
     tokenizer = with_template(tokenizer, config.data)
@@ -115,8 +110,6 @@ def load_source(
             f"{path} has token {report.max_token_id}, but the model has only {vocab_size}: the tokenizer is not this"
             " model's. Set model.tokenizer_path to the tokenizer the model was trained with."
         )
-    if config.task.name is TaskName.causal_lm:
-        check_targets(rows, source.path)
     wrapped = wrap_answers(rows, rows.labels, config, source.path)
     num_used = len(wrapped.num_targets)
     return wrapped, replace(report, path=source.path, skipped=source.skipped, num_used_rows=num_used)
@@ -163,7 +156,8 @@ def _tokenize_into(folder: Path, source: Source, config: Config, tokenizer: PreT
     shards = None if plan is None else Shards(work, plan.bounds)
     missing = [] if shards is None else shards.find_missing()
     if plan is None or shards is None or (missing and not (work / RAW).exists()):
-        empty(work)
+        for path in work.iterdir():
+            remove(path)
         with ReadingBar(source, f"Reading {name}") as reading:
             raw = read_rows(reading.source, work / RAW, reading.advance)
         plan = _plan(raw, source, config)
@@ -195,7 +189,7 @@ def _plan(raw: datasets.Dataset, source: Source, config: Config) -> Plan:
     """Which rows are used, and how they are divided into shards.
 
     Raises:
-        DataError: data.split takes none, or it can't be told what labels mean.
+        DataError: data.split takes none.
     """
     data = config.data
     rows = np.arange(len(raw))
@@ -208,8 +202,6 @@ def _plan(raw: datasets.Dataset, source: Source, config: Config) -> Plan:
     if data.max_rows is not None and data.max_rows < len(rows):
         chosen = np.random.default_rng(config.row_seed).permutation(len(rows))[: data.max_rows]
         rows = rows[np.sort(chosen)]
-    if config.task.has_labels:
-        check_lists(((row["place"], row["row"]) for row in raw.select(rows)), config.task, data.columns)
     num_bytes = pc.binary_length(raw.data.column("row")).to_numpy()[rows]
     may_divide = len(rows) > ROWS_A_PROCESS or num_bytes.sum() > BYTES_A_PROCESS
     read = ReadReport(source.path, len(rows), 0, 0, -1, (), _width(config))

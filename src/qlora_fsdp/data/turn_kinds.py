@@ -69,14 +69,7 @@ class Edges:
 
 
 def find_by_kind(conversation: Conversation, trace: Trace, turns: list[int], find_turn: FindTurn) -> dict[int, Span]:
-    """The turns of a traced conversation that are of a known kind and look like it, by the number of the message.
-
-    Args:
-        conversation: the conversation.
-        trace: its text, and which message gave which part of it.
-        turns: the messages to find.
-        find_turn: finds a turn of a small conversation, by rendering it in several ways.
-    """
+    """The turns of a traced conversation that are of a known kind and look like it, by the number of the message."""
     messages, template = conversation.messages, conversation.template
     words = find_words(template)
     users = [number for number, message in enumerate(messages) if message["role"] == "user"]

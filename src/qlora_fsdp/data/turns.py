@@ -23,12 +23,6 @@ _PROBE = "\ue000"  # of Unicode's private use area, which no text should have
 def find_turns(conversation: Conversation, text: str, trace: Trace | None, trained: list[bool]) -> list[Span]:
     """The assistant's turns to train on, each with its end marker, in the text of the whole conversation.
 
-    Args:
-        conversation: renders its messages.
-        text: the whole conversation.
-        trace: which part of it came from which message; None: nobody knows.
-        trained: for each message whether it is an answer to train on.
-
     Raises:
         BadRow: a turn can't be told from the rest.
     """

@@ -30,7 +30,7 @@ from qlora_fsdp.data.kept_windows import KeptWindows
 from qlora_fsdp.data.position import Position
 from qlora_fsdp.data.read import Source
 from qlora_fsdp.data.row_files import RawRow
-from qlora_fsdp.data.run_data import raise_on_all
+from qlora_fsdp.data.run_data import failing_together
 from qlora_fsdp.data.sequences import Indices, Sequences, SequenceSettings, make_sequences
 from qlora_fsdp.data.share import IndexedRow, Share, ShareTable, count_problems, join_shares, tokenize_share
 from qlora_fsdp.data.split import BatchSplit
@@ -111,14 +111,8 @@ class WindowMaker:
     def _tokenize(self, positions: Sequence[Position], drawn: Indices) -> tuple[Share, list[Position]]:
         """This rank's share of a window, and how far each data set has been read after it."""
         raw, ends = self._read(positions, drawn)
-        share: Share | None = None
-        failure: Exception | None = None
-        try:
-            share = tokenize_share(raw, self.map_batches, self._path)
-        except Exception as error:
-            failure = error
-        raise_on_all(failure, self.processes)
-        assert share is not None
+        with failing_together(self.processes):
+            share = tokenize_share(raw, self.map_batches)
         return share, ends
 
     @property
@@ -140,16 +134,12 @@ class WindowMaker:
         rank, num_ranks = self.processes.rank, self.processes.num_ranks
         readers = [find_reader_rank(source, position, num_ranks) for source, position in enumerate(positions)]
         taken: dict[int, tuple[list[RawRow], Position]] = {}
-        failure: Exception | None = None
-        try:
+        with failing_together(self.processes):
             for source, reader in enumerate(readers):
                 if reader == rank:
                     taken[source] = self._take(source, positions[source], int((drawn == source).sum()))
                 else:
                     self._opened.pop(source, None)
-        except Exception as error:
-            failure = error
-        raise_on_all(failure, self.processes)
         own: list[IndexedRow] = []
         ends: list[Position] = []
         for source, reader in enumerate(readers):
@@ -192,9 +182,6 @@ class WindowMaker:
                 f"The data has token {largest}, but the model has only {self.vocab_size}: the tokenizer is not this "
                 "model's. Set model.tokenizer_path to the tokenizer the model was trained with."
             )
-        used = [table for table in tables if len(table.lengths)]
-        if all(table.unlearnable for table in used):
-            raise DataError(used[0].unlearnable)
         return report
 
     def _pack(

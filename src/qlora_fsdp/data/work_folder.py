@@ -77,16 +77,6 @@ def open_work(entry: Path) -> Path:
     return work
 
 
-def empty(work: Path) -> None:
-    """Removes what is in it.
-
-    Raises:
-        OSError: it can't be removed.
-    """
-    for path in work.iterdir():
-        remove(path)
-
-
 def remove_abandoned(cache: Path) -> None:
     """Removes the work folders of this user's with which nobody has gone on for a week."""
     for path in cache.iterdir():

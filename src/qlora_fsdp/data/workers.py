@@ -48,10 +48,6 @@ class Workers:
 
     Each has a pipe, which is closed when this process ends in whatever way. A pool of concurrent.futures has semaphores
     beside, which it complains about where a process ends at once.
-
-    Args:
-        tokenize: makes token rows of raw rows, as `RowTokenizer` does.
-        num_workers: processes.
     """
 
     def __init__(self, tokenize: Tokenize, num_workers: int) -> None:

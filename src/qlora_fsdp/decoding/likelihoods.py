@@ -89,12 +89,7 @@ class Scorer:
 
     @torch.no_grad()
     def score(self, texts: Sequence[Text], on_done: Callable[[int], Any] = lambda number: None) -> list[Likelihood]:
-        """The likelihoods of all texts, in their order.
-
-        Args:
-            texts: what several have in common is read once.
-            on_done: called with the number of texts that are done since the last time.
-        """
+        """The likelihoods of all texts, in their order."""
         found: dict[int, Likelihood] = {}
         before: tuple[list[int], Tensor, Tensor] | None = None
 

@@ -93,11 +93,7 @@ class SlotLayer(CacheLayerMixin):
 
 
 class SlotCache(Cache):
-    """The cache that transformers' models get as `past_key_values`.
-
-    Args:
-        num_layers: the model's layers.
-    """
+    """The cache that transformers' models get as `past_key_values`."""
 
     def __init__(self, num_layers: int) -> None:
         self.slot_layers = [SlotLayer() for _ in range(num_layers)]

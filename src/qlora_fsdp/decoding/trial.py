@@ -27,12 +27,7 @@ MAX_LENGTH = 2**40  # so that windows of any length are made shorter than the ro
 
 
 def why_not_in_slots(config: PretrainedConfig, trust_remote_code: bool) -> str | None:
-    """Why texts of such a model can't run in slots; None if they can.
-
-    Args:
-        config: the model's config, at its real size.
-        trust_remote_code: run model code that comes with the config.
-    """
+    """Why texts of such a model can't run in slots; None if they can."""
     if config.get_text_config() is not config:
         return "it is not a model of text alone"
     trial = RowTrial(config, MAX_LENGTH, trust_remote_code=trust_remote_code)

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from qlora_fsdp.doctor.finding import Finding
-from qlora_fsdp.doctor.timing import seconds_of
 
 if TYPE_CHECKING:
     from qlora_fsdp.runtime.processes import Processes
 
+REPEATS = 3
 EXCHANGED_BYTES = {"cuda": 256 * 2**20, "cpu": 16 * 2**20}
 
 
@@ -21,6 +21,7 @@ def check_exchange(processes: Processes) -> Iterator[Finding]:
     """
     import torch
     import torch.distributed as dist
+    from torch.utils.benchmark import Timer
 
     from qlora_fsdp.runtime.rows import gather_rows
 
@@ -36,7 +37,8 @@ def check_exchange(processes: Processes) -> Iterator[Finding]:
         "all-to-all": ((size - 1) / size, lambda: dist.all_to_all_single(received, sent)),
     }
     for name, (factor, exchange) in exchanges.items():
-        rate = num_bytes * factor / seconds_of(exchange, device) / 1e9
+        seconds = Timer("exchange()", globals={"exchange": exchange}).timeit(REPEATS).mean  # after a call to warm up
+        rate = num_bytes * factor / seconds / 1e9
         found = f"{rate:.1f} GB/s between {size} processes ({device.type})"
         slow = device.type == "cuda" and rate < 5
         advice = "Slow: look for NVLink or InfiniBand in NCCL_DEBUG=INFO." if slow else ""

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 from qlora_fsdp.common.nvidia_smi import query_gpus
 from qlora_fsdp.common.text import first_line
 from qlora_fsdp.doctor.finding import Finding
-from qlora_fsdp.doctor.timing import seconds_of
 from qlora_fsdp.memory.plan import GIB
 
 if TYPE_CHECKING:
     import torch
 
 PINNED_BYTES = 256 * 2**20
+REPEATS = 3
 
 
 def check_gpus() -> Iterator[Finding]:
@@ -119,6 +119,7 @@ def _check_kernels(what: str, device: torch.device | str) -> Finding:
 def check_pinned() -> Iterator[Finding]:
     """Whether host memory can be pinned, as loading and offloading need, and how fast it is copied to GPU 0."""
     import torch
+    from torch.utils.benchmark import Timer
 
     if not torch.cuda.is_available():
         return
@@ -128,6 +129,6 @@ def check_pinned() -> Iterator[Finding]:
         advice = "Weights are loaded through it: allow this container more memory, or more of it locked (ulimit -l)."
         yield Finding("red", "pinned memory", f"can't be had: {first_line(error)}", advice)
         return
-    device = torch.device("cuda")
-    rate = len(host) / seconds_of(lambda: host.to(device, non_blocking=True), device) / 1e9
+    copy = Timer("host.to('cuda', non_blocking=True)", globals={"host": host})
+    rate = len(host) / copy.timeit(REPEATS).mean / 1e9
     yield Finding("green", "pinned memory", f"{len(host) // 2**20} MiB, copied to GPU 0 at {rate:.1f} GB/s")

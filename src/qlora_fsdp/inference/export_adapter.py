@@ -37,11 +37,6 @@ PREFIX = "base_model.model."
 def export_adapter(trained: AssembledModel, adapter: Path, out: Path) -> None:
     """Write the adapter to `out`: its weights, its config and the tokenizer.
 
-    Args:
-        trained: the base with the adapter's layers, on meta.
-        adapter: PEFT's folder of it.
-        out: a new folder.
-
     Raises:
         AdapterError: it has no adapters of experts, not of all layers of an expert, or the base's files have experts in
             one tensor, so that there are no names of single ones.
@@ -89,12 +84,7 @@ def export_adapter(trained: AssembledModel, adapter: Path, out: Path) -> None:
 
 
 def unfuse(change: Change, source: ComposedTensor) -> Iterator[tuple[str, Tensor]]:
-    """The matrices of each expert's layers, by their keys in an adapter's file.
-
-    Args:
-        change: LoRA's matrices of a weight of fused experts.
-        source: where the experts' own weights lie in the files of the base.
-    """
+    """The matrices of each expert's layers, by their keys in an adapter's file."""
     b_EOR, a_ERI = change.factors()
     start = 0
     for piece in source.pieces:

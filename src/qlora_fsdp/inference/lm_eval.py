@@ -57,10 +57,6 @@ class ModelInStep:
 
     Computing with a sharded model is collective, and ranks have different numbers of requests. Before each computation
     the ranks agree on what comes next, and those without a request compute on a dummy input.
-
-    Args:
-        trained: what `load_trained` returned for a model that generates.
-        processes: all ranks have the model, and a share of the requests.
     """
 
     def __init__(self, trained: AssembledModel, processes: Processes) -> None:
@@ -214,12 +210,7 @@ class SharedLM(HFLM):  # type: ignore[misc]
 
 
 class Stops:
-    """Whether a text has one of some stop sequences at its end.
-
-    Args:
-        tokenizer: the model's.
-        sequences: sequences of characters.
-    """
+    """Whether a text has one of some stop sequences at its end."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, sequences: Sequence[str]) -> None:
         self.tokenizer, self.sequences = tokenizer, [sequence for sequence in sequences if sequence]
@@ -265,16 +256,7 @@ def evaluate_tasks(
     limit: int | None,
     apply_chat_template: bool,
 ) -> dict[str, dict[str, Any]]:
-    """Each task's and group's metrics as lm-eval names them, such as `acc,none`; empty on all ranks but the first.
-
-    Args:
-        lm: the model; every rank takes part, and answers its share of the requests.
-        manager: the tasks that `find_tasks` has loaded.
-        names: tasks, groups or tags, or YAML files.
-        num_fewshot: examples before each question; None: the task's own number.
-        limit: rows of each task; None: all.
-        apply_chat_template: ask in turns of a conversation.
-    """
+    """Each task's and group's metrics as lm-eval names them, such as `acc,none`; empty on all ranks but the first."""
     os.environ["DISABLE_MULTIPROC"] = "1"  # lm-eval would fork this process, GPU and all, to draw samples
     with contextlib.redirect_stdout(sys.stderr):
         results = simple_evaluate(

@@ -95,10 +95,6 @@ class WeightMerger:
 
     Experts are many small tensors there, each of which takes a part of the same matrices and the same codes. So the
     last few of these are kept.
-
-    Args:
-        merge: what is merged into what.
-        changes: what `find_changes` returned.
     """
 
     def __init__(self, merge: Merge, changes: Mapping[str, Change]) -> None:

@@ -87,10 +87,6 @@ def prompt_tokens(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
 def check_template(tokenizer: PreTrainedTokenizerBase, place: str) -> None:
     """Check that there is a chat template, without which a conversation has no tokens.
 
-    Args:
-        tokenizer: the model's.
-        place: what needs the template, for the message.
-
     Raises:
         DataError: there is none.
     """

@@ -27,12 +27,7 @@ complete -o default -o nospace -F _qlora_fsdp qlora-fsdp"""
 
 
 def main(argv: Sequence[str], commands: Sequence[str]) -> int:
-    """Prints the script for the shell; or, given a line, the words that its last one may become, one a line.
-
-    Args:
-        argv: nothing, or the line up to the cursor.
-        commands: the names of all commands.
-    """
+    """Prints the script for the shell; or, given a line, the words that its last one may become, one a line."""
     if argv and argv[0] in ("-h", "--help"):
         print(f"{__doc__}\nusage: qlora-fsdp completion [LINE]")
     elif not argv:

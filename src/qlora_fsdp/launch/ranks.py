@@ -78,10 +78,6 @@ def plan_ranks(config: Config, environ: Mapping[str, str]) -> Plan:
 def start_command(module: str, argv: Sequence[str]) -> int:
     """Starts a command beside training on several ranks, as the settings of `launch` among its arguments say.
 
-    Args:
-        module: what each rank runs, e.g. `qlora_fsdp.generate`.
-        argv: its command line.
-
     Returns:
         The exit code: that of the ranks, or of the `UserError` that has been printed.
     """
@@ -128,10 +124,7 @@ def start_ranks(module: str, arguments: Sequence[str], config: Config, plan: Pla
 
 
 def _wait(process: subprocess.Popen[bytes], signals: list[int]) -> int:
-    """Wait for the launcher's end, and pass on the signals that arrive meanwhile.
-
-    Returns:
-        The launcher's exit code.
+    """Wait for the launcher's exit code, and pass on the signals that arrive meanwhile.
 
     Raises:
         Interrupted: by a signal that the ranks could not answer, so that they were killed.

@@ -32,14 +32,7 @@ from qlora_fsdp.runtime.signals import SIGNALS
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Starts the ranks as `accelerate launch` does, and waits for their end.
-
-    Args:
-        argv: the arguments of `accelerate launch`.
-
-    Returns:
-        0, or the exit code of the rank that failed first.
-    """
+    """Starts the ranks as `accelerate launch` does: 0, or the exit code of the rank that failed first."""
     with TemporaryDirectory(prefix="qlora-fsdp-") as folder:
         ending = Path(folder) / "ending"
         os.environ |= {PARENT_PID: str(os.getpid()), ENDING_FILE: str(ending), NODE_KEY: make_key()}  # for the ranks

@@ -22,9 +22,6 @@ BytesByPart = dict[str, int]  # the keys are those of memory/show.PARTS
 class ModelBytes:
     """Bytes of the model's FSDP units, whole and split.
 
-    Args:
-        work: what the plan is for.
-
     Attributes:
         layers: the tensors of each transformer layer.
         layer_adapters: bytes of what is trained of each transformer layer, whole.

@@ -18,15 +18,7 @@ from qlora_fsdp.memory.choose import choose, describe_choice, describe_policies,
 from qlora_fsdp.memory.gpus import Gpu
 from qlora_fsdp.memory.plan import GIB, MemoryPlan
 from qlora_fsdp.memory.policy import Policy
-from qlora_fsdp.memory.show import (
-    changes_table,
-    faster_lines,
-    host_line,
-    launch_lines,
-    speed_text,
-    table,
-    waiting_lines,
-)
+from qlora_fsdp.memory.show import changes_table, host_line, remarks, speed_text, table
 from qlora_fsdp.memory.suggest import MAX_SHOWN, cheapest_changes, enough_gpus, smaller_runs
 from qlora_fsdp.memory.traced import TracedModel
 from qlora_fsdp.memory.workload import Workload
@@ -132,9 +124,7 @@ def plan_run(
         lines.append("\n".join(("the plan", table(plan), host_line(plan), speed_text(plan, machine.gpu))))
     lines.append(_reason(config, plan, machine))
     if machine.is_cuda:
-        lines += launch_lines(choice)
-        lines += waiting_lines(plan, machine.gpu)
-        lines += faster_lines(choice, machine.target, machine.gpu)
+        lines += remarks(choice, machine.target, machine.gpu)
     if not choice.fits and machine.is_cuda:
         cheapest = cheapest_changes(work, machine.target, machine.gpu)
         lines.append("This may not fit. What would, by the plan:\n" + changes_table(cheapest))
@@ -153,13 +143,7 @@ def plan_run(
 
 
 def run_without_plan(config: Config, num_layers: int, reason: str) -> RunPlan:
-    """For a model that can't be traced: what is open takes the least memory.
-
-    Args:
-        config: the settings of the run.
-        num_layers: transformer layers of the model.
-        reason: why it can't be traced.
-    """
+    """For a model that can't be traced: what is open takes the least memory."""
     size, strategy = config.training.micro_batch_size, config.fsdp.sharding_strategy
     size = 1 if size == AUTO else size
     strategy = ShardingStrategy.FULL_SHARD if strategy is ShardingStrategy.auto else strategy

@@ -75,7 +75,12 @@ def read_bytes(work: Workload) -> int:
     return 0 if work.config.model.weights is Weights.random else work.parts.num_parameters * 2
 
 
-def launch_lines(choice: Choice) -> list[str]:
+def remarks(choice: Choice, target: float, gpu: Gpu) -> list[str]:
+    """What a user should know of a plan besides, a line each."""
+    return [*_launch_lines(choice), *waiting_lines(choice.plan, gpu), *faster_lines(choice, target, gpu)]
+
+
+def _launch_lines(choice: Choice) -> list[str]:
     """A line if `auto` lets GPUs share sequences, and one if the plan does without the CUDA graph that is asked for."""
     line = "A CUDA graph of a micro-batch would leave too little room, so kernels are launched one by one"
     shared = [] if choice.sharing is None else [choice.sharing]

@@ -9,7 +9,7 @@ from typing import Any
 
 from qlora_fsdp.config.batch_size import AUTO, round_default
 from qlora_fsdp.config.schema import Activations, Config, EmbeddingStorage, Optimizer, ShardingStrategy
-from qlora_fsdp.config.settings import show
+from qlora_fsdp.config.settings import show, value_of
 from qlora_fsdp.config.written import with_values
 from qlora_fsdp.memory.choose import LADDER, choose, fixed_policies
 from qlora_fsdp.memory.gpus import Gpu
@@ -27,14 +27,7 @@ MIN_GAIN = 0.03  # gain of speed from which on whole copies of the base are sugg
 
 @dataclass(frozen=True)
 class Change:
-    """One or more settings to change.
-
-    Attributes:
-        text: the change as it is typed on the command line, or a number of GPUs.
-        plan: the plan after the change.
-        fits: whether that plan fits the target.
-        speed: predicted tokens per second of all GPUs together.
-    """
+    """One or more settings to change."""
 
     text: str
     plan: MemoryPlan
@@ -42,7 +35,7 @@ class Change:
     speed: float
 
 
-_Values = tuple[tuple[str, str, Any], ...]  # section, field, value
+_Values = tuple[tuple[str, Any], ...]  # settings by their keys
 
 
 def smaller_runs(work: Workload, target: float, gpu: Gpu) -> list[Change]:
@@ -79,7 +72,7 @@ def largest_savings(plan: MemoryPlan, gpu: Gpu) -> list[Change]:
     changes = []
     for values in _candidates(plan.work, plan.policies):
         work = _changed(plan.work, values)
-        is_policy = any(section == "memory" for section, _, _ in values)
+        is_policy = any(key.startswith("memory.") for key, _ in values)
         policies = fixed_policies(work.config, work.num_layers) if is_policy else plan.policies
         assert policies is not None
         smaller = make_plan(work, policies)
@@ -94,7 +87,7 @@ def whole_copies(plan: MemoryPlan, target: float, gpu: Gpu) -> Change | None:
     is_split_by_all = fsdp.sharding_strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP)
     if work.num_ranks == 1 or not is_split_by_all or fsdp.cpu_offload or not work.is_cuda:
         return None
-    choice = choose(_changed(work, (("fsdp", "sharding_strategy", ShardingStrategy.NO_SHARD),)), target, gpu)
+    choice = choose(_changed(work, (("fsdp.sharding_strategy", ShardingStrategy.NO_SHARD),)), target, gpu)
     change = Change("fsdp=no_shard", choice.plan, choice.fits, _speed(choice.plan, gpu))
     return change if change.fits and change.speed >= (1 + MIN_GAIN) * _speed(plan, gpu) else None
 
@@ -121,28 +114,28 @@ def _candidates(work: Workload, policies: Sequence[Policy]) -> Iterator[_Values]
     for index, smaller in enumerate(LADDER[1:], start=1):
         is_offered = smaller is Policy.full or (smaller is Policy.offload and work.is_cuda)
         if is_offered and set(policies) & set(LADDER[:index]):
-            yield (("memory", "activations", Activations(smaller.value)), ("memory", "every_k", 2))
+            yield (("memory.activations", Activations(smaller.value)), ("memory.every_k", 2))
     if config.optim.name is Optimizer.adamw and not config.fsdp.cpu_offload and work.is_cuda:
-        yield (("optim", "name", Optimizer.adamw_8bit),)
+        yield (("optim.name", Optimizer.adamw_8bit),)
     if config.quant.load_in_8bit or not config.quant.load_in_4bit:
-        yield (("quant", "load_in_4bit", True), ("quant", "load_in_8bit", False))
+        yield (("quant.load_in_4bit", True), ("quant.load_in_8bit", False))
     trains_ends = {"embed_tokens", "lm_head"} & {name.rpartition(".")[2] for name in config.lora.modules_to_save or []}
     if config.quant.embeddings is EmbeddingStorage.none and work.parts.ends["embeddings"] and not trains_ends:
-        yield (("quant", "embeddings", EmbeddingStorage.int8),)
+        yield (("quant.embeddings", EmbeddingStorage.int8),)
     if config.training.micro_batch_size != AUTO:
         is_free = config.training.global_batch_size is None  # if not, the micro-batch size must divide it
         while size % 2 == 0 or (is_free and size > 1):
             size //= 2
-            yield (("training", "micro_batch_size", size),)
+            yield (("training.micro_batch_size", size),)
     elif size > 1:
-        yield (("training", "micro_batch_size", 1),)
+        yield (("training.micro_batch_size", 1),)
     strategy = config.fsdp.sharding_strategy
     if strategy not in (ShardingStrategy.FULL_SHARD, ShardingStrategy.auto) and work.num_ranks > 1:
-        yield (("fsdp", "sharding_strategy", ShardingStrategy.FULL_SHARD), ("fsdp", "hybrid_shard_size", None))
+        yield (("fsdp.sharding_strategy", ShardingStrategy.FULL_SHARD), ("fsdp.hybrid_shard_size", None))
     if work.is_cuda and not config.fsdp.cpu_offload and strategy is not ShardingStrategy.NO_SHARD:
-        yield (("fsdp", "cpu_offload", True), ("optim", "name", Optimizer.adamw))
+        yield (("fsdp.cpu_offload", True), ("optim.name", Optimizer.adamw))
     if config.training.max_length >= 2 * MIN_LENGTH:
-        yield (("training", "max_length", config.training.max_length // 2),)
+        yield (("training.max_length", config.training.max_length // 2),)
 
 
 def _all_count(some: Sequence[_Values]) -> bool:
@@ -150,16 +143,16 @@ def _all_count(some: Sequence[_Values]) -> bool:
 
     The others together, which are tried by themselves, are the same run, and each plan takes a while.
     """
-    names = [{(section, name) for section, name, _ in values} for values in some]
+    names = [{key for key, _ in values} for values in some]
     return not any(one <= other or other <= one for one, other in combinations(names, 2))
 
 
 def _much_shorter(work: Workload, candidates: Sequence[_Values], target: float, gpu: Gpu) -> list[Change]:
     """Runs that fit with a quarter of the sequence length, an eighth and so on, alone or with one other change."""
-    others = [values for values in candidates if values[0][1] != "max_length"]
+    others = [values for values in candidates if values[0][0] != "training.max_length"]
     length = work.config.training.max_length // 4
     while length >= MIN_LENGTH:
-        shorter = (("training", "max_length", length),)
+        shorter = (("training.max_length", length),)
         for sets in ([(shorter,)], [(other, shorter) for other in others]):
             changes = [change for some in sets if (change := _change(work, some, target, gpu)).fits]
             if changes:
@@ -175,20 +168,15 @@ def _change(work: Workload, some: Sequence[_Values], target: float, gpu: Gpu) ->
 
 
 def _changed(work: Workload, values: _Values) -> Workload:
-    config = with_values(work.config, {f"{section}.{name}": value for section, name, value in values})
+    config = with_values(work.config, dict(values))
     size = config.training.micro_batch_size
     return replace(work, config=config, micro_batch_size=work.micro_batch_size if size == AUTO else size)
 
 
 def _text(config: Config, values: _Values) -> str:
     """The overrides as typed, without those that change nothing. A group of conf/ is named if it sets the same."""
-    parts = []
-    for section, name, value in values:
-        if getattr(getattr(config, section), name) == value:
-            continue
-        text = show(f"{section}.{name}", value)
-        parts.append(_GROUPS.get(text, text))
-    return " ".join(part for part in dict.fromkeys(parts) if part)
+    texts = [show(key, value) for key, value in values if value_of(config, key) != value]
+    return " ".join(filter(None, dict.fromkeys(_GROUPS.get(text, text) for text in texts)))
 
 
 _GROUPS = {

@@ -72,13 +72,7 @@ def _recompute_by(layer: nn.Module, function: Callable[..., Any] | None) -> None
 
 
 class MemoryFallback:
-    """Gives the layers of this rank smaller activation policies, one step each time it is called.
-
-    Args:
-        layers: the layers, as `set_activation_policy` takes them.
-        policies: the policy that each layer has at first.
-        inputs: as `set_activation_policy` takes it.
-    """
+    """Gives the layers of this rank smaller activation policies, one step each time it is called."""
 
     def __init__(
         self, layers: Sequence[nn.Module], policies: Sequence[Policy], inputs: InputOffload | None = None

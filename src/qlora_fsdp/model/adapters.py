@@ -54,13 +54,6 @@ def apply_adapters(
 ) -> peft.PeftModel:
     """Wrap the model in PEFT's. Exactly the adapters and `modules_to_save` require gradients then, all in float32.
 
-    Args:
-        model: on meta; changed in place.
-        config: what is adapted.
-        task: what is learned.
-        tokens: the tokens whose rows in embeddings and head are trained.
-        unreached: see `find_targets`.
-
     Raises:
         AdapterError: a name in target_modules, exclude_modules, modules_to_save or a pattern fits no layer (similar
             names are listed), or PEFT refuses the settings.

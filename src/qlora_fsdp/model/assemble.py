@@ -276,7 +276,7 @@ def adapt_model(
         tokens: the tokens whose rows in embeddings and head are trained.
         loss_kernel: what computes the loss of a frozen head.
         transform: see `CausalLM`.
-        unreached: see `find_targets`.
+        unreached: linear layers that no gradient reaches, which `all-linear` leaves out.
     """
     lora, task = config.lora, config.task
     if meta.head:

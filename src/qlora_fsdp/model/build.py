@@ -125,10 +125,6 @@ class MetaModel:
 def build_model(files: ModelFiles, settings: BuildSettings) -> MetaModel:
     """Build the model, and assign the tensors of its files to its parameters. The files' config is left as it is.
 
-    Args:
-        files: the model files, as `find_model` returns them.
-        settings: how the model is built.
-
     Raises:
         CheckpointError: tensors are missing, unexpected or of another shape (all are listed), or transformers has no
             such model.

@@ -34,10 +34,6 @@ class Classifier(TaskModel):
     of their binary cross-entropies, and a row with numbers the mean of their squared errors. Every row or token counts
     the same whatever batch it is in, so that the same data gives the same loss however it is split. This is why the sum
     of the losses is divided by their number, and not by the sum of the class weights as torch would do.
-
-    Args:
-        model: the wrapped model, on meta or not.
-        task: what the model's head is for.
     """
 
     class_weights: Tensor | None
@@ -59,12 +55,9 @@ class Classifier(TaskModel):
 
     def forward(self, batch: Batch) -> Tensor:
         """Sum of the losses of the batch's labels, not divided by their number: float32 scalar."""
-        assert batch.labels is not None and batch.label_positions is not None and batch.num_tokens is not None
-        # A sequence of padding alone passes for real tokens: a row of the mask without a 1 would give NaN.
-        columns = torch.arange(batch.input_ids.shape[1], device=batch.input_ids.device)
-        attention_mask = (columns < batch.num_tokens[:, None]).long()
+        assert batch.labels is not None and batch.label_positions is not None
         # The model makes its own positions, because they differ: RoBERTa's begin at 2.
-        output = self.base(input_ids=batch.input_ids, attention_mask=attention_mask)
+        output = self.base(input_ids=batch.input_ids, attention_mask=batch.attention_mask)
         logits_NK, labels_NW = output.logits.float().flatten(0, -2)[batch.label_positions], batch.labels
         if not self.training:
             rows = batch.label_positions

@@ -88,14 +88,7 @@ def name_entities(names: Sequence[str]) -> bool:
 def entity_metrics(
     logits_NK: Floats, labels_N: NDArray[np.int64], is_first_N: Bools, names: Sequence[str]
 ) -> dict[str, float]:
-    """Accuracy of single words, and precision, recall and F1 of entities that are right from first to last word.
-
-    Args:
-        logits_NK: logits of the labelled words, one row after another.
-        labels_N: indices of the words' labels.
-        is_first_N: whether a word is the first of its row.
-        names: the labels' names.
-    """
+    """Accuracy of single words, and precision, recall and F1 of entities that are right from first to last word."""
     predicted_N = logits_NK.argmax(1)
     true, found = (_entities([names[index] for index in tags], is_first_N) for tags in (labels_N, predicted_N))
     num_right = len(true & found)

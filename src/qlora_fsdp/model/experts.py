@@ -51,12 +51,7 @@ def has_experts(model: nn.Module) -> bool:
 
 
 def num_chosen(block: nn.Module, config: PretrainedConfig) -> int | None:
-    """How many experts a token is sent to, by the router beside them or by the model's config; None if neither says.
-
-    Args:
-        block: the module that holds router and experts.
-        config: the model's config.
-    """
+    """How many experts a token is sent to, by the router beside them or by the model's config; None if neither says."""
     by_router = [getattr(module, "top_k", None) for module in block.modules()]
     by_config = [getattr(config, key, None) for key in ("num_experts_per_tok", "top_k_experts", "moe_topk")]
     return next((number for number in (*by_router, *by_config) if type(number) is int), None)

@@ -20,7 +20,7 @@ from transformers import AutoConfig, PretrainedConfig
 from qlora_fsdp.common.errors import CheckpointError, ConfigError, UserError
 from qlora_fsdp.common.foreign_files import find_outside, read_json_object
 from qlora_fsdp.common.hub import fetch_config_json
-from qlora_fsdp.common.model_figures import MAX_CONFIG_BYTES, find_bad_size
+from qlora_fsdp.common.model_figures import MAX_CONFIG_BYTES, find_bad_sizes
 from qlora_fsdp.common.text import shorten
 from qlora_fsdp.config.model_config import check_same_model, describes_itself, read_config_json
 from qlora_fsdp.config.schema import ModelConfig, Weights
@@ -102,10 +102,6 @@ def find_model(config: ModelConfig, is_main: bool, first_error: FirstError) -> M
 def make_config(values: Mapping[str, Any], name: str) -> PretrainedConfig:
     """transformers' config with these values, which were read from a config.json or a preset.
 
-    Args:
-        values: the content of config.json.
-        name: what the model is called, for messages.
-
     Raises:
         CheckpointError: transformers has no such model, or the values are none.
     """
@@ -136,8 +132,7 @@ def _read_config(file: Path) -> dict[str, Any]:
 
 
 def _check_sizes(values: Mapping[str, Any]) -> None:
-    problem = find_bad_size(values)
-    if problem is not None:
+    for problem in find_bad_sizes(values):
         raise ValueError(problem)
 
 

@@ -23,9 +23,6 @@ class FrozenCopy:
     """A copy of this rank's rows of every trained parameter, as they are when it is made.
 
     It takes the memory of the adapter's shard once, where that is: on the GPU, or on the host with fsdp.cpu_offload.
-
-    Args:
-        model: with values, sharded or not.
     """
 
     def __init__(self, model: nn.Module) -> None:

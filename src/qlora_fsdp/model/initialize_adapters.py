@@ -36,12 +36,6 @@ def initialize_adapters(
     The base must be loaded already: `modules_to_save` start from its weights, new tokens from the mean of its rows, and
     DoRA's magnitudes from the norms of its dequantized rows.
 
-    Args:
-        model: the sharded model.
-        init_lora_weights: how A and B start; as in PEFT's LoraConfig.
-        seed: the same on every rank.
-        tokens: the tokens whose rows are trained.
-
     Raises:
         AdapterError: a row of a base weight under DoRA is all zero, so that its magnitude over its norm would be NaN.
     """

@@ -33,11 +33,6 @@ def token_rows(model: PreTrainedModel, tokens: AddedTokens, lora: LoraConfig) ->
     The tables are embeddings and head. A table is left out if `lora.modules_to_save` trains it as a whole, and the head
     if it shares the embeddings' weight.
 
-    Args:
-        model: on meta, without adapters.
-        tokens: the tokens whose rows are trained.
-        lora: settings of the adapter.
-
     Raises:
         AdapterError: a table can't have rows for new tokens.
     """

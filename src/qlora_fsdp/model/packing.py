@@ -69,13 +69,7 @@ class Traits:
 
 
 def find_traits(model: PretrainedConfig, config: Config, processes: Processes) -> Traits:
-    """Try a small model of the model's class. Rank 0 does, and all ranks get the result. Collective.
-
-    Args:
-        model: the model's config.
-        config: `task`, `training.max_length`, `distributed.context_parallel` and `model.trust_remote_code` are used.
-        processes: all ranks take part.
-    """
+    """Try a small model of the model's class. Rank 0 does, and all ranks get the result. Collective."""
     is_gpu = processes.device.type == "cuda"
     traits = try_small(model, config, processes.device, is_gpu) if processes.is_main else None
     shared: Traits = processes.share(traits)
@@ -87,7 +81,7 @@ def try_small(model: PretrainedConfig, config: Config, device: torch.device = CP
 
     Args:
         model: the model's config.
-        config: see `find_traits`.
+        config: `task`, `training.max_length`, `distributed.context_parallel`, `model.trust_remote_code` are used.
         device: where it is tried.
         for_gpu: whether it will run on a GPU, so that it is asked about kernels that get rows' starts.
     """
@@ -117,12 +111,6 @@ def settle_packing(
     config: Config, model: PretrainedConfig, attention: str, processes: Processes
 ) -> tuple[Config, list[str]]:
     """Decide `training.packing=auto`. Rank 0 does, and all ranks get the result. Collective.
-
-    Args:
-        config: the settings.
-        model: the model's config.
-        attention: the implementation of attention, as `choose_attention` names it.
-        processes: all ranks take part.
 
     Returns:
         The settings with `training.packing` true or false, and notes for the log.

@@ -54,7 +54,6 @@ class PreferenceLM(CausalLM):
         self.figure_names = figure_names(self.settings)
         self.looks_ahead = not self.settings.loss.is_paired
         self.starts_from_adapter, self.frozen = False, cast(FrozenCopy | None, None)
-        self._sums: Tensor | None = None  # of each figure's values, and their number, since they were taken: [K, 2]
         self._kl: Tensor | None = None  # float32 scalar on the device, whose memory stays the same
 
     def forward(self, batch: Batch, wants: Wanted = "loss") -> Tensor:
@@ -91,7 +90,7 @@ class PreferenceLM(CausalLM):
             own = reference if reference.ndim == 1 else reference[:, 0]
             losses, values, is_about = judged_losses(logps, own, batch.is_good, self._moved(logps), self.settings)
             is_about = is_about & is_real
-        self._add_figures(values, is_about)
+        self.add_figures(values, is_about)
         loss = losses.masked_fill(~is_real, 0.0).sum()
         return loss if router_loss is None else loss + router_loss * is_real.sum()
 
@@ -141,11 +140,7 @@ class PreferenceLM(CausalLM):
             self.train(was_training)
 
     def freeze_start(self, keeps_copy: bool) -> None:
-        """Make the adapter as it is now, which training starts from, part of the reference.
-
-        Args:
-            keeps_copy: whether the reference will still be computed once training has begun.
-        """
+        """Make the adapter as it is now, which training starts from, part of the reference."""
         self.starts_from_adapter = True
         self.frozen = FrozenCopy(self) if keeps_copy else None
 
@@ -199,46 +194,20 @@ class PreferenceLM(CausalLM):
             self._kl = torch.zeros((), device=like.device)
         return self._kl
 
-    def _add_figures(self, values: Tensor, is_about: Tensor) -> None:
-        """Add to the sums of the figures.
-
-        Args:
-            values: [K, answers], a row for each figure; kl may be missing, and is added here.
-            is_about: which values count.
-        """
-        sums = torch.stack([(values * is_about).double().sum(1), is_about.double().sum(1)], 1)
+    def add_sums(self, sums: Tensor) -> None:
+        """As in `TaskModel`; kl may be missing, and is added here."""
         if len(sums) < len(self.figure_names):
             kl = self._moved(sums).double()
             sums = torch.cat([sums, torch.stack([kl, torch.ones_like(kl)])[None]])
-        if self._sums is None:
-            self._sums = torch.zeros_like(sums)
-        self._sums += sums
-
-    def take_sums(self) -> Tensor | None:
-        """For each figure the sum of its values since the last call, and their number: float64 [K, 2] on the device."""
-        sums = None if self._sums is None else self._sums.clone()
-        self.forget_outputs()
-        return sums
+        super().add_sums(sums)
 
     def name_figures(self, sums: Sequence[float]) -> dict[str, float]:
-        """The means of the figures by name, from what `take_sums` returned, flattened and summed over ranks."""
-        pairs = zip(self.figure_names, sums[::2], sums[1::2], strict=True)
-        figures = {name: value / count for name, value, count in pairs if count}
+        """As in `TaskModel`. The margin of single answers is that of the means."""
+        figures = super().name_figures(sums)
         means = [figures.get(f"rewards/{side}") for side in ("chosen", "rejected")]
         if "rewards/margins" not in self.figure_names and means[0] is not None and means[1] is not None:
             figures["rewards/margins"] = means[0] - means[1]
         return figures
-
-    def take_metrics(self, processes: Processes) -> dict[str, float]:
-        """The figures of all ranks since the last call. Collective."""
-        sums = self.take_sums()
-        mine = [0.0] * (2 * len(self.figure_names)) if sums is None else sums.flatten().tolist()
-        return self.name_figures(processes.sum(mine))
-
-    def forget_outputs(self) -> None:
-        """Drop what has been collected. The tensor stays, because a CUDA graph of the loss adds to it."""
-        if self._sums is not None:
-            self._sums.zero_()
 
 
 class _SumRows(torch.autograd.Function):

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from qlora_fsdp.common.errors import ProofError
 from qlora_fsdp.layers import QuantizedLayer
+from qlora_fsdp.model.shard import modules_of_unit
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.rows import gather_pieces, local_tensor, rows_of_rank, shard_group
 
@@ -81,14 +82,8 @@ def prove_shards(model: nn.Module, units: Sequence[FSDPModule], processes: Proce
 
 
 def _own_quantized_parts(unit: nn.Module) -> Mapping[tuple[QuantizedLayer, str], Tensor]:
-    """The codes and scales that this unit gathers itself, by layer and name. Units inside it gather their own."""
-    inner = {
-        id(layer)
-        for child in unit.modules()
-        if isinstance(child, FSDPModule) and child is not unit
-        for layer in child.modules()
-    }
-    layers = [m for m in unit.modules() if isinstance(m, QuantizedLayer) and id(m) not in inner]
+    """The codes and scales that this unit gathers itself, by layer and name."""
+    layers = [module for module in modules_of_unit(unit) if isinstance(module, QuantizedLayer)]
     return {(layer, name): part for layer in layers for name, part in zip(layer.part_names, layer.parts(), strict=True)}
 
 

@@ -21,10 +21,6 @@ class RouterLoss:
     It is a mean over the tokens of a micro-batch, and counts for as much of a step as the micro-batch has targets.
     Routers are frozen, so it moves adapters alone: towards hidden states that are routed more evenly.
 
-    Args:
-        base: the model without adapters' wrapper.
-        coef: what the loss is multiplied by.
-
     Raises:
         ConfigError: the model's code defines no such loss.
     """

@@ -59,12 +59,6 @@ class _Result:
 class RowTrial:
     """A small model of a class, and what stock transformers computes with it, a row at a time.
 
-    Args:
-        config: the config of a text model, at its real size.
-        max_length: tokens of its longest sequence.
-        device: where it computes.
-        trust_remote_code: run model code that comes with the config.
-
     Attributes:
         is_recurrent: whether the model has layers that carry a state from token to token.
         num_positions: positions that it has embeddings for; None if it computes them.

@@ -242,15 +242,16 @@ def _set_prefetch(units: Sequence[FSDPModule], root: FSDPModule, config: FsdpCon
             unit.set_modules_to_backward_prefetch(list(reversed(before)))
 
 
+def modules_of_unit(unit: nn.Module) -> list[nn.Module]:
+    """The modules whose parameters a unit gathers itself: units inside it gather their own."""
+    inner = (child for child in unit.modules() if isinstance(child, FSDPModule) and child is not unit)
+    others = {id(module) for child in inner for module in child.modules()}
+    return [module for module in unit.modules() if id(module) not in others]
+
+
 def _check_dtypes(unit: nn.Module) -> None:
     """Check that a unit with 16-bit codes has parameters of another dtype too, or FSDP2 would copy codes as numbers."""
-    inner = {
-        id(layer)
-        for child in unit.modules()
-        if isinstance(child, FSDPModule) and child is not unit
-        for layer in child.modules()
-    }
-    own = [module for module in unit.modules() if id(module) not in inner]
+    own = modules_of_unit(unit)
     storages = {layer.format.storage for layer in own if isinstance(layer, QuantizedLayer)}
     dtypes = {param.dtype for module in own for param in module.parameters(recurse=False)}
     if storages & {torch.bfloat16, torch.float16}:

@@ -173,10 +173,6 @@ def why_not_spread(config: PretrainedConfig, trust_remote_code: bool) -> str | N
 
     A small model of its class is cut into two parts, one of which hands its hidden states to the other. The logits must
     be those of the whole model.
-
-    Args:
-        config: of the model at its real size.
-        trust_remote_code: run model code that comes with the config.
     """
     trial = RowTrial(config, MAX_LENGTH, trust_remote_code=trust_remote_code)
     if trial.error is not None:

@@ -46,11 +46,6 @@ def quant_settings(format: Format | None, quant: QuantConfig) -> QuantConfig:
 def swap_stored_layers(model: nn.Module, formats: Mapping[str, Format], dtype: torch.dtype) -> None:
     """Swap exactly the layers whose codes are in the model files.
 
-    Args:
-        model: changed in place.
-        formats: each quantized layer's format, by the layer's name.
-        dtype: dtype of the layers' inputs and outputs.
-
     Raises:
         CheckpointError: blocks cross rows, so that the codes can't be split between ranks; all such layers are listed.
     """
@@ -124,12 +119,6 @@ def _cannot_quantize(format: Format, problems: list[str]) -> ConfigError:
 
 def swap_experts(model: PreTrainedModel, format: Format, quant: QuantConfig, dtype: torch.dtype) -> None:
     """Swap the weights of fused experts, each of which is one tensor of three dimensions.
-
-    Args:
-        model: changed in place.
-        format: format of the swapped weights.
-        quant: names the modules that are left out.
-        dtype: dtype to which the weights are dequantized.
 
     Raises:
         ConfigError: weights can't be quantized because blocks would cross their rows; all are listed.

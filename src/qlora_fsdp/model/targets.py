@@ -82,13 +82,7 @@ class LeftOut:
 
 
 def find_left_out(model: PreTrainedModel, config: LoraConfig, unreached: Collection[str]) -> LeftOut:
-    """The linear layers of a model without adapters that `all-linear` leaves out; none with other settings.
-
-    Args:
-        model: before it is adapted.
-        config: says what is adapted.
-        unreached: layers that no gradient reaches, as `RowTrial` has them.
-    """
+    """The linear layers of a model without adapters that `all-linear` leaves out; none with other settings."""
     if config.target_modules != "all-linear":
         return LeftOut()
     routers, modules = find_routers(model), dict(model.named_modules())
@@ -118,11 +112,6 @@ def describe_left_out(model: PreTrainedModel, left_out: LeftOut) -> list[str]:
 
 def find_targets(model: PreTrainedModel, config: LoraConfig, unreached: Collection[str] = ()) -> Targets:
     """Find the layers and weights that the settings adapt, in a model without adapters.
-
-    Args:
-        model: before it is adapted.
-        config: says what is adapted.
-        unreached: layers that `all-linear` leaves out because no gradient reaches them, as `RowTrial` has them.
 
     Raises:
         AdapterError: a name in the settings fits nothing (similar names are listed), or fits a router or another

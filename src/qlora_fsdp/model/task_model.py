@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import cast
 
 import peft
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -20,9 +21,6 @@ from qlora_fsdp.runtime.processes import Processes
 class TaskModel(nn.Module):
     """A PEFT-wrapped transformers model with the loss of its task.
 
-    Args:
-        model: the wrapped model, on meta or not.
-
     Attributes:
         transform: what makes the logits of the output of a causal model's head. The head then computes the loss, and
             embeddings and head are FSDP units of their own. None if the model makes logits, or has none.
@@ -30,12 +28,15 @@ class TaskModel(nn.Module):
             (`gather_whole`).
         sums_gradients: the last value given to `shard.set_gradient_sync`.
         looks_ahead: whether `look_ahead` must be called before the losses of a step's or an evaluation's batches.
+        figure_names: what the task tells besides the loss.
     """
 
     transform: LogitTransform | None = None
     gathered_by_model: Sequence[nn.Module] = ()
     sums_gradients: bool | None = None
     looks_ahead = False
+    figure_names: Sequence[str] = ()
+    _sums: Tensor | None = None
 
     def __init__(self, model: peft.PeftModel) -> None:
         super().__init__()
@@ -72,38 +73,52 @@ class TaskModel(nn.Module):
         raise NotImplementedError
 
     def look_ahead(self, batches: Iterable[Batch], processes: Processes) -> None:
-        """See all of this rank's batches of a step, or of an evaluation, before their losses are asked for. Collective.
-
-        Args:
-            batches: on the host.
-            processes: all ranks take part.
-        """
+        """See all of this rank's batches of a step, or an evaluation, before their losses are asked for. Collective."""
 
     def with_reference(self, batch: Batch) -> Batch:
         """The batch, on the device, with the reference's log-probabilities if a call of the model gives them."""
         return batch
 
-    def take_sums(self) -> Tensor | None:
-        """This rank's sums for the task's figures, over the forward passes since the last call; None without figures.
+    def add_figures(self, values: Tensor, is_about: Tensor) -> None:
+        """Add to the sums of the task's figures: values [K, n], a row for each of `figure_names`, and which count."""
+        self.add_sums(torch.stack([(values * is_about).double().sum(1), is_about.double().sum(1)], 1))
 
-        Ranks sum what this returns, and `name_figures` makes figures of it.
+    def add_sums(self, sums: Tensor) -> None:
+        """Add to the sums of the figures' values and to their numbers: float64 [K, 2]."""
+        if self._sums is None:
+            self._sums = torch.zeros_like(sums)
+        self._sums += sums
+
+    def take_sums(self) -> Tensor | None:
+        """For each figure the sum of its values since the last call, and their number: float64 [K, 2] on the device.
+
+        Ranks sum what this returns, and `name_figures` makes figures of it. None without figures.
         """
-        return None
+        if self._sums is None:
+            return None
+        sums = self._sums.clone()
+        self._sums.zero_()
+        return sums
 
     def name_figures(self, sums: Sequence[float]) -> dict[str, float]:
-        """The task's figures by name. `sums` is what `take_sums` returned, flattened and summed over ranks."""
-        return {}
+        """The means of the figures by name, from what `take_sums` returned, flattened and summed over ranks."""
+        pairs = zip(self.figure_names, sums[::2], sums[1::2], strict=True)
+        return {name: value / count for name, value, count in pairs if count}
 
     def take_metrics(self, processes: Processes) -> dict[str, float]:
-        """The task's figures over all evaluation passes since the last call. Collective."""
-        return {}
+        """The task's figures over all evaluation passes of all ranks since the last call. Collective."""
+        sums = self.take_sums()
+        mine = [0.0] * (2 * len(self.figure_names)) if sums is None else sums.flatten().tolist()
+        return self.name_figures(processes.sum(mine)) if mine else {}
 
     def may_get_zero_gradient(self, name: str) -> bool:
         """Whether a trained parameter may have a gradient of zeros without anything being wrong."""
         return False
 
     def forget_outputs(self) -> None:
-        """Drop what has been collected for `take_sums` and `take_metrics`."""
+        """Drop what has been collected. The tensor stays, because a CUDA graph of the loss adds to it."""
+        if self._sums is not None:
+            self._sums.zero_()
 
 
 def find_layers(base: nn.Module) -> list[nn.Module]:

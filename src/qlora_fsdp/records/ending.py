@@ -13,13 +13,7 @@ from qlora_fsdp.records.run_state import read_metrics
 
 
 def describe_end(config: Config, folder: Path, summary: Mapping[str, Any]) -> str:
-    """Returns the last lines of a run's log.
-
-    Args:
-        config: the run's settings.
-        folder: the run folder, with the adapter.
-        summary: what summary.json holds.
-    """
+    """Returns the last lines of a run's log."""
     lines = [f"Finished: {summary['steps']:,} steps in {show_duration(summary['seconds'])}."]
     first = next((line["loss"] for line in read_metrics(folder) if line.get("loss") is not None), None)
     lines += _before_and_after("training loss", first, summary.get("final_loss"))
@@ -32,13 +26,7 @@ def describe_end(config: Config, folder: Path, summary: Mapping[str, Any]) -> st
 
 
 def commands_for(adapter: Path, is_causal: bool, is_random: bool) -> list[str]:
-    """Returns the commands that can use an adapter, as one types them.
-
-    Args:
-        adapter: its folder.
-        is_causal: whether its model writes text.
-        is_random: whether its base has random weights, which are in no files.
-    """
+    """Returns the commands that can use an adapter, as one types them."""
     given = f"adapter={shlex.quote(str(adapter))}"
     commands = [ask(given, adapter) if is_causal else f"qlora-fsdp evaluate {given} data.path=FILE"]
     if not is_random:

@@ -21,14 +21,7 @@ READ_ONLY = ("read", "viewer")
 
 
 def prepare_repo(repo: str, private: bool) -> str:
-    """Finds out whether the user may write to a repository, and makes it if it is not there.
-
-    Args:
-        repo: ORG/NAME, or NAME for one of the user's own.
-        private: whether a new one is private.
-
-    Returns:
-        Its whole name.
+    """Makes a repository if it is not there and the user may write to it. Returns its whole name.
 
     Raises:
         HubError: there is no token, it may not write there, or the hub can't be reached.
@@ -54,16 +47,7 @@ def prepare_repo(repo: str, private: bool) -> str:
 
 
 def push_adapter(folder: Path, repo: str, private: bool, base: str | None = None) -> str:
-    """Uploads an adapter's own files in one commit.
-
-    Args:
-        folder: the adapter's.
-        repo: ORG/NAME, or NAME for one of the user's own.
-        private: whether a new repository is private.
-        base: the hub name of the base model, where the adapter was trained on a folder.
-
-    Returns:
-        The address of the repository.
+    """Uploads an adapter's own files in one commit. Returns the address of the repository.
 
     Raises:
         ConfigError: the folder holds no adapter, or what may not be published.

@@ -31,11 +31,6 @@ THIS_FOLDER = "path/to/this/folder"  # what the model card calls the adapter's o
 def read_uploads(folder: Path, repo: str, base: str | None) -> tuple[dict[str, bytes | Path], list[str]]:
     """Reads what is uploaded of an adapter's folder.
 
-    Args:
-        folder: the adapter's.
-        repo: where it is uploaded to.
-        base: the hub name of its base model, if the user names one.
-
     Returns:
         Contents by file name, or the file itself where it is large; and notes for the user.
 

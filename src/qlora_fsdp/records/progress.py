@@ -26,11 +26,7 @@ GAP = "  "
 
 
 class ProgressTable:
-    """Makes the lines of the table.
-
-    Args:
-        num_steps: steps of the whole run.
-    """
+    """Makes the lines of the table."""
 
     def __init__(self, num_steps: int) -> None:
         self.num_steps, self.width = num_steps, max(len("step"), 2 * len(str(num_steps)) + 1)

@@ -18,14 +18,7 @@ from qlora_fsdp.report.sweep_table import read_swept
 
 
 def write_report(folders: Sequence[Path], output: Path | None = None) -> Path:
-    """Writes a report about all runs in some folders.
-
-    Args:
-        folders: run folders, or folders that hold some.
-        output: the file; None for report.html in the folder that they share.
-
-    Returns:
-        The file.
+    """Writes a report about all runs in some folders. Returns its file.
 
     Raises:
         RunFolderError: there is no run, or the file can't be written.

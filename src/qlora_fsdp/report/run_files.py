@@ -19,19 +19,7 @@ SMOOTHED_SHARE = 50  # the smoothed loss is the mean over a 50th of the run's st
 
 @dataclass(frozen=True)
 class Run:
-    """The facts about a run that a report shows.
-
-    Attributes:
-        name: what the report calls it.
-        state: its state.
-        steps: the lines of metrics.jsonl about steps.
-        evaluations: those about evaluations.
-        settings: every setting by its key, as JSON has it.
-        summary: summary.json, or nothing while it runs.
-        environment: environment.json.
-        generations: the lines of generations.jsonl.
-        swept: the settings that a sweep gave it, as typed.
-    """
+    """The facts about a run that a report shows."""
 
     name: str
     state: RunState

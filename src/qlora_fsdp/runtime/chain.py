@@ -13,11 +13,7 @@ from qlora_fsdp.runtime.processes import Processes
 
 
 class Chain:
-    """This rank's place among all ranks. All of them make the same calls in the same order.
-
-    Args:
-        processes: all ranks take part.
-    """
+    """This rank's place among all ranks. All of them make the same calls in the same order."""
 
     def __init__(self, processes: Processes) -> None:
         self.processes = processes

@@ -85,12 +85,7 @@ class Unchanged:
 
 
 class Judge:
-    """Applies both rules to the beats of all ranks.
-
-    Args:
-        num_ranks: how many beats each look has.
-        timeout_seconds: `distributed.timeout_seconds`.
-    """
+    """Applies both rules to the beats of all ranks."""
 
     def __init__(self, num_ranks: int, timeout_seconds: float) -> None:
         self.timeout_seconds = timeout_seconds
@@ -129,16 +124,7 @@ class Judge:
 
 
 class Heartbeats:
-    """The beats of this rank, and what those of the others show.
-
-    Args:
-        rank: this one.
-        num_ranks: all of them.
-        device: where this rank computes.
-        store: for the beats alone.
-        timeout_seconds: `distributed.timeout_seconds`.
-        key: the run's secret, with which beats are signed.
-    """
+    """The beats of this rank, and what those of the others show."""
 
     def __init__(
         self, rank: int, num_ranks: int, device: torch.device, store: Store, timeout_seconds: float, key: str

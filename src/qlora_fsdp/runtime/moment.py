@@ -12,9 +12,6 @@ class Moment:
 
     Queued work is done later than it is queued, by up to a step where the host runs ahead. So a GPU notes the time
     itself, by a CUDA event in the current stream. On a CPU, which queues nothing, it is the host's time.
-
-    Args:
-        device: whose queue is meant.
     """
 
     def __init__(self, device: torch.device) -> None:

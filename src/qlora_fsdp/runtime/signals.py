@@ -41,11 +41,7 @@ class StopSignals:
         os.register_at_fork(after_in_child=self._leave_to_parent)
 
     def be_patient(self, notice: str) -> None:
-        """From here on only a second SIGINT ends the run at once.
-
-        Args:
-            notice: logged with the first signal; it says what happens now.
-        """
+        """From here on only a second SIGINT ends the run at once. With the first signal the `notice` is logged."""
         self._is_patient, self._notice = True, notice
 
     def wait(self, seconds: float) -> signal.Signals | None:

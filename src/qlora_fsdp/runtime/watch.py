@@ -87,11 +87,7 @@ class Watch:
         return self.signals.asked
 
     def be_patient(self, notice: str) -> None:
-        """From here on signals are only kept in `asked`, but for a second SIGINT.
-
-        Args:
-            notice: logged with the first signal; it says what happens now.
-        """
+        """From here on signals are only kept in `asked`, but for a second SIGINT. The first logs the `notice`."""
         self.signals.be_patient(notice)
 
     def finish(self) -> None:

@@ -34,11 +34,6 @@ _known: dict[Any, Any] = {}  # by operator and arguments: one of these, or a tup
 def run_on_meta(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """What `func(*args, **kwargs)` returns.
 
-    Args:
-        func: an operator, as `__torch_dispatch__` gets it.
-        args: its arguments.
-        kwargs: its named arguments.
-
     Raises:
         RuntimeError: and whatever else the operator raises. Only what has succeeded is remembered.
     """

@@ -41,12 +41,7 @@ class _Rows:
 
 
 class RowConversions:
-    """Conversions of the tensors of one model. What is found for a layer is not looked for again in one like it.
-
-    Args:
-        expected: the model's parameters by name; only shapes are looked at.
-        config: the model's.
-    """
+    """Conversions of the tensors of one model. What is found for a layer is not looked for again in one like it."""
 
     def __init__(self, expected: Mapping[str, Tensor], config: PretrainedConfig) -> None:
         self.expected, self.config = expected, config

@@ -139,11 +139,6 @@ def _local_rows_of(param: Tensor, row_elements: int, num_elements: int) -> tuple
 
     FSDP splits dim 0 of `param`. One index of dim 0 has one row of a matrix, but many rows of a weight with more
     dimensions, such as the experts' [experts, rows, columns].
-
-    Args:
-        param: the parameter that holds the weight.
-        row_elements: elements in a row.
-        num_elements: elements in the weight.
     """
     if param.ndim == 0:
         return 0, 1

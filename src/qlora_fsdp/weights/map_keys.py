@@ -31,10 +31,6 @@ Sources = dict[str, list[StoredTensor]]  # by the pattern of the conversion that
 def map_keys(model: PreTrainedModel, tensors: Mapping[str, StoredTensor]) -> dict[str, Stored]:
     """The tensors in the files under the model's names.
 
-    Args:
-        model: on meta, with transformers' own layers in it.
-        tensors: as in the files.
-
     Raises:
         CheckpointError: transformers would cut rows apart, or compute with them, which can't be done by rows; or it
             would split or merge tensors that are quantized. All are listed.
