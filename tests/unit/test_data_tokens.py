@@ -7,12 +7,13 @@ import random
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from qlora_fsdp.common.errors import CheckpointError, DataError
 from qlora_fsdp.config.schema import BadRows, DataConfig, DataFormat, LossOn, ModelConfig
-from qlora_fsdp.data.tokenize import RowTokenizer, find_targets
+from qlora_fsdp.data import tokenize as tokenize_module
+from qlora_fsdp.data.tokenize import RowTokenizer, find_targets, first_text
 from qlora_fsdp.data.tokenizer import load_tokenizer
 
 BOS, EOS = 256, 257
@@ -215,6 +216,42 @@ def test_long_text_is_split_and_counted_once():
     assert first == ("longer than training.max_length", [BOS, 97, 98, 99], [False, True, True, True])
     assert second == ("", [100, 101, 102, 103], [False, True, True, True])
     assert third == ("", [104, EOS], [False, True])
+
+
+def train_bpe(splits_words: bool) -> PreTrainedTokenizerBase:
+    """A BPE tokenizer with merges, of words or of whole texts."""
+    backend = Tokenizer(models.BPE())
+    if splits_words:
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    else:
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(split=False)
+    text = ["the cat sat on the mat", "a banana and another banana", "aaaa abab baba"] * 3
+    backend.train_from_iterator(text, trainers.BpeTrainer(vocab_size=120, special_tokens=["</s>"], show_progress=False))
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", pad_token="</s>")
+
+
+@pytest.mark.parametrize(
+    "tokenizer", [make_tokenizer(), train_bpe(True), train_bpe(False)], ids=["bytes", "bpe", "one"]
+)
+def test_of_a_very_long_row_the_beginning_alone_is_tokenized(
+    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+):
+    rng = random.Random(0)
+    words = ["the ", "cat", "banana", "aa", "ab", "ba", " ", "another ", "\n", "</s>", "é"]
+    for max_length in (1, 5, 16, 40):
+        text = "".join(rng.choices(words, k=4000))
+        rows = [{"prompt": text[:7], "completion": text[7:]}, {"prompt": "a", "completion": "b" * 3000 + "é"}]
+        expected = tokenize(*rows, tokenizer=tokenizer, max_length=max_length)
+        with monkeypatch.context() as patch:
+            patch.setattr(tokenize_module, "LONG_TEXT", 64)
+            assert len(first_text(tokenizer, text, max_length)) < len(text) / 2
+            assert tokenize(*rows, tokenizer=tokenizer, max_length=max_length) == expected
+            long = tokenize({"text": text}, tokenizer=tokenizer, max_length=max_length)
+        assert long == tokenize({"text": text}, tokenizer=tokenizer, max_length=max_length)  # text is kept whole
+    row = {"place": ["a:1"], "row": [json.dumps(rows[1]).encode()]}
+    monkeypatch.setattr(tokenize_module, "LONG_TEXT", 64)
+    out = RowTokenizer(tokenizer, DataFormat.auto, LossOn.completion, 5, BadRows.skip)(row)
+    assert out["detail"] == ["3002 characters"] and len(out["tokens"][0]) == 0
 
 
 def test_messages_without_any_template():

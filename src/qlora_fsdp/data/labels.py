@@ -19,7 +19,7 @@ from qlora_fsdp.config.schema import BadRows, ProblemType, TaskConfig, TaskName
 from qlora_fsdp.data.columns import rename, show_keys
 from qlora_fsdp.data.label_counts import num_outputs
 from qlora_fsdp.data.row import EMPTY, NO_TARGET, TOO_LONG, WRONG_KEYS, WRONG_LABEL, WRONG_TYPES, BadRow, parse_row
-from qlora_fsdp.data.tokenize import COLUMNS, Columns, add_row
+from qlora_fsdp.data.tokenize import COLUMNS, Columns, add_row, first_text, show_length
 
 LABEL_KEYS = ("label", "labels")
 WORD_LABEL_KEYS = ("labels", "ner_tags", "tags")
@@ -64,10 +64,11 @@ class LabelledRowTokenizer:
 
     def _tokenize(self, text: str) -> tuple[tuple[str, str], list[int], list[tuple[int, int]]]:
         """What is wrong with the length, token ids, and where each token is in the text; special ones are nowhere."""
+        whole, text = text, first_text(self.tokenizer, text, self.max_length)
         encoded = self.tokenizer(text, return_offsets_mapping=True, verbose=False)
         problem = ("", "")
         if len(encoded["input_ids"]) > self.max_length:
-            problem = (TOO_LONG, f"{len(encoded['input_ids'])} tokens")
+            problem = (TOO_LONG, show_length(whole, text, len(encoded["input_ids"])))
             if self.bad_rows is not BadRows.truncate:
                 raise BadRow(*problem)
             # The tokenizer cuts, because its last token may be a special one that must stay.

@@ -17,6 +17,7 @@ from qlora_fsdp.data.chat_template import Span
 from qlora_fsdp.data.cut import MAY_SPLIT, CutSettings, FlatRows, all_rows, cut_rows
 from qlora_fsdp.data.format import FormattedRow, format_row
 from qlora_fsdp.data.row import NO_TARGET, BadRow, check_row, parse_row
+from qlora_fsdp.data.tokenizer import encode
 
 Tokens = NDArray[np.int32]
 Mask = NDArray[np.bool_]
@@ -32,6 +33,10 @@ COLUMNS = (
     "labels",  # of a row, or of its targets; see data.labels
     "flags",  # see data.cut
 )
+# Of a text with more characters than LONG_TEXT, and than LONG_TOKEN for each token that may be kept, a beginning alone
+# is tokenized.
+LONG_TEXT = 2**17
+LONG_TOKEN = 16
 
 
 @dataclass(frozen=True)
@@ -80,14 +85,18 @@ class RowTokenizer:
         if not rows:
             return
         keeps_all = self.bad_rows is BadRows.truncate
+        texts = [
+            row.text if row.may_split and keeps_all else first_text(self.tokenizer, row.text, self.max_length)
+            for row in rows
+        ]
         encoded = self.tokenizer(
-            [row.text for row in rows],
+            texts,
             add_special_tokens=False,
             return_attention_mask=False,
             verbose=False,
         )
         bos, eos = self._bos_token_id(), self.tokenizer.eos_token_id
-        for row, ids, encoding in zip(rows, encoded["input_ids"], encoded.encodings, strict=True):
+        for row, text, ids, encoding in zip(rows, texts, encoded["input_ids"], encoded.encodings, strict=True):
             tokens = np.array(ids, dtype=np.int32)
             is_target = find_targets(encoding, row.spans)
             if not row.is_chat and bos is not None and (len(tokens) == 0 or tokens[0] != bos):
@@ -97,7 +106,7 @@ class RowTokenizer:
             is_target[:1] = False  # nothing stands before the first token to predict it from
             if len(tokens) > self.max_length and not (row.may_split and keeps_all):
                 one_more = slice(self.max_length + 1)  # by which it is known to be too long
-                yield (tokens[one_more], is_target[one_more]), f"{len(tokens)} tokens"
+                yield (tokens[one_more], is_target[one_more]), show_length(row.text, text, len(tokens))
             else:
                 yield (tokens, is_target), ""
 
@@ -169,6 +178,28 @@ def add_system_prompt(row: dict[str, Any], text: str) -> dict[str, Any]:
     """A conversation that begins with a system message: its own, or else one that says `text`."""
     has_one = row["messages"][0]["role"] in ("system", "developer")
     return row if has_one else {**row, "messages": [{"role": "system", "content": text}, *row["messages"]]}
+
+
+def first_text(tokenizer: PreTrainedTokenizerBase, text: str, num_tokens: int) -> str:
+    """The text, or, of a very long one, a beginning that has the same first tokens and more than `num_tokens`.
+
+    Where a text is cut, the last tokens before the cut may be others than in the whole text. So beginnings of twice
+    the length each are tokenized until two in a row agree in their first `num_tokens` + 1 tokens.
+    """
+    length = max(LONG_TEXT, LONG_TOKEN * num_tokens)
+    before: list[int] | None = None
+    while 2 * length < len(text):
+        found = encode(tokenizer, text[:length])[: num_tokens + 1]
+        if len(found) > num_tokens and found == before:
+            return text[:length]
+        before = found
+        length *= 2
+    return text
+
+
+def show_length(text: str, tokenized: str, num_tokens: int) -> str:
+    """How long a row is, by its tokens; by its characters where a beginning of it alone was tokenized."""
+    return f"{num_tokens} tokens" if len(tokenized) == len(text) else f"{len(text)} characters"
 
 
 def find_targets(encoding: Encoding, spans: Sequence[Span]) -> Mask:
