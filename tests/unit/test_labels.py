@@ -48,9 +48,9 @@ def prepare(
         (SINGLE, ["no", "yes"], ["yes", "no", 1], [[1], [0], [1]]),
         (MULTI, ["a", "b", "c"], [["a", "c"], [], [1]], [[1, 0, 1], [0, 0, 0], [0, 1, 0]]),
         (MULTI, ["a", "b", "c"], [[0, 1, 1], [1.0, 0.0, 0.0], [2]], [[0, 1, 1], [1, 0, 0], [0, 0, 1]]),
-        (MULTI, ["a", "b"], [[0, 1], [1, 0], [0.0, 1.0]], [[0, 1], [1, 0], [0, 1]]),  # 0 or 1 for each
-        (MULTI, ["a", "b"], [[False, True], [], ["b"]], [[0, 1], [0, 0], [0, 1]]),
-        (MULTI, ["a", "b"], [["b", "a"], [], ["a"]], [[1, 1], [0, 0], [1, 0]]),
+        (MULTI, ["a", "b"], [[0, 1], [1, 0], [0.0, 1.0]], [[0, 1], [1, 0], [0, 1]]),  # 0 or 1 for each, in all rows
+        (MULTI, ["a", "b"], [[False, True], [], [1]], [[0, 1], [0, 0], [0, 1]]),
+        (MULTI, ["a", "b"], [["b", "a"], [], [0]], [[1, 1], [0, 0], [1, 0]]),
         (MULTI, ["1", "0"], [[0, 1], [], [1]], [[1, 1], [0, 0], [1, 0]]),  # names
         (SINGLE, ["no", "yes"], ["1", 1.0, "no"], [[1], [1], [0]]),  # as CSV and pandas have them
         (SINGLE, ["3", "2", "1"], [1, "2", 3.0], [[2], [1], [0]]),  # a name before an index
@@ -110,7 +110,6 @@ def test_rows_that_can_not_be_used_are_named(tmp_path: Path):
         (MULTI, ["a", "b", "c"], ["a", 1, 1], "which names a label twice"),
         (MULTI, ["a", "b", "c"], [1, 0, 1, 1], "which names a label twice"),
         (MULTI, ["a", "b", "c"], [True, False], "True is neither"),
-        (MULTI, ["a", "b"], [1], "label is [1]: write names, or a 0 or 1 for each of a, b"),
         (REGRESSION, None, "nan", "label is 'nan', not a finite number"),
         (REGRESSION, ["x", "y"], [1], "label is [1], not 2 finite numbers"),
     ],

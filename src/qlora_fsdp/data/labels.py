@@ -7,7 +7,8 @@ what it saw in training.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import assert_never
 
+from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.schema import BadRows, ProblemType, TaskConfig, TaskName
 from qlora_fsdp.data.columns import rename, show_keys
 from qlora_fsdp.data.label_counts import num_outputs
@@ -106,8 +108,8 @@ def _read_text(row: dict[str, Any]) -> str:
 def read_labels(row: dict[str, Any], task: TaskConfig) -> list[float]:
     """The numbers that a row's label stands for: its index; 0 or 1 for each label; or the numbers themselves.
 
-    Several labels are a list of names or indices, or of a 0 or 1 for each label. Of one or two labels no list is read
-    as indices, because nobody could tell whether [0, 1] names both or only the second.
+    Several labels are a list of names or indices, or of a 0 or 1 for each label. `check_lists` has made sure that the
+    two forms can be told apart.
 
     Raises:
         BadRow: the row has no label, or one that is not in task.labels.
@@ -133,9 +135,6 @@ def _read_several(key: str, value: Any, names: list[str]) -> list[float]:
         raise BadRow(WRONG_LABEL, f"{key} is {value!r}, not a list of labels")
     if _may_be_flags(value, names):
         return [float(flag) for flag in value]
-    are_indices = any(isinstance(item, (int, float)) for item in value) and not any(map(_is_index, names))
-    if are_indices and len(names) < 3:
-        raise BadRow(WRONG_LABEL, f"{key} is {value!r}: write names, or a 0 or 1 for each of {', '.join(names)}")
     chosen = [_index(item, names) for item in value]
     if len(set(chosen)) < len(chosen):
         raise BadRow(WRONG_LABEL, f"{key} is {value!r}, which names a label twice")
@@ -150,6 +149,46 @@ def _read_numbers(key: str, value: Any, wanted: int) -> list[float]:
         needed = "a finite number" if wanted == 1 else f"{wanted} finite numbers"
         raise BadRow(WRONG_LABEL, f"{key} is {value!r}, not {needed}")
     return finite
+
+
+def check_lists(rows: Iterable[tuple[str, bytes]], task: TaskConfig, columns: Mapping[str, str]) -> None:
+    """Refuses lists of labels of which nobody can tell whether they are indices or a 0 or 1 for each label.
+
+    With two labels, [0, 1] may be either. It is taken for a 0 or 1 for each label if the lists of all rows may be that.
+
+    Args:
+        rows: places and rows.
+        task: the task of the run.
+        columns: data.columns.
+
+    Raises:
+        DataError: there is such a list, and the list of another row can only be indices or names.
+    """
+    names = task.labels or []
+    if task.problem_type is not ProblemType.multi_label_classification or len(names) not in (1, 2):
+        return  # with more than two labels, a 0 or 1 for each names a label twice if it is read as indices
+    unclear: tuple[str, list[Any]] | None = None
+    other: tuple[str, list[Any]] | None = None
+    for place, raw in rows:
+        try:
+            row = rename(parse_row(raw), label_columns(columns, task))
+        except BadRow:
+            continue
+        value = row.get(_label_key(row) or "")
+        if not isinstance(value, list):
+            continue
+        if not _may_be_flags(value, names):
+            other = other or (place, value)
+        elif len(set(value)) == len(value) and max(value) < len(names) and not any(isinstance(v, bool) for v in value):
+            unclear = unclear or (place, value)
+    if unclear is None or other is None:
+        return
+    flags = ", ".join(["true", "false"][: len(names)])
+    raise DataError(
+        f"{unclear[0]} has the label {unclear[1]}: indices of task.labels ({', '.join(names)}), or a 0 or 1 for each "
+        f"of them? It can't be told, as {other[0]} has {other[1]}. Write names in all rows "
+        f"({json.dumps(names)}), or true or false for each label ([{flags}])."
+    )
 
 
 def read_words(row: dict[str, Any], task: TaskConfig) -> tuple[list[str], list[int | None]]:
