@@ -590,8 +590,8 @@ def test_patterns_and_lists_of_paths(tmp_path, run, monkeypatch):
         run(["a.jsonl", "gone.jsonl"])
 
 
-def test_a_json_list_is_read_as_json_reads_it():
-    """The rows, and the message for a damaged list, are those that `json.loads` gives for the whole."""
+def test_a_json_list_is_read_in_pieces(tmp_path, monkeypatch):
+    """Wherever a block ends: the rows, and the message for a damaged list, are those of the whole."""
     rows = [
         {"text": 'é"[]{},\\ \U0001f600', "more": [1.5e10, -3, True, None, {"a": []}]},
         {},
@@ -609,16 +609,18 @@ def test_a_json_list_is_read_as_json_reads_it():
         whole.replace(b"},\n", b"}\n", 1),
         whole[:26],
     ]
-    for data in (whole, b"\xef\xbb\xbf" + json.dumps(rows).encode(), b" [ ] \n"):
-        found = [json.loads(row) for row in json_list.read_list(io.BytesIO(data))]
-        assert found == json.loads(data.decode("utf-8-sig"))
-    for data in damaged:
-        with pytest.raises(ValueError) as expected:
-            json.loads(data)
-        with pytest.raises(json_list.NotAList, match=re.escape(str(expected.value))):
-            list(json_list.read_list(io.BytesIO(data)))
-    with pytest.raises(json_list.NotAList, match="byte 9 of the file is 0xe9, not UTF-8"):
-        list(json_list.read_list(io.BytesIO(b'["abcdef\xe9"]')))
+    for block in (1, 2, 3, 7, 64, 2**20):
+        monkeypatch.setattr(json_list, "BLOCK_BYTES", block)
+        for data in (whole, b"\xef\xbb\xbf" + json.dumps(rows).encode(), b" [ ] \n"):
+            found = [json.loads(row) for row in json_list.read_list(io.BytesIO(data))]
+            assert found == json.loads(data.decode("utf-8-sig"))
+        for data in damaged:
+            with pytest.raises(ValueError) as expected:
+                json.loads(data)
+            with pytest.raises(json_list.NotAList, match=re.escape(str(expected.value))):
+                list(json_list.read_list(io.BytesIO(data)))
+        with pytest.raises(json_list.NotAList, match="byte 9 of the file is 0xe9, not UTF-8"):
+            list(json_list.read_list(io.BytesIO(b'["abcdef\xe9"]')))
 
 
 def test_files_at_urls(tmp_path, run):
