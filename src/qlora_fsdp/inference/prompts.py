@@ -14,9 +14,8 @@ from typing_extensions import assert_never
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.schema import DataFormat
 from qlora_fsdp.data.chat_template import check_length, limited_rendering
-from qlora_fsdp.data.columns import NO_COLUMNS
 from qlora_fsdp.data.format import ALPACA
-from qlora_fsdp.data.row import BadRow, as_template_sees, check_fields
+from qlora_fsdp.data.row import BadRow, as_template_sees, check_row
 from qlora_fsdp.data.tokenize import add_system_prompt
 from qlora_fsdp.data.tokenizer import encode
 
@@ -111,7 +110,7 @@ def chat_tokens(
     """
     check_template(tokenizer, place)
     try:
-        _, row = check_fields({"messages": messages, "tools": tools}, DataFormat.messages, NO_COLUMNS)
+        _, row = check_row({"messages": messages, "tools": tools}, DataFormat.messages, {})
     except BadRow as bad:
         raise DataError(f"{place}: {bad.kind}: {bad.detail}. Correct it.") from bad
     row = add_system_prompt(row, system) if system else row
