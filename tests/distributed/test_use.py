@@ -341,6 +341,15 @@ def test_adapters_of_some_layers(
         ("chat", ["temperature=warm"], ["temperature=warm must be a number"]),
         ("chat", [], ["model.path=null names no model. Set adapter to the folder that training wrote; or, without"]),
         ("evaluate", ["model=tiny"], ["data.path=null names no data"]),
+        (
+            "evaluate",
+            ["model=tiny", "data=random", "max_length=64", "limit=5", "apply_chat_template=true"],
+            [
+                "max_length=64 has no effect without tasks=. For data set training.max_length=N.",
+                "limit=5 has no effect without tasks=. For data set data.split=train[:N].",
+                "apply_chat_template=true has no effect without tasks=. Leave it out.",
+            ],
+        ),
         (  # a group of settings, not tasks= misspelt
             "evaluate",
             ["model=tiny", "task=sequence_classification", "model.path=/"],
