@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.numpy import save_file
 import yaml
+from safetensors.numpy import save_file
 
 from qlora_fsdp import generate
 
