@@ -6,8 +6,8 @@ import json
 import math
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from qlora_fsdp.common.errors import Problem, refuse
 from qlora_fsdp.common.startup import end_process, quick_imports
 from qlora_fsdp.config.commands import AdapterSettings
 from qlora_fsdp.config.schema import Config, TaskName
+from qlora_fsdp.config.settings import show
 from qlora_fsdp.runtime.run_command import check_out, log, run_command, write_out
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ class EvaluateSettings(AdapterSettings):
 def evaluate_model(settings: EvaluateSettings, config: Config, processes: Processes) -> None:
     """Load the model, evaluate it, and print one line of JSON."""
     if processes.is_main:
-        refuse(check_out(settings.out))
+        refuse([*check_out(settings.out), *_without_tasks(settings)])
     by = evaluate_on_data if settings.tasks is None else evaluate_on_tasks
     figures = {"adapter": settings.adapter, **by(settings, config, processes)}
     if not processes.is_main:
@@ -75,6 +76,18 @@ def evaluate_model(settings: EvaluateSettings, config: Config, processes: Proces
     print(json.dumps(figures))
     if settings.out is not None:
         write_out(settings.out, json.dumps(figures, indent=1) + "\n")
+
+
+def _without_tasks(settings: EvaluateSettings) -> Iterator[Problem]:
+    """Refuses settings of lm-eval's tasks where there are none: data has others, under like names."""
+    if settings.tasks is not None:
+        return
+    of_data = {"limit": "data.split=train[:N]", "max_length": "training.max_length=N"}
+    for field in fields(EvaluateSettings):
+        value = getattr(settings, field.name)
+        if field.name not in ("adapter", "out") and value != field.default:
+            fix = f"For data set {of_data[field.name]}." if field.name in of_data else "Leave it out."
+            yield Problem(show(field.name, value), "has no effect without tasks=.", fix)
 
 
 def evaluate_on_data(settings: EvaluateSettings, config: Config, processes: Processes) -> dict[str, Any]:

@@ -50,6 +50,7 @@ examples:
 """
 
 IN_UTF8 = "Type it in UTF-8."
+MAX_SEED = 2**31  # as of training.seed: torch's seeds, which also have the rank in them, are of 64 bits
 
 
 @dataclass
@@ -153,6 +154,8 @@ def check_generation(settings: GenerateSettings, config: Config, others: Sequenc
         if (value := getattr(settings, name)) is None or value >= 1:
             continue
         problems.append(Problem(f"{name}={value}", "must be at least 1.", f"Set {name} higher."))
+    if not 0 <= settings.seed < MAX_SEED:
+        problems.append(Problem(f"seed={settings.seed}", f"must be from 0 to {MAX_SEED - 1}.", "Set seed=0."))
     if not 0 <= settings.temperature < 100:
         problems.append(
             Problem(f"temperature={settings.temperature}", "must be from 0 to 100.", "Set temperature=0.7.")

@@ -259,13 +259,19 @@ def count_tokens(config: Config, work: Workload) -> tuple[float, str]:
     if training.max_steps is not None:
         a_step = work.num_micro_batches * work.num_tokens * work.num_ranks
         return training.max_steps * a_step, f"training.max_steps={training.max_steps}"
+    if config.data.mix_tokens is not None:
+        num_tokens = training.num_epochs * config.data.mix_tokens
+        return num_tokens, f"data.mix_tokens={config.data.mix_tokens}"
     names = all_paths(config.data)
     missing = [name for name in names if not match(name)]
     if names and not missing:
         paths = [path for name in names for path in match(name)]
         files = [file for path in paths for file in ([path] if path.is_file() else path.rglob("*")) if file.is_file()]
         num_bytes = sum(file.stat().st_size for file in files)
-        return training.num_epochs * num_bytes / BYTES_A_TOKEN, f"{num_bytes / 1e6:,.1f} MB of data, 4 bytes a token"
+        of_parts = {"data.max_rows": config.data.max_rows is not None, "data.split": "[" in config.data.split}
+        fewer = " and ".join(key for key, is_set in of_parts.items() if is_set)
+        source = f"{num_bytes / 1e6:,.1f} MB of data, 4 bytes a token{f'; less by {fewer}' if fewer else ''}"
+        return training.num_epochs * num_bytes / BYTES_A_TOKEN, source
     if missing and config.data.is_default:
         return 1e8, f"an example: the run would train on {missing[0]}, the default; data.path= names your own data"
     if missing:

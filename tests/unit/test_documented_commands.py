@@ -16,6 +16,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import save_file
 
 from qlora_fsdp import preflight
 from qlora_fsdp.__main__ import COMMANDS
@@ -81,7 +82,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         adapter.mkdir(parents=True)
         (adapter / SETTINGS_FILE).write_text(saved_settings(load_config(["model=tiny", "data=random"])))
         (adapter / "adapter_config.json").write_text(json.dumps(SAVED))
-        (adapter / "adapter_model.safetensors").touch()
+        save_file({}, adapter / "adapter_model.safetensors")
     (folder / "qwen3").mkdir()
     shape = load_config(["model=qwen3-8b"]).model.config
     (folder / "qwen3" / "config.json").write_text(json.dumps(dict(shape)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ from safetensors.numpy import save_file
 from qlora_fsdp.common.errors import AdapterError, ConfigError, UserError
 from qlora_fsdp.config.compose import load_config, to_yaml
 from qlora_fsdp.config.schema import Config
-from qlora_fsdp.records.run_state import START_FOLDER
-from qlora_fsdp.records.start_folder import find_start, keep_start
+from qlora_fsdp.records.run_state import ATTEMPT, START_FOLDER, describe_attempt
+from qlora_fsdp.records.start_folder import find_start, is_restart, keep_start
 
 LAYER = "base_model.model.model.layers.0.self_attn.q_proj"
 SAVED = {
@@ -156,6 +157,22 @@ def test_a_run_that_resumes_reads_its_copy(adapter: Path, tmp_path: Path) -> Non
     (adapter / "adapter_config.json").unlink()
     assert load(adapter, *typed).lora.r == 4
     assert "holds no adapter" in refusal(adapter, *typed, "run.overwrite=true")
+
+
+def test_only_a_later_start_of_the_same_launch_is_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(["model=tiny", "data=random", f"run.folder={tmp_path}"])
+    for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    now = describe_attempt(os.environ)
+    for before, is_later in (
+        (now | {"restarts": [0, 0]}, True),
+        (now, False),
+        (now | {"launch": "another", "restarts": [0, 0]}, False),
+        *((damaged, False) for damaged in ({}, {"a": 1}, now | {"restarts": None}, now | {"restarts": ["0"]})),
+    ):
+        (tmp_path / ATTEMPT).write_text(json.dumps(before))
+        assert is_restart(config) == is_later, before
 
 
 def test_the_copy_replaces_an_earlier_one_and_nothing_else(adapter: Path, tmp_path: Path) -> None:

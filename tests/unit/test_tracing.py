@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.helpers.checkpoints import FAMILIES, SHAPE
+from tests.helpers.checkpoints import FAMILIES, OTHER_FAMILIES, SHAPE
 from tests.helpers.patched import liger_kernels
 from tests.helpers.plans import traced
 from tests.helpers.quick_config import load_config
@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
-from qlora_fsdp.config.schema import Config, KernelsConfig, LoraConfig
+from qlora_fsdp.config.schema import Config, KernelsConfig, LoraConfig, TrainingConfig
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.data.tokenizer import NO_TOKENS
 from qlora_fsdp.layers import Format, QuantizedExpertWeight, QuantizedLinear
@@ -38,6 +38,7 @@ from qlora_fsdp.model.miniature import miniature
 from qlora_fsdp.model.task_model import TaskModel
 from qlora_fsdp.tracing.fused_attention import fused_attention
 from qlora_fsdp.tracing.live_bytes import LiveBytes
+from qlora_fsdp.tracing.meta_batch import batch_on_meta
 from qlora_fsdp.tracing.model_tracer import Computing, ModelTracer, UntraceableModel, trace_config
 from qlora_fsdp.tracing.trace import Trace
 
@@ -237,6 +238,16 @@ def test_code_that_asks_for_values_is_refused_by_name() -> None:
     layer.forward = lambda x, **_: x[torch.nonzero(x)]  # type: ignore[method-assign]
     with pytest.raises(UntraceableModel, match=r"The model's code does what can't be planned .*experiment=dry_run"):
         model.ends_use(config, 1)
+
+
+def test_a_model_whose_rows_are_padded_is_traced_with_one_row_a_sequence() -> None:
+    """Without mamba_ssm, which this host may lack, transformers' code refuses the markers of packed rows."""
+    config = Config(training=TrainingConfig(packing=False, max_length=64))
+    values = {**SHAPE, **OTHER_FAMILIES["granitemoehybrid"], "model_type": "granitemoehybrid"}
+    tracer = trace_config(make_config(values, "granite"), config)
+    assert tracer.ends_use(config, 1).hidden == 64 * 64 * 2
+    assert [len(batch_on_meta(config, size).sequence_starts) for size in (1, 3)] == [2, 4]
+    assert len(batch_on_meta(Config(), 3).sequence_starts) == 7
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "glm4", "olmo2", "qwen3_moe"])

@@ -55,7 +55,9 @@ def own_checkpoints(config: Config) -> Path:
 def is_restart(config: Config) -> bool:
     """Whether an earlier attempt of this same launch has begun to train in the run folder."""
     before, now = read_json(Path(config.run.folder).expanduser() / ATTEMPT), describe_attempt(os.environ)
-    return bool(before) and before["launch"] == now["launch"] and before["restarts"] < now["restarts"]
+    restarts = before.get("restarts")
+    is_whole = isinstance(restarts, list) and all(type(number) is int for number in restarts)
+    return is_whole and before.get("launch") == now["launch"] and restarts < now["restarts"]
 
 
 def find_start(config: Config) -> Path:
