@@ -41,7 +41,7 @@ def seventy_b(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.Comp
 def test_command_line(seventy_b):
     """Without a GPU or a download: the table, preflight.json, and 3 for a run that does not fit."""
     done, figures = seventy_b
-    assert done.returncode == 3, done.stderr
+    assert (done.returncode, done.stderr) == (3, "")  # libraries have nothing to say either, also when Python ends
     for text in (
         "codes",
         "gathered layers",

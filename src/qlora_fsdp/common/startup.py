@@ -6,6 +6,7 @@ are here.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import logging
 import os
@@ -60,6 +61,7 @@ def quick_imports() -> Iterator[None]:
         gc.enable()
         if is_first_import:  # else there may be garbage of an earlier command, which is to be found
             gc.freeze()
+            atexit.register(gc.unfreeze)  # or Triton would tell of objects that are still there when Python ends
         if hides_scipy:
             sys.modules.pop("scipy", None)
         if is_ours:
