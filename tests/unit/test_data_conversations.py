@@ -92,7 +92,7 @@ def outcome(function: Any, messages: list[dict[str, Any]], tools: Any, loss_on: 
     try:
         found = function(messages, tools, loss_on, TOKENIZER)
     except BadRow as bad:
-        return bad.kind, bad.detail
+        return bad.kind, bad.detail.partition("; ")[0]  # what a message has is told beside the template's own words
     return tuple(found) if isinstance(found, tuple) else (found.text, found.spans)
 
 
