@@ -10,7 +10,7 @@ from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any
 
-from jinja2 import Template, nodes
+from jinja2 import Template, TemplateError, UndefinedError, nodes
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -123,7 +123,10 @@ class Conversation:
         except DataError:
             raise
         except Exception as error:  # templates compute, and their sandbox lets any error through
-            raise BadRow(REFUSED, f"{str(error) or repr(error)}{_find_unusual(messages)}") from error
+            # What a template says by itself is clear; of its code's errors nobody can tell what they are about.
+            is_said = isinstance(error, TemplateError) and not isinstance(error, UndefinedError)
+            more = "" if is_said else _find_unusual(messages)
+            raise BadRow(REFUSED, f"{str(error) or repr(error)}{more}") from error
         texts, spans = rendered
         check_length(texts[0])
         return texts[0], spans[0] if marks else []

@@ -35,7 +35,8 @@ def batch_on_meta(config: Config, size: int) -> Batch:
         length = config.slice_length
     num_slices = config.distributed.num_slices
     ids = torch.empty(size, length, dtype=torch.int64, device="meta")
-    starts = torch.empty((1 if is_padded(config) else 2) * size + 1, dtype=torch.int32, device="meta")
+    num_rows = size if is_padded(config) else 2 * size
+    starts = torch.empty(num_rows + 1, dtype=torch.int32, device="meta")
     counts = torch.empty(size, dtype=torch.int64, device="meta")
     batch = Batch(ids, ids, ids, starts, num_slices * length, num_tokens=counts, num_slices=num_slices)
     match config.task.name:
@@ -43,9 +44,9 @@ def batch_on_meta(config: Config, size: int) -> Batch:
             return batch
         case TaskName.preference:
             # The batch has the reference's log-probabilities. A pass that computes them keeps nothing and takes less.
-            reference = torch.empty(size if config.has_pairs else 2 * size, 2, device="meta")
-            is_good = torch.empty(2 * size, dtype=torch.bool, device="meta")
-            return replace(batch, num_answers=2 * size, is_good=is_good, reference=reference)
+            reference = torch.empty(num_rows // 2 if config.has_pairs else num_rows, 2, device="meta")
+            is_good = torch.empty(num_rows, dtype=torch.bool, device="meta")
+            return replace(batch, num_answers=num_rows, is_good=is_good, reference=reference)
         case TaskName.reward:
             return replace(batch, num_answers=size, margins=torch.empty(size // 2, device="meta"))
         case TaskName.sequence_classification:
