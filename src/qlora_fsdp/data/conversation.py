@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -14,6 +15,8 @@ from qlora_fsdp.data.chat_template import Conversation, Span, Trace, find_texts,
 from qlora_fsdp.data.row import EMPTY, NO_TARGET, REFUSED, BadRow, as_template_sees, is_trained
 from qlora_fsdp.data.turn_kinds import can_trace
 from qlora_fsdp.data.turns import find_turns
+
+_TAG = re.compile("\ue001([0-9]+)\ue002")  # of Unicode's private use area, which no text should have
 
 
 def format_messages(
@@ -94,7 +97,10 @@ def check_calls(conversation: Conversation, text: str, trace: Trace | None) -> N
     calling = [number for number, message in enumerate(conversation.messages) if message.get("tool_calls")]
     if trace is not None:
         calling = [number for number in calling if not _names_call(conversation, trace, number)]
+    written = _written_calls(conversation, text, calling) if len(calling) > 1 else set()
     for number in calling:
+        if number in written:
+            continue
         without = {key: value for key, value in conversation.messages[number].items() if key != "tool_calls"}
         try:
             is_left_out = text == conversation.render(conversation.replace(number, {"content": "", **without}))
@@ -120,3 +126,32 @@ def _names_call(conversation: Conversation, trace: Trace, number: int) -> bool:
             return False
         rest = rest.replace(said, "") if name in said else rest
     return name in rest and not any(name in text for text in find_texts(conversation.template))
+
+
+def _written_calls(conversation: Conversation, text: str, calling: list[int]) -> set[int]:
+    """The messages whose calls are surely in the text.
+
+    One render has a tag after the name of each message's first function. Where the tags are the only difference from
+    the text, each message whose tag is there has its calls written. Others are checked one by one.
+    """
+    messages = list(conversation.messages)
+    for number in calling:
+        messages[number] = _tag_call(messages[number], number)
+    try:
+        tagged = conversation.render(messages)
+    except BadRow:  # a template that knows the tools' names
+        return set()
+    return {int(number) for number in _TAG.findall(tagged)} if _TAG.sub("", tagged) == text else set()
+
+
+def _tag_call(message: dict[str, Any], number: int) -> dict[str, Any]:
+    """The message with a tag after the name of the function that it calls first, if it has one."""
+    calls = message["tool_calls"]
+    if not isinstance(calls, list) or not isinstance(calls[0], dict):
+        return message
+    call = calls[0]
+    function = call.get("function", call)
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        return message
+    tagged = {**function, "name": f"{function['name']}\ue001{number}\ue002"}
+    return {**message, "tool_calls": [{**call, "function": tagged} if function is not call else tagged, *calls[1:]]}
