@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 AUDIT := .audit
 # Test files at a time: two, whose ranks keep two cores busy. On GPUs one, as their tests use all that there are.
 WORKERS ?= $(if $(wildcard /dev/nvidiactl),0,2)
-# What Python compiles when something imports it, which for most of it nothing does
+# Left to Python, which compiles a module when it is first imported: most of these never are
 NOT_COMPILED = 'site-packages/(?!(numpy|peft|scipy|sympy|torch|transformers)/)|/tests/|/transformers/models/'
 PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 25
 

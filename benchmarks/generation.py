@@ -64,6 +64,8 @@ def main() -> None:
     parser.add_argument("--adapter", type=Path, help=argparse.SUPPRESS)  # of a rank, which its launcher has made
     parser.add_argument("--out", type=Path, default=Path("generation.json"))
     args = parser.parse_args()
+    if args.num_gpus > 1 and args.sides != "ours":
+        parser.error("--num-gpus is for --sides ours")
     if args.adapter:
         return write_rows(run_ours(args, args.checkpoint, args.adapter), args.out)
     rows: list[dict[str, Any]] = []

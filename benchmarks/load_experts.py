@@ -87,7 +87,8 @@ def load(base: Path, folder: Path, num_gpus: int) -> float:
     overrides += ["training.max_length=512", "training.micro_batch_size=1", "training.global_batch_size=null"]
     command = [sys.executable, *train, *overrides, "fsdp.sharding_strategy=FULL_SHARD"]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
-    summary = json.loads((folder / "summary.json").read_text())
+    file = folder / "summary.json"
+    summary = json.loads(file.read_text()) if file.is_file() else {}
     assert "load_seconds" in summary, done.stderr
     return float(summary["load_seconds"])
 

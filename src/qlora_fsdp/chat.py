@@ -21,7 +21,7 @@ from qlora_fsdp.common.startup import end_process, quick_imports
 from qlora_fsdp.common.text import for_stdout
 from qlora_fsdp.config.commands import read_trained_on
 from qlora_fsdp.config.schema import Config, DataFormat
-from qlora_fsdp.generate import IN_UTF8, GenerateSettings, check_generation, is_unicode
+from qlora_fsdp.generate import IN_UTF8, GenerateSettings, check_generation, is_unicode, tell_system_prompt
 from qlora_fsdp.runtime.run_command import log, run_command
 
 if TYPE_CHECKING:
@@ -71,6 +71,7 @@ def chat(settings: ChatSettings, config: Config, processes: Processes) -> None:
 
     trained = load_trained(config, settings.adapter, processes, generates=True, may_spread=True)
     check_template(trained.tokenizer, "chat")
+    tell_system_prompt(system)
     form = read_trained_on(settings.adapter)
     if form not in (None, DataFormat.messages):
         log.info(f"Note: the adapter was trained on {form.value} rows, and has not seen this template")

@@ -15,7 +15,7 @@ if __name__ == "__main__":
 
 from qlora_fsdp.common.errors import DataError, Problem, refuse
 from qlora_fsdp.common.startup import end_process, quick_imports
-from qlora_fsdp.common.text import for_stdout
+from qlora_fsdp.common.text import for_stdout, shorten
 from qlora_fsdp.config.commands import AdapterSettings, read_trained_on
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.config.settings import show
@@ -37,6 +37,7 @@ usage: qlora-fsdp generate [adapter=DIR] prompt=TEXT [launch.num_processes=N] [s
                       whose tokenizer has a chat template. true: the model goes on from the text as it is
   out=FILE.jsonl      the rows with their "completion" (default: printed, a row a line)
   max_new_tokens=128  at most; a completion ends earlier at the end token
+  data.system_prompt=TEXT  what conversations begin with (default: what the adapter was trained with; null: nothing)
   temperature=0       0: the likeliest token each time. Above: sampled, at this temperature
   top_p=1             sample among the likeliest tokens that make up this much probability
   batch_size=N        prompts a process at a time, at most (default: 64, or as many as its GPU has memory for)
@@ -50,7 +51,7 @@ examples:
 """
 
 IN_UTF8 = "Type it in UTF-8."
-MAX_SEED = 2**31  # as of training.seed: torch's seeds, which also have the rank in them, are of 64 bits
+MAX_SEED = 2**31  # that of training.seed. torch takes 64 bits, in which the rank has to be too
 
 
 @dataclass
@@ -66,6 +67,12 @@ class GenerateSettings(AdapterSettings):
     top_p: float = 1.0
     batch_size: int | None = None
     seed: int = 0
+
+
+def tell_system_prompt(text: str | None) -> None:
+    """Logs what conversations begin with: it may come with an adapter, out of a file that nobody has looked at."""
+    if text:
+        log.info(f"Conversations begin with a system prompt: {shorten(text)}")
 
 
 def generate_completions(settings: GenerateSettings, config: Config, processes: Processes) -> None:
@@ -206,12 +213,14 @@ def _tokenize(
     rows: list[dict[str, Any]], trained: AssembledModel, settings: GenerateSettings, system: str | None
 ) -> list[list[int]]:
     """Token ids of each row's prompt or conversation, with what these begin with where they have no system message."""
-    from qlora_fsdp.inference.prompts import chat_tokens, choose_style, style_tokens
+    from qlora_fsdp.inference.prompts import PromptStyle, chat_tokens, choose_style, style_tokens
 
     tokenizer = trained.tokenizer
     style, reason = choose_style(tokenizer, read_trained_on(settings.adapter), settings.raw)
     if any(isinstance(row.get("prompt"), str) for row in rows):
         log.info(f"Prompts: {style.value} ({reason})")
+    if style is PromptStyle.chat or any(row.get("prompt") is None for row in rows):
+        tell_system_prompt(system)
     found = []
     for number, row in enumerate(rows, start=1):
         if isinstance(row.get("prompt"), str):

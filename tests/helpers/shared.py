@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -25,15 +24,9 @@ with quick_imports():  # most of what the modules of tests import, once in each 
     from tests.helpers.runs import write_rows
     from tests.helpers.smollm2 import make_model
 
-gc.freeze()  # the garbage collector need not look through any of this
-
 # Stock layers, our reference, would evaluate in bfloat16 on CPUs that have instructions for it.
 bitsandbytes.nn.modules.has_avx512bf16 = lambda: False
 torch.set_num_threads(1)  # models are tiny, and ranks or another worker compute beside this process
-
-
-def pytest_unconfigure() -> None:
-    gc.unfreeze()  # else Triton's bindings complain of leaks at the end
 
 
 @pytest.fixture

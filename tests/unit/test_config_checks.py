@@ -226,6 +226,8 @@ def test_a_split_that_the_files_here_do_not_have_is_refused(tmp_path: Path) -> N
     assert "data.eval_split=test[:2] is no split of" in problem
     (problem,) = complaints(configure("data=default", f"data.mix={{{rows}: {{split: test}}, org/a: 1}}"))
     assert f"data.mix.{rows}.split=test is no split of" in problem
+    (problem,) = complaints(configure("data=default", f"data.mix={{{rows}: 1}}", "data.split=test"))
+    assert f"data.split=test is no split of {rows}" in problem
     (problem,) = complaints(configure("data=default", f"data.path={saved}", "data.split=test"))
     assert "which has extra, train. Set it to one of these." in problem
     own = ["data=default", f"data.path={saved}", "data.split='extra[:1]'", f"data.eval_path={rows}"]

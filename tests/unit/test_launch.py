@@ -76,6 +76,12 @@ def test_a_failed_job_stops_no_other_and_only_it_is_started_again(
     assert sorted(name.count("lora.r=4") for name, *_ in starts(tmp_path / "s")[4:]) == [0, 0, 0, 1]
 
 
+def test_words_are_quoted_only_where_hydra_would_read_something_else(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["-m", *BASE, "run.name=1.10,true,text-1", "launch.dry_run=true"]) == 0
+    names = re.findall(r" (\S*run.name=\S+) ", capsys.readouterr().out)
+    assert [shlex.split(name)[0] for name in names] == ["run.name='1.10'", "run.name='true'", "run.name=text-1"]
+
+
 def test_of_a_setting_that_is_typed_twice_the_later_values_are_swept(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["-m", *BASE, "lora.r=2", "lora.r=4,8", "launch.dry_run=true"]) == 0
     assert re.findall(r"run.folder=\S+/lora.r=(\d)", capsys.readouterr().out) == ["4", "8"]

@@ -37,9 +37,9 @@ def test_answers_to_one_question_share_a_row():
 
 @pytest.mark.parametrize("call_tokens", [1, 90, 10_000])
 @pytest.mark.parametrize("family", ["llama", "windows and caps"])
-@pytest.mark.parametrize("splits_head", [True, False])
+@pytest.mark.parametrize("by_head", [True, False])
 def test_likelihoods_are_those_of_each_text_alone(
-    family: str, splits_head: bool, call_tokens: int, monkeypatch: pytest.MonkeyPatch
+    family: str, by_head: bool, call_tokens: int, monkeypatch: pytest.MonkeyPatch
 ):
     assert family in FAMILIES
     monkeypatch.setattr(likelihoods, "CALL_TOKENS", call_tokens)
@@ -56,7 +56,7 @@ def test_likelihoods_are_those_of_each_text_alone(
             (-F.cross_entropy(logits, target, reduction="sum").item(), bool((logits.argmax(-1) == target).all()))
         )
     cap = getattr(model.config, "final_logit_softcapping", None)
-    transform = LogitTransform(cap=cap) if splits_head else None
+    transform = LogitTransform(cap=cap) if by_head else None
     wrapped = peft.PeftModel(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
     done: list[int] = []
     found = Scorer(CausalLM(wrapped, transform=transform), CPU).score(asked, done.append)

@@ -19,7 +19,7 @@ from tests.helpers.patched import liger_kernels
 from tests.helpers.quick_config import load_config
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.models.lfm2 import modeling_lfm2
 from transformers.models.llama import modeling_llama
 from transformers.models.qwen3_next import modeling_qwen3_next
@@ -344,6 +344,17 @@ def scaled_llama(monkeypatch: pytest.MonkeyPatch, scale: Callable[[LlamaConfig],
     config = real_config("llama")
     config.update({"own_scale": 3.0, "other_number": 5.0})
     return RowTrial(config, LONG).head_transform()
+
+
+def test_a_head_with_a_bias_is_not_scaled_by_its_input(monkeypatch: pytest.MonkeyPatch):
+    class WithBias(LlamaForCausalLM):
+        def __init__(self, config: LlamaConfig) -> None:
+            super().__init__(config)
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size)
+
+    monkeypatch.setitem(MODEL_FOR_CAUSAL_LM_MAPPING._extra_content, LlamaConfig, WithBias)
+    assert RowTrial(real_config("llama"), LONG).head_transform() == LogitTransform()
+    assert scaled_llama(monkeypatch, lambda config: 1 / config.own_scale) is None
 
 
 def test_a_scale_is_taken_only_from_a_number_that_it_follows(monkeypatch: pytest.MonkeyPatch):

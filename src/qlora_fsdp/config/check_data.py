@@ -94,18 +94,21 @@ def _absent_splits(data: DataConfig) -> Iterator[Problem]:
 
     A split of data.path is none of data.eval_path, for which nobody gave it. Those of hub data sets are not known yet.
     """
-    asked = [("data.split", data.split, path) for path in as_paths(data.path)]
-    asked += [("data.eval_split", data.eval_split, path) for path in as_paths(data.eval_path) if data.eval_split]
-    own = {path: value["split"] for path, value in data.mix.items() if isinstance(value, dict) and "split" in value}
-    asked += [(f"data.mix.{path}.split", split, path) for path, split in own.items() if isinstance(split, str)]
-    for key, split, path in asked:
-        name, splits = split_name(split), saved_splits(path)
-        is_here = "://" in path or bool(match(path))
-        if not is_here or name in (splits or [DEFAULT_SPLIT]) or explain_split(split):
+    asked = [("data.split", "data.split", data.split, path) for path in as_paths(data.path)]
+    if data.eval_split is not None:
+        asked += [("data.eval_split", "data.eval_split", data.eval_split, path) for path in as_paths(data.eval_path)]
+    for path, value in data.mix.items():
+        own = value.get("split") if isinstance(value, dict) else None
+        key = f"data.mix.{path}.split" if isinstance(own, str) else "data.split"
+        asked.append(("data.mix", key, own if isinstance(own, str) else data.split, path))
+    for setting, key, split, path in asked:
+        name, found = split_name(split), [] if "://" in path else match(path)
+        splits = saved_splits(found)
+        if not (found or "://" in path) or name in (splits or [DEFAULT_SPLIT]) or explain_split(split):
             continue
         has = f"which has {printable(', '.join(splits))}" if splits else "which has no splits: all its rows are train"
         fix = "Set it to one of these." if splits else f"Leave {key} out."
-        yield Problem(f"{key}={split}", f"is no split of {path}, {has}.", fix, setting="data.split")
+        yield Problem(f"{key}={split}", f"is no split of {path}, {has}.", fix, setting=setting)
 
 
 def _columns(config: Config) -> Iterator[Problem]:

@@ -182,7 +182,8 @@ def read_config(composed: DictConfig) -> tuple[Config, list[Problem]]:
             if key not in all_settings():
                 problems.append(unknown_setting(key, value))
                 continue
-            if changed := changed_by_reading(key, value, written[section][name]):
+            own = written[section]  # a text, where the whole section is ${...}
+            if changed := changed_by_reading(key, value, own[name] if isinstance(own, dict) else value):
                 problems.append(changed)
                 continue
             try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ def is_missing(path: str) -> bool:
     return is_local and not match(path)
 
 
-def saved_splits(path: str) -> list[str]:
-    """The splits of a data set that `save_to_disk` wrote, sorted; none if the path leads to no such, or to a URL."""
-    folders = [] if "://" in path else [found for found in match(path) if (found / SAVED_SPLITS).is_file()]
+def saved_splits(found: Iterable[Path]) -> list[str]:
+    """The splits of a data set that `save_to_disk` wrote, sorted; none if what a path has led to is no such."""
+    folders = [path for path in found if path_exists(str(path / SAVED_SPLITS))]
     return sorted({file.parent.name for folder in folders for file in folder.glob("*/state.json")})

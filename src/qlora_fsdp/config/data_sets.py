@@ -19,7 +19,7 @@ _SLICE = re.compile(r"(?P<name>[\w.-]*)(?:\[(?P<start>-?\d+%?)?:(?P<stop>-?\d+%?
 class DataSet:
     """A data set of `data.mix`, with its weight relative to the others'.
 
-    What is None here is as the setting of this name in `data` has it for all data sets.
+    Where a value is None, the setting of the same name in `data` counts, as it does for all data sets.
     """
 
     weight: float = 1.0

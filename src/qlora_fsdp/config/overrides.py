@@ -144,7 +144,18 @@ def _quote_words(text: str) -> str:
     """A text, or a list or mapping of texts, whose items Hydra leaves as they are: 1.10 and true are texts too."""
     if set("'\"()$\\") & set(text):  # it has quotes, a sweep's function or ${...}
         return text
-    return WORD.sub(lambda found: found[1] + (found[2] if found[2].lower() == "null" else quote(found[2])), text)
+    return WORD.sub(lambda found: found[1] + (quote(found[2]) if _is_no_text(found[2]) else found[2]), text)
+
+
+def _is_no_text(word: str) -> bool:
+    """Whether Hydra takes an unquoted word for a number or for true or false."""
+    if word.lower() in ("true", "false"):
+        return True
+    try:
+        float(word)  # which reads underscores, inf and nan as Hydra does
+    except ValueError:
+        return False
+    return True
 
 
 def _escape_keys(text: str) -> str | None:

@@ -152,9 +152,10 @@ def unknown_setting(key: str, value: Any) -> Problem:
 
 
 def changed_by_reading(key: str, value: Any, written: Any) -> Problem | None:
-    """Returns the problem with a value of which OmegaConf would make another one; None: it keeps this one.
+    """Returns the problem with a value of which OmegaConf would make another one; None: there is none.
 
-    It would make true of 7, and of YAML's `1.10` and `yes` the texts 1.1 and True.
+    It would make true of 7, and of YAML's `1.10` and `yes` the texts 1.1 and True. A whole number stays its digits,
+    because labels are often numbers. (What YAML itself reads in another way, as it does `010`, can't be told any more.)
 
     Args:
         key: the setting.
@@ -164,6 +165,8 @@ def changed_by_reading(key: str, value: Any, written: Any) -> Problem | None:
     setting = all_settings()[key]
     if setting.type is bool and isinstance(value, (int, float)) and not isinstance(value, bool):
         return wrong_type(key, value)
+    if "${" in str(value):
+        return problem_about(key, value, "has ${ in its text, which OmegaConf takes for a reference.", "Leave it out.")
     items = list(written.values()) if isinstance(written, dict) else written if isinstance(written, list) else [written]
     changed = [item for item in items if isinstance(item, (bool, float))] if setting.has_texts else []
     if not changed:

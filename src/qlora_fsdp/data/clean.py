@@ -80,6 +80,8 @@ def compare_with_held_out(
 ) -> tuple[list[Indices], tuple[Cleaning, ...]]:
     """Finds rows of the evaluation data in the training data, and takes them out of it if `data.decontaminate` says so.
 
+    `parts` has the rows of each data set, without those that are held out.
+
     Returns:
         The rows to train on, one array for each data set, and what was found.
 

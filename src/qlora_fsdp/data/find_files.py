@@ -7,6 +7,7 @@ from pathlib import Path
 
 from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.common.foreign_files import MAX_SMALL_BYTES, read_json_object
+from qlora_fsdp.common.hub_names import path_exists
 from qlora_fsdp.common.text import plural, printable
 from qlora_fsdp.config.data_paths import SAVED_SPLITS, is_pattern, match, saved_splits
 from qlora_fsdp.data.remote import find_remote, is_remote
@@ -53,10 +54,10 @@ def _list(found: Path, path: str, split: str, setting: str) -> Iterable[tuple[st
     if not found.is_dir():
         return [(found.name, found)]
     folder = found
-    if (found / SAVED_SPLITS).is_file():
+    if path_exists(str(found / SAVED_SPLITS)):
         folder = found / split
         if not (folder / SAVED_STATE).is_file():
-            splits = printable(", ".join(saved_splits(path)) or "none")
+            splits = printable(", ".join(saved_splits([found])) or "none")
             key = "data.eval_split" if setting == "data.eval_path" else "data.split"
             raise DataError(f"{setting}={path} has no split {split}: it has {splits}. Set {key}.")
     if (folder / SAVED_STATE).is_file() and (folder / SAVED_INFO).is_file():

@@ -50,7 +50,7 @@ LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0
 
 @dataclass(frozen=True)
 class Answer:
-    """A prompt with one answer, as a row of a form that `format_row` knows."""
+    """A prompt with one answer, as a row of a form that `format_row` knows. In a pair it has no label."""
 
     form: DataFormat
     fields: dict[str, Any]

@@ -125,6 +125,11 @@ def read_rows(
 ) -> datasets.Dataset:
     """Copies the raw rows of `source` into the Arrow file `file`.
 
+    Args:
+        source: where the rows are.
+        file: a new file.
+        on_progress: gets the number of rows read since its last call.
+
     Returns:
         A memory-mapped data set with the columns `place` (string, such as `chats.jsonl:12`) and `row` (bytes).
 

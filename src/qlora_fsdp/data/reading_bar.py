@@ -15,7 +15,7 @@ from qlora_fsdp.data.read import Source
 
 
 def row_bar(title: str, total: int | None, done: int = 0) -> Any:
-    """A bar of rows."""
+    """A bar of rows, whose total may not be known (None)."""
     return tqdm(total=total, initial=done, desc=title, unit=" rows", unit_scale=True, delay=1, leave=False)
 
 

@@ -85,7 +85,14 @@ class Shards:
     def make(
         self, shard: int, raw: datasets.Dataset, tokenize: Callable[[Columns], Columns], on_progress: Progress
     ) -> None:
-        """Tokenizes the rows of a shard."""
+        """Tokenizes the rows of a shard.
+
+        Args:
+            shard: its number.
+            raw: raw rows, with columns `place` and `row`.
+            tokenize: makes columns of tokens (`tokenize.COLUMNS`) of these.
+            on_progress: gets the number of rows done since its last call.
+        """
         temporary = self.file(shard).with_suffix(".tmp")
         with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_file(sink, SCHEMA) as writer:
             first, last = self.bounds[shard : shard + 2].tolist()

@@ -57,7 +57,7 @@ class Share:
 
 
 def tokenize_share(rows: Sequence[IndexedRow], map_batches: MapBatches) -> Share:
-    """Tokenizes raw rows."""
+    """Tokenizes raw rows, which are in the order of their numbers."""
     places = {number: place for number, (place, _) in rows}
     # Rows go by their numbers here, because one row may become several, and bad ones come first in their batch.
     parts = (rows[start : start + ROWS_A_BATCH] for start in range(0, len(rows), ROWS_A_BATCH))

@@ -89,7 +89,7 @@ class Scorer:
 
     @torch.no_grad()
     def score(self, texts: Sequence[Text], on_done: Callable[[int], Any] = lambda number: None) -> list[Likelihood]:
-        """The likelihoods of all texts, in their order."""
+        """The likelihoods of all texts, in their order. `on_done` gets the number of texts done since its last call."""
         found: dict[int, Likelihood] = {}
         before: tuple[list[int], Tensor, Tensor] | None = None
 

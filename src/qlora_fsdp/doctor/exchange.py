@@ -37,7 +37,8 @@ def check_exchange(processes: Processes) -> Iterator[Finding]:
         "all-to-all": ((size - 1) / size, lambda: dist.all_to_all_single(received, sent)),
     }
     for name, (factor, exchange) in exchanges.items():
-        seconds = Timer("exchange()", globals={"exchange": exchange}).timeit(REPEATS).mean  # after a call to warm up
+        # Two calls before those that are timed warm it up.
+        seconds = Timer("exchange()", globals={"exchange": exchange}).timeit(REPEATS).mean
         rate = num_bytes * factor / seconds / 1e9
         found = f"{rate:.1f} GB/s between {size} processes ({device.type})"
         slow = device.type == "cuda" and rate < 5

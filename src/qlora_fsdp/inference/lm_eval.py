@@ -256,7 +256,10 @@ def evaluate_tasks(
     limit: int | None,
     apply_chat_template: bool,
 ) -> dict[str, dict[str, Any]]:
-    """Each task's and group's metrics as lm-eval names them, such as `acc,none`; empty on all ranks but the first."""
+    """Each task's and group's metrics as lm-eval names them, such as `acc,none`; empty on all ranks but the first.
+
+    Without `num_fewshot` a task's own number of examples counts, without `limit` all of its rows.
+    """
     os.environ["DISABLE_MULTIPROC"] = "1"  # lm-eval would fork this process, GPU and all, to draw samples
     with contextlib.redirect_stdout(sys.stderr):
         results = simple_evaluate(

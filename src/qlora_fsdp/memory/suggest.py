@@ -27,7 +27,7 @@ MIN_GAIN = 0.03  # gain of speed from which on whole copies of the base are sugg
 
 @dataclass(frozen=True)
 class Change:
-    """One or more settings to change."""
+    """One or more settings to change; `speed` is in tokens/s of all GPUs."""
 
     text: str
     plan: MemoryPlan

@@ -88,7 +88,10 @@ def name_entities(names: Sequence[str]) -> bool:
 def entity_metrics(
     logits_NK: Floats, labels_N: NDArray[np.int64], is_first_N: Bools, names: Sequence[str]
 ) -> dict[str, float]:
-    """Accuracy of single words, and precision, recall and F1 of entities that are right from first to last word."""
+    """Accuracy of single words, and precision, recall and F1 of entities that are right from first to last word.
+
+    `is_first_N` marks the first word of each row, before which an entity ends.
+    """
     predicted_N = logits_NK.argmax(1)
     true, found = (_entities([names[index] for index in tags], is_first_N) for tags in (labels_N, predicted_N))
     num_right = len(true & found)

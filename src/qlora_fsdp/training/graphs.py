@@ -14,7 +14,7 @@ their graphs. It follows for every micro-batch that either each rank has a graph
 The question depends on the sizes of micro-batches only. So in training it is asked one micro-batch ahead (`announced`),
 and the answer has come when it is needed. Two micro-batches may be on their way at that time. If both have the same new
 sizes, only the first of them is called new: the graph that is recorded for it serves the second. Evaluations ask when
-they need the answer, because their hosts wait for nothing else and are far ahead of the GPUs.
+they need the answer: their hosts meet before each micro-batch anyway, to hear whether the run is to stop.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class Graphs:
     def announced(self, micro_batches: Iterator[Batch]) -> Iterator[Batch]:
         """Yield micro-batches of a sharded model, each when the hosts have begun to ask about the one behind it.
 
-        Questions begin with the first graph, which all ranks record together.
+        Questions begin with the first graph, which all ranks record together. An error in the data is raised when it is
+        read, on all ranks: one micro-batch before its own turn.
         """
         before: Batch | None = None
         for batch in micro_batches:
