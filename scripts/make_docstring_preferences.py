@@ -1,11 +1,13 @@
 r"""Write pairs of answers from the demo's data: which of two summaries is this function's?
 
-    python scripts/make_docstring_preferences.py FOLDER NUM_TRAINING NUM_EVAL
+    python scripts/make_docstring_preferences.py FOLDER NUM_TRAINING NUM_EVAL [NUM_KNOWN]
 
 makes FOLDER/train.jsonl from demo/pairs.jsonl and FOLDER/eval.jsonl from demo/pairs_eval.jsonl, whose functions belong
-to modules that training never sees. A row is {"prompt": "What does `textwrap.dedent(text)` do?\n", "chosen": "Remove
-any ...", "rejected": another function's summary}. In a round every function is asked about once, and every summary is
-chosen once and rejected once. So a summary by itself does not tell which side it is on: the question has to be read.
+to modules that training never sees. With NUM_KNOWN, as many functions of training's modules are kept out of
+train.jsonl, and FOLDER/known.jsonl asks about them once each. A row is {"prompt": "What does `textwrap.dedent(text)`
+do?\n", "chosen": "Remove any ...", "rejected": another function's summary}. In a round every function is asked about
+once, and every summary is chosen once and rejected once. So a summary by itself does not tell which side it is on: the
+question has to be read.
 """
 
 from __future__ import annotations
@@ -33,16 +35,32 @@ def preferences(rows: list[dict[str, str]]) -> Iterator[dict[str, str]]:
                 yield {"prompt": row["prompt"], "chosen": row["completion"], "rejected": other["completion"]}
 
 
-def write_preferences(folder: Path, num_training: int, num_eval: int) -> None:
-    """Write both files, of so many pairs each."""
+def write_preferences(folder: Path, num_training: int, num_eval: int, num_known: int = 0) -> None:
+    """Write the files, of so many pairs each. What is asked in known.jsonl is in no pair of train.jsonl."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name, source, num_pairs in (("train", "pairs", num_training), ("eval", "pairs_eval", num_eval)):
-        rows = [json.loads(line) for line in (DEMO / f"{source}.jsonl").read_text(encoding="utf-8").splitlines()]
-        lines = "".join(json.dumps(pair) + "\n" for pair in islice(preferences(rows), num_pairs))
-        (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+    training, others = read_rows("pairs"), read_rows("pairs_eval")
+    if num_known:
+        random.Random(1).shuffle(training)
+        known, training = training[:num_known], training[num_known:]
+        seen = {row["completion"] for row in training}
+        known = [row for row in known if row["completion"] not in seen]
+        write_pairs(folder / "known.jsonl", known, len(known))
+    write_pairs(folder / "train.jsonl", training, num_training)
+    write_pairs(folder / "eval.jsonl", others, num_eval)
+
+
+def read_rows(source: str) -> list[dict[str, str]]:
+    """The questions and summaries of a file of the demo."""
+    return [json.loads(line) for line in (DEMO / f"{source}.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def write_pairs(file: Path, rows: list[dict[str, str]], number: int) -> None:
+    """Write so many pairs of these functions."""
+    lines = "".join(json.dumps(pair) + "\n" for pair in islice(preferences(rows), number))
+    file.write_text(lines, encoding="utf-8")
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 4:
+    if len(sys.argv) not in (4, 5):
         raise SystemExit(__doc__)
-    write_preferences(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    write_preferences(Path(sys.argv[1]), *map(int, sys.argv[2:]))
