@@ -652,6 +652,16 @@ def test_files_at_urls(tmp_path, run):
         memory.rm("/bucket", recursive=True)
 
 
+def test_rows_that_attention_can_learn_nothing_from_are_refused(tmp_path, run):
+    """Training ended with gradients of zeros."""
+    path = write_lines(tmp_path / "a.jsonl", {"text": "ab"}, {"prompt": "", "completion": "c"})
+    for packing in (True, False):
+        with pytest.raises(DataError, match=r"a\.jsonl: the only target of every row is its second token"):
+            run(path, max_length=2, packing=packing)
+    assert run(path, max_length=3).report.num_target_tokens == 2 + 2
+    assert run(write_lines(tmp_path / "b.jsonl", {"prompt": "ab", "completion": "c"}), max_length=4).train
+
+
 def test_files_on_the_web(tmp_path, run):
     write_lines(tmp_path / "a.jsonl", {"text": "a"})
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b'{"text": "b"}\n'))

@@ -22,6 +22,7 @@ import pyarrow.compute
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
+from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.data.counts import NUM_EXAMPLES, ProblemCounter, ReadReport
 from qlora_fsdp.data.cut import CutSettings, FlatRows, Pieces, cut_rows
 from qlora_fsdp.data.tokenize import Mask, TokenRow, Tokens
@@ -77,6 +78,29 @@ class TokenizedRows:
         if self.ends is not None and is_target[0]:  # of a further piece of a row: nothing stands before it
             is_target = np.concatenate([[False], is_target[1:]])
         return [(self.tokens[span], is_target)]
+
+
+def check_targets(rows: TokenizedRows, path: str) -> None:
+    """Refuses rows that attention can learn nothing from.
+
+    A row's second token is predicted from its first alone, which attends to nothing but itself. Where this is all that
+    is trained on, queries and keys have gradients of zeros.
+
+    Args:
+        rows: tokens to predict.
+        path: the source's path, for the message.
+
+    Raises:
+        DataError: no row has another target.
+    """
+    if not len(rows.num_targets) or rows.num_targets.max() > 1:
+        return
+    if all(rows.is_target[start + 1] for start in rows.starts[:-1]):
+        raise DataError(
+            f"{path}: the only target of every row is its second token. It is predicted from the first token alone, so"
+            " that attention has nothing to learn. Set training.max_length higher, data.loss_on=all, or give rows with"
+            " longer answers."
+        )
 
 
 def fingerprint(tokenizer: PreTrainedTokenizerBase, *parts: Any) -> str:

@@ -160,7 +160,7 @@ def _parse(content: bytes, key: str, place: Place) -> tuple[Share, list[Position
     ends = [Position.from_json(end) for end in about["ends"]]
     if len(ends) != len(place.positions):
         raise ValueError("it is of another mix")
-    table = ShareTable(raw_rows, lengths, num_targets, tuple(problems), largest)
+    table = ShareTable(raw_rows, lengths, num_targets, tuple(problems), largest, "")
     return Share(table, np.split(tokens, starts[1:])), ends
 
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from qlora_fsdp.common.errors import DataError
+from qlora_fsdp.data.cache import TokenizedRows, check_targets
 from qlora_fsdp.data.counts import ProblemCounter, RowProblem
 from qlora_fsdp.data.row_files import RawRow
 from qlora_fsdp.data.sequences import Indices
@@ -39,6 +41,7 @@ class ShareTable:
         num_targets: int32 [num_rows].
         problems: what is wrong with raw rows.
         max_token_id: -1 without rows.
+        unlearnable: why attention can learn nothing from these rows; empty if it can, or where there are none.
     """
 
     raw_rows: Indices
@@ -46,6 +49,7 @@ class ShareTable:
     num_targets: NDArray[np.int32]
     problems: tuple[Problem, ...]
     max_token_id: int
+    unlearnable: str
 
 
 @dataclass(frozen=True)
@@ -56,8 +60,8 @@ class Share:
     tokens: list[NDArray[np.int32]]
 
 
-def tokenize_share(rows: Sequence[IndexedRow], map_batches: MapBatches) -> Share:
-    """Tokenizes raw rows, which are in the order of their numbers."""
+def tokenize_share(rows: Sequence[IndexedRow], map_batches: MapBatches, path: str) -> Share:
+    """Tokenizes raw rows, which are in the order of their numbers. `path` is the data's, for messages."""
     places = {number: place for number, (place, _) in rows}
     # Rows go by their numbers here, because one row may become several, and bad ones come first in their batch.
     parts = (rows[start : start + ROWS_A_BATCH] for start in range(0, len(rows), ROWS_A_BATCH))
@@ -77,12 +81,13 @@ def tokenize_share(rows: Sequence[IndexedRow], map_batches: MapBatches) -> Share
     num_targets = np.array([int(is_target.sum()) for _, _, is_target in found], dtype=np.int32)
     largest = max((int(tokens.max()) for _, tokens, _ in found), default=-1)
     numbers = np.array([number for number, _, _ in found], dtype=np.int64)
-    table = ShareTable(numbers, lengths, num_targets, tuple(problems), largest)
+    reason = _find_unlearnable(found, num_targets, path)
+    table = ShareTable(numbers, lengths, num_targets, tuple(problems), largest, reason)
     return Share(table, [mark_targets(tokens, is_target) for _, tokens, is_target in found])
 
 
 def join_shares(tables: Sequence[ShareTable], tokens: NDArray[np.int32]) -> Share:
-    """The rows of several shares as one, in their order in the window.
+    """The rows of several shares as one, in their order in the window; something can be learned of them together.
 
     Args:
         tables: the tables of the shares.
@@ -95,7 +100,7 @@ def join_shares(tables: Sequence[ShareTable], tokens: NDArray[np.int32]) -> Shar
     rows = np.split(tokens, np.cumsum(lengths)[:-1]) if len(lengths) else []
     problems = sorted((each for table in tables for each in table.problems), key=lambda each: each.row)
     largest = max((table.max_token_id for table in tables), default=-1)
-    table = ShareTable(raw_rows[order], lengths[order], num_targets[order], tuple(problems), largest)
+    table = ShareTable(raw_rows[order], lengths[order], num_targets[order], tuple(problems), largest, "")
     return Share(table, [rows[row] for row in order])
 
 
@@ -116,3 +121,15 @@ def split_targets(marked: NDArray[np.int32]) -> tuple[Tokens, Mask]:
     """The tokens, and which of them are targets, of what `mark_targets` has made."""
     is_target = marked < 0
     return np.where(is_target, ~marked, marked), is_target
+
+
+def _find_unlearnable(found: list[tuple[int, Tokens, Mask]], num_targets: NDArray[np.int32], path: str) -> str:
+    if not found:
+        return ""
+    tokens, masks = np.concatenate([row for _, row, _ in found]), np.concatenate([mask for _, _, mask in found])
+    starts = np.cumsum([0, *(len(row) for _, row, _ in found)])
+    try:
+        check_targets(TokenizedRows(tokens, masks, starts, num_targets), path)
+    except DataError as error:
+        return str(error)
+    return ""

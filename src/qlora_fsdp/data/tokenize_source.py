@@ -25,7 +25,7 @@ from qlora_fsdp.common.startup import KEPT
 from qlora_fsdp.config.data_sets import slice_rows
 from qlora_fsdp.config.schema import BadRows, Config, TaskName
 from qlora_fsdp.data.answers import wrap_answers
-from qlora_fsdp.data.cache import Entry, fingerprint, load_entry, write_entry
+from qlora_fsdp.data.cache import Entry, check_targets, fingerprint, load_entry, write_entry
 from qlora_fsdp.data.counts import ReadReport
 from qlora_fsdp.data.cut import CutSettings
 from qlora_fsdp.data.label_counts import label_width
@@ -91,8 +91,8 @@ def load_source(
     """The rows of a source that `tokenize_source` has tokenized, mapped into memory, and cut to training.max_length.
 
     Raises:
-        DataError: the cache entry can't be read, has tokens that the model does not know, or labels that nothing can
-            be learned from.
+        DataError: the cache entry can't be read, has tokens that the model does not know, or targets or labels that
+            nothing can be learned from.
     """
     source = find_source(path, config.data, config.task)
     tokenizer = with_template(tokenizer, config.data)
@@ -110,6 +110,8 @@ def load_source(
             f"{path} has token {report.max_token_id}, but the model has only {vocab_size}: the tokenizer is not this"
             " model's. Set model.tokenizer_path to the tokenizer the model was trained with."
         )
+    if config.task.name is TaskName.causal_lm:
+        check_targets(rows, source.path)
     wrapped = wrap_answers(rows, rows.labels, config, source.path)
     num_used = len(wrapped.num_targets)
     return wrapped, replace(report, path=source.path, skipped=source.skipped, num_used_rows=num_used)

@@ -112,7 +112,7 @@ class WindowMaker:
         """This rank's share of a window, and how far each data set has been read after it."""
         raw, ends = self._read(positions, drawn)
         with failing_together(self.processes):
-            share = tokenize_share(raw, self.map_batches)
+            share = tokenize_share(raw, self.map_batches, self._path)
         return share, ends
 
     @property
@@ -182,6 +182,9 @@ class WindowMaker:
                 f"The data has token {largest}, but the model has only {self.vocab_size}: the tokenizer is not this "
                 "model's. Set model.tokenizer_path to the tokenizer the model was trained with."
             )
+        used = [table for table in tables if len(table.lengths)]
+        if all(table.unlearnable for table in used):
+            raise DataError(used[0].unlearnable)
         return report
 
     def _pack(
