@@ -175,7 +175,7 @@ def _settle_packing(config: Config, model: PretrainedConfig) -> tuple[Config, li
     Raises:
         ConfigError: the settings ask for packing, and the model's rows can't be packed.
     """
-    if config.training.packing is False or not config.task.is_causal:
+    if config.is_padded:
         return config, []
     from qlora_fsdp.model.packing import decide_packing, why_not_packed
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.helpers.one_process import one_process
 from tests.helpers.plans import traced
 from tests.helpers.quick_config import load_config
 
@@ -12,6 +13,8 @@ from qlora_fsdp.memory.capture import is_captured, why_not_captured
 from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.memory.workload import Workload
 from qlora_fsdp.training.batch_key import Key, fill, with_room
+from qlora_fsdp.training.graphs import Graphs
+from qlora_fsdp.training.recording import Recorded
 
 STEPS = ("training.max_steps=1", "training.max_length=2048")
 
@@ -29,6 +32,14 @@ def test_micro_batches_share_a_graph_if_their_rows_are_alike():
     assert Key.of(few) == Key.of(more) == Key(2, 256, 16, 256)
     assert Key.of(batch([[8] * 32], 256)) == Key(1, 256, 64, 128)
     assert Key.of(batch([[256], [256]], 256)) == Key(2, 256, 0, 256)  # no rows within sequences: another kernel
+
+
+def test_a_micro_batch_without_memory_for_a_graph_is_launched():
+    def record(key: Key, batch: Batch) -> Recorded:
+        raise torch.OutOfMemoryError("CUDA out of memory.\nOf the allocated memory ...")
+
+    graphs = Graphs("Step", record, one_process(), is_sharded=False)
+    assert graphs.of(batch([[256]], 256)) is None and graphs.reason == "CUDA out of memory."
 
 
 def test_the_rest_of_the_starts_are_rows_without_tokens():

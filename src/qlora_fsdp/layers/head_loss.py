@@ -112,9 +112,7 @@ class HeadLoss:
         return torch.cat(losses)
 
     def _chunk_losses(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        logits = self.logits(hidden).float()
-        if self.softcap is not None:
-            logits = torch.tanh(logits / self.softcap) * self.softcap
+        logits = LogitTransform(cap=self.softcap)(self.logits(hidden).float())
         return F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="none")
 
 

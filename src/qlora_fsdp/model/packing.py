@@ -144,7 +144,7 @@ def why_not_packed(config: Config, model: PretrainedConfig, attention: str, devi
             `auto` is what recent GPUs compute with.
         device: where the model will run.
     """
-    if config.training.packing is False or not config.task.is_causal:
+    if config.is_padded:
         return None
     trial = _trial(model, config, device)
     if trial.num_positions is not None and trial.num_positions < config.training.max_length:

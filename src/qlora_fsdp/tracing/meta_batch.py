@@ -12,16 +12,6 @@ from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.data.label_counts import label_width
 
 
-def is_padded(config: Config) -> bool:
-    """Whether each row is a sequence of its own, so that no marker of rows is passed to the model."""
-    return config.training.packing is False or not config.task.is_causal
-
-
-def has_padded_pairs(config: Config) -> bool:
-    """Whether each answer of a pair is a sequence of its own."""
-    return config.has_pairs and is_padded(config)
-
-
 def batch_on_meta(config: Config, size: int) -> Batch:
     """A rank's largest micro-batch, on meta. Each sequence has two rows, or one where rows are padded.
 
@@ -29,13 +19,13 @@ def batch_on_meta(config: Config, size: int) -> Batch:
         config: the run's settings.
         size: sequences, or pairs of them where each answer of a pair is a sequence of its own.
     """
-    if has_padded_pairs(config):
+    if config.has_pairs and config.is_padded:
         size, length = 2 * size, config.training.max_length
     else:
         length = config.slice_length
     num_slices = config.distributed.num_slices
     ids = torch.empty(size, length, dtype=torch.int64, device="meta")
-    num_rows = size if is_padded(config) else 2 * size
+    num_rows = size if config.is_padded else 2 * size
     starts = torch.empty(num_rows + 1, dtype=torch.int32, device="meta")
     counts = torch.empty(size, dtype=torch.int64, device="meta")
     batch = Batch(ids, ids, ids, starts, num_slices * length, num_tokens=counts, num_slices=num_slices)

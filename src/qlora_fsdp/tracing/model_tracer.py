@@ -35,7 +35,7 @@ from qlora_fsdp.model.packing import check_causal, planned_dtype, try_small
 from qlora_fsdp.model.slices import check_slices, whole_attention
 from qlora_fsdp.model.task_model import TaskModel
 from qlora_fsdp.tracing.liger_shapes import put_in_shapes
-from qlora_fsdp.tracing.meta_batch import batch_on_meta, is_padded
+from qlora_fsdp.tracing.meta_batch import batch_on_meta
 from qlora_fsdp.tracing.model_parts import count_parts, find_kinds
 from qlora_fsdp.tracing.trace import Trace
 
@@ -133,7 +133,7 @@ class ModelTracer:
         return None
 
     def _key(self, config: Config, micro_batch_size: int) -> tuple[str, int, int]:
-        return f"{_modules_key(config)}{is_padded(config)}", config.sequence_length, micro_batch_size
+        return f"{_modules_key(config)}{config.is_padded}", config.sequence_length, micro_batch_size
 
     def _trace(self, config: Config, micro_batch_size: int) -> Trace:
         key = self._key(config, micro_batch_size)

@@ -39,7 +39,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from qlora_fsdp.common.text import first_line
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.memory.capture import SPARE_BYTES, why_not_captured
@@ -53,7 +52,7 @@ from qlora_fsdp.training.graphs import Graphs
 from qlora_fsdp.training.memory_use import PhasePeaks
 from qlora_fsdp.training.passes import EagerPasses, Passes
 from qlora_fsdp.training.prepare import Prepared
-from qlora_fsdp.training.recording import NotRecorded, Recorded, record
+from qlora_fsdp.training.recording import Recorded, record
 
 WARM_UP = 2  # steps that run kernel by kernel; in these, the host also checks the gradients
 SYNCHRONIZES = "called a synchronizing CUDA operation"  # torch's warning, under its sync debug mode
@@ -197,11 +196,7 @@ class CapturedPasses:
         return loss
 
     def _record(self, compute: Callable[[Batch], Tensor], key: Key, batch: Batch) -> Recorded:
-        try:
-            roomy = with_room(batch, key, self.device)
-        except torch.OutOfMemoryError as error:
-            raise NotRecorded(first_line(error)) from error
-        return record(compute, roomy, self.eager.model, self.pool)
+        return record(compute, with_room(batch, key, self.device), self.eager.model, self.pool)
 
     def _train(self, batch: Batch) -> Tensor:
         """What the graph of a step's micro-batch holds."""

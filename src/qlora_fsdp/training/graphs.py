@@ -23,6 +23,9 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 
+import torch
+
+from qlora_fsdp.common.text import first_line
 from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.memory.plan import GIB
 from qlora_fsdp.runtime.processes import Processes
@@ -37,7 +40,8 @@ class Graphs:
 
     Args:
         name: what the log calls the pass.
-        record: records the graph of a micro-batch with these sizes; it raises NotRecorded.
+        record: records the graph of a micro-batch with these sizes. It raises NotRecorded, or torch.OutOfMemoryError
+            if there is no room for what the graph reads.
         processes: all ranks take part if there are collectives in the graphs.
         is_sharded: whether there are, because FSDP shards the model. Else each rank decides for itself.
 
@@ -105,8 +109,8 @@ class Graphs:
         if is_new:
             try:
                 self.by_key[key] = self.record(key, batch)
-            except NotRecorded as error:
-                reason = str(error)
+            except (NotRecorded, torch.OutOfMemoryError) as error:
+                reason = first_line(error)
         self.reason = self.processes.first_error(reason) if self.is_sharded else reason
         if self.reason is not None:
             self.clear()

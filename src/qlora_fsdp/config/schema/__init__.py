@@ -139,6 +139,11 @@ class Config:
         return self.task.compares_answers and is_paired
 
     @property
+    def is_padded(self) -> bool:
+        """Whether each row is sure to be a sequence of its own; with training.packing=auto a trial decides later."""
+        return self.training.packing is False or not self.task.is_causal
+
+    @property
     def row_seed(self) -> int:
         """The seed by which rows are chosen from data sets."""
         return self.training.seed if self.data.seed is None else self.data.seed
