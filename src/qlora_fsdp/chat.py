@@ -195,7 +195,7 @@ def _prepare_terminal() -> None:
 
 
 class Answerer:
-    """Writes the next turn of a conversation, and prints it meanwhile."""
+    """Writes the next turn of a conversation, and prints it meanwhile, by transformers if there is no `completer`."""
 
     def __init__(
         self,

@@ -19,7 +19,8 @@ _SLICE = re.compile(r"(?P<name>[\w.-]*)(?:\[(?P<start>-?\d+%?)?:(?P<stop>-?\d+%?
 class DataSet:
     """A data set of `data.mix`, with its weight relative to the others'.
 
-    Where a value is None, the setting of the same name in `data` counts, as it does for all data sets.
+    Where a value is None, the setting of the same name in `data` counts, as it does for all data sets. The adapter
+    is used later with `data.chat_template`, whatever template a data set has.
     """
 
     weight: float = 1.0

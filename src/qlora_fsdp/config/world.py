@@ -12,7 +12,11 @@ from qlora_fsdp.common.errors import DeviceError
 
 @dataclass(frozen=True)
 class World:
-    """The processes and the device on which a run is launched."""
+    """The processes and the device on which a run is launched.
+
+    The local numbers are those of this node, and ranks are counted from 0. `has_bf16` and `has_fp8` are about the
+    device: whether it computes in bfloat16, and multiplies matrices in fp8. `torch_version` is major and minor number.
+    """
 
     num_ranks: int = 1
     rank: int = 0

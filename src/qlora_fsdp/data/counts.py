@@ -50,7 +50,7 @@ class ProblemCounter:
         self._num_kept[kind] += num_rows * is_kept
 
     def add(self, place: str, kind: str, detail: str, is_kept: bool) -> None:
-        """Counts a row."""
+        """Counts a row at a place, a file and line. `is_kept`: it is cut and used all the same."""
         self._num_rows[kind] = self._num_rows.get(kind, 0) + 1
         self._num_kept[kind] = self._num_kept.get(kind, 0) + int(is_kept)
         if self._num_rows[kind] <= NUM_EXAMPLES:
@@ -132,7 +132,13 @@ class Cleaning:
 
 @dataclass(frozen=True)
 class MixPart:
-    """The part of an epoch that one data set of a mix contributes."""
+    """The part of an epoch that one data set of a mix contributes.
+
+    Attributes:
+        num_rows: token rows to train on, each counted once.
+        num_used_rows: the same, with repetitions counted.
+        row_share, token_share: its part of the epoch's rows, and of the epoch's tokens.
+    """
 
     path: str
     num_rows: int

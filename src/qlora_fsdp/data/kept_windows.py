@@ -44,7 +44,7 @@ log = logging.getLogger("qlora_fsdp")
 
 @dataclass
 class KeptWindows:
-    """The files of a run's windows. Rank 0 alone reads and writes them.
+    """The files of a run's windows. Rank 0 alone reads and writes them. The folders of `others` are only read.
 
     At most NUM_KEPT are there up to the newest window, and before them the one that the newest checkpoint stands in.
     """

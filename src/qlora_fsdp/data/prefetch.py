@@ -12,7 +12,7 @@ from qlora_fsdp.data.batch import Batch
 
 
 def prefetch(batches: Iterable[Batch], num_ahead: int = 2) -> Generator[Batch, None, None]:
-    """Yields `batches`, which a thread makes ahead, in page-locked memory if there is a GPU.
+    """Yields `batches`, of which a thread makes at most `num_ahead` in advance, page-locked if there is a GPU.
 
     An error in the thread is raised here, where its batch would have come. Closing the iterator ends the thread.
     """

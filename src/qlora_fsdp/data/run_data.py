@@ -235,6 +235,8 @@ def _random_rows(config: Config, vocab_size: int) -> Rows:
 def _mix(rows: Rows, parts: list[Indices], data: DataConfig, seed: int) -> tuple[list[Indices], tuple[MixPart, ...]]:
     """Repeats or draws rows so that each data set has the share of an epoch that its weight asks for.
 
+    `parts` has the row ids of each data set, and `seed` decides which rows are repeated once more.
+
     Returns:
         The row ids of an epoch, one array per data set, and counts of each data set for the report.
 

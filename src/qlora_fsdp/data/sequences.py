@@ -19,7 +19,7 @@ Indices = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class SequenceSettings:
-    """How rows become sequences."""
+    """How rows become sequences. `seed` decides which rows of the same length go together."""
 
     max_length: int
     pad_token_id: int

@@ -46,7 +46,10 @@ Progress = Callable[[int], object]  # called with the rows done since the last c
 
 
 def find_bounds(num_bytes: NDArray[np.int64], may_divide: bool) -> NDArray[np.int64]:
-    """Divides rows into shards of about the same bytes: the first row of each, and the number of rows."""
+    """Divides rows into shards of about the same bytes: the first row of each, and the number of rows.
+
+    `num_bytes` [num_rows] is of each row; only if it `may_divide`, there is more than one shard.
+    """
     ends = np.cumsum(num_bytes)
     total = int(ends[-1]) if len(ends) else 0
     num_shards = max(LEAST_SHARDS, -(-total // SHARD_BYTES)) if may_divide else 1

@@ -27,7 +27,14 @@ MIN_GAIN = 0.03  # gain of speed from which on whole copies of the base are sugg
 
 @dataclass(frozen=True)
 class Change:
-    """One or more settings to change; `speed` is in tokens/s of all GPUs."""
+    """One or more settings to change.
+
+    Attributes:
+        text: the change as it is typed on the command line, or a number of GPUs.
+        plan: the plan after the change.
+        fits: whether that plan fits the target.
+        speed: predicted tokens per second of all GPUs together.
+    """
 
     text: str
     plan: MemoryPlan

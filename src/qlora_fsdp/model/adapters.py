@@ -54,6 +54,8 @@ def apply_adapters(
 ) -> peft.PeftModel:
     """Wrap the model in PEFT's. Exactly the adapters and `modules_to_save` require gradients then, all in float32.
 
+    The model is on meta, and is changed in place. Of `tokens` the rows in embeddings and head are trained.
+
     Raises:
         AdapterError: a name in target_modules, exclude_modules, modules_to_save or a pattern fits no layer (similar
             names are listed), or PEFT refuses the settings.

@@ -34,7 +34,7 @@ def initialize_adapters(
     """Fill the adapters' shards. The values depend on the seed, not on the number of ranks. Collective.
 
     The base must be loaded already: `modules_to_save` start from its weights, new tokens from the mean of its rows, and
-    DoRA's magnitudes from the norms of its dequantized rows.
+    DoRA's magnitudes from the norms of its dequantized rows. All ranks give the same seed.
 
     Raises:
         AdapterError: a row of a base weight under DoRA is all zero, so that its magnitude over its norm would be NaN.

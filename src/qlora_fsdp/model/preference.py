@@ -140,7 +140,11 @@ class PreferenceLM(CausalLM):
             self.train(was_training)
 
     def freeze_start(self, keeps_copy: bool) -> None:
-        """Make the adapter as it is now, which training starts from, part of the reference."""
+        """Make the adapter as it is now, which training starts from, part of the reference.
+
+        Args:
+            keeps_copy: whether the reference will still be computed once training has begun.
+        """
         self.starts_from_adapter = True
         self.frozen = FrozenCopy(self) if keeps_copy else None
 

@@ -124,7 +124,16 @@ class Judge:
 
 
 class Heartbeats:
-    """The beats of this rank, and what those of the others show."""
+    """The beats of this rank, and what those of the others show.
+
+    Args:
+        rank: this one.
+        num_ranks: all of them.
+        device: where this rank computes.
+        store: for the beats alone.
+        timeout_seconds: `distributed.timeout_seconds`.
+        key: the run's secret, with which beats are signed.
+    """
 
     def __init__(
         self, rank: int, num_ranks: int, device: torch.device, store: Store, timeout_seconds: float, key: str

@@ -8,7 +8,11 @@ import psutil
 
 
 def available_bytes(root: Path = Path("/")) -> int:
-    """Bytes that can be allocated before the machine swaps or a cgroup kills the process for exceeding its limit."""
+    """Bytes that can be allocated before the machine swaps or a cgroup kills the process for exceeding its limit.
+
+    Args:
+        root: the folder that holds /proc and /sys; tests make their own.
+    """
     return min([int(psutil.virtual_memory().available), *_cgroup_rooms(root)])
 
 
