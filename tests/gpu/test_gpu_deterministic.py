@@ -1,7 +1,7 @@
 """`training.deterministic=true` on GPUs: a run repeats to the bit, and goes on to the bit from a checkpoint.
 
 Rows are some hundred tokens long: attention's backward adds in any order only where a row has several blocks of keys.
-Every case is trained straight through, again with kernels launched one by one, and from the checkpoint in its middle.
+Every case is trained straight through, again, launched kernel by kernel, and from the checkpoint in its middle.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NUM_LONG = 200  # steps of the run that is killed, soon after its fifth
 ADAPTER = Path("adapter/adapter_model.safetensors")
 RECORDED = "recorded as a CUDA graph for"
 RESUMED = f"checkpoints/step-{STEP:08}"
-RUNS: dict[str, list[str]] = {"straight": [], "launched": ["compute.cuda_graph=false"], "resumed": []}
+RUNS: dict[str, list[str]] = {"straight": [], "again": [], "launched": ["compute.cuda_graph=false"], "resumed": []}
 PAIRS = ["task=preference", "data.path=PAIRS", "data.loss_on=completion"]
 
 CASES = {
@@ -116,7 +116,7 @@ def trained(common: Callable[[str], list[str]], tmp_path_factory: pytest.TempPat
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("name", ["launched", "resumed"])
+@pytest.mark.parametrize("name", ["again", "launched", "resumed"])
 def test_same_bits(trained, case: str, name: str):
     folder, world = trained
     losses = {run: world()[0][case, run].losses for run in ("straight", name)}
