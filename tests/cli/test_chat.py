@@ -8,6 +8,7 @@ import re
 import select
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from qlora_fsdp import chat
@@ -42,6 +43,17 @@ class Terminal:
         start, self.seen = self.seen, found.end()
         return self.text[start : self.seen]
 
+    def wait_until_it_reads(self) -> None:
+        """Waits until its main thread sleeps, in readline's select.
+
+        A signal that comes just before that is not noticed until the next one: Python looks for signals only where
+        select ends with EINTR.
+        """
+        state, until = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/stat"), time.monotonic() + SECONDS
+        while state.read_text().rpartition(")")[2].split()[0] != "S":
+            assert time.monotonic() < until, self.text
+            time.sleep(0.01)
+
     def type(self, text: str) -> None:
         os.write(self.side, text.encode())
 
@@ -60,6 +72,7 @@ def test_a_chat_on_a_terminal():
         assert len(answer.split()) < 300, "it was stopped"
         terminal.type("\x1b[A")  # the key for the line before
         terminal.wait_for("the cat sat")
+        terminal.wait_until_it_reads()
         terminal.type("\x03")
         terminal.wait_for("/exit or Ctrl-D ends the chat\r\n.*> ")
         terminal.type("/quit\n")
