@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra.plugins.config_source import ConfigResult
+from omegaconf import OmegaConf
 
 
 class SettingsFolderSource(FileConfigSource):
     """A folder of YAML that may be somebody else's: each file is checked before Hydra reads it.
 
-    Hydra's own groups (which launcher, which callbacks) are not looked for in it.
+    Its values are those of this project's reader, not of Hydra's, which makes 86400 of `slurm.time: 24:00:00`. Hydra's
+    own groups (which launcher, which callbacks) are not looked for in it.
     """
 
     @staticmethod
@@ -19,10 +22,10 @@ class SettingsFolderSource(FileConfigSource):
         return "settings"
 
     def load_config(self, config_path: str) -> ConfigResult:
-        from qlora_fsdp.config.experiment_files import check_experiment  # only here: every Hydra program scans this
+        from qlora_fsdp.config.experiment_files import read_experiment  # only here: every Hydra program scans this
 
-        check_experiment(Path(self.path) / self._normalize_file_name(config_path))
-        return super().load_config(config_path)
+        values = read_experiment(Path(self.path) / self._normalize_file_name(config_path))
+        return replace(super().load_config(config_path), config=OmegaConf.create(values or {}))
 
     def is_group(self, config_path: str) -> bool:
         return not _is_hydras(config_path) and bool(super().is_group(config_path))

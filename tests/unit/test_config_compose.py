@@ -235,6 +235,20 @@ class TestOwnFolder:
             self.load(folder, text)
         assert expected in str(caught.value)
 
+    @pytest.mark.parametrize("written", ["010", "0x10", "0o17", "1_000", "12:30:45", "+7", "2026-11-25"])
+    def test_text_in_a_file_stays_as_it_is_written(self, folder: Path, tmp_path: Path, written: str) -> None:
+        text = f"run: {{name: {written}}}\ntask: {{labels: [{written}, b]}}\nslurm: {{time: 24:00:00}}\n"
+        (tmp_path / "my.yaml").write_text(text)
+        for config in (self.load(folder, text), load_config([*DRY_RUN, "--config", str(tmp_path / "my.yaml")])):
+            assert (config.run.name, config.task.labels) == (written, [written, "b"])
+            assert config.slurm.time == "24:00:00"
+
+    def test_whole_numbers_in_a_file_may_have_underscores(self, folder: Path) -> None:
+        config = self.load(folder, "training: {max_length: 1_024, seed: 007}\n")
+        assert (config.training.max_length, config.training.seed) == (1024, 7)
+        with pytest.raises(ConfigError, match="max_length=0x10 must be a whole number"):
+            self.load(folder, "training: {max_length: 0x10}\n")
+
     def test_its_options_are_checked_and_listed_too(self, folder: Path) -> None:
         assert "it has a." in refusal(*DRY_RUN, "--config-dir", str(folder), "team=b")
         assert "is not a folder" in refusal(*DRY_RUN, "--config-dir", str(folder / "no"))

@@ -22,12 +22,14 @@ _FLOAT = re.compile(
     r"^[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+|\.[0-9_]+(?:[eE][-+]?[0-9]+)?"
     r"|\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
 )
-_INT = re.compile(r"^[-+]?(?:0|[1-9][0-9_]*|0b[01_]+|0o?[0-7_]+|0x[0-9a-fA-F_]+)$")
+# Only what is printed as it was written: a text setting such as run.name keeps `010`, `0x10` and `1_000` as they are,
+# which YAML would read as 8, 16 and 1000. A setting that wants a whole number makes 1000 of `1_000` itself.
+_INT = re.compile(r"^-?(?:0|[1-9][0-9]*)$")
 _OTHERS = ("tag:yaml.org,2002:float", "tag:yaml.org,2002:int", "tag:yaml.org,2002:timestamp")
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # yaml has no types
-    """YAML as people write settings: 1e-4 is a number, 24:00:00 and 2024-01-01 are texts, and a key stands once."""
+    """YAML as people write settings: 1e-4 is a number, 24:00:00, 2024-01-01 and 010 are texts, a key stands once."""
 
     yaml_implicit_resolvers: ClassVar[dict[str, list[Any]]] = {
         first: [(tag, pattern) for tag, pattern in resolvers if tag not in _OTHERS]
@@ -54,7 +56,7 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # yaml has no types
 
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
-_Loader.add_implicit_resolver("tag:yaml.org,2002:int", _INT, list("-+0123456789"))
+_Loader.add_implicit_resolver("tag:yaml.org,2002:int", _INT, list("-0123456789"))
 
 
 def read_yaml(file: Path, *, allows_aliases: bool = True) -> Any:

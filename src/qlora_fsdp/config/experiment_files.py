@@ -23,8 +23,8 @@ SWEEPER = ("params", "n_trials", "n_jobs", "direction", "study_name", "max_batch
 _HYDRAS_PACKAGE = re.compile(r"@package\s+(?:_global_\.)?hydra\b|@(?:_global_\.)?hydra\b")
 
 
-def check_experiment(file: Path) -> None:
-    """Checks a file before Hydra reads it.
+def read_experiment(file: Path) -> Any:
+    """Reads a file for Hydra, once it is checked. Values are read as those of `--config` are.
 
     Raises:
         ConfigError: it can't be read, stands for more than a file of settings has, or tells Hydra what to run.
@@ -47,6 +47,7 @@ def check_experiment(file: Path) -> None:
         reason = "puts values among Hydra's own settings, which say what is run."
         problems.append(Problem(str(file), reason, "Remove @package hydra and @hydra from it."))
     refuse(problems)
+    return values
 
 
 def _find_instructions(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:

@@ -155,7 +155,7 @@ def changed_by_reading(key: str, value: Any, written: Any) -> Problem | None:
     """Returns the problem with a value of which OmegaConf would make another one; None: there is none.
 
     It would make true of 7, and of YAML's `1.10` and `yes` the texts 1.1 and True. A whole number stays its digits,
-    because labels are often numbers. (What YAML itself reads in another way, as it does `010`, can't be told any more.)
+    because labels are often numbers.
 
     Args:
         key: the setting.

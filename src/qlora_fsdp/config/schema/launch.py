@@ -48,7 +48,7 @@ class SlurmConfig:
     partition: str | None = None
     # Account to charge.
     account: str | None = None
-    # Time limit of a job, e.g. 24:00:00 or 2-00:00:00 (in YAML with quotes). A run that needs longer is queued again.
+    # Time limit of a job, e.g. 24:00:00 or 2-00:00:00. A run that needs longer is queued again.
     time: str | None = None
     # Nodes per job. Each starts launch.num_processes processes.
     nodes: int = field(default=1, metadata=bounds(at_least=1))
