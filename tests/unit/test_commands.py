@@ -108,3 +108,13 @@ def test_beside_a_mistake_only_what_the_command_uses_is_told(adapter: Path, capf
     assert generate([f"adapter={adapter}", "prompt=x", typed]) == 2
     told = capfd.readouterr().err
     assert typed in told and "data.path" not in told
+
+
+def test_a_bad_value_that_an_adapter_has_is_told_with_its_file(adapter: Path, capfd) -> None:
+    file = adapter / SETTINGS_FILE
+    saved = file.read_text().replace("embeddings: int8", "embeddings: int7")
+    file.write_text(saved + "data: {system_prompt: [a, b]}\n")
+    assert generate([f"adapter={adapter}", "prompt=x", "quant.embeddings=int6"]) == 2
+    told = capfd.readouterr().err
+    assert f"{file}: data.system_prompt=[a,b] must be text" in told
+    assert " quant.embeddings=int6 must be" in told and f"{file}: quant" not in told

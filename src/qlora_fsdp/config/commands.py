@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from types import UnionType
@@ -31,13 +31,14 @@ from qlora_fsdp.config.foreign_settings import (
     BASE_FINGERPRINT,
     REMOTE_CODE,
     TRAINED_ON,
+    quote_setting,
     read_base_model,
     read_foreign_settings,
     remote_code_problem,
 )
 from qlora_fsdp.config.overrides import chosen_groups
 from qlora_fsdp.config.schema import Config, DataFormat, TaskName
-from qlora_fsdp.config.settings import value_of
+from qlora_fsdp.config.settings import show, value_of
 from qlora_fsdp.config.written import is_hidden
 
 # Training on random or streamed data needs an end, which these commands do not.
@@ -105,19 +106,30 @@ def load_command(
             problems.append(Problem("experiment", reason, "Type the settings that are to be others."))
     refuse(problems)
     beneath, wants_code = [WITHOUT_TRAINING, *([] if uses_default_data else [WITHOUT_DATA])], False
+    saved, file = Sections(), Path(settings.adapter or "").expanduser() / SETTINGS_FILE
     if settings.adapter is not None:
-        adapter = Path(settings.adapter).expanduser()
-        if (adapter / SETTINGS_FILE).is_file():
-            saved, wants_code = read_foreign_settings(adapter / SETTINGS_FILE)
+        if file.is_file():
+            saved, wants_code = read_foreign_settings(file)
             beneath.append(saved)
         elif "model" not in typed:
-            beneath.append({"model": {"path": read_base_model(adapter)}})
-    config = load_config(rest, partial(check_settings, needs=needs), beneath=beneath)
+            beneath.append({"model": {"path": read_base_model(file.parent)}})
+    try:
+        config = load_config(rest, partial(check_settings, needs=needs), beneath=beneath)
+    except ConfigError as error:
+        raise ConfigError([_with_file(problem, file, saved) for problem in error.problems]) from None
     wants_code = wants_code and not typed & {"model", REMOTE_CODE}
     if wants_code and not config.model.trust_remote_code:
-        file = Path(str(settings.adapter)).expanduser() / SETTINGS_FILE
         raise ConfigError([remote_code_problem(file, config.model.path or config.model.name)])
     return settings, config
+
+
+def _with_file(problem: Problem, file: Path, saved: Sections) -> Problem:
+    """The problem, with the adapter's file before a value that this gives: the user has typed no such setting."""
+    section, _, name = problem.setting.partition(".")
+    value = saved.get(section, {}).get(name)
+    if name not in saved.get(section, {}) or problem.what != show(problem.setting, value):
+        return problem
+    return replace(problem, what=quote_setting(file, problem.setting, value))
 
 
 def saved_settings(
