@@ -16,6 +16,8 @@ from itertools import groupby, pairwise
 from math import inf
 from typing import Any
 
+from typing_extensions import assert_never
+
 from qlora_fsdp.config.batch_size import AUTO
 from qlora_fsdp.config.check_training import slices, why_no_tiles
 from qlora_fsdp.config.schema import Activations, Config, ShardingStrategy
@@ -34,13 +36,10 @@ MARGIN = 0.05  # share of the free memory that is not planned with
 SPARE = 0.10  # share of the target that whole copies must leave free: a split base would need less
 TILE_TOKENS = 2**13  # tokens of a tile that auto chooses: enough for products at the GPU's full rate
 ROOM = 0.02  # share of the target that is left free if there is a choice, because plans are not exact
-# From the fastest to the smallest, as auto takes them. Policy.attention is not one of them yet: where rows are short,
-# keeping all of some layers gains more than keeping attention of many.
-LADDER = (Policy.none, Policy.selective, Policy.full, Policy.offload)
+LADDER = (Policy.none, Policy.selective, Policy.full, Policy.offload)  # from the fastest to the smallest
 _DESCRIPTIONS = {
     Policy.none: "kept",
     Policy.selective: "kept but for the norms' outputs",
-    Policy.attention: "recomputed but for attention",
     Policy.full: "recomputed",
     Policy.offload: "recomputed, their inputs offloaded",
 }
@@ -212,8 +211,10 @@ def fixed_policies(config: Config, num_layers: int) -> tuple[Policy, ...] | None
             return None
         case Activations.every_k:
             return tuple(Policy.none if index % memory.every_k else Policy.full for index in range(num_layers))
-        case other:
-            return (Policy(other.value),) * num_layers
+        case Activations.none | Activations.selective | Activations.full | Activations.offload:
+            return (Policy(memory.activations.value),) * num_layers
+        case _:
+            assert_never(memory.activations)
 
 
 def next_smaller(policies: Sequence[Policy]) -> tuple[Policy, ...] | None:
