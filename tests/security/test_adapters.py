@@ -291,10 +291,14 @@ def test_a_tokenizer_at_which_the_library_panics(adapter: Adapter) -> None:
 
 
 def test_a_number_of_thousands_of_digits(adapter: Adapter) -> None:
-    (adapter.folder / "qlora_fsdp.yaml").write_text(f"model: {{name: 0x{'f' * 9000}}}")
+    (adapter.folder / "qlora_fsdp.yaml").write_text(f"model: {{name: {'9' * 9000}}}")
     assert "an integer has more than 64 bits" in adapter.refusal()
-    (adapter.folder / "qlora_fsdp.yaml").write_text(f"? 0x{'f' * 9000}\n: {{name: 1}}")
+    (adapter.folder / "qlora_fsdp.yaml").write_text(f"model: {{name: 0x{'f' * 9000}}}")  # a text, of nothing that is
+    assert "model.path=null names no model" in adapter.refusal()
+    (adapter.folder / "qlora_fsdp.yaml").write_text(f"? {'9' * 9000}\n: {{name: 1}}")
     assert "an integer has more than 64 bits" in adapter.refusal()
+    (adapter.folder / "qlora_fsdp.yaml").write_text("model: {name: !!int x}")
+    assert "!!int stands before another value" in adapter.refusal()
 
 
 @pytest.mark.parametrize(

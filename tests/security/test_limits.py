@@ -72,7 +72,7 @@ def test_a_chat_template(
 def test_memory_is_as_before_once_a_limit_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MEASURE_SECONDS", 0.0)
     with pytest.raises(MemoryError), limited_memory(2**26):
-        bytearray(2**28)
+        bytearray(2**32)  # far more than other threads and the garbage collector may give back meanwhile
     assert len(bytearray(2**28)) == 2**28
 
 

@@ -37,11 +37,14 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # yaml has no types
     }
 
     def construct_yaml_int(self, node: Any) -> int:
-        value: int = super().construct_yaml_int(node)
+        # Python reads no more than 4,300 digits. And with `!!int` before it, it may be any text.
+        mark = node.start_mark
+        try:
+            value = int(node.value) if len(node.value) <= MAX_BITS else 2**MAX_BITS
+        except ValueError:
+            raise yaml.MarkedYAMLError(problem="!!int stands before another value", problem_mark=mark) from None
         if value.bit_length() > MAX_BITS:
-            raise yaml.MarkedYAMLError(
-                problem=f"an integer has more than {MAX_BITS} bits", problem_mark=node.start_mark
-            )
+            raise yaml.MarkedYAMLError(problem=f"an integer has more than {MAX_BITS} bits", problem_mark=mark)
         return value
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
