@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 
@@ -14,6 +14,7 @@ from qlora_fsdp.data.tokenize import RowTokenizer
 from qlora_fsdp.model import materialize
 from qlora_fsdp.model.causal_lm import CausalLM
 from qlora_fsdp.training import checkpoint_thread, run, train_adapter
+from qlora_fsdp.training.saver import Saver
 
 # An object, and the name of its function
 STAGES: dict[str, tuple[Any, str]] = {
@@ -55,3 +56,18 @@ def wait_until_signalled(signalled: Path) -> None:
     deadline = time.monotonic() + 60
     while not signalled.exists() and time.monotonic() < deadline:
         time.sleep(0.05)
+
+
+def let_rank_1_tell_first() -> None:
+    """Have rank 0 end after the checkpoint of a signal only once its watch, to which rank 1 has told, interrupts it."""
+    stop = Saver.stop
+
+    def stopping(self: Saver, step: int) -> NoReturn:
+        try:
+            stop(self, step)
+        finally:
+            deadline = time.monotonic() + 60
+            while os.environ["RANK"] == "0" and time.monotonic() < deadline:
+                time.sleep(0.05)
+
+    Saver.stop = stopping  # type: ignore[method-assign]

@@ -239,7 +239,7 @@ class Watch:
                 self._is_rank_0_lost = is_silent and self._rank_0_holds_store and self.rank > 0
                 is_gone = bool(self.neighbours.gone()) and not self._is_finishing
                 if self._is_told or self._is_rank_0_lost or is_gone:
-                    number = signal.SIGTERM
+                    number = self.signals.asked or signal.SIGTERM  # all ranks tell of a signal that they all got
                     self.signals.interrupt(number)
         self._end(number)
 
