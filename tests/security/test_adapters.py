@@ -297,6 +297,9 @@ def test_a_number_of_thousands_of_digits(adapter: Adapter) -> None:
     assert "model.path=null names no model" in adapter.refusal()
     (adapter.folder / "qlora_fsdp.yaml").write_text(f"? {'9' * 9000}\n: {{name: 1}}")
     assert "an integer has more than 64 bits" in adapter.refusal()
+    (adapter.folder / "qlora_fsdp.yaml").write_text(f"? 0x{'f' * 9000}\n: {{name: 1}}")
+    refusal = adapter.refusal()
+    assert len(refusal) < 1000 and "it may only describe the model" in refusal
     (adapter.folder / "qlora_fsdp.yaml").write_text("model: {name: !!int x}")
     assert "!!int stands before another value" in adapter.refusal()
 
