@@ -124,12 +124,16 @@ def load_command(
 
 
 def _with_file(problem: Problem, file: Path, saved: Sections) -> Problem:
-    """The problem, with the adapter's file before a value that this gives: the user has typed no such setting."""
+    """Names the adapter's file before a value that stands in it. The problem shows the value that it is about.
+
+    So where the user has typed another value, the problem shows that one, and stays as it is.
+    """
     section, _, name = problem.setting.partition(".")
-    value = saved.get(section, {}).get(name)
-    if name not in saved.get(section, {}) or problem.what != show(problem.setting, value):
+    if name not in saved.get(section, {}):
         return problem
-    return replace(problem, what=quote_setting(file, problem.setting, value))
+    value = saved[section][name]
+    is_stored = problem.what == show(problem.setting, value)
+    return replace(problem, what=quote_setting(file, problem.setting, value)) if is_stored else problem
 
 
 def saved_settings(
