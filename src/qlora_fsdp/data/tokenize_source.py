@@ -112,7 +112,7 @@ def load_source(
         )
     if config.task.name is TaskName.causal_lm:
         check_targets(rows, source.path)
-    wrapped = wrap_answers(rows, rows.labels, config, source.path)
+    wrapped = wrap_answers(rows, rows.labels, config)
     num_used = len(wrapped.num_targets)
     return wrapped, replace(report, path=source.path, skipped=source.skipped, num_used_rows=num_used)
 
