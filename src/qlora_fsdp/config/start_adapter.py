@@ -40,6 +40,7 @@ class StartAdapter:
         fingerprint: fingerprint of the base's weights, if this project has trained the adapter; None if it is unknown.
         model: the settings of the base, for a run that names no model itself.
         quant: the settings of the base's quantization in training, by name; empty if they are unknown.
+        rope: `rope_scaling`, if positions were scaled. It belongs to the adapter, under whatever name the base is given.
     """
 
     folder: Path
@@ -48,6 +49,7 @@ class StartAdapter:
     fingerprint: str | None
     model: dict[str, Any]
     quant: dict[str, Any]
+    rope: dict[str, Any]
 
     def defaults(self, config: Config) -> Sections:
         """The values that replace the schema's defaults, given the settings without the adapter."""
@@ -56,7 +58,7 @@ class StartAdapter:
             model.name != ModelConfig.name or model.path is not None or model.weights is not Weights.checkpoint
         )
         lora = {name: getattr(self.lora, name) for name in (*ADAPTERS_OWN, "lora_dropout")}
-        return {"lora": lora} | ({} if names_model else {"model": self.model})
+        return {"lora": lora, "model": {**({} if names_model else self.model), **self.rope}}
 
 
 def typed_folder(config: Config) -> Path:
@@ -86,8 +88,9 @@ def read_start(folder: Path) -> StartAdapter:
     model = {name: value for name, value in saved.get("model", {}).items() if name in OF_A_MODEL}
     if (folder / "tokenizer_config.json").is_file():  # its own tokenizer is nearer than the one that was named
         model.pop("tokenizer_path", None)
+    rope = {name: value for name, value in saved.get("model", {}).items() if name == "rope_scaling" and value}
     return StartAdapter(
-        folder, read_lora(folder, SETTING), base, fingerprint, model or {"path": base}, saved.get("quant", {})
+        folder, read_lora(folder, SETTING), base, fingerprint, model or {"path": base}, saved.get("quant", {}), rope
     )
 
 
