@@ -229,7 +229,8 @@ def test_pairs_become_judged_answers(tmp_path: Path) -> None:
 
 def mismatched_texts(data: Sequences) -> list[str]:
     rows: Any = data.rows
-    return [TOKENIZER.decode(rows.read_mismatched(row)[0], skip_special_tokens=True) for row in range(len(rows.lengths))]
+    found = [rows.read_mismatched(row)[0] for row in range(len(rows.lengths))]
+    return [TOKENIZER.decode(tokens, skip_special_tokens=True) for tokens in found]
 
 
 def test_another_answer_is_never_one_of_the_same_prompt(tmp_path: Path) -> None:
@@ -274,7 +275,7 @@ def test_one_data_set_of_a_mix_and_held_out_rows_may_have_labels_of_one_kind(tmp
     assert data.train.rows.is_good.tolist() == [True] * 3 + [False] * 3  # type: ignore[attr-defined]
     assert data.eval is not None and data.eval.rows.is_good.all()  # type: ignore[attr-defined]
     config.data.mix = {good: 1}
-    with pytest.raises(DataError, match="good.jsonl: every label is true"):
+    with pytest.raises(DataError, match=r"good\.jsonl: every label is true"):
         prepare_data(config, TOKENIZER, one_process(), 259)
 
 

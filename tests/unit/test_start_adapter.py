@@ -100,6 +100,17 @@ def test_positions_stay_scaled(adapter: Path) -> None:
     assert longer.rope_scaling == scaled | {"factor": 8.0}
 
 
+def test_the_labels_of_a_head_keep_their_order(adapter: Path) -> None:
+    notes = {"task": {"name": "sequence_classification", "labels": ["good", "bad"]}}
+    (adapter / "qlora_fsdp.yaml").write_text(yaml.safe_dump(notes))
+    task = "task=sequence_classification"
+    message = refusal(adapter, task, "task.labels=[bad,good]")
+    assert f"task.labels=[bad,good] has the labels of lora.start={adapter} in another order" in message
+    assert "in that of task.labels=[good,bad]" in message
+    for labels in ("good,bad", "ham,spam"):
+        assert load(adapter, task, f"task.labels=[{labels}]").task.labels == labels.split(",")
+
+
 @pytest.mark.parametrize("name", ["org/Base", "/models/base", "other/base", "/cache/models--org--Base/snapshots/0a1b"])
 def test_the_base_may_be_elsewhere(adapter: Path, name: str) -> None:
     assert load(adapter, f"model.path={name}").model.path == name
