@@ -120,7 +120,7 @@ class JudgedRows:
         numbers, prompts = np.arange(len(self.is_good)), self.parts.prompt_lengths
         begins = numbers == 0
         begins[1:] = prompts[1:] != prompts[:-1]
-        for row in np.flatnonzero(~begins):
+        for row in np.flatnonzero(~begins).tolist():
             begins[row] = not np.array_equal(self._prompt(row), self._prompt(row - 1))
         starts = np.flatnonzero(begins)
         if len(starts) == 1:
