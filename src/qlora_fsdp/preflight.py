@@ -29,6 +29,7 @@ from qlora_fsdp.config.check_model import is_local_path
 from qlora_fsdp.config.check_settings import TRAINING, Needs, check_settings, check_world
 from qlora_fsdp.config.compose import load_config
 from qlora_fsdp.config.data_paths import all_paths, match
+from qlora_fsdp.config.data_sets import settings_for
 from qlora_fsdp.config.model_config import describes_itself, read_config_json
 from qlora_fsdp.config.schema import Config, ModelConfig
 from qlora_fsdp.config.settings import problem_about
@@ -268,7 +269,11 @@ def count_tokens(config: Config, work: Workload) -> tuple[float, str]:
         paths = [path for name in names for path in match(name)]
         files = [file for path in paths for file in ([path] if path.is_file() else path.rglob("*")) if file.is_file()]
         num_bytes = sum(file.stat().st_size for file in files)
-        of_parts = {"data.max_rows": config.data.max_rows is not None, "data.split": "[" in config.data.split}
+        sets = [settings_for(name, config.data) for name in config.data.mix] or [config.data]
+        of_parts = {
+            "data.max_rows": any(own.max_rows is not None for own in sets),
+            "data.split": any("[" in own.split for own in sets),
+        }
         fewer = " and ".join(key for key, is_set in of_parts.items() if is_set)
         source = f"{num_bytes / 1e6:,.1f} MB of data, 4 bytes a token{f'; less by {fewer}' if fewer else ''}"
         return training.num_epochs * num_bytes / BYTES_A_TOKEN, source

@@ -180,6 +180,8 @@ def test_where_the_number_of_tokens_comes_from(tmp_path: Path):
     assert count(data) == (4e6, "8.0 MB of data, 4 bytes a token")
     fewer = "8.0 MB of data, 4 bytes a token; less by data.max_rows and data.split"
     assert count(data, "data.max_rows=9", "data.split='train[:50%]'") == (4e6, fewer)
+    part = f"data.mix={{{tmp_path}/rows.jsonl: {{max_rows: 9, split: 'train[:50%]'}}}}"
+    assert count(part) == (4e6, fewer)
     mix = [f"data.mix={{{tmp_path}/rows.jsonl: 1}}", "data.mix_until=tokens", "data.mix_tokens=3000"]
     assert count(*mix) == (6000, "data.mix_tokens=3000")
 

@@ -118,3 +118,10 @@ def test_a_bad_value_that_an_adapter_has_is_told_with_its_file(adapter: Path, ca
     told = capfd.readouterr().err
     assert f"{file}: data.system_prompt=[a,b] must be text" in told
     assert " quant.embeddings=int6 must be" in told and f"{file}: quant" not in told
+
+
+def test_labels_that_are_typed_keep_the_order_of_the_head(adapter: Path) -> None:
+    (adapter / SETTINGS_FILE).write_text("task: {name: sequence_classification, labels: [good, bad]}\n")
+    with pytest.raises(ConfigError, match=r"task.labels=\[bad,good\] has the labels of adapter=.* in another order"):
+        load(adapter, "model=tiny", "task.labels=[bad,good]")
+    assert load(adapter, "model=tiny", "task.labels=[ham,spam]").task.labels == ["ham", "spam"]

@@ -235,6 +235,11 @@ class TestOwnFolder:
             self.load(folder, text)
         assert expected in str(caught.value)
 
+    @pytest.mark.parametrize("text", ["5", "false", "[a]", "text"])
+    def test_a_file_without_settings_is_refused(self, folder: Path, text: str) -> None:
+        with pytest.raises(ConfigError, match=r"mine\.yaml can't be read: it holds no lines such as"):
+            self.load(folder, text)
+
     @pytest.mark.parametrize("written", ["010", "0x10", "0o17", "1_000", "12:30:45", "+7", "2026-11-25"])
     def test_text_in_a_file_stays_as_it_is_written(self, folder: Path, tmp_path: Path, written: str) -> None:
         text = f"run: {{name: {written}}}\ntask: {{labels: [{written}, b]}}\nslurm: {{time: 24:00:00}}\n"

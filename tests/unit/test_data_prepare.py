@@ -803,3 +803,17 @@ def test_what_leaves_no_rows_is_told_in_one_message(tmp_path, run):
     datasets.DatasetDict({"train": datasets.Dataset.from_list([{"text": "a"}])}).save_to_disk(saved)
     with pytest.raises(DataError, match=r"data\.mix=.*saved has no split test: it has train"):
         run(None, mix={str(saved): {"split": "test[:5]"}})
+
+
+def test_a_system_prompt_that_the_template_refuses_is_named(tmp_path, run):
+    template = tmp_path / "own.jinja"
+    template.write_text(
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system here') }}{% endif %}"
+        "{{ m.content }}{% endfor %}"
+    )
+    turns = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "x"}]
+    path = write_lines(tmp_path / "rows.jsonl", {"messages": turns})
+    with pytest.raises(
+        DataError, match=r"no system here(.|\n)*data\.chat_template; or leave data\.system_prompt out\."
+    ):
+        run(path, chat_template=str(template), system_prompt="Be kind.")

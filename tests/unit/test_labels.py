@@ -107,6 +107,7 @@ def test_rows_that_can_not_be_used_are_named(tmp_path: Path):
         ),  # no index where names are numbers
         (SINGLE, ["0.5", "1.5", "2.5"], 2, "2 is neither one of task.labels (0.5, 1.5, 2.5) nor"),
         (SINGLE, ["no", "yes"], 0.5, "0.5 is neither"),
+        (SINGLE, ["no", "yes"], "1" * 5000, f"'{'1' * 79}... is neither"),  # more digits than Python reads as a number
         (MULTI, ["a", "b", "c"], ["a", 1, 1], "which names a label twice"),
         (MULTI, ["a", "b", "c"], [1, 0, 1, 1], "which names a label twice"),
         (MULTI, ["a", "b", "c"], [True, False], "True is neither"),

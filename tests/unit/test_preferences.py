@@ -227,11 +227,56 @@ def test_pairs_become_judged_answers(tmp_path: Path) -> None:
     assert data.rows.is_good.tolist() == [True, False, True, False]  # type: ignore[attr-defined]
 
 
+def mismatched_texts(data: Sequences) -> list[str]:
+    rows: Any = data.rows
+    found = [rows.read_mismatched(row)[0] for row in range(len(rows.lengths))]
+    return [TOKENIZER.decode(tokens, skip_special_tokens=True) for tokens in found]
+
+
+def test_another_answer_is_never_one_of_the_same_prompt(tmp_path: Path) -> None:
+    """The two answers of a pair follow one another; the second one's prompt once got the first one's answer."""
+    data = prepare(tmp_path, [text_row(name, f"+{name}", f"-{name}") for name in ("p", "q")], loss="kto").train
+    assert mismatched_texts(data) == ["p+q", "p-q", "q+p", "q-p"]
+    sizes_of = {"p": 3, "q": 1, "rr": 2}  # three answers to one prompt, one to the next, ...
+    rows = [
+        {"prompt": prompt, "completion": f"{prompt}{n}" + "." * n, "label": n == 0}
+        for prompt, size in sizes_of.items()
+        for n in range(size)
+    ]
+    data = prepare(tmp_path, rows, loss="kto").train
+    assert mismatched_texts(data) == ["prr0", "prr1.", "prr0", "qp0", "rrq0", "rrq0"]
+    own = [len(prompt) + len(prompt) + 1 + n for prompt, size in sizes_of.items() for n in range(size)]
+    longest = [2 + max(length, len(text)) for length, text in zip(own, mismatched_texts(data), strict=True)]
+    assert data.rows.lengths.tolist() == longest
+    alone = [{"prompt": "p", "completion": f"c{n}", "label": n == 0} for n in range(3)]
+    assert mismatched_texts(prepare(tmp_path, alone, loss="kto").train) == ["pc2", "pc0", "pc1"]
+
+
 @pytest.mark.parametrize("label", [True, False])
 def test_labels_of_one_kind_teach_nothing(tmp_path: Path, label: bool) -> None:
     rows = [{"prompt": "p", "completion": f"c{n}", "label": label} for n in range(3)]
     with pytest.raises(DataError, match=f"every label is {str(label).lower()}"):
         prepare(tmp_path, rows, loss="kto")
+
+
+def test_one_data_set_of_a_mix_and_held_out_rows_may_have_labels_of_one_kind(tmp_path: Path) -> None:
+    for name, label in (("good", True), ("bad", False)):
+        rows = [{"prompt": f"p{n}", "completion": f"{name}{n}", "label": label} for n in range(3)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    good, bad = (str(tmp_path / f"{name}.jsonl") for name in ("good", "bad"))
+    more = {"path": None, "mix": {good: 2, bad: 1}, "eval_path": good}
+    config = Config(
+        task=TaskConfig(TaskName.preference),
+        preference=PreferenceConfig(PreferenceLoss.kto),
+        data=DataConfig(cache_folder=str(tmp_path / "cache"), **more),
+        training=TrainingConfig(max_length=32, packing=True),
+    )
+    data = prepare_data(config, TOKENIZER, one_process(), 259)
+    assert data.train.rows.is_good.tolist() == [True] * 3 + [False] * 3  # type: ignore[attr-defined]
+    assert data.eval is not None and data.eval.rows.is_good.all()  # type: ignore[attr-defined]
+    config.data.mix = {good: 1}
+    with pytest.raises(DataError, match=r"good\.jsonl: every label is true"):
+        prepare_data(config, TOKENIZER, one_process(), 259)
 
 
 @pytest.mark.parametrize(("value", "is_good"), [(1, True), ("false", False), ("True", True), (0.0, False)])

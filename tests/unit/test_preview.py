@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerFast
 
 from qlora_fsdp import preview
 from qlora_fsdp.common.errors import DataError
-from qlora_fsdp.config.schema import Config, DataConfig, DataFormat
-from qlora_fsdp.data.chat_markers import check_markers, instruct_name
+from qlora_fsdp.config.schema import Config, DataConfig, DataFormat, TaskConfig, TaskName
+from qlora_fsdp.data.chat_markers import check_end_token, check_markers, instruct_name
 from qlora_fsdp.data.tokenizer import byte_tokenizer
 
 ROWS = [
@@ -160,3 +160,13 @@ def test_a_tokenizer_that_can_not_write_a_marker(tmp_path: Path):
     with pytest.raises(DataError, match=r"markers that this tokenizer can't write: <\|im_start\|>, <\|im_end\|>"):
         check_markers(words, config)
     assert not check_markers(words, Config(data=DataConfig(chat_template="chatml", format=DataFormat.text)))
+
+
+def test_a_tokenizer_without_an_end_token_is_told() -> None:
+    tokenizer = byte_tokenizer()
+    assert check_end_token(tokenizer, Config()) == []
+    tokenizer.eos_token = None
+    [note] = check_end_token(tokenizer, Config())
+    assert "has no end token" in note and "eos_token" in note
+    assert check_end_token(tokenizer, Config(data=DataConfig(format=DataFormat.messages))) == []
+    assert check_end_token(tokenizer, Config(task=TaskConfig(TaskName.sequence_classification))) == []

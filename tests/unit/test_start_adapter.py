@@ -89,6 +89,28 @@ def test_all_contradictions_are_told_at_once(adapter: Path, tmp_path: Path) -> N
         load_config(["--config", str(tmp_path / "my.yaml"), f"lora.start={adapter}"])
 
 
+def test_positions_stay_scaled(adapter: Path) -> None:
+    """An adapter that learned scaled positions once went on with the base's own, and nothing said so."""
+    scaled = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 16.0}
+    notes = {"model": {"path": "org/Base", "rope_scaling": scaled}}
+    (adapter / "qlora_fsdp.yaml").write_text(yaml.safe_dump(notes))
+    assert load(adapter).model.rope_scaling == scaled
+    assert load(adapter, "model.path=/models/base").model.rope_scaling == scaled
+    longer = load(adapter, "model.rope_scaling={factor: 8.0}").model
+    assert longer.rope_scaling == scaled | {"factor": 8.0}
+
+
+def test_the_labels_of_a_head_keep_their_order(adapter: Path) -> None:
+    notes = {"task": {"name": "sequence_classification", "labels": ["good", "bad"]}}
+    (adapter / "qlora_fsdp.yaml").write_text(yaml.safe_dump(notes))
+    task = "task=sequence_classification"
+    message = refusal(adapter, task, "task.labels=[bad,good]")
+    assert f"task.labels=[bad,good] has the labels of lora.start={adapter} in another order" in message
+    assert "in that of task.labels=[good,bad]" in message
+    for labels in ("good,bad", "ham,spam"):
+        assert load(adapter, task, f"task.labels=[{labels}]").task.labels == labels.split(",")
+
+
 @pytest.mark.parametrize("name", ["org/Base", "/models/base", "other/base", "/cache/models--org--Base/snapshots/0a1b"])
 def test_the_base_may_be_elsewhere(adapter: Path, name: str) -> None:
     assert load(adapter, f"model.path={name}").model.path == name

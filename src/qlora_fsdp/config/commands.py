@@ -39,6 +39,7 @@ from qlora_fsdp.config.foreign_settings import (
 from qlora_fsdp.config.overrides import chosen_groups
 from qlora_fsdp.config.schema import Config, DataFormat, TaskName
 from qlora_fsdp.config.settings import show, value_of
+from qlora_fsdp.config.start_adapter import order_problems
 from qlora_fsdp.config.written import is_hidden
 
 # Training on random or streamed data needs an end, which these commands do not.
@@ -117,6 +118,7 @@ def load_command(
         config = load_config(rest, partial(check_settings, needs=needs), beneath=beneath)
     except ConfigError as error:
         raise ConfigError([_with_file(problem, file, saved) for problem in error.problems]) from None
+    refuse(list(order_problems(config, saved.get("task", {}).get("labels"), show("adapter", settings.adapter))))
     wants_code = wants_code and not typed & {"model", REMOTE_CODE}
     if wants_code and not config.model.trust_remote_code:
         raise ConfigError([remote_code_problem(file, config.model.path or config.model.name)])

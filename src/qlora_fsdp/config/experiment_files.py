@@ -24,7 +24,7 @@ _HYDRAS_PACKAGE = re.compile(r"@package\s+(?:_global_\.)?hydra\b|@(?:_global_\.)
 
 
 def read_experiment(file: Path) -> Any:
-    """Reads a file for Hydra, once it is checked. Values are read as those of `--config` are.
+    """Reads a file for Hydra, once it is checked: a mapping, or None of an empty file. Values are read as `--config`'s.
 
     Raises:
         ConfigError: it can't be read, stands for more than a file of settings has, or tells Hydra what to run.
@@ -32,6 +32,8 @@ def read_experiment(file: Path) -> Any:
     try:
         text = read_text(file)
         values = parse_yaml(text)
+        if not isinstance(values, (dict, type(None))):
+            raise ValueError("it holds no lines such as `training.max_steps: 100`")
     except (OSError, ValueError) as error:
         raise ConfigError([Problem(str(file), f"can't be read: {shorten(str(error), 400)}.", "Correct it.")]) from None
     problems = [

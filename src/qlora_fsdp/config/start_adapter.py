@@ -40,6 +40,8 @@ class StartAdapter:
         fingerprint: fingerprint of the base's weights, if this project has trained the adapter; None if it is unknown.
         model: the settings of the base, for a run that names no model itself.
         quant: the settings of the base's quantization in training, by name; empty if they are unknown.
+        labels: the labels of its head, in the order of the outputs, unless there are none or they are unknown.
+        rope: `rope_scaling`, if positions were scaled. They are the adapter's, whatever the base is called.
     """
 
     folder: Path
@@ -48,6 +50,8 @@ class StartAdapter:
     fingerprint: str | None
     model: dict[str, Any]
     quant: dict[str, Any]
+    labels: Any
+    rope: dict[str, Any]
 
     def defaults(self, config: Config) -> Sections:
         """The values that replace the schema's defaults, given the settings without the adapter."""
@@ -56,7 +60,7 @@ class StartAdapter:
             model.name != ModelConfig.name or model.path is not None or model.weights is not Weights.checkpoint
         )
         lora = {name: getattr(self.lora, name) for name in (*ADAPTERS_OWN, "lora_dropout")}
-        return {"lora": lora} | ({} if names_model else {"model": self.model})
+        return {"lora": lora, "model": {**({} if names_model else self.model), **self.rope}}
 
 
 def typed_folder(config: Config) -> Path:
@@ -86,9 +90,10 @@ def read_start(folder: Path) -> StartAdapter:
     model = {name: value for name, value in saved.get("model", {}).items() if name in OF_A_MODEL}
     if (folder / "tokenizer_config.json").is_file():  # its own tokenizer is nearer than the one that was named
         model.pop("tokenizer_path", None)
-    return StartAdapter(
-        folder, read_lora(folder, SETTING), base, fingerprint, model or {"path": base}, saved.get("quant", {})
-    )
+    labels = saved.get("task", {}).get("labels")
+    rope = {name: value for name, value in saved.get("model", {}).items() if name == "rope_scaling" and value}
+    lora, quant = read_lora(folder, SETTING), saved.get("quant", {})
+    return StartAdapter(folder, lora, base, fingerprint, model or {"path": base}, quant, labels, rope)
 
 
 def find_contradictions(config: Config, start: StartAdapter) -> Iterator[Problem]:
@@ -106,12 +111,28 @@ def find_contradictions(config: Config, start: StartAdapter) -> Iterator[Problem
             if name == "init_lora_weights":
                 reason = f"has no effect: the adapter starts from {show(SETTING, config.lora.start)}."
             yield problem_about(key, value, reason, f"Leave {key} out, or start without {SETTING}.")
+    yield from order_problems(config, start.labels, show(SETTING, config.lora.start))
     name = config.model.path or config.model.name
     if start.fingerprint is None and start.base is not None and not _may_be_same(name, start.base):
         reason = f"is not the base of {show(SETTING, config.lora.start)}, which was trained on {start.base}."
         fix = f"Set model.path={start.base}, or leave the model out. If both are one model, write the one's name as "
         fix += "base_model_name_or_path into the adapter's adapter_config.json."
         yield problem_with(config, "model.path", reason, fix)
+
+
+def order_problems(config: Config, labels: Any, adapter: str) -> Iterator[Problem]:
+    """Yields the problem of labels that are an adapter's own in another order: its head would mean others by them.
+
+    Args:
+        config: the settings.
+        labels: the adapter's labels, as its folder has them.
+        adapter: what the user calls the adapter.
+    """
+    own = config.task.labels
+    if own is not None and isinstance(labels, list) and own != labels and sorted(own) == sorted(map(str, labels)):
+        reason = f"has the labels of {adapter} in another order, and the outputs of its head are in that of"
+        reason += f" {show('task.labels', labels)}."
+        yield problem_with(config, "task.labels", reason, "Write them in that order.")
 
 
 def settle_targets(config: Config, start: StartAdapter) -> None:

@@ -6,9 +6,10 @@ as one row. So pairs are held out, mixed, packed and batched as a whole, by code
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -90,7 +91,7 @@ class JudgedRows:
     """Answers that are good or not, one a row, and for each its prompt with another row's answer.
 
     The second says how far the model has moved on answers that belong to no prompt (KTO's reference point). The other
-    answer is that of the row before, whatever batch the row is in, so that a step does not depend on how it is split.
+    answer is `donors`', whatever batch the row is in, so that a step does not depend on how it is split.
 
     Attributes:
         parts: the rows of tokens.
@@ -109,10 +110,33 @@ class JudgedRows:
         return self.parts.key
 
     @cached_property
+    def donors(self) -> NDArray[np.int64]:
+        """For each row the one whose answer follows its prompt instead of its own, [num_rows].
+
+        Rows that follow one another with one prompt, such as the two answers of a pair, are a group, and take their
+        answers from the group before; the first one takes the last one's. So where no prompt follows itself it is the
+        row before. If all rows have one prompt it is too, as no answer belongs to another one.
+        """
+        numbers, prompts = np.arange(len(self.is_good)), self.parts.prompt_lengths
+        begins = numbers == 0
+        begins[1:] = prompts[1:] != prompts[:-1]
+        for row in np.flatnonzero(~begins).tolist():
+            begins[row] = not np.array_equal(self._prompt(row), self._prompt(row - 1))
+        starts = np.flatnonzero(begins)
+        if len(starts) == 1:
+            return np.roll(numbers, 1)
+        group, sizes = np.cumsum(begins) - 1, np.diff(starts, append=len(numbers))
+        return np.asarray(starts[group - 1] + (numbers - starts[group]) % sizes[group - 1])
+
+    def _prompt(self, row: int) -> NDArray[np.int32]:
+        [(tokens, _)] = self.parts.read(row)
+        return tokens[: self.parts.prompt_lengths[row]]
+
+    @cached_property
     def lengths(self) -> NDArray[np.int64]:
         """The room for either of the two, which are in sequences of their own."""
         prompts = self.parts.prompt_lengths
-        mismatched = prompts + np.roll(self.parts.lengths - prompts, 1)
+        mismatched = prompts + (self.parts.lengths - prompts)[self.donors]
         return np.maximum(self.parts.lengths, np.minimum(mismatched, self.max_length))
 
     @property
@@ -132,37 +156,46 @@ class JudgedRows:
         return self.parts.read(row)
 
     def read_mismatched(self, row: int) -> TokenRow:
-        """The prompt of a row with the answer of the row before it; for the first row, of the last."""
+        """The prompt of a row with the answer of another one (`donors`)."""
         [(tokens, is_target)] = self.parts.read(row)
-        before = (row or len(self.is_good)) - 1
-        [(others, other_targets)] = self.parts.read(before)
-        own, other = int(self.parts.prompt_lengths[row]), int(self.parts.prompt_lengths[before])
+        donor = int(self.donors[row])
+        [(others, other_targets)] = self.parts.read(donor)
+        own, other = int(self.parts.prompt_lengths[row]), int(self.parts.prompt_lengths[donor])
         joined = np.concatenate([tokens[:own], others[other:]])
         targets = np.concatenate([is_target[:own], other_targets[other:]])
         return joined[: self.max_length], targets[: self.max_length]
 
 
-def wrap_answers(rows: AnswerRows, labels: NDArray[Any], config: Config, path: str) -> Rows:
+def wrap_answers(rows: AnswerRows, labels: NDArray[Any], config: Config) -> Rows:
     """The rows of a data set as the task needs them: as they are, unless answers are compared.
 
     Args:
         rows: rows of tokens.
         labels: [num_rows, 1] of answers with labels, and margins of rewards.
         config: `task`, `preference` and `training.max_length` are used.
-        path: what the user calls the data.
-
-    Raises:
-        DataError: labels are all the same, so that nothing can be learned from them.
     """
     if not config.task.compares_answers:
         return rows
     if config.has_pairs:
         has_margins = config.task.name is TaskName.reward
         return PairedRows(rows, labels[::2, 0].astype(np.float32) if has_margins else None)
-    is_good = labels[:, 0] > 0
+    return JudgedRows(rows, labels[:, 0] > 0, config.training.max_length)
+
+
+def check_judged(rows: Rows, row_ids: NDArray[np.int64], names: Sequence[str]) -> None:
+    """Refuses answers to train on that are all good or all bad.
+
+    Args:
+        rows: the rows of all training data.
+        row_ids: those that are trained on. Held-out answers may be of one kind.
+        names: what the user calls the data sets.
+
+    Raises:
+        DataError: labels are all the same, so that nothing can be learned from them.
+    """
+    is_good = cast(Judged, rows).is_good[row_ids]
     if is_good.all() or not is_good.any():
         raise DataError(
-            f"{path}: every label is {'true' if is_good.all() else 'false'}. preference.loss=kto learns from good and "
-            "from bad answers. Add rows of the other kind; for good answers alone set task=causal_lm."
+            f"{', '.join(names)}: every label is {'true' if is_good.all() else 'false'}. preference.loss=kto learns "
+            "from good and from bad answers. Add rows of the other kind; for good answers alone set task=causal_lm."
         )
-    return JudgedRows(rows, is_good, config.training.max_length)

@@ -1,4 +1,4 @@
-"""Check whether a chat template's markers, such as <|im_start|>, are tokens, and say what to do if they are not."""
+"""Check whether what ends and divides rows is there: a chat template's markers as tokens, and an end token."""
 
 from __future__ import annotations
 
@@ -76,6 +76,18 @@ def check_markers(tokenizer: PreTrainedTokenizerBase, config: Config) -> list[st
         f"{what} has markers that are no tokens of this tokenizer, so that the model has to learn them from pieces:"
         f" {shown}. Set {add_tokens(split)}, which makes tokens of them and trains these;"
         f" {_instruct(config.model.path)}; or set data.chat_template={PLAIN_TEMPLATE}, which has none."
+    ]
+
+
+def check_end_token(tokenizer: PreTrainedTokenizerBase, config: Config) -> list[str]:
+    """Returns a note if rows that no template writes get no end token: the model then learns to go on for ever."""
+    if tokenizer.eos_token_id is not None or config.task.has_labels:
+        return []
+    if config.data.format in (DataFormat.messages, DataFormat.sharegpt, DataFormat.random):
+        return []
+    return [
+        "the tokenizer has no end token, so rows that are no chats end without one, and the model does not learn where"
+        " to stop. Set model.tokenizer_path to a copy whose tokenizer_config.json names it as eos_token."
     ]
 
 

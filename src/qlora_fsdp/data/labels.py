@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from typing_extensions import assert_never
 
 from qlora_fsdp.common.errors import DataError
+from qlora_fsdp.common.text import shorten
 from qlora_fsdp.config.schema import BadRows, ProblemType, TaskConfig, TaskName
 from qlora_fsdp.data.columns import rename, show_keys
 from qlora_fsdp.data.label_counts import num_outputs
@@ -26,6 +27,7 @@ from qlora_fsdp.data.tokenize import COLUMNS, Columns, add_row, first_text, show
 LABEL_KEYS = ("label", "labels")
 WORD_LABEL_KEYS = ("labels", "ner_tags", "tags")
 NO_LABEL = (None, -100)  # the labels of a word that has none
+MAX_DIGITS = 20  # of an index. Python reads no whole number of more than 4,300
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
@@ -265,11 +267,11 @@ def _index(value: Any, names: list[str]) -> int:
         if _is_index(whole) and int(whole) < len(names) and not _are_numbers(names):
             return int(whole)
     shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
-    raise BadRow(WRONG_LABEL, f"{value!r} is neither one of task.labels ({shown}) nor an index of them")
+    raise BadRow(WRONG_LABEL, f"{shorten(repr(value))} is neither one of task.labels ({shown}) nor an index of them")
 
 
 def _is_index(text: str) -> bool:
-    return text.isascii() and text.isdigit()
+    return text.isascii() and text.isdigit() and len(text) < MAX_DIGITS
 
 
 def _are_numbers(names: list[str]) -> bool:

@@ -20,8 +20,8 @@ from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.config.data_sets import mixed_sets, settings_for, settings_for_evaluation
 from qlora_fsdp.config.schema import Config, DataConfig, DataFormat, MixBy, MixUntil
 from qlora_fsdp.config.settings import show
-from qlora_fsdp.data.answers import wrap_answers
-from qlora_fsdp.data.chat_markers import check_markers
+from qlora_fsdp.data.answers import check_judged, wrap_answers
+from qlora_fsdp.data.chat_markers import check_end_token, check_markers
 from qlora_fsdp.data.clean import clean_rows, compare_with_held_out
 from qlora_fsdp.data.counts import DataReport, MixPart, ReadReport
 from qlora_fsdp.data.label_counts import count_labels
@@ -83,7 +83,7 @@ def prepare_data(
     Raises:
         DataError: the data can't be used; raised on every rank.
     """
-    notes = check_markers(tokenizer, config)
+    notes = [*check_markers(tokenizer, config), *check_end_token(tokenizer, config)]
     if config.data.format is not DataFormat.random:
         _tokenize_sources(_sources(config), tokenizer, processes)
     prepared = _open_first(lambda: _open(config, tokenizer, vocab_size, for_training), processes)
@@ -202,6 +202,9 @@ def _open(
             train_ids, leaked = compare_with_held_out(train_ids, cleaned.hashes, hashes[eval_ids], names, data)
             cleanings += leaked
 
+    if for_training and train_rows.num_answers == 1:
+        check_judged(train_rows, np.concatenate(train_ids), names)
+
     # Mix data sets, and make sequences.
     mix: tuple[MixPart, ...] = ()
     if data.mix:
@@ -229,7 +232,7 @@ def _random_rows(config: Config, vocab_size: int) -> Rows:
     """Random tokens; pairs of them, or labels in turn, where answers are compared."""
     num_rows = (config.data.max_rows or NUM_RANDOM_ROWS) * (2 if config.has_pairs else 1)
     rows = RandomRows(num_rows, config.training.max_length, vocab_size, config.training.seed)
-    return wrap_answers(rows, np.arange(num_rows)[:, None] % 2, config, "random tokens")
+    return wrap_answers(rows, np.arange(num_rows)[:, None] % 2, config)
 
 
 def _mix(rows: Rows, parts: list[Indices], data: DataConfig, seed: int) -> tuple[list[Indices], tuple[MixPart, ...]]:

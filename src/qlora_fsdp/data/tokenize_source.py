@@ -33,7 +33,7 @@ from qlora_fsdp.data.labels import LabelledRowTokenizer, check_lists
 from qlora_fsdp.data.preferences import PreferenceRowTokenizer
 from qlora_fsdp.data.read import Paths, Source, find_source, name_setting, open_rows, read_rows
 from qlora_fsdp.data.reading_bar import ReadingBar, row_bar
-from qlora_fsdp.data.row import TOO_LONG
+from qlora_fsdp.data.row import REFUSED, TOO_LONG
 from qlora_fsdp.data.sequences import Rows
 from qlora_fsdp.data.shards import Shards, find_bounds
 from qlora_fsdp.data.tokenize import Columns, RowTokenizer
@@ -112,7 +112,7 @@ def load_source(
         )
     if config.task.name is TaskName.causal_lm:
         check_targets(rows, source.path)
-    wrapped = wrap_answers(rows, rows.labels, config, source.path)
+    wrapped = wrap_answers(rows, rows.labels, config)
     num_used = len(wrapped.num_targets)
     return wrapped, replace(report, path=source.path, skipped=source.skipped, num_used_rows=num_used)
 
@@ -232,6 +232,9 @@ def _check(report: ReadReport, path: Paths, config: Config) -> None:
         more = " or task.labels" if config.task.has_labels else " or training.max_length"
         if config.task.name is TaskName.causal_lm:
             more = ", data.format, data.loss_on or training.max_length"
+        if any(problem.kind == REFUSED for problem in report.problems):
+            more = " or data.chat_template"
+            more += "; or leave data.system_prompt out" if config.data.system_prompt is not None else ""
         raise DataError(f"There is no usable row. {what}\nRepair the rows, or set {where}, data.columns{more}.")
 
 

@@ -148,7 +148,7 @@ def build_model(files: ModelFiles, settings: BuildSettings) -> MetaModel:
     head = find_head(model, new) if settings.is_classifier else []
     notes = [f"only the text part of {type(model).__name__} is used: {', '.join(dropped)} left out"] if dropped else []
     if new and files.tensors:
-        notes.append(f"new, and trained in full: {', '.join(sorted(new))}")
+        notes.append(f"not in the base's files, so trained in full: {', '.join(sorted(new))}")
     if stored is not None and stored["quant_method"] in METHODS:
         notes.append(f"the checkpoint is in {stored['quant_method']}, which is dequantized while it is read")
         stored = None

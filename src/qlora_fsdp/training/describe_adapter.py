@@ -84,6 +84,8 @@ def _name_loss(config: Config) -> str:
     """What a loss of the run is, and what it is a mean over."""
     if config.task.name is TaskName.preference:
         return f"{config.preference.loss.value} loss per {'pair' if config.has_pairs else 'answer'} of answers"
+    if config.task.name is TaskName.reward:
+        return "loss per pair of answers"
     return "loss per label" if config.task.has_labels else CardFacts.loss
 
 
