@@ -284,6 +284,8 @@ def test_policies_change_no_bit(monkeypatch: pytest.MonkeyPatch):
     kept = gradients(model, [Policy.none, Policy.none])
     for policies in (
         [Policy.selective] * 2,
+        [Policy.attention] * 2,
+        [Policy.full, Policy.attention],
         [Policy.full, Policy.none],
         [Policy.offload, Policy.full],
         [Policy.offload, Policy.offload],

@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from math import inf
 from typing import Any
-
-from typing_extensions import assert_never
 
 from qlora_fsdp.config.batch_size import AUTO
 from qlora_fsdp.config.check_training import slices, why_no_tiles
@@ -36,10 +34,18 @@ MARGIN = 0.05  # share of the free memory that is not planned with
 SPARE = 0.10  # share of the target that whole copies must leave free: a split base would need less
 TILE_TOKENS = 2**13  # tokens of a tile that auto chooses: enough for products at the GPU's full rate
 ROOM = 0.02  # share of the target that is left free if there is a choice, because plans are not exact
-LADDER = (Policy.none, Policy.selective, Policy.full, Policy.offload)  # from the fastest to the smallest
+# Policies that a plan may mix, each ladder from the fastest to the smallest. Which ladder is the best depends on how much
+# of a layer's time is attention's, which grows with the length: keeping attention's result of all layers, or everything
+# of a few. Where two are about as fast, the earlier one is taken.
+LADDERS = (
+    (Policy.none, Policy.selective, Policy.full, Policy.offload),
+    (Policy.none, Policy.selective, Policy.attention, Policy.full),
+    (Policy.none, Policy.selective, Policy.attention, Policy.offload),
+)
 _DESCRIPTIONS = {
     Policy.none: "kept",
     Policy.selective: "kept but for the norms' outputs",
+    Policy.attention: "recomputed but for attention",
     Policy.full: "recomputed",
     Policy.offload: "recomputed, their inputs offloaded",
 }
@@ -150,10 +156,10 @@ def _choose_rest(work: Workload, target: float, gpu: Gpu, host: float) -> Choice
     choices: list[Choice] = []
     for size in micro_batch_sizes(work):
         sized = replace(work, micro_batch_size=size)
-        some = [_choose_policies(way, target, host) for way in _ways_to_reshard(sized)]
+        some = [_choose_policies(way, target, gpu, host) for way in _ways_to_reshard(sized)]
         tiled = with_tiles(sized)
         if tiled is not None and not any(choice.fits and choice.keeps_all for choice in some):
-            some += [_choose_policies(way, target, host) for way in _ways_to_reshard(tiled)]
+            some += [_choose_policies(way, target, gpu, host) for way in _ways_to_reshard(tiled)]
         choices += some
         if not any(choice.fits for choice in some):
             break  # nor would larger ones
@@ -211,22 +217,21 @@ def fixed_policies(config: Config, num_layers: int) -> tuple[Policy, ...] | None
             return None
         case Activations.every_k:
             return tuple(Policy.none if index % memory.every_k else Policy.full for index in range(num_layers))
-        case Activations.none | Activations.selective | Activations.full | Activations.offload:
-            return (Policy(memory.activations.value),) * num_layers
-        case _:
-            assert_never(memory.activations)
+        case other:
+            return (Policy(other.value),) * num_layers
 
 
 def next_smaller(policies: Sequence[Policy]) -> tuple[Policy, ...] | None:
-    """Less memory: an eighth of all layers, the first ones that have the fastest policy, take the next of LADDER.
+    """Less memory: an eighth of all layers, the first ones that have the fastest policy, take the next of their ladder.
 
     Returns:
-        The new policies; None if all layers have the last policy of LADDER.
+        The new policies; None if all layers have the smallest policy.
     """
-    fastest = next(policy for policy in LADDER if policy in policies)
-    if fastest is LADDER[-1]:
+    ladder = next(ladder for ladder in LADDERS if set(policies) <= set(ladder))
+    fastest = next(policy for policy in ladder if policy in policies)
+    if fastest is ladder[-1]:
         return None
-    smaller = LADDER[LADDER.index(fastest) + 1]
+    smaller = ladder[ladder.index(fastest) + 1]
     some = [index for index, policy in enumerate(policies) if policy is fastest][: -(len(policies) // -8)]
     return tuple(smaller if index in some else policy for index, policy in enumerate(policies))
 
@@ -253,28 +258,47 @@ def describe_choice(plan: MemoryPlan) -> str:
     return f"activations {describe_policies(plan.policies)}{tiles}{stays}"
 
 
-def _choose_policies(work: Workload, target: float, host: float) -> Choice:
+def _choose_policies(work: Workload, target: float, gpu: Gpu, host: float) -> Choice:
+    """The fastest plan of those that the ladders lead to; the smallest if none fits."""
+    fixed, make_plan = fixed_policies(work.config, work.num_layers), planner(work)
+    if fixed is not None:
+        return _first_that_fits([fixed], make_plan, target, host)
+
+    def fits(policies: Sequence[Policy]) -> bool:
+        return make_plan(policies).needed <= target * (1 - ROOM)
+
+    ways = [_from_fast_to_small(ladder, work.num_layers, fits) for ladder in (LADDERS if work.is_cuda else LADDERS[:1])]
+    choices = [_first_that_fits(way, make_plan, target, host) for way in ways]
+    fitting = [choice for choice in choices if choice.fits]
+    if not fitting:
+        return min(choices, key=lambda choice: (max(target, choice.plan.needed), choice.plan.host_needed))
+    fastest = max(_speed(choice, gpu) for choice in fitting)
+    return next(choice for choice in fitting if _speed(choice, gpu) >= (1 - CLOSE) * fastest)
+
+
+def _first_that_fits(
+    small: Iterable[Sequence[Policy]], make_plan: Callable[[Sequence[Policy]], MemoryPlan], target: float, host: float
+) -> Choice:
     """The first of ever smaller plans that fits with some room, or else the smallest."""
-    fixed = fixed_policies(work.config, work.num_layers)
-    make_plan = planner(work)
-    plan, target_with_room = None, target * (1 - ROOM)
-    small = _from_fast_to_small(work.num_layers, lambda some: make_plan(some).needed <= target_with_room)
-    for policies in [fixed] if fixed is not None else small:
+    plan = None
+    for policies in small:
         plan = make_plan(policies)
-        if plan.needed <= target_with_room:  # smaller plans for the GPU need no less of the host
+        if plan.needed <= target * (1 - ROOM):  # smaller plans for the GPU need no less of the host
             return Choice(plan, plan.host_needed <= host)
     assert plan is not None
     return Choice(plan, plan.needed <= target and plan.host_needed <= host)
 
 
-def _from_fast_to_small(num_layers: int, fits: Callable[[Sequence[Policy]], bool]) -> Iterator[tuple[Policy, ...]]:
-    """Policies from fast to small: ever more layers, from the first one on, take the next policy of LADDER.
+def _from_fast_to_small(
+    ladder: Sequence[Policy], num_layers: int, fits: Callable[[Sequence[Policy]], bool]
+) -> Iterator[tuple[Policy, ...]]:
+    """Policies from fast to small: ever more layers, from the first one on, take the next policy of a ladder.
 
     The first layers come first because backward reaches them last: recomputing one of them takes memory when the other
     layers have freed theirs. For each policy, bisection finds the least number of layers with which the run fits; if
     there is none, all layers take the policy.
     """
-    yield (LADDER[0],) * num_layers
-    for fast, small in pairwise(LADDER):
+    yield (ladder[0],) * num_layers
+    for fast, small in pairwise(ladder):
         mixtures = [(small,) * number + (fast,) * (num_layers - number) for number in range(1, num_layers + 1)]
         yield mixtures[min(bisect_left(mixtures, True, key=fits), num_layers - 1)]

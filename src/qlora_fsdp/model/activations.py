@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import assert_never
 
+from qlora_fsdp.layers.kept_attention import keep_attention
 from qlora_fsdp.layers.rewire import recompute_norms
 from qlora_fsdp.memory.choose import describe_policies, next_smaller
 from qlora_fsdp.memory.policy import Policy
@@ -45,6 +46,9 @@ def set_activation_policy(
             case Policy.selective:
                 recompute_norms(layer)
                 _recompute_by(layer, None)
+            case Policy.attention:
+                recompute_norms(layer)
+                _recompute_by(layer, partial(recompute, context_fn=keep_attention))
             case Policy.full:
                 recompute_norms(layer)
                 _recompute_by(layer, recompute)
