@@ -20,18 +20,16 @@ from qlora_fsdp.config.schema import Activations, ShardingStrategy
 from qlora_fsdp.data.tokenizer import NO_TOKENS
 from qlora_fsdp.memory.choose import (
     CLOSE,
-    ROOM,
     SPARE,
     TILE_TOKENS,
     choose,
     describe_choice,
-    describe_policies,
     micro_batch_sizes,
-    next_smaller,
     ways_to_share,
     with_strategy,
 )
 from qlora_fsdp.memory.gpus import find_gpu, gpu_of_size, known_gpus, parse_hardware
+from qlora_fsdp.memory.ladders import ROOM, describe_policies, next_smaller
 from qlora_fsdp.memory.longest import longest
 from qlora_fsdp.memory.plan import GIB, PHASES, MemoryPlan, make_plan
 from qlora_fsdp.memory.plan_run import Machine, plan_run, run_without_plan

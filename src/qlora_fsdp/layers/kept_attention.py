@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -38,12 +38,24 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from qlora_fsdp.layers.sliced_attention import SlicedAttention
 
 Attend = Callable[..., tuple[Tensor, Any]]
+Source = Callable[[], Tensor]
 
 
-def keep_attention() -> tuple[LayerCall, LayerCall]:
-    """The contexts of a layer's forward and of its recomputation: a `context_fn` of `torch.utils.checkpoint`."""
-    results = deque[Tensor]()
-    return LayerCall(partial(_compute, results)), LayerCall(partial(_take, results))
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
+
+
+def keep_attention(
+    pack: Callable[[Tensor], Any] = _as_it_is, unpack: Callable[[Any], Tensor] = _as_it_is
+) -> tuple[LayerCall, LayerCall]:
+    """The contexts of a layer's forward and of its recomputation: a `context_fn` of `torch.utils.checkpoint`.
+
+    Args:
+        pack: puts a result where it waits for backward. By default it stays where it is.
+        unpack: brings back what `pack` has returned.
+    """
+    results = deque[_Result]()
+    return LayerCall(partial(_compute, results, pack, unpack)), LayerCall(partial(_take, results))
 
 
 class LayerCall:
@@ -52,7 +64,7 @@ class LayerCall:
     Only one thread computes layers at a time: while backward's thread computes one again, forward's waits for it.
     """
 
-    def __init__(self, attend: Callable[..., tuple[Tensor, Any]]) -> None:
+    def __init__(self, attend: Attend) -> None:
         self.attend = attend
         self.functions: dict[str, Attend] = {}
 
@@ -67,8 +79,37 @@ class LayerCall:
             AttentionInterface.register(name, function)
 
 
+class _View(NamedTuple):
+    """Where a tensor lies in the memory of another one: `source`, by its number."""
+
+    source: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def of(self, source: Tensor) -> Tensor:
+        return source.as_strided(self.size, self.stride, self.offset + source.storage_offset())
+
+
+class _Result(NamedTuple):
+    """What a kernel has returned.
+
+    Attributes:
+        source: gives the tensor that it lies in, each time the same.
+        view: where it lies there.
+        requires_grad: whether a gradient reaches it.
+    """
+
+    source: Source
+    view: _View
+    requires_grad: bool
+
+
+# transformers calls every attention function with the parameters from `module` on.
 def _compute(
-    results: deque[Tensor],
+    results: deque[_Result],
+    pack: Callable[[Tensor], Any],
+    unpack: Callable[[Any], Tensor],
     attend: Attend,
     module: nn.Module,
     query: Tensor,
@@ -88,12 +129,14 @@ def _compute(
     saved = _Saved(inputs)
     with saved_tensors_hooks(saved.pack, saved.unpack):
         out, _ = attend(module, *inputs, *args, **kwargs)
-    results.append(out.detach().requires_grad_(out.requires_grad))
+    view = saved.pack(out)
+    saved.sources[view.source] = source = cache(partial(unpack, pack(saved.sources[view.source]())))
+    results.append(_Result(source, view, out.requires_grad))
     return out, None
 
 
 def _take(
-    results: deque[Tensor],
+    results: deque[_Result],
     attend: Attend,
     module: nn.Module,
     query: Tensor,
@@ -106,7 +149,8 @@ def _take(
     if not _can_keep(kwargs):
         return attend(module, query, key, value, *args, **kwargs)
     _Inputs.apply(query, key, value)  # type: ignore[no-untyped-call]
-    return results.popleft(), None
+    source, view, requires_grad = results.popleft()
+    return view.of(source()).detach().requires_grad_(requires_grad), None
 
 
 def _can_keep(kwargs: dict[str, Any]) -> bool:
@@ -130,15 +174,6 @@ class _Inputs(torch.autograd.Function):
         return grads
 
 
-class _View(NamedTuple):
-    """Where a tensor lies in the memory of another one: `source`, by its number."""
-
-    source: int
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-
-
 class _Saved:
     """What a kernel has saved for its backward.
 
@@ -146,34 +181,31 @@ class _Saved:
         inputs: the outputs of `_Inputs` that the kernel is called with.
 
     Attributes:
-        function: the `_Inputs` that has saved them; None if no gradient reaches it.
-        sources: tensors in whose memory lies what was saved. The first ones are the inputs, None until backward has
-            made them again.
+        sources: they give the tensors in whose memory lies what was saved. If a gradient reaches the inputs, the first
+            ones give these, once the layer is computed again.
     """
 
     def __init__(self, inputs: tuple[Tensor, ...]) -> None:
-        self.function: Any = next((x.grad_fn for x in inputs if x.requires_grad), None)
-        self.sources: list[Tensor | None] = [None] * len(inputs) if self.function is not None else []
+        function: Any = next((x.grad_fn for x in inputs if x.requires_grad), None)  # the `_Inputs` that has saved them
+        again = cache(lambda: function.saved_tensors)  # checkpoint gives them once
+        numbers = range(len(inputs) if function is not None else 0)
+        self.sources: list[Source] = [partial(lambda number: again()[number], number) for number in numbers]
         # By memory and dtype: the number of the source that lies there, and where it begins.
-        self.places = {_place(x): (number, x.storage_offset()) for number, x in enumerate(inputs[: len(self.sources)])}
+        self.places = {_place(inputs[number]): (number, inputs[number].storage_offset()) for number in numbers}
 
     def pack(self, x: Tensor) -> _View:
         """Note where a tensor lies, and keep it if that is nowhere yet."""
         place = _place(x)
         if place not in self.places:
-            self.places[place] = len(self.sources), x.storage_offset()
-            self.sources.append(x.detach())
+            self.places[place] = len(self.sources), 0
+            size = x.untyped_storage().nbytes() // x.itemsize  # all of that memory, in its order
+            self.sources.append(partial(_as_it_is, x.detach().as_strided((size,), (1,), 0)))
         source, begin = self.places[place]
         return _View(source, x.size(), x.stride(), int(x.storage_offset()) - int(begin))
 
     def unpack(self, view: _View) -> Tensor:
         """The tensor that was packed. What it lies in is freed with the kernel's graph."""
-        if self.sources[view.source] is None:
-            inputs = self.function.saved_tensors  # checkpoint gives them once
-            self.sources[: len(inputs)] = inputs
-        source = self.sources[view.source]
-        assert source is not None
-        return source.as_strided(view.size, view.stride, view.offset + source.storage_offset())
+        return view.of(self.sources[view.source]())
 
 
 def _place(x: Tensor) -> tuple[int, torch.dtype]:

@@ -9,21 +9,19 @@ sequence (`distributed.context_parallel=auto`).
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import groupby, pairwise
 from math import inf
 from typing import Any
 
 from qlora_fsdp.config.batch_size import AUTO
 from qlora_fsdp.config.check_training import slices, why_no_tiles
-from qlora_fsdp.config.schema import Activations, Config, ShardingStrategy
+from qlora_fsdp.config.schema import ShardingStrategy
 from qlora_fsdp.config.written import with_values
 from qlora_fsdp.memory.gpus import Gpu
+from qlora_fsdp.memory.ladders import describe_policies, plans_of_policies
 from qlora_fsdp.memory.model_bytes import ModelBytes
-from qlora_fsdp.memory.plan import GIB, MemoryPlan, planner
-from qlora_fsdp.memory.policy import Policy
+from qlora_fsdp.memory.plan import GIB, MemoryPlan
 from qlora_fsdp.memory.speed import tokens_per_second
 from qlora_fsdp.memory.workload import Workload
 
@@ -33,22 +31,6 @@ CLOSE = 0.01  # a plan whose predicted speed is this close to the best counts as
 MARGIN = 0.05  # share of the free memory that is not planned with
 SPARE = 0.10  # share of the target that whole copies must leave free: a split base would need less
 TILE_TOKENS = 2**13  # tokens of a tile that auto chooses: enough for products at the GPU's full rate
-ROOM = 0.02  # share of the target that is left free if there is a choice, because plans are not exact
-# Policies that a plan may mix, each ladder from the fastest to the smallest. Which ladder is the best depends on how much
-# of a layer's time is attention's, which grows with the length: keeping attention's result of all layers, or everything
-# of a few. Where two are about as fast, the earlier one is taken.
-LADDERS = (
-    (Policy.none, Policy.selective, Policy.full, Policy.offload),
-    (Policy.none, Policy.selective, Policy.attention, Policy.full),
-    (Policy.none, Policy.selective, Policy.attention, Policy.offload),
-)
-_DESCRIPTIONS = {
-    Policy.none: "kept",
-    Policy.selective: "kept but for the norms' outputs",
-    Policy.attention: "recomputed but for attention",
-    Policy.full: "recomputed",
-    Policy.offload: "recomputed, their inputs offloaded",
-}
 
 
 @dataclass(frozen=True)
@@ -209,47 +191,6 @@ def with_tiles(work: Workload) -> Workload | None:
     return _with_values(work, {"memory.tile_tokens": TILE_TOKENS})
 
 
-def fixed_policies(config: Config, num_layers: int) -> tuple[Policy, ...] | None:
-    """The layers' policies that `memory.activations` asks for; None for auto."""
-    memory = config.memory
-    match memory.activations:
-        case Activations.auto:
-            return None
-        case Activations.every_k:
-            return tuple(Policy.none if index % memory.every_k else Policy.full for index in range(num_layers))
-        case other:
-            return (Policy(other.value),) * num_layers
-
-
-def next_smaller(policies: Sequence[Policy]) -> tuple[Policy, ...] | None:
-    """Less memory: an eighth of all layers, the first ones that have the fastest policy, take the next of their ladder.
-
-    Returns:
-        The new policies; None if all layers have the smallest policy.
-    """
-    ladder = next(ladder for ladder in LADDERS if set(policies) <= set(ladder))
-    fastest = next(policy for policy in ladder if policy in policies)
-    if fastest is ladder[-1]:
-        return None
-    smaller = ladder[ladder.index(fastest) + 1]
-    some = [index for index, policy in enumerate(policies) if policy is fastest][: -(len(policies) // -8)]
-    return tuple(smaller if index in some else policy for index, policy in enumerate(policies))
-
-
-def describe_policies(policies: Sequence[Policy]) -> str:
-    """`of 12 layers recomputed, of 20 kept`: runs of equal policies in order, or only counts if they alternate.
-
-    Without policies, of a model whose layers are not known, all are kept.
-    """
-    if not policies:
-        return _DESCRIPTIONS[Policy.none]
-    runs = [(policy, len(list(group))) for policy, group in groupby(policies)]
-    if len(runs) > 3:
-        runs = [(policy, policies.count(policy)) for policy in dict.fromkeys(policies)]
-    parts = [f"of {count} layers {_DESCRIPTIONS[policy]}" for policy, count in runs]
-    return ", ".join([parts[0], *(part.replace(" layers", "") for part in parts[1:])])
-
-
 def describe_choice(plan: MemoryPlan) -> str:
     """Describe the choice: the activation policies, and whether layers stay gathered."""
     stays = "" if plan.work.reshards or plan.work.num_shards == 1 else ", layers gathered once a pass"
@@ -259,46 +200,11 @@ def describe_choice(plan: MemoryPlan) -> str:
 
 
 def _choose_policies(work: Workload, target: float, gpu: Gpu, host: float) -> Choice:
-    """The fastest plan of those that the ladders lead to; the smallest if none fits."""
-    fixed, make_plan = fixed_policies(work.config, work.num_layers), planner(work)
-    if fixed is not None:
-        return _first_that_fits([fixed], make_plan, target, host)
-
-    def fits(policies: Sequence[Policy]) -> bool:
-        return make_plan(policies).needed <= target * (1 - ROOM)
-
-    ways = [_from_fast_to_small(ladder, work.num_layers, fits) for ladder in (LADDERS if work.is_cuda else LADDERS[:1])]
-    choices = [_first_that_fits(way, make_plan, target, host) for way in ways]
+    """The fastest plan that a ladder of policies leads to, an early one if close; the smallest plan if none fits."""
+    plans = plans_of_policies(work, target, host)
+    choices = [Choice(plan, plan.needed <= target and plan.host_needed <= host) for plan in plans]
     fitting = [choice for choice in choices if choice.fits]
     if not fitting:
         return min(choices, key=lambda choice: (max(target, choice.plan.needed), choice.plan.host_needed))
     fastest = max(_speed(choice, gpu) for choice in fitting)
     return next(choice for choice in fitting if _speed(choice, gpu) >= (1 - CLOSE) * fastest)
-
-
-def _first_that_fits(
-    small: Iterable[Sequence[Policy]], make_plan: Callable[[Sequence[Policy]], MemoryPlan], target: float, host: float
-) -> Choice:
-    """The first of ever smaller plans that fits with some room, or else the smallest."""
-    plan = None
-    for policies in small:
-        plan = make_plan(policies)
-        if plan.needed <= target * (1 - ROOM):  # smaller plans for the GPU need no less of the host
-            return Choice(plan, plan.host_needed <= host)
-    assert plan is not None
-    return Choice(plan, plan.needed <= target and plan.host_needed <= host)
-
-
-def _from_fast_to_small(
-    ladder: Sequence[Policy], num_layers: int, fits: Callable[[Sequence[Policy]], bool]
-) -> Iterator[tuple[Policy, ...]]:
-    """Policies from fast to small: ever more layers, from the first one on, take the next policy of a ladder.
-
-    The first layers come first because backward reaches them last: recomputing one of them takes memory when the other
-    layers have freed theirs. For each policy, bisection finds the least number of layers with which the run fits; if
-    there is none, all layers take the policy.
-    """
-    yield (ladder[0],) * num_layers
-    for fast, small in pairwise(ladder):
-        mixtures = [(small,) * number + (fast,) * (num_layers - number) for number in range(1, num_layers + 1)]
-        yield mixtures[min(bisect_left(mixtures, True, key=fits), num_layers - 1)]

@@ -16,6 +16,7 @@ class Policy(Enum):
         attention: it keeps its input, its attention's result, and what is small: its adapters' low-rank products, and
             attention's log-sums. Backward recomputes the rest of the layer.
         full: the same without attention's result. Backward recomputes the whole layer.
+        offload_attention: as `attention`, but input and result wait in host memory.
         offload: as `full`, but the input waits in host memory.
     """
 
@@ -23,6 +24,7 @@ class Policy(Enum):
     selective = "selective"
     attention = "attention"
     full = "full"
+    offload_attention = "offload_attention"
     offload = "offload"
 
     @property
@@ -31,7 +33,12 @@ class Policy(Enum):
         match self:
             case Policy.none | Policy.selective:
                 return False
-            case Policy.attention | Policy.full | Policy.offload:
+            case Policy.attention | Policy.full | Policy.offload_attention | Policy.offload:
                 return True
             case _:
                 assert_never(self)
+
+    @property
+    def offloads(self) -> bool:
+        """Whether what the layer keeps waits in host memory."""
+        return self in (Policy.offload_attention, Policy.offload)
