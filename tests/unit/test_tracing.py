@@ -197,7 +197,7 @@ def test_trace_peaks_are_those_of_a_real_layer() -> None:
     config = Config(lora=LoraConfig(r=8))
     model, meta = make_model("llama", config), on_meta("llama", config)
     trace = Trace(meta, batch(), is_cuda=False, liger_kernels=())
-    for policy in (Policy.none, Policy.full):
+    for policy in (Policy.none, Policy.full, Policy.attention):
         set_activation_policy(model.layers, [policy] * 2)
         call, layer = trace.calls[meta.layers[1]], model.layers[1]
         args = {name: real(value) for name, value in call.kwargs.items()}
