@@ -88,7 +88,8 @@ def draw(rng: random.Random, num_ranks: int, family: str, is_tied: bool) -> list
         found += some(0.2, "fsdp=hybrid_shard fsdp.hybrid_shard_size=2")
     found += some(0.4, "fsdp.reshard_after_forward=true", "fsdp.reshard_after_forward=false", "fsdp.cpu_offload=true")
     found += some(0.4, "fsdp.forward_prefetch=3", "fsdp.backward_prefetch=2")
-    found += some(0.9, *(f"memory.activations={name}" for name in ("none", "selective", "every_k", "full", "offload")))
+    names = ("none", "selective", "attention", "every_k", "full", "offload_attention", "offload")
+    found += some(0.9, *(f"memory.activations={name}" for name in names))
     found += some(0.3, "kernels.fuse_layers=false") + some(0.2, "data.eval_fraction=0.1 training.eval_every_steps=2")
     found += some(0.3, "optim.weight_decay=0.1") + some(0.3, "optim.max_grad_norm=0.1") + some(0.2, "data.loss_on=all")
     found += [

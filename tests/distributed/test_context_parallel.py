@@ -46,6 +46,7 @@ CASES: dict[str, tuple[int, int, str, list[str]]] = {
     "two sequences at once": (2, 2, "llama", ["training.micro_batch_size=2"]),
     "a length that is no multiple": (2, 2, "opt", ["training.max_length=63"]),
     "layers computed again": (2, 2, "llama", ["memory.activations=full"]),
+    "all but attention computed again": (2, 2, "mistral", ["memory=keep_attention"]),
     "the base on every rank": (2, 2, "llama", ["fsdp.sharding_strategy=NO_SHARD"]),
     "repeatable": (2, 2, "llama", ["training.deterministic=true"]),
     "evaluated": (2, 2, "llama", ["data.eval_fraction=0.1", "training.eval_every_steps=3"]),

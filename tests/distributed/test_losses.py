@@ -47,6 +47,8 @@ SAME_NUMBERS = {
     "prefetch": (2, ["fsdp.forward_prefetch=2", "fsdp.backward_prefetch=2"]),
     "gathered when used": (2, ["fsdp.forward_prefetch=0"]),
     "activations recomputed": (2, ["memory.activations=full"]),
+    "attention kept": (2, ["memory=keep_attention"]),
+    "attention kept on the host": (2, ["memory=offload_attention"]),
     "norms recomputed": (2, ["memory.activations=selective"]),
     "every second layer recomputed": (2, ["memory.activations=every_k"]),
     "in tiles": (2, ["memory.tile_tokens=64"]),

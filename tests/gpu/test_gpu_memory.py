@@ -17,7 +17,7 @@ from qlora_fsdp.config.world import World
 from qlora_fsdp.runtime.pinned_memory import pinned_buffer
 from tests.helpers.ranks import Meeting, once, run_ranks
 
-POLICIES = ("none", "selective", "full", "offload", "auto", "tiled")
+POLICIES = ("none", "selective", "attention", "full", "offload_attention", "offload", "auto", "tiled")
 TILED = ["memory.activations=offload", "memory.tile_tokens=1024"]
 TARGET_GIB = 6  # of auto, which has to mix policies to fit
 MODEL = ["model=llama3-8b", "model.weights=random", "model.config.num_hidden_layers=6", "data=random"]

@@ -18,20 +18,19 @@ from qlora_fsdp.common.errors import ConfigError, MemoryShortage
 from qlora_fsdp.common.sizes import SLAB_BYTES
 from qlora_fsdp.config.schema import Activations, ShardingStrategy
 from qlora_fsdp.data.tokenizer import NO_TOKENS
+from qlora_fsdp.memory import ladders
 from qlora_fsdp.memory.choose import (
     CLOSE,
-    ROOM,
     SPARE,
     TILE_TOKENS,
     choose,
     describe_choice,
-    describe_policies,
     micro_batch_sizes,
-    next_smaller,
     ways_to_share,
     with_strategy,
 )
 from qlora_fsdp.memory.gpus import find_gpu, gpu_of_size, known_gpus, parse_hardware
+from qlora_fsdp.memory.ladders import ROOM, describe_policies, next_smaller
 from qlora_fsdp.memory.longest import longest
 from qlora_fsdp.memory.plan import GIB, PHASES, MemoryPlan, make_plan
 from qlora_fsdp.memory.plan_run import Machine, plan_run, run_without_plan
@@ -428,11 +427,14 @@ def test_ranks_that_share_sequences_keep_a_slice_each():
 
 
 def test_auto_lets_as_few_ranks_share_sequences_as_must():
-    """One GPU where a sequence fits on one; two, of which each offloads half as much, where the host has too little."""
+    """One GPU where a sequence fits on one; two, of which each offloads half as much, where the host has too little.
+
+    Attention's results are offloaded with the inputs, as far as there is room: a host of half the size is enough.
+    """
     run = ("model=llama3-8b", "training.global_batch_size=4", "training.max_length=524288")
     alone = choose(workload(*run, num_ranks=4), 76 * GIB, H200)
     assert alone.fits and alone.sharing is None and alone.plan.work.config.distributed.num_slices == 1
-    for more, target, host in ((run[2:], 76, alone.plan.host_needed / 1.5), (["training.max_length=1048576"], 76, inf)):
+    for more, target, host in ((run[2:], 76, alone.plan.host_needed / 2.5), (["training.max_length=1048576"], 76, inf)):
         work = workload(*run[:2], *more, num_ranks=4)
         shared = choose(work, target * GIB, H200, host)
         assert shared.fits and shared.plan.work.config.distributed.num_slices == 2
@@ -537,6 +539,28 @@ def test_auto_fills_the_card_and_no_more():
     )
 
 
+@pytest.mark.parametrize(
+    ("length", "gib", "expected"),
+    [
+        (2048, 10, {Policy.full, Policy.selective}),  # as if attention could not be kept
+        (2048, 76, {Policy.none}),
+        (131_072, 76, {Policy.attention, Policy.offload_attention}),
+        (131_072, 134, {Policy.attention, Policy.selective}),
+        (400_000, 76, {Policy.attention, Policy.offload_attention}),
+    ],
+)
+def test_attention_is_kept_where_that_is_faster(monkeypatch: pytest.MonkeyPatch, length: int, gib: int, expected):
+    """In long rows; and never is a plan slower than the best without it."""
+    more = ("compute.cuda_graph=true", "kernels.cross_entropy=auto", "training.global_batch_size=1")
+    work = workload("model=llama3-8b", f"training.max_length={length}", *more)
+    found = choose(work, gib * GIB, H200)
+    assert found.fits and set(found.plan.policies) == expected
+    monkeypatch.setattr(ladders, "LADDERS", ladders.LADDERS[:1])
+    without = choose(work, gib * GIB, H200)
+    speeds = [tokens_per_second(each.plan.work, each.plan.policies, H200) for each in (found, without)]
+    assert speeds[0] > 1.05 * speeds[1] if Policy.attention in expected else found == without
+
+
 def test_layers_stay_gathered_where_there_is_room():
     """For 8B they take 4 GiB more; to remake norms for that is the cheaper, to recompute layers the dearer."""
     settings = ("model=llama3-8b", "training.max_length=4096", "training.micro_batch_size=4")
@@ -565,6 +589,9 @@ def test_short_memory_is_relieved_step_by_step(monkeypatch: pytest.MonkeyPatch):
         policies = next_smaller(policies)
     assert steps[1] == (Policy.full,) * 3 + (Policy.selective,) * 2 + (Policy.none,) * 11
     assert steps[-1] == (Policy.offload,) * 16
+    assert next_smaller((Policy.attention,) * 8) == (Policy.full,) + (Policy.attention,) * 7
+    on_host = (Policy.offload_attention,) * 2 + (Policy.attention,) * 6
+    assert next_smaller(on_host) == (Policy.offload_attention,) * 3 + (Policy.attention,) * 5
 
     num_retries = 0
     stats = {name: {"all": {"peak": 0}} for name in ("allocated_bytes", "reserved_bytes")}
@@ -724,7 +751,8 @@ def test_offloaded_inputs_take_what_they_are_long_and_no_more_than_the_host_has(
     with pytest.raises(MemoryShortage, match=r"GiB of it pinned, .* Set a smaller training.max_length, or give"):
         decide_for(machine(80, host_gib=40, num_ranks=1), "model=llama3-8b", *LONG)
     found = decide_for(machine(80, host_gib=100, num_ranks=1), "model=llama3-8b", *LONG)
-    assert found.plan is not None and found.plan.host_needed < 100 * GIB and Policy.full in found.policies
+    assert found.plan is not None and found.plan.host_needed < 100 * GIB and Policy.attention in found.policies
+    assert Policy.offload in found.policies, "the host has no room for all results"
     assert "memory.activations and memory.tile_tokens for the best speed" in found.lines[1]
 
 
@@ -825,8 +853,8 @@ def test_plans_agree_about_what_every_policy_takes():
     plans = [uniform(work, policy) for policy in Policy]
     for more, less in itertools.pairwise(plans):
         assert less.needed < more.needed
-    assert plans[-1].host["activations"] == 32 * 16384 * 4096 * 2
-    full, offload = (plan.phases["forward"]["activations"] for plan in plans[-2:])
+    assert [plan.host.get("activations", 0) // (16384 * 4096 * 2) for plan in plans] == [0, 0, 0, 0, 64, 32]
+    full, offload = (uniform(work, each).phases["forward"]["activations"] for each in (Policy.full, Policy.offload))
     assert full - offload == pytest.approx(30 * 16384 * 4096 * 2, rel=0.01)
 
 

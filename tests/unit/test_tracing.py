@@ -197,7 +197,7 @@ def test_trace_peaks_are_those_of_a_real_layer() -> None:
     config = Config(lora=LoraConfig(r=8))
     model, meta = make_model("llama", config), on_meta("llama", config)
     trace = Trace(meta, batch(), is_cuda=False, liger_kernels=())
-    for policy in (Policy.none, Policy.full):
+    for policy in (Policy.none, Policy.full, Policy.attention):
         set_activation_policy(model.layers, [policy] * 2)
         call, layer = trace.calls[meta.layers[1]], model.layers[1]
         args = {name: real(value) for name, value in call.kwargs.items()}
@@ -284,9 +284,14 @@ def test_policies_change_no_bit(monkeypatch: pytest.MonkeyPatch):
     kept = gradients(model, [Policy.none, Policy.none])
     for policies in (
         [Policy.selective] * 2,
+        [Policy.attention] * 2,
+        [Policy.full, Policy.attention],
         [Policy.full, Policy.none],
         [Policy.offload, Policy.full],
         [Policy.offload, Policy.offload],
+        [Policy.offload_attention] * 2,
+        [Policy.offload, Policy.offload_attention],
+        [Policy.offload_attention, Policy.attention],
     ):
         assert all(torch.equal(a, b) for a, b in zip(gradients(model, policies), kept, strict=True)), policies
 
@@ -296,14 +301,17 @@ def test_host_buffers_are_as_many_as_the_tensors_and_no_larger_than_the_largest_
     monkeypatch.setattr(input_offload, "MIN_BYTES", 0)
     monkeypatch.setattr(input_offload, "offload_buffer_bytes", lambda num_bytes: num_bytes)
     for planned in (0, 2048 * 4 * 4):
-        inputs, addresses = input_offload.InputOffload(planned), set[int]()
+        inputs, addresses = input_offload.InputOffload((planned, 0)), set[int]()
         for length in (500, 700, 1100, 1200, 90, 2000, 1300, 2048):
             tensors = [torch.randn(length, 4) for _ in range(3)]
-            packed = [inputs._pack(tensor) for tensor in tensors]
+            packed = []
+            for tensor in tensors:
+                inputs.end = None  # another layer
+                packed.append(inputs.pack(tensor))
             for tensor, one in reversed(list(zip(tensors, packed, strict=True))):
-                assert torch.equal(inputs._unpack(one), tensor)
-            addresses |= {buffer.data_ptr() for buffer in inputs.free}
-        assert [buffer.nbytes for buffer in inputs.free] == [2048 * 4 * 4] * 3
+                assert torch.equal(inputs.unpack(one), tensor)
+            addresses |= {buffer.data_ptr() for buffer in inputs.inputs.free}
+        assert [buffer.nbytes for buffer in inputs.inputs.free] == [2048 * 4 * 4] * 3
         assert not planned or len(addresses) == 3
 
 
@@ -311,13 +319,13 @@ def test_offloaded_layers_keep_nothing(monkeypatch: pytest.MonkeyPatch):
     """Inputs go to a few host buffers, used again, and nothing of a layer stays where it computes."""
     monkeypatch.setattr(input_offload, "MIN_BYTES", 0)
     made: list[int] = []
-    copied_out = input_offload.InputOffload._buffer
+    take = input_offload._Buffers.take
 
-    def count(self: input_offload.InputOffload, tensor: Tensor) -> Tensor:
+    def count(self: input_offload._Buffers, tensor: Tensor) -> Tensor:
         made.append(len(self.free))
-        return copied_out(self, tensor)
+        return take(self, tensor)
 
-    monkeypatch.setattr(input_offload.InputOffload, "_buffer", count)
+    monkeypatch.setattr(input_offload._Buffers, "take", count)
     model = make_model("llama", Config())
     traced = Trace(on_meta("llama", Config()), batch(), is_cuda=False, liger_kernels=()).layer(1, Policy.offload)
     gradients(model, [Policy.offload, Policy.offload])
@@ -334,7 +342,7 @@ def test_layers_before_the_first_that_is_trained_keep_nothing(policy: Policy) ->
     set_activation_policy(model.layers, [policy] * len(model.layers))
     trace = Trace(on_meta("llama", UPPER), batch(), is_cuda=False, liger_kernels=())
     frozen, trained = trace.layer(0, policy, is_first=True), trace.layer(1, policy, is_first=True)
-    assert (frozen.saved, frozen.host, frozen.keeps_input) == (0, 0, False)
+    assert (frozen.saved, frozen.host, frozen.keeps_input) == (0, (), False)
     assert frozen.in_backward == Operations() and frozen.in_forward.moved > 0
     if policy in (Policy.none, Policy.selective):
         assert (saved_by_layer(model, 0), saved_by_layer(model, 1)) == (0, trained.saved)
@@ -352,7 +360,7 @@ def test_buffers_of_layers_without_a_backward_are_used_again(monkeypatch: pytest
     set_activation_policy(model.layers, [Policy.offload] * len(model.layers), inputs)
     for _ in range(2):
         model(batch()).backward()
-        assert (len(inputs.free), inputs.last) == (1, None)
+        assert (len(inputs.inputs.free), inputs.last) == (1, None)
 
 
 def test_what_a_gpu_is_asked_for_is_counted() -> None:

@@ -44,8 +44,7 @@ class SlicedAttention:
     """An attention function of transformers' registry; the arguments are those of `slice_attention`."""
 
     def __init__(self, attention: str, num_slices: int, group: dist.ProcessGroup | None) -> None:
-        self.attend = ALL_ATTENTION_FUNCTIONS[attention]
-        self.num_slices, self.group = num_slices, group
+        self.attention, self.num_slices, self.group = attention, num_slices, group
 
     def __call__(
         self,
@@ -79,7 +78,7 @@ class SlicedAttention:
         if s_aux is not None:
             rank = 0 if self.group is None else dist.get_rank(self.group)
             kwargs["s_aux"] = s_aux.view(num_slices, -1)[rank]
-        out, _ = self.attend(module, *whole, attention_mask, **kwargs)
+        out, _ = ALL_ATTENTION_FUNCTIONS[self.attention](module, *whole, attention_mask, **kwargs)
         return self._exchange(out, to_heads=False), None
 
     def _exchange(self, x: Tensor, to_heads: bool) -> Tensor:

@@ -33,7 +33,7 @@ def why_not_captured(config: Config, policies: Sequence[Policy], has_dropout: bo
         return "compute.cuda_graph=false"
     if config.distributed.num_slices > 1:
         return "the exchange of heads between ranks was not tried in it (distributed.context_parallel)"
-    if config.fsdp.cpu_offload or Policy.offload in policies:
+    if config.fsdp.cpu_offload or any(policy.offloads for policy in policies):
         return "what comes from host memory can't be part of it"
     if config.task.has_labels:
         return "numbers of labels differ between micro-batches"

@@ -9,23 +9,19 @@ sequence (`distributed.context_parallel=auto`).
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import groupby, pairwise
 from math import inf
 from typing import Any
 
-from typing_extensions import assert_never
-
 from qlora_fsdp.config.batch_size import AUTO
 from qlora_fsdp.config.check_training import slices, why_no_tiles
-from qlora_fsdp.config.schema import Activations, Config, ShardingStrategy
+from qlora_fsdp.config.schema import ShardingStrategy
 from qlora_fsdp.config.written import with_values
 from qlora_fsdp.memory.gpus import Gpu
+from qlora_fsdp.memory.ladders import describe_policies, plans_of_policies
 from qlora_fsdp.memory.model_bytes import ModelBytes
-from qlora_fsdp.memory.plan import GIB, MemoryPlan, planner
-from qlora_fsdp.memory.policy import Policy
+from qlora_fsdp.memory.plan import GIB, MemoryPlan
 from qlora_fsdp.memory.speed import tokens_per_second
 from qlora_fsdp.memory.workload import Workload
 
@@ -35,14 +31,6 @@ CLOSE = 0.01  # a plan whose predicted speed is this close to the best counts as
 MARGIN = 0.05  # share of the free memory that is not planned with
 SPARE = 0.10  # share of the target that whole copies must leave free: a split base would need less
 TILE_TOKENS = 2**13  # tokens of a tile that auto chooses: enough for products at the GPU's full rate
-ROOM = 0.02  # share of the target that is left free if there is a choice, because plans are not exact
-LADDER = (Policy.none, Policy.selective, Policy.full, Policy.offload)  # from the fastest to the smallest
-_DESCRIPTIONS = {
-    Policy.none: "kept",
-    Policy.selective: "kept but for the norms' outputs",
-    Policy.full: "recomputed",
-    Policy.offload: "recomputed, their inputs offloaded",
-}
 
 
 @dataclass(frozen=True)
@@ -150,10 +138,10 @@ def _choose_rest(work: Workload, target: float, gpu: Gpu, host: float) -> Choice
     choices: list[Choice] = []
     for size in micro_batch_sizes(work):
         sized = replace(work, micro_batch_size=size)
-        some = [_choose_policies(way, target, host) for way in _ways_to_reshard(sized)]
+        some = [_choose_policies(way, target, gpu, host) for way in _ways_to_reshard(sized)]
         tiled = with_tiles(sized)
         if tiled is not None and not any(choice.fits and choice.keeps_all for choice in some):
-            some += [_choose_policies(way, target, host) for way in _ways_to_reshard(tiled)]
+            some += [_choose_policies(way, target, gpu, host) for way in _ways_to_reshard(tiled)]
         choices += some
         if not any(choice.fits for choice in some):
             break  # nor would larger ones
@@ -203,48 +191,6 @@ def with_tiles(work: Workload) -> Workload | None:
     return _with_values(work, {"memory.tile_tokens": TILE_TOKENS})
 
 
-def fixed_policies(config: Config, num_layers: int) -> tuple[Policy, ...] | None:
-    """The layers' policies that `memory.activations` asks for; None for auto."""
-    memory = config.memory
-    match memory.activations:
-        case Activations.auto:
-            return None
-        case Activations.every_k:
-            return tuple(Policy.none if index % memory.every_k else Policy.full for index in range(num_layers))
-        case Activations.none | Activations.selective | Activations.full | Activations.offload:
-            return (Policy(memory.activations.value),) * num_layers
-        case _:
-            assert_never(memory.activations)
-
-
-def next_smaller(policies: Sequence[Policy]) -> tuple[Policy, ...] | None:
-    """Less memory: an eighth of all layers, the first ones that have the fastest policy, take the next of LADDER.
-
-    Returns:
-        The new policies; None if all layers have the last policy of LADDER.
-    """
-    fastest = next(policy for policy in LADDER if policy in policies)
-    if fastest is LADDER[-1]:
-        return None
-    smaller = LADDER[LADDER.index(fastest) + 1]
-    some = [index for index, policy in enumerate(policies) if policy is fastest][: -(len(policies) // -8)]
-    return tuple(smaller if index in some else policy for index, policy in enumerate(policies))
-
-
-def describe_policies(policies: Sequence[Policy]) -> str:
-    """`of 12 layers recomputed, of 20 kept`: runs of equal policies in order, or only counts if they alternate.
-
-    Without policies, of a model whose layers are not known, all are kept.
-    """
-    if not policies:
-        return _DESCRIPTIONS[Policy.none]
-    runs = [(policy, len(list(group))) for policy, group in groupby(policies)]
-    if len(runs) > 3:
-        runs = [(policy, policies.count(policy)) for policy in dict.fromkeys(policies)]
-    parts = [f"of {count} layers {_DESCRIPTIONS[policy]}" for policy, count in runs]
-    return ", ".join([parts[0], *(part.replace(" layers", "") for part in parts[1:])])
-
-
 def describe_choice(plan: MemoryPlan) -> str:
     """Describe the choice: the activation policies, and whether layers stay gathered."""
     stays = "" if plan.work.reshards or plan.work.num_shards == 1 else ", layers gathered once a pass"
@@ -253,28 +199,12 @@ def describe_choice(plan: MemoryPlan) -> str:
     return f"activations {describe_policies(plan.policies)}{tiles}{stays}"
 
 
-def _choose_policies(work: Workload, target: float, host: float) -> Choice:
-    """The first of ever smaller plans that fits with some room, or else the smallest."""
-    fixed = fixed_policies(work.config, work.num_layers)
-    make_plan = planner(work)
-    plan, target_with_room = None, target * (1 - ROOM)
-    small = _from_fast_to_small(work.num_layers, lambda some: make_plan(some).needed <= target_with_room)
-    for policies in [fixed] if fixed is not None else small:
-        plan = make_plan(policies)
-        if plan.needed <= target_with_room:  # smaller plans for the GPU need no less of the host
-            return Choice(plan, plan.host_needed <= host)
-    assert plan is not None
-    return Choice(plan, plan.needed <= target and plan.host_needed <= host)
-
-
-def _from_fast_to_small(num_layers: int, fits: Callable[[Sequence[Policy]], bool]) -> Iterator[tuple[Policy, ...]]:
-    """Policies from fast to small: ever more layers, from the first one on, take the next policy of LADDER.
-
-    The first layers come first because backward reaches them last: recomputing one of them takes memory when the other
-    layers have freed theirs. For each policy, bisection finds the least number of layers with which the run fits; if
-    there is none, all layers take the policy.
-    """
-    yield (LADDER[0],) * num_layers
-    for fast, small in pairwise(LADDER):
-        mixtures = [(small,) * number + (fast,) * (num_layers - number) for number in range(1, num_layers + 1)]
-        yield mixtures[min(bisect_left(mixtures, True, key=fits), num_layers - 1)]
+def _choose_policies(work: Workload, target: float, gpu: Gpu, host: float) -> Choice:
+    """The fastest plan that a ladder of policies leads to, an early one if close; the smallest plan if none fits."""
+    plans = plans_of_policies(work, target, host)
+    choices = [Choice(plan, plan.needed <= target and plan.host_needed <= host) for plan in plans]
+    fitting = [choice for choice in choices if choice.fits]
+    if not fitting:
+        return min(choices, key=lambda choice: (max(target, choice.plan.needed), choice.plan.host_needed))
+    fastest = max(_speed(choice, gpu) for choice in fitting)
+    return next(choice for choice in fitting if _speed(choice, gpu) >= (1 - CLOSE) * fastest)

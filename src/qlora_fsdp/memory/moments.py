@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 
 from qlora_fsdp.memory.model_bytes import BytesByPart, ModelBytes
 from qlora_fsdp.memory.policy import Policy
+from qlora_fsdp.memory.traced import LayerUse
 from qlora_fsdp.memory.workload import Workload
 
 WORKSPACE = 64 * 2**20  # both workspaces of cuBLAS, in torch's own pool: of forward's thread and of backward's
@@ -35,8 +36,8 @@ def forward_moments(work: Workload, model: ModelBytes, policies: Sequence[Policy
     """
     uses, ends = work.layer_uses(policies), work.ends
     # The model's own code holds the first layer's input until forward ends, whether that layer keeps it or not.
-    held = 0 if uses[0].keeps_input and policies[0] is not Policy.offload else ends.hidden
-    leaving = ends.hidden if Policy.offload in policies else 0  # an input on its way to the host
+    held = 0 if uses[0].keeps_input and not policies[0].offloads else ends.hidden
+    leaving = max(sum(use.host) for use in uses)  # a layer's input and attention's results, on their way to the host
     always = ends.shared + held + leaving
     # The embeddings are looked up.
     yield {
@@ -97,7 +98,7 @@ def backward_moments(
     # The loss runs backward, and with it a trained head.
     made = model.trained("head")
     yield {
-        "activations": ends.shared + _offloaded_inputs(policies, len(policies)) * ends.hidden + kept,
+        "activations": ends.shared + max(size for use in uses for size in (0, *use.host[-1:])) + kept,
         "gathered": model.kept
         + (0 if model.is_frozen("head") or model.stays("head") else model.unit("head"))
         + model.ahead_in_backward(len(policies)),
@@ -112,7 +113,7 @@ def backward_moments(
         beyond = max(0, uses[index].backward - own)
         dequantized = min(work.layers[index].largest_weight, beyond)
         yield {
-            "activations": ends.shared + _offloaded_inputs(policies, index) * ends.hidden + kept + beyond - dequantized,
+            "activations": ends.shared + _offloaded(uses, index) + kept + beyond - dequantized,
             "gradients": leaving + (1 + num_copies) * own + (0 if gradients_stay else reduced),
             "gathered": model.running_layer + model.ahead_in_backward(index),
             "dequantized": dequantized,
@@ -132,11 +133,9 @@ def backward_moments(
     }
 
 
-def _offloaded_inputs(policies: Sequence[Policy], index: int) -> int:
-    """How many offloaded inputs are on the GPU while layer `index` runs backward (model/input_offload.py).
+def _offloaded(uses: Sequence[LayerUse], index: int) -> int:
+    """Bytes of offloaded tensors on the GPU while layer `index` runs backward (model/input_offload.py).
 
-    There are at most two: the layer's own input, and that of an earlier layer, which is on its way back already. With
-    `index=len(policies)` the loss runs, before any layer: then the input that left last is still there.
+    These are the layer's own, and the input of an earlier layer, which is on its way back already.
     """
-    is_own = index < len(policies) and policies[index] is Policy.offload
-    return int(is_own) + int(Policy.offload in policies[:index])
+    return sum(uses[index].host) + max((size for use in uses[:index] for size in use.host[:1]), default=0)

@@ -182,7 +182,7 @@ def _host(work: Workload, model: ModelBytes, policies: Sequence[Policy]) -> tupl
         parts["parameters"] = sum(next_power_of_two(tensor.shard_bytes(work.num_shards)) for tensor in model.tensors)
         parts["training"] = model.shard.adapters + model.optimizer
         pinned += parts["parameters"]
-    offloaded = [use.host for use in work.layer_uses(policies) if use.host]
+    offloaded = [size for use in work.layer_uses(policies) for size in use.host]
     if offloaded:
         parts["activations"] = sum(map(offload_buffer_bytes, offloaded))
         pinned += parts["activations"]

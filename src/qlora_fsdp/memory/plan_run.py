@@ -14,8 +14,9 @@ from qlora_fsdp.config.batch_size import AUTO
 from qlora_fsdp.config.schema import Activations, Config, QuantConfig, ShardingStrategy
 from qlora_fsdp.config.settings import problem_with, show
 from qlora_fsdp.config.written import with_values
-from qlora_fsdp.memory.choose import choose, describe_choice, describe_policies, fixed_policies
+from qlora_fsdp.memory.choose import choose, describe_choice
 from qlora_fsdp.memory.gpus import Gpu
+from qlora_fsdp.memory.ladders import describe_policies, fixed_policies
 from qlora_fsdp.memory.plan import GIB, MemoryPlan
 from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.memory.show import changes_table, host_line, remarks, speed_text, table
@@ -72,9 +73,12 @@ class RunPlan:
     lines: tuple[str, ...]
 
     @property
-    def input_bytes(self) -> int:
-        """Bytes of a layer's input; 0 without a plan."""
-        return 0 if self.plan is None else self.plan.work.ends.hidden
+    def offloaded_bytes(self) -> tuple[int, int]:
+        """Most bytes of a layer's input, and of attention's result, in host memory; 0 without a plan, or without."""
+        uses = [] if self.plan is None else self.plan.work.layer_uses(self.plan.policies)
+        hosts = [use.host for use in uses if use.host]
+        results = [host[-1] for host in hosts if len(host) > 1]
+        return max((host[0] for host in hosts), default=0), max(results, default=0)
 
     def settle(self, config: Config) -> Config:
         """The settings with `auto` replaced by what was chosen."""

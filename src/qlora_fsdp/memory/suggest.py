@@ -11,8 +11,9 @@ from qlora_fsdp.config.batch_size import AUTO, round_default
 from qlora_fsdp.config.schema import Activations, Config, EmbeddingStorage, Optimizer, ShardingStrategy
 from qlora_fsdp.config.settings import show, value_of
 from qlora_fsdp.config.written import with_values
-from qlora_fsdp.memory.choose import LADDER, choose, fixed_policies
+from qlora_fsdp.memory.choose import choose
 from qlora_fsdp.memory.gpus import Gpu
+from qlora_fsdp.memory.ladders import fixed_policies
 from qlora_fsdp.memory.plan import MemoryPlan, make_plan
 from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.memory.speed import tokens_per_second
@@ -118,9 +119,10 @@ def enough_gpus(work: Workload, target: float, gpu: Gpu) -> Change | None:
 def _candidates(work: Workload, policies: Sequence[Policy]) -> Iterator[_Values]:
     """Changes that may save memory. Those of the activation policies need the present ones: `policies`, or nothing."""
     config, size = work.config, work.micro_batch_size
-    for index, smaller in enumerate(LADDER[1:], start=1):
-        is_offered = smaller is Policy.full or (smaller is Policy.offload and work.is_cuda)
-        if is_offered and set(policies) & set(LADDER[:index]):
+    order = list(Policy)
+    for smaller in order[order.index(Policy.attention) :]:
+        is_possible = work.is_cuda or not smaller.offloads
+        if is_possible and set(policies) & set(order[: order.index(smaller)]):
             yield (("memory.activations", Activations(smaller.value)), ("memory.every_k", 2))
     if config.optim.name is Optimizer.adamw and not config.fsdp.cpu_offload and work.is_cuda:
         yield (("optim.name", Optimizer.adamw_8bit),)
@@ -187,7 +189,9 @@ def _text(config: Config, values: _Values) -> str:
 
 
 _GROUPS = {
+    "memory.activations=attention": "memory=keep_attention",
     "memory.activations=full": "memory=recompute",
+    "memory.activations=offload_attention": "memory=offload_attention",
     "memory.activations=offload": "memory=offload",
     "optim.name=adamw_8bit": "optim=adamw_8bit",
     "optim.name=adamw": "optim=adamw",

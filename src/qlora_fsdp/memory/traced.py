@@ -48,7 +48,7 @@ class LayerUse:
 
     Attributes:
         saved: what it keeps from forward to backward, its input included.
-        host: what it keeps in pinned host memory.
+        host: the tensors that it keeps in pinned host memory: its input, and attention's results.
         keeps_input: whether `saved` has its input. The first layer's may not: it needs no gradient.
         forward: most that forward takes beyond `saved`, its output included.
         backward: most that backward takes beyond `saved`, the gradients of its parameters included.
@@ -57,7 +57,7 @@ class LayerUse:
     """
 
     saved: int
-    host: int
+    host: tuple[int, ...]
     keeps_input: bool
     forward: int
     backward: int

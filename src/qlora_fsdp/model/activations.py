@@ -11,8 +11,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import assert_never
 
+from qlora_fsdp.layers.kept_attention import keep_attention
 from qlora_fsdp.layers.rewire import recompute_norms
-from qlora_fsdp.memory.choose import describe_policies, next_smaller
+from qlora_fsdp.memory.ladders import describe_policies, next_smaller
 from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.model.input_offload import InputOffload
 
@@ -33,11 +34,12 @@ def set_activation_policy(
     Args:
         layers: transformers' `GradientCheckpointingLayer`s, in order.
         policies: the policy of each layer.
-        inputs: where offloaded inputs go; None for a place of these layers' own.
+        inputs: where offloaded inputs and results go; None for a place of these layers' own.
     """
     # Keeping the state of random numbers for every layer takes time, and can't be part of a CUDA graph.
     recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=any(map(has_dropout, layers)))
-    offload = partial((inputs or InputOffload()).run, recompute)
+    inputs = inputs or InputOffload()
+    to_host = partial(keep_attention, partial(inputs.pack, is_result=True), inputs.unpack)
     for layer, policy in zip(layers, policies, strict=True):
         match policy:
             case Policy.none:
@@ -45,12 +47,18 @@ def set_activation_policy(
             case Policy.selective:
                 recompute_norms(layer)
                 _recompute_by(layer, None)
+            case Policy.attention:
+                recompute_norms(layer)
+                _recompute_by(layer, partial(recompute, context_fn=keep_attention))
             case Policy.full:
                 recompute_norms(layer)
                 _recompute_by(layer, recompute)
             case Policy.offload:
                 recompute_norms(layer)
-                _recompute_by(layer, offload)
+                _recompute_by(layer, partial(inputs.run, recompute))
+            case Policy.offload_attention:
+                recompute_norms(layer)
+                _recompute_by(layer, partial(inputs.run, partial(recompute, context_fn=to_host)))
             case _:
                 assert_never(policy)
 

@@ -1,8 +1,11 @@
-"""Keep the inputs of recomputed layers in pinned host memory until backward needs them.
+"""Keep the inputs of recomputed layers in pinned host memory until backward needs them, and attention's results.
 
 A recomputed layer saves little more than its input. The input is copied to the host on a side stream while the layer
 runs, and copied back while the layer after it is in backward. Two inputs are therefore on the GPU at a time, whatever
 the number of layers. On a CPU the copies are plain copies.
+
+Where attention's result is kept too (layers/kept_attention.py), it is a second tensor of its layer, and takes the same
+ways. Backward needs it after the layer's input, which starts the copy.
 
 A copy takes a small part of the time of its layer, which grows with the length as the copy does: 1 GiB, of 131,072
 tokens of an 8B model, crosses in 20 ms, and the layer takes 400.
@@ -32,32 +35,62 @@ class _Saved:
     Attributes:
         host: the values in the tensor's shape; a view into `buffer`.
         buffer: uint8, pinned where there is a GPU; later tensors use it again.
+        buffers: those that it was taken from.
         device: where the tensor was.
-        previous: the tensor saved before this one, which backward needs next.
+        next: the tensor that backward needs next: another one of the layer, or the input of the layer before it.
         returned: the tensor on its way back to its device.
         done: marks the end of the last copy from or to host memory.
     """
 
     host: Tensor
     buffer: Tensor
+    buffers: _Buffers
     device: torch.device
-    previous: _Saved | None
+    next: _Saved | None
     returned: Tensor | None = None
     done: torch.cuda.Event | None = None
+
+
+class _Buffers:
+    """Host buffers that tensors of about one size take turns in.
+
+    Args:
+        most_bytes: most bytes of such a tensor, by the memory plan. Every buffer has this size, so that none is
+            replaced for a longer batch, and no more is pinned than the plan says. 0: they are as large as the first
+            tensors.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self.most_bytes = most_bytes
+        self.free: list[Tensor] = []  # buffers that hold nothing
+
+    def take(self, tensor: Tensor) -> Tensor:
+        """The smallest free buffer that is large enough, or a new one that replaces a free one that is too small.
+
+        Batches of different lengths share buffers, which are as large as the largest tensor.
+        """
+        fitting = [buffer for buffer in self.free if buffer.nbytes >= tensor.nbytes]
+        if fitting:
+            best = min(fitting, key=lambda buffer: buffer.nbytes)
+            self.free = [buffer for buffer in self.free if buffer is not best]
+            return best
+        self.free = self.free[1:]
+        self.most_bytes = max(self.most_bytes, tensor.nbytes)
+        size = offload_buffer_bytes(self.most_bytes)
+        return pinned_buffer(size) if tensor.is_cuda else torch.empty(size, dtype=torch.uint8)
 
 
 class InputOffload:
     """Moves the inputs of checkpointed layers to host memory and back; shared by all layers of a model.
 
     Args:
-        most_bytes: most bytes of an input, by the memory plan. Every buffer has this size, so that none is replaced for
-            a longer batch, and no more is pinned than the plan says. 0: buffers are as large as the first inputs.
+        most_bytes: most bytes of an input, and of attention's result (see `_Buffers`).
     """
 
-    def __init__(self, most_bytes: int = 0) -> None:
-        self.most_bytes = most_bytes
-        self.free: list[Tensor] = []  # buffers that hold nothing
-        self.last: _Saved | None = None  # what this forward saved last
+    def __init__(self, most_bytes: tuple[int, int] = (0, 0)) -> None:
+        self.inputs, self.results = map(_Buffers, most_bytes)
+        self.last: _Saved | None = None  # what backward needs first of what this forward saved
+        self.end: _Saved | None = None  # what it needs last of the layer that runs; None if nothing is saved of it yet
         self.leaving: tuple[Tensor, torch.cuda.Event] | None = None  # the tensor is kept alive until its copy has ended
         self.stream: torch.cuda.Stream | None = None
 
@@ -66,8 +99,8 @@ class InputOffload:
 
         Of a layer with nothing to train in it or before it, what checkpoint saved is of no use: there is no backward.
         """
-        before = self.last
-        with saved_tensors_hooks(self._pack, self._unpack):
+        before, self.end = self.last, None
+        with saved_tensors_hooks(self.pack, self.unpack):
             output = checkpoint(function, *args)
         if not any(leaf.requires_grad for leaf in tree_leaves(output) if isinstance(leaf, Tensor)):
             self._forget(before)
@@ -76,15 +109,21 @@ class InputOffload:
     def _forget(self, before: _Saved | None) -> None:
         """Take back the buffers of all that was saved after `before`."""
         while self.last is not None and self.last is not before:
-            self.free.append(self.last.buffer)
-            self.last = self.last.previous
+            self.last.buffers.free.append(self.last.buffer)
+            self.last = self.last.next
 
-    def _pack(self, tensor: Tensor) -> Tensor | _Saved:
+    def pack(self, tensor: Tensor, is_result: bool = False) -> Tensor | _Saved:
+        """Start the copy of a tensor of the layer that runs, in the order in which backward will need them.
+
+        Returns:
+            What `unpack` gets: the tensor itself if it is not worth a copy.
+        """
         if tensor.nbytes < MIN_BYTES or not tensor.is_floating_point():
             return tensor
-        buffer = self._buffer(tensor)
+        buffers = self.results if is_result else self.inputs
+        buffer = buffers.take(tensor)
         host = buffer[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        saved = _Saved(host, buffer, tensor.device, self.last)
+        saved = _Saved(host, buffer, buffers, tensor.device, self.last if self.end is None else self.end.next)
         if tensor.is_cuda:
             self._let_go()
             stream = self._side_stream(tensor.device)
@@ -95,23 +134,28 @@ class InputOffload:
             self.leaving = tensor.detach(), saved.done
         else:
             host.copy_(tensor.detach())
-        self.last = saved
+        if self.end is None:
+            self.last = saved
+        else:
+            self.end.next = saved
+        self.end = saved
         return saved
 
-    def _unpack(self, saved: Tensor | _Saved) -> Tensor:
+    def unpack(self, saved: Tensor | _Saved) -> Tensor:
+        """The tensor, on its device; the copy of the next one starts."""
         if isinstance(saved, Tensor):
             return saved
         self.last = None  # the next forward starts a new chain
         self._let_go()
         self._fetch(saved)
-        if saved.previous is not None:
-            self._fetch(saved.previous)
+        if saved.next is not None:
+            self._fetch(saved.next)
         tensor = saved.returned
         assert tensor is not None
         if saved.done is not None:
             torch.cuda.current_stream().wait_event(saved.done)
-        saved.previous = saved.returned = None
-        self.free.append(saved.buffer)  # the next copy into it waits on the same stream for this one
+        saved.next = saved.returned = None
+        saved.buffers.free.append(saved.buffer)  # the next copy into it waits on the same stream for this one
         return tensor
 
     def _fetch(self, saved: _Saved) -> None:
@@ -133,21 +177,6 @@ class InputOffload:
         if self.leaving is not None:
             torch.cuda.current_stream().wait_event(self.leaving[1])
             self.leaving = None
-
-    def _buffer(self, tensor: Tensor) -> Tensor:
-        """The smallest free host buffer that is large enough, or a new one that replaces a free one that is too small.
-
-        Batches of different lengths share buffers, which are as large as the largest input.
-        """
-        fitting = [buffer for buffer in self.free if buffer.nbytes >= tensor.nbytes]
-        if fitting:
-            best = min(fitting, key=lambda buffer: buffer.nbytes)
-            self.free = [buffer for buffer in self.free if buffer is not best]
-            return best
-        self.free = self.free[1:]
-        self.most_bytes = max(self.most_bytes, tensor.nbytes)
-        size = offload_buffer_bytes(self.most_bytes)
-        return pinned_buffer(size) if tensor.is_cuda else torch.empty(size, dtype=torch.uint8)
 
     def _side_stream(self, device: torch.device) -> torch.cuda.Stream:
         if self.stream is None:

@@ -28,6 +28,7 @@ from qlora_fsdp.memory.policy import Policy
 from qlora_fsdp.memory.traced import EndsUse, LayerUse, Operations
 from qlora_fsdp.model.activations import set_activation_policy
 from qlora_fsdp.model.experts import has_experts
+from qlora_fsdp.model.input_offload import InputOffload
 from qlora_fsdp.model.task_model import TaskModel
 from qlora_fsdp.tracing.fused_attention import fused_attention
 from qlora_fsdp.tracing.liger_shapes import shapes_of_functions
@@ -74,20 +75,19 @@ class Trace:
                 gradient, and its first norm keeps nothing. Without adapters of its own it keeps nothing at all.
             num_tile_tokens: tokens of a tile, in modules that compute in tiles; None: all tokens at once.
         """
-        if policy is Policy.offload:  # full, but the input waits on the host. On meta nothing is copied there.
-            use, size = self.layer(index, Policy.full, is_first, num_tile_tokens), self.ends.hidden
-            if not use.keeps_input:
-                return use
-            return replace(use, saved=use.saved - size, host=size)
         original = self.model.layers[index]
+        call, needs_gradient = self.calls[original], not is_first or self.input_needs_gradient
+        offloaded = _Offloaded(call)
         with self._running():
             layer = copy.deepcopy(original, shared_configs(original))
             use_tiles([layer], num_tile_tokens)
-            set_activation_policy([layer], [policy])
-            call, needs_gradient = self.calls[original], not is_first or self.input_needs_gradient
+            set_activation_policy([layer], [policy], offloaded)
             known = [*layer.parameters(), *layer.buffers(), *call.tensors()]
             with LiveBytes(known) as live, bytes_moved(live.move):
-                return _run_layer(live, layer, call, needs_gradient)
+                use = _run_layer(live, layer, call, needs_gradient)
+        if not use.keeps_input:
+            return use
+        return replace(use, saved=use.saved - sum(offloaded.sizes), host=tuple(offloaded.sizes))
 
     @contextmanager
     def _running(self) -> Iterator[None]:
@@ -233,6 +233,20 @@ class _Call:
         return layer(x, *self.args, **self.kwargs)
 
 
+class _Offloaded(InputOffload):
+    """Notes the bytes of what would wait in host memory, which stays on meta; not of a layer's other arguments."""
+
+    def __init__(self, call: _Call) -> None:
+        super().__init__()
+        self.others = {tensor.untyped_storage()._cdata for tensor in call.tensors()}
+        self.sizes: list[int] = []
+
+    def pack(self, tensor: Tensor, is_result: bool = False) -> Tensor:
+        if tensor.untyped_storage()._cdata not in self.others:
+            self.sizes.append(tensor.nbytes)
+        return tensor
+
+
 def _run_layer(live: LiveBytes, layer: nn.Module, call: _Call, needs_gradient: bool) -> LayerUse:
     """Forward and backward of a layer by itself."""
     with live.paused():
@@ -253,7 +267,7 @@ def _run_layer(live: LiveBytes, layer: nn.Module, call: _Call, needs_gradient: b
         loss.backward()
     return LayerUse(
         saved=saved,
-        host=0,
+        host=(),
         keeps_input=keeps_input,
         forward=forward_peak - saved,
         backward=live.peak - saved,

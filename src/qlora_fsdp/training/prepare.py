@@ -140,7 +140,7 @@ def _prepare(
         meta.assignments = use_cache(meta.assignments, base, config.model.cache_folder, dtype, processes)
     machine = find_machine(config.memory.target_gib, processes)
     run_plan = _plan_memory(config, assembled, machine, processes, choices)
-    inputs = InputOffload(run_plan.input_bytes)
+    inputs = InputOffload(run_plan.offloaded_bytes)
     set_activation_policy(model.layers, run_plan.policies, inputs)
     config = run_plan.settle(config)
     num_shards = config.fsdp.num_shards(processes.num_ranks, processes.local_num_ranks)

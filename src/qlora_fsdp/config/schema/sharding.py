@@ -73,8 +73,10 @@ class Activations(Enum):
     auto = "auto"
     none = "none"
     selective = "selective"
+    attention = "attention"
     every_k = "every_k"
     full = "full"
+    offload_attention = "offload_attention"
     offload = "offload"
 
 
@@ -82,7 +84,8 @@ class Activations(Enum):
 class MemoryConfig:
     # What happens to a layer's activations until backward needs them. none: all are kept. selective: all but the norms'
     # outputs, which cost little to compute again. full: only the layer's input is kept, and the rest is computed again.
-    # every_k: full for every k-th layer. offload: full, with the layers' inputs in host memory. auto: for each layer
+    # attention: full, but attention's result is kept too, and is not computed again. every_k: full for every k-th
+    # layer. offload and offload_attention: full and attention, with what is kept in host memory. auto: for each layer
     # the fastest of these with which the run fits, by the memory plan.
     activations: Activations = Activations.auto
     # The k of every_k.
