@@ -38,6 +38,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from qlora_fsdp.layers.sliced_attention import SlicedAttention
 
 Attend = Callable[..., tuple[Tensor, Any]]
+QueryKeyValue = tuple[Tensor, Tensor, Tensor]
+Kernel = Callable[[Tensor, Tensor, Tensor], Tensor]
+Keep = Callable[[Kernel, QueryKeyValue], Tensor]
 Source = Callable[[], Tensor]
 
 
@@ -59,20 +62,23 @@ def keep_attention(
 
 
 class LayerCall:
-    """While it lasts, `attend` stands for every attention function in transformers' registry, which it gets first.
+    """While it lasts, `keep` stands for the kernel of every attention function in transformers' registry.
 
     Only one thread computes layers at a time: while backward's thread computes one again, forward's waits for it.
+
+    Args:
+        keep: gets a kernel and what it is called with, and returns its result.
     """
 
-    def __init__(self, attend: Attend) -> None:
-        self.attend = attend
+    def __init__(self, keep: Keep) -> None:
+        self.keep = keep
         self.functions: dict[str, Attend] = {}
 
     def __enter__(self) -> None:
         every = ALL_ATTENTION_FUNCTIONS.items()
         self.functions = {name: function for name, function in every if not isinstance(function, SlicedAttention)}
         for name, function in self.functions.items():
-            AttentionInterface.register(name, partial(self.attend, function))
+            AttentionInterface.register(name, partial(_attend, self.keep, function))
 
     def __exit__(self, *_: object) -> None:
         for name, function in self.functions.items():
@@ -105,57 +111,50 @@ class _Result(NamedTuple):
     requires_grad: bool
 
 
-# transformers calls every attention function with the parameters from `module` on.
+def _attend(
+    keep: Keep, attend: Attend, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+) -> tuple[Tensor, Any]:
+    """Call an attention function by `keep`, as transformers calls it: with the parameters from `module` on.
+
+    Dropout draws random numbers. What is computed after it would draw others if it did not run again.
+    """
+    if not torch.is_grad_enabled() or kwargs.get("dropout"):
+        return attend(module, query, key, value, *args, **kwargs)
+
+    def kernel(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out, _ = attend(module, query, key, value, *args, **kwargs)
+        return out
+
+    return keep(kernel, (query, key, value)), None
+
+
 def _compute(
     results: deque[_Result],
     pack: Callable[[Tensor], Any],
     unpack: Callable[[Any], Tensor],
-    attend: Attend,
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *args: Any,
-    **kwargs: Any,
-) -> tuple[Tensor, Any]:
-    """Call an attention function in forward, and keep its result.
+    kernel: Kernel,
+    inputs: QueryKeyValue,
+) -> Tensor:
+    """Call a kernel in forward, and keep its result.
 
     Checkpoint holds the results as long as what it needs to compute the layer again. They must not lead to the graph of
     the layer, whose functions hold checkpoint's: such a circle would never be freed.
     """
-    if not _can_keep(kwargs):
-        return attend(module, query, key, value, *args, **kwargs)
-    inputs: tuple[Tensor, ...] = _Inputs.apply(query, key, value)  # type: ignore[no-untyped-call]
+    inputs = _Inputs.apply(*inputs)  # type: ignore[no-untyped-call]
     saved = _Saved(inputs)
     with saved_tensors_hooks(saved.pack, saved.unpack):
-        out, _ = attend(module, *inputs, *args, **kwargs)
+        out = kernel(*inputs)
     view = saved.pack(out)
     saved.sources[view.source] = source = cache(partial(unpack, pack(saved.sources[view.source]())))
     results.append(_Result(source, view, out.requires_grad))
-    return out, None
+    return out
 
 
-def _take(
-    results: deque[_Result],
-    attend: Attend,
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *args: Any,
-    **kwargs: Any,
-) -> tuple[Tensor, Any]:
+def _take(results: deque[_Result], kernel: Kernel, inputs: QueryKeyValue) -> Tensor:
     """The same when the layer is computed again: the result that was kept, in the order of attention's calls."""
-    if not _can_keep(kwargs):
-        return attend(module, query, key, value, *args, **kwargs)
-    _Inputs.apply(query, key, value)  # type: ignore[no-untyped-call]
+    _Inputs.apply(*inputs)  # type: ignore[no-untyped-call]
     source, view, requires_grad = results.popleft()
-    return view.of(source()).detach().requires_grad_(requires_grad), None
-
-
-def _can_keep(kwargs: dict[str, Any]) -> bool:
-    """Dropout draws random numbers. What is computed after it would draw others if it did not run again."""
-    return torch.is_grad_enabled() and not kwargs.get("dropout")
+    return view.of(source()).detach().requires_grad_(requires_grad)
 
 
 class _Inputs(torch.autograd.Function):
