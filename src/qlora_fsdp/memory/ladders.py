@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from itertools import groupby, pairwise
 
 from qlora_fsdp.config.schema import Activations, Config
@@ -52,20 +53,20 @@ def plans_of_policies(work: Workload, target: float, host: float) -> list[Memory
         target: bytes per GPU that the run may use.
         host: bytes of host memory that the ranks of a host may use together.
     """
-    make_plan, fixed = planner(work), fixed_policies(work.config, work.num_layers)
+    make_plan = cache(planner(work))  # ladders begin alike
+    fixed = fixed_policies(work.config, work.num_layers)
     if fixed is not None:
         return [make_plan(fixed)]
 
-    def fits(policies: Sequence[Policy]) -> bool:
+    def fits(policies: tuple[Policy, ...]) -> bool:
         return make_plan(policies).needed <= target * (1 - ROOM)
 
     plans = []
     for ladder in LADDERS if work.is_cuda else LADDERS[:1]:
         for policies in _from_fast_to_small(ladder, work.num_layers, fits):
-            plan = make_plan(policies)
-            if plan.needed <= target * (1 - ROOM):
+            if fits(policies):
                 break
-        plans.append(_within_host(plan, make_plan, host))
+        plans.append(_within_host(make_plan(policies), make_plan, host))
     return plans
 
 
@@ -98,19 +99,19 @@ def describe_policies(policies: Sequence[Policy]) -> str:
     return ", ".join([parts[0], *(part.replace(" layers", "") for part in parts[1:])])
 
 
-def _within_host(plan: MemoryPlan, make_plan: Callable[[Sequence[Policy]], MemoryPlan], host: float) -> MemoryPlan:
+def _within_host(plan: MemoryPlan, make_plan: Callable[[tuple[Policy, ...]], MemoryPlan], host: float) -> MemoryPlan:
     """The plan, but that no more attention results wait in host memory than it has room for, if that is enough."""
     with_results = [index for index, policy in enumerate(plan.policies) if policy is Policy.offload_attention]
 
     def without(number: int) -> MemoryPlan:
         some = with_results[:number]
-        return make_plan([Policy.offload if index in some else each for index, each in enumerate(plan.policies)])
+        return make_plan(tuple(Policy.offload if index in some else each for index, each in enumerate(plan.policies)))
 
     return without(bisect_left(range(len(with_results)), True, key=lambda number: without(number).host_needed <= host))
 
 
 def _from_fast_to_small(
-    ladder: Sequence[Policy], num_layers: int, fits: Callable[[Sequence[Policy]], bool]
+    ladder: Sequence[Policy], num_layers: int, fits: Callable[[tuple[Policy, ...]], bool]
 ) -> Iterator[tuple[Policy, ...]]:
     """Policies from fast to small: ever more layers, from the first one on, take the next policy of a ladder.
 
