@@ -52,14 +52,17 @@ H200 = known_gpus()["h200"]
 WITHOUT_LIGER_LOSS = FUSED_KERNELS - {"cross_entropy"}
 
 
-def workload(*overrides: str, num_ranks: int = 1, fused: frozenset[str] = FUSED_KERNELS) -> Workload:
+def workload(
+    *overrides: str, num_ranks: int = 1, fused: frozenset[str] = FUSED_KERNELS, can_read_peers: bool = False
+) -> Workload:
     """A run as most were when they were measured: kernels launched one by one, with Liger's loss. Overrides win."""
     sharding = [] if any(text.startswith("fsdp=") for text in overrides) else ["fsdp=full_shard"]
     batch = ["training.micro_batch_size=1", "training.global_batch_size=null"]
     config = load_config(["compute.cuda_graph=false", "kernels.cross_entropy=liger", *batch, *sharding, *overrides])
     size = config.training.micro_batch_size
     model = traced(config, fused)
-    return Workload(model, config, num_ranks, min(8, num_ranks), 1 if size == "auto" else size)
+    local, size = min(8, num_ranks), 1 if size == "auto" else size
+    return Workload(model, config, num_ranks, local, size, can_read_peers=can_read_peers)
 
 
 def uniform(work: Workload, policy: Policy = Policy.full) -> MemoryPlan:
@@ -84,7 +87,7 @@ def test_parameters_are_those_of_the_model(model: str, quant: str):
         plan = uniform(Workload(traced(config), config, num_ranks, num_ranks, 1))
         assert plan.work.parts.num_parameters == sizes.num_base
         parts = plan.phases["load"]
-        assert sum(parts.values()) - parts["workspace"] == sizes.shard_bytes
+        assert sum(parts.values()) - parts["workspace"] - parts["gathered"] == sizes.shard_bytes
 
 
 # GiB that tensors took in backward on H200s, layers fused (benchmarks/results).
@@ -157,6 +160,35 @@ def test_phases_are_what_was_measured(num_ranks, model, length, size, more, forw
     plan = choose(workload(f"model={model}", *settings, num_ranks=num_ranks), 140 * GIB, H200).plan
     assert plan.tensor_bytes("forward") / GIB == pytest.approx(forward, abs=0.05)
     assert plan.tensor_bytes("backward") / GIB == pytest.approx(backward, abs=0.05)
+
+
+# The same of two H100s that read one another's codes, 1 x 1024 as a CUDA graph, 16 micro-batches a step (70B: 4).
+MEASURED_READING_PEERS = [
+    ("llama3-8b", 32, ("memory=keep", ONCE), 6.00, 11.25, 10.16, 6.34),
+    ("llama3-8b", 32, ("memory=keep", TWICE), 2.95, 7.95, 6.87, 3.30),
+    ("llama3-70b", 8, (ONCE,), 50.71, 70.24, 68.54, 51.95),
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "global_size", "more", "load", "forward", "backward", "step"), MEASURED_READING_PEERS
+)
+def test_phases_of_gpus_that_read_codes_are_what_was_measured(model, global_size, more, load, forward, backward, step):
+    settings = (f"model={model}", "training.max_length=1024", f"training.global_batch_size={global_size}", *RECORDED)
+    work = workload(*settings, "lora.r=16", *more, num_ranks=2, can_read_peers=True)
+    plan = choose(work, 75.2 * GIB, known_gpus()["h100"]).plan
+    measured = {"load": load, "forward": forward, "backward": backward, "step": step}
+    assert {phase: plan.tensor_bytes(phase) / GIB for phase in measured} == pytest.approx(measured, abs=0.08)
+
+
+def test_codes_are_read_from_other_gpus_where_their_buffers_fit():
+    """Two layers' codes of 70B take 0.8 GiB on two GPUs."""
+    settings = "model=llama3-70b", "training.max_length=2048", "quant.embeddings=int8", TWICE
+    work = workload(*settings, num_ranks=2, can_read_peers=True)
+    least = choose(replace(work, can_read_peers=False), 0, H200).plan.needed
+    assert not choose(work, least + 0.1 * GIB, H200).plan.work.reads_peers
+    assert choose(work, least + 0.1 * GIB, H200).fits
+    assert choose(work, least + 1.0 * GIB, H200).plan.work.reads_peers
 
 
 # The same of one GPU, 4096 x 1, all layers kept and all recomputed: the other presets on an H100 (Phi 4: H200), and

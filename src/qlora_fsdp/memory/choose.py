@@ -100,8 +100,8 @@ def _choose_strategy(work: Workload, target: float, gpu: Gpu, host: float) -> Ch
     """The fastest plan for the number of ranks that share sequences in the settings."""
     fsdp = work.config.fsdp
     if fsdp.sharding_strategy is not ShardingStrategy.auto:
-        return _choose_rest(work, target, gpu, host)
-    split = _choose_rest(with_strategy(work, ShardingStrategy.FULL_SHARD), target, gpu, host)
+        return _choose_gathers(work, target, gpu, host)
+    split = _choose_gathers(with_strategy(work, ShardingStrategy.FULL_SHARD), target, gpu, host)
     if not (fsdp.may_be_whole and work.num_ranks > 1 and work.is_cuda):
         return split
     copies = with_strategy(work, ShardingStrategy.NO_SHARD)
@@ -117,6 +117,14 @@ def _choose_strategy(work: Workload, target: float, gpu: Gpu, host: float) -> Ch
         return replace(whole, sharding=f"Each GPU has the whole base (auto is NO_SHARD): {why}")
     why = f"be {-gain:.0%} slower" if whole.fits else f"take {needs}, of which {SPARE:.0%} stay free"
     return replace(split, sharding=f"The base is split (auto is FULL_SHARD): whole copies would {why}")
+
+
+def _choose_gathers(work: Workload, target: float, gpu: Gpu, host: float) -> Choice:
+    """The fastest plan in which codes are read from other GPUs; without that, and its buffers, if none fits."""
+    choice = _choose_rest(work, target, gpu, host)
+    if choice.fits or not work.reads_peers:
+        return choice
+    return _choose_rest(replace(work, can_read_peers=False), target, gpu, host)
 
 
 def with_strategy(work: Workload, strategy: ShardingStrategy) -> Workload:

@@ -9,7 +9,9 @@ The embeddings and the head are called the ends of the model here.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
+from itertools import zip_longest
 
 from qlora_fsdp.common.sizes import PIECE_BYTES
 from qlora_fsdp.config.schema import EmbeddingStorage
@@ -29,8 +31,8 @@ class ModelBytes:
         whole_ends: their bytes, by kind.
         tensors: all of these.
         shard: a rank's part of all tensors, by kind.
-        layer: the largest layer, whole, by kind.
-        gathered_layer: its bytes if FSDP gathers layers, else 0.
+        gathered_layer: its bytes that FSDP gathers; 0 if FSDP takes no part.
+        code_buffers: buffers of whole codes, which are never freed (model/peer_codes.py).
         all_trained: bytes of all trained parameters, whole.
         optimizer: bytes of a rank's optimizer state.
         is_offloaded: whether parameters, gradients and optimizer state are in host memory.
@@ -46,11 +48,19 @@ class ModelBytes:
         self.whole_ends = {name: sum_bytes(tensors) for name, tensors in self.ends.items()}
         self.tensors = [tensor for unit in (*self.layers, *self.ends.values()) for tensor in unit]
         self.shard = sum_bytes(self.tensors, shards)
-        self.layer = max((of_kinds[kind] for kind in self.parts.layers), key=lambda layer: layer.total)
-        self.gathered_layer = self.layer.total if work.uses_fsdp else 0
+        codes = [work.read_codes(kind.tensors) for kind in self.parts.kinds]
+        gathered = [layer.total - sum(read) for layer, read in zip(of_kinds, codes, strict=True)]
+        self.gathered_layer = max(gathered[kind] for kind in self.parts.layers) if work.uses_fsdp else 0
+        self.code_buffers = self._code_buffers([codes[kind] for kind in self.parts.layers])
         self.all_trained = sum_bytes(self.tensors).adapters
         self.optimizer = optimizer_bytes(self.tensors, config.optim.name, shards)
         self.is_offloaded = config.fsdp.cpu_offload
+
+    def _code_buffers(self, layers: Sequence[Sequence[int]]) -> int:
+        """Bytes of all sets of buffers, given the bytes of each layer's codes. A set has room for all its layers."""
+        num_sets = min(self.work.config.fsdp.num_gathered, len(layers)) if self.work.reshards else len(layers)
+        sets = [zip_longest(*layers[index::num_sets], fillvalue=0) for index in range(num_sets)]
+        return sum(max(of_place) for of_set in sets for of_place in of_set)
 
     # What a rank holds all the time.
 
@@ -63,6 +73,7 @@ class ModelBytes:
             "full_precision": shard.full_precision,
             "embeddings": shard.embeddings,
             "adapters": shard.adapters,
+            "gathered": self.code_buffers,
         }
         if with_training:
             # With several micro-batches per step, gradients are whole on every rank until the last one reduces them.

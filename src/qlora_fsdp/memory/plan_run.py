@@ -36,6 +36,7 @@ class Machine:
         gpu: its rates predict the speed.
         is_cuda: whether the ranks have GPUs.
         host_available: bytes of host memory that all ranks of this host can have together.
+        can_read_peers: whether the GPUs of a host can read one another's memory.
     """
 
     num_ranks: int
@@ -44,6 +45,7 @@ class Machine:
     gpu: Gpu
     is_cuda: bool
     host_available: int
+    can_read_peers: bool = True
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ class RunPlan:
         num_slices: ranks that share each sequence.
         sharding_strategy: how parameters are spread over the ranks.
         reshard_after_forward: whether layers are freed after their forward.
+        reads_peers: whether codes may be read from other GPUs (model/peer_codes.py).
         fits: whether it fits, by the plan.
         lines: what to tell the user.
     """
@@ -69,6 +72,7 @@ class RunPlan:
     num_slices: int
     sharding_strategy: ShardingStrategy
     reshard_after_forward: bool
+    reads_peers: bool
     fits: bool
     lines: tuple[str, ...]
 
@@ -117,6 +121,7 @@ def plan_run(
         machine.local_num_ranks,
         1 if size == AUTO else size,
         machine.is_cuda,
+        machine.can_read_peers,
     )
     host = machine.host_available if machine.is_cuda else math.inf
     choice = choose(work, machine.target, machine.gpu, host)
@@ -141,6 +146,7 @@ def plan_run(
         num_slices=chosen.distributed.num_slices,
         sharding_strategy=chosen.fsdp.sharding_strategy,
         reshard_after_forward=plan.work.reshards,
+        reads_peers=plan.work.can_read_peers,
         fits=choice.fits or not machine.is_cuda,
         lines=tuple(lines),
     )
@@ -162,6 +168,7 @@ def run_without_plan(config: Config, num_layers: int, reason: str) -> RunPlan:
         num_slices=config.distributed.num_slices,
         sharding_strategy=strategy,
         reshard_after_forward=config.fsdp.reshards,
+        reads_peers=True,
         fits=True,
         lines=(line,),
     )

@@ -94,10 +94,12 @@ def _layer_seconds(work: Workload, index: int, policy: Policy, gpu: Gpu) -> floa
     kind, use = work.layers[index], work.layer_use(index, policy)
     forward, backward = _compute_seconds(use.in_forward, gpu), _compute_seconds(use.in_backward, gpu)
     num_bytes = sum_bytes(kind.tensors).total
-    transfer = _transfer_seconds(work, num_bytes, gpu) + sum(use.host) / (gpu.host_gb_s * 1e9)
+    gathered = num_bytes - sum(work.read_codes(kind.tensors))  # by FSDP; codes that stay are read once for all steps
+    transfer = _transfer_seconds(work, num_bytes if work.reshards else gathered, gpu)
+    transfer += sum(use.host) / (gpu.host_gb_s * 1e9)
     back = transfer if work.reshards or policy.offloads else 0.0
     if work.num_shards > 1:  # the shard into the flat buffer, and all of that out again; each is read and written
-        copies = 2.0 * num_bytes * (1 + 1 / work.num_shards) / (gpu.memory_gb_s * 1e9 * MOVING)
+        copies = 2.0 * gathered * (1 + 1 / work.num_shards) / (gpu.memory_gb_s * 1e9 * MOVING)
         forward, backward = forward + copies, backward + (copies if work.reshards else 0.0)
     return (1 + work.config.num_extra_forwards) * max(forward, transfer) + max(backward, back)
 

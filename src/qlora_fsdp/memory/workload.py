@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -11,7 +11,7 @@ from typing_extensions import Unpack
 
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.memory.policy import Policy
-from qlora_fsdp.memory.traced import EndsUse, LayerKind, LayerUse, ModelParts, TracedModel
+from qlora_fsdp.memory.traced import EndsUse, LayerKind, LayerUse, ModelParts, Tensor, TracedModel
 
 LayerKey = tuple[int, Policy, bool]  # kind, policy, whether no layer before it is trained
 
@@ -26,6 +26,7 @@ class Workload:
         local_num_ranks: those of one host.
         micro_batch_size: sequences per rank and forward pass.
         is_cuda: whether the rank has a GPU. If not, the plan is about host memory.
+        can_read_peers: whether the GPUs of a host can read one another's memory.
     """
 
     model: TracedModel
@@ -34,6 +35,7 @@ class Workload:
     local_num_ranks: int
     micro_batch_size: int
     is_cuda: bool = True
+    can_read_peers: bool = True
 
     @cached_property
     def parts(self) -> ModelParts:
@@ -98,6 +100,17 @@ class Workload:
     def uses_fsdp(self) -> bool:
         """Whether FSDP takes part (model/shard.py). If not, nothing is gathered."""
         return self.config.fsdp.uses_fsdp(self.num_shards)
+
+    @property
+    def reads_peers(self) -> bool:
+        """Whether layers' codes are read from the other GPUs and not gathered by FSDP (model/peer_codes.py)."""
+        is_possible = self.config.fsdp.may_read_peers(self.num_ranks, self.local_num_ranks)
+        return self.is_cuda and self.can_read_peers and is_possible
+
+    def read_codes(self, tensors: Iterable[Tensor]) -> list[int]:
+        """Bytes of each whole tensor of codes that is read so, the largest first: those that split into equal parts."""
+        read = [t for t in tensors if self.reads_peers and t.part == "codes" and t.num_rows % self.num_shards == 0]
+        return sorted((tensor.num_rows * tensor.row_bytes for tensor in read), reverse=True)
 
     @property
     def reshards(self) -> bool:

@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.model.assemble import AssembledModel
+from qlora_fsdp.model.peer_codes import share_codes
 from qlora_fsdp.model.prove import Proof, prove_shards
 from qlora_fsdp.model.shard import place_model, shard_model
 from qlora_fsdp.runtime.processes import Processes
@@ -51,6 +52,7 @@ def materialize(
     *,
     shards: bool = True,
     reshard_after_forward: bool = True,
+    reads_peers: bool = True,
     shows_progress: bool = False,
     before_proof: Callable[[], None] = lambda: None,
 ) -> LoadReport:
@@ -64,6 +66,7 @@ def materialize(
             initial values or with those of a saved adapter.
         shards: True: use FSDP as the settings say. False: every rank has the whole model on its device.
         reshard_after_forward: free layers after their forward, and gather them again for backward.
+        reads_peers: read codes from the memory of other GPUs, where that can be done.
         shows_progress: show a progress bar on rank 0 if there is a terminal.
         before_proof: called between loading and the proof, so that memory can be measured for each apart.
 
@@ -73,7 +76,11 @@ def materialize(
     model, meta, device = assembled.model, assembled.meta, processes.device
     units = shard_model(model, config.fsdp, processes, reshard_after_forward) if shards else []
     started = time.perf_counter()
-    place_model(model, torch.device("cpu") if shards and config.fsdp.cpu_offload else device, device)
+    peers = None
+    if units and reads_peers:
+        peers = share_codes(model.layers, config.fsdp, processes, reshard_after_forward)
+    shard_device = torch.device("cpu") if shards and config.fsdp.cpu_offload else device
+    place_model(model, shard_device, device, {} if peers is None else peers.shards())
     num_shards = config.fsdp.num_shards(processes.num_ranks, processes.local_num_ranks)
     total = sum(assignment.num_bytes(assembled.dtype) for assignment in meta.assignments) // num_shards
     is_shown = shows_progress and processes.is_main and sys.stderr.isatty()
@@ -82,6 +89,9 @@ def materialize(
     fill_adapters(model.model)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+    if peers is not None:
+        processes.wait(patiently=True)  # another rank may still read files
+        peers.connect()
     load_seconds = time.perf_counter() - started
     before_proof()
     proof = prove_shards(model, units, processes, int(os.environ.get("WORLD_SIZE", 1)))

@@ -75,8 +75,9 @@ def prove_shards(model: nn.Module, units: Sequence[FSDPModule], processes: Proce
         shown = "\n".join(f"  - {line}" for line in everyone[:20])
         raise ProofError(
             f"The gathered weights are not the ones that were loaded ({len(everyone)} problems). Training on them "
-            "would give a wrong model without an error. Set quant.bnb_4bit_quant_storage=uint8 (torch >= 2.13), and "
-            f"report this with environment.json:\n{shown}"
+            "would give a wrong model without an error. If GPUs of this host read one another's memory wrongly, "
+            "NCCL_P2P_DISABLE=1 in the environment avoids that; else set quant.bnb_4bit_quant_storage=uint8 (torch >= "
+            f"2.13), and report this with environment.json:\n{shown}"
         )
     return Proof(num_tensors, num_bytes)
 

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from qlora_fsdp.runtime.peers import copy_stream
+
 STREAMS = ("all_gather_copy_in_stream", "all_gather_stream", "reduce_scatter_stream", "all_reduce_stream")
 
 
@@ -54,7 +56,8 @@ def _wait(states: Sequence[Any], groups: Sequence[Any]) -> None:
     if not groups or groups[0].device.type != "cuda":
         return
     current, is_recording = torch.cuda.current_stream(), torch.cuda.is_current_stream_capturing()
-    for stream in {getattr(state._comm_ctx, name, current) for state in states for name in STREAMS} - {current}:
+    streams = {getattr(state._comm_ctx, name, current) for state in states for name in STREAMS}
+    for stream in {*streams, copy_stream(groups[0].device)} - {current}:
         with torch.cuda.stream(stream):
             takes_part = torch.cuda.is_current_stream_capturing() == is_recording
         if takes_part:

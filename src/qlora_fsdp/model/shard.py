@@ -26,9 +26,10 @@ Quantized weights must come out of a gather as the bytes that went in. Three rul
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import MappingProxyType
 from typing import cast
 
 import torch
@@ -176,13 +177,19 @@ def make_mesh(config: FsdpConfig, processes: Processes) -> DeviceMesh:
             assert_never(config.sharding_strategy)
 
 
-def place_model(model: nn.Module, shard_device: torch.device, buffer_device: torch.device) -> None:
+def place_model(
+    model: nn.Module,
+    shard_device: torch.device,
+    buffer_device: torch.device,
+    placed: Mapping[int, torch.Tensor] = MappingProxyType({}),
+) -> None:
     """Allocate uninitialised memory for every shard, and move the buffers, which already hold values.
 
     Args:
         model: with parameters on meta, sharded or not; changed in place.
         shard_device: where the shards are kept.
         buffer_device: where the layers compute, and where the buffers move.
+        placed: parameters that have memory already, by the id of that on meta.
     """
     # Tied parameters must stay one object. `_apply` keeps that for DTensors only.
     made: dict[int, nn.Parameter] = {}
@@ -194,6 +201,8 @@ def place_model(model: nn.Module, shard_device: torch.device, buffer_device: tor
                 module._parameters[name] = made[id(param)]
 
     def place(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) in placed:
+            return placed[id(tensor)]
         return torch.empty_like(tensor, device=shard_device) if tensor.is_meta else tensor.to(buffer_device)
 
     model._apply(place)

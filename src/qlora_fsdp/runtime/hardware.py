@@ -16,6 +16,7 @@ from qlora_fsdp.memory.gpus import find_gpu, gpu_of_size
 from qlora_fsdp.memory.plan import CUDA_CONTEXT, GIB
 from qlora_fsdp.memory.plan_run import Machine
 from qlora_fsdp.runtime.host_memory import available_bytes
+from qlora_fsdp.runtime.peers import can_read_peers
 from qlora_fsdp.runtime.processes import Processes
 
 
@@ -69,7 +70,8 @@ def find_machine(target_gib: float | None, processes: Processes) -> Machine:
         reason = f"is more than the GPU has: {total / GIB:.1f} GiB."
         raise ConfigError([Problem(f"memory.target_gib={target_gib:g}", reason, "Set memory.target_gib=null.")])
     target = room * (1 - MARGIN) if target_gib is None else target_gib * GIB
-    return Machine(processes.num_ranks, processes.local_num_ranks, target, gpu, device.type == "cuda", host)
+    num_ranks, local_num_ranks, is_cuda = processes.num_ranks, processes.local_num_ranks, device.type == "cuda"
+    return Machine(num_ranks, local_num_ranks, target, gpu, is_cuda, host, can_read_peers(processes))
 
 
 def hold_to(target: float, libraries: int, device: torch.device) -> None:

@@ -177,6 +177,7 @@ def _load_and_prove(prepared: Prepared, processes: Processes) -> dict[str, Any]:
         processes,
         fill_adapters,
         reshard_after_forward=prepared.run_plan.reshard_after_forward,
+        reads_peers=prepared.run_plan.reads_peers,
         shows_progress=True,
         before_proof=lambda: prepared.peaks.enter("proof"),
     )

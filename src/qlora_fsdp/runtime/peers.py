@@ -1,0 +1,83 @@
+"""Memory of other GPUs of the host, which this process can read.
+
+Each rank puts what others may read into memory of a kind that CUDA maps into other processes. torch calls it symmetric
+memory (torch.distributed._symmetric_memory, the CUDA backend). A copy from it is done by a copy engine: no kernel runs
+on either GPU, and the rank that owns the memory takes no part.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
+from torch import Tensor
+
+from qlora_fsdp.runtime.processes import Processes
+
+
+def can_read_peers(processes: Processes) -> bool:
+    """Whether every rank can read the memory of all GPUs of its host. Collective.
+
+    GeForce cards from the 40 series on can't, nor can processes of which each sees its own GPU alone. NCCL's variable
+    NCCL_P2P_DISABLE, which is set on hosts where such reads give wrong bytes, counts here too.
+    """
+    device, count = processes.device, processes.local_num_ranks
+    others = [index for index in range(count) if index != device.index]
+    can = device.type == "cuda" and torch.cuda.device_count() >= count
+    can = can and os.environ.get("NCCL_P2P_DISABLE", "0") == "0"
+    can = can and all(torch.cuda.can_device_access_peer(device, other) for other in others)
+    return all(processes.gather(can))
+
+
+def share_memory(num_bytes: int, group: dist.ProcessGroup, device: torch.device) -> list[Tensor]:
+    """Allocate memory that all ranks of the group can read. Collective.
+
+    Args:
+        num_bytes: the same on all ranks.
+        group: ranks of one host.
+        device: this rank's GPU.
+
+    Returns:
+        The memory of each rank of the group, uint8 [num_bytes], this rank's own among them. torch's allocator counts
+        its own, as any tensor.
+    """
+    with torch.cuda.use_mem_pool(symmetric_memory.get_mem_pool(device)):
+        own = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    handle = symmetric_memory.rendezvous(own, group)
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    return [own if peer == rank else handle.get_buffer(peer, (num_bytes,), torch.uint8) for peer in range(size)]
+
+
+@cache
+def copy_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream on which other GPUs' memory is read, beside the stream that computes."""
+    return torch.cuda.Stream(device)
+
+
+def start_copies(copies: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> torch.cuda.Event | None:
+    """Start copies beside what is queued from now on, after what is queued already.
+
+    Args:
+        copies: destination and source of each.
+        device: the GPU of the destinations. On a CPU, which tests use, the copies are done at once.
+
+    Returns:
+        What `wait_for` takes.
+    """
+    stream = copy_stream(device) if device.type == "cuda" else None
+    if stream is not None:
+        stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for destination, source in copies:
+            destination.copy_(source, non_blocking=True)
+    return None if stream is None else stream.record_event()
+
+
+def wait_for(copied: torch.cuda.Event | None, device: torch.device) -> None:
+    """Have the current stream wait for copies."""
+    if copied is not None:
+        torch.cuda.current_stream(device).wait_event(copied)

@@ -1,0 +1,103 @@
+"""Codes that ranks read from one another's memory (`model/peer_codes.py`): runs are the same to the bit.
+
+On GPUs that memory is CUDA's (tests/gpu/test_gpu_peer_codes.py). Here files that all ranks map stand for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+from torch.distributed.fsdp import FSDPModule
+
+from qlora_fsdp.common.errors import ProofError
+from qlora_fsdp.model.peer_codes import PeerCodes
+from qlora_fsdp.model.task_model import TaskModel
+from qlora_fsdp.runtime.processes import Processes
+from tests.helpers.peers import BothWays, assert_same, make_layers, mapped_files, train_both_ways
+from tests.helpers.ranks import once, run_ranks
+from tests.helpers.runs import settings, train_here
+
+pytestmark = pytest.mark.distributed
+# By case: settings, and the sets of buffers that there are then.
+KINDS: dict[str, tuple[list[str], int]] = {
+    "FULL_SHARD": ([], 2),
+    "SHARD_GRAD_OP": (["fsdp.sharding_strategy=SHARD_GRAD_OP"], 4),
+    "recomputed": (["memory=recompute"], 2),
+    "two layers ahead": (["fsdp.forward_prefetch=2"], 3),
+    "int8": (["quant=int8"], 2),
+}
+
+
+@pytest.fixture(scope="module")
+def argv(rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[str]]:
+    model = make_layers(tmp_path_factory.mktemp("model"), num_layers=4)
+    own = ["training.max_steps=3", "data.eval_fraction=0.1", "training.eval_every_steps=1"]
+    return lambda *more: settings(model, rows, *own, *more)
+
+
+@pytest.fixture(scope="module")
+def runs(argv, tmp_path_factory: pytest.TempPathFactory) -> Callable[[], list[dict[str, BothWays]]]:
+    cases = {kind: argv(*more) for kind, (more, _) in KINDS.items()}
+    return once(lambda: run_ranks(2, train_both_ways, cases, tmp_path_factory.mktemp("memory")))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_is_the_same_to_the_bit(runs, kind: str):
+    for found in runs():
+        assert_same(found[kind], num_steps=3)
+        assert found[kind].num_codes == 4 * 7
+        assert found[kind].num_buffers == KINDS[kind][1] * 7
+
+
+def test_three_ranks_read_what_splits_into_equal_parts(argv, tmp_path: Path):
+    """Hidden states of 64 do not: FSDP gathers those weights. The MLP's 192 do: gate and up."""
+    for found in run_ranks(3, train_both_ways, {"three": argv("training.global_batch_size=3")}, tmp_path):
+        assert_same(found["three"], num_steps=3)
+        assert found["three"].num_codes == 4 * 2
+
+
+def change_a_byte(argv: list[str], folder: Path) -> str:
+    """How a run ends in which a byte changes on its way from another rank."""
+    connect = PeerCodes.connect
+
+    def connect_and_flip(peers: PeerCodes) -> None:
+        connect(peers)
+        codes = peers.codes[9]
+        destination, source = codes.copies[-1]
+        codes.copies[-1] = destination, source ^ 1
+
+    with mapped_files(folder), patch.object(PeerCodes, "connect", connect_and_flip):
+        try:
+            train_here(argv)
+        except ProofError as error:
+            return str(error)
+    return "no complaint"
+
+
+def test_a_byte_that_changes_on_the_way_is_found(argv, tmp_path: Path):
+    for complaint in run_ranks(2, change_a_byte, argv(), tmp_path):
+        assert ".codes: " in complaint and "bytes differ" in complaint and "NCCL_P2P_DISABLE=1" in complaint
+
+
+def gather_two(model: TaskModel, processes: Processes) -> str:
+    """What is said when two layers are gathered at a time that have the same buffers."""
+    first, _, third, _ = model.layers
+    assert isinstance(first, FSDPModule) and isinstance(third, FSDPModule)
+    first.unshard()
+    with pytest.raises(RuntimeError) as raised:
+        third.unshard()
+    first.reshard()
+    return str(raised.value)
+
+
+def train_and_gather_two(argv: list[str], folder: Path) -> str:
+    with mapped_files(folder):
+        return train_here(argv, gather_two).inspected
+
+
+def test_two_layers_never_have_the_same_buffers_unnoticed(argv, tmp_path: Path):
+    for complaint in run_ranks(2, train_and_gather_two, argv(), tmp_path):
+        assert complaint == "Two layers are gathered at a time whose codes have the same place."
