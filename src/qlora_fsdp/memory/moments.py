@@ -8,6 +8,7 @@ flat buffer lives depends on where the shards are:
   the flat buffer of the next unit exists, because that unit is gathered ahead.
 - Shards in host memory are gathered on streams of FSDP2's own. In forward a flat buffer lives on until the next unit
   has been gathered. A single shard needs no flat buffer: it is copied to the GPU.
+- Codes of layers that are read from the other GPUs (model/peer_codes.py) have buffers, which count as resident.
 - Frozen embeddings and a frozen head are gathered by the model, not by FSDP, into one buffer each (model/causal_lm.py).
 - Without FSDP nothing is gathered, and gradients stay where backward makes them.
 """

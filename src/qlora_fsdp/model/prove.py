@@ -100,7 +100,7 @@ def _layout_problems(name: str, part: Tensor) -> list[str]:
 
 
 def _count_differences(gathered: Tensor, part: Tensor, device: torch.device) -> Tensor:
-    """Number of bytes in which FSDP's gathered tensor differs from the ranks' shards: int64 scalar on the device."""
+    """Number of bytes in which the gathered tensor differs from the ranks' shards: int64 scalar on the device."""
     total = torch.zeros((), dtype=torch.int64, device=device)
     for first, (rows,) in gather_pieces([local_tensor(part)], part.shape[0], shard_group(part), device):
         found = gathered[first : first + len(rows)].contiguous().view(torch.uint8)
