@@ -36,6 +36,7 @@ CASES = {
     "cpo, padded": [f"{LOSS}cpo", "preference.sft_weight=0.0", "training.packing=false"],
     "orpo": [f"{LOSS}orpo", "lora.modules_to_save=[lm_head]"],
     "kto": [f"{LOSS}kto", "preference.desirable_weight=1.5"],
+    "kto, cut rows": [f"{LOSS}kto", "training.max_length=32"],
     "kto, padded, reference in the step": [f"{LOSS}kto", "training.packing=false", "preference.precompute=false"],
     "kto from an adapter, reference in the step": [f"{LOSS}kto", START, "preference.precompute=false"],
 }

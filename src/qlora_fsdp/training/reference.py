@@ -154,7 +154,7 @@ def _cache_file(prepared: Prepared, rows: Rows) -> Path | None:
     tokens = [*config.tokenizer.add_tokens, *config.tokenizer.add_special_tokens]
     start = None if prepared.start is None else prepared.start.digest
     identity = [
-        4,  # how they are computed, to which values of before do not belong
+        5,  # how they are computed, to which values of before do not belong
         prepared.base,
         start,
         quant,
