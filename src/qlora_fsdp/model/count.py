@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 
 import torch
+from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
@@ -56,7 +57,12 @@ def count_flops(model: nn.Module, config: PretrainedConfig) -> FlopCounter:
             shares[f"{experts}."] = (num_chosen(block, config) or num_experts) / num_experts
             frozen += shares[f"{experts}."] * sum(math.prod(weight.shape) for weight in weights)
             frozen += sum(_router_weights(child, num_experts) for child in block.modules())
+    # A module that is trained in full computes in the place of its original.
+    unused = [module.original_module for module in model.modules() if isinstance(module, ModulesToSaveWrapper)]
+    originals = {id(module) for original in unused for module in original.modules()}
     for name, module in model.named_modules():
+        if id(module) in originals:
+            continue
         if isinstance(module, QuantizedLinear):
             frozen += module.in_features * module.out_features
         elif isinstance(module, nn.Linear):
