@@ -53,7 +53,7 @@ class GlobalBatches:
         indices = self._indices(step)
         return GlobalBatch(
             step=step,
-            epoch=(step + 1) * self.split.global_batch_size / len(self.data),
+            epoch=(step * self.split.global_batch_size + len(indices)) / len(self.data),
             indices=indices,
             num_targets=self.data.num_target_tokens(indices),
             num_tokens=int(self.data.lengths_of(indices).sum()),
