@@ -50,6 +50,7 @@ def training(folder: Path, case: str) -> list[str]:
     own = ["task=preference", f"run.folder={folder / case.replace(' ', '_').replace(',', '')}"]
     own += [
         "training.max_steps=4",
+        "checkpoint.every_steps=2",
         "training.learning_rate=1e-2",
         f"data.eval_path={rows_of(folder, case, 'held_out')}",
     ]
@@ -87,6 +88,13 @@ def test_the_figures_are_those_that_training_ended_with(folder: Path, printed: d
     found = json.loads(printed[case])
     assert {name: found[name] for name in expected} == pytest.approx(expected, abs=1e-5, rel=1e-5)
     assert abs(expected["rewards/margins"]) > 0.01
+
+
+def test_checkpoints_know_the_start_of_their_run(folder: Path, printed: dict[str, str], capfd) -> None:
+    checkpoint = folder / "from_an_adapter" / "checkpoints" / "step-00000002"
+    assert evaluate.main(evaluation(folder, "from an adapter", checkpoint / "adapter")) == 0
+    found, of_the_end = json.loads(capfd.readouterr().out), json.loads(printed["from an adapter"])
+    assert 0 < found["rewards/margins"] < of_the_end["rewards/margins"]
 
 
 def test_a_start_that_is_not_there_is_asked_for(

@@ -26,8 +26,6 @@ from qlora_fsdp.records.run_state import START_FOLDER
 from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.runtime.run_command import log
 
-LEVELS = 3  # folders above an adapter: it is RUN/adapter, or RUN/checkpoints/STEP/adapter
-
 
 class Reference:
     """The reference of a saved adapter. It is found before anything large is read. Collective.
@@ -71,12 +69,12 @@ def _find_start(adapter: str, config: Config) -> SavedAdapter | None:
         AdapterError: the adapter's folder names one that is not there, or not the one that is typed.
     """
     wanted = read_started_from(adapter)
-    above = Path(adapter).expanduser().resolve().parents[:LEVELS]
-    places = [folder / START_FOLDER for folder in above] if config.lora.start is None else [typed_folder(config)]
-    for place in places:
-        weights = place / ADAPTER_WEIGHTS
-        if weights.is_file() and wanted in (None, digest_file(weights)):
-            return SavedAdapter(place, SETTING)
+    folder = Path(adapter).expanduser().resolve().parent  # of the run, or of one of its checkpoints
+    run_folder = folder.parent.parent if folder.parent.name == "checkpoints" else folder
+    place = run_folder / START_FOLDER if config.lora.start is None else typed_folder(config)
+    weights = place / ADAPTER_WEIGHTS
+    if weights.is_file() and wanted in (None, digest_file(weights)):
+        return SavedAdapter(place, SETTING)
     if wanted is None:
         return None
     loss = show("preference.loss", config.preference.loss)
