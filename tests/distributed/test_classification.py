@@ -48,7 +48,7 @@ CASES = {
     "llama": ("llama", "head", SINGLE, []),
     "bert": ("bert", "head", SINGLE, ["task.class_weights=[1.0,2.5,0.5]"]),
     "longformer int8": ("longformer", "head", SINGLE, ["quant=int8"]),
-    "several labels": ("bert", "head", MULTI, ["quant=int8"]),
+    "several labels": ("bert", "head", MULTI, ["quant=int8", "task.class_weights=[1.0,2.5,0.5]"]),
     "numbers": ("llama", "head", REGRESSION, ["quant=int8", "task.labels=[length,constant]"]),
     "llama, words": ("llama", "head for words", WORDS, []),
     "bert, words": ("bert", "head for words", WORDS, ["quant=int8", "task.class_weights=[0.5,2,1]"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ CASES = {
     "cpo, padded": [f"{LOSS}cpo", "preference.sft_weight=0.0", "training.packing=false"],
     "orpo": [f"{LOSS}orpo", "lora.modules_to_save=[lm_head]"],
     "kto": [f"{LOSS}kto", "preference.desirable_weight=1.5"],
+    "kto, cut rows": [f"{LOSS}kto", "training.max_length=32"],
     "kto, padded, reference in the step": [f"{LOSS}kto", "training.packing=false", "preference.precompute=false"],
     "kto from an adapter, reference in the step": [f"{LOSS}kto", START, "preference.precompute=false"],
 }
@@ -157,3 +159,40 @@ def test_evaluation_has_the_figures_of_held_out_pairs(runs, argv) -> None:
     for first, second in zip(one, two, strict=True):
         del first["eval_seconds"], second["eval_seconds"]
         assert first == pytest.approx(second, abs=1e-5, rel=1e-5)
+
+
+# A run and one after it, which may not take the first one's reference: they differ in this.
+OTHER_REFERENCES = {
+    "scaled positions": ([], ["model.rope_scaling={rope_type:linear,factor:4.0}"]),
+    "another config of the same weights": ([], ["model.path=OTHER"]),
+    "answers to other prompts that are cut": (
+        [f"{LOSS}kto", "data.path=UNLIKE", "training.max_length=40"],
+        [f"{LOSS}kto", "data.path=UNLIKE", "training.max_length=64"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OTHER_REFERENCES)
+def test_a_reference_of_something_else_is_not_taken_from_the_cache(folder: Path, tmp_path: Path, case: str) -> None:
+    other = shutil.copytree(folder / "model", tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-2}))
+    unlike = [  # no row is cut, but prompts with other answers are
+        {"prompt": "a" * 30 if n % 2 else "b", "completion": "c" if n % 2 else f"{n}" + "d" * 30, "label": n % 4 < 2}
+        for n in range(8)
+    ]
+    (tmp_path / "unlike.jsonl").write_text("".join(json.dumps(row) + "\n" for row in unlike))
+
+    def argv(name: str, cache: str, more: list[str]) -> list[str]:
+        own = ["task=preference", "training.max_steps=3", f"run.folder={tmp_path / name}"]
+        more = [text.replace("OTHER", str(other)).replace("UNLIKE", str(tmp_path / "unlike.jsonl")) for text in more]
+        plain = settings(folder / "model", folder / "pairs.jsonl")
+        return [*plain, *own, f"data.cache_folder={tmp_path / cache}", *more]
+
+    first, second = OTHER_REFERENCES[case]
+    wanted = {"first": ("cache", first), "second": ("cache", second), "alone": ("empty", second)}
+    run_ranks(1, train_all, {name: argv(name, *how) for name, how in wanted.items()})
+    found, expected = (lines_of(argv(name, *wanted[name])) for name in ("second", "alone"))
+    for line, other_line in zip(found, expected, strict=True):
+        for name in ("loss", "rewards/margins", *(["kl"] if "kto" in second[0] else [])):
+            assert line[name] == other_line[name]

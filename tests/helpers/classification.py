@@ -156,7 +156,7 @@ def _loss(logits: Tensor, labels: Tensor, config: Config) -> Tensor:
         label = labels[0].long()
         return F.cross_entropy(logits, label) * (1.0 if weights is None else weights[label])
     if form is ProblemType.multi_label_classification:
-        return F.binary_cross_entropy_with_logits(logits, labels)
+        return F.binary_cross_entropy_with_logits(logits, labels, pos_weight=weights)
     return F.mse_loss(logits, labels)
 
 

@@ -14,7 +14,8 @@ from qlora_fsdp.data.pack import pack
 from qlora_fsdp.data.prefetch import prefetch
 from qlora_fsdp.data.sequences import Sequences, SequenceSettings, epoch_order, make_sequences
 from qlora_fsdp.data.split import BatchSplit
-from qlora_fsdp.training.batches import micro_batches_of
+from qlora_fsdp.model.count import FlopCounter
+from qlora_fsdp.training.batches import GlobalBatches, micro_batches_of
 
 
 def make_rows(*rows: tuple[list[int], str]) -> TokenizedRows:
@@ -186,3 +187,21 @@ def test_prefetch_keeps_order_raises_in_place_and_stops():
     next(seen)
     seen.close()
     assert len(made) <= 5
+
+
+def test_an_epoch_is_done_when_every_sequence_was_seen():
+    """The last step may be short: three sequences in steps of two, twice, are two epochs and not three."""
+    sequences = make_sequences(ROWS, np.arange(3), SequenceSettings(64, 0, packing=False, seed=0))
+    for total, expected in ((3, [2 / 3, 1.0]), (6, [2 / 3, 4 / 3, 2.0]), (5, [2 / 3, 4 / 3, 5 / 3])):
+        batches = GlobalBatches(sequences, BatchSplit(1, 2, 1, len(expected), total), seed=0, rank=0)
+        assert [batches.of_step(step).epoch for step in range(len(expected))] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("num_slices", [1, 2])
+def test_padding_is_no_work_of_the_model(num_slices: int):
+    """The FLOPs of a micro-batch are those of its rows, each by itself, and of slices a part each."""
+    counter, lengths = FlopCounter(1000, 10, 7), np.array([4.0, 2.0, 3.0])  # rows of PACKED, in two sequences
+    expected = (4 * 1000 + 6 * 10) * lengths.sum() + 6 * 7 * (lengths**2).sum()
+    batch = collate(PACKED, np.array([0, 1]), micro_batch_size=3, num_slices=num_slices)
+    slices = [batch] if num_slices == 1 else [batch.slice(index, num_slices) for index in range(num_slices)]
+    assert sum(map(counter.of_batch, slices)) == expected

@@ -238,6 +238,22 @@ def test_tokens_are_drawn_by_the_shares_that_transformers_gives_them(settings: d
         assert ((found - share).abs() <= 4 * (share * (1 - share) / number).sqrt() + 1e-6).all()
 
 
+@pytest.mark.parametrize("settings", [{}, {"top_k": 7}, {"top_k": 0}, {"top_p": 0.8}], ids=str)
+def test_tokens_are_those_among_which_generate_draws(settings: dict[str, Any]):
+    """What a generation config leaves out is what transformers takes then: 50 tokens, for example."""
+    config, ids = GenerationConfig(do_sample=True, temperature=3.0, **settings), torch.tensor(prompts()[2:3])
+    output = build("llama").generate(
+        ids, attention_mask=torch.ones_like(ids), generation_config=config, max_new_tokens=1, pad_token_id=0,
+        return_dict_in_generate=True, output_scores=True, output_logits=True,
+    )  # fmt: skip
+    [kept], [raw] = output.scores, output.logits
+    torch.manual_seed(0)
+    drawn = Sampling.of(config).choose(raw.expand(20_000, -1), None)
+    likely = kept[0].softmax(-1) > 1e-3
+    assert torch.isfinite(kept[0])[drawn].all()
+    assert set(likely.nonzero().flatten().tolist()) <= set(drawn.tolist())
+
+
 @pytest.mark.parametrize(
     ("settings", "is_known"),
     [

@@ -327,6 +327,19 @@ def test_held_out_rows_have_no_router_loss():
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_a_micro_batch_without_rows_adds_nothing():
+    """A rank has one where the last step of a run is short. Its mean over no tokens was NaN, and the step was lost."""
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_config(MODELS["qwen3_moe"], dtype=torch.float32)
+    adapter = peft.LoraConfig(target_modules=["q_proj"])
+    model = CausalLM(peft.get_peft_model(base, adapter, adapter_name=ADAPTER)).train()
+    model.router_loss = RouterLoss(model.base, 0.3)
+    loss = model(lay_out([[], []], 8, 0))
+    loss.backward()
+    assert loss == 0
+    assert all(not param.grad.any() for param in model.parameters() if param.grad is not None)
+
+
 def collate_two() -> Any:
     rows = [[(torch.arange(8).numpy() + start, torch.ones(8, dtype=torch.bool).numpy())] for start in (5, 40)]
     return lay_out(rows, 8, 0)

@@ -8,6 +8,7 @@ import torch
 from tests.unit.test_decoding import CPU, FAMILIES, VOCAB, build
 from torch.nn import functional as F
 
+from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.decoding import likelihoods
 from qlora_fsdp.decoding.likelihoods import Scorer, Text, find_rows
 from qlora_fsdp.layers.head_loss import LogitTransform
@@ -65,3 +66,13 @@ def test_likelihoods_are_those_of_each_text_alone(
     assert found[-1].is_greedy and not found[0].is_greedy
     assert [each.log_probability for each in found] == pytest.approx([sum for sum, _ in expected], abs=2e-4)
     assert sum(done) == len(asked)
+
+
+@pytest.mark.parametrize("num_targets", [6, 7])
+def test_an_answer_that_leaves_no_question_has_no_likelihood(num_targets: int):
+    """Its first token would be predicted by the last one that is read; lm-eval's own class refuses it too."""
+    text = Text((1, 2, 3, 4, 5), tuple(range(num_targets)))
+    wrapped = peft.PeftModel(build("llama"), peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    with pytest.raises(DataError, match=f"has {num_targets} tokens, and 5 are read of it and its question"):
+        Scorer(CausalLM(wrapped, transform=None), CPU).score([text])
+    wrapped.unload()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 from bitsandbytes.optim.adamw import AdamW8bit
 from torch import nn
+from transformers import TrainingArguments, get_scheduler
 
-from qlora_fsdp.config.schema import OptimConfig, Optimizer
-from qlora_fsdp.training.optim import make_optimizer
+from qlora_fsdp.config.schema import LrScheduler, OptimConfig, Optimizer
+from qlora_fsdp.training.optim import learning_rate_at, make_optimizer
 
 
 def test_adamw_is_torchs_own_bit_for_bit():
@@ -58,3 +60,32 @@ def test_8_bit_adamw_is_bitsandbytes_own_bit_for_bit():
         optimizer.step()  # changes nothing
         optimizer.found_inf = torch.zeros(())
         assert all(map(torch.equal, ours, plain))
+
+
+@pytest.mark.parametrize("shape", LrScheduler)
+@pytest.mark.parametrize("num_steps", [6, 100])
+@pytest.mark.parametrize("num_warmup", [0, 1, 5])
+def test_the_learning_rate_is_that_of_transformers_after_a_warmup_that_is_a_step_ahead(
+    shape: LrScheduler, num_steps: int, num_warmup: int
+):
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.5)
+    # transformers' schedule of this name rises too, as its `constant_with_warmup`.
+    name = "constant_with_warmup" if shape is LrScheduler.constant else shape.value
+    schedule = get_scheduler(name, optimizer, num_warmup_steps=num_warmup, num_training_steps=num_steps)
+    theirs = []
+    for _ in range(num_steps + 1):
+        theirs.append(schedule.get_last_lr()[0])
+        optimizer.step()
+        schedule.step()
+    config = OptimConfig(lr_scheduler_type=shape, warmup_steps=num_warmup)
+    ours = [learning_rate_at(step, num_steps, 0.5, config) for step in range(num_steps)]
+    ahead = min(num_warmup, num_steps)
+    assert ours == pytest.approx([*theirs[1 : ahead + 1], *theirs[ahead:num_steps]])
+
+
+def test_the_part_of_the_steps_is_rounded_as_in_transformers():
+    for ratio, num_steps in ((0.03, 100), (0.03, 101), (0.1, 7)):
+        config = OptimConfig(warmup_ratio=ratio, lr_scheduler_type=LrScheduler.linear)
+        rates = [learning_rate_at(step, num_steps, 1.0, config) for step in range(num_steps)]
+        num_warmup = TrainingArguments(warmup_steps=ratio, use_cpu=True).get_warmup_steps(num_steps)
+        assert rates.index(1.0) == num_warmup - 1

@@ -233,6 +233,14 @@ def mismatched_texts(data: Sequences) -> list[str]:
     return [TOKENIZER.decode(tokens, skip_special_tokens=True) for tokens in found]
 
 
+def test_another_answer_is_cut_after_the_prompt_that_it_follows(tmp_path: Path) -> None:
+    """As TRL has it. It was cut after its own prompt, so that a long prompt left little of it to the others."""
+    rows = [{"prompt": prompt, "completion": "abcdefgh", "label": prompt == "p"} for prompt in ("p", "longer", "long")]
+    data = prepare(tmp_path, rows, loss="kto", max_length=9).train
+    assert mismatched_texts(data) == ["pabcdefg", "longerab", "longabcd"]
+    assert data.rows.lengths.tolist() == [9, 9, 9]
+
+
 def test_another_answer_is_never_one_of_the_same_prompt(tmp_path: Path) -> None:
     """The two answers of a pair follow one another; the second one's prompt once got the first one's answer."""
     data = prepare(tmp_path, [text_row(name, f"+{name}", f"-{name}") for name in ("p", "q")], loss="kto").train

@@ -36,10 +36,12 @@ from qlora_fsdp.data.endless_rows import EndlessRows
 from qlora_fsdp.data.kept_windows import KeptWindows
 from qlora_fsdp.data.position import Position
 from qlora_fsdp.data.read import find_source, iterate_rows
+from qlora_fsdp.data.split import BatchSplit
 from qlora_fsdp.data.stream import StreamedSequences
 from qlora_fsdp.data.windows import Place, Window, find_place, note_place
 from qlora_fsdp.data.workers import Workers
 from qlora_fsdp.runtime.processes import Processes, start_processes, stop_processes
+from qlora_fsdp.training.batches import GlobalBatches
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -93,6 +95,13 @@ def test_counts_and_batches_are_those_of_the_rows(tmp_path: Path):
     texts(data, 0, NUM_SEQUENCES)
     with pytest.raises(StopIteration):  # long past, and forgotten
         data.rows_of(0)
+
+
+def test_nobody_knows_the_epoch_of_a_stream(tmp_path: Path):
+    """It was the part of the run that is done, however often the rows were read."""
+    file = write(tmp_path / "a.jsonl", *({"text": "ab" * n} for n in range(1, 9)))
+    batches = GlobalBatches(stream([file]), BatchSplit(1, 2, 1, 4, 8), seed=0, rank=0)
+    assert batches.of_step(0).epoch is None
 
 
 def test_a_mix_keeps_its_shares_at_every_moment(tmp_path: Path):

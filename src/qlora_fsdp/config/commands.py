@@ -30,6 +30,7 @@ from qlora_fsdp.config.foreign_settings import (
     ALLOWED,
     BASE_FINGERPRINT,
     REMOTE_CODE,
+    STARTED_FROM,
     TRAINED_ON,
     quote_setting,
     read_base_model,
@@ -143,6 +144,7 @@ def saved_settings(
     class_weights: list[float] | None = None,
     trained_on: DataFormat | None = None,
     base_fingerprint: str | None = None,
+    started_from: str | None = None,
 ) -> str:
     """Returns the text of SETTINGS_FILE: what is needed to build an adapter's model again, and to use it.
 
@@ -151,6 +153,7 @@ def saved_settings(
         class_weights: the weights of a classifier's labels, as numbers.
         trained_on: the form of the rows, by which prompts are written; None if it is unknown.
         base_fingerprint: fingerprint of the base's transformer layers; None for random weights.
+        started_from: SHA-256 of the weights of `lora.start`; None for an adapter that began anew.
     """
     values: dict[str, Any] = {
         section: {
@@ -173,19 +176,32 @@ def saved_settings(
         values[TRAINED_ON] = trained_on.value
     if base_fingerprint is not None:
         values[BASE_FINGERPRINT] = base_fingerprint
+    if started_from is not None and config.task.name is TaskName.preference:
+        values[STARTED_FROM] = started_from
     return OmegaConf.to_yaml(OmegaConf.create(values))
 
 
 def read_trained_on(adapter: str | None) -> DataFormat | None:
     """Returns the form of the rows that an adapter was trained on; None if its folder does not say."""
+    note = _read_note(adapter, TRAINED_ON)
+    return next((form for form in DataFormat if form.value == note), None)
+
+
+def read_started_from(adapter: str | None) -> str | None:
+    """Returns the SHA-256 of the weights that an adapter's training started from; None if its folder names none."""
+    return _read_note(adapter, STARTED_FROM)
+
+
+def _read_note(adapter: str | None, name: str) -> str | None:
+    """A note beside the settings in an adapter's folder, one word; None without one."""
     if adapter is None:
         return None
     try:
         text = read_small(Path(adapter).expanduser(), SETTINGS_FILE).decode("utf-8", "replace")
     except (OSError, ValueError):
         return None
-    found = re.search(rf"^{TRAINED_ON}: (\w+)$", text, re.MULTILINE)
-    return next((form for form in DataFormat if found is not None and form.value == found[1]), None)
+    found = re.search(rf"^{name}: (\w+)$", text, re.MULTILINE)
+    return None if found is None else found[1]
 
 
 def _split(argv: Sequence[str], kind: type) -> tuple[dict[str, Any], list[str], list[Problem]]:

@@ -47,8 +47,9 @@ ALLOWED = {
 REMOTE_CODE = "model.trust_remote_code"
 IGNORED = ("model.cache_folder", REMOTE_CODE)
 
-# Notes beside the settings: the form of the rows, by which prompts are written; and what tells the base from others.
-TRAINED_ON, BASE_FINGERPRINT = "trained_on", "base_fingerprint"
+# Notes beside the settings: the form of the rows, by which prompts are written; what tells the base from others; and
+# the SHA-256 of the weights that a preference's training started from, which its loss compares with.
+TRAINED_ON, BASE_FINGERPRINT, STARTED_FROM = "trained_on", "base_fingerprint", "started_from"
 
 MAX_DEPTH = 8  # of lists and mappings inside one another, in a value
 _OTHER_SETTING = re.compile(r"\$\{[a-z]\w*(?:\.\w+)+\}")  # plain ${section.name}
@@ -72,7 +73,7 @@ def read_foreign_settings(file: Path) -> tuple[dict[str, dict[str, Any]], bool]:
         raise _unreadable(file, ValueError("it holds no sections with settings"))
     problems, kept = list[Problem](), dict[str, dict[str, Any]]()
     for section, names in values.items():
-        if section in (TRAINED_ON, BASE_FINGERPRINT) and isinstance(names, str):
+        if section in (TRAINED_ON, BASE_FINGERPRINT, STARTED_FROM) and isinstance(names, str):
             continue
         if section not in ALLOWED or not isinstance(names, dict):
             problems.append(_not_allowed(file, str(section), names))

@@ -28,6 +28,11 @@ class AnswerRows(Rows, Protocol):
     @property
     def prompt_lengths(self) -> NDArray[np.int64]: ...
 
+    @property
+    def whole_lengths(self) -> NDArray[np.int64]: ...
+
+    def read_whole(self, row: int) -> TokenRow: ...
+
 
 class Judged(Rows, Protocol):
     """Answers with labels: `JudgedRows`, or a mix of these."""
@@ -136,7 +141,7 @@ class JudgedRows:
     def lengths(self) -> NDArray[np.int64]:
         """The room for either of the two, which are in sequences of their own."""
         prompts = self.parts.prompt_lengths
-        mismatched = prompts + (self.parts.lengths - prompts)[self.donors]
+        mismatched = prompts + (self.parts.whole_lengths - prompts)[self.donors]
         return np.maximum(self.parts.lengths, np.minimum(mismatched, self.max_length))
 
     @property
@@ -156,10 +161,10 @@ class JudgedRows:
         return self.parts.read(row)
 
     def read_mismatched(self, row: int) -> TokenRow:
-        """The prompt of a row with the answer of another one (`donors`)."""
+        """The prompt of a row with the whole answer of another one (`donors`), cut after this prompt."""
         [(tokens, is_target)] = self.parts.read(row)
         donor = int(self.donors[row])
-        [(others, other_targets)] = self.parts.read(donor)
+        others, other_targets = self.parts.read_whole(donor)
         own, other = int(self.parts.prompt_lengths[row]), int(self.parts.prompt_lengths[donor])
         joined = np.concatenate([tokens[:own], others[other:]])
         targets = np.concatenate([is_target[:own], other_targets[other:]])

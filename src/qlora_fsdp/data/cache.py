@@ -46,6 +46,7 @@ class TokenizedRows:
         num_targets: int32 [num_rows], targets of each row; 1 for a row that has a label as a whole.
         labels: float32 [sum of num_targets, numbers per label], as `data.labels` reads them; [0, 0] without labels.
         key: the cache entry's name, which tells these rows from any others; empty for rows that are in no entry.
+        whole_ends: int64 [num_rows], where the rows end that these are the beginnings of; None: where they end.
     """
 
     num_answers = 0  # not an annotated field: rows of an entry are compared by what wraps them (data/preferences.py)
@@ -57,6 +58,12 @@ class TokenizedRows:
     labels: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 0), np.float32))
     key: str = ""
     ends: NDArray[np.int64] | None = None
+    whole_ends: NDArray[np.int64] | None = None
+
+    @property
+    def whole_lengths(self) -> NDArray[np.int64]:
+        """Tokens of the rows before they were cut."""
+        return self.lengths if self.whole_ends is None else self.whole_ends - self.starts[:-1]
 
     @property
     def lengths(self) -> NDArray[np.int64]:
@@ -78,6 +85,13 @@ class TokenizedRows:
         if self.ends is not None and is_target[0]:  # of a further piece of a row: nothing stands before it
             is_target = np.concatenate([[False], is_target[1:]])
         return [(self.tokens[span], is_target)]
+
+    def read_whole(self, row: int) -> TokenRow:
+        """A row as it was before it was cut."""
+        if self.whole_ends is None:
+            return self.read(row)[0]
+        span = slice(self.starts[row], self.whole_ends[row])
+        return self.tokens[span], self.is_target[span]
 
 
 def check_targets(rows: TokenizedRows, path: str) -> None:
@@ -206,6 +220,7 @@ class Entry:
             whole.labels[pieces.rows] if len(whole.labels) else whole.labels,
             f"{whole.key}-{settings.max_length}{'t' if settings.truncates else ''}",
             pieces.ends,
+            whole.starts[pieces.rows + 1],
         )
         self._count(counter, pieces)
         num_rows, num_tokens = len(pieces.rows), int(rows.lengths.sum())

@@ -116,6 +116,10 @@ class RandomRows:
         return np.full(self.num_rows, self.length, dtype=np.int64)
 
     @property
+    def whole_lengths(self) -> NDArray[np.int64]:
+        return self.lengths
+
+    @property
     def longest_parts(self) -> NDArray[np.int64]:
         return self.lengths
 
@@ -135,6 +139,9 @@ class RandomRows:
         rng = np.random.default_rng([self.seed, row])
         tokens = rng.integers(self.vocab_size, size=self.length, dtype=np.int32)
         return [(tokens, np.arange(self.length) > 0)]
+
+    def read_whole(self, row: int) -> TokenRow:
+        return self.read(row)[0]
 
 
 @dataclass(frozen=True)

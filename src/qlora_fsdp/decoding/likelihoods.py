@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from qlora_fsdp.common.errors import DataError
 from qlora_fsdp.decoding.attending import attending
 from qlora_fsdp.layers.decode_linear import DecodeLayers
 from qlora_fsdp.layers.slot_attention import Step, running
@@ -89,7 +90,17 @@ class Scorer:
 
     @torch.no_grad()
     def score(self, texts: Sequence[Text], on_done: Callable[[int], Any] = lambda number: None) -> list[Likelihood]:
-        """The likelihoods of all texts, in their order. `on_done` gets the number of texts done since its last call."""
+        """The likelihoods of all texts, in their order. `on_done` gets the number of texts done since its last call.
+
+        Raises:
+            DataError: the tokens that are read of a text leave no question before its targets.
+        """
+        beyond = next((text for text in texts if len(text.targets) > len(text.tokens)), None)
+        if beyond is not None:
+            raise DataError(
+                f"An answer has {len(beyond.targets):,} tokens, and {len(beyond.tokens):,} are read of it and its "
+                "question. Set max_length higher, or leave its task out."
+            )
         found: dict[int, Likelihood] = {}
         before: tuple[list[int], Tensor, Tensor] | None = None
 

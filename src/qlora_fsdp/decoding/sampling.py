@@ -20,6 +20,7 @@ _KNOWN = {
 }
 _ONE = ("num_beams", "num_beam_groups", "num_return_sequences")
 _OF_SAMPLING = ("min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")  # without which they do nothing
+_TOP_K = 50  # tokens that transformers samples among where nothing is said of it
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,8 @@ class Sampling:
         temperature = 1.0 if config.temperature is None else config.temperature
         if not config.do_sample or temperature == 0:
             return cls(repetition_penalty=penalty)
-        return cls(temperature, config.top_k or None, 1.0 if config.top_p is None else config.top_p, penalty)
+        top_k = _TOP_K if config.top_k is None else config.top_k
+        return cls(temperature, top_k or None, 1.0 if config.top_p is None else config.top_p, penalty)
 
     def choose(self, logits: Tensor, seen: Tensor | None) -> Tensor:
         """The next tokens int64 [rows].

@@ -17,6 +17,7 @@ from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.data.tokenizer import NO_TOKENS, template_name
 from qlora_fsdp.decoding.sampling import why_not
 from qlora_fsdp.decoding.trial import why_not_in_slots
+from qlora_fsdp.inference.reference import Reference
 from qlora_fsdp.model.assemble import AssembledModel, assemble
 from qlora_fsdp.model.base_files import describe_base
 from qlora_fsdp.model.count import dtype_name
@@ -85,11 +86,12 @@ def load_trained(
         config: as of `assemble_trained`; also the next three.
         adapter: PEFT's folder.
         processes: all ranks take part.
-        generates: the model is for `generate`.
+        generates: the model is for `generate`. Otherwise it has the reference of its preference, if it learned one.
         may_spread: layers may be spread over ranks, all of which then complete the same prompts together.
 
     Raises:
-        AdapterError: the adapter is not LoRA, does not fit the base, or has NaN or infinite values.
+        AdapterError: the adapter is not LoRA, does not fit the base, or has NaN or infinite values; or the one that
+            its preference's loss compares it with is not to be found.
     """
     trained = assemble_trained(config, adapter, processes, generates)
     meta, device = trained.meta, processes.device
@@ -97,8 +99,13 @@ def load_trained(
         base, folder = describe_base(meta.assignments, processes), config.model.cache_folder
         meta.assignments = use_cache(meta.assignments, base, folder, trained.dtype, processes, writes=False)
 
+    reference = None if generates else Reference(trained, adapter, config, processes)
+
     def fill_adapters(model: peft.PeftModel) -> None:
-        initialize_adapters(model, True, config.training.seed, trained.tokens)
+        if reference is not None:
+            reference.freeze(model)
+        else:
+            initialize_adapters(model, True, config.training.seed, trained.tokens)
         if adapter is not None:
             SavedAdapter(Path(adapter).expanduser()).load(model)
 

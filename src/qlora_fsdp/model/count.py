@@ -7,9 +7,11 @@ import re
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from peft.utils import ModulesToSaveWrapper
+from torch import nn
 from transformers import PretrainedConfig
 
+from qlora_fsdp.data.batch import Batch
 from qlora_fsdp.layers import QuantizedLayer, QuantizedLinear
 from qlora_fsdp.layers.attention import head_dim
 from qlora_fsdp.layers.experts import expert_weight_names
@@ -32,11 +34,14 @@ class FlopCounter:
     trained_weights: int
     attention_width: int
 
-    def of_batch(self, sequence_starts: Tensor) -> float:
-        """FLOPs of a micro-batch with causal attention; its rows start at `sequence_starts` (int32 [rows + 1], CPU)."""
-        lengths = sequence_starts.diff().double()
+    def of_batch(self, batch: Batch) -> float:
+        """FLOPs of a micro-batch on the CPU with causal attention, of a slice its part. Padding does not count."""
+        assert batch.num_tokens is not None
+        starts, length = batch.sequence_starts, batch.whole_length
+        lengths = starts.diff().double()
+        lengths[starts[1:] % length == 0] -= length - batch.num_tokens  # the last row of a sequence has its padding
         dense = (4 * self.frozen_weights + 6 * self.trained_weights) * float(lengths.sum())
-        return dense + 6 * self.attention_width * float((lengths**2).sum())
+        return (dense + 6 * self.attention_width * float((lengths**2).sum())) / batch.num_slices
 
 
 def count_flops(model: nn.Module, config: PretrainedConfig) -> FlopCounter:
@@ -56,7 +61,12 @@ def count_flops(model: nn.Module, config: PretrainedConfig) -> FlopCounter:
             shares[f"{experts}."] = (num_chosen(block, config) or num_experts) / num_experts
             frozen += shares[f"{experts}."] * sum(math.prod(weight.shape) for weight in weights)
             frozen += sum(_router_weights(child, num_experts) for child in block.modules())
+    # A module that is trained in full computes in the place of its original.
+    unused = [module.original_module for module in model.modules() if isinstance(module, ModulesToSaveWrapper)]
+    originals = {id(module) for original in unused for module in original.modules()}
     for name, module in model.named_modules():
+        if id(module) in originals:
+            continue
         if isinstance(module, QuantizedLinear):
             frozen += module.in_features * module.out_features
         elif isinstance(module, nn.Linear):

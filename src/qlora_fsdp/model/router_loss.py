@@ -41,12 +41,14 @@ class RouterLoss:
 
         Args:
             router_logits: each layer's, [B * L, E].
-            batch: padding in it does not count.
+            batch: padding in it does not count, unless there is nothing else: a rank may have no rows in a short step,
+                and no targets to multiply the loss by, which must not be a mean over nothing then.
         """
         assert batch.num_tokens is not None
         column = torch.arange(batch.input_ids.shape[1], device=batch.input_ids.device)
-        is_token = (column < batch.num_tokens[:, None]).long()
-        loss = self.function(router_logits, self.num_experts, self.top_k, is_token)
+        is_token = column < batch.num_tokens[:, None]
+        mask = (is_token | ~is_token.any()).long()
+        loss = self.function(router_logits, self.num_experts, self.top_k, mask)
         return self.coef * loss
 
 

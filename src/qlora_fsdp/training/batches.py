@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from qlora_fsdp.data.batch import Batch, collate, micro_batch_indices
-from qlora_fsdp.data.sequences import Indices, TrainingData
+from qlora_fsdp.data.sequences import Indices, Sequences, TrainingData
 from qlora_fsdp.data.split import BatchSplit
 
 
@@ -20,7 +20,7 @@ class GlobalBatch:
 
     Attributes:
         step: optimizer steps done before this one.
-        epoch: how often the whole data has been seen after this step.
+        epoch: how often the whole data has been seen after this step; None of a stream, whose length nobody knows.
         indices: its sequences.
         num_tokens: tokens in them.
         num_targets: tokens with a loss in them, which the step's loss is divided by.
@@ -28,7 +28,7 @@ class GlobalBatch:
     """
 
     step: int
-    epoch: float
+    epoch: float | None
     indices: Indices
     num_tokens: int
     num_targets: int
@@ -51,9 +51,10 @@ class GlobalBatches:
     def of_step(self, step: int) -> GlobalBatch:
         """The global batch of a step; 0 is the first one."""
         indices = self._indices(step)
+        num_seen = step * self.split.global_batch_size + len(indices)
         return GlobalBatch(
             step=step,
-            epoch=(step + 1) * self.split.global_batch_size / len(self.data),
+            epoch=num_seen / len(self.data) if isinstance(self.data, Sequences) else None,
             indices=indices,
             num_targets=self.data.num_target_tokens(indices),
             num_tokens=int(self.data.lengths_of(indices).sum()),

@@ -145,7 +145,8 @@ def learning_rate_at(step: int, num_steps: int, peak: float, config: OptimConfig
     """The learning rate of a step.
 
     During warmup it rises linearly, and the last step of warmup has the peak. Then cosine and linear fall to 0, which
-    the step after the last one would have. transformers' schedules of these names do the same.
+    the step after the last one would have. From there on transformers' schedules of these names do the same; their
+    warmup is a step behind, as their first step has a rate of 0 and changes nothing.
 
     Args:
         step: 0 for the first optimizer step.

@@ -36,6 +36,7 @@ from qlora_fsdp.runtime.processes import Processes
 from qlora_fsdp.training.passes import place
 from qlora_fsdp.training.prepare import Prepared
 
+NOT_COMPUTED = ("_name_or_path", "transformers_version")  # what a model's config says that no logits depend on
 Found = NDArray[np.float32]  # [num_rows, 2], as `Batch.reference` has them; NaN: not computed
 
 
@@ -150,20 +151,23 @@ def _cache_file(prepared: Prepared, rows: Rows) -> Path | None:
     config = prepared.config
     if prepared.base is None or not rows.key:
         return None
-    quant = [str(value) for value in vars(config.quant).values()]
+    quant = [str(value) for value in (*vars(config.quant).values(), config.compute.matmul)]
     tokens = [*config.tokenizer.add_tokens, *config.tokenizer.add_special_tokens]
-    start = None if prepared.start is None else prepared.start.digest
+    start = None if prepared.start is None else [prepared.start.digest, str(config.lora)]
+    shape = prepared.assembled.meta.config.to_dict()  # of the model, with scaled positions
     identity = [
-        4,  # how they are computed, to which values of before do not belong
+        5,  # how they are computed, to which values of before do not belong
         prepared.base,
+        {key: str(value) for key, value in shape.items() if key not in NOT_COMPUTED},
         start,
         quant,
         dtype_name(prepared.assembled.dtype),
         tokens,
         rows.key,
         rows.num_answers,
+        config.training.max_length,  # to which prompts with other answers are cut
     ]
-    name = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
+    name = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
     return find_cache(config.data.cache_folder, DEFAULT_CACHE_FOLDER) / f"reference-{name}.npy"
 
 

@@ -134,7 +134,7 @@ class StepRunner:
             micro_batches = iter(seen)
         for micro in range(batch.num_micro_batches):
             micro_batch = next(micro_batches)
-            num_flops += self.flops.of_batch(micro_batch.sequence_starts) / micro_batch.num_slices
+            num_flops += self.flops.of_batch(micro_batch)
             micro_losses.append(self.passes.run(micro_batch, is_last=micro == batch.num_micro_batches - 1))
             loss_sum += micro_losses[-1]
             while_gpu_works()

@@ -96,7 +96,7 @@ class StepRecorder:
         speed = batch.num_tokens / seconds
         figures = {
             "step": batch.step + 1,
-            "epoch": round(batch.epoch, 4),
+            "epoch": None if batch.epoch is None else round(batch.epoch, 4),
             "loss": finite_or_none(measured.loss),
             "grad_norm": finite_or_none(measured.grad_norm),
             **({} if done.is_good else {"skipped": True}),

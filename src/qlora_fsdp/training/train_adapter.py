@@ -149,7 +149,8 @@ def _describe_adapter(
     """
     form = find_form(config) if processes.is_main else None
     weights = getattr(prepared.model, "class_weights", None)
-    settings = saved_settings(config, None if weights is None else weights.tolist(), form, prepared.base_layers)
+    start = None if prepared.start is None else prepared.start.digest
+    settings = saved_settings(config, None if weights is None else weights.tolist(), form, prepared.base_layers, start)
     return partial(describe_adapter, prepared, config, result, folder, form, result.num_steps == 0), settings
 
 
