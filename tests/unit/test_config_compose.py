@@ -163,6 +163,13 @@ def test_plus_before_a_group_is_accepted() -> None:
             "training.precision=bf16",
             "must be one of auto, bfloat16, float16, float32. Set training.precision=bfloat16.",
         ),
+        (
+            "tracking.wandb=true",
+            "tracking.wandb=true must be one of auto, online, offline, disabled. Set tracking.wandb=online.",
+        ),
+        ("tracking.wandb=off", "Set tracking.wandb=disabled."),
+        ("memory.activations=false", "Set memory.activations=none."),
+        ("kernels.glu=false", "Set kernels.glu=torch."),
         ("fsdp.sharding_strategy=full_shard", "Set fsdp.sharding_strategy=FULL_SHARD."),
         ("quant=nf5", "is no option of quant: it has fp4, int8, nf4, none. Did you mean quant=nf4?"),
         ("model=llama3-7b", "Did you mean model=llama3-70b?"),

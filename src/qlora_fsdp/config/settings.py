@@ -100,6 +100,12 @@ _OTHER_NAMES = {
 }
 
 
+# What is meant by a word for on or off, where a setting has names for its values: the first of these that it has.
+_ON_AND_OFF = {
+    **dict.fromkeys(("true", "yes", "on", "1"), ("online",)),
+    **dict.fromkeys(("false", "no", "off", "0"), ("disabled", "none", "torch")),
+}
+
 SEVERAL_DATA_SETS = " For several data sets set data.mix={a.jsonl: 1, b.jsonl: 1} in its place."
 
 
@@ -189,7 +195,9 @@ def wrong_type(key: str, value: Any) -> Problem:
 def _nearest_value(setting: Setting, value: Any) -> Any:
     """A value that may have been meant: the nearest one that the setting takes, or else its default. None: no idea."""
     by_lower = {choice.lower(): choice for choice in setting.choices}
-    nearest = difflib.get_close_matches(str(value).lower(), by_lower, n=1)
+    word = str(value).lower()
+    meant = [choice for choice in _ON_AND_OFF.get(word, ()) if choice in by_lower]
+    nearest = meant or difflib.get_close_matches(word, by_lower, n=1)
     if nearest:
         return by_lower[nearest[0]]
     if setting.type is bool and value in (0, 1):
