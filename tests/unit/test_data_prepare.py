@@ -112,6 +112,13 @@ def test_bad_rows_are_counted_with_their_lines(tmp_path, run):
     assert "keys are question, answer" in str(prepared.report)
 
 
+def test_a_key_that_is_there_twice_is_refused(tmp_path, run):
+    twice = b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "content": "c"}]}'
+    prepared = run(write_lines(tmp_path / "chats.jsonl", twice, {"text": "good"}))
+    assert texts(prepared.train) == ["good"]
+    assert "1 row left out (wrong keys): chats.jsonl:1 (an object has 'content' twice)" in str(prepared.report)
+
+
 def test_truncate_keeps_long_rows_and_says_so(tmp_path, run):
     prepared = run(write_lines(tmp_path / "a.jsonl", {"text": "x" * 100}, {"prompt": "p", "completion": "y" * 99}))
     assert texts(prepared.train) == ["p" + "y" * 62, "x" * 37, "x" * 63]
