@@ -174,6 +174,8 @@ def test_a_launcher_without_m_starts_one_job_in_the_run_folder_itself(capsys: py
         (["-m", "lora.r=1,2", "hydra/launcher=slurm", "launch.num_processes=1,2"], {}, "Start a sweep for each"),
         (["hydra/launcher=slurm"], {"PATH": "/nowhere"}, "needs sbatch, which is not here"),
         (["hydra/launcher=slurm", "slurm.time=soon"], {}, "Set slurm.time=24:00:00"),
+        (["hydra/launcher=slurm", "slurm.time=2:00"], {}, "slurm.time=2:00 is 120 seconds to SLURM"),
+        (["hydra/launcher=slurm", "slurm.time=0-1", "slurm.signal_seconds=3600"], {}, "is 3600 seconds to SLURM"),
         (["-m", "training.seed=1,2", "training.global_batch_size=3", "launch.num_processes=2"], {}, "size=4"),
     ],
 )
