@@ -146,6 +146,7 @@ def end_process(exit_code: int) -> NoReturn:
     exit code is lost: two of seven runs on an H200 ended with "terminate called without an active exception" after
     they had finished.
     """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # what is to be said has been said
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # nobody reads on, or the disk is full
