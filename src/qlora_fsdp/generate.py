@@ -15,7 +15,7 @@ if __name__ == "__main__":
 
 from qlora_fsdp.common.errors import DataError, Problem, refuse
 from qlora_fsdp.common.startup import end_process, quick_imports
-from qlora_fsdp.common.text import for_stdout, shorten
+from qlora_fsdp.common.text import for_stdout, is_unicode, shorten
 from qlora_fsdp.config.commands import AdapterSettings, read_trained_on
 from qlora_fsdp.config.schema import Config
 from qlora_fsdp.config.settings import show
@@ -178,11 +178,6 @@ def check_generation(settings: GenerateSettings, config: Config, others: Sequenc
     elif settings.prompts is not None and not Path(settings.prompts).expanduser().is_file():
         problems.append(Problem(f"prompts={settings.prompts}", "is no file.", "Set prompts to a file of JSON lines."))
     refuse(problems)
-
-
-def is_unicode(text: str) -> bool:
-    """Whether text of the command line was whole UTF-8; Python stands half characters in for other bytes."""
-    return not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
 def _read_rows(settings: GenerateSettings) -> list[dict[str, Any]]:

@@ -185,6 +185,8 @@ def test_plus_before_a_group_is_accepted() -> None:
         ("run.name=${now:%H}", "reads the clock on every rank"),
         ("run.name=${oc.env:NOT_THERE}", "Set the variable, or write ${oc.env:NAME,VALUE}"),
         (r"tracking.project='a\${x}'", "has ${ in its text, which OmegaConf takes for a reference. Leave it out."),
+        ("run.folder=m\udce4", "has bytes that are no UTF-8. Type it in UTF-8, or rename what it names."),
+        ("data.path=[a.jsonl,m\udce4.jsonl]", "has bytes that are no UTF-8."),
         ("run.name=${lora.r", "run.name='${lora.r' can't be read: no viable alternative at input"),
         ("lora@x=default", "lora@x is neither a setting nor a group of options."),
         ("hydra.foo=1", "hydra.foo is neither a setting nor a group of options."),

@@ -268,6 +268,7 @@ def test_each_file_of_a_folder_that_is_not_used_is_named(tmp_path, run):
     for name in ("README.md", "part/c.log", ".d.jsonl", "e.txt.gz"):
         (folder / name).write_text("no row")
     (folder / "f.jsonl").touch()
+    (folder / os.fsdecode(b"m\xe4.jsonl")).write_text('{"text": "m"}\n')
     (folder / "other").symlink_to(tmp_path)
     (folder / "gone.jsonl").symlink_to(tmp_path / "gone")
     for _ in range(2):  # from the cache too
@@ -277,6 +278,7 @@ def test_each_file_of_a_folder_that_is_not_used_is_named(tmp_path, run):
             "  2 files left out (of no known kind): e.txt.gz, part/c.log",
             "  1 file left out (empty): f.jsonl",
             "  1 file left out (neither files nor folders): gone.jsonl",
+            "  1 file left out (names that are no UTF-8): m?.jsonl",
             "  1 file left out (links to folders, which are not followed): other",
             "  1 file left out (text beside files of rows): README.md",
         ]

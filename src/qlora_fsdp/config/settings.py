@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import difflib
 import inspect
+import json
 import math
 import sys
 import types
@@ -15,6 +16,7 @@ from functools import cache
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from qlora_fsdp.common.errors import Problem
+from qlora_fsdp.common.text import is_unicode
 from qlora_fsdp.config import schema
 
 
@@ -171,6 +173,8 @@ def changed_by_reading(key: str, value: Any, written: Any) -> Problem | None:
     setting = all_settings()[key]
     if setting.type is bool and isinstance(value, (int, float)) and not isinstance(value, bool):
         return wrong_type(key, value)
+    if not is_unicode(json.dumps(value, ensure_ascii=False, default=str)):
+        return problem_about(key, value, "has bytes that are no UTF-8.", "Type it in UTF-8, or rename what it names.")
     if "${" in str(value):
         return problem_about(key, value, "has ${ in its text, which OmegaConf takes for a reference.", "Leave it out.")
     items = list(written.values()) if isinstance(written, dict) else written if isinstance(written, list) else [written]
