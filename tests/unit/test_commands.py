@@ -139,8 +139,6 @@ def test_what_an_output_file_does_not_take_is_printed(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(run_command, "write_atomically", refuse)
-    with pytest.raises(
-        RunFolderError, match=r"out=a can't be written: .*No space.* printed above\. Set out to"
-    ):
+    with pytest.raises(RunFolderError, match=r"out=a can't be written: .*No space.* printed above\. Set out to"):
         run_command.write_out("a", "one\ntwo\n")
     assert capsys.readouterr().out == "one\ntwo\n"

@@ -211,6 +211,13 @@ def test_parquet_text_that_is_not_marked_as_text(tmp_path, run):
     assert [(p.kind, p.num_rows) for p in prepared.report.sources[0].problems] == [("not UTF-8", 1)]
 
 
+@pytest.mark.parametrize("mark", [";", "\t", "|"])
+def test_csv_without_commas(tmp_path, run, mark: str):
+    (tmp_path / "a.csv").write_text(f"prompt{mark}completion\na{mark}b, c\n")
+    with pytest.raises(DataError, match=r"a\.csv has '.*' between its columns, not commas\. Save it with commas"):
+        run(tmp_path / "a.csv")
+
+
 def test_csv_with_two_columns_of_one_name(tmp_path, run):
     (tmp_path / "a.csv").write_text("text,text\na,b\n")
     with pytest.raises(DataError, match="two columns text"):
